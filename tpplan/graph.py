@@ -1,0 +1,218 @@
+"""ModelGraph: what the tracer saw, as frozen data without torch.
+
+A graph is a list of nodes in execution order over named values. Values that share storage name the value whose storage
+they are views of. Every crossing of a tensor into or out of a module's forward is a Boundary node: the only places
+where a layout may change.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from math import prod
+
+import networkx as nx
+
+from tpplan.units import DTYPE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A value used as an argument, among literals."""
+
+    name: str
+
+
+#: what an op is called with: references, literals, and nests of them. dtypes and devices are "dtype:bfloat16".
+Argument = Ref | None | bool | int | float | str | tuple["Argument", ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """A tensor. `carries_gradient`: backward reaches it. `storage`: the value it is a view of, itself if none."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    carries_gradient: bool
+    storage: str
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole value."""
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole value."""
+        return self.num_elements * DTYPE_BYTES[self.dtype]
+
+
+class SourceKind(StrEnum):
+    """Where a value that no op computes comes from."""
+
+    INPUT = "input"
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """An input, parameter, buffer or constant. `label` is the parameter's name or the input's path; a weight that
+    stands under several names is one source with the others in `aliases`."""
+
+    kind: SourceKind
+    result: str
+    label: str
+    aliases: tuple[str, ...] = ()
+    trainable: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """A call of an operator, e.g. `aten.linear.default`, in the forward of `module` (its name, "" for the root)."""
+
+    name: str
+    target: str
+    args: tuple[Argument, ...]
+    kwargs: tuple[tuple[str, Argument], ...]
+    results: tuple[str, ...]
+    module: str
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the tensors it reads, in argument order, one entry per reading."""
+        return tuple(references((self.args, tuple(value for _, value in self.kwargs))))
+
+
+
+class Direction(StrEnum):
+    """Into a module's forward, or out of it."""
+
+    INPUT = "input"
+    OUTPUT = "output"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """A tensor crosses into or out of `module`; `path` is the argument's or output's place ("0", "mask", "1.0")."""
+
+    name: str
+    module: str
+    direction: Direction
+    path: str
+    operand: str
+    result: str
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The value that crosses."""
+        return (self.operand,)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The value on the other side."""
+        return (self.result,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedBlock:
+    """Sibling modules with the same structure, shapes and order: `prefix` + index for each of `indices`."""
+
+    prefix: str
+    indices: tuple[int, ...]
+
+    @property
+    def pattern(self) -> str:
+        """How the siblings are written in a plan: `layers.*`."""
+        return f"{self.prefix}.*" if self.prefix else "*"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The siblings' module names in order."""
+        return tuple(f"{self.prefix}.{index}" if self.prefix else str(index) for index in self.indices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelGraph:
+    """A traced model: sources, nodes in order, outputs, and the repeated blocks found in it.
+
+    `outputs` are (path, value name); `loss` is the scalar from which backward starts, if there is one.
+    """
+
+    values: dict[str, Value] = field(hash=False)
+    sources: tuple[Source, ...]
+    nodes: tuple[Op | Boundary, ...]
+    outputs: tuple[tuple[str, str], ...]
+    loss: str | None
+    blocks: tuple[RepeatedBlock, ...] = ()
+
+
+    @cached_property
+    def ops(self) -> tuple[Op, ...]:
+        """The op nodes in order."""
+        return tuple(node for node in self.nodes if isinstance(node, Op))
+
+    @cached_property
+    def boundaries(self) -> tuple[Boundary, ...]:
+        """The boundary nodes in order."""
+        return tuple(node for node in self.nodes if isinstance(node, Boundary))
+
+    @cached_property
+    def parameters(self) -> tuple[Source, ...]:
+        """The parameters, each once however many names it has."""
+        return tuple(source for source in self.sources if source.kind is SourceKind.PARAMETER)
+
+    @cached_property
+    def consumers(self) -> dict[str, tuple[Op | Boundary, ...]]:
+        """Nodes that read a value, in order; a node that reads it twice stands once."""
+        found: dict[str, dict[str, Op | Boundary]] = {}
+        for node in self.nodes:
+            for operand in node.operands:
+                found.setdefault(operand, {})[node.name] = node
+        return {name: tuple(nodes.values()) for name, nodes in found.items()}
+
+    @cached_property
+    def producers(self) -> dict[str, Op | Boundary]:
+        """The node that computes a value; sources have none."""
+        return {result: node for node in self.nodes for result in node.results}
+
+    def to_networkx(self) -> "nx.MultiDiGraph[str]":
+        """Nodes are sources and nodes by name (attribute `node`), edges carry the value that flows (`value`)."""
+        graph: nx.MultiDiGraph[str] = nx.MultiDiGraph()
+        origin: dict[str, str] = {}
+        for source in self.sources:
+            graph.add_node(source.result, node=source)
+            origin[source.result] = source.result
+        for node in self.nodes:
+            graph.add_node(node.name, node=node)
+            for position, operand in enumerate(node.operands):
+                graph.add_edge(origin[operand], node.name, value=operand, position=position)
+            origin.update(dict.fromkeys(node.results, node.name))
+        return graph
+
+    def to_json(self) -> str:
+        """The whole graph as JSON with sorted keys; the fingerprint is taken over it."""
+        return json.dumps(asdict(self), sort_keys=True, default=str)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 of the JSON: changes with any op, shape, literal, name or input."""
+        return "sha256:" + hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def references(argument: object) -> Iterator[str]:
+    """Names of the values inside an argument, left to right."""
+    if isinstance(argument, Ref):
+        yield argument.name
+    elif isinstance(argument, tuple):
+        for item in argument:
+            yield from references(item)
+
+
+def within(name: str, module: str) -> bool:
+    """True when the module called `name` is `module` or stands inside it."""
+    return not module or name == module or name.startswith(module + ".")

@@ -1,0 +1,201 @@
+"""The layout algebra of one tensor-parallel axis: where a value is, and where its gradient is.
+
+| layout  | value on a rank                  | gradient on a rank |
+|---------|----------------------------------|--------------------|
+| R       | the whole                        | the whole          |
+| R*      | the whole                        | a summand          |
+| S(d)    | slice of dim d                   | slice of dim d     |
+| P       | a summand                        | the whole          |
+| rows    | what a lookup in a slice of rows gives: right where the id is a local row, else garbage to be masked |
+
+A value that carries no gradient has only the first half. A layout changes only by a conversion at a module boundary;
+one choice of conversion fixes its collective forward and its collective backward (Megatron's f is R -> R*, its g is
+P -> R).
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tpplan.errors import PlanError
+
+
+class LayoutKind(StrEnum):
+    """The kinds of the table above."""
+
+    REPLICATE = "R"
+    REPLICATE_PARTIAL_GRADIENT = "R*"
+    SHARD = "S"
+    PARTIAL = "P"
+    ROWS = "rows"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A layout; `dim` (not negative) is set for SHARD alone."""
+
+    kind: LayoutKind
+    dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.dim is not None) != (self.kind is LayoutKind.SHARD) or (self.dim or 0) < 0:
+            raise ValueError(f"layout {self.kind} with dim {self.dim}")
+
+    @property
+    def is_whole(self) -> bool:
+        """True when every rank holds the whole value."""
+        return self.kind in (LayoutKind.REPLICATE, LayoutKind.REPLICATE_PARTIAL_GRADIENT)
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.kind is LayoutKind.SHARD else str(self.kind)
+
+
+R = Layout(LayoutKind.REPLICATE)
+R_STAR = Layout(LayoutKind.REPLICATE_PARTIAL_GRADIENT)
+P = Layout(LayoutKind.PARTIAL)
+ROWS = Layout(LayoutKind.ROWS)
+
+
+def S(dim: int) -> Layout:  # noqa: N802 - the field's notation
+    """Shard of one dim."""
+    return Layout(LayoutKind.SHARD, dim)
+
+
+def parse_layout(text: str) -> Layout:
+    """The layout that str() wrote. Raises PlanError for anything else."""
+    if match := re.fullmatch(r"S\((\d+)\)", text):
+        return S(int(match.group(1)))
+    for layout in (R, R_STAR, P, ROWS):
+        if text == str(layout):
+            return layout
+    raise PlanError(f"expected a layout (R, R*, S(dim), P or rows), got {text!r}")
+
+
+def local_shape(shape: tuple[int, ...], layout: Layout, tp: int) -> tuple[int, ...]:
+    """Shape on one rank of tp. Raises ValueError where the sharded dim does not divide."""
+    if layout.dim is None:
+        return shape
+    if shape[layout.dim] % tp:
+        raise ValueError(f"dim {layout.dim} of {shape} does not divide by {tp}")
+    return (*shape[: layout.dim], shape[layout.dim] // tp, *shape[layout.dim + 1 :])
+
+
+def fits(shape: tuple[int, ...], layout: Layout, tp: int) -> bool:
+    """True when the layout can hold a value of this shape on tp ranks."""
+    return layout.dim is None or (layout.dim < len(shape) and shape[layout.dim] % tp == 0)
+
+
+class Step(StrEnum):
+    """What a rank does to a tensor, forward or backward, to change its layout."""
+
+    NONE = "none"
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    SLICE = "slice"
+    PAD = "pad"
+    DIVIDE = "divide"
+    LOCAL_ROWS = "local_rows"
+    MASK = "mask"
+
+
+#: steps that move bytes between ranks; the others are local
+COLLECTIVE_STEPS = frozenset({Step.ALL_REDUCE, Step.ALL_GATHER, Step.REDUCE_SCATTER, Step.ALL_TO_ALL})
+
+_K = LayoutKind
+#: (from, to) -> (forward, backward). Identities are left out; what is missing here cannot be done.
+_STEPS: dict[tuple[LayoutKind, LayoutKind], tuple[Step, Step]] = {
+    (_K.REPLICATE, _K.REPLICATE_PARTIAL_GRADIENT): (Step.NONE, Step.ALL_REDUCE),
+    (_K.REPLICATE, _K.SHARD): (Step.SLICE, Step.ALL_GATHER),
+    (_K.REPLICATE, _K.PARTIAL): (Step.DIVIDE, Step.NONE),
+    (_K.REPLICATE_PARTIAL_GRADIENT, _K.REPLICATE): (Step.NONE, Step.DIVIDE),
+    (_K.REPLICATE_PARTIAL_GRADIENT, _K.SHARD): (Step.SLICE, Step.PAD),
+    (_K.REPLICATE_PARTIAL_GRADIENT, _K.PARTIAL): (Step.DIVIDE, Step.DIVIDE),
+    (_K.SHARD, _K.REPLICATE_PARTIAL_GRADIENT): (Step.ALL_GATHER, Step.REDUCE_SCATTER),
+    (_K.SHARD, _K.REPLICATE): (Step.ALL_GATHER, Step.SLICE),
+    (_K.SHARD, _K.PARTIAL): (Step.PAD, Step.SLICE),
+    (_K.PARTIAL, _K.REPLICATE): (Step.ALL_REDUCE, Step.NONE),
+    (_K.PARTIAL, _K.REPLICATE_PARTIAL_GRADIENT): (Step.ALL_REDUCE, Step.ALL_REDUCE),
+    (_K.PARTIAL, _K.SHARD): (Step.REDUCE_SCATTER, Step.ALL_GATHER),
+    (_K.SHARD, _K.SHARD): (Step.ALL_TO_ALL, Step.ALL_TO_ALL),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A change of layout at a boundary. `rows -> x` masks first and then is `P -> x`."""
+
+    source: Layout
+    target: Layout
+
+    def __post_init__(self) -> None:
+        possible = self.source == self.target or (self.source.kind, self.target.kind) in _STEPS
+        if not possible and ROWS not in (self.source, self.target):
+            raise ValueError(f"no conversion {self}")
+        if self.target == ROWS and self.source != R:
+            raise ValueError(f"no conversion {self}: ids become local rows from R alone")
+
+    @property
+    def is_identity(self) -> bool:
+        """True when nothing changes."""
+        return self.source == self.target
+
+    @property
+    def after_mask(self) -> "Conversion":
+        """What is left of `rows -> x` once the rows of other ranks are masked: `P -> x`."""
+        return Conversion(P, self.target)
+
+    @property
+    def forward(self) -> tuple[Step, ...]:
+        """Steps in the order the forward pass takes them."""
+        return self._steps(0)
+
+    @property
+    def backward(self) -> tuple[Step, ...]:
+        """Steps in the order the backward pass takes them."""
+        return self._steps(1)[::-1]
+
+    def _steps(self, half: int) -> tuple[Step, ...]:
+        if self.is_identity:
+            return ()
+        if self.target == ROWS:
+            return (Step.LOCAL_ROWS,) if half == 0 else ()
+        if self.source == ROWS:
+            return (Step.MASK, *self.after_mask._steps(half))
+        step = _STEPS[self.source.kind, self.target.kind][half]
+        return () if step is Step.NONE else (step,)
+
+    def __str__(self) -> str:
+        return f"{self.source} -> {self.target}"
+
+
+def parse_conversion(text: str) -> Conversion:
+    """The conversion that str() wrote. Raises PlanError for anything else."""
+    source, arrow, target = text.partition(" -> ")
+    if not arrow:
+        raise PlanError(f"expected a conversion such as 'R -> S(1)', got {text!r}")
+    try:
+        return Conversion(parse_layout(source), parse_layout(target))
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+
+
+def layouts_of(shape: tuple[int, ...], *, carries_gradient: bool, tp: int) -> tuple[Layout, ...]:
+    """Every layout a value of this shape may have on tp ranks, except `rows`, which is the embedding's alone."""
+    shards = tuple(S(dim) for dim, size in enumerate(shape) if size % tp == 0 and size > 0)
+    return (R, R_STAR, P, *shards) if carries_gradient else (R, *shards)
+
+
+def conversions_between(
+    sources: tuple[Layout, ...], targets: tuple[Layout, ...], *, carries_gradient: bool
+) -> tuple[Conversion, ...]:
+    """Every possible conversion, identities included. Without a gradient only R, S(d) and the slice or gather exist."""
+    found = []
+    for source in sources:
+        for target in targets:
+            if not carries_gradient and LayoutKind.PARTIAL in (source.kind, target.kind):
+                continue
+            if source == target or (source.kind, target.kind) in _STEPS:
+                found.append(Conversion(source, target))
+    return tuple(found)

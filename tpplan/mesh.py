@@ -1,0 +1,99 @@
+"""The device mesh: replicate x shard x tp, and which ranks of each axis share a node.
+
+Ranks are numbered row-major with tp innermost, as torch's init_device_mesh does, so tp groups are neighbours, shard
+groups have stride tp and replicate groups stride shard * tp.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tpplan.errors import UsageError
+
+
+class Axis(StrEnum):
+    """A mesh axis: batch replicas, FSDP shards, tensor parallelism."""
+
+    REPLICATE = "replicate"
+    SHARD = "shard"
+    TP = "tp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupShape:
+    """A process group as the network sees it: how many ranks, and how many of them on each node."""
+
+    ranks: int
+    ranks_per_node: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes the group spans, the last of which may be partly filled."""
+        return -(-self.ranks // self.ranks_per_node)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Sizes of the three axes; their product is the number of GPUs used.
+
+    Raises UsageError for a size below 1.
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in Axis:
+            if self.size(axis) < 1:
+                raise UsageError(f"mesh: {axis} must be at least 1, got {self.size(axis)}")
+
+    def size(self, axis: Axis) -> int:
+        """Number of ranks along one axis."""
+        return {Axis.REPLICATE: self.replicate, Axis.SHARD: self.shard, Axis.TP: self.tp}[axis]
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs in the mesh."""
+        return self.replicate * self.shard * self.tp
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that read different data: replicate * shard."""
+        return self.replicate * self.shard
+
+    def data_rank(self, rank: int) -> int:
+        """Which slice of the batch a global rank reads: ranks of one tp group read the same."""
+        return rank // self.tp
+
+    def group(self, axis: Axis, gpus_per_node: int) -> GroupShape:
+        """The process group of one axis on nodes of gpus_per_node GPUs."""
+        stride = {Axis.TP: 1, Axis.SHARD: self.tp, Axis.REPLICATE: self.tp * self.shard}[axis]
+        ranks = self.size(axis)
+        return GroupShape(ranks=ranks, ranks_per_node=min(ranks, max(1, gpus_per_node // stride)))
+
+    def __str__(self) -> str:
+        return f"replicate {self.replicate} x shard {self.shard} x tp {self.tp}"
+
+
+def divisors(n: int) -> tuple[int, ...]:
+    """All divisors of n, ascending."""
+    return tuple(d for d in range(1, n + 1) if n % d == 0)
+
+
+def meshes(
+    gpus: int, gpus_per_node: int, *, tp: int | None = None, fsdp: int | None = None
+) -> Iterator[Mesh]:
+    """Every replicate x shard x tp factorization of gpus with tp inside a node; tp and fsdp pin a degree.
+
+    A pinned tp may cross nodes: the user asked for it. Raises UsageError where a pinned degree does not divide.
+    """
+    for name, degree in (("tp", tp), ("fsdp", fsdp), ("tp * fsdp", (tp or 1) * (fsdp or 1))):
+        if degree is not None and (degree < 1 or gpus % degree):
+            raise UsageError(f"{name} = {degree} does not divide {gpus} GPUs; degrees that do: {divisors(gpus)}")
+    for tp_degree in (tp,) if tp else divisors(gpus):
+        if tp is None and (tp_degree > gpus_per_node or gpus_per_node % tp_degree):
+            continue
+        for shard in (fsdp,) if fsdp else divisors(gpus // tp_degree):
+            if (gpus // tp_degree) % shard == 0:
+                yield Mesh(replicate=gpus // tp_degree // shard, shard=shard, tp=tp_degree)

@@ -1,0 +1,30 @@
+"""Attention shards batch and heads, and the query's positions where no mask or causality ties them to the keys'."""
+
+from collections.abc import Iterable
+
+from tpplan.rules.call import Call, Strategy, op_rule
+from tpplan.rules.equation import NEVER, Equation
+
+
+@op_rule("aten.scaled_dot_product_attention.default")
+def attention(call: Call) -> Iterable[Strategy]:
+    """B batch, H query heads (key heads where grouped: contiguous groups), T queries, J keys, D and E head dims.
+
+    Dropout draws per rank, so a dropping attention runs on whole heads.
+    """
+    if call.argument(4, "dropout_p", 0.0):
+        return ()
+    query, key, value = (call.operands[i].shape for i in range(3))
+    if len(query) != 4 or len(key) != 4 or len(value) != 4:
+        return ()
+    is_causal = bool(call.argument(5, "is_causal", False))
+    mask_index = call.operand_index(3, "attn_mask")
+    terms = [("B", "H", "T", "D"), ("B", "H", "J", "D"), ("B", "H", "J", "E")]
+    if mask_index is not None:
+        mask = call.operands[mask_index].shape
+        letters = ("B", "H", "T", "J")[4 - len(mask) :]
+        terms.append(tuple(NEVER if size == 1 else letter for letter, size in zip(letters, mask, strict=True)))
+    if key[0] != query[0] or (key[1] != query[1] and not call.argument(7, "enable_gqa", False)):
+        return ()
+    whole = frozenset("TJDE") if is_causal else frozenset("JDE")
+    return Equation(operands=tuple(terms), results=(("B", "H", "T", "E"),), whole=whole).strategies()

@@ -1,0 +1,139 @@
+"""What a rule sees (Call) and what it gives (Strategy), and the registry it enters."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from tpplan.graph import Argument, ModelGraph, Op, Ref, Value, references
+from tpplan.layout import R_STAR, Layout, LayoutKind, R, fits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """An operator with its arguments. `operands` are the tensors in argument order, one entry per reading."""
+
+    target: str
+    args: tuple[Argument, ...]
+    kwargs: tuple[tuple[str, Argument], ...]
+    operands: tuple[Value, ...]
+    results: tuple[Value, ...]
+
+    @classmethod
+    def of(cls, graph: ModelGraph, op: Op) -> "Call":
+        """The call an op of a graph makes."""
+        return cls(
+            target=op.target,
+            args=op.args,
+            kwargs=op.kwargs,
+            operands=tuple(graph.values[name] for name in op.operands),
+            results=tuple(graph.values[name] for name in op.results),
+        )
+
+    @property
+    def is_in_place(self) -> bool:
+        """True when the result is the first operand, written to."""
+        return base_target(self.target) != self.target
+
+    def argument(self, position: int, name: str, default: Argument = None) -> Argument:
+        """The argument at a position or under its schema name."""
+        if position < len(self.args):
+            return self.args[position]
+        return dict(self.kwargs).get(name, default)
+
+    def integer(self, position: int, name: str, default: int | None = None) -> int:
+        """An integer argument. Raises TypeError for anything else."""
+        value = self.argument(position, name, default)
+        if not isinstance(value, int):
+            raise TypeError(f"{self.target}: argument {name} is {value!r}, expected an integer")
+        return value
+
+    def integers(self, position: int, name: str) -> tuple[int, ...] | None:
+        """A list of integers, one integer as a list of one, or None where it is not given."""
+        value = self.argument(position, name)
+        if value is None:
+            return None
+        items = value if isinstance(value, tuple) else (value,)
+        return tuple(item for item in items if isinstance(item, int))
+
+    def operand_index(self, position: int, name: str) -> int | None:
+        """Where among `operands` the tensor at an argument position stands; None when it is not a tensor."""
+        argument = self.argument(position, name)
+        if not isinstance(argument, Ref):
+            return None
+        if position < len(self.args):
+            return len(tuple(references(self.args[:position])))
+        names = [key for key, _ in self.kwargs]
+        before = tuple(value for _, value in self.kwargs[: names.index(name)])
+        return len(tuple(references((self.args, before))))
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One consistent choice: a layout per operand and per result."""
+
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+
+    def fits(self, call: Call, tp: int) -> bool:
+        """True when every shard divides by tp."""
+        pairs = (*zip(call.operands, self.operands, strict=True), *zip(call.results, self.results, strict=True))
+        return all(fits(value.shape, layout, tp) for value, layout in pairs)
+
+    def without_idle_gradients(self, call: Call) -> tuple["Strategy", ...]:
+        """R* written as R where no gradient flows; where no result carries one, operands may be R or R* alike."""
+        operands = tuple(
+            R if layout == R_STAR and not value.carries_gradient else layout
+            for value, layout in zip(call.operands, self.operands, strict=True)
+        )
+        results = tuple(
+            R if layout == R_STAR and not value.carries_gradient else layout
+            for value, layout in zip(call.results, self.results, strict=True)
+        )
+        if any(value.carries_gradient for value in call.results):
+            return (Strategy(operands, results),)
+        either = {
+            tuple(
+                whole if layout.is_whole and value.carries_gradient else layout
+                for value, layout in zip(call.operands, operands, strict=True)
+            ): None
+            for whole in (R, R_STAR)
+        }
+        return tuple(Strategy(variant, results) for variant in either)
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.operands))} => {', '.join(map(str, self.results))}"
+
+
+#: gives the strategies of a call beyond the replicated ones
+Rule = Callable[[Call], Iterable[Strategy]]
+
+_RULES: dict[str, Rule] = {}
+
+
+def op_rule(*targets: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for operators, named as in the graph: `aten.linear.default`."""
+
+    def register(rule: Rule) -> Rule:
+        for target in targets:
+            if target in _RULES:
+                raise ValueError(f"two rules for {target}")
+            _RULES[target] = rule
+        return rule
+
+    return register
+
+
+def registered_rules() -> dict[str, Rule]:
+    """Rules by target."""
+    return dict(_RULES)
+
+
+def base_target(target: str) -> str:
+    """`aten.add_.Tensor` -> `aten.add.Tensor`: an in-place form obeys the rule of the plain one."""
+    namespace, _, rest = target.partition(".")
+    name, _, overload = rest.partition(".")
+    return f"{namespace}.{name[:-1]}.{overload}" if name.endswith("_") and not name.endswith("__") else target
+
+
+def is_sharded(layout: Layout) -> bool:
+    """True for S(d)."""
+    return layout.kind is LayoutKind.SHARD

@@ -1,0 +1,19 @@
+"""Embedding lookups: by columns, by rows, or with the ids sharded."""
+
+from collections.abc import Iterable
+
+from tpplan.layout import ROWS, S
+from tpplan.rules.call import Call, Strategy, op_rule
+from tpplan.rules.equation import einsum
+
+
+@op_rule("aten.embedding.default")
+def embedding(call: Call) -> Iterable[Strategy]:
+    """V rows, D columns. Rows: ids become local ids, the result is masked and then partial (`rows -> ...`).
+
+    A padding id lives on one rank, so with one the rows stay whole.
+    """
+    ids = " ".join(f"i{axis}" for axis in range(len(call.operands[1].shape)))
+    yield from einsum(call, f"V D, {ids} -> {ids} D", whole="V")
+    if call.argument(2, "padding_idx", -1) == -1 and not call.argument(3, "scale_grad_by_freq", False):
+        yield Strategy((S(0), ROWS), (ROWS,))

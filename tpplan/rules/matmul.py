@@ -1,0 +1,65 @@
+"""Products: linear layers, matrix products, einsum. Each is its own equation."""
+
+from collections.abc import Iterable
+
+from tpplan.rules.call import Call, Strategy, op_rule
+from tpplan.rules.equation import einsum
+
+_BIAS = frozenset({2})
+
+
+@op_rule("aten.linear.default")
+def linear(call: Call) -> Iterable[Strategy]:
+    """Column parallel is n, row parallel is k (the bias read as a summand), batch or sequence is `...`."""
+    if len(call.operands) == 3:
+        return einsum(call, "... k, n k, n -> ... n", multilinear=True, added=_BIAS)
+    return einsum(call, "... k, n k -> ... n", multilinear=True)
+
+
+@op_rule("aten.mm.default")
+def mm(call: Call) -> Iterable[Strategy]:
+    """Matrix times matrix."""
+    return einsum(call, "i k, k j -> i j", multilinear=True)
+
+
+@op_rule("aten.bmm.default")
+def bmm(call: Call) -> Iterable[Strategy]:
+    """Batched matrix product."""
+    return einsum(call, "b i k, b k j -> b i j", multilinear=True)
+
+
+@op_rule("aten.addmm.default")
+def addmm(call: Call) -> Iterable[Strategy]:
+    """Bias first, possibly of rank 1."""
+    bias = "j" if len(call.operands[0].shape) == 1 else "i j"
+    return einsum(call, f"{bias}, i k, k j -> i j", multilinear=True, added=frozenset({0}))
+
+
+@op_rule("aten.baddbmm.default")
+def baddbmm(call: Call) -> Iterable[Strategy]:
+    """A batch of addmm."""
+    return einsum(call, "b i j, b i k, b k j -> b i j", multilinear=True, added=frozenset({0}))
+
+
+@op_rule("aten.matmul.default")
+def matmul(call: Call) -> Iterable[Strategy]:
+    """Broadcasts leading dims; vectors have no row or column."""
+    left, right = (len(value.shape) for value in call.operands)
+    row = "i" if left > 1 else ""
+    column = "j" if right > 1 else ""
+    lead = ("..." if left > 2 else "", "..." if right > 2 else "")
+    result = "..." if any(lead) else ""
+    return einsum(call, f"{lead[0]} {row} k, {lead[1]} k {column} -> {result} {row} {column}", multilinear=True)
+
+
+@op_rule("aten.einsum.default")
+def torch_einsum(call: Call) -> Iterable[Strategy]:
+    """The equation is the rule, where it spells its result out and repeats no letter within a term."""
+    equation = call.argument(0, "equation")
+    if not isinstance(equation, str) or "->" not in equation or "..." in equation:
+        return ()
+    left, right = equation.replace(" ", "").split("->")
+    if any(len(set(term)) < len(term) for term in left.split(",")):
+        return ()
+    spelled = ", ".join(" ".join(term) for term in left.split(","))
+    return einsum(call, f"{spelled} -> {' '.join(right)}", multilinear=True)

@@ -1,0 +1,41 @@
+"""Bytes, seconds, FLOP: SI inside, converted where printed."""
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+
+#: bytes per element, by the name torch gives a dtype
+DTYPE_BYTES: dict[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "complex64": 8,
+    "complex128": 16,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+FLOATING_DTYPES = frozenset(name for name in DTYPE_BYTES if name.startswith(("float", "bfloat", "complex")))
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Binary units with three significant digits: 80.0 GiB, 1.5 MiB."""
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.{1 if abs(num_bytes) / size >= 10 else 2}f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Decimal units with three significant digits: 1.23 s, 45.6 ms, 7.89 us."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.3g} {unit}" if abs(seconds) / size < 1000 else f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
