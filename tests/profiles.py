@@ -1,0 +1,71 @@
+"""Machines made to measure: profiles with real tables, whose rates and links a test sets freely."""
+
+from tpplan.mesh import GroupShape
+from tpplan.profile_tables import Collective, bottleneck_traffic
+
+#: close enough that straight lines in logarithms follow latency + n / bandwidth within 3 %
+BYTES = [2**i for i in range(10, 35)]
+SIZES = [2**i for i in range(6, 13)]
+
+
+def synthetic_profile(
+    *,
+    name: str = "synthetic",
+    flop_per_s: float = 4e14,
+    hbm_bytes_per_s: float = 2.9e12,
+    launch_s: float = 5e-6,
+    intra_bytes_per_s: float = 3e11,
+    inter_bytes_per_s: float = 4e10,
+    latency_s: float = 1e-5,
+    memory_bytes: int = 80 * 2**30,
+    reserved_bytes: int = 0,
+    gpus_per_node: int = 8,
+    max_nodes: int = 16,
+) -> dict[str, object]:
+    """Content of a profile, for HardwareProfile.from_dict.
+
+    A matmul takes launch + flop / rate, attention runs at the same rate (float32 too), and a collective takes
+    latency + bottleneck_traffic * n / bandwidth: within a node that of one GPU, across nodes that of one network port
+    per GPU. Measured are all divisors of gpus_per_node as ranks per node, on 1, 2, 4, .. max_nodes nodes.
+    """
+    own: dict[str, object] = {"sources": ["made-up"]}
+    shapes = [(m, n, k) for m in SIZES for n in SIZES for k in SIZES]
+    times = [launch_s + 2 * m * n * k / flop_per_s for m, n, k in shapes]
+    matmul = {"batch": [1], "m": SIZES, "n": SIZES, "k": SIZES, "time_s": times, **own}
+    matmul |= {"relative_error": 0.05, "extrapolation_relative_error": 0.1}
+    rates = {"forward_flop_per_s": flop_per_s, "backward_flop_per_s": flop_per_s, "relative_error": 0.1, **own}
+    dtypes = ("bfloat16", "float16", "float32")
+
+    def collective(kind: Collective, group: GroupShape) -> dict[str, object]:
+        bandwidth = inter_bytes_per_s if group.nodes > 1 else intra_bytes_per_s
+        traffic = bottleneck_traffic(kind, group)
+        return {
+            "kind": str(kind),
+            "ranks": group.ranks,
+            "ranks_per_node": group.ranks_per_node,
+            "latency_s": latency_s,
+            "bytes": BYTES,
+            "time_s": [latency_s + traffic * n / bandwidth for n in BYTES],
+            "relative_error": [0.05] * len(BYTES),
+            **own,
+        }
+
+    per_node = [q for q in range(1, gpus_per_node + 1) if gpus_per_node % q == 0]
+    nodes = [2**i for i in range(max_nodes.bit_length()) if 2**i <= max_nodes]
+    groups = [GroupShape(ranks=q * count, ranks_per_node=q) for q in per_node for count in nodes if q * count > 1]
+    return {
+        "schema_version": 1,
+        "name": name,
+        "device": "made up",
+        "device_type": "cuda",
+        "gpus_per_node": gpus_per_node,
+        "notes": [],
+        "sources": [{"id": "made-up", "licence": "none", "source": "tests/profiles.py"}],
+        "memory": {"memory_bytes": memory_bytes, "reserved_bytes": reserved_bytes, **own},
+        "bandwidth": {"hbm_bytes_per_s": hbm_bytes_per_s, "relative_error": 0.05, **own},
+        "launch": {"launch_s": launch_s, "relative_error": 0.1, **own},
+        "matmuls": [{"dtype": dtype} | matmul for dtype in dtypes],
+        "attention_rates": [{"dtype": dtype} | rates for dtype in dtypes],
+        "group_extrapolation": {"in_node_relative_error": 0.2, "across_nodes_relative_error": 0.3},
+        "collectives": [collective(kind, group) for kind in Collective for group in groups],
+    }

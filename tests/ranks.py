@@ -1,0 +1,166 @@
+"""Real ranks for tests: forked processes in one gloo group, each returning a value or its traceback.
+
+A fork of a parent that has imported torch costs 0.05 s where a spawn costs over a second, and needs no pickling on the
+way in. A rank keeps its sockets open until the parent ends it, so that a peer never fails for another's early exit.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+
+#: for a signalled rank to write its stack
+STACK_GRACE_S = 0.3
+
+
+class RankError(AssertionError):
+    """A rank failed, died or did not finish. `traceback` is the rank's own, or where it stood."""
+
+    def __init__(self, rank: int, what: str, traceback: str) -> None:
+        super().__init__(f"rank {rank} {what}\n{traceback}")
+        self.rank = rank
+        self.traceback = traceback
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """A running rank, seen from the parent. `stack` is the file its stack is written to when it is asked or dies."""
+
+    number: int
+    process: BaseProcess
+    connection: Connection
+    stack: Path
+
+
+def run_ranks(num_ranks: int, function: Callable[..., Result], *args: object, timeout_s: float = 60.0) -> list[Result]:
+    """function(*args) on each of num_ranks ranks of a gloo group on this machine; the results in rank order.
+
+    Results are pickled; arguments are not. When a rank raises, dies or is still running after timeout_s, all are ended
+    and RankError is raised.
+    """
+    deadline = time.monotonic() + timeout_s
+    with started_ranks(num_ranks, function, args, timeout_s) as ranks:
+        waiting = {rank.connection: rank for rank in ranks}
+        results: dict[int, Result] = {}
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise late(list(waiting.values()), timeout_s)
+            for connection in ready:
+                rank = waiting.pop(connection)
+                results[rank.number] = receive(rank)
+    return [results[number] for number in range(num_ranks)]
+
+
+@contextmanager
+def started_ranks(
+    num_ranks: int, function: Callable[..., Result], args: tuple[object, ...], timeout_s: float
+) -> Iterator[list[Rank]]:
+    """The ranks, running; all of them are killed and reaped on the way out."""
+    context = multiprocessing.get_context("fork")
+    ranks: list[Rank] = []
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
+        try:
+            for number in range(num_ranks):
+                ours, theirs = context.Pipe()
+                stack = Path(directory) / f"stack-{number}"
+                process = context.Process(
+                    target=rank_main,
+                    args=(number, num_ranks, Path(directory) / "store", stack, theirs, function, args, timeout_s),
+                    daemon=True,
+                )
+                process.start()
+                theirs.close()
+                ranks.append(Rank(number=number, process=process, connection=ours, stack=stack))
+            yield ranks
+        finally:
+            for rank in ranks:
+                rank.process.kill()
+            for rank in ranks:
+                rank.process.join()
+                rank.process.close()
+                rank.connection.close()
+
+
+def rank_main(
+    number: int,
+    num_ranks: int,
+    store: Path,
+    stack: Path,
+    connection: Connection,
+    function: Callable[..., Result],
+    args: tuple[object, ...],
+    timeout_s: float,
+) -> None:
+    """The child: joins the group, runs, sends (succeeded, result or traceback), and waits for its end."""
+    torch.set_num_threads(1)
+    with stack.open("w") as stack_file:
+        faulthandler.enable(stack_file)
+        faulthandler.register(signal.SIGUSR1, stack_file)
+        try:
+            join_group(number, num_ranks, store, timeout_s)
+            outcome = pickle.dumps((True, function(*args)))
+        except BaseException:  # pytest's skip and fail are no Exceptions
+            outcome = pickle.dumps((False, traceback.format_exc()))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            connection.send_bytes(outcome)
+            connection.recv_bytes()  # nothing is ever sent: this returns when the parent kills this rank, or is gone
+        finally:
+            os._exit(0)
+
+
+def join_group(number: int, num_ranks: int, store: Path, timeout_s: float) -> None:
+    """The default process group: gloo over the loopback interface, meeting in a file."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback:
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(store), num_ranks),
+        rank=number,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def receive(rank: Rank) -> object:
+    """What a rank sent. Raises RankError for a traceback, and where it died without a word."""
+    try:
+        succeeded, outcome = pickle.loads(rank.connection.recv_bytes())
+    except EOFError:
+        rank.process.join()
+        raise RankError(rank.number, f"died with exit code {rank.process.exitcode}", rank.stack.read_text()) from None
+    if not succeeded:
+        raise RankError(rank.number, "failed", outcome)
+    return outcome
+
+
+def late(ranks: Sequence[Rank], timeout_s: float) -> RankError:
+    """The error for ranks that did not finish, with where each stands."""
+    for rank in ranks:
+        os.kill(rank.process.pid, signal.SIGUSR1)
+    time.sleep(STACK_GRACE_S)
+    stacks = "\n".join(f"rank {rank.number}:\n{rank.stack.read_text()}" for rank in ranks)
+    numbers = ", ".join(str(rank.number) for rank in ranks)
+    return RankError(ranks[0].number, f"did not finish in {timeout_s} s; unfinished: {numbers}", stacks)

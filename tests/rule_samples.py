@@ -1,0 +1,444 @@
+"""Sample calls of every op that has a sharding rule; dims divide by 2 and 3 where that tells something.
+
+A new rule needs an entry here: test_rules.py fails without one.
+"""
+
+import torch
+from torch import Tensor
+
+from validate import Sample
+
+_generator = torch.Generator().manual_seed(0)
+
+
+def x(*shape: int) -> Tensor:
+    """A value that carries a gradient."""
+    return torch.randn(shape, generator=_generator, dtype=torch.float64).requires_grad_()
+
+
+def positive(*shape: int) -> Tensor:
+    """A value above zero that carries a gradient."""
+    return (torch.rand(shape, generator=_generator, dtype=torch.float64) + 0.2).requires_grad_()
+
+
+def const(*shape: int) -> Tensor:
+    """A value without a gradient."""
+    return torch.randn(shape, generator=_generator, dtype=torch.float64)
+
+
+def ids(high: int, *shape: int) -> Tensor:
+    """Integers below `high`."""
+    return torch.randint(high, shape, generator=_generator)
+
+
+def mask(*shape: int) -> Tensor:
+    """Booleans."""
+    return torch.rand(shape, generator=_generator) < 0.5
+
+
+def _named(target: str, *args: object, **kwargs: object) -> Sample:
+    return Sample(target=target, args=args, kwargs=kwargs)
+
+
+def _each(names: str, overload: str, *args: object) -> list[Sample]:
+    return [_named(f"aten.{name}.{overload}", *args) for name in names.split()]
+
+
+def _unary() -> list[Sample]:
+    smooth = (
+        "gelu silu sigmoid tanh exp expm1 abs sign sin cos square erf softplus leaky_relu elu hardtanh hardswish relu "
+        "hardsigmoid mish log_sigmoid relu6 selu floor ceil round isnan isinf zeros_like ones_like nan_to_num atan "
+        "hardshrink softshrink erfc exp2 celu neg clone contiguous alias detach _to_copy positive tan logical_not"
+    )
+    return [
+        *_each(smooth, "default", x(6, 4)),
+        *_each("log log1p sqrt rsqrt reciprocal log2", "default", positive(6, 4)),
+        *_each("logical_not bitwise_not", "default", mask(6, 4)),
+        *_each("relu silu gelu tanh neg clone", "default", x(2, 6, 4)),
+        *_each("relu_ silu_ tanh_ neg_ sigmoid_", "default", x(6, 4)),
+        *_each("relu_ neg_", "default", const(6, 4)),
+        *_each("relu", "default", x(6)),
+        *_each("relu neg clone", "default", x()),
+        _named("aten.gelu.default", x(6, 4), approximate="tanh"),
+        _named("aten.clamp.default", x(6, 4), -0.5, 0.5),
+        _named("aten.clamp_.default", x(6, 4), None, 0.5),
+        _named("aten.clamp_min.default", x(6, 4), 0.1),
+        _named("aten.clamp_max.default", x(6, 4), 0.1),
+        _named("aten.clamp.Tensor", x(6, 4), const(4), const(6, 1)),
+        _named("aten.clamp.Tensor", x(6, 4), None, const(6, 4)),
+        _named("aten.full_like.default", x(6, 4), 2.5),
+        _named("aten.full_like.default", mask(6, 4), 1),
+        _named("aten.pow.Tensor_Scalar", x(6, 4), 2),
+        _named("aten.pow_.Scalar", x(6, 4), 3),
+        _named("aten.pow.Scalar", 2.0, x(6, 4)),
+        _named("aten.rsub.Scalar", x(6, 4), 1.0),
+        _named("aten.dropout.default", x(6, 4), 0.5, True),
+        _named("aten.dropout.default", x(6, 4), 0.5, False),
+        _named("aten.dropout.default", x(6, 4), 0.0, True),
+        _named("aten.dropout_.default", x(6, 4), 0.5, True),
+        _named("aten.dropout.default", const(6, 4), 0.5, True),
+    ]
+
+
+def _casts() -> list[Sample]:
+    cpu = torch.device("cpu")
+    return [
+        _named("aten.to.dtype", x(6, 4), torch.float64),
+        _named("aten.to.dtype", x(6, 4), torch.int64),
+        _named("aten.to.dtype", x(6, 4), torch.bool),
+        _named("aten.to.dtype", mask(6, 4), torch.float64),
+        _named("aten.to.dtype", ids(5, 6, 4), torch.float64),
+        _named("aten._to_copy.default", x(6, 4), dtype=torch.int32),
+        _named("aten.to.dtype_layout", x(6, 4), dtype=torch.float64, device=cpu),
+        _named("aten.to.device", x(6, 4), cpu, torch.float64),
+        _named("aten.to.other", ids(5, 6, 4), x(3)),
+        _named("aten.to.other", x(6, 4), const(3)),
+        _named("aten.type_as.default", x(6, 4), x(6, 4)),
+        _named("aten.type_as.default", x(6, 4), const(1)),
+        _named("aten.clone.default", mask(6, 4)),
+        _named("aten.clone.default", ids(5, 6, 4)),
+    ]
+
+
+def _binary() -> list[Sample]:
+    samples = []
+    for name in ("add", "sub", "mul", "div"):
+        target = f"aten.{name}.Tensor"
+        samples += [
+            _named(target, x(6, 4), positive(6, 4)),
+            _named(target, x(6, 4), positive(4)),
+            _named(target, x(2, 6, 4), positive(6, 1)),
+            _named(target, x(6, 1), positive(1, 6)),
+            _named(target, x(6, 4), positive()),
+            _named(target, x(4), positive(6, 4)),
+            _named(target, x(6, 4), const(6, 4)),
+            _named(target, const(6, 4), positive(4)),
+            _named(target, x(6, 4), 2.0),
+            _named(target, const(6, 4), const(4)),
+            _named(target, ids(5, 6, 4), positive(6, 4)),
+            _named(f"aten.{name}_.Tensor", x(6, 4), positive(4)),
+            _named(f"aten.{name}_.Tensor", x(6, 4), 2.0),
+            _named(f"aten.{name}_.Tensor", const(6, 4), positive(6, 4)),
+            _named(f"aten.{name}_.Tensor", x(6, 4), const(6, 1)),
+        ]
+    for name in ("add", "sub"):
+        samples.append(_named(f"aten.{name}.Tensor", x(6, 4), x(6, 4), alpha=0.5))
+    for name in ("mul", "div"):
+        samples.append(_named(f"aten.{name}.Scalar", x(6, 4), 2.0))
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        samples += [
+            _named(f"aten.{name}.Scalar", ids(3, 6, 4), 1),
+            _named(f"aten.{name}.Scalar", x(6, 4), 0.1),
+            _named(f"aten.{name}.Tensor", ids(3, 6, 1), ids(3, 4)),
+            _named(f"aten.{name}.Tensor", x(6, 4), const(4)),
+        ]
+    for name in ("bitwise_and", "bitwise_or", "bitwise_xor"):
+        samples += [
+            _named(f"aten.{name}.Scalar", ids(8, 6, 4), 3),
+            _named(f"aten.{name}.Tensor", mask(6, 1), mask(4)),
+        ]
+    for name in ("remainder", "fmod"):
+        samples += [
+            _named(f"aten.{name}.Scalar", x(6, 4), 0.7),
+            _named(f"aten.{name}.Tensor", x(6, 4), positive(4)),
+        ]
+    return [
+        *samples,
+        _named("aten.floor_divide.default", ids(9, 6, 4), ids(3, 4) + 1),
+        _named("aten.floor_divide.Scalar", ids(9, 6, 4), 2),
+        _named("aten.logical_and.default", mask(6, 1), mask(6, 4)),
+        _named("aten.logical_or.default", mask(6, 4), mask(4)),
+        _named("aten.__and__.Tensor", mask(6, 4), mask(4)),
+        _named("aten.__or__.Tensor", mask(6, 4), mask(6, 4)),
+        _named("aten.maximum.default", x(6, 4), x(4)),
+        _named("aten.minimum.default", x(6, 4), x(6, 4)),
+        _named("aten.pow.Tensor_Tensor", positive(6, 4), x(4)),
+        _named("aten.atan2.default", x(6, 4), positive(6, 4)),
+        _named("aten.xlogy.Tensor", x(6, 4), positive(4)),
+        _named("aten.where.self", mask(6, 4), x(6, 4), x(4)),
+        _named("aten.where.self", mask(6, 1), x(6, 4), const()),
+        _named("aten.where.ScalarOther", mask(6, 4), x(6, 4), 0.0),
+        _named("aten.where.ScalarOther", mask(6, 4), x(6, 4), 1.0),
+        _named("aten.where.ScalarSelf", mask(6, 4), 0.0, x(6, 4)),
+        _named("aten.where.Scalar", mask(6, 4), 0.0, 1.0),
+        _named("aten.masked_fill.Scalar", x(6, 4), mask(4), -1.0),
+        _named("aten.masked_fill.Scalar", x(6, 4), mask(6, 4), 0.0),
+        _named("aten.masked_fill_.Scalar", x(6, 4), mask(6, 1), -1.0),
+        _named("aten.masked_fill.Tensor", x(6, 4), mask(6, 4), const()),
+        _named("aten.lerp.Scalar", x(6, 4), x(6, 4), 0.3),
+        _named("aten.lerp.Tensor", x(6, 4), x(6, 4), x(4)),
+        _named("aten.addcmul.default", x(6, 4), x(6, 4), x(4)),
+        _named("aten.addcdiv.default", x(6, 4), x(6, 4), positive(4)),
+        _named("aten.addcmul_.default", x(6, 4), x(6, 4), x(6, 4), value=0.5),
+    ]
+
+
+def _products() -> list[Sample]:
+    linear = "aten.linear.default"
+    return [
+        _named(linear, x(6, 4), x(12, 4)),
+        _named(linear, x(6, 4), x(12, 4), x(12)),
+        _named(linear, x(2, 6, 12), x(6, 12), x(6)),
+        _named(linear, x(2, 2, 6, 6), x(4, 6)),
+        _named(linear, x(6), x(4, 6), x(4)),
+        _named(linear, x(6, 4), x(4)),
+        _named(linear, const(6, 4), x(6, 4), x(6)),
+        _named(linear, x(6, 6), const(6, 6), const(6)),
+        _named(linear, x(6, 6), const(4, 6)),
+        _named(linear, const(6, 6), const(4, 6), const(4)),
+        _named(linear, x(6, 1), x(6, 1)),
+        _named("aten.mm.default", x(6, 4), x(4, 12)),
+        _named("aten.mm.default", x(6, 6), const(6, 6)),
+        _named("aten.bmm.default", x(6, 4, 2), x(6, 2, 6)),
+        _named("aten.addmm.default", x(6), x(6, 4), x(4, 6)),
+        _named("aten.addmm.default", x(6, 6), x(6, 4), x(4, 6), beta=0.5, alpha=2),
+        _named("aten.addmm.default", x(1, 6), x(6, 6), x(6, 6)),
+        _named("aten.addmm.default", x(6, 1), x(6, 6), x(6, 6)),
+        _named("aten.addmm.default", x(), x(6, 6), x(6, 6)),
+        _named("aten.addmm.default", x(1), x(6, 6), x(6, 6)),
+        _named("aten.baddbmm.default", x(6, 4, 6), x(6, 4, 2), x(6, 2, 6)),
+        _named("aten.baddbmm.default", x(1, 4, 1), x(6, 4, 6), x(6, 6, 6), beta=0.5),
+        _named("aten.baddbmm.default", x(6), x(6, 4, 6), x(6, 6, 6)),
+        _named("aten.matmul.default", x(6), x(6)),
+        _named("aten.matmul.default", x(6), x(6, 4)),
+        _named("aten.matmul.default", x(4, 6), x(6)),
+        _named("aten.matmul.default", x(4, 6), x(6, 4)),
+        _named("aten.matmul.default", x(2, 4, 6), x(6, 4)),
+        _named("aten.matmul.default", x(2, 4, 6), x(6)),
+        _named("aten.matmul.default", x(6), x(2, 6, 4)),
+        _named("aten.matmul.default", x(4, 6), x(2, 6, 4)),
+        _named("aten.matmul.default", x(2, 6, 4, 6), x(2, 6, 6, 4)),
+        _named("aten.matmul.default", x(6, 4, 6), x(1, 6, 4)),
+        _named("aten.matmul.default", x(2, 1, 4, 6), x(6, 6, 4)),
+        _named("aten.matmul.default", x(2, 6, 4), const(4, 6)),
+        _named("aten.einsum.default", "bik,bkj->bij", [x(6, 4, 2), x(6, 2, 4)]),
+        _named("aten.einsum.default", "bthd,bshd->bhts", [x(2, 2, 6, 4), x(2, 4, 6, 4)]),
+        _named("aten.einsum.default", "i,j->ij", [x(6), x(4)]),
+        _named("aten.einsum.default", "ij->ji", [x(6, 4)]),
+        _named("aten.einsum.default", "ij->i", [x(6, 4)]),
+        _named("aten.einsum.default", "ab,bc,cd->ad", [x(2, 6), x(6, 4), x(4, 6)]),
+        _named("aten.einsum.default", "ii->i", [x(6, 6)]),
+        _named("aten.einsum.default", "ij,jk", [x(6, 4), x(4, 6)]),
+        _named("aten.einsum.default", "...k,kn->...n", [x(2, 6, 4), x(4, 6)]),
+        _named("aten.einsum.default", "bk,k->b", [x(6, 1), x(6)]),
+    ]
+
+
+def _attention() -> list[Sample]:
+    target = "aten.scaled_dot_product_attention.default"
+
+    def heads(h: int, t: int, d: int = 4, b: int = 2) -> Tensor:
+        return x(b, h, t, d)
+
+    return [
+        _named(target, heads(6, 4), heads(6, 6), heads(6, 6, 2)),
+        _named(target, heads(6, 6), heads(6, 6), heads(6, 6), None, 0.0, True),
+        _named(target, heads(6, 6), heads(6, 6), heads(6, 6), is_causal=True, scale=0.3),
+        _named(target, heads(12, 4), heads(6, 4), heads(6, 4), None, 0.0, True, enable_gqa=True),
+        _named(target, heads(4, 6), heads(2, 6), heads(2, 6), enable_gqa=True),
+        _named(target, heads(4, 6), heads(1, 6), heads(1, 6), enable_gqa=True),
+        _named(target, heads(6, 6), heads(6, 4), heads(6, 4), const(6, 4)),
+        _named(target, heads(6, 6), heads(6, 4), heads(6, 4), const(2, 1, 6, 4)),
+        _named(target, heads(6, 6), heads(6, 4), heads(6, 4), x(6, 6, 4)),
+        _named(target, heads(6, 6), heads(6, 4), heads(6, 4), x(1, 6, 6, 4)),
+        _named(target, heads(6, 6), heads(6, 4), heads(6, 4), attn_mask=mask(2, 1, 1, 4) | True),
+        _named(target, heads(6, 6), heads(6, 6), heads(6, 6), attn_mask=torch.ones(6, 6).tril().bool()),
+        _named(target, heads(6, 6), heads(6, 6), heads(6, 6), None, 0.5),
+        _named(target, x(6, 6, 4), x(6, 6, 4), x(6, 6, 4), None, 0.0, True),
+    ]
+
+
+def _lookups() -> list[Sample]:
+    embedding = "aten.embedding.default"
+    return [
+        _named(embedding, x(12, 6), ids(12, 2, 6)),
+        _named(embedding, x(12, 6), ids(12, 6)),
+        _named(embedding, x(12, 6), ids(12, 6, 4), 3),
+        _named(embedding, x(12, 4), ids(12)),
+        _named(embedding, x(12, 6), ids(3, 2, 6), -1, True),
+        _named(embedding, const(12, 6), ids(12, 2, 6)),
+    ]
+
+
+def _norms() -> list[Sample]:
+    layer, rms = "aten.layer_norm.default", "aten.rms_norm.default"
+    return [
+        _named(layer, x(2, 6, 6), [6], x(6), x(6)),
+        _named(layer, x(6, 6), [6], x(6)),
+        _named(layer, x(6, 6), [6]),
+        _named(layer, x(6, 2, 6), [2, 6], x(2, 6), x(2, 6)),
+        _named(layer, x(6, 4), [4], None, x(4)),
+        _named(layer, const(6, 4), [4], x(4), x(4)),
+        _named(rms, x(2, 6, 6), [6], x(6), 1e-5),
+        _named(rms, x(6, 6), [6]),
+        _named(rms, x(6, 6), [6], const(6)),
+    ]
+
+
+def _reductions() -> list[Sample]:
+    samples = []
+    for target in ("aten.sum.dim_IntList", "aten.mean.dim"):
+        samples += [
+            _named(target, x(2, 6, 4), [1]),
+            _named(target, x(2, 6, 4), [-1], True),
+            _named(target, x(2, 6, 4), [0, 2]),
+            _named(target, x(6), [0]),
+            _named(target, x(), [0]),
+            _named(target, x(6, 4), None),
+        ]
+    for name in ("amax", "amin"):
+        samples += [
+            _named(f"aten.{name}.default", x(6, 4), [1]),
+            _named(f"aten.{name}.default", x(6, 4), [0], True),
+            _named(f"aten.{name}.default", x(6, 4)),
+        ]
+    for name in ("softmax", "log_softmax"):
+        samples += [
+            _named(f"aten.{name}.int", x(2, 6, 4), -1),
+            _named(f"aten.{name}.int", x(2, 6, 4), 1, torch.float64),
+            _named(f"aten.{name}.int", x(6), 0),
+            _named(f"aten.{name}.int", x(), 0),
+            _named(f"aten._{name}.default", x(6, 4), 1, False),
+        ]
+    for name in ("var", "std"):
+        samples += [
+            _named(f"aten.{name}.correction", x(6, 6), [1], correction=1, keepdim=True),
+            _named(f"aten.{name}.correction", x(6, 6), [0]),
+            _named(f"aten.{name}.correction", x(6, 6)),
+        ]
+    return [
+        *samples,
+        _named("aten.sum.default", x(6, 4)),
+        _named("aten.sum.default", x(6, 4), dtype=torch.float64),
+        _named("aten.sum.default", mask(6, 4)),
+        _named("aten.sum.default", x()),
+        _named("aten.mean.default", x(6, 4)),
+        _named("aten.sum.dim_IntList", ids(5, 6, 4), [0]),
+        _named("aten.var.dim", x(6, 6), [1], False, True),
+        _named("aten.any.dim", mask(6, 4), 1),
+        _named("aten.all.dim", mask(6, 4), 0, True),
+        _named("aten.logsumexp.default", x(6, 4), [1]),
+        _named("aten.logsumexp.default", x(6, 4), [-2], True),
+        _named("aten.prod.dim_int", x(6, 4), 0),
+        _named("aten.cumsum.default", x(6, 4), 1),
+        _named("aten.cumsum.default", x(6, 4), -2),
+        _named("aten.cumsum_.default", x(6, 4), 0),
+        _named("aten.cumsum.default", ids(5, 6, 4), 0),
+        _named("aten.cumsum.default", x(), 0),
+        _named("aten.flip.default", x(6, 4), [1]),
+        _named("aten.flip.default", x(2, 6, 4), [0, -1]),
+        _named("aten.roll.default", x(6, 4), [1], [1]),
+        _named("aten.roll.default", x(6, 4), [1]),
+        _named("aten.roll.default", x(2, 6, 4), [1, 2], [0, -1]),
+        _named("aten.tril.default", x(2, 6, 4)),
+        _named("aten.triu.default", x(6, 6), 1),
+        _named("aten.tril.default", mask(2, 6, 4)),
+    ]
+
+
+def _reshapes() -> list[Sample]:
+    samples = []
+    shapes = (
+        ((2, 6, 4), (12, 4)),
+        ((12, 4), (2, 6, 4)),
+        ((2, 6, 4), (2, 24)),
+        ((2, 6, 12), (2, 6, 6, 2)),
+        ((2, 6, 12), (2, 6, -1, 2)),
+        ((2, 6, 6, 2), (2, 6, 12)),
+        ((4, 6), (6, 4)),
+        ((6, 4), (6, 1, 4)),
+        ((1, 6, 4), (6, 4)),
+        ((6, 2, 2, 6), (12, 12)),
+        ((2, 3, 4), (6, 2, 2)),
+        ((6,), (2, 3)),
+        ((6, 1), (6,)),
+        ((1,), ()),
+        ((0, 6), (6, 0)),
+    )
+    for source, target in shapes:
+        for name in ("view", "reshape", "_unsafe_view"):
+            samples.append(_named(f"aten.{name}.default", x(*source), list(target)))
+    return [
+        *samples,
+        _named("aten.view.default", ids(5, 6, 4), [24]),
+        _named("aten.reshape.default", x(4, 6).detach().mT.requires_grad_(), [24]),
+        _named("aten.flatten.using_ints", x(2, 6, 4)),
+        _named("aten.flatten.using_ints", x(2, 6, 4), 0, -2),
+        _named("aten.flatten.using_ints", x(2, 6, 4), 1),
+        _named("aten.unflatten.int", x(2, 12, 4), 1, [6, 2]),
+        _named("aten.unflatten.int", x(2, 12), -1, [6, -1]),
+        _named("aten.unflatten.int", x(12, 4), 0, [2, 6]),
+        _named("aten.view_as.default", x(2, 6), const(12)),
+        _named("aten.reshape_as.default", x(2, 6), x(12)),
+        _named("aten.unsqueeze.default", x(6, 4), 1),
+        _named("aten.unsqueeze.default", x(6, 4), -1),
+        _named("aten.squeeze.default", x(6, 1, 4)),
+        _named("aten.squeeze.default", x(2, 1, 3)),
+        _named("aten.squeeze.dim", x(6, 1, 4), 1),
+        _named("aten.squeeze.dim", x(2, 3, 4), 0),
+        _named("aten.squeeze.dim", x(2, 3, 4), -2),
+        _named("aten.squeeze.dims", x(6, 1, 1, 4), [1, 2]),
+        _named("aten.squeeze.dims", x(2, 1, 3), [0, -1]),
+    ]
+
+
+def _views() -> list[Sample]:
+    return [
+        _named("aten.permute.default", x(2, 6, 4), [2, 0, 1]),
+        _named("aten.permute.default", x(2, 6, 4), [0, -1, -2]),
+        _named("aten.transpose.int", x(2, 6, 4), 1, 2),
+        _named("aten.transpose.int", x(2, 6, 4), -1, 0),
+        _named("aten.transpose.int", x(6), 0, 0),
+        _named("aten.swapaxes.default", x(2, 6, 4), 0, 1),
+        _named("aten.t.default", x(6, 4)),
+        _named("aten.t.default", x(6)),
+        _named("aten.numpy_T.default", x(6, 4)),
+        _named("aten.mT.default", x(2, 6, 4)),
+        _named("aten.expand.default", x(6, 1), [6, 4]),
+        _named("aten.expand.default", x(6, 1), [-1, 6]),
+        _named("aten.expand.default", x(4), [6, 4]),
+        _named("aten.expand.default", x(2, 1, 4), [2, 6, 4]),
+        _named("aten.expand.default", x(), [6]),
+        _named("aten.expand.default", mask(1, 6), [4, 6]),
+        _named("aten.slice.Tensor", x(6, 6), 1, 0, 4),
+        _named("aten.slice.Tensor", x(6, 6), 1),
+        _named("aten.slice.Tensor", x(2, 6, 4), -1, 1, 9223372036854775807, 2),
+        _named("aten.slice.Tensor", x(6, 4), 0, 0, 9223372036854775807),
+        _named("aten.narrow.default", x(6, 4), 0, 1, 2),
+        _named("aten.index_select.default", x(6, 4), 1, ids(4, 6)),
+        _named("aten.split.Tensor", x(6, 4), 2, 1),
+        _named("aten.split.Tensor", x(6, 4), 4),
+        _named("aten.split.sizes", x(6, 6), [2, 4], -1),
+        _named("aten.split_with_sizes.default", x(6, 6), [2, 4], 1),
+        _named("aten.chunk.default", x(6, 6), 2, -1),
+        _named("aten.chunk.default", x(6, 6), 3),
+        _named("aten.select.int", x(2, 6, 4), 1, 0),
+        _named("aten.select.int", x(2, 6, 4), -1, -1),
+        _named("aten.unbind.int", x(2, 6, 4)),
+        _named("aten.unbind.int", x(2, 6, 3), -1),
+        _named("aten.cat.default", [x(6, 4), x(6, 2)], 1),
+        _named("aten.cat.default", [x(6, 4), const(6, 4)], -1),
+        _named("aten.cat.default", [x(2, 4), x(6, 4)]),
+        _named("aten.cat.default", [x(0), x(6, 4)]),
+        _named("aten.cat.default", [ids(5, 6, 4), ids(5, 6, 4)], -1),
+        _named("aten.stack.default", [x(6, 4), x(6, 4)]),
+        _named("aten.stack.default", [x(6, 4), x(6, 4)], -1),
+        _named("aten.constant_pad_nd.default", x(6, 4), [1, 1]),
+        _named("aten.constant_pad_nd.default", x(2, 6, 4), [0, 0, 2, -1], 1.0),
+        _named("aten.pad.default", x(6, 4), [1, 2]),
+        _named("aten.pad.default", x(2, 6, 4), [2, 1], "reflect"),
+    ]
+
+
+SAMPLES = (
+    *_unary(),
+    *_casts(),
+    *_binary(),
+    *_products(),
+    *_attention(),
+    *_lookups(),
+    *_norms(),
+    *_reductions(),
+    *_reshapes(),
+    *_views(),
+)

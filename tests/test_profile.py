@@ -1,0 +1,387 @@
+"""A profile gives back what was measured, says so where it guesses, and refuses what it does not know."""
+
+import copy
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tpplan
+from profiles import synthetic_profile
+from tpplan.errors import ProfileError
+from tpplan.mesh import GroupShape
+from tpplan.profile import Collective, Estimate, HardwareProfile, load_profile, shipped_profiles
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SHIPPED_FILE = REPOSITORY / "profiles" / "h100-sxm.json"
+H100 = load_profile("h100-sxm")
+CONTENT = json.loads(SHIPPED_FILE.read_text())
+#: a few units in the last place of a double: interpolation goes through logarithms
+ROUNDING = 1e-12
+
+sizes = st.integers(1, 100_000)
+message_bytes = st.floats(1, 1e12)
+dtypes = st.sampled_from(["bfloat16", "float16", "float32"])
+kinds = st.sampled_from(Collective)
+groups = st.builds(
+    lambda per_node, nodes: GroupShape(ranks=per_node * nodes, ranks_per_node=per_node),
+    st.integers(1, 8),
+    st.integers(1, 512),
+).filter(lambda group: group.ranks > 1)
+
+
+@functools.cache
+def synthetic(**overrides: float) -> HardwareProfile:
+    return HardwareProfile.from_dict(synthetic_profile(**overrides), "synthetic")
+
+
+# --- what was measured is given back -------------------------------------------------------------------------------
+
+
+def test_collectives_are_exact_at_measured_points() -> None:
+    for table in CONTENT["collectives"]:
+        group = GroupShape(ranks=table["ranks"], ranks_per_node=table["ranks_per_node"])
+        for num_bytes, time, error in zip(table["bytes"], table["time_s"], table["relative_error"], strict=True):
+            estimate = H100.collective(Collective(table["kind"]), group, num_bytes)
+            assert estimate.seconds == time
+            assert estimate.error_s == pytest.approx(time * error)
+            assert not estimate.extrapolated
+
+
+def test_matmuls_are_exact_at_measured_points() -> None:
+    for table in CONTENT["matmuls"]:
+        points = [(b, m, n, k) for b in table["batch"] for m in table["m"] for n in table["n"] for k in table["k"]]
+        for (batch, m, n, k), time in zip(points, table["time_s"], strict=True):
+            estimate = H100.matmul(m=m, n=n, k=k, batch=batch, dtype=table["dtype"])
+            assert (estimate.seconds, estimate.extrapolated) == (time, False)
+
+
+def test_large_matmul_runs_at_the_rate_measured_elsewhere() -> None:
+    # 794.5 TFLOP/s: best_achieved_bf16_tflops of hardware.csv, another source than the table's.
+    estimate = H100.matmul(m=8192, n=8192, k=8192, dtype="bfloat16")
+    assert 2 * 8192**3 / estimate.seconds == pytest.approx(794.5e12, rel=0.05)
+    assert estimate.extrapolated
+
+
+def test_all_to_all_counts_the_whole_value() -> None:
+    # nccl-tests on 8 GPUs, S17: size 16 GiB per rank takes 43.2 ms, so the whole value is 128 GiB.
+    estimate = H100.collective(Collective.ALL_TO_ALL, GroupShape(ranks=8, ranks_per_node=8), 8 * 2**34)
+    assert estimate.seconds == pytest.approx(43.23e-3, rel=0.002)
+
+
+def test_memory_bound_and_attention_follow_their_formulas() -> None:
+    profile = synthetic(hbm_bytes_per_s=2e12, flop_per_s=1e14, launch_s=5e-6)
+    assert profile.memory_bound(num_bytes=2e9).seconds == 1e-3
+    assert profile.attention(flop=1e12, dtype="float32", backward=True).seconds == 1e-2
+    assert profile.memory_bound(num_bytes=1).seconds == 5e-6 == profile.launch_s
+    assert profile.attention(flop=1, dtype="bfloat16", backward=False).seconds == 5e-6
+
+
+# --- what lies between and beyond ----------------------------------------------------------------------------------
+
+
+@given(m=sizes, n=sizes, k=sizes, batch=st.integers(1, 64), dtype=dtypes, more=st.integers(1, 5000), which=st.data())
+def test_matmul_time_never_decreases_with_a_size(
+    m: int, n: int, k: int, batch: int, dtype: str, more: int, which: st.DataObject
+) -> None:
+    smaller = {"m": m, "n": n, "k": k, "batch": batch}
+    grown = which.draw(st.sampled_from(sorted(smaller)))
+    larger = smaller | {grown: smaller[grown] + more}
+    before, after = (H100.matmul(**shape, dtype=dtype).seconds for shape in (smaller, larger))
+    assert after >= before * (1 - ROUNDING)
+    assert before >= H100.launch_s * (1 - ROUNDING)
+
+
+@given(kind=kinds, group=groups, num_bytes=message_bytes, more=st.floats(0, 1e11))
+def test_collective_time_never_decreases_with_bytes(
+    kind: Collective, group: GroupShape, num_bytes: float, more: float
+) -> None:
+    before, after = (H100.collective(kind, group, size) for size in (num_bytes, num_bytes + more))
+    assert after.seconds >= before.seconds * (1 - ROUNDING)
+    assert before.seconds > 0
+    assert before.error_s > 0
+
+
+@given(kind=kinds, group=groups, num_bytes=st.floats(1e8, 1e12))
+def test_unmeasured_groups_follow_the_traffic_of_a_synthetic_machine(
+    kind: Collective, group: GroupShape, num_bytes: float
+) -> None:
+    # No latency, and what a rank sends through its slowest link, written out apart from the product's own formula.
+    profile = synthetic(latency_s=1e-12, intra_bytes_per_s=3e11, inter_bytes_per_s=4e10)
+    p, q = group.ranks, group.ranks_per_node
+    crosses = p > q
+    sent = {
+        Collective.ALL_REDUCE: 2 * num_bytes * (p - 1) / p / (q if crosses else 1),
+        Collective.ALL_GATHER: num_bytes * (p - 1) / p / (q if crosses else 1),
+        Collective.REDUCE_SCATTER: num_bytes * (p - 1) / p / (q if crosses else 1),
+        Collective.ALL_TO_ALL: num_bytes / p * ((p - q) if crosses else (p - 1)) / p,
+    }[kind]
+    expected = sent / (4e10 if crosses else 3e11)
+    assert profile.collective(kind, group, num_bytes).seconds == pytest.approx(expected, rel=1e-3)
+
+
+@given(m=sizes, n=sizes, k=sizes)
+def test_synthetic_matmul_takes_launch_plus_work(m: int, n: int, k: int) -> None:
+    work_s, memory_s = 2 * m * n * k / 4e14, 2 * (m * k + k * n + m * n) / 2.9e12
+    seconds = synthetic().matmul(m=m, n=n, k=k, dtype="bfloat16").seconds
+    assert 5e-6 + work_s <= seconds * (1 + 1e-9)
+    assert seconds <= (5e-6 + work_s) * 1.06 + memory_s
+
+
+def test_extrapolation_is_flagged_and_less_sure() -> None:
+    eight = GroupShape(ranks=8, ranks_per_node=8)
+    measured = H100.collective(Collective.ALL_GATHER, eight, 2**30)
+    beyond = H100.collective(Collective.ALL_GATHER, eight, 2**36)
+    other = H100.collective(Collective.ALL_GATHER, GroupShape(ranks=512, ranks_per_node=8), 2**30)
+    assert [estimate.extrapolated for estimate in (measured, beyond, other)] == [False, True, True]
+    assert beyond.seconds == 4 * H100.collective(Collective.ALL_GATHER, eight, 2**34).seconds
+    assert other.error_s / other.seconds > measured.error_s / measured.seconds
+    inside, thin = (H100.matmul(m=m, n=4096, k=4096, dtype="bfloat16") for m in (3000, 3))
+    assert [inside.extrapolated, thin.extrapolated] == [False, True]
+    # Reading the weight takes longer than 3 rows of arithmetic.
+    assert thin.seconds > 2 * 4096 * 4096 / 2.9e12
+
+
+def test_below_the_first_size_lies_between_latency_and_the_first_time() -> None:
+    table = next(t for t in H100.collectives if t.kind is Collective.ALL_GATHER and t.ranks == 80)
+    estimate = table.time(table.bytes[0] / 2)
+    assert estimate.extrapolated
+    assert estimate.seconds == pytest.approx((table.latency_s + table.time_s[0]) / 2)
+    # An inferred latency is no surer than a group that was never measured.
+    through_profile = H100.collective(table.kind, table.group, table.bytes[0] / 2)
+    assert through_profile.seconds == pytest.approx(estimate.seconds)
+    assert through_profile.error_s >= through_profile.seconds * H100.group_extrapolation.across_nodes_relative_error
+    small = H100.collective(Collective.ALL_GATHER, GroupShape(ranks=4, ranks_per_node=4), 1)
+    assert not small.extrapolated
+
+
+def test_one_rank_or_no_bytes_cost_nothing() -> None:
+    alone, pair = GroupShape(ranks=1, ranks_per_node=1), GroupShape(ranks=2, ranks_per_node=2)
+    for kind in Collective:
+        assert H100.collective(kind, alone, 1e9) == H100.collective(kind, pair, 0) == Estimate.zero()
+
+
+def test_room_left_in_the_node_does_not_matter() -> None:
+    tight, roomy = GroupShape(ranks=4, ranks_per_node=4), GroupShape(ranks=4, ranks_per_node=8)
+    kind = Collective.REDUCE_SCATTER
+    assert H100.collective(kind, tight, 1e8) == H100.collective(kind, roomy, 1e8)
+
+
+def test_estimates_add_up() -> None:
+    one = Estimate(seconds=1.0, error_s=0.25)
+    two = Estimate(seconds=2.0, error_s=0.5, extrapolated=True)
+    assert one + two == Estimate(seconds=3.0, error_s=0.75, extrapolated=True)
+    assert one + Estimate.zero() == one
+    assert 2 * one == one * 2 == one + one
+
+
+# --- what is not covered -------------------------------------------------------------------------------------------
+
+
+def test_missing_measurements_are_named() -> None:
+    with pytest.raises(ProfileError, match="no matmul measurement for dtype float64; covered: bfloat16, float16"):
+        H100.matmul(m=1, n=1, k=1, dtype="float64")
+    with pytest.raises(ProfileError, match="no attention measurement for dtype float64"):
+        H100.attention(flop=1.0, dtype="float64", backward=False)
+    with pytest.raises(ProfileError, match="no all_reduce measurement for 16 ranks in a node of 8 GPUs"):
+        H100.collective(Collective.ALL_REDUCE, GroupShape(ranks=16, ranks_per_node=16), 1.0)
+    with pytest.raises(ProfileError, match="sizes >= 1, got m=0"):
+        H100.matmul(m=0, n=1, k=1, dtype="bfloat16")
+
+
+def test_crossing_nodes_needs_a_measurement_across_nodes() -> None:
+    one_node = synthetic(max_nodes=1)
+    one_node.collective(Collective.ALL_GATHER, GroupShape(ranks=8, ranks_per_node=8), 1e6)
+    with pytest.raises(ProfileError, match="no all_gather measurement across nodes"):
+        one_node.collective(Collective.ALL_GATHER, GroupShape(ranks=16, ranks_per_node=8), 1e6)
+    content = copy.deepcopy(CONTENT)
+    content["collectives"] = [table for table in content["collectives"] if table["kind"] != "all_to_all"]
+    with pytest.raises(
+        ProfileError, match=r"no all_to_all measurement within a node .*; covered: all_gather across nodes"
+    ):
+        HardwareProfile.from_dict(content, "edited").collective(
+            Collective.ALL_TO_ALL, GroupShape(ranks=2, ranks_per_node=2), 1e6
+        )
+
+
+def test_unknown_name_lists_the_shipped_and_the_nearest() -> None:
+    assert "h100-sxm" in shipped_profiles()
+    with pytest.raises(ProfileError, match=r"unknown profile 'h100'; did you mean 'h100-sxm'\? \(shipped: .*h100-sxm"):
+        load_profile("h100")
+
+
+# --- strictness ----------------------------------------------------------------------------------------------------
+
+
+def test_round_trip_and_fingerprint() -> None:
+    for profile in (H100, synthetic()):
+        again = HardwareProfile.from_dict(json.loads(json.dumps(profile.to_dict())), "again")
+        assert again == profile
+        assert again.fingerprint == profile.fingerprint
+    assert len(H100.fingerprint) == 64
+    assert synthetic(latency_s=2e-5).fingerprint != synthetic().fingerprint
+
+
+Edit = Callable[[dict], object]
+MUTATIONS: dict[str, tuple[Edit, str]] = {
+    "negative time": (
+        lambda d: d["collectives"][3]["time_s"].__setitem__(4, -1),
+        "collectives[3].time_s[4]: expected > 0, got -1",
+    ),
+    "zero time": (lambda d: d["matmuls"][0]["time_s"].__setitem__(0, 0), "matmuls[0].time_s[0]: expected > 0, got 0"),
+    "nan": (lambda d: d["launch"].update(launch_s=math.nan), "launch.launch_s: expected a finite number, got nan"),
+    "infinite": (lambda d: d["launch"].update(launch_s=math.inf), "launch.launch_s: expected a finite number, got inf"),
+    "huge integer": (lambda d: d["launch"].update(launch_s=10**400), "launch.launch_s: expected a finite number"),
+    "true as number": (lambda d: d["launch"].update(launch_s=True), "launch.launch_s: expected a number, got true"),
+    "true as count": (lambda d: d.update(gpus_per_node=True), "gpus_per_node: expected an integer, got true"),
+    "text as number": (
+        lambda d: d["launch"].update(launch_s="5e-6"),
+        "launch.launch_s: expected a number, got text '5e-6'",
+    ),
+    "float as count": (
+        lambda d: d["matmuls"][1]["m"].__setitem__(0, 256.0),
+        "matmuls[1].m[0]: expected an integer, got a number",
+    ),
+    "no nodes": (lambda d: d.update(gpus_per_node=0), "gpus_per_node: expected >= 1, got 0"),
+    "null": (lambda d: d["memory"].update(inferred=None), "memory.inferred: expected text, got null"),
+    "unknown key": (
+        lambda d: d["bandwidth"].update(hbm_byte_per_s=1),
+        "bandwidth.hbm_byte_per_s: unknown key; did you mean 'hbm_bytes_per_s'?",
+    ),
+    "missing key": (lambda d: d["bandwidth"].pop("hbm_bytes_per_s"), "bandwidth.hbm_bytes_per_s: missing key"),
+    "array for object": (lambda d: d.update(memory=[]), "memory: expected an object, got an array"),
+    "object for array": (lambda d: d.update(notes={}), "notes: expected an array, got an object"),
+    "unknown kind": (
+        lambda d: d["collectives"][0].update(kind="broadcast"),
+        "collectives[0].kind: expected one of all_reduce, ",
+    ),
+    "decreasing time": (
+        lambda d: d["collectives"][0]["time_s"].reverse(),
+        "collectives[0].time_s[1]: expected >= time_s[0]",
+    ),
+    "decreasing matmul": (lambda d: d["matmuls"][0]["time_s"].reverse(), "matmuls[0].time_s["),
+    "descending bytes": (
+        lambda d: d["collectives"][0]["bytes"].reverse(),
+        "collectives[0].bytes[1]: expected > bytes[0]",
+    ),
+    "too few times": (lambda d: d["collectives"][0]["time_s"].pop(), "collectives[0].time_s: expected "),
+    "too few matmuls": (lambda d: d["matmuls"][2]["time_s"].pop(), "matmuls[2].time_s: expected 375 values, got 374"),
+    "empty grid": (lambda d: d["matmuls"][0].update(m=[]), "matmuls[0].m: expected at least one value"),
+    "latency above": (
+        lambda d: d["collectives"][0].update(latency_s=1),
+        "collectives[0].latency_s: expected <= time_s[0]",
+    ),
+    "one rank": (lambda d: d["collectives"][0].update(ranks=1), "collectives[0].ranks: expected >= 2, got 1"),
+    "more per node": (
+        lambda d: d["collectives"][0].update(ranks_per_node=99),
+        "collectives[0].ranks_per_node: expected <= ranks",
+    ),
+    "same table twice": (lambda d: d["collectives"].append(d["collectives"][0]), "]: expected one entry for "),
+    "unknown source": (
+        lambda d: d["launch"].update(sources=["S99"]),
+        "launch.sources: expected ids listed in sources, got ['S99']",
+    ),
+    "no source": (lambda d: d["matmuls"][0].update(sources=[]), "matmuls[0].sources: expected ids listed in sources"),
+    "strange dtype": (lambda d: d["matmuls"][0].update(dtype="bf16"), "matmuls[0].dtype: expected one of "),
+    "all reserved": (
+        lambda d: d["memory"].update(reserved_bytes=2**60),
+        "memory.reserved_bytes: expected < memory_bytes",
+    ),
+    "other version": (lambda d: d.update(schema_version=2), "schema_version: expected 1, got 2"),
+    "other device": (lambda d: d.update(device_type="tpu"), "device_type: expected cuda or cpu, got 'tpu'"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_wrong_file_is_refused_with_the_path_of_the_key(name: str) -> None:
+    edit, message = MUTATIONS[name]
+    content = copy.deepcopy(CONTENT)
+    edit(content)
+    with pytest.raises(ProfileError) as caught:
+        HardwareProfile.from_dict(content, "profiles/h100-sxm.json")
+    assert str(caught.value).startswith("profiles/h100-sxm.json: ")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "expected an object, got an array"),
+        ('{"name": "a", "name": "b"}', "duplicate key 'name'"),
+        ('{"name": NaN}', "expected finite numbers, got NaN"),
+        ("[" * 100_000, "not valid JSON"),
+    ],
+)
+def test_a_malformed_file_is_a_profile_error(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    with pytest.raises(ProfileError, match=message) as caught:
+        load_profile(path)
+    assert str(path) in str(caught.value)
+
+
+def test_an_unreadable_file_is_a_profile_error(tmp_path: Path) -> None:
+    binary = tmp_path / "binary.json"
+    binary.write_bytes(b"\xff\xfe")
+    for path in (tmp_path / "absent.json", tmp_path, binary):
+        with pytest.raises(ProfileError, match="cannot be read"):
+            load_profile(path)
+
+
+# --- where profiles are found --------------------------------------------------------------------------------------
+
+
+def test_a_path_and_a_name_give_the_same_profile() -> None:
+    assert load_profile(SHIPPED_FILE) == load_profile(str(SHIPPED_FILE)) == H100
+
+
+def test_an_installed_profiles_package_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "profiles"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "other.json").write_text(json.dumps(synthetic_profile(name="other")))
+    monkeypatch.setattr(tpplan, "__path__", [*tpplan.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "tpplan.profiles", raising=False)
+    try:
+        assert shipped_profiles() == ("other",)
+        assert load_profile("other").name == "other"
+    finally:
+        sys.modules.pop("tpplan.profiles", None)
+        vars(tpplan).pop("profiles", None)
+
+
+def test_importing_the_profile_needs_no_torch() -> None:
+    code = "import sys, tpplan.profile; assert not {'torch', 'pandas'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
+
+
+# --- the shipped profile -------------------------------------------------------------------------------------------
+
+
+def test_no_source_that_must_not_be_bundled_is_bundled() -> None:
+    assert all(source.licence and "do not bundle" not in source.licence for source in H100.sources)
+    assert len(SHIPPED_FILE.read_bytes()) < 200_000
+
+
+def test_usable_memory_leaves_out_what_is_reserved() -> None:
+    # nvidia-smi shows 81559 MiB.
+    assert H100.memory_bytes == 81559 * 2**20
+    assert H100.usable_bytes == H100.memory_bytes - H100.memory.reserved_bytes
+
+
+@pytest.mark.skipif("TPPLAN_DATA" not in os.environ, reason="TPPLAN_DATA names no folder of measurements")
+def test_the_shipped_profile_is_what_the_script_makes(tmp_path: Path) -> None:
+    made = tmp_path / "made.json"
+    script = REPOSITORY / "scripts" / "make_profiles.py"
+    command = [sys.executable, str(script), os.environ["TPPLAN_DATA"], "--output", str(made)]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)})
+    assert made.read_text() == SHIPPED_FILE.read_text()

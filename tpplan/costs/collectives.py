@@ -1,0 +1,66 @@
+"""Cost of a conversion: the collectives its steps issue, and the local kernels around them."""
+
+from tpplan.graph import Value
+from tpplan.layout import COLLECTIVE_STEPS, Conversion, Step
+from tpplan.mesh import GroupShape
+from tpplan.profile import Collective, Estimate, HardwareProfile
+
+_COLLECTIVES = {
+    Step.ALL_REDUCE: Collective.ALL_REDUCE,
+    Step.ALL_GATHER: Collective.ALL_GATHER,
+    Step.REDUCE_SCATTER: Collective.REDUCE_SCATTER,
+    Step.ALL_TO_ALL: Collective.ALL_TO_ALL,
+}
+
+
+def step_time(profile: HardwareProfile, step: Step, conversion: Conversion, value: Value, group: GroupShape) -> Estimate:
+    """One step of a conversion on a value of n bytes over p ranks.
+
+    A collective takes what the profile says for n bytes; gathering or scattering a dim other than 0 also copies the
+    whole value (read and write), since collectives concatenate along dim 0. Slices are views; pads write n bytes and
+    read n/p; divisions read and write n; masks and local ids a row each.
+    """
+    whole, local = float(value.num_bytes), value.num_bytes / group.ranks
+    match step:
+        case Step.NONE:
+            return Estimate.zero()
+        case Step.SLICE:
+            # Downstream kernels want it contiguous unless the slice is along the first dim.
+            return _copy(profile, local) if _dim(conversion) != 0 else Estimate.zero()
+        case Step.PAD:
+            return profile.memory_bound(num_bytes=whole + local)
+        case Step.DIVIDE | Step.MASK:
+            return _copy(profile, whole)
+        case Step.LOCAL_ROWS:
+            return profile.memory_bound(num_bytes=4 * whole)
+        case _:
+            transfer = profile.collective(_COLLECTIVES[step], group, whole)
+            if step is Step.ALL_REDUCE:
+                return transfer
+            if step is Step.ALL_TO_ALL:
+                return transfer + 2.0 * _copy(profile, local)
+            return transfer if _dim(conversion) == 0 else transfer + _copy(profile, whole)
+
+
+def conversion_time(
+    profile: HardwareProfile, conversion: Conversion, value: Value, group: GroupShape
+) -> tuple[Estimate, Estimate]:
+    """Forward and backward seconds; no backward where the value carries no gradient."""
+    forward, backward = (
+        sum((step_time(profile, step, conversion, value, group) for step in steps), Estimate.zero())
+        for steps in (conversion.forward, conversion.backward)
+    )
+    return forward, backward if value.carries_gradient else Estimate.zero()
+
+
+def collectives_of(steps: tuple[Step, ...]) -> tuple[Collective, ...]:
+    """The collectives among steps."""
+    return tuple(_COLLECTIVES[step] for step in steps if step in COLLECTIVE_STEPS)
+
+
+def _dim(conversion: Conversion) -> int | None:
+    return conversion.source.dim if conversion.source.dim is not None else conversion.target.dim
+
+
+def _copy(profile: HardwareProfile, num_bytes: float) -> Estimate:
+    return profile.memory_bound(num_bytes=2 * num_bytes)

@@ -1,0 +1,299 @@
+"""Compute cost of an op, executed: run it on meta tensors of the local shapes, forward and backward, and log kernels.
+
+A kernel is a matmul (M, N, K), an attention (FLOP), or memory-bound (bytes read plus written). Views launch nothing.
+Which tensors autograd saves comes from the same run, by storage. Runs are cached by signature: an op of the same
+target, literals and local operands costs the same wherever it stands.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tpplan.errors import ModelError
+from tpplan.graph import Argument, Ref
+from tpplan.layout import local_shape
+from tpplan.profile import Estimate, HardwareProfile
+from tpplan.rules import Call, Strategy, localized_sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matmul:
+    """batch x (m, k) @ (k, n)."""
+
+    m: int
+    n: int
+    k: int
+    batch: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """A fused attention kernel; flop is what is executed, half where causal."""
+
+    flop: float
+    dtype: str
+    is_backward: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBound:
+    """A kernel whose time is the bytes it reads and writes."""
+
+    num_bytes: int
+
+
+Kernel = Matmul | Attention | MemoryBound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """What running an op showed. `saves`: indices of operands whose storage autograd keeps; `saves_results`: of
+    results; `saved_bytes`: of tensors that are neither (statistics, masks, log-probabilities)."""
+
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+    saves: frozenset[int]
+    saves_results: frozenset[int]
+    saved_bytes: int
+
+
+_VIEW_LIKE = frozenset({"aten.empty_like.default", "aten.new_empty.default", "aten.empty.memory_format",
+                        "aten.new_empty_strided.default", "aten.empty_strided.default", "aten.detach.default",
+                        "aten._unsafe_view.default", "aten.lift_fresh.default"})  # fmt: skip
+
+#: ops that read as much of their first operand as they return
+_LOOKUPS = frozenset({"aten.embedding.default", "aten.index_select.default", "aten.gather.default",
+                      "aten.index.Tensor"})  # fmt: skip
+
+#: backward of flash attention recomputes the scores: 5 products against the forward's 2 [Dao 2023, section 3.1]
+_ATTENTION_BACKWARD_PRODUCTS = 2.5
+
+
+def _bytes(tensors: Iterator[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from _tensors(item)
+
+
+class _KernelLog(TorchDispatchMode):
+    """Turns each operator below autograd into the kernel it launches."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.kernels: list[Kernel] = []
+        self.causal = causal
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not _is_view(func):
+            self.kernels.append(self._kernel(func, args, result))
+        return result
+
+    def _kernel(self, func: Any, args: Any, result: Any) -> Kernel:
+        name = str(func)
+        if name in ("aten.mm.default", "aten.bmm.default"):
+            return _product(args[0], args[1])
+        if name in ("aten.addmm.default", "aten.baddbmm.default"):
+            return _product(args[1], args[2])
+        if name in _LOOKUPS:
+            indices = [tensor for tensor in _tensors(args) if not tensor.is_floating_point()]
+            return MemoryBound(num_bytes=2 * _bytes(_tensors(result)) + _bytes(iter(indices)))
+        if "_scaled_dot_product_" in name or "_flash_attention_" in name:
+            return self._attention(name, args)
+        return MemoryBound(num_bytes=_bytes(_tensors(args)) + _bytes(_tensors(result)))
+
+    def _attention(self, name: str, args: Any) -> Attention:
+        is_backward = "backward" in name
+        query, key, value = args[1:4] if is_backward else args[:3]
+        products = _ATTENTION_BACKWARD_PRODUCTS if is_backward else 1.0
+        width = query.shape[-1] + value.shape[-1]
+        flop = 2.0 * prod(query.shape[:-1]) * key.shape[-2] * width * products
+        return Attention(flop=flop / 2 if self.causal else flop, dtype=_name(query.dtype), is_backward=is_backward)
+
+
+def _is_view(func: Any) -> bool:
+    if str(func) in _VIEW_LIKE:
+        return True
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> Matmul:
+    batch = left.shape[0] if left.dim() == 3 else 1
+    return Matmul(m=left.shape[-2], n=right.shape[-1], k=left.shape[-1], batch=batch, dtype=_name(left.dtype))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(slots=True)
+class Executor:
+    """Runs calls on meta tensors and remembers what they did."""
+
+    _cache: dict[object, Execution] = field(default_factory=dict)
+
+    def execute(self, call: Call, strategy: Strategy, tp: int) -> Execution:
+        """One rank's share of a call under a strategy. Raises ModelError where the op cannot run on meta tensors."""
+        shapes = tuple(
+            local_shape(value.shape, layout, tp) for value, layout in zip(call.operands, strategy.operands, strict=True)
+        )
+        args = call.args
+        if call.results:
+            result = local_shape(call.results[0].shape, strategy.results[0], tp)
+            if (sizes := localized_sizes(call, result)) is not None:
+                args = (*args[: sizes[0]], sizes[1], *args[sizes[0] + 1 :])
+        flags = tuple((value.dtype, value.carries_gradient) for value in call.operands)
+        carries = tuple(value.carries_gradient for value in call.results)
+        structure = _anonymous((args, call.kwargs))
+        key = (call.target, structure, shapes, flags, carries)
+        if key not in self._cache:
+            self._cache[key] = _run(call, args, shapes)
+        return self._cache[key]
+
+
+def _anonymous(argument: object) -> object:
+    """An argument with references made alike: the cache's key holds shapes, not names."""
+    if isinstance(argument, Ref):
+        return Ref("")
+    return tuple(map(_anonymous, argument)) if isinstance(argument, tuple) else argument
+
+
+def _run(call: Call, args: tuple[Argument, ...], shapes: tuple[tuple[int, ...], ...]) -> Execution:
+    operands = [
+        torch.empty(shape, dtype=getattr(torch, value.dtype), device="meta", requires_grad=value.carries_gradient)
+        for shape, value in zip(shapes, call.operands, strict=True)
+    ]
+    # In-place ops may not write to leaves that require grad.
+    operands = [operand.view_as(operand) if operand.requires_grad else operand for operand in operands]
+    supply = iter(operands)
+    real_args = tuple(_materialize(argument, supply) for argument in args)
+    real_kwargs = {name: _materialize(value, supply) for name, value in call.kwargs}
+    is_causal = bool(call.target.startswith("aten.scaled_dot_product_attention") and call.argument(5, "is_causal"))
+    log = _KernelLog(is_causal)
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    carries = any(value.carries_gradient for value in call.results)
+    try:
+        with torch.set_grad_enabled(carries), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), log:
+            output = _callable(call)(*real_args, **real_kwargs)
+        forward = tuple(log.kernels) or _hidden_copy(call, output)
+        log.kernels = []
+        results = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        wanted = [operand for operand in operands if operand.requires_grad]
+        if carries and results and wanted:
+            with log:
+                torch.autograd.grad(results, wanted, [torch.empty_like(r) for r in results], allow_unused=True)
+    except Exception as error:
+        shown = ", ".join(f"{value.dtype}{list(shape)}" for value, shape in zip(call.operands, shapes, strict=True))
+        raise ModelError(f"{call.target} on ({shown}) cannot be costed on meta tensors: {error}") from error
+    return _execution(forward, tuple(log.kernels), saved, operands, list(_tensors(output)))
+
+
+def _hidden_copy(call: Call, output: Any) -> tuple[Kernel, ...]:
+    """A reshape that had to copy in the model (its operand was transposed) is a view of the contiguous operand here."""
+    copied = bool(call.results) and bool(call.operands) and call.results[0].storage == call.results[0].name
+    return (MemoryBound(num_bytes=2 * _bytes(_tensors(output))),) if copied else ()
+
+
+def _execution(
+    forward: tuple[Kernel, ...],
+    backward: tuple[Kernel, ...],
+    saved: list[torch.Tensor],
+    operands: list[torch.Tensor],
+    results: list[torch.Tensor],
+) -> Execution:
+    def storage(tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage()._cdata
+
+    kept = {storage(tensor): tensor for tensor in saved}
+    own = {storage(operand): i for i, operand in reversed(list(enumerate(operands)))}
+    made = {storage(result): i for i, result in reversed(list(enumerate(results))) if storage(result) not in own}
+    extra = [tensor for key, tensor in kept.items() if key not in own and key not in made]
+    return Execution(
+        forward=forward,
+        backward=backward,
+        saves=frozenset(own[key] for key in kept if key in own),
+        saves_results=frozenset(made[key] for key in kept if key in made),
+        saved_bytes=sum(tensor.untyped_storage().nbytes() for tensor in extra),
+    )
+
+
+def _materialize(argument: Argument, operands: Iterator[torch.Tensor]) -> Any:
+    match argument:
+        case Ref():
+            return next(operands)
+        case tuple():
+            return [_materialize(item, operands) for item in argument]
+        case str() if argument.startswith(("dtype:", "torch:")):
+            return getattr(torch, argument.partition(":")[2])
+        case str() if argument.startswith("device:"):
+            return torch.device("meta")
+        case _:
+            return argument
+
+
+def _callable(call: Call) -> Callable[..., Any]:
+    """The operator, or the fused kernel that a GPU runs for it where meta tensors would take a decomposed path."""
+    match call.target:
+        case "aten.scaled_dot_product_attention.default":
+            return _fused_attention
+        case "aten.rms_norm.default":
+            return _fused_rms_norm
+    namespace, name, overload = call.target.split(".")
+    operator: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    return operator
+
+
+def _fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_options: Any,
+) -> Any:
+    """Flash attention, or the memory-efficient kernel where there is a mask; on meta the plain op is the math path."""
+    if query.dim() != 4 or key.shape[1] != value.shape[1]:
+        return torch.ops.aten.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal)
+    if attn_mask is None:
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
+    bias = attn_mask.to(query.dtype) if attn_mask.dtype == torch.bool else attn_mask
+    bias = bias.expand(*query.shape[:-1], key.shape[-2])
+    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal)[0]
+
+
+def _fused_rms_norm(
+    x: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    """GPUs run one kernel each way (aten._fused_rms_norm); it moves what layer norm's kernel moves."""
+    return torch.ops.aten.layer_norm(x, normalized_shape, weight, None, eps or 1e-6)
+
+
+def kernel_time(profile: HardwareProfile, kernel: Kernel) -> Estimate:
+    """Seconds of one kernel on the machine. Raises ProfileError for what the profile does not cover."""
+    match kernel:
+        case Matmul(m=m, n=n, k=k, batch=batch, dtype=dtype):
+            return profile.matmul(m=m, n=n, k=k, batch=batch, dtype=dtype)
+        case Attention(flop=flop, dtype=dtype, is_backward=is_backward):
+            return profile.attention(flop=flop, dtype=dtype, backward=is_backward)
+        case MemoryBound(num_bytes=num_bytes):
+            return profile.memory_bound(num_bytes=num_bytes)

@@ -1,0 +1,183 @@
+"""What autograd keeps between forward and backward, by storage, as expressions over the decisions.
+
+A storage starts at an op that makes a new tensor, or at a boundary whose conversion does. It is kept once, however
+many ops save a view of it. A boundary that only renames (identity, R -> R*) passes its reader's wish on to the storage
+it renames, so that storage is kept if any such reader wants it: a maximum over readers.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tpplan.costs.compute import Executor
+from tpplan.graph import Boundary, Op, SourceKind, Value
+from tpplan.layout import Conversion, Layout, R, Step, local_shape
+from tpplan.problem import Expression, Term
+from tpplan.rules import Call, Strategy
+from tpplan.space import Space
+from tpplan.units import DTYPE_BYTES
+
+#: forward steps that give a view of what they were given
+_RENAMING = frozenset({Step.SLICE})
+
+
+def local_bytes(value: Value, layout: Layout, tp: int) -> int:
+    """Bytes of a value on one rank."""
+    elements = 1
+    for size in local_shape(value.shape, layout, tp):
+        elements *= size
+    return elements * DTYPE_BYTES[value.dtype]
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A storage between the boundaries it crosses: who makes it, whether an op keeps it, which boundaries read it."""
+
+    maker: str
+    value: Value
+    position: int
+    is_kept: bool
+    exits: list[str]
+
+
+def activation_terms(space: Space, executor: Executor) -> tuple[Term, ...]:
+    """Terms whose sum is the bytes of saved activations of one micro-batch on one rank."""
+    segments = _segments(space, executor)
+    weight = {name: float(len(members)) for name, members in space.members.items()}
+    terms = list(_extra_terms(space, executor))
+    for maker, segment in segments.items():
+        if space.classes[segment.maker] != segment.maker:
+            continue
+        expressions = tuple(_kept(space, segments, segment))
+        if expressions:
+            terms.append(Term(name=f"activations of {maker}", expressions=expressions, weight=weight[segment.maker]))
+    return tuple(terms)
+
+
+def working_set_term(space: Space) -> Term:
+    """The largest op's gradients: of its results, alive while those of its operands are made."""
+    expressions = []
+    for name in space.members:
+        op = space.deciders[name]
+        if not isinstance(op, Op):
+            continue
+        values = [space.graph.values[v] for v in (*op.operands, *op.results)]
+        vector = tuple(
+            float(sum(
+                local_bytes(value, layout, space.tp)
+                for value, layout in zip(values, (*strategy.operands, *strategy.results), strict=True)
+                if value.carries_gradient and not _is_parameter(space, value)
+            ))
+            for strategy in space.strategies[name]
+        )
+        expressions.append(Expression(terms=((name, vector),)))
+    return Term(name="working set", expressions=tuple(expressions) or (Expression(),))
+
+
+def _is_parameter(space: Space, value: Value) -> bool:
+    return any(source.result == value.name for source in space.graph.parameters)
+
+
+def _whole(strategy_count: int, call: Call) -> Strategy:
+    return Strategy((R,) * len(call.operands), (R,) * len(call.results))
+
+
+def _segments(space: Space, executor: Executor) -> dict[str, _Segment]:
+    """Segments by maker; an op with several results has one for each that is new."""
+    graph = space.graph
+    fixed = {s.result for s in graph.sources if s.kind is not SourceKind.INPUT}
+    segment_of: dict[str, str] = {}
+    segments: dict[str, _Segment] = {}
+
+    def start(node: Op | Boundary, position: int) -> None:
+        result = node.results[position]
+        key = f"{node.name}:{position}"
+        segments[key] = _Segment(node.name, graph.values[result], position, is_kept=False, exits=[])
+        segment_of[result] = key
+
+    for node in graph.nodes:
+        if isinstance(node, Boundary):
+            if node.operand in segment_of:
+                segments[segment_of[node.operand]].exits.append(node.name)
+            start(node, 0)
+            continue
+        execution = executor.execute(call := Call.of(graph, node), _whole(0, call), 1)
+        for position, result in enumerate(node.results):
+            alias = _aliased_operand(space, node, result, segment_of)
+            if alias is None:
+                start(node, position)
+                segments[f"{node.name}:{position}"].is_kept = position in execution.saves_results
+            else:
+                segment_of[result] = alias
+        for index in execution.saves:
+            operand = node.operands[index]
+            if operand in segment_of and operand not in fixed:
+                segments[segment_of[operand]].is_kept = True
+    return segments
+
+
+def _aliased_operand(space: Space, op: Op, result: str, segment_of: dict[str, str]) -> str | None:
+    """The segment of the operand that a result is a view of."""
+    storage = space.graph.values[result].storage
+    for operand in op.operands:
+        if operand in segment_of and space.graph.values[operand].storage == storage:
+            return segment_of[operand]
+    return None
+
+
+def _kept(space: Space, segments: dict[str, _Segment], segment: _Segment) -> Iterator[Expression]:
+    """Expressions whose maximum is the bytes that this segment's storage keeps."""
+    maker = space.classes[segment.maker]
+    own = tuple(
+        0.0 if _renames(space, segment.maker, strategy) else float(
+            local_bytes(segment.value, strategy.results[segment.position], space.tp)
+        )
+        for strategy in space.strategies[maker]
+    )
+    if segment.is_kept:
+        yield Expression(terms=((maker, own),))
+        return
+    is_boundary = isinstance(space.deciders[segment.maker], Boundary)
+    for name in segment.exits:
+        if not _is_wanted(space, segments, name):
+            continue
+        if is_boundary:
+            # Whether the boundary before or this one makes the tensor is a product of choices: counted where made.
+            yield Expression(terms=((maker, own),))
+            return
+        reader = space.classes[name]
+        vector = tuple(
+            float(local_bytes(segment.value, strategy.operands[0], space.tp)) if _renames(space, name, strategy) else 0.0
+            for strategy in space.strategies[reader]
+        )
+        yield Expression(terms=((reader, vector),))
+
+
+def _is_wanted(space: Space, segments: dict[str, _Segment], boundary: str) -> bool:
+    """True when an op behind a boundary, or behind further ones, keeps its value."""
+    segment = segments[f"{boundary}:0"]
+    return segment.is_kept or any(_is_wanted(space, segments, name) for name in segment.exits)
+
+
+def _renames(space: Space, name: str, strategy: Strategy) -> bool:
+    """True for a boundary's strategy that makes no new tensor."""
+    if not isinstance(space.deciders[name], Boundary):
+        return False
+    return set(Conversion(strategy.operands[0], strategy.results[0]).forward) <= _RENAMING
+
+
+def _extra_terms(space: Space, executor: Executor) -> Iterator[Term]:
+    """Tensors that are neither operands nor results: statistics, masks, log-probabilities."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for name, members in space.members.items():
+        op = space.deciders[name]
+        if not isinstance(op, Op):
+            continue
+        call = Call.of(space.graph, op)
+        vector = tuple(float(executor.execute(call, s, space.tp).saved_bytes) for s in space.strategies[name])
+        if any(vector):
+            yield Term(
+                name=f"saved by {name}",
+                expressions=(Expression(terms=((name, vector),)),),
+                weight=float(len(members)),
+            )

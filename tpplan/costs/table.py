@@ -1,0 +1,127 @@
+"""Time of every strategy of every decision, forward and backward, as estimates: the numbers the problem is made of."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tpplan.costs.collectives import collectives_of, conversion_time
+from tpplan.costs.compute import Executor, kernel_time
+from tpplan.graph import Boundary, Op, Value
+from tpplan.layout import Conversion, LayoutKind
+from tpplan.mesh import GroupShape
+from tpplan.plan import Pass
+from tpplan.profile import Collective, Estimate, HardwareProfile
+from tpplan.rules import Call, Strategy
+from tpplan.space import Space
+
+CROSS_ENTROPY = "tpplan.cross_entropy.default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A collective on the tp axis: num_bytes is that of the whole value."""
+
+    kind: Collective
+    during: Pass
+    num_bytes: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyTime:
+    """Seconds of one strategy per micro-batch, kernels apart from what moves between ranks."""
+
+    forward: Estimate
+    backward: Estimate
+    forward_collectives: Estimate
+    backward_collectives: Estimate
+    transfers: tuple[Transfer, ...]
+
+
+ZERO = Estimate.zero()
+FREE = StrategyTime(
+    forward=ZERO, backward=ZERO, forward_collectives=ZERO, backward_collectives=ZERO, transfers=()
+)
+
+
+def time_table(
+    space: Space, profile: HardwareProfile, group: GroupShape, executor: Executor
+) -> dict[str, tuple[StrategyTime, ...]]:
+    """Times by deciding decision (one per class), in the order of its strategies."""
+    return {name: tuple(strategy_times(space, name, profile, group, executor)) for name in space.members}
+
+
+def strategy_times(
+    space: Space, name: str, profile: HardwareProfile, group: GroupShape, executor: Executor
+) -> Iterator[StrategyTime]:
+    """The times of one decision's strategies, in order."""
+    decider = space.deciders[name]
+    for strategy in space.strategies[name]:
+        match decider:
+            case Op():
+                yield _op_time(Call.of(space.graph, decider), strategy, profile, group, executor)
+            case Boundary():
+                value = space.graph.values[decider.operand]
+                yield _boundary_time(Conversion(strategy.operands[0], strategy.results[0]), value, profile, group)
+            case _:
+                yield _reading_time(strategy, space.graph.values[decider.parameter.result], profile, group)
+
+
+def _op_time(
+    call: Call, strategy: Strategy, profile: HardwareProfile, group: GroupShape, executor: Executor
+) -> StrategyTime:
+    execution = executor.execute(call, strategy, group.ranks)
+    transfers = _cross_entropy_transfers(call, strategy)
+    return StrategyTime(
+        forward=sum((kernel_time(profile, kernel) for kernel in execution.forward), ZERO),
+        backward=sum((kernel_time(profile, kernel) for kernel in execution.backward), ZERO),
+        forward_collectives=sum((profile.collective(t.kind, group, t.num_bytes) for t in transfers), ZERO),
+        backward_collectives=ZERO,
+        transfers=transfers,
+    )
+
+
+def _cross_entropy_transfers(call: Call, strategy: Strategy) -> tuple[Transfer, ...]:
+    """Sharded classes: the maxima, then the sums of exponentials beside the targets' logits, in float32 per row."""
+    if call.target != CROSS_ENTROPY or strategy.operands[0].kind is not LayoutKind.SHARD:
+        return ()
+    logits = call.operands[0]
+    rows = logits.num_elements // logits.shape[-1]
+    dtype = "float64" if logits.dtype == "float64" else "float32"
+    width = 8 if dtype == "float64" else 4
+    return tuple(
+        Transfer(kind=Collective.ALL_REDUCE, during=Pass.FORWARD, num_bytes=columns * rows * width, dtype=dtype)
+        for columns in (1, 2)
+    )
+
+
+def _boundary_time(
+    conversion: Conversion, value: Value, profile: HardwareProfile, group: GroupShape
+) -> StrategyTime:
+    if conversion.is_identity:
+        return FREE
+    transfers = [
+        Transfer(kind=kind, during=during, num_bytes=value.num_bytes, dtype=value.dtype)
+        for during, steps in ((Pass.FORWARD, conversion.forward), (Pass.BACKWARD, conversion.backward))
+        for kind in collectives_of(steps)
+        if during is Pass.FORWARD or value.carries_gradient
+    ]
+    forward, backward = conversion_time(profile, conversion, value, group)
+    # A local step is a kernel; a conversion with a collective counts whole as communication.
+    moves = {transfer.during for transfer in transfers}
+    return StrategyTime(
+        forward=ZERO if Pass.FORWARD in moves else forward,
+        backward=ZERO if Pass.BACKWARD in moves else backward,
+        forward_collectives=forward if Pass.FORWARD in moves else ZERO,
+        backward_collectives=backward if Pass.BACKWARD in moves else ZERO,
+        transfers=tuple(transfers),
+    )
+
+
+def _reading_time(strategy: Strategy, value: Value, profile: HardwareProfile, group: GroupShape) -> StrategyTime:
+    """A reading as a summand divides it once; the reduction of R* readings is once per step and priced elsewhere."""
+    if strategy.results[0].kind is not LayoutKind.PARTIAL:
+        return FREE
+    forward, _ = conversion_time(profile, Conversion(strategy.operands[0], strategy.results[0]), value, group)
+    return StrategyTime(
+        forward=forward, backward=ZERO, forward_collectives=ZERO, backward_collectives=ZERO, transfers=()
+    )

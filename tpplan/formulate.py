@@ -1,0 +1,376 @@
+"""From a priced decision space and a mesh to the optimization problem, and from its solution back to numbers.
+
+Objective: seconds of one optimizer step on one rank,
+
+    A * (compute + tp collectives) + exposed FSDP communication + gradient reductions + optimizer
+
+with A accumulation steps. FSDP prefetches: a unit's gather hides behind the compute of its neighbour, so of a unit only
+max(0, communication - compute) is exposed; the root's is all exposed, for nothing runs before or after it.
+Resource: peak bytes of one rank = parameters + gradients + optimizer states (each over its FSDP shard) + saved
+activations + unsharded units + the largest op's gradients.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tpplan.costs.compute import Executor
+from tpplan.costs.memory import activation_terms, working_set_term
+from tpplan.costs.table import StrategyTime
+from tpplan.errors import UsageError
+from tpplan.graph import Source, within
+from tpplan.layout import Layout, LayoutKind
+from tpplan.mesh import Axis, Mesh
+from tpplan.plan import Precision
+from tpplan.problem import Edge, Expression, Node, Problem, Resource, Term
+from tpplan.profile import Collective, Estimate, HardwareProfile
+from tpplan.rules import Strategy
+from tpplan.space import Reading, Space
+from tpplan.units import DTYPE_BYTES
+
+#: from a parameter to the bytes of its whole
+BytesOf = Callable[[Source], float]
+
+#: optimizer states per parameter element, in the parameter's own dtype
+OPTIMIZER_STATES = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
+
+#: bytes reduced at once; gradients of many small parameters travel together (torch DDP's default bucket)
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What surrounds the model: how it is trained, on what."""
+
+    profile: HardwareProfile
+    gpus_per_node: int
+    precision: Precision
+    optimizer: str
+    memory_limit_bytes: float
+    accumulation_steps: int
+    units: tuple[str, ...]
+
+    def master_bytes(self, dtype: str) -> int:
+        """Bytes per element of a parameter at rest and of its gradient; the trace has the compute dtype."""
+        if self.precision is Precision.BF16_MIXED and dtype == "bfloat16":
+            return DTYPE_BYTES["float32"]
+        return DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """An FSDP unit: parameters gathered together. `hides` are the decisions of its module."""
+
+    name: str
+    parameters: tuple[Source, ...]
+    hides: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formulation:
+    """One mesh's problem and what is needed to read its solution."""
+
+    space: Space
+    table: Mapping[str, tuple[StrategyTime, ...]]
+    mesh: Mesh
+    setting: Setting
+    executor: Executor
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """FSDP2 shards, replicates, or casts."""
+        return self.mesh.data_parallel > 1 or self.setting.precision is Precision.BF16_MIXED
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The problem; nodes are the deciding decisions."""
+        names = list(self.space.members)
+        return Problem(
+            nodes=tuple(
+                Node(name=name, strategies=tuple(str(s) for s in self.space.strategies[name])) for name in names
+            ),
+            edges=tuple(dict.fromkeys(self._edges())),
+            objective=tuple(self._objective()),
+            resources=(
+                Resource(name="memory", terms=tuple(self._memory()), limit=self.setting.memory_limit_bytes),
+            ),
+        )
+
+    def strategy(self, choice: Mapping[str, int], decision: str) -> Strategy:
+        """The chosen strategy of any decision."""
+        representative = self.space.classes[decision]
+        return self.space.strategies[representative][choice[representative]]
+
+    # Edges
+
+    def _edges(self) -> Iterator[Edge]:
+        space = self.space
+        for flow in space.flows:
+            source, target = space.classes[flow.source], space.classes[flow.target]
+            yield Edge(
+                source=source,
+                target=target,
+                source_layouts=tuple(str(s.results[flow.result]) for s in space.strategies[source]),
+                target_layouts=tuple(str(s.operands[flow.operand]) for s in space.strategies[target]),
+            )
+        for readings in space.readings.values():
+            for first, second in zip(readings, readings[1:], strict=False):
+                yield self._shared_placement(first, second)
+
+    def _shared_placement(self, first: Reading, second: Reading) -> Edge:
+        """Two readings of a parameter share its placement; two in one module are the same reading."""
+        source, target = self.space.classes[first.name], self.space.classes[second.name]
+        same_module = first.op.module == second.op.module
+
+        def label(strategy: Strategy) -> str:
+            return str(strategy) if same_module else str(strategy.operands[0])
+
+        return Edge(
+            source=source,
+            target=target,
+            source_layouts=tuple(map(label, self.space.strategies[source])),
+            target_layouts=tuple(map(label, self.space.strategies[target])),
+        )
+
+    # Objective
+
+    def _objective(self) -> Iterator[Term]:
+        steps = self.setting.accumulation_steps
+        for name, members in self.space.members.items():
+            times = self.table[name]
+            weight = float(steps * len(members))
+            for part, seconds in (
+                ("compute", [(t.forward + t.backward).seconds for t in times]),
+                ("tensor-parallel collectives", [(t.forward_collectives + t.backward_collectives).seconds for t in times]),
+            ):
+                if any(seconds):
+                    yield _linear(part, name, seconds, weight)
+        yield from self._tp_gradient_reductions()
+        yield from self._optimizer()
+        if self.mesh.data_parallel > 1:
+            yield from self._fsdp()
+
+    def _tp_gradient_reductions(self) -> Iterator[Term]:
+        """R* readings: gradients summed over tp once per step, in buckets, each rank its FSDP shard."""
+        rate = self.seconds_per_byte(Collective.ALL_REDUCE, Axis.TP).seconds
+        if not rate:
+            return
+        for readings in self.space.readings.values():
+            for reading in readings[:1]:
+                gradient = self._gradient_bytes(reading.parameter) / self.mesh.shard
+                name = self.space.classes[reading.name]
+                # One reduction however many readings are R*: their layouts agree along the placement edge.
+                vector = [gradient * rate if _is_summand(s) else 0.0 for s in self.space.strategies[name]]
+                if any(vector):
+                    yield _linear("gradient reduction", name, vector, 1.0)
+
+    def _optimizer(self) -> Iterator[Term]:
+        """Reads parameter, gradient and states, writes parameter and states."""
+        moved = 3 + 2 * self._states()
+        rate = self.setting.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
+        for expression in self._parameter_bytes(self._gradient_bytes):
+            yield Term(name="optimizer", expressions=(expression,), weight=moved * rate / self.shards)
+
+    def _fsdp(self) -> Iterator[Term]:
+        steps = self.setting.accumulation_steps
+        for unit, count in self.distinct_units:
+            gather = self._transfer(unit, Collective.ALL_GATHER, Axis.SHARD, self._compute_bytes)
+            scatter = self._transfer(unit, Collective.REDUCE_SCATTER, Axis.SHARD, self._gradient_bytes)
+            reduce = self._transfer(unit, Collective.ALL_REDUCE, Axis.REPLICATE, self._sharded_gradient_bytes)
+            if unit.name == "":
+                yield Term(name="fsdp", expressions=(_sum(gather, scatter),), weight=float(steps * count))
+                yield Term(name="gradient reduction", expressions=(reduce,), weight=float(count))
+                continue
+            forward, backward = self._hidden_time(unit)
+            idle = Expression()
+            repeated = _sum(gather, scatter)
+            yield Term(name="fsdp", expressions=(idle, _minus(gather, forward)), weight=float(steps * count))
+            if steps > 1:
+                weight = float((steps - 1) * count)
+                yield Term(name="fsdp", expressions=(idle, _minus(repeated, backward)), weight=weight)
+            last = _sum(repeated, reduce)
+            yield Term(name="fsdp", expressions=(idle, _minus(last, backward)), weight=float(count))
+
+    def _hidden_time(self, unit: Unit) -> tuple[Expression, Expression]:
+        """A unit's own forward and backward seconds, collectives of the tp axis included."""
+        pairs: dict[str, int] = {}
+        for name in unit.hides:
+            pairs[name] = pairs.get(name, 0) + 1
+        forward = tuple(
+            (name, tuple(n * (t.forward + t.forward_collectives).seconds for t in self.table[name]))
+            for name, n in pairs.items()
+        )
+        backward = tuple(
+            (name, tuple(n * (t.backward + t.backward_collectives).seconds for t in self.table[name]))
+            for name, n in pairs.items()
+        )
+        return Expression(terms=forward), Expression(terms=backward)
+
+    def _transfer(self, unit: Unit, kind: Collective, axis: Axis, bytes_of: BytesOf) -> Expression:
+        """Seconds of a collective over a unit's parameters, linear in their bytes between all and none sharded by tp.
+
+        T(x) = T(n/t) + (T(n) - T(n/t)) (x - n/t) / (n - n/t): exact at both ends.
+        """
+        group = self.mesh.group(axis, self.setting.gpus_per_node)
+        whole = sum(bytes_of(source) for source in unit.parameters)
+        least = whole / self.mesh.tp
+        profile = self.setting.profile
+        low = profile.collective(kind, group, least).seconds
+        if self.mesh.tp == 1 or not whole:
+            return Expression(constant=low)
+        slope = (profile.collective(kind, group, whole).seconds - low) / (whole - least)
+        local = self._bytes_expression(unit.parameters, bytes_of)
+        terms = tuple((name, tuple(slope * entry for entry in vector)) for name, vector in local.terms)
+        return Expression(constant=low + slope * (local.constant - least), terms=terms)
+
+    def seconds_per_byte(self, kind: Collective, axis: Axis) -> Estimate:
+        """What a byte costs in a full bucket."""
+        group = self.mesh.group(axis, self.setting.gpus_per_node)
+        return self.setting.profile.collective(kind, group, BUCKET_BYTES) * (1 / BUCKET_BYTES)
+
+    # Memory
+
+    def _memory(self) -> Iterator[Term]:
+        for expression in self._parameter_bytes(self._master):
+            yield Term(name="parameters", expressions=(expression,), weight=1 / self.shards)
+        for expression in self._parameter_bytes(self._gradient_bytes):
+            yield Term(name="gradients", expressions=(expression,), weight=1 / self.shards)
+            if self._states():
+                yield Term(name="optimizer states", expressions=(expression,), weight=self._states() / self.shards)
+        for term in activation_terms(self.space, self.executor):
+            yield replace(term, name="saved activations")
+        if self.uses_fsdp:
+            yield from self._unsharded()
+        yield replace(working_set_term(self.space), name="largest op")
+
+    def _unsharded(self) -> Iterator[Term]:
+        """The root stays gathered; of the other units the current and the prefetched; one unit's gradients."""
+        gathered = [
+            self._bytes_expression(unit.parameters, self._compute_bytes) for unit, _ in self.distinct_units if unit.name
+        ]
+        root = [unit for unit, _ in self.distinct_units if not unit.name]
+        for unit in root:
+            yield Term(
+                name="unsharded parameters",
+                expressions=(self._bytes_expression(unit.parameters, self._compute_bytes),),
+            )
+        if gathered:
+            yield Term(name="unsharded parameters", expressions=tuple(gathered), weight=2.0)
+        gradients = tuple(
+            _sum(
+                self._bytes_expression(unit.parameters, self._compute_bytes),
+                self._bytes_expression(unit.parameters, self._gradient_bytes),
+            )
+            for unit, _ in self.distinct_units
+        )
+        yield Term(name="unsharded gradients", expressions=gradients)
+
+    # Parameters
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share a parameter beyond tp."""
+        return self.mesh.shard
+
+    def _states(self) -> int:
+        try:
+            return OPTIMIZER_STATES[self.setting.optimizer]
+        except KeyError:
+            raise UsageError(
+                f"unknown optimizer {self.setting.optimizer!r}; known: {', '.join(OPTIMIZER_STATES)}"
+            ) from None
+
+    def _master(self, source: Source) -> float:
+        value = self.space.graph.values[source.result]
+        return float(value.num_elements * self.setting.master_bytes(value.dtype))
+
+    def _compute_bytes(self, source: Source) -> float:
+        return float(self.space.graph.values[source.result].num_bytes)
+
+    def _gradient_bytes(self, source: Source) -> float:
+        """Gradients are reduced in the master dtype."""
+        return self._master(source) * _trainable(source)
+
+    def _sharded_gradient_bytes(self, source: Source) -> float:
+        return self._gradient_bytes(source) / self.mesh.shard
+
+    def _parameter_bytes(self, bytes_of: BytesOf) -> Iterator[Expression]:
+        """One expression for each placement that decides, and one for the parameters that nothing reads."""
+        whole = self._bytes_expression(self.space.graph.parameters, bytes_of)
+        yield Expression(constant=whole.constant)
+        for term in whole.terms:
+            yield Expression(terms=(term,))
+
+    def _bytes_expression(self, parameters: Sequence[Source], bytes_of: BytesOf) -> Expression:
+        """Bytes of parameters on a rank of tp, by the placements that their first readings choose."""
+        constant = 0.0
+        vectors: dict[str, list[float]] = {}
+        for source in parameters:
+            readings = self.space.readings[source.label]
+            if not readings:
+                constant += bytes_of(source)
+                continue
+            name = self.space.classes[readings[0].name]
+            vector = vectors.setdefault(name, [0.0] * len(self.space.strategies[name]))
+            for i, strategy in enumerate(self.space.strategies[name]):
+                vector[i] += bytes_of(source) / self.parts(strategy.operands[0])
+        return Expression(constant=constant, terms=tuple((name, tuple(v)) for name, v in vectors.items()))
+
+    def parts(self, layout: Layout) -> int:
+        """Over how many ranks of tp a placement divides."""
+        return self.mesh.tp if layout.kind is LayoutKind.SHARD else 1
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """Every FSDP unit, the root last under the name "": each parameter in the deepest unit that has all its names."""
+        inside: dict[str, list[Source]] = {name: [] for name in (*self.setting.units, "")}
+        for source in self.space.graph.parameters:
+            names = (source.label, *source.aliases)
+            owners = [unit for unit in self.setting.units if all(within(name, unit) for name in names)]
+            inside[max(owners, key=len, default="")].append(source)
+        hides: dict[str, list[str]] = {name: [] for name in inside}
+        for decision, decider in self.space.deciders.items():
+            module = decider.op.module if isinstance(decider, Reading) else decider.module
+            owners = [unit for unit in self.setting.units if within(module, unit)]
+            hides[max(owners, key=len, default="")].append(self.space.classes[decision])
+        return tuple(
+            Unit(name=name, parameters=tuple(parameters), hides=tuple(hides[name]))
+            for name, parameters in inside.items()
+            if parameters
+        )
+
+    @cached_property
+    def distinct_units(self) -> tuple[tuple[Unit, int], ...]:
+        """Units that decide alike, once, with their count."""
+        found: dict[object, list[Unit]] = {}
+        for unit in self.units:
+            reads = tuple(
+                self.space.classes[readings[0].name] if (readings := self.space.readings[source.label]) else source.label
+                for source in unit.parameters
+            )
+            found.setdefault((unit.name == "", reads, tuple(sorted(unit.hides))), []).append(unit)
+        return tuple((units[0], len(units)) for units in found.values())
+
+
+def _trainable(source: Source) -> int:
+    """1 for a parameter that trains, 0 for a frozen one: what it has of gradients and states."""
+    return int(source.trainable)
+
+
+def _is_summand(strategy: Strategy) -> bool:
+    return strategy.results[0].kind is LayoutKind.REPLICATE_PARTIAL_GRADIENT
+
+
+def _linear(part: str, name: str, vector: Sequence[float], weight: float) -> Term:
+    return Term(name=part, expressions=(Expression(terms=((name, tuple(vector)),)),), weight=weight)
+
+
+def _sum(*expressions: Expression) -> Expression:
+    return Expression(
+        constant=sum(e.constant for e in expressions), terms=tuple(term for e in expressions for term in e.terms)
+    )
+
+
+def _minus(left: Expression, right: Expression) -> Expression:
+    negative = tuple((name, tuple(-entry for entry in vector)) for name, vector in right.terms)
+    return Expression(constant=left.constant - right.constant, terms=(*left.terms, *negative))

@@ -1,0 +1,395 @@
+"""The plan: what to shard, convert and reduce, keyed by module and parameter names; strict JSON, never pickle.
+
+A key with `*` stands for every member of a repeated block (`layers.*.attention` with the block `layers.*`); a key
+without it wins over the pattern. Applying a plan needs the plan and the model: no tracing, no solving, no profile.
+plan.schema.json describes the file; `load(dump(plan)) == plan`.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from tpplan.errors import PlanError, PlanMismatchError
+from tpplan.layout import Conversion, Layout, parse_conversion, parse_layout
+from tpplan.mesh import Axis, Mesh
+from tpplan.problem import Status
+from tpplan.strict import AtLeast, Text, decode, encode, read_json
+
+SCHEMA_VERSION = 1
+
+T = TypeVar("T")
+
+LayoutText = Annotated[Layout, Text(parse_layout, r"R|R\*|P|rows|S\(\d+\)")]
+ConversionText = Annotated[Conversion, Text(parse_conversion, r"\S+ -> \S+")]
+Count = Annotated[int, AtLeast(1)]
+Size = Annotated[int, AtLeast(0)]
+Amount = Annotated[float, AtLeast(0)]
+
+
+class Precision(StrEnum):
+    """fp32: as built. bf16-mixed: float32 parameters and states, bfloat16 compute. bf16: bfloat16 throughout."""
+
+    FP32 = "fp32"
+    BF16_MIXED = "bf16-mixed"
+    BF16 = "bf16"
+
+
+class Pass(StrEnum):
+    """When a collective runs: each micro-batch's forward or backward, or once per optimizer step."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """The machine the plan was solved for."""
+
+    gpus: Count
+    gpus_per_node: Count
+    profile: str
+    profile_fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshPlan:
+    """Degrees of the mesh, ranks numbered with tp innermost."""
+
+    replicate: Count
+    shard: Count
+    tp: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """global_batch = micro_batch * accumulation_steps * data-parallel ranks, in sequences of seq_len."""
+
+    global_batch: Count
+    micro_batch: Count
+    accumulation_steps: Count
+    seq_len: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterPlan:
+    """A parameter's placement on the tp axis, and under which layout each module reads it."""
+
+    placement: LayoutText
+    reads: Mapping[str, LayoutText]
+    shape: tuple[Size, ...]
+    dtype: str
+    trainable: bool
+    aliases: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundaryPlan:
+    """Conversions of the tensors that enter and leave a module's forward, by argument or output path."""
+
+    inputs: Mapping[str, ConversionText]
+    outputs: Mapping[str, ConversionText]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FsdpPlan:
+    """Modules that fully_shard wraps in this order ("<root>" last), and whether they reshard after forward (ZeRO-3)."""
+
+    units: tuple[str, ...]
+    reshard_after_forward: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectivePlan:
+    """`count` collectives of one kind per optimizer step on a rank; num_bytes is that of the whole value, each."""
+
+    where: str
+    kind: str
+    axis: Axis
+    during: Pass
+    dtype: str
+    num_bytes: Size
+    count: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Predicted seconds per optimizer step and bytes per GPU, by part. error_s is the profile's residuals summed."""
+
+    step_time_s: Amount
+    step_time_error_s: Amount
+    is_extrapolated: bool
+    time_s: Mapping[str, Amount]
+    peak_memory_bytes: Amount
+    memory_limit_bytes: Amount
+    memory_bytes: Mapping[str, Amount]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverReport:
+    """What the solver proved: bound_s <= the optimum <= objective_s, over every mesh that was tried."""
+
+    name: str
+    status: Status
+    objective_s: Amount
+    bound_s: Amount
+    gap: Amount
+    meshes_tried: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprints:
+    """sha256 of the parameters (names, shapes, dtypes, trainable) and of the traced graph; the traced input shapes."""
+
+    parameters: str
+    graph: str
+    inputs: Mapping[str, str]
+
+
+class ProofStatus(StrEnum):
+    """structure: the applied model was retraced on every op's local shapes and literals. unproven: nothing was."""
+
+    UNPROVEN = "unproven"
+    STRUCTURE = "structure"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofReport:
+    """How the plan was checked, after how many rounds of solving, and what was forbidden on the way."""
+
+    status: ProofStatus
+    rounds: Size
+    cuts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A complete plan. `blocks` gives the indices of each repeated block as ranges: {"layers.*": "0-31"}."""
+
+    schema_version: Count
+    tpplan_version: str
+    torch_version: str
+    cluster: ClusterPlan
+    mesh_degrees: MeshPlan
+    batch: BatchPlan
+    precision: Precision
+    optimizer: str
+    blocks: Mapping[str, str]
+    parameters: Mapping[str, ParameterPlan]
+    boundaries: Mapping[str, BoundaryPlan]
+    fsdp: FsdpPlan
+    collectives: tuple[CollectivePlan, ...]
+    predicted: Prediction
+    solver: SolverReport
+    fingerprints: Fingerprints
+    proof: ProofReport
+    unruled_ops: tuple[str, ...]
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh the plan runs on."""
+        return Mesh(
+            replicate=self.mesh_degrees.replicate, shard=self.mesh_degrees.shard, tp=self.mesh_degrees.tp
+        )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Reads a plan file. Raises PlanError naming the file and the path of the first key that is wrong."""
+        return cls.from_dict(read_json(Path(path), origin=str(path), error=PlanError), origin=str(path))
+
+    @classmethod
+    def from_dict(cls, data: object, *, origin: str = "plan") -> "Plan":
+        """A plan from parsed JSON. Raises PlanError as load does."""
+        version = data.get("schema_version") if isinstance(data, Mapping) else None
+        if isinstance(version, int) and version != SCHEMA_VERSION:
+            raise PlanError(
+                f"{origin}: schema_version: this tpplan reads version {SCHEMA_VERSION}, the file has {version}; solve again"
+            )
+        plan = decode(cls, data, origin=origin, error=PlanError)
+        plan._check(origin)
+        return plan
+
+    def to_dict(self) -> dict[str, object]:
+        """The plan as JSON data."""
+        data = encode(self)
+        assert isinstance(data, dict)
+        return data
+
+    def dumps(self) -> str:
+        """The file's text: sorted keys, one line for what holds no further objects."""
+        return _format_json(self.to_dict()) + "\n"
+
+    def dump(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file atomically: it appears whole or not at all."""
+        write_atomically(Path(path), self.dumps())
+
+    @property
+    def hash(self) -> str:
+        """sha256 of the file's text; ranks agree on it before the first collective."""
+        return "sha256:" + hashlib.sha256(self.dumps().encode()).hexdigest()
+
+    def parameter_plans(self) -> dict[str, ParameterPlan]:
+        """Plans by parameter name, patterns expanded."""
+        return {
+            name: ParameterPlan(
+                placement=plan.placement,
+                reads={_substitute(reader, index): layout for reader, layout in plan.reads.items()},
+                shape=plan.shape,
+                dtype=plan.dtype,
+                trainable=plan.trainable,
+                aliases=tuple(_substitute(alias, index) for alias in plan.aliases),
+            )
+            for name, (plan, index) in self._expanded(self.parameters).items()
+        }
+
+    def boundary_plans(self) -> dict[str, BoundaryPlan]:
+        """Conversions by module name, patterns expanded."""
+        return {name: plan for name, (plan, _) in self._expanded(self.boundaries).items()}
+
+    def fsdp_units(self) -> tuple[str, ...]:
+        """Module names that fully_shard wraps, patterns expanded, "" for the root."""
+        names = [name for unit in self.fsdp.units for name, _ in self.expand(unit)]
+        return tuple("" if name == ROOT else name for name in names)
+
+    def expand(self, key: str) -> Iterator[tuple[str, int | None]]:
+        """The names a key stands for, with the index put for `*`. Raises PlanError for a `*` outside a block."""
+        if "*" not in key.split("."):
+            yield key, None
+            return
+        pattern = next((p for p in self.blocks if key == p or key.startswith(p + ".")), None)
+        if pattern is None:
+            raise PlanError(f"plan: {key!r} matches none of the blocks {sorted(self.blocks)}")
+        for index in parse_ranges(self.blocks[pattern]):
+            yield _substitute(key, index), index
+
+    def _expanded(self, table: Mapping[str, T]) -> dict[str, tuple[T, int | None]]:
+        found: dict[str, tuple[T, int | None]] = {}
+        for key in sorted(table, key=lambda key: "*" not in key.split(".")):
+            for name, index in self.expand(key):
+                found[name] = (table[key], index)
+        return found
+
+    def _check(self, origin: str) -> None:
+        """What types cannot say: products, patterns, ranges."""
+        batch = self.batch
+        ranks = self.mesh.data_parallel
+        if batch.global_batch != batch.micro_batch * batch.accumulation_steps * ranks:
+            raise PlanError(
+                f"{origin}: batch.global_batch: expected micro_batch {batch.micro_batch} * accumulation_steps "
+                f"{batch.accumulation_steps} * {ranks} data-parallel ranks, got {batch.global_batch}"
+            )
+        for pattern, ranges in self.blocks.items():
+            try:
+                parse_ranges(ranges)
+            except ValueError as error:
+                raise PlanError(f"{origin}: blocks.{pattern}: {error}") from error
+        try:
+            for name, parameter in self.parameter_plans().items():
+                if any(alias == name for alias in parameter.aliases):
+                    raise PlanError(f"parameters.{name}.aliases: a name cannot be its own alias")
+            self.boundary_plans()
+            self.fsdp_units()
+        except PlanError as error:
+            raise PlanError(f"{origin}: {error}") from error
+
+
+#: how the root module is written where an empty key would be unclear
+ROOT = "<root>"
+
+
+def _substitute(key: str, index: int | None) -> str:
+    if index is None:
+        return key
+    parts = key.split(".")
+    if "*" in parts:
+        parts[parts.index("*")] = str(index)
+    return ".".join(parts)
+
+
+def parse_ranges(text: str) -> tuple[int, ...]:
+    """`0-2,5` -> (0, 1, 2, 5). Raises ValueError for anything that is not ascending."""
+    indices: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"expected ranges such as '0-31' or '0-2,5', got {text!r}")
+        indices += range(int(first), int(last or first) + 1)
+    if not indices or any(a >= b for a, b in zip(indices, indices[1:], strict=False)):
+        raise ValueError(f"expected ascending ranges, got {text!r}")
+    return tuple(indices)
+
+
+def format_ranges(indices: tuple[int, ...]) -> str:
+    """The inverse of parse_ranges."""
+    parts: list[list[int]] = []
+    for index in indices:
+        if parts and index == parts[-1][-1] + 1:
+            parts[-1].append(index)
+        else:
+            parts.append([index])
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+def parameters_fingerprint(rows: Mapping[str, tuple[tuple[int, ...], bool]]) -> str:
+    """sha256 over sorted (name, shape, trainable)."""
+    text = json.dumps([[name, list(shape), trainable] for name, (shape, trainable) in sorted(rows.items())])
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_parameters(plan: Plan, rows: Mapping[str, tuple[tuple[int, ...], bool]]) -> None:
+    """Compares the plan's parameters with a model's: {name: (shape, trainable)}, aliases included.
+
+    Raises PlanMismatchError naming what is missing, what is unknown, and which shapes differ.
+    """
+    expected = {
+        name: (parameter.shape, parameter.trainable)
+        for canonical, parameter in plan.parameter_plans().items()
+        for name in (canonical, *parameter.aliases)
+    }
+    differences = [f"{name}: in the plan, not in the model" for name in sorted(expected.keys() - rows.keys())]
+    differences += [f"{name}: in the model, not in the plan" for name in sorted(rows.keys() - expected.keys())]
+    for name in sorted(expected.keys() & rows.keys()):
+        if expected[name][0] != tuple(rows[name][0]):
+            differences.append(f"{name}: shape {list(expected[name][0])} in the plan, {list(rows[name][0])} in the model")
+        elif expected[name][1] != rows[name][1]:
+            differences.append(f"{name}: trainable {expected[name][1]} in the plan, {rows[name][1]} in the model")
+    if differences:
+        shown = "\n  ".join(differences[:8]) + (f"\n  and {len(differences) - 8} more" if len(differences) > 8 else "")
+        raise PlanMismatchError(f"the plan was made for another model; {len(differences)} parameters differ:\n  {shown}")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file beside its final place and renames it. Raises PlanError where the folder cannot be written."""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            temporary = Path(file.name)
+            try:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except OSError as error:
+        raise PlanError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _format_json(value: object, indent: str = "") -> str:
+    """JSON with sorted keys; an object or list of scalars stands on one line."""
+    deeper = indent + "  "
+    match value:
+        case dict() if value and any(isinstance(member, dict | list) and member for member in value.values()):
+            members = (f"{deeper}{json.dumps(key)}: {_format_json(value[key], deeper)}" for key in sorted(value))
+            return "{\n" + ",\n".join(members) + f"\n{indent}}}"
+        case list() if any(isinstance(member, dict | list) for member in value):
+            return "[\n" + ",\n".join(deeper + _format_json(member, deeper) for member in value) + f"\n{indent}]"
+        case _:
+            return json.dumps(value, sort_keys=True)

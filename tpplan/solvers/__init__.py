@@ -1,0 +1,81 @@
+"""Solvers by name. A solver is a module with `solve(problem, *, time_limit_s) -> Solution` and an entry below.
+
+A solver's module, and the library behind it, is imported when it is first used.
+"""
+
+import difflib
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import cast
+
+from tpplan.errors import SolverError, UsageError
+from tpplan.problem import Problem, Solution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Where a solver lives and what it needs. `automatic`: may be picked without being asked for by name."""
+
+    name: str
+    module: str
+    requires: tuple[str, ...]
+    automatic: bool
+
+
+#: in order of preference
+SOLVERS = (
+    Entry(name="highs", module="tpplan.solvers.highs", requires=("pulp", "highspy"), automatic=True),
+    Entry(name="cbc", module="tpplan.solvers.cbc", requires=("pulp",), automatic=True),
+    Entry(name="brute-force", module="tpplan.solvers.brute", requires=(), automatic=False),
+)
+
+
+def available() -> tuple[str, ...]:
+    """Names of the solvers whose libraries are installed, in order of preference."""
+    return tuple(entry.name for entry in SOLVERS if not _missing(entry))
+
+
+def solve(problem: Problem, *, solver: str | None = None, time_limit_s: float | None = None) -> Solution:
+    """The cheapest feasible choice, by the named solver or else by the first one installed.
+
+    `time_limit_s` bounds the solver's own seconds. When it expires the status is FEASIBLE and the bound tells how far
+    off the choice may be. Resources count as kept up to 1e-9 of their limit.
+
+    Raises UsageError for an unknown solver or a time limit that is not positive, SolverError when no solver is
+    installed or the time was too short to find any feasible choice.
+    """
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise UsageError(f"time limit: expected more than 0 s, got {time_limit_s}")
+    entry = _first_installed() if solver is None else _named(solver)
+    return _load(entry)(problem, time_limit_s=time_limit_s)
+
+
+def _named(name: str) -> Entry:
+    """The entry of that name. Raises UsageError when there is none, SolverError when its library is missing."""
+    by_name = {entry.name: entry for entry in SOLVERS}
+    if name not in by_name:
+        nearest = difflib.get_close_matches(name, by_name, n=1, cutoff=0.0)[0]
+        raise UsageError(f"unknown solver {name!r}: expected one of {', '.join(by_name)}. Did you mean {nearest!r}?")
+    if missing := _missing(by_name[name]):
+        raise SolverError(f"solver {name!r} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    return by_name[name]
+
+
+def _first_installed() -> Entry:
+    """The most preferred solver that can run. Raises SolverError when there is none."""
+    for entry in SOLVERS:
+        if entry.automatic and not _missing(entry):
+            return entry
+    raise SolverError(f"no solver is installed: pip install {' '.join(SOLVERS[0].requires)}")
+
+
+def _missing(entry: Entry) -> tuple[str, ...]:
+    """The libraries that the solver needs and that are not installed; nothing is imported."""
+    return tuple(library for library in entry.requires if find_spec(library) is None)
+
+
+def _load(entry: Entry) -> Callable[..., Solution]:
+    """Import the solver's module and return its `solve`."""
+    return cast(Callable[..., Solution], importlib.import_module(entry.module).solve)

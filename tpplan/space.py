@@ -1,0 +1,283 @@
+"""The decision space: which nodes of a graph choose a layout, among what, and which of them decide together.
+
+Every op, every boundary and every reading of a parameter is a decision; its strategies are tuples of layouts. Values
+flow between decisions, and both ends of a flow must name the same layout. Like nodes of repeated blocks share one
+decision (a *class*): a block's first node decides for all, except where what flows into the block differs, so that the
+first block may convert what the others need not.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from tpplan.blocks import members
+from tpplan.errors import ModelError
+from tpplan.graph import Boundary, Direction, ModelGraph, Op, Source, SourceKind
+from tpplan.layout import R_STAR, ROWS, Conversion, P, R, S, conversions_between, layouts_of
+from tpplan.rules import Strategy, base_target, strategies
+
+#: forbids a strategy of a decision: given the decision's name and the strategy
+Cut = Callable[[str, Strategy], bool]
+
+EMBEDDING = "aten.embedding.default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """An op reads a parameter: strategies are (placement,) => (layout of the reading,)."""
+
+    name: str
+    parameter: Source
+    op: Op
+    position: int
+
+
+#: what can decide
+Decider = Op | Boundary | Reading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """A value goes from one decision's result to another's operand."""
+
+    source: str
+    result: int
+    target: str
+    operand: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """Decisions of a graph on tp ranks: strategies by decision, flows, and the class each decision belongs to."""
+
+    graph: ModelGraph
+    tp: int
+    deciders: dict[str, Decider]
+    strategies: dict[str, tuple[Strategy, ...]]
+    flows: tuple[Flow, ...]
+    classes: dict[str, str]
+
+    @cached_property
+    def members(self) -> dict[str, tuple[str, ...]]:
+        """Decisions by the one that decides for them, in order."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name, representative in self.classes.items():
+            found[representative].append(name)
+        return {name: tuple(names) for name, names in found.items()}
+
+    @cached_property
+    def readings(self) -> dict[str, tuple[Reading, ...]]:
+        """Readings by parameter name, in order."""
+        found: dict[str, list[Reading]] = {source.label: [] for source in self.graph.parameters}
+        for decider in self.deciders.values():
+            if isinstance(decider, Reading):
+                found[decider.parameter.label].append(decider)
+        return {label: tuple(readings) for label, readings in found.items()}
+
+    @cached_property
+    def layouts(self) -> dict[str, tuple[str, int]]:
+        """For each computed value, the decision and the position of the result that name its layout."""
+        return {result: (node.name, i) for node in self.graph.nodes for i, result in enumerate(node.results)}
+
+
+def build_space(graph: ModelGraph, tp: int, *, unused_outputs: frozenset[str] = frozenset(), cut: Cut | None = None) -> Space:
+    """Every consistent strategy of every decision. Inputs, buffers and the loss are R, and so are the outputs unless
+    they stand in `unused_outputs` (by path). `cut` drops strategies.
+
+    Raises ModelError where a node is left without a strategy.
+    """
+    builder = _Builder(graph, tp, unused_outputs)
+    found: dict[str, tuple[Strategy, ...]] = {}
+    for name, decider in builder.deciders.items():
+        options = tuple(s for s in builder.options(decider) if builder.keeps_contract(decider, s))
+        if tp == 1:
+            options = tuple(s for s in options if {*s.operands, *s.results} <= {R})
+        found[name] = tuple(s for s in options if cut is None or not cut(name, s))
+        if not found[name]:
+            raise ModelError(f"{name}: no layout on {tp} ranks satisfies inputs, outputs and its own rule")
+    return Space(
+        graph=graph,
+        tp=tp,
+        deciders=builder.deciders,
+        strategies=found,
+        flows=tuple(builder.flows()),
+        classes=_classes(graph, builder.deciders),
+    )
+
+
+def reading_name(op: Op, position: int) -> str:
+    """How the reading of a parameter as an op's operand is called."""
+    return f"{op.name}<-{position}"
+
+
+class _Builder:
+    """Options of each decision, from the graph alone."""
+
+    def __init__(self, graph: ModelGraph, tp: int, unused_outputs: frozenset[str]) -> None:
+        self.graph = graph
+        self.tp = tp
+        self.parameters = {source.result: source for source in graph.parameters}
+        self.fixed = {source.result for source in graph.sources if source.kind is not SourceKind.PARAMETER}
+        self.whole_outputs = {value for path, value in graph.outputs if path not in unused_outputs}
+        self.converting = _converting_boundaries(graph)
+        self.mutated = _mutated_storages(graph)
+        self.deciders = dict(self._deciders())
+
+    def _deciders(self) -> Iterator[tuple[str, Decider]]:
+        for node in self.graph.nodes:
+            if isinstance(node, Op):
+                for position, operand in enumerate(node.operands):
+                    if operand in self.parameters:
+                        name = reading_name(node, position)
+                        yield name, Reading(name=name, parameter=self.parameters[operand], op=node, position=position)
+            yield node.name, node
+
+    def options(self, decider: Decider) -> tuple[Strategy, ...]:
+        match decider:
+            case Op():
+                return tuple(s for s in strategies(self.graph, decider, self.tp) if self._rows_are_masked(decider, s))
+            case Boundary():
+                return self._boundary_options(decider)
+            case Reading():
+                return self._reading_options(decider)
+
+    def keeps_contract(self, decider: Decider, strategy: Strategy) -> bool:
+        """Inputs, buffers and constants are read as R; outputs are R."""
+        if isinstance(decider, Reading):
+            return True
+        operands = zip(decider.operands, strategy.operands, strict=True)
+        results = zip(decider.results, strategy.results, strict=True)
+        return all(layout == R for name, layout in operands if name in self.fixed) and all(
+            layout == R for name, layout in results if name in self.whole_outputs
+        )
+
+    def _boundary_options(self, boundary: Boundary) -> tuple[Strategy, ...]:
+        value = self.graph.values[boundary.operand]
+        layouts = layouts_of(value.shape, carries_gradient=value.carries_gradient, tp=self.tp)
+        conversions = conversions_between(layouts, layouts, carries_gradient=value.carries_gradient)
+        if boundary.name not in self.converting or value.storage in self.mutated:
+            conversions = tuple(c for c in conversions if c.is_identity)
+        elif self._feeds_lookup(boundary):
+            conversions = (*conversions, Conversion(R, ROWS))
+        elif self._follows_lookup(boundary):
+            conversions = (*conversions, *(Conversion(ROWS, layout) for layout in layouts))
+        return tuple(Strategy((c.source,), (c.target,)) for c in conversions)
+
+    def _reading_options(self, reading: Reading) -> tuple[Strategy, ...]:
+        source = reading.parameter
+        value = self.graph.values[source.result]
+        reads = (R, R_STAR, P) if source.trainable else (R, P)
+        shards = (S(dim) for dim, size in enumerate(value.shape) if size % self.tp == 0 and self.tp > 1)
+        return (*(Strategy((R,), (read,)) for read in reads), *(Strategy((s,), (s,)) for s in shards))
+
+    def _feeds_lookup(self, boundary: Boundary) -> bool:
+        """The ids enter an embedding module and go nowhere else."""
+        consumers = self.graph.consumers.get(boundary.result, ())
+        return (
+            boundary.direction is Direction.INPUT
+            and len(consumers) == 1
+            and isinstance(consumers[0], Op)
+            and consumers[0].target == EMBEDDING
+            and consumers[0].module == boundary.module
+            and self._result_leaves(consumers[0])
+        )
+
+    def _follows_lookup(self, boundary: Boundary) -> bool:
+        producer = self.graph.producers.get(boundary.operand)
+        return isinstance(producer, Op) and producer.target == EMBEDDING and self._rows_possible(producer)
+
+    def _result_leaves(self, op: Op) -> bool:
+        """All that reads the result is its module's own output boundary."""
+        consumers = self.graph.consumers.get(op.results[0], ())
+        return len(consumers) == 1 and all(
+            isinstance(c, Boundary) and c.direction is Direction.OUTPUT and c.module == op.module for c in consumers
+        )
+
+    def _rows_possible(self, op: Op) -> bool:
+        producer = self.graph.producers.get(op.operands[1])
+        return isinstance(producer, Boundary) and self._feeds_lookup(producer)
+
+    def _rows_are_masked(self, op: Op, strategy: Strategy) -> bool:
+        """Rows of other ranks are masked at the module's output: only there does the named pair exist."""
+        return ROWS not in strategy.results or self._rows_possible(op)
+
+    def flows(self) -> Iterator[Flow]:
+        """Values between decisions, readings included."""
+        origin = {result: (node.name, i) for node in self.graph.nodes for i, result in enumerate(node.results)}
+        for node in self.graph.nodes:
+            for position, operand in enumerate(node.operands):
+                if operand in self.parameters:
+                    if not isinstance(node, Op):
+                        raise ModelError(
+                            f"parameter {self.parameters[operand].label} crosses into module {node.module!r} as an "
+                            f"argument ({node.path}): tpplan cannot shard a weight that is passed around"
+                        )
+                    yield Flow(source=reading_name(node, position), result=0, target=node.name, operand=position)
+                elif operand in origin:
+                    source, result = origin[operand]
+                    yield Flow(source=source, result=result, target=node.name, operand=position)
+
+
+def _mutated_storages(graph: ModelGraph) -> frozenset[str]:
+    """Storages that an in-place op writes to: their values keep one layout."""
+    return frozenset(
+        graph.values[op.operands[0]].storage for op in graph.ops if base_target(op.target) != op.target and op.operands
+    )
+
+
+def _converting_boundaries(graph: ModelGraph) -> frozenset[str]:
+    """One boundary of each run of crossings that follow each other directly: the last entry, else the first exit.
+
+    An embedding's own output stays apart: the rows of other ranks are masked there.
+    """
+    outputs = {value for _, value in graph.outputs}
+    chains: list[list[Boundary]] = []
+    chain_of: dict[str, list[Boundary]] = {}
+    for boundary in graph.boundaries:
+        producer = graph.producers.get(boundary.operand)
+        follows = (
+            isinstance(producer, Boundary)
+            and len(graph.consumers[boundary.operand]) == 1
+            and boundary.operand not in outputs
+            and not _leaves_lookup(graph, producer)
+        )
+        chain = chain_of[producer.name] if follows and producer is not None else []
+        if not chain:
+            chains.append(chain)
+        chain.append(boundary)
+        chain_of[boundary.name] = chain
+
+    def chosen(chain: list[Boundary]) -> Boundary:
+        entries = [boundary for boundary in chain if boundary.direction is Direction.INPUT]
+        return entries[-1] if entries else chain[0]
+
+    return frozenset(chosen(chain).name for chain in chains)
+
+
+def _leaves_lookup(graph: ModelGraph, boundary: Boundary) -> bool:
+    producer = graph.producers.get(boundary.operand)
+    return isinstance(producer, Op) and producer.target == EMBEDDING
+
+
+def _classes(graph: ModelGraph, deciders: dict[str, Decider]) -> dict[str, str]:
+    """Decision -> the decision that stands for it."""
+    position: dict[str, tuple[str, int]] = {}
+    for block in graph.blocks:
+        for name in block.names:
+            position.update({node.name: (block.pattern, i) for i, node in enumerate(members(graph, name))})
+    representatives: dict[object, str] = {}
+    classes: dict[str, str] = {}
+
+    def producer_class(value: str) -> str:
+        node = graph.producers.get(value)
+        return classes[node.name] if node is not None else ""
+
+    for name, decider in deciders.items():
+        node = decider.op if isinstance(decider, Reading) else decider
+        key: object = name
+        if node.name in position:
+            inflow = tuple(map(producer_class, node.operands)) if isinstance(node, Boundary) else ()
+            key = (position[node.name], decider.position if isinstance(decider, Reading) else None, inflow)
+        classes[name] = representatives.setdefault(key, name)
+    return classes
