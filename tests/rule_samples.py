@@ -48,11 +48,12 @@ def _unary() -> list[Sample]:
     smooth = (
         "gelu silu sigmoid tanh exp expm1 abs sign sin cos square erf softplus leaky_relu elu hardtanh hardswish relu "
         "hardsigmoid mish log_sigmoid relu6 selu floor ceil round isnan isinf zeros_like ones_like nan_to_num atan "
-        "hardshrink softshrink erfc exp2 celu neg clone contiguous alias detach _to_copy positive tan logical_not"
+        "hardshrink softshrink erfc exp2 celu neg clone contiguous alias detach _to_copy positive tan logical_not "
+        "cosh sinh trunc frac isfinite absolute special_expit negative lift_fresh_copy"
     )
     return [
         *_each(smooth, "default", x(6, 4)),
-        *_each("log log1p sqrt rsqrt reciprocal log2", "default", positive(6, 4)),
+        *_each("log log1p sqrt rsqrt reciprocal log2 log10", "default", positive(6, 4)),
         *_each("logical_not bitwise_not", "default", mask(6, 4)),
         *_each("relu silu gelu tanh neg clone", "default", x(2, 6, 4)),
         *_each("relu_ silu_ tanh_ neg_ sigmoid_", "default", x(6, 4)),
@@ -62,6 +63,9 @@ def _unary() -> list[Sample]:
         _named("aten.gelu.default", x(6, 4), approximate="tanh"),
         _named("aten.clamp.default", x(6, 4), -0.5, 0.5),
         _named("aten.clamp_.default", x(6, 4), None, 0.5),
+        _named("aten.clip.default", x(6, 4), -0.5),
+        _named("aten.threshold.default", x(6, 4), 0.1, 2.0),
+        *_each("acos asin", "default", (x(6, 4) * 0.1).detach().clamp(-0.9, 0.9).requires_grad_()),
         _named("aten.clamp_min.default", x(6, 4), 0.1),
         _named("aten.clamp_max.default", x(6, 4), 0.1),
         _named("aten.clamp.Tensor", x(6, 4), const(4), const(6, 1)),
@@ -123,6 +127,13 @@ def _binary() -> list[Sample]:
         ]
     for name in ("add", "sub"):
         samples.append(_named(f"aten.{name}.Tensor", x(6, 4), x(6, 4), alpha=0.5))
+    for target in ("multiply.Tensor", "true_divide.Tensor", "subtract.Tensor", "rsub.Tensor"):
+        samples += [
+            _named(f"aten.{target}", x(6, 4), positive(4)),
+            _named(f"aten.{target}", x(6, 4), positive(6, 4)),
+        ]
+    for name in ("add", "sub"):
+        samples.append(_named(f"aten.{name}.Scalar", x(6, 4), 2.0))
     for name in ("mul", "div"):
         samples.append(_named(f"aten.{name}.Scalar", x(6, 4), 2.0))
     for name in ("eq", "ne", "lt", "le", "gt", "ge"):
@@ -146,6 +157,12 @@ def _binary() -> list[Sample]:
         *samples,
         _named("aten.floor_divide.default", ids(9, 6, 4), ids(3, 4) + 1),
         _named("aten.floor_divide.Scalar", ids(9, 6, 4), 2),
+        _named("aten.div.Tensor_mode", x(6, 4), positive(4), rounding_mode="floor"),
+        _named("aten.div.Scalar_mode", x(6, 4), 0.3, rounding_mode="trunc"),
+        _named("aten.logical_xor.default", mask(6, 4), mask(4)),
+        _named("aten.logaddexp.default", x(6, 4), x(6, 1)),
+        _named("aten.broadcast_tensors.default", [x(6, 4), x(4)]),
+        _named("aten.broadcast_tensors.default", [x(6, 1), const(4)]),
         _named("aten.logical_and.default", mask(6, 1), mask(6, 4)),
         _named("aten.logical_or.default", mask(6, 4), mask(4)),
         _named("aten.__and__.Tensor", mask(6, 4), mask(4)),
@@ -160,6 +177,9 @@ def _binary() -> list[Sample]:
         _named("aten.where.ScalarOther", mask(6, 4), x(6, 4), 0.0),
         _named("aten.where.ScalarOther", mask(6, 4), x(6, 4), 1.0),
         _named("aten.where.ScalarSelf", mask(6, 4), 0.0, x(6, 4)),
+        _named("aten.where.ScalarSelf", mask(6, 4), 2.0, x(4)),
+        _named("aten.where.self", mask(6, 4), x(6, 4), x(6, 4)),
+        _named("aten.where.self", mask(6, 4), ids(4, 6, 4), ids(4, 6, 4)),
         _named("aten.where.Scalar", mask(6, 4), 0.0, 1.0),
         _named("aten.masked_fill.Scalar", x(6, 4), mask(4), -1.0),
         _named("aten.masked_fill.Scalar", x(6, 4), mask(6, 4), 0.0),
@@ -189,6 +209,9 @@ def _products() -> list[Sample]:
         _named(linear, x(6, 1), x(6, 1)),
         _named("aten.mm.default", x(6, 4), x(4, 12)),
         _named("aten.mm.default", x(6, 6), const(6, 6)),
+        _named("aten.mv.default", x(6, 4), x(4)),
+        _named("aten.dot.default", x(6), x(6)),
+        _named("aten.outer.default", x(6), x(4)),
         _named("aten.bmm.default", x(6, 4, 2), x(6, 2, 6)),
         _named("aten.addmm.default", x(6), x(6, 4), x(4, 6)),
         _named("aten.addmm.default", x(6, 6), x(6, 4), x(4, 6), beta=0.5, alpha=2),
@@ -260,6 +283,91 @@ def _lookups() -> list[Sample]:
     ]
 
 
+def _picks() -> list[Sample]:
+    index, gather = "aten.index.Tensor", "aten.gather.default"
+    return [
+        _named("aten.index_select.default", x(6, 4), 0, ids(6, 6)),
+        _named("aten.index_select.default", x(6, 4), 0, ids(6)),
+        _named("aten.index_select.default", x(2, 6, 4), -1, ids(4, 6)),
+        _named(index, x(6, 4), [ids(6, 6)]),
+        _named(index, x(6, 4), [None, ids(4, 2, 6)]),
+        _named(index, x(2, 6, 4), [None, ids(6)]),
+        _named(index, x(6, 4), [ids(6, 2), ids(4, 2)]),
+        _named(index, ids(9, 6, 4), [None, ids(4, 6)]),
+        _named(index, const(6, 4), [ids(6, 6)]),
+        _named(gather, x(6, 4), 1, ids(4, 6, 2)),
+        _named(gather, x(6, 4), 1, ids(4, 2, 6)),
+        _named(gather, x(2, 6, 4), -2, ids(6, 2, 6, 4)),
+        _named(gather, x(6), 0, ids(6, 4)),
+        _named(gather, x(), 0, ids(1)),
+        _named("aten.topk.default", x(6, 4), 2),
+        _named("aten.topk.default", x(6, 4), 2, 0),
+        _named("aten.sort.default", x(6, 4)),
+        _named("aten.sort.default", x(6, 4), 0, True),
+        _named("aten.argsort.default", x(6, 4)),
+        _named("aten.one_hot.default", ids(6, 2, 6), 6),
+        _named("aten.repeat_interleave.self_int", x(6, 4), 2, 0),
+        _named("aten.repeat_interleave.self_int", x(2, 6, 4), 3, -1),
+        _named("aten.repeat_interleave.self_int", x(2, 6), 2, 1, output_size=12),
+        _named("aten.repeat_interleave.self_int", x(2, 6), 2),
+        _named("aten.repeat.default", x(6, 4), [1, 3]),
+        _named("aten.repeat.default", x(6, 4), [2, 1, 1]),
+        _named("aten.repeat.default", x(1, 6), [6, 1]),
+    ]
+
+
+def _convolutions() -> list[Sample]:
+    samples = [
+        _named("aten.conv1d.default", x(6, 4, 6), x(6, 4, 3)),
+        _named("aten.conv1d.padding", x(6, 4, 6), x(6, 4, 3), x(6), [1], "same"),
+        _named("aten.conv2d.default", x(6, 2, 6, 6), x(4, 2, 2, 2), x(4), [2, 2]),
+        _named("aten.conv2d.default", x(6, 4, 6), x(2, 6, 1, 1)),
+        _named("aten.conv2d.default", x(2, 6, 4, 4), x(6, 1, 3, 3), x(6), [1, 1], [1, 1], [1, 1], 6),
+        _named("aten.conv2d.default", x(2, 4, 4, 4), x(6, 2, 3, 3), x(6), [1, 1], [1, 1], [1, 1], 2),
+        _named("aten.conv2d.padding", x(6, 2, 4, 4), x(6, 2, 3, 3), x(6), [1, 1], "valid"),
+        _named("aten.conv3d.default", x(2, 6, 2, 2, 2), x(6, 6, 2, 2, 2)),
+        _named("aten.conv3d.padding", x(2, 2, 2, 2, 2), x(2, 2, 1, 1, 1)),
+        _named("aten.max_pool1d.default", x(2, 6, 6), [2]),
+        _named("aten.max_pool2d.default", x(2, 6, 4, 4), [2, 2]),
+        _named("aten.max_pool3d.default", x(6, 2, 2, 2), [2, 2, 2]),
+        _named("aten.avg_pool1d.default", x(2, 6, 6), [2]),
+        _named("aten.avg_pool2d.default", x(2, 6, 4, 4), [2, 2]),
+        _named("aten.avg_pool3d.default", x(2, 6, 2, 2, 2), [2, 2, 2]),
+        _named("aten.adaptive_avg_pool1d.default", x(2, 6, 6), [3]),
+        _named("aten.adaptive_avg_pool2d.default", x(2, 6, 4, 4), [1, 1]),
+        _named("aten.adaptive_avg_pool3d.default", x(2, 6, 2, 2, 2), [1, 1, 1]),
+        _named("aten.upsample_nearest2d.vec", x(2, 6, 2, 2), [4, 4], None),
+        _named("aten.upsample_nearest2d.vec", x(2, 6, 2, 2), None, [2.0, 2.0]),
+    ]
+    for name in ("bilinear", "bicubic"):
+        samples.append(_named(f"aten.upsample_{name}2d.vec", x(2, 6, 2, 2), [6, 6], False, None))
+    return samples
+
+
+def _losses() -> list[Sample]:
+    samples = []
+    for reduction in (0, 1, 2):
+        for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
+            samples.append(_named(f"aten.{name}.default", x(6, 4), const(6, 4), reduction))
+        chance = (positive(6, 4) / 2).detach().clamp(0.1, 0.9)
+        class_loss, nll = "aten.cross_entropy_loss.default", "aten.nll_loss_nd.default"
+        samples += [
+            _named("aten.kl_div.default", x(6, 4), chance, reduction),
+            _named("aten.binary_cross_entropy.default", chance.clone().requires_grad_(), chance, None, reduction),
+            _named("aten.binary_cross_entropy_with_logits.default", x(6, 4), chance, None, None, reduction),
+            _named("aten.binary_cross_entropy_with_logits.default", x(6, 4), chance, const(6, 1), const(4), reduction),
+            _named(class_loss, x(6, 4), ids(4, 6), None, reduction),
+            _named(class_loss, x(6, 6), ids(6, 6), const(6).abs(), reduction, 2),
+            _named(class_loss, x(6, 6), ids(6, 6), const(6).abs(), reduction, 2, 0.1),
+            _named(class_loss, x(2, 6, 6), ids(6, 2, 6), None, reduction),
+            _named(class_loss, x(6, 4), const(6, 4).softmax(-1), None, reduction),
+            _named(class_loss, x(6), ids(6), None, reduction),
+            _named(nll, x(6, 4), ids(4, 6), None, reduction),
+            _named(nll, x(2, 6, 6), ids(6, 2, 6), const(6).abs(), reduction),
+        ]
+    return [*samples, _named("aten.mse_loss.default", x(6, 4), const(6, 4))]
+
+
 def _norms() -> list[Sample]:
     layer, rms = "aten.layer_norm.default", "aten.rms_norm.default"
     return [
@@ -269,6 +377,8 @@ def _norms() -> list[Sample]:
         _named(layer, x(6, 2, 6), [2, 6], x(2, 6), x(2, 6)),
         _named(layer, x(6, 4), [4], None, x(4)),
         _named(layer, const(6, 4), [4], x(4), x(4)),
+        _named("aten.group_norm.default", x(6, 6, 4), 2, x(6), x(6)),
+        _named("aten.group_norm.default", x(6, 4), 2),
         _named(rms, x(2, 6, 6), [6], x(6), 1e-5),
         _named(rms, x(6, 6), [6]),
         _named(rms, x(6, 6), [6], const(6)),
@@ -292,6 +402,20 @@ def _reductions() -> list[Sample]:
             _named(f"aten.{name}.default", x(6, 4), [0], True),
             _named(f"aten.{name}.default", x(6, 4)),
         ]
+    for name in ("argmax", "argmin"):
+        samples += [
+            _named(f"aten.{name}.default", x(6, 4), 1),
+            _named(f"aten.{name}.default", x(6, 4), -2, True),
+            _named(f"aten.{name}.default", x(6, 4)),
+        ]
+    for name in ("max", "min"):
+        samples += [
+            _named(f"aten.{name}.dim", x(6, 4), 1),
+            _named(f"aten.{name}.dim", x(6, 4), -2, True),
+            _named(f"aten.{name}.default", x(6, 4)),
+        ]
+    for name in ("any", "all"):
+        samples.append(_named(f"aten.{name}.default", mask(6, 4)))
     for name in ("softmax", "log_softmax"):
         samples += [
             _named(f"aten.{name}.int", x(2, 6, 4), -1),
@@ -315,6 +439,15 @@ def _reductions() -> list[Sample]:
         _named("aten.mean.default", x(6, 4)),
         _named("aten.sum.dim_IntList", ids(5, 6, 4), [0]),
         _named("aten.var.dim", x(6, 6), [1], False, True),
+        _named("aten.std.dim", x(6, 6), [0]),
+        _named("aten.var_mean.dim", x(6, 6), [1]),
+        _named("aten.var_mean.correction", x(6, 6), [0], correction=0, keepdim=True),
+        _named("aten.linalg_vector_norm.default", x(6, 4), 2, [-1]),
+        _named("aten.linalg_vector_norm.default", x(6, 4), 2, [0], True),
+        _named("aten.linalg_vector_norm.default", x(6, 4)),
+        _named("aten.norm.ScalarOpt_dim", x(6, 4), 2, [1], True),
+        _named("aten.glu.default", x(6, 4)),
+        _named("aten.glu.default", x(6, 4), 0),
         _named("aten.any.dim", mask(6, 4), 1),
         _named("aten.all.dim", mask(6, 4), 0, True),
         _named("aten.logsumexp.default", x(6, 4), [1]),
@@ -370,6 +503,8 @@ def _reshapes() -> list[Sample]:
         _named("aten.unflatten.int", x(12, 4), 0, [2, 6]),
         _named("aten.view_as.default", x(2, 6), const(12)),
         _named("aten.reshape_as.default", x(2, 6), x(12)),
+        _named("aten.view_as.default", x(6, 2, 2), x(6, 4)),
+        _named("aten.ravel.default", x(6, 4)),
         _named("aten.unsqueeze.default", x(6, 4), 1),
         _named("aten.unsqueeze.default", x(6, 4), -1),
         _named("aten.squeeze.default", x(6, 1, 4)),
@@ -379,6 +514,8 @@ def _reshapes() -> list[Sample]:
         _named("aten.squeeze.dim", x(2, 3, 4), -2),
         _named("aten.squeeze.dims", x(6, 1, 1, 4), [1, 2]),
         _named("aten.squeeze.dims", x(2, 1, 3), [0, -1]),
+        _named("aten.squeeze.dims", x(2, 1, 3), [1]),
+        _named("aten.squeeze.dim", x(), 0),
     ]
 
 
@@ -390,6 +527,10 @@ def _views() -> list[Sample]:
         _named("aten.transpose.int", x(2, 6, 4), -1, 0),
         _named("aten.transpose.int", x(6), 0, 0),
         _named("aten.swapaxes.default", x(2, 6, 4), 0, 1),
+        _named("aten.swapdims.default", x(2, 6, 4), -1, 1),
+        _named("aten.movedim.int", x(2, 6, 4), 0, -1),
+        _named("aten.movedim.intlist", x(2, 6, 4), [0, 2], [1, 0]),
+        _named("aten.t.default", x(6)),
         _named("aten.t.default", x(6, 4)),
         _named("aten.t.default", x(6)),
         _named("aten.numpy_T.default", x(6, 4)),
@@ -399,6 +540,9 @@ def _views() -> list[Sample]:
         _named("aten.expand.default", x(4), [6, 4]),
         _named("aten.expand.default", x(2, 1, 4), [2, 6, 4]),
         _named("aten.expand.default", x(), [6]),
+        _named("aten.broadcast_to.default", x(6, 1), [2, 6, 6]),
+        _named("aten.expand_as.default", x(6, 1), x(6, 4)),
+        _named("aten.expand_as.default", x(4), const(6, 4)),
         _named("aten.expand.default", mask(1, 6), [4, 6]),
         _named("aten.slice.Tensor", x(6, 6), 1, 0, 4),
         _named("aten.slice.Tensor", x(6, 6), 1),
@@ -412,6 +556,8 @@ def _views() -> list[Sample]:
         _named("aten.split_with_sizes.default", x(6, 6), [2, 4], 1),
         _named("aten.chunk.default", x(6, 6), 2, -1),
         _named("aten.chunk.default", x(6, 6), 3),
+        _named("aten.tensor_split.sections", x(6, 4), 2, 1),
+        _named("aten.tensor_split.sections", x(6, 4), 3),
         _named("aten.select.int", x(2, 6, 4), 1, 0),
         _named("aten.select.int", x(2, 6, 4), -1, -1),
         _named("aten.unbind.int", x(2, 6, 4)),
@@ -421,11 +567,14 @@ def _views() -> list[Sample]:
         _named("aten.cat.default", [x(2, 4), x(6, 4)]),
         _named("aten.cat.default", [x(0), x(6, 4)]),
         _named("aten.cat.default", [ids(5, 6, 4), ids(5, 6, 4)], -1),
+        _named("aten.concat.default", [x(6, 4), x(6, 4)]),
+        _named("aten.concatenate.default", [x(6, 4), x(6, 4)], -1),
         _named("aten.stack.default", [x(6, 4), x(6, 4)]),
         _named("aten.stack.default", [x(6, 4), x(6, 4)], -1),
         _named("aten.constant_pad_nd.default", x(6, 4), [1, 1]),
         _named("aten.constant_pad_nd.default", x(2, 6, 4), [0, 0, 2, -1], 1.0),
         _named("aten.pad.default", x(6, 4), [1, 2]),
+        _named("aten.pad.default", x(6, 4), [1, 2], "constant", 3.0),
         _named("aten.pad.default", x(2, 6, 4), [2, 1], "reflect"),
     ]
 
@@ -437,6 +586,9 @@ SAMPLES = (
     *_products(),
     *_attention(),
     *_lookups(),
+    *_picks(),
+    *_convolutions(),
+    *_losses(),
     *_norms(),
     *_reductions(),
     *_reshapes(),

@@ -103,7 +103,7 @@ def run(sample: Sample, operands: tuple[Tensor, ...], sizes: tuple[int, tuple[in
         args[sizes[0]] = list(sizes[1])
     if name.endswith("_") and not name.endswith("__"):
         args[0] = args[0].clone()  # type: ignore[attr-defined]
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed also queues work for absent devices
     results = op(*args, **kwargs)
     return tuple(results) if isinstance(results, list | tuple) else (results,)
 
@@ -242,7 +242,7 @@ def check_gradient(ranks: list[Tensor], whole: Tensor, layout: Layout, what: str
 def _total(ranks: list[Tensor], what: str) -> Tensor:
     if ranks[0].dtype is torch.bool or len({tuple(local.shape) for local in ranks}) > 1:
         raise _Wrong(f"{what}: cannot be added up over the ranks")
-    return torch.stack(ranks).sum(0)
+    return torch.stack(ranks).sum(0, dtype=ranks[0].dtype)
 
 
 def _equal(found: list[Tensor], expected: list[Tensor], what: str) -> None:

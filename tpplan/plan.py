@@ -170,7 +170,10 @@ class ProofReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A complete plan. `blocks` gives the indices of each repeated block as ranges: {"layers.*": "0-31"}."""
+    """A complete plan. `blocks` gives the indices of each repeated block as ranges: {"layers.*": "0-31"}.
+
+    `outputs` are the model's outputs, by path, that it returns sharded.
+    """
 
     schema_version: Count
     tpplan_version: str
@@ -183,6 +186,7 @@ class Plan:
     blocks: Mapping[str, str]
     parameters: Mapping[str, ParameterPlan]
     boundaries: Mapping[str, BoundaryPlan]
+    outputs: Mapping[str, LayoutText]
     fsdp: FsdpPlan
     collectives: tuple[CollectivePlan, ...]
     predicted: Prediction

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from tpplan.blocks import find_repeated_blocks
 from tpplan.errors import ModelError
-from tpplan.graph import Argument, Boundary, Direction, ModelGraph, Op, Ref, Source, SourceKind, Value
+from tpplan.graph import Argument, Boundary, Direction, ModelGraph, Op, Ref, Source, SourceKind, Value, within
 from tpplan.units import FLOATING_DTYPES
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,25 @@ def forward_inputs(model: nn.Module, inputs: Inputs) -> Inputs:
         return inputs
     accepted = {parameter.name for parameter in parameters}
     return {name: value for name, value in inputs.items() if name in accepted}
+
+
+def repeated_children(model: nn.Module) -> tuple[str, ...]:
+    """Names of the layers that FSDP gathers one at a time: siblings of one class with parameters and submodules.
+
+    The outermost such siblings of each container; the rest of the model is the root's.
+    """
+    found: list[str] = []
+    for name, container in model.named_modules():
+        if any(within(name, unit) for unit in found):
+            continue
+        layers = [
+            (f"{name}.{child_name}" if name else child_name, child)
+            for child_name, child in container.named_children()
+            if child_name.isdecimal() and any(True for _ in child.children()) and any(True for _ in child.parameters())
+        ]
+        classes = [type(child) for _, child in layers]
+        found += [child_name for child_name, child in layers if classes.count(type(child)) > 1]
+    return tuple(found)
 
 
 class _Step(nn.Module):

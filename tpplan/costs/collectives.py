@@ -1,5 +1,7 @@
 """Cost of a conversion: the collectives its steps issue, and the local kernels around them."""
 
+from math import prod
+
 from tpplan.graph import Value
 from tpplan.layout import COLLECTIVE_STEPS, Conversion, Step
 from tpplan.mesh import GroupShape
@@ -16,17 +18,16 @@ _COLLECTIVES = {
 def step_time(profile: HardwareProfile, step: Step, conversion: Conversion, value: Value, group: GroupShape) -> Estimate:
     """One step of a conversion on a value of n bytes over p ranks.
 
-    A collective takes what the profile says for n bytes; gathering or scattering a dim other than 0 also copies the
-    whole value (read and write), since collectives concatenate along dim 0. Slices are views; pads write n bytes and
-    read n/p; divisions read and write n; masks and local ids a row each.
+    A collective takes what the profile says for n bytes; gathering or scattering a dim that is not the outermost also
+    copies the whole value (read and write), since collectives concatenate along the outermost. Slices copy their part;
+    pads write n bytes and read n/p; divisions and masks read and write n; local ids take two passes over the ids.
     """
     whole, local = float(value.num_bytes), value.num_bytes / group.ranks
     match step:
         case Step.NONE:
             return Estimate.zero()
         case Step.SLICE:
-            # Downstream kernels want it contiguous unless the slice is along the first dim.
-            return _copy(profile, local) if _dim(conversion) != 0 else Estimate.zero()
+            return _copy(profile, local)
         case Step.PAD:
             return profile.memory_bound(num_bytes=whole + local)
         case Step.DIVIDE | Step.MASK:
@@ -39,7 +40,7 @@ def step_time(profile: HardwareProfile, step: Step, conversion: Conversion, valu
                 return transfer
             if step is Step.ALL_TO_ALL:
                 return transfer + 2.0 * _copy(profile, local)
-            return transfer if _dim(conversion) == 0 else transfer + _copy(profile, whole)
+            return transfer if _is_outermost(conversion, value) else transfer + _copy(profile, whole)
 
 
 def conversion_time(
@@ -58,8 +59,10 @@ def collectives_of(steps: tuple[Step, ...]) -> tuple[Collective, ...]:
     return tuple(_COLLECTIVES[step] for step in steps if step in COLLECTIVE_STEPS)
 
 
-def _dim(conversion: Conversion) -> int | None:
-    return conversion.source.dim if conversion.source.dim is not None else conversion.target.dim
+def _is_outermost(conversion: Conversion, value: Value) -> bool:
+    """True when nothing but dims of size one stands before the sharded dim: its slices are contiguous."""
+    dim = conversion.source.dim if conversion.source.dim is not None else conversion.target.dim
+    return prod(value.shape[: dim or 0]) == 1
 
 
 def _copy(profile: HardwareProfile, num_bytes: float) -> Estimate:

@@ -11,15 +11,11 @@ from dataclasses import dataclass
 
 from tpplan.costs.compute import Executor
 from tpplan.graph import Boundary, Op, SourceKind, Value
-from tpplan.layout import Conversion, Layout, R, Step, local_shape
+from tpplan.layout import Conversion, Layout, R, local_shape
 from tpplan.problem import Expression, Term
 from tpplan.rules import Call, Strategy
 from tpplan.space import Space
 from tpplan.units import DTYPE_BYTES
-
-#: forward steps that give a view of what they were given
-_RENAMING = frozenset({Step.SLICE})
-
 
 def local_bytes(value: Value, layout: Layout, tp: int) -> int:
     """Bytes of a value on one rank."""
@@ -78,7 +74,7 @@ def _is_parameter(space: Space, value: Value) -> bool:
     return any(source.result == value.name for source in space.graph.parameters)
 
 
-def _whole(strategy_count: int, call: Call) -> Strategy:
+def _whole(call: Call) -> Strategy:
     return Strategy((R,) * len(call.operands), (R,) * len(call.results))
 
 
@@ -101,7 +97,7 @@ def _segments(space: Space, executor: Executor) -> dict[str, _Segment]:
                 segments[segment_of[node.operand]].exits.append(node.name)
             start(node, 0)
             continue
-        execution = executor.execute(call := Call.of(graph, node), _whole(0, call), 1)
+        execution = executor.execute(call := Call.of(graph, node), _whole(call), 1)
         for position, result in enumerate(node.results):
             alias = _aliased_operand(space, node, result, segment_of)
             if alias is None:
@@ -163,7 +159,7 @@ def _renames(space: Space, name: str, strategy: Strategy) -> bool:
     """True for a boundary's strategy that makes no new tensor."""
     if not isinstance(space.deciders[name], Boundary):
         return False
-    return set(Conversion(strategy.operands[0], strategy.results[0]).forward) <= _RENAMING
+    return not Conversion(strategy.operands[0], strategy.results[0]).forward
 
 
 def _extra_terms(space: Space, executor: Executor) -> Iterator[Term]:

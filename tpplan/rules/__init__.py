@@ -52,6 +52,7 @@ _SIZE_ARGUMENT = {
     "aten.reshape.default": 1,
     "aten._unsafe_view.default": 1,
     "aten.expand.default": 1,
+    "aten.broadcast_to.default": 1,
     "aten.unflatten.int": 2,
 }
 

@@ -11,9 +11,11 @@ from tpplan.rules.equation import einsum
 def embedding(call: Call) -> Iterable[Strategy]:
     """V rows, D columns. Rows: ids become local ids, the result is masked and then partial (`rows -> ...`).
 
-    A padding id lives on one rank, so with one the rows stay whole.
+    A padding id lives on one rank, so with one the rows stay whole; gradients scaled by how often an id occurs need
+    all ids.
     """
     ids = " ".join(f"i{axis}" for axis in range(len(call.operands[1].shape)))
-    yield from einsum(call, f"V D, {ids} -> {ids} D", whole="V")
-    if call.argument(2, "padding_idx", -1) == -1 and not call.argument(3, "scale_grad_by_freq", False):
+    counts_ids = bool(call.argument(3, "scale_grad_by_freq", False))
+    yield from einsum(call, f"V D, {ids} -> {ids} D", whole=f"V {ids}" if counts_ids else "V")
+    if call.argument(2, "padding_idx", -1) == -1 and not counts_ids:
         yield Strategy((S(0), ROWS), (ROWS,))

@@ -58,6 +58,11 @@ class Equation:
         yield Strategy(operands, results)
 
 
+def dim_letters(rank: int) -> list[str]:
+    """A letter per dim, as parse names the dims of `...`."""
+    return [f".{i}" for i in range(rank)]
+
+
 def whole_operands(call: Call) -> tuple[Strategy, Strategy]:
     """What any op may do: all R, or all R* (backward is linear in the gradient, so summands stay summands)."""
     return tuple(  # type: ignore[return-value]
@@ -100,6 +105,7 @@ def einsum(
     equation: str,
     *,
     multilinear: bool = False,
+    summed: bool = False,
     whole: str = "",
     added: frozenset[int] = frozenset(),
     linear_in: tuple[frozenset[int], ...] = (),
@@ -107,6 +113,7 @@ def einsum(
     """The strategies of an equation for a call, broadcast dims found by size.
 
     multilinear: linear in each operand that is not `added`, so any one of them may be partial and sums may be sharded.
+    summed: a sum over the letters that the result lacks, of anything.
     """
     operands, results = parse(equation, [len(value.shape) for value in call.operands])
     sizes: dict[str, int] = {}
@@ -120,7 +127,7 @@ def einsum(
         operands=tuple(without_broadcast(t, v.shape, sizes) for t, v in zip(operands, call.operands, strict=True)),
         results=results,
         whole=frozenset(whole.split()),
-        summed=multilinear,
+        summed=multilinear or summed,
         linear_in=linear_in,
         added=added,
     ).strategies()
@@ -132,7 +139,7 @@ def elementwise(
     """Pointwise with broadcasting, aligned right. `whole_dims` are dims of the result that may not be sharded."""
     result = call.results[0]
     rank = len(result.shape)
-    letters = tuple(f".{i}" for i in range(rank))
+    letters = tuple(dim_letters(rank))
     sizes = dict(zip(letters, result.shape, strict=True))
     yield from Equation(
         operands=tuple(

@@ -11,15 +11,34 @@ _BIAS = frozenset({2})
 @op_rule("aten.linear.default")
 def linear(call: Call) -> Iterable[Strategy]:
     """Column parallel is n, row parallel is k (the bias read as a summand), batch or sequence is `...`."""
+    n = "n" if len(call.operands[1].shape) == 2 else ""
     if len(call.operands) == 3:
-        return einsum(call, "... k, n k, n -> ... n", multilinear=True, added=_BIAS)
-    return einsum(call, "... k, n k -> ... n", multilinear=True)
+        return einsum(call, f"... k, {n} k, {n} -> ... {n}", multilinear=True, added=_BIAS)
+    return einsum(call, f"... k, {n} k -> ... {n}", multilinear=True)
 
 
 @op_rule("aten.mm.default")
 def mm(call: Call) -> Iterable[Strategy]:
     """Matrix times matrix."""
     return einsum(call, "i k, k j -> i j", multilinear=True)
+
+
+@op_rule("aten.mv.default")
+def mv(call: Call) -> Iterable[Strategy]:
+    """Matrix times vector."""
+    return einsum(call, "i k, k -> i", multilinear=True)
+
+
+@op_rule("aten.dot.default")
+def dot(call: Call) -> Iterable[Strategy]:
+    """Vector times vector."""
+    return einsum(call, "k, k -> ", multilinear=True)
+
+
+@op_rule("aten.outer.default")
+def outer(call: Call) -> Iterable[Strategy]:
+    """Every product of two vectors' elements."""
+    return einsum(call, "i, j -> i j", multilinear=True)
 
 
 @op_rule("aten.bmm.default")
@@ -30,15 +49,20 @@ def bmm(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.addmm.default")
 def addmm(call: Call) -> Iterable[Strategy]:
-    """Bias first, possibly of rank 1."""
-    bias = "j" if len(call.operands[0].shape) == 1 else "i j"
-    return einsum(call, f"{bias}, i k, k j -> i j", multilinear=True, added=frozenset({0}))
+    """The term that is added comes first; it broadcasts."""
+    return einsum(call, f"{_trailing(call, 'i j')}, i k, k j -> i j", multilinear=True, added=frozenset({0}))
 
 
 @op_rule("aten.baddbmm.default")
 def baddbmm(call: Call) -> Iterable[Strategy]:
     """A batch of addmm."""
-    return einsum(call, "b i j, b i k, b k j -> b i j", multilinear=True, added=frozenset({0}))
+    return einsum(call, f"{_trailing(call, 'b i j')}, b i k, b k j -> b i j", multilinear=True, added=frozenset({0}))
+
+
+def _trailing(call: Call, letters: str) -> str:
+    """As many of the letters as the first operand has dims, aligned right."""
+    names = letters.split()
+    return " ".join(names[len(names) - len(call.operands[0].shape) :])
 
 
 @op_rule("aten.matmul.default")

@@ -5,7 +5,7 @@ from itertools import count
 from math import prod
 
 from tpplan.rules.call import Call, Strategy, op_rule
-from tpplan.rules.equation import NEVER, Equation, Letters
+from tpplan.rules.equation import NEVER, Equation, Letters, dim_letters
 
 _FIRST = (frozenset({0}),)
 
@@ -19,18 +19,30 @@ def _moved(operand: Letters, result: Letters, *results: Letters) -> Iterator[Str
     ).strategies()
 
 
-def _letters(rank: int) -> list[str]:
-    return [f".{i}" for i in range(rank)]
-
-
 @op_rule("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.flatten.using_ints",
-         "aten.unflatten.int", "aten.squeeze.dim", "aten.squeeze.default", "aten.squeeze.dims", "aten.unsqueeze.default",
-         "aten.view_as.default", "aten.reshape_as.default")  # fmt: skip
+         "aten.unflatten.int", "aten.ravel.default", "aten.unsqueeze.default")  # fmt: skip
 def reshape(call: Call) -> Iterable[Strategy]:
     """Dims fall into groups with equal products; within a group only the outermost dim's slices stay contiguous."""
-    if len(call.operands) != 1:
-        return ()
     return _moved(*reshape_letters(call.operands[0].shape, call.results[0].shape))
+
+
+@op_rule("aten.view_as.default", "aten.reshape_as.default")
+def reshape_as(call: Call) -> Iterable[Strategy]:
+    """The second tensor is read for its shape: sharded where the result is."""
+    own, result = reshape_letters(call.operands[0].shape, call.results[0].shape)
+    return Equation(operands=(own, result), results=(result,), linear_in=_FIRST).strategies()
+
+
+@op_rule("aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims")
+def squeeze(call: Call) -> Iterable[Strategy]:
+    """A dim that may be squeezed stays whole: a slice of size one would go where the whole would not."""
+    source = call.operands[0].shape
+    named = call.integers(1, "dim")
+    squeezed = range(len(source)) if named is None else [dim % len(source) for dim in named if source]
+    gone = {i for i in squeezed if source[i] == 1}
+    letters = [NEVER if i in squeezed else letter for i, letter in enumerate(dim_letters(len(source)))]
+    left = tuple(letter for i, letter in enumerate(letters) if i not in gone)
+    return _moved(tuple(letters), left)
 
 
 def reshape_letters(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Letters, Letters]:
@@ -55,64 +67,80 @@ def reshape_letters(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[L
 @op_rule("aten.permute.default")
 def permute(call: Call) -> Iterable[Strategy]:
     """Dims in another order."""
-    letters = _letters(len(call.operands[0].shape))
+    letters = dim_letters(len(call.operands[0].shape))
     dims = call.integers(1, "dims") or ()
     return _moved(tuple(letters), tuple(letters[dim] for dim in dims))
 
 
-@op_rule("aten.transpose.int", "aten.t.default", "aten.numpy_T.default", "aten.mT.default", "aten.swapaxes.default")
+@op_rule("aten.movedim.int", "aten.movedim.intlist")
+def move_dims(call: Call) -> Iterable[Strategy]:
+    """Some dims go to new places, the others keep their order."""
+    rank = len(call.operands[0].shape)
+    letters = dim_letters(rank)
+    sources, destinations = call.integers(1, "source") or (), call.integers(2, "destination") or ()
+    moved = {place % rank: letters[dim] for dim, place in zip(sources, destinations, strict=True)}
+    others = (letter for letter in letters if letter not in moved.values())
+    return _moved(tuple(letters), tuple(moved[i] if i in moved else next(others) for i in range(rank)))
+
+
+@op_rule("aten.transpose.int", "aten.t.default", "aten.numpy_T.default", "aten.mT.default", "aten.swapaxes.default",
+         "aten.swapdims.default")  # fmt: skip
 def transpose(call: Call) -> Iterable[Strategy]:
     """Two dims change places."""
-    letters = _letters(len(call.operands[0].shape))
+    letters = dim_letters(len(call.operands[0].shape))
     swapped = list(letters)
-    if call.target in ("aten.transpose.int", "aten.swapaxes.default"):
-        first, second = call.integer(1, "dim0"), call.integer(2, "dim1")
-        swapped[first], swapped[second] = letters[second], letters[first]
-    elif call.target == "aten.mT.default":
-        swapped[-2:] = letters[-2:][::-1]
-    else:
-        swapped = letters[::-1]
+    match call.target:
+        case "aten.mT.default":
+            swapped[-2:] = letters[-2:][::-1]
+        case "aten.t.default" | "aten.numpy_T.default":
+            swapped = letters[::-1]
+        case _:
+            axis = "axis" if "axes" in call.target else "dim"
+            first, second = call.integer(1, f"{axis}0"), call.integer(2, f"{axis}1")
+            swapped[first], swapped[second] = letters[second], letters[first]
     return _moved(tuple(letters), tuple(swapped))
 
 
-@op_rule("aten.expand.default")
+@op_rule("aten.expand.default", "aten.broadcast_to.default", "aten.expand_as.default")
 def expand(call: Call) -> Iterable[Strategy]:
-    """A stretched dim may be sharded in the result alone: each rank stretches less far."""
+    """A stretched dim may be sharded in the result alone: each rank stretches less far.
+
+    expand_as reads its second operand for its shape, which is the result's.
+    """
     operand, result = call.operands[0].shape, call.results[0].shape
-    letters = tuple(_letters(len(result)))
+    letters = tuple(dim_letters(len(result)))
     aligned = letters[len(result) - len(operand) :]
     own = tuple(
         NEVER if size == 1 and target > 1 else letter
         for letter, size, target in zip(aligned, operand, result[len(result) - len(operand) :], strict=True)
     )
-    return Equation(operands=(own,), results=(letters,), linear_in=_FIRST).strategies()
+    operands = (own, letters)[: len(call.operands)]
+    return Equation(operands=operands, results=(letters,), linear_in=_FIRST).strategies()
 
 
-@op_rule("aten.slice.Tensor", "aten.narrow.default", "aten.index_select.default", "aten.split.Tensor",
-         "aten.split_with_sizes.default", "aten.chunk.default", "aten.split.sizes")  # fmt: skip
+@op_rule("aten.slice.Tensor", "aten.narrow.default", "aten.split.Tensor", "aten.split.sizes",
+         "aten.split_with_sizes.default", "aten.chunk.default", "aten.tensor_split.sections")  # fmt: skip
 def part(call: Call) -> Iterable[Strategy]:
     """Parts of one dim, which stays whole; the others keep their layout."""
     position = 2 if "split" in call.target or "chunk" in call.target else 1
-    letters = _letters(len(call.operands[0].shape))
+    letters = dim_letters(len(call.operands[0].shape))
     letters[call.integer(position, "dim", 0)] = NEVER
-    if len(call.operands) != 1:
-        return ()
     return _moved(tuple(letters), *(tuple(letters) for _ in call.results))
 
 
 @op_rule("aten.select.int", "aten.unbind.int")
 def without_dim(call: Call) -> Iterable[Strategy]:
     """One index of a dim, or each of them: the dim stays whole and goes."""
-    letters = _letters(len(call.operands[0].shape))
+    letters = dim_letters(len(call.operands[0].shape))
     letters[call.integer(1, "dim", 0)] = NEVER
     left = tuple(letter for letter in letters if letter != NEVER)
     return _moved(tuple(letters), *(left for _ in call.results))
 
 
-@op_rule("aten.cat.default", "aten.stack.default")
+@op_rule("aten.cat.default", "aten.concat.default", "aten.concatenate.default", "aten.stack.default")
 def join(call: Call) -> Iterable[Strategy]:
     """Tensors side by side along a dim that stays whole; all may be partial together."""
-    letters = _letters(len(call.results[0].shape))
+    letters = dim_letters(len(call.results[0].shape))
     dim = call.integer(1, "dim", 0)
     letters[dim] = NEVER
     terms = tuple(letters)
@@ -128,10 +156,13 @@ def join(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.constant_pad_nd.default", "aten.pad.default")
 def pad(call: Call) -> Iterable[Strategy]:
-    """Dims that are padded stay whole."""
+    """Dims that are padded stay whole; linear unless a number other than zero is filled in."""
     padding = call.integers(1, "pad") or ()
     rank = len(call.operands[0].shape)
-    letters = _letters(rank)
+    letters = dim_letters(rank)
     for i in range(len(padding) // 2):
         letters[rank - 1 - i] = NEVER
-    return Equation(operands=(tuple(letters),), results=(tuple(letters),)).strategies()
+    is_linear = call.argument(3 if call.target == "aten.pad.default" else 2, "value") in (None, 0)
+    return Equation(
+        operands=(tuple(letters),), results=(tuple(letters),), linear_in=_FIRST if is_linear else ()
+    ).strategies()

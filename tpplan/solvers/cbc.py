@@ -19,7 +19,10 @@ OPTIONS = (
 
 
 def solve(problem: Problem, *, time_limit_s: float | None = None) -> Solution:
-    """The ILP by CBC; see `milp.solve`. Raises SolverError when there is no executable."""
+    """The ILP by CBC; see `milp.solve`. Raises SolverError when there is no executable.
+
+    A run that is stopped early may take the time limit once more, for the relaxation.
+    """
     return milp.solve(problem, solver="cbc", run=_run, time_limit_s=time_limit_s)
 
 

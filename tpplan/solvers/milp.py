@@ -17,7 +17,7 @@ unit it was solved in, what costs more than that optimum is removed and the rest
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pulp
 
@@ -80,12 +80,11 @@ def solve(problem: Problem, *, solver: str, run: Run, time_limit_s: float | None
         return first
     seconds_left = None if time_limit_s is None else max(0.0, time_limit_s - (time.monotonic() - started))
     finer, _ = _attempt(problem, solver, run, seconds_left, ceiling=first.objective)
-    if finer is None:
-        bound = first.objective - unit * SOLVER_TOLERANCE
-        return Solution(
-            status=Status.FEASIBLE, solver=solver, choice=first.choice, objective=first.objective, bound=bound
-        )
-    assert finer.objective is not None, f"{solver}: optimum {first.objective!r} became infeasible in finer units"
+    if finer is None or finer.objective is None or finer.bound is None:
+        # Out of time, or rounding at the ceiling: what is known is what the coarse unit could tell.
+        return replace(first, status=Status.FEASIBLE, bound=first.objective - unit * SOLVER_TOLERANCE)
+    if finer.objective > first.objective:
+        return replace(first, status=finer.status, bound=min(finer.bound, first.objective))
     return finer
 
 
@@ -103,12 +102,16 @@ def _attempt(
             return None, model.unit
         case Status.INFEASIBLE:
             return Solution(status=Status.INFEASIBLE, solver=solver), model.unit
-        case Status.OPTIMAL | Status.FEASIBLE:
-            return _checked(problem, reduced, model, outcome, solver), model.unit
+        case Status.OPTIMAL | Status.FEASIBLE as status:
+            choice, price, bound = _checked(problem, reduced, model, outcome, solver)
+            solution = Solution(status=status, solver=solver, choice=choice, objective=price, bound=bound)
+            return solution, model.unit
 
 
-def _checked(problem: Problem, reduced: Reduced, model: Model, outcome: Outcome, solver: str) -> Solution:
-    """The incumbent, priced from scratch. Asserts that it is feasible and costs what the solver says."""
+def _checked(
+    problem: Problem, reduced: Reduced, model: Model, outcome: Outcome, solver: str
+) -> tuple[dict[str, int], float, float]:
+    """(choice, objective, bound), priced from scratch. Asserts that it is feasible and costs what the solver says."""
     choice = {name: _chosen(strategies, model.binaries.get(name)) for name, strategies in reduced.alive.items()}
     assert problem.is_feasible(choice), f"{solver}: its choice breaks an edge or a limit: {choice}"
     price = problem.price(choice)
@@ -121,9 +124,7 @@ def _checked(problem: Problem, reduced: Reduced, model: Model, outcome: Outcome,
     else:
         bound = max(model.offset, model.offset + model.unit * outcome.bound)
     assert bound <= price + slack, f"{solver}: bound {bound!r} above the objective {price!r}"
-    return Solution(
-        status=outcome.status or Status.FEASIBLE, solver=solver, choice=choice, objective=price, bound=min(bound, price)
-    )
+    return choice, price, min(bound, price)
 
 
 def _chosen(strategies: Sequence[int], binaries: Sequence[pulp.LpVariable] | None) -> int:
@@ -228,7 +229,8 @@ def _row(
 def _objective_unit(objective: Total) -> float:
     """What the objective is divided by: its lower bound, if coefficients then stay within MAX_OBJECTIVE_RANGE."""
     sizes = [max(vector) for vector in objective.linear.extras.values()]
-    largest = max(*sizes, *(peak.weight * (peak.high - peak.low) for peak in objective.peaks), 0.0, 0.0)
+    sizes += [peak.weight * (peak.high - peak.low) for peak in objective.peaks]
+    largest = max(sizes, default=0.0)
     if largest == 0:
         return abs(objective.low)  # nothing is divided, all choices cost the same
     return min(largest, max(objective.low, largest / MAX_OBJECTIVE_RANGE))

@@ -79,9 +79,9 @@ class Total:
         return LIMIT_TOLERANCE * max(abs(self.limit), abs(self.low))
 
     def weighted_extras(self) -> Iterator[tuple[str, Sequence[float], float]]:
-        """(node, vector, factor): factor * vector[position] is surely added to a value of `low - offset`.
+        """(node, vector, factor): a choice raises the lower bound by factor * vector[position] where that is positive.
 
-        For a peak, `offset` is what its expression lies below the peak's low; it is folded into the vector.
+        In a peak, the first part of what an expression's node adds only lifts it to the peak's lower bound.
         """
         for node, vector in self.linear.extras.items():
             yield node, vector, 1.0

@@ -1,0 +1,56 @@
+"""tpplan: from an unmodified PyTorch model to a sharding plan, and from the plan to a model that trains with it.
+
+    plan = tpplan.solve(build_model, example_inputs, cluster=tpplan.Cluster(...), global_batch=..., seq_len=...)
+    plan.dump("plan.json")
+    model = tpplan.apply_plan(model, "plan.json")    # in the training script, under torchrun
+
+The stages, in order: trace -> graph -> space (layouts, by rules) -> costs (by profile) -> formulate (a Problem) ->
+solvers -> assemble (a Plan), with prove between; and apply. A module imports only from those above it.
+Names below are loaded when first used: reading a plan needs no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tpplan.apply import apply_plan as apply_plan
+    from tpplan.apply import no_sync as no_sync
+    from tpplan.apply import styles as styles
+    from tpplan.losses import cross_entropy as cross_entropy
+    from tpplan.mesh import Mesh as Mesh
+    from tpplan.plan import Plan as Plan
+    from tpplan.plan import Precision as Precision
+    from tpplan.planner import Cluster as Cluster
+    from tpplan.planner import solve as solve
+    from tpplan.profile import HardwareProfile as HardwareProfile
+    from tpplan.profile import load_profile as load_profile
+    from tpplan.trace import forward_inputs as forward_inputs
+
+_HOME = {
+    "Cluster": "planner",
+    "HardwareProfile": "profile",
+    "Mesh": "mesh",
+    "Plan": "plan",
+    "Precision": "plan",
+    "apply_plan": "apply",
+    "cross_entropy": "losses",
+    "forward_inputs": "trace",
+    "load_profile": "profile",
+    "no_sync": "apply",
+    "solve": "planner",
+    "styles": "apply",
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605 - the table above, sorted
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'tpplan' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"tpplan.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

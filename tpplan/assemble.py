@@ -1,0 +1,327 @@
+"""From a solved formulation to a Plan: every block expanded, priced again from scratch, then written by patterns."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import TypeVar
+
+from tpplan.costs.table import Transfer, time_table
+from tpplan.formulate import BUCKET_BYTES, Formulation
+from tpplan.graph import Boundary, Direction, ModelGraph, Op, RepeatedBlock, Source, within
+from tpplan.layout import Conversion, Layout, LayoutKind, R
+from tpplan.mesh import Axis
+from tpplan.plan import (
+    ROOT,
+    BoundaryPlan,
+    CollectivePlan,
+    FsdpPlan,
+    ParameterPlan,
+    Pass,
+    Prediction,
+    format_ranges,
+)
+from tpplan.problem import total
+from tpplan.profile import Collective
+from tpplan.rules import Strategy, has_rule
+
+T = TypeVar("T")
+
+#: relative difference between tied and expanded prices that rounding explains
+PRICE_TOLERANCE = 1e-6
+
+
+def expand(formulation: Formulation, choice: Mapping[str, int]) -> Formulation:
+    """The solution with every decision its own class and one strategy: what will be applied, nothing shared.
+
+    Raises AssertionError where its price, priced from scratch, is not the tied problem's.
+    """
+    space = formulation.space
+    untied = replace(
+        space,
+        strategies={name: (formulation.strategy(choice, name),) for name in space.deciders},
+        classes={name: name for name in space.deciders},
+    )
+    group = formulation.mesh.group(Axis.TP, formulation.setting.gpus_per_node)
+    table = time_table(untied, formulation.setting.profile, group, formulation.executor)
+    expanded = replace(formulation, space=untied, table=table)
+    tied = formulation.problem
+    everything = dict.fromkeys(untied.deciders, 0)
+    pairs = [(tied.price(choice), expanded.problem.price(everything))]
+    pairs.append((total(tied.resources[0].terms, choice), total(expanded.problem.resources[0].terms, everything)))
+    for before, after in pairs:
+        assert abs(before - after) <= PRICE_TOLERANCE * max(before, after), (
+            f"the tied problem prices its solution at {before}, the expanded plan costs {after}"
+        )
+    assert expanded.problem.is_consistent(everything), "the expanded plan's layouts disagree along an edge"
+    return expanded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expanded:
+    """An expanded formulation read decision by decision."""
+
+    formulation: Formulation
+
+    @property
+    def graph(self) -> ModelGraph:
+        """The traced graph."""
+        return self.formulation.space.graph
+
+    def strategy(self, decision: str) -> Strategy:
+        """The strategy of a decision."""
+        return self.formulation.space.strategies[decision][0]
+
+    def layout(self, value: str) -> Layout:
+        """The layout of a computed value; R for inputs, buffers and constants. Parameters have one per reading."""
+        place = self.formulation.space.layouts.get(value)
+        return self.strategy(place[0]).results[place[1]] if place is not None else R
+
+    def placement(self, source: Source) -> Layout:
+        """A parameter's placement; replicated where nothing reads it."""
+        readings = self.formulation.space.readings[source.label]
+        return self.strategy(readings[0].name).operands[0] if readings else R
+
+    def conversions(self) -> Iterator[tuple[Boundary, Conversion]]:
+        """Every boundary where the layout changes."""
+        for boundary in self.graph.boundaries:
+            strategy = self.strategy(boundary.name)
+            conversion = Conversion(strategy.operands[0], strategy.results[0])
+            if not conversion.is_identity:
+                yield boundary, conversion
+
+    # Sections of the plan, by full names
+
+    def parameter_plans(self) -> dict[str, ParameterPlan]:
+        """Placement and readings of each parameter."""
+        space = self.formulation.space
+        found = {}
+        for source in self.graph.parameters:
+            value = self.graph.values[source.result]
+            master = "float32" if self.formulation.setting.master_bytes(value.dtype) == 4 else value.dtype
+            reads = {r.op.module: self.strategy(r.name).results[0] for r in space.readings[source.label]}
+            found[source.label] = ParameterPlan(
+                placement=self.placement(source),
+                reads=reads,
+                shape=value.shape,
+                dtype=master,
+                trainable=source.trainable,
+                aliases=source.aliases,
+            )
+        return found
+
+    def boundary_plans(self) -> dict[str, BoundaryPlan]:
+        """Conversions of each module."""
+        found: dict[str, dict[Direction, dict[str, Conversion]]] = {}
+        for boundary, conversion in self.conversions():
+            sides = found.setdefault(boundary.module, {Direction.INPUT: {}, Direction.OUTPUT: {}})
+            sides[boundary.direction][boundary.path] = conversion
+        return {
+            module: BoundaryPlan(inputs=sides[Direction.INPUT], outputs=sides[Direction.OUTPUT])
+            for module, sides in found.items()
+        }
+
+    def outputs(self) -> dict[str, Layout]:
+        """Layouts of the model's outputs that are not R."""
+        return {
+            boundary.path: layout
+            for boundary in self.graph.boundaries
+            if boundary.module == "" and boundary.direction is Direction.OUTPUT
+            if (layout := self.layout(boundary.result)) != R
+        }
+
+    def fsdp_plan(self) -> FsdpPlan:
+        """Units by pattern, the root last."""
+        names = [unit.name or ROOT for unit in self.formulation.units] if self.formulation.uses_fsdp else []
+        patterns = dict.fromkeys(self._pattern_of(name) for name in names)
+        return FsdpPlan(units=tuple(patterns), reshard_after_forward=True)
+
+    def unruled_ops(self) -> tuple[str, ...]:
+        """Ops that no rule covers and that therefore run whole, though they read gradient-carrying tensors."""
+        return tuple(sorted({
+            op.target for op in self.graph.ops
+            if not has_rule(op.target) and any(self.graph.values[name].carries_gradient for name in op.operands)
+        }))  # fmt: skip
+
+    # Collectives
+
+    def collectives(self) -> tuple[CollectivePlan, ...]:
+        """Every collective of an optimizer step on one rank."""
+        counts: Counter[tuple[str, str, Axis, Pass, str, int]] = Counter()
+        steps = self.formulation.setting.accumulation_steps
+        for name, times in self.formulation.table.items():
+            decider = self.formulation.space.deciders[name]
+            where = decider.module if isinstance(decider, Op | Boundary) else decider.op.module
+            for transfer in times[0].transfers:
+                counts[self._key(where, transfer)] += steps
+        counts.update(self._tp_reductions())
+        counts.update(self._fsdp_collectives())
+        return tuple(
+            CollectivePlan(
+                where=where, kind=kind, axis=axis, during=during, dtype=dtype, num_bytes=num_bytes, count=count
+            )
+            for (where, kind, axis, during, dtype, num_bytes), count in sorted(counts.items())
+            if num_bytes
+        )
+
+    def _key(self, where: str, transfer: Transfer) -> tuple[str, str, Axis, Pass, str, int]:
+        module = self._pattern_of(where) or ROOT
+        return module, str(transfer.kind), Axis.TP, transfer.during, transfer.dtype, transfer.num_bytes
+
+    def _tp_reductions(self) -> Counter[tuple[str, str, Axis, Pass, str, int]]:
+        """Buckets of the gradients of R* readings."""
+        setting, space = self.formulation.setting, self.formulation.space
+        total_bytes: Counter[str] = Counter()
+        for source in self.graph.parameters:
+            value = self.graph.values[source.result]
+            kinds = {self.strategy(r.name).results[0].kind for r in space.readings[source.label]}
+            if LayoutKind.REPLICATE_PARTIAL_GRADIENT in kinds and source.trainable:
+                width = setting.master_bytes(value.dtype)
+                dtype = "float32" if width == 4 else value.dtype
+                total_bytes[dtype] += ceil(value.num_elements / self.formulation.mesh.shard) * width
+        found: Counter[tuple[str, str, Axis, Pass, str, int]] = Counter()
+        for dtype, num_bytes in total_bytes.items():
+            full, rest = divmod(num_bytes, BUCKET_BYTES)
+            for size, count in ((BUCKET_BYTES, full), (rest, 1)):
+                if size and count:
+                    found[ROOT, str(Collective.ALL_REDUCE), Axis.TP, Pass.STEP, dtype, size] += count
+        return found
+
+    def _fsdp_collectives(self) -> Counter[tuple[str, str, Axis, Pass, str, int]]:
+        """Gathers and reductions of each unit; the root is gathered once a micro-batch, the others again backward."""
+        found: Counter[tuple[str, str, Axis, Pass, str, int]] = Counter()
+        formulation = self.formulation
+        steps = formulation.setting.accumulation_steps
+        for unit in formulation.units if formulation.mesh.data_parallel > 1 else ():
+            where = self._pattern_of(unit.name) or ROOT
+            compute, gradient = self._unit_bytes(unit.parameters)
+            first = self.graph.values[unit.parameters[0].result]
+            dtype = first.dtype
+            master = "float32" if formulation.setting.master_bytes(dtype) == 4 else dtype
+            if formulation.mesh.shard > 1:
+                gather, scatter = str(Collective.ALL_GATHER), str(Collective.REDUCE_SCATTER)
+                found[where, gather, Axis.SHARD, Pass.FORWARD, dtype, compute] += steps
+                if unit.name:
+                    found[where, gather, Axis.SHARD, Pass.BACKWARD, dtype, compute] += steps
+                found[where, scatter, Axis.SHARD, Pass.BACKWARD, master, gradient] += steps
+            if formulation.mesh.replicate > 1:
+                share = ceil(gradient / formulation.mesh.shard)
+                found[where, str(Collective.ALL_REDUCE), Axis.REPLICATE, Pass.BACKWARD, master, share] += 1
+        return found
+
+    def _unit_bytes(self, parameters: tuple[Source, ...]) -> tuple[int, int]:
+        """Bytes of a unit on one tp rank: as gathered, and as reduced."""
+        compute = gradient = 0
+        for source in parameters:
+            value = self.graph.values[source.result]
+            elements = value.num_elements // self.formulation.parts(self.placement(source))
+            compute += elements * (value.num_bytes // max(value.num_elements, 1))
+            gradient += elements * self.formulation.setting.master_bytes(value.dtype) * int(source.trainable)
+        return compute, gradient
+
+    def prediction(self) -> Prediction:
+        """Seconds and bytes by part, from the expanded problem's own terms."""
+        problem = self.formulation.problem
+        everything = dict.fromkeys(self.formulation.space.deciders, 0)
+        time: Counter[str] = Counter()
+        for term in problem.objective:
+            time[term.name] += term.value(everything)  # type: ignore[assignment]
+        memory: Counter[str] = Counter()
+        for term in problem.resources[0].terms:
+            memory[term.name] += round(term.value(everything))
+        error, is_extrapolated = self._error(dict(time))
+        return Prediction(
+            step_time_s=float(sum(time.values())),
+            step_time_error_s=error,
+            is_extrapolated=is_extrapolated,
+            time_s={name: float(seconds) for name, seconds in time.items()},
+            peak_memory_bytes=float(sum(memory.values())),
+            memory_limit_bytes=self.formulation.setting.memory_limit_bytes,
+            memory_bytes={name: float(num_bytes) for name, num_bytes in memory.items()},
+        )
+
+    def _error(self, time: Mapping[str, float]) -> tuple[float, bool]:
+        """Residuals added up: every kernel's and tp collective's own, and the data axes' relative ones."""
+        formulation = self.formulation
+        estimates = [
+            estimate
+            for times in formulation.table.values()
+            for t in times
+            for estimate in (t.forward, t.backward, t.forward_collectives, t.backward_collectives)
+        ]
+        error = sum(e.error_s for e in estimates) * formulation.setting.accumulation_steps
+        extrapolated = any(e.extrapolated for e in estimates)
+        axes = {"fsdp": Axis.SHARD, "gradient reduction": Axis.REPLICATE}
+        for part, axis in axes.items():
+            if time.get(part, 0.0) > 0 and formulation.mesh.size(axis) > 1:
+                bucket = formulation.seconds_per_byte(Collective.ALL_REDUCE, axis)
+                error += time[part] * bucket.error_s / bucket.seconds
+                extrapolated |= bucket.extrapolated
+        return error, extrapolated
+
+    def _pattern_of(self, name: str) -> str:
+        block = _block_of(self.graph, name)
+        return name if block is None else _starred(name, *block)
+
+
+def blocks_table(graph: ModelGraph) -> dict[str, str]:
+    """Ranges by pattern. Two kinds of layers under one prefix share it: a pattern then stands for both."""
+    indices: dict[str, set[int]] = {}
+    for block in graph.blocks:
+        indices.setdefault(block.pattern, set()).update(block.indices)
+    return {pattern: format_ranges(tuple(sorted(found))) for pattern, found in indices.items()}
+
+
+def by_pattern(
+    graph: ModelGraph, table: Mapping[str, T], rename: Callable[[T, Callable[[str], str]], T], absent: T | None = None
+) -> dict[str, T]:
+    """A table by full names, with what agrees over a block under its pattern and what differs under its own name.
+
+    `rename` rewrites the names inside an entry. `absent` stands for a name without an entry (none: a gap is an error
+    of the caller's).
+    """
+    found = dict(table)
+    for prefix in dict.fromkeys(block.prefix for block in graph.blocks):
+        indices = sorted(i for block in graph.blocks if block.prefix == prefix for i in block.indices)
+        groups: dict[str, dict[int, T]] = {}
+        for name, entry in table.items():
+            place = _block_of(graph, name)
+            if place is not None and place[0].prefix == prefix:
+                star = lambda text, place=place: _starred(text, *place)  # noqa: E731
+                groups.setdefault(_starred(name, *place), {})[place[1]] = rename(entry, star)
+        for pattern, entries in groups.items():
+            everywhere = {i: entries.get(i, absent) for i in indices}
+            if any(entry is None for entry in everywhere.values()):
+                continue
+            common = max(entries.values(), key=lambda entry: sum(entry == other for other in everywhere.values()))
+            if sum(common == entry for entry in everywhere.values()) < 2:
+                continue
+            found[pattern] = common
+            for i, entry in everywhere.items():
+                name = pattern.replace("*", str(i), 1)
+                found.pop(name, None)
+                if entry != common and entry is not None:
+                    found[name] = rename(entry, lambda text, i=i: text.replace("*", str(i), 1))
+    return found
+
+
+def rename_parameter(plan: ParameterPlan, rename: Callable[[str], str]) -> ParameterPlan:
+    """A parameter's plan with its readers and aliases renamed."""
+    return replace(
+        plan,
+        reads={rename(reader): layout for reader, layout in plan.reads.items()},
+        aliases=tuple(map(rename, plan.aliases)),
+    )
+
+
+def _block_of(graph: ModelGraph, name: str) -> tuple[RepeatedBlock, int] | None:
+    for block in graph.blocks:
+        for index, module in zip(block.indices, block.names, strict=True):
+            if within(name, module):
+                return block, index
+    return None
+
+
+def _starred(name: str, block: RepeatedBlock, index: int) -> str:
+    own = f"{block.prefix}.{index}" if block.prefix else str(index)
+    return block.pattern + name.removeprefix(own) if within(name, own) else name

@@ -1,0 +1,222 @@
+"""The conversions of tpplan.layout on real tensors: autograd functions straight on functional collectives.
+
+A conversion has a forward half, which moves the value, and a backward half, which moves the gradient; a tensor that
+needs no gradient pays for the first alone. Values in flight are plain local tensors, so a conversion costs its
+collective and little else: no DTensor is built and nothing is dispatched through one.
+
+With t ranks, "join" the dim along which slices become whole and "split" the dim along which the whole becomes slices:
+
+| step           | local result                                                        |
+|----------------|---------------------------------------------------------------------|
+| all_reduce     | sum over ranks                                                      |
+| all_gather     | the ranks' slices, concatenated along join                          |
+| reduce_scatter | this rank's slice along split of the sum over ranks                 |
+| all_to_all     | this rank's slice along split of the ranks' slices, joined          |
+| slice          | this rank's slice along split (a copy: a view would keep the whole) |
+| pad            | zeros, with this rank's slice in its place along join               |
+| divide         | x / t                                                               |
+
+Collectives work on dim 0; along any other dim a copy of the whole goes with them, unless the dims before are 1.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, assert_never, final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from tpplan.errors import PlanMismatchError
+from tpplan.layout import ROWS, Conversion, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TpGroup:
+    """A process group as functional collectives see it: its registered name, its size, and this process's rank in it."""
+
+    name: str
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, group: ProcessGroup) -> "TpGroup":
+        """The same for a torch process group."""
+        return cls(name=group.group_name, size=group.size(), rank=group.rank())
+
+
+def convert(x: Tensor, conversion: Conversion, group: ProcessGroup) -> Tensor:
+    """x in its new layout on this rank; x itself where nothing changes.
+
+    Raises PlanMismatchError, before any collective, where the dim to be sharded does not divide.
+    """
+    return Converter(conversion, TpGroup.of(group), where=str(conversion))(x)
+
+
+@final
+class Converter:
+    """A conversion made ready for one process group. `where` opens the error messages: module, direction, path."""
+
+    __slots__ = ("_backward", "_forward", "conversion", "group", "where")
+
+    def __init__(self, conversion: Conversion, group: TpGroup, *, where: str) -> None:
+        if ROWS in (conversion.source, conversion.target):
+            raise ValueError(f"{conversion} needs its mask: local_rows and mask_rows")
+        self.conversion = conversion
+        self.group = group
+        self.where = where
+        self._forward = next(iter(conversion.forward), Step.NONE)
+        self._backward = next(iter(conversion.backward), Step.NONE)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The converted tensor, differentiable where x needs a gradient."""
+        if self.group.size == 1 or self.conversion.is_identity:
+            return x
+        self._check(x)
+        if x.requires_grad and torch.is_grad_enabled():
+            converted: Tensor = _Converted.apply(x, self)  # type: ignore[no-untyped-call]
+            return converted
+        return self.forward(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The value's half."""
+        return _take(self._forward, x, self.conversion.source.dim, self.conversion.target.dim, self.group)
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        """The gradient's half."""
+        return _take(self._backward, gradient, self.conversion.target.dim, self.conversion.source.dim, self.group)
+
+    def _check(self, x: Tensor) -> None:
+        """gloo aborts the process, and NCCL hangs, where this raises on every rank."""
+        source, target = self.conversion.source.dim, self.conversion.target.dim
+        if source is not None and source >= x.dim():
+            raise PlanMismatchError(f"{self.where}: {self.conversion}: a tensor of shape {list(x.shape)} has no dim {source}")
+        if target is not None and (target >= x.dim() or x.shape[target] % self.group.size):
+            raise PlanMismatchError(
+                f"{self.where}: {self.conversion}: dim {target} of shape {list(x.shape)} does not divide by "
+                f"tp = {self.group.size}; pad the batch to a multiple, or solve again for this shape"
+            )
+
+
+class _Converted(torch.autograd.Function):
+    """Both halves of a conversion as one node of the backward graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, converter: Converter) -> Tensor:
+        ctx.converter = converter
+        converted = converter.forward(x)
+        return x.view_as(x) if converted is x else converted
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.converter.backward(gradient), None
+
+
+def _take(step: Step, x: Tensor, join: int | None, split: int | None, group: TpGroup) -> Tensor:
+    """One step of the table above."""
+    match step:
+        case Step.NONE:
+            return x
+        case Step.DIVIDE:
+            return x / group.size
+        case Step.ALL_REDUCE:
+            return all_reduce(x, "sum", group)
+        case Step.ALL_GATHER:
+            assert join is not None
+            return _all_gather(x, join, group)
+        case Step.REDUCE_SCATTER:
+            assert split is not None
+            return _reduce_scatter(x, split, group)
+        case Step.ALL_TO_ALL:
+            assert join is not None
+            assert split is not None
+            return _all_to_all(x, join, split, group)
+        case Step.SLICE:
+            assert split is not None
+            length = x.shape[split] // group.size
+            return x.narrow(split, group.rank * length, length).clone(memory_format=torch.contiguous_format)
+        case Step.PAD:
+            assert join is not None
+            return _pad(x, join, group)
+        case Step.LOCAL_ROWS | Step.MASK:
+            raise ValueError(f"{step} is not a step of one tensor")
+        case _:
+            assert_never(step)
+
+
+# ---- collectives: the ops under torch.distributed._functional_collectives, whose wrappers were renamed in torch 2.13
+
+
+def all_reduce(x: Tensor, operation: str, group: TpGroup) -> Tensor:
+    """Sum ("sum") or maximum ("max") over the ranks, in a new tensor."""
+    return _wait(torch.ops._c10d_functional.all_reduce(x, operation, group.name))
+
+
+def all_reduce_in_place(x: Tensor, group: TpGroup) -> None:
+    """x becomes its sum over the ranks."""
+    _wait(torch.ops._c10d_functional.all_reduce_(x, "sum", group.name))
+
+
+def _all_gather(x: Tensor, dim: int, group: TpGroup) -> Tensor:
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), group.size, group.name)
+    return _join_blocks(_wait(gathered), dim, group.size)
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: TpGroup) -> Tensor:
+    blocks = _split_blocks(x, dim, group.size)
+    return _wait(torch.ops._c10d_functional.reduce_scatter_tensor(blocks, "sum", group.size, group.name))
+
+
+def _all_to_all(x: Tensor, join: int, split: int, group: TpGroup) -> Tensor:
+    blocks = _split_blocks(x, split, group.size)
+    lengths = [blocks.shape[0] // group.size] * group.size
+    received = torch.ops._c10d_functional.all_to_all_single(blocks, lengths, lengths, group.name)
+    return _join_blocks(_wait(received), join, group.size)
+
+
+def _wait(x: Tensor) -> Tensor:
+    waited: Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    return waited
+
+
+def _split_blocks(x: Tensor, dim: int, num_blocks: int) -> Tensor:
+    """The num_blocks slices of x along dim, stacked along dim 0: what rank i receives stands in block i."""
+    if dim == 0:
+        return x.contiguous()
+    if math.prod(x.shape[:dim]) == 1:  # the slices already follow each other in memory
+        return x.contiguous().view(num_blocks, *x.shape[1:dim], x.shape[dim] // num_blocks, *x.shape[dim + 1 :])
+    return torch.cat(x.chunk(num_blocks, dim))
+
+
+def _join_blocks(blocks: Tensor, dim: int, num_blocks: int) -> Tensor:
+    """The inverse of _split_blocks."""
+    if dim == 0:
+        return blocks
+    if blocks.shape[0] == num_blocks and math.prod(blocks.shape[1:dim]) == 1:
+        return blocks.view(1, *blocks.shape[1:dim], num_blocks * blocks.shape[dim], *blocks.shape[dim + 1 :])
+    return torch.cat(blocks.chunk(num_blocks), dim)
+
+
+def _pad(x: Tensor, dim: int, group: TpGroup) -> Tensor:
+    length = x.shape[dim]
+    padded = x.new_zeros(*x.shape[:dim], length * group.size, *x.shape[dim + 1 :])
+    padded.narrow(dim, group.rank * length, length).copy_(x)
+    return padded
+
+
+# ---- the embedding's pair: R -> rows on the ids, rows -> P on what was looked up
+
+
+def local_rows(ids: Tensor, num_local_rows: int, group: TpGroup) -> tuple[Tensor, Tensor]:
+    """R -> rows: ids as positions among this rank's rows, and the mask of those that are another rank's (they read row 0)."""
+    local = ids - group.rank * num_local_rows
+    foreign = (local < 0) | (local >= num_local_rows)
+    return local.masked_fill_(foreign, 0), foreign
+
+
+def mask_rows(looked_up: Tensor, foreign: Tensor) -> Tensor:
+    """rows -> P: zero where the id is another rank's row, and so is the gradient there. looked_up [*ids, ...]."""
+    extra_dims = looked_up.dim() - foreign.dim()
+    return looked_up.masked_fill(foreign.view(*foreign.shape, *(1,) * extra_dims), 0)

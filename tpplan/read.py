@@ -1,0 +1,109 @@
+"""Reading a parameter in a forward: the DTensor's local tensor, in the layout that the reader planned.
+
+A parameter at rest has base layout S(d), or R, or R* when any module reads it as R*: then its gradient is made of
+summands, and a read as R must give a summand too (R* -> R divides its gradient by t). A read converts base -> read.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from tpplan.convert import Converter, TpGroup
+from tpplan.errors import PlanError, PlanMismatchError
+from tpplan.layout import R_STAR, ROWS, Conversion, Layout, LayoutKind, R
+from tpplan.reduce import Reducer, Slot
+
+
+def placement_of(layout: Layout, *, where: str) -> Placement:
+    """The DTensor placement of a layout at rest. Raises PlanError for what a parameter cannot rest in."""
+    match layout.kind:
+        case LayoutKind.REPLICATE:
+            return Replicate()
+        case LayoutKind.SHARD:
+            assert layout.dim is not None
+            return Shard(layout.dim)
+        case _:
+            raise PlanError(f"{where}: expected R or S(dim), got {layout}")
+
+
+@final
+@dataclass(slots=True, kw_only=True, eq=False)
+class ParameterReads:
+    """How each module reads one parameter. `default` is for modules the plan does not list, if the listed ones agree."""
+
+    name: str
+    layouts: Mapping[str, Layout]
+    converters: Mapping[str, Converter | None]
+    reducer: Reducer
+    slot: Slot | None
+    default: str | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        agree = len(set(self.layouts.values())) == 1
+        self.default = next(iter(self.layouts)) if agree else None
+
+    def local(self, parameter: nn.Parameter, reader: str) -> Tensor:
+        """The local tensor for a module. Raises PlanMismatchError where the plan leaves open how that one reads."""
+        listed = reader if reader in self.converters else self.default
+        if listed is None:
+            planned = ", ".join(f"{name} as {layout}" for name, layout in sorted(self.layouts.items()))
+            raise PlanMismatchError(
+                f"parameter {self.name} is read by module {reader or '<root>'}, which the plan does not list "
+                f"({planned or 'it lists none'}); plan again for this model"
+            )
+        if parameter.requires_grad and torch.is_grad_enabled():
+            local: Tensor = _Read.apply(parameter, self)  # type: ignore[no-untyped-call]
+        else:
+            assert isinstance(parameter, DTensor)
+            local = parameter._local_tensor
+        converter = self.converters[listed]
+        return local if converter is None else converter(local)
+
+
+def plan_reads(
+    name: str, placement: Layout, layouts: Mapping[str, Layout], group: TpGroup, reducer: Reducer, slot: Slot
+) -> ParameterReads:
+    """The conversions of a parameter's reads; its slot enters the reducer where one of them is R*.
+
+    Raises PlanError for a read that its placement does not allow.
+    """
+    summand = R_STAR in layouts.values()
+    if summand and placement != R:
+        raise PlanError(f"parameters.{name}: placement {placement} cannot be read as R*")
+    base = R_STAR if summand else placement
+    converters: dict[str, Converter | None] = {}
+    for reader, layout in layouts.items():
+        where = f"parameter {name} read by {reader or '<root>'}"
+        if layout == ROWS:
+            raise PlanError(f"parameters.{name}.reads.{reader}: a parameter is never read as rows")
+        converters[reader] = None if layout == base else Converter(Conversion(base, layout), group, where=where)
+    if summand:
+        reducer.slots.append(slot)
+    return ParameterReads(
+        name=name, layouts=layouts, converters=converters, reducer=reducer, slot=slot if summand else None
+    )
+
+
+class _Read(torch.autograd.Function):
+    """to_local, with a gradient labelled as the parameter is, and the reducer told that it comes."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, reads: ParameterReads) -> Tensor:
+        ctx.reads = reads
+        ctx.spec = parameter._spec
+        ctx.set_materialize_grads(False)
+        local = parameter._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[DTensor | None, None]:
+        if gradient is None:
+            return None, None
+        ctx.reads.reducer.reading_backward(ctx.reads.slot)
+        # The label of a summand is wrong until the reducer has summed it. DTensor.from_local costs 20 times as much.
+        return DTensor(gradient.contiguous(), copy.copy(ctx.spec), requires_grad=False), None

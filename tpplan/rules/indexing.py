@@ -1,0 +1,87 @@
+"""Ops that pick elements by index or by size: the dim they pick from stays whole."""
+
+from collections.abc import Iterable
+
+from tpplan.graph import Ref
+from tpplan.rules.call import Call, Strategy, op_rule
+from tpplan.rules.equation import NEVER, Equation, Letters, dim_letters, einsum, elementwise
+
+_FIRST = (frozenset({0}),)
+
+
+@op_rule("aten.topk.default", "aten.sort.default", "aten.argsort.default")
+def ordered(call: Call) -> Iterable[Strategy]:
+    """Order along a dim that stays whole."""
+    position = 2 if call.target == "aten.topk.default" else 1
+    return elementwise(call, whole_dims=frozenset({call.integer(position, "dim", -1)}))
+
+
+@op_rule("aten.one_hot.default")
+def one_hot(call: Call) -> Iterable[Strategy]:
+    """A new dim of classes, which stays whole."""
+    return einsum(call, "... -> ... n", whole="n")
+
+
+@op_rule("aten.index_select.default")
+def index_select(call: Call) -> Iterable[Strategy]:
+    """Rows of one dim; the others pass, and so does the index's own."""
+    return _picked(call, call.integer(1, "dim"), 1)
+
+
+@op_rule("aten.index.Tensor")
+def index(call: Call) -> Iterable[Strategy]:
+    """`x[:, index]` with one tensor of integers: the dim it picks from becomes the index's dims."""
+    indices = call.argument(1, "indices")
+    dims = [i for i, item in enumerate(indices) if isinstance(item, Ref)] if isinstance(indices, tuple) else []
+    if len(dims) != 1 or call.operands[1].dtype == "bool":
+        return ()
+    return _picked(call, dims[0], len(call.operands[1].shape))
+
+
+def _picked(call: Call, dim: int, index_rank: int) -> Iterable[Strategy]:
+    letters = dim_letters(len(call.operands[0].shape))
+    picks = tuple(f"i{axis}" for axis in range(index_rank)) if call.operands[1].shape else ()
+    letters[dim] = NEVER
+    at = dim % len(letters)
+    result = (*letters[:at], *(picks or ((NEVER,) if index_rank else ())), *letters[at + 1 :])
+    return Equation(operands=(tuple(letters), picks), results=(result,), linear_in=_FIRST).strategies()
+
+
+@op_rule("aten.gather.default")
+def gather(call: Call) -> Iterable[Strategy]:
+    """Elements along a dim; the other dims pass where the index covers them."""
+    source, picks = (value.shape for value in call.operands)
+    if not source or len(source) != len(picks):
+        return ()
+    dim = call.integer(1, "dim") % len(source)
+    own: list[str] = []
+    result: list[str] = []
+    for i, letter in enumerate(dim_letters(len(source))):
+        covered = source[i] == picks[i]
+        own.append(letter if covered and i != dim else NEVER)
+        result.append(letter if covered or i == dim else NEVER)
+    terms = (tuple(own), tuple(result))
+    return Equation(operands=terms, results=(terms[1],), linear_in=_FIRST).strategies()
+
+
+@op_rule("aten.repeat_interleave.self_int")
+def repeat_interleave(call: Call) -> Iterable[Strategy]:
+    """Each element n times in a row: slices stay contiguous, in the repeated dim too."""
+    letters = dim_letters(len(call.operands[0].shape))
+    dim = call.argument(2, "dim")
+    if not isinstance(dim, int):
+        return Equation(
+            operands=((NEVER,) * len(letters),), results=((NEVER,),), linear_in=_FIRST
+        ).strategies()
+    if call.argument(3, "output_size") is not None:
+        letters[dim] = NEVER
+    return Equation(operands=(tuple(letters),), results=(tuple(letters),), linear_in=_FIRST).strategies()
+
+
+@op_rule("aten.repeat.default")
+def repeat(call: Call) -> Iterable[Strategy]:
+    """Whole copies: a dim that is repeated stays whole."""
+    times = call.integers(1, "repeats") or ()
+    result = [letter if n == 1 else NEVER for letter, n in zip(dim_letters(len(times)), times, strict=True)]
+    own: Letters = tuple(result[len(result) - len(call.operands[0].shape) :])
+    return Equation(operands=(own,), results=(tuple(result),), linear_in=_FIRST).strategies()
