@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tpplan.apply import apply_plan as apply_plan
     from tpplan.apply import no_sync as no_sync
     from tpplan.apply import styles as styles
-    from tpplan.losses import cross_entropy as cross_entropy
+    from tpplan.cross_entropy import cross_entropy as cross_entropy
     from tpplan.mesh import Mesh as Mesh
     from tpplan.plan import Plan as Plan
     from tpplan.plan import Precision as Precision
@@ -33,7 +33,7 @@ _HOME = {
     "Plan": "plan",
     "Precision": "plan",
     "apply_plan": "apply",
-    "cross_entropy": "losses",
+    "cross_entropy": "cross_entropy",
     "forward_inputs": "trace",
     "load_profile": "profile",
     "no_sync": "apply",

@@ -156,13 +156,16 @@ class Formulation:
         if not rate:
             return
         for readings in self.space.readings.values():
-            for reading in readings[:1]:
-                gradient = self._gradient_bytes(reading.parameter) / self.mesh.shard
-                name = self.space.classes[reading.name]
-                # One reduction however many readings are R*: their layouts agree along the placement edge.
-                vector = [gradient * rate if _is_summand(s) else 0.0 for s in self.space.strategies[name]]
-                if any(vector):
-                    yield _linear("gradient reduction", name, vector, 1.0)
+            gradient = self._gradient_bytes(readings[0].parameter) / self.mesh.shard if readings else 0.0
+            # Once for a parameter, if any of its readings is R*.
+            names = dict.fromkeys(self.space.classes[reading.name] for reading in readings)
+            vectors = {
+                name: tuple(gradient * rate if _is_summand(s) else 0.0 for s in self.space.strategies[name])
+                for name in names
+            }
+            if any(any(vector) for vector in vectors.values()):
+                expressions = tuple(Expression(terms=(item,)) for item in vectors.items())
+                yield Term(name="gradient reduction", expressions=expressions)
 
     def _optimizer(self) -> Iterator[Term]:
         """Reads parameter, gradient and states, writes parameter and states."""

@@ -61,10 +61,14 @@ def S(dim: int) -> Layout:  # noqa: N802 - the field's notation
     return Layout(LayoutKind.SHARD, dim)
 
 
+#: what str() writes of a layout, as a regular expression
+LAYOUT_PATTERN = r"R\*?|P|rows|S\((?:0|[1-9][0-9]?)\)"
+
+
 def parse_layout(text: str) -> Layout:
     """The layout that str() wrote. Raises PlanError for anything else."""
-    if match := re.fullmatch(r"S\((\d+)\)", text):
-        return S(int(match.group(1)))
+    if re.fullmatch(LAYOUT_PATTERN, text) and text.startswith("S"):
+        return S(int(text[2:-1]))
     for layout in (R, R_STAR, P, ROWS):
         if text == str(layout):
             return layout
@@ -72,10 +76,10 @@ def parse_layout(text: str) -> Layout:
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, tp: int) -> tuple[int, ...]:
-    """Shape on one rank of tp. Raises ValueError where the sharded dim does not divide."""
+    """Shape on one rank of tp. Raises ValueError where there is no such dim or it does not divide."""
     if layout.dim is None:
         return shape
-    if shape[layout.dim] % tp:
+    if not fits(shape, layout, tp):
         raise ValueError(f"dim {layout.dim} of {shape} does not divide by {tp}")
     return (*shape[: layout.dim], shape[layout.dim] // tp, *shape[layout.dim + 1 :])
 

@@ -10,6 +10,7 @@ Names, state_dict, hooks, buffers and `isinstance` stay as they were. All calls 
 is counted, so recomputation and re-entrant calls are calls like any other.
 """
 
+import copy
 import copyreg
 import functools
 import inspect
@@ -54,14 +55,8 @@ class TensorParallel:
         """A copied model has gradients of its own and the same process group."""
         copied = TensorParallel(mesh=self.mesh, group=self.group, reducer=Reducer(group=self.group))
         memo[id(self)] = copied
-        copied.reducer = _deepcopy(self.reducer, memo)
+        copied.reducer = copy.deepcopy(self.reducer, memo)
         return copied
-
-
-def _deepcopy(reducer: Reducer, memo: dict[int, Any]) -> Reducer:
-    import copy
-
-    return copy.deepcopy(reducer, memo)
 
 
 @final
@@ -122,7 +117,8 @@ class Site:
     """A module's part of the plan."""
 
     shared: TensorParallel
-    name: str
+    #: more than one where the same module stands in several places
+    names: tuple[str, ...]
     arguments: tuple[Argument, ...] = ()
     outputs: Mapping[str, Crossing] = field(default_factory=dict)
     #: dim by output path: what the model returns sharded, and so as a DTensor
@@ -131,6 +127,11 @@ class Site:
     #: its ids entered here as rows, and what is looked up leaves a module around this one
     hands_rows_on: bool = False
 
+    @property
+    def name(self) -> str:
+        """The module's name in messages."""
+        return self.names[0] or ROOT
+
     def read(self, name: str, parameter: nn.Parameter) -> Tensor:
         """The parameter as the running forward sees it; itself when none runs."""
         reads = self.reads.get(name)
@@ -138,10 +139,10 @@ class Site:
             return parameter
         frames = self.shared.frames
         if frames:
-            return reads.local(parameter, frames[-1].site.name)
+            return reads.local(parameter, frames[-1].site.names)
         # A checkpointed function, rather than a checkpointed module, is recomputed with no forward running.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
-            return reads.local(parameter, self.name)
+            return reads.local(parameter, self.names)
         return parameter
 
     def convert_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -180,7 +181,7 @@ class Site:
         converted = named_tensors({root: tree}, change)[root]
         if missing := sorted(crossings.keys() - found):
             raise PlanMismatchError(
-                f"module {self.name or ROOT}: the plan converts {missing[0]!r}, and {root!r} holds no such tensor: "
+                f"module {self.name}: the plan converts {missing[0]!r}, and {root!r} holds no such tensor: "
                 f"it is a {type(tree).__name__}"
             )
         return converted
@@ -228,10 +229,10 @@ def swap_class(module: nn.Module, site: Site) -> None:
     Raises UsageError for a module that has one already, and for a forward set on the instance, which would bypass it.
     """
     if SITE in module.__dict__:
-        raise UsageError(f"module {site.name or ROOT}: a plan is applied already")
+        raise UsageError(f"module {site.name}: a plan is applied already")
     if "forward" in module.__dict__:
         raise UsageError(
-            f"module {site.name or ROOT}: forward is replaced on the instance, which hides the module's boundary from the "
+            f"module {site.name}: forward is replaced on the instance, which hides the module's boundary from the "
             "plan; apply the plan first, and wrap afterwards"
         )
     module.__dict__[SITE] = site

@@ -17,7 +17,7 @@ from torch import nn
 
 from tpplan.assemble import Expanded
 from tpplan.errors import ModelError
-from tpplan.graph import Argument, Boundary, Direction, ModelGraph, Op, Ref
+from tpplan.graph import Argument, Boundary, Direction, ModelGraph, Op, Ref, within
 from tpplan.layout import LayoutKind, local_shape
 from tpplan.rules import Call, localized_sizes
 from tpplan.trace import BoundaryHook, Inputs, Loss, trace
@@ -51,7 +51,7 @@ def check_structure(
         return tensor if wanted is None else torch.ops.tpplan.resize(tensor, list(wanted))
 
     try:
-        retraced = trace(local, inputs, loss=loss, hook=resize)
+        retraced = trace(local, inputs, loss=loss, hook=resize, hook_key=lambda module: _doings(sizes, module))
     except ModelError as error:
         return _failed(expanded, error)
     return _compare(expanded, retraced)
@@ -81,6 +81,15 @@ def _boundary_sizes(expanded: Expanded) -> dict[tuple[str, Direction, str], tupl
         if before != after:
             found[boundary.module, boundary.direction, boundary.path] = after
     return found
+
+
+def _doings(sizes: Mapping[tuple[str, Direction, str], tuple[int, ...]], module: str) -> object:
+    """What resizes inside a module, by names relative to it."""
+    return frozenset(
+        (name.removeprefix(module), direction, path, shape)
+        for (name, direction, path), shape in sizes.items()
+        if within(name, module)
+    )
 
 
 def _compare(expanded: Expanded, retraced: ModelGraph) -> Counterexample | None:

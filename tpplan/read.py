@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from tpplan.convert import Converter, TpGroup
 from tpplan.errors import PlanError, PlanMismatchError
 from tpplan.layout import R_STAR, ROWS, Conversion, Layout, LayoutKind, R
+from tpplan.plan import ROOT
 from tpplan.reduce import Reducer, Slot
 
 
@@ -47,14 +48,16 @@ class ParameterReads:
         agree = len(set(self.layouts.values())) == 1
         self.default = next(iter(self.layouts)) if agree else None
 
-    def local(self, parameter: nn.Parameter, reader: str) -> Tensor:
+    def local(self, parameter: nn.Parameter, readers: tuple[str, ...]) -> Tensor:
         """The local tensor for a module. Raises PlanMismatchError where the plan leaves open how that one reads."""
-        listed = reader if reader in self.converters else self.default
+        if not self.layouts:  # computed with nowhere; its dtype or device may be asked for
+            return parameter
+        listed = next((reader for reader in readers if reader in self.converters), self.default)
         if listed is None:
-            planned = ", ".join(f"{name} as {layout}" for name, layout in sorted(self.layouts.items()))
+            planned = ", ".join(f"{name or ROOT} as {layout}" for name, layout in sorted(self.layouts.items()))
             raise PlanMismatchError(
-                f"parameter {self.name} is read by module {reader or '<root>'}, which the plan does not list "
-                f"({planned or 'it lists none'}); plan again for this model"
+                f"parameter {self.name} is read by module {readers[0] or ROOT}, which the plan does not list ({planned}); "
+                "plan again for this model"
             )
         if parameter.requires_grad and torch.is_grad_enabled():
             local: Tensor = _Read.apply(parameter, self)  # type: ignore[no-untyped-call]
@@ -78,7 +81,7 @@ def plan_reads(
     base = R_STAR if summand else placement
     converters: dict[str, Converter | None] = {}
     for reader, layout in layouts.items():
-        where = f"parameter {name} read by {reader or '<root>'}"
+        where = f"parameter {name} read by {reader or ROOT}"
         if layout == ROWS:
             raise PlanError(f"parameters.{name}.reads.{reader}: a parameter is never read as rows")
         converters[reader] = None if layout == base else Converter(Conversion(base, layout), group, where=where)

@@ -1,0 +1,177 @@
+"""Every sharding rule against brute force over ranks, both directions; and the brute force against planted mistakes."""
+
+import pytest
+import torch
+from rule_samples import SAMPLES, const, ids, x
+from validate import Sample, Wrong, check_gradient, check_value, missing_strategies, violation
+
+from tpplan import rules
+from tpplan.layout import R_STAR, ROWS, Layout, P, R, S
+from tpplan.rules import Strategy, call_strategies
+from tpplan.rules.call import base_target
+
+RANKS = (2, 3)
+
+#: rules for ops that communicate, which one process cannot run
+VALIDATED_WITH_REAL_RANKS = {"tpplan.cross_entropy.default": "tests/test_cross_entropy.py"}
+
+#: reductions of every dim: ruled, and nothing to shard
+WHOLE_ALONE = {"aten.max.default", "aten.min.default", "aten.any.default", "aten.all.default"}
+
+rules.has_rule("")  # loads the families
+TARGETS = sorted(rules.registered_rules().keys() - VALIDATED_WITH_REAL_RANKS.keys())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """The tensors are tiny; threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_a_rule_allows_is_right(target):
+    samples = [sample for sample in SAMPLES if base_target(sample.target) == target]
+    assert samples, f"tests/rule_samples.py has no call of {target}"
+    wrong = [
+        problem
+        for sample in samples
+        for call in [sample.call()]
+        for tp in RANKS
+        for strategy in call_strategies(call, tp)
+        if (problem := violation(sample, call, strategy, tp))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_samples_make_a_rule_offer_more_than_whole_operands(target):
+    offered = {
+        layout
+        for sample in SAMPLES
+        if base_target(sample.target) == target
+        for tp in RANKS
+        for strategy in call_strategies(sample.call(), tp)
+        for layout in (*strategy.operands, *strategy.results)
+    }
+    assert bool(offered - {R, R_STAR}) == (target not in WHOLE_ALONE)
+
+
+def test_samples_are_of_ruled_ops():
+    assert {base_target(sample.target) for sample in SAMPLES} <= rules.registered_rules().keys()
+
+
+def call(target: str, *args: object, **kwargs: object) -> Sample:
+    return Sample(target=target, args=args, kwargs=kwargs)
+
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+WRONG = {
+    "softmax over a sharded dim": (call("aten.softmax.int", x(6, 6), -1), "S(1) => S(1)"),
+    "mean over a sharded dim as partial": (call("aten.mean.dim", x(6, 6), [0]), "S(0) => P"),
+    "layer norm over a sharded dim": (call("aten.layer_norm.default", x(6, 6), [6]), "S(1) => S(1)"),
+    "a norm's weight R under a sharded batch": (
+        call("aten.layer_norm.default", x(6, 6), [6], x(6)), "S(0), R => S(0)"),
+    "bias R in row-parallel": (call("aten.linear.default", x(6, 6), x(4, 6), x(4)), "S(1), S(1), R => P"),
+    "bias R* in row-parallel": (call("aten.linear.default", x(6, 6), x(4, 6), x(4)), "S(1), S(1), R* => P"),
+    "input R in column-parallel": (call("aten.linear.default", x(6, 6), x(6, 6)), "R, S(0) => S(1)"),
+    "row-parallel that is not reduced": (call("aten.linear.default", x(6, 6), x(4, 6)), "S(1), S(1) => R"),
+    "x + 1 with P": (call("aten.add.Tensor", x(6, 6), 1.0), "P => P"),
+    "a partial and a whole added": (call("aten.add.Tensor", x(6, 6), x(6, 6)), "P, R => P"),
+    "mul of two P": (call("aten.mul.Tensor", x(6, 6), x(6, 6)), "P, P => P"),
+    "R and R* mixed": (call("aten.add.Tensor", x(6, 6), x(6, 6)), "R, R* => R"),
+    "R and R* mixed, R* out": (call("aten.mul.Tensor", x(6, 6), x(6, 6)), "R, R* => R*"),
+    "relu of P": (call("aten.relu.default", x(6, 6)), "P => P"),
+    "gradient of a broadcast operand R": (call("aten.add.Tensor", x(6, 6), x(6)), "S(0), R => S(0)"),
+    "causal attention with sharded queries": (
+        call(ATTENTION, x(2, 2, 6, 4), x(2, 2, 6, 4), x(2, 2, 6, 4), None, 0.0, True), "S(2), R*, R* => S(2)"),
+    "attention with sharded keys": (
+        call(ATTENTION, x(2, 2, 6, 4), x(2, 2, 6, 4), x(2, 2, 6, 4)), "R*, S(2), S(2) => P"),
+    "query heads sharded, key heads whole": (
+        call(ATTENTION, x(2, 4, 6, 4), x(2, 2, 6, 4), x(2, 2, 6, 4), enable_gqa=True), "S(1), R*, R* => S(1)"),
+    "cumsum over a sharded dim": (call("aten.cumsum.default", x(6, 6), 0), "S(0) => S(0)"),
+    "cat along the sharded dim": (call("aten.cat.default", [x(6, 6), x(6, 6)], 0), "S(0), S(0) => S(0)"),
+    "contiguous fused parts split": (call("aten.chunk.default", x(6, 12), 2, 1), "S(1) => S(1), S(1)"),
+    "topk over a sharded dim": (call("aten.topk.default", x(6, 6), 2), "S(1) => S(1), R"),
+    "roll over a sharded dim": (call("aten.roll.default", x(6, 6), [1], [0]), "S(0) => S(0)"),
+    "group norm with sharded channels": (call("aten.group_norm.default", x(6, 4, 6), 2), "S(1) => S(1)"),
+    "the inner dim of a flattened pair": (call("aten.view.default", x(2, 6, 4), [12, 4]), "S(1) => S(0)"),
+    "amax taken as partial": (call("aten.amax.default", x(6, 6), [0]), "S(0) => P"),
+    "dropout on shards": (call("aten.dropout.default", x(6, 6), 0.5, True), "S(0) => S(0)"),
+    "rows of a table with a padding id": (
+        call("aten.embedding.default", x(6, 4), torch.arange(6), 1), "S(0), rows => rows"),
+    "table R with sharded ids": (call("aten.embedding.default", x(6, 4), ids(6, 6)), "R, S(0) => S(0)"),
+    "a mean loss over a sharded batch": (
+        call("aten.cross_entropy_loss.default", x(6, 4), ids(4, 6)), "S(0), S(0) => P"),
+    "a literal that counts heads": (call("aten.select.int", x(6, 4), 0, 4), "S(0) => R"),
+    "booleans as summands": (call("aten.clone.default", const(6, 4) > 0), "P => P"),
+    "a sum of truncated summands": (call("aten.to.dtype", x(6, 4), torch.int64), "P => P"),
+    "a value changed twice": (call("aten.mul_.Tensor", x(6, 4), x(6, 4)), "P, P => P"),
+}  # fmt: skip
+
+
+def parse_strategy(text: str) -> Strategy:
+    """`S(1), R => P` -> the strategy."""
+    letters = {"R": R, "R*": R_STAR, "P": P, "rows": ROWS} | {f"S({dim})": S(dim) for dim in range(4)}
+
+    def layouts(side: str) -> tuple[Layout, ...]:
+        return tuple(letters[word] for word in side.split(", "))
+
+    operands, results = text.split(" => ")
+    return Strategy(layouts(operands), layouts(results))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_planted_mistake_is_caught_and_not_offered(name):
+    sample, text = WRONG[name]
+    strategy = parse_strategy(text)
+    problem = violation(sample, sample.call(), strategy, 2)
+    assert problem is not None
+    assert sample.target in problem
+    assert text in problem
+    assert "rank" in problem
+    assert strategy not in call_strategies(sample.call(), 2)
+
+
+def test_validator_names_the_half_and_the_rank():
+    norm, text = WRONG["a norm's weight R under a sharded batch"]
+    assert "rank 0: gradient of operand 1 differs" in str(violation(norm, norm.call(), parse_strategy(text), 2))
+    softmax, text = WRONG["softmax over a sharded dim"]
+    assert "rank 0: value of result 0 differs" in str(violation(softmax, softmax.call(), parse_strategy(text), 2))
+    chosen, text = WRONG["a literal that counts heads"]
+    assert "rank 0: the op fails" in str(violation(chosen, chosen.call(), parse_strategy(text), 2))
+
+
+@pytest.mark.parametrize("wrong_rank", [0, 1])
+def test_validator_looks_at_every_rank(wrong_rank):
+    ranks = [torch.ones(3), torch.ones(3)]
+    ranks[wrong_rank] = torch.zeros(3)
+    with pytest.raises(Wrong, match=f"rank {wrong_rank}"):
+        check_value(ranks, torch.ones(3), R, "value")
+    with pytest.raises(Wrong, match=f"rank {wrong_rank}"):
+        check_gradient(ranks, torch.ones(3), P, "gradient")
+    with pytest.raises(Wrong, match="all ranks together"):
+        check_gradient(ranks, torch.zeros(3), R_STAR, "gradient")
+
+
+def test_missing_strategies_are_found():
+    linear = call("aten.linear.default", x(6, 4), x(4, 4))
+    assert missing_strategies(linear, 2, limit=1000) == []
+    unruled = call("aten.diagonal.default", x(4, 4, 2))
+    assert parse_strategy("S(2) => S(0)") in missing_strategies(unruled, 2, limit=1000)
+
+
+def test_megatron_pair_is_offered():
+    """Column then row parallel: f is R -> R*, g is P -> R. [Shoeybi et al. 2019]"""
+    column = call("aten.linear.default", x(2, 6, 4), x(12, 4), x(12))
+    assert parse_strategy("R*, S(0), S(0) => S(2)") in call_strategies(column.call(), 2)
+    row = call("aten.linear.default", x(2, 6, 12), x(4, 12), x(4))
+    assert parse_strategy("S(2), S(1), P => P") in call_strategies(row.call(), 2)
+
+
+def test_an_op_without_a_rule_runs_on_whole_operands_alone():
+    unknown = call("aten.diagonal.default", x(4, 4))
+    assert call_strategies(unknown.call(), 2) == (parse_strategy("R => R"), parse_strategy("R* => R*"))
+    assert not rules.has_rule(unknown.target)

@@ -1,0 +1,231 @@
+"""Applying a plan: tensor parallelism by tpplan.styles, data parallelism by FSDP2, in the order that works.
+
+    model = tpplan.apply_plan(build_model(), "plan.json")        # under torchrun, process group initialised
+    for micro_batch in micro_batches: loss(model(**micro_batch)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0); optimizer.step()
+
+The model stays eager and keeps its parameter names. Its parameters are DTensors on (replicate, shard, tp): make the
+optimizer afterwards. Every rank of a tp group must read the same batch; Mesh.data_rank says which.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from tpplan.errors import PlanMismatchError, TpplanError, UsageError
+from tpplan.localize import SITE, Site
+from tpplan.mesh import Axis
+from tpplan.plan import ROOT, Plan, Precision, check_parameters
+from tpplan.reduce import Reducer
+from tpplan.styles import local_parameters, styles
+
+#: what wrappers put into the names of the modules inside them; state_dict leaves them out, and so does a plan
+_WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod")
+_AXES = tuple(str(axis) for axis in (Axis.REPLICATE, Axis.SHARD, Axis.TP))
+
+
+def apply_plan(model: nn.Module, plan: Plan | str | os.PathLike[str], *, mesh: DeviceMesh | None = None) -> nn.Module:
+    """Lays the model out as the plan says, in place, and returns it.
+
+    Parameters get rank 0's values everywhere; those on the meta device stay there, in their local shape. `mesh`, if one
+    is given, has the axes replicate, shard and tp. Raises UsageError without a process group or for a model a plan was
+    applied to, PlanError for a plan that cannot be read, PlanMismatchError for another model, another number of ranks
+    or ranks with different plans; whatever the cause on one rank, all raise.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise UsageError("apply_plan needs a process group: run under torchrun and call torch.distributed.init_process_group")
+    if any(SITE in module.__dict__ or isinstance(module, FSDPModule) for module in model.modules()):
+        raise UsageError("the model is sharded already: apply a plan once, to a plain model")
+    loaded = _agreed_plan(model, plan)
+    device_type = mesh.device_type if mesh is not None else _device_type(model)
+    mesh = _checked(mesh, loaded) if mesh is not None else _new_mesh(loaded, device_type)
+    if loaded.precision is Precision.BF16:
+        _cast_parameters(model, torch.bfloat16)
+    _move(model, device_type, with_parameters=loaded.mesh.tp == 1)
+    modules = modules_by_name(model)
+    for name, style in styles(loaded).items():
+        style._apply(_module(modules, name), mesh[Axis.TP])
+    _broadcast_replicas(model, mesh)
+    _shard_data(model, loaded, mesh)
+    return model
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards inside leave gradients unreduced over the tp axis and over replicas; the next one outside reduces all.
+
+    For accumulation over micro-batches; it saves collectives and changes no result. FSDP's reduce-scatters go on.
+    Inside, `.grad` of a parameter may be a summand, or not be there yet.
+    """
+    reducers = _reducers(model)
+    fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    _set_sync(reducers, fsdp_modules, enabled=False)
+    try:
+        yield
+    finally:
+        _set_sync(reducers, fsdp_modules, enabled=True)
+
+
+def _set_sync(reducers: list[Reducer], fsdp_modules: list[FSDPModule], *, enabled: bool) -> None:
+    for reducer in reducers:
+        reducer.is_enabled = enabled
+    for module in fsdp_modules:
+        module.set_requires_all_reduce(enabled, recurse=False)
+
+
+def _reducers(model: nn.Module) -> list[Reducer]:
+    sites: list[Site] = [module.__dict__[SITE] for module in model.modules() if SITE in module.__dict__]
+    return list({id(site.shared): site.shared.reducer for site in sites}.values())
+
+
+def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules by the names that a plan uses. Of a checkpoint wrapper and what it wraps, the wrapped one."""
+    return {plan_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
+
+
+def plan_name(name: str) -> str:
+    """A module's or parameter's name without what wrappers put there."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
+
+
+def _module(modules: dict[str, nn.Module], name: str) -> nn.Module:
+    if name not in modules:
+        raise PlanMismatchError(f"the plan names module {name!r}, which the model does not have")
+    return modules[name]
+
+
+# ---- agreement
+
+
+def _agreed_plan(model: nn.Module, plan: Plan | str | os.PathLike[str]) -> Plan:
+    """The plan, once every rank has the same one and finds it fitting. One rank's error is raised on all."""
+    loaded: Plan | None = None
+    error: TpplanError | None = None
+    try:
+        loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
+        _check_fits(model, loaded)
+    except TpplanError as found:
+        error = found
+    outcome = (loaded.hash if loaded is not None else "", str(error) if error is not None else "")
+    outcomes = _all_gather(outcome)
+    if error is not None:
+        raise error
+    assert loaded is not None
+    for rank, (_, problem) in enumerate(outcomes):
+        if problem:
+            raise PlanMismatchError(f"rank {rank}: {problem}")
+    hashes = [plan_hash for plan_hash, _ in outcomes]
+    if others := [rank for rank, plan_hash in enumerate(hashes) if plan_hash != hashes[0]]:
+        raise PlanMismatchError(
+            f"the ranks hold different plans: rank 0 has {hashes[0]}, rank {others[0]} has {hashes[others[0]]}, and "
+            f"{len(others)} of {len(hashes)} differ from rank 0 (ranks {', '.join(map(str, others[:16]))}); "
+            "give every rank the same file"
+        )
+    return loaded
+
+
+def _all_gather(outcome: tuple[str, str]) -> list[tuple[str, str]]:
+    if dist.get_world_size() == 1 or dist.get_backend() == "fake":  # a fake group, in proofs, has one real rank
+        return [outcome]
+    gathered: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(gathered, outcome)
+    return gathered
+
+
+def _check_fits(model: nn.Module, plan: Plan) -> None:
+    ranks = dist.get_world_size()
+    if ranks != plan.mesh.num_gpus:
+        raise PlanMismatchError(
+            f"the plan is for {plan.mesh.num_gpus} GPUs ({plan.mesh}), and {ranks} ranks are running: start "
+            f"{plan.mesh.num_gpus}, or solve again with --gpus {ranks}"
+        )
+    check_parameters(
+        plan,
+        {
+            plan_name(name): (tuple(parameter.shape), parameter.requires_grad)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        },
+    )
+    modules = modules_by_name(model)
+    for name in (*styles(plan), *plan.fsdp_units()):
+        _module(modules, name)
+
+
+# ---- the mesh and what lies on it
+
+
+def _device_type(model: nn.Module) -> str:
+    """Where the parameters are if on an accelerator, else what the process group can reach."""
+    found = {parameter.device.type for parameter in model.parameters()} - {"meta", "cpu"}
+    if found:
+        return found.pop()
+    return "cuda" if "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available() else "cpu"
+
+
+def _new_mesh(plan: Plan, device_type: str) -> DeviceMesh:
+    return init_device_mesh(device_type, tuple(plan.mesh.size(Axis(axis)) for axis in _AXES), mesh_dim_names=_AXES)
+
+
+def _checked(mesh: DeviceMesh, plan: Plan) -> DeviceMesh:
+    expected = {axis: plan.mesh.size(Axis(axis)) for axis in _AXES}
+    given = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    if given != expected or mesh.mesh_dim_names != _AXES:
+        raise PlanMismatchError(f"the plan's mesh is {expected}, the one given is {given}")
+    return mesh
+
+
+def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Buffers keep their dtype: rotary frequencies in bfloat16 would be wrong."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _move(model: nn.Module, device_type: str, *, with_parameters: bool) -> None:
+    """Buffers, and parameters that are not distributed one by one, go to the mesh's device; meta tensors stay."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device.type in (device_type, "meta") else tensor.to(device_type)
+
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = moved(buffer)
+    if with_parameters:
+        for parameter in model.parameters():
+            parameter.data = moved(parameter.data)
+
+
+@torch.no_grad()
+def _broadcast_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Data-parallel ranks start from the values of the first: along replicate, then along shard."""
+    for axis in (Axis.REPLICATE, Axis.SHARD):
+        if mesh[axis].size() > 1 and dist.get_backend() != "fake":
+            for local in local_parameters(model):
+                if not local.is_meta:
+                    dist.broadcast(local, group=mesh.get_group(axis), group_src=0)
+
+
+def _shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """FSDP over the data-parallel axes, unit by unit, the root last. It averages gradients over data-parallel ranks."""
+    is_mixed = plan.precision is Precision.BF16_MIXED
+    if plan.mesh.data_parallel == 1 and not is_mixed:
+        return
+    axes = mesh[Axis.SHARD] if plan.mesh.replicate == 1 else mesh[Axis.REPLICATE, Axis.SHARD]
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if is_mixed else MixedPrecisionPolicy()
+    )
+    outermost = {plan_name(name): module for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+    for name in (*(unit for unit in plan.fsdp_units() if unit), ""):
+        # The root's parameters are needed again as soon as backward starts.
+        reshard = plan.fsdp.reshard_after_forward and name != ""
+        fully_shard(_module(outermost, name), mesh=axes, reshard_after_forward=reshard, mp_policy=policy)
+
+
+__all__ = ["ROOT", "apply_plan", "no_sync", "styles"]

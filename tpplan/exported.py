@@ -1,0 +1,367 @@
+"""From an exported program to a ModelGraph: one walk over its nodes, higher-order ops entered, siblings written out."""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tpplan.blocks import find_repeated_blocks
+from tpplan.errors import ModelError
+from tpplan.graph import Argument, Boundary, Direction, ModelGraph, Op, Ref, Source, SourceKind, Value
+from tpplan.rules import base_target
+from tpplan.units import FLOATING_DTYPES
+
+#: what the loss's own ops give as their module
+LOSS_SCOPE = "<loss>"
+
+#: bookkeeping that export leaves in the graph and that computes nothing
+_IGNORED = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_size.int"})
+
+
+class NotAlikeError(Exception):
+    """A sibling's graph cannot be written as a copy of the one it is like; it must be traced itself."""
+
+
+@dataclass(slots=True)
+class _Frame:
+    """The nodes of a traced layer's forward, for its siblings to copy: nodes[start:end], and what goes in and out."""
+
+    inputs: list[str]
+    start: int
+    outputs: list[str] = field(default_factory=list)
+    end: int = 0
+
+
+def path_of(entries: tuple[Any, ...]) -> str:
+    """A pytree key path as dotted text: `attention_mask`, `pos.0`."""
+    names = (getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry))) for entry in entries)
+    return ".".join(str(name) for name in names)
+
+
+@dataclass
+class ExportReader:
+    """Walks an exported program once, into a ModelGraph."""
+
+    model: nn.Module
+    program: Any
+    input_paths: list[str]
+    values: dict[str, Value] = field(default_factory=dict)
+    sources: list[Source] = field(default_factory=list)
+    nodes: list[Op | Boundary] = field(default_factory=list)
+    storages: dict[int, str] = field(default_factory=dict)
+    frames: dict[str, _Frame] = field(default_factory=dict)
+    with_gradient: bool = True
+
+    def read(self) -> ModelGraph:
+        """The whole program."""
+        names = self._placeholders()
+        outputs = self._walk(self.program.graph_module, names)
+        leaves = [(path_of(path), leaf) for path, leaf in pytree.tree_flatten_with_path(self._output_tree(outputs))[0]]
+        named = tuple((path or "output", leaf.name) for path, leaf in leaves if isinstance(leaf, Ref))
+        scalars = [name for _, name in named if not self.values[name].shape and self.values[name].carries_gradient]
+        graph = ModelGraph(
+            values=self.values,
+            sources=tuple(self.sources),
+            nodes=tuple(self.nodes),
+            outputs=named,
+            loss=scalars[0] if scalars else None,
+        )
+        return find_repeated_blocks(graph)
+
+    def _output_tree(self, outputs: list[Argument]) -> Any:
+        return pytree.tree_unflatten(outputs, self.program.call_spec.out_spec)
+
+    def _placeholders(self) -> dict[str, Argument]:
+        """Graph inputs by node name: parameters merged by identity, buffers, constants, the user's inputs in order."""
+        signature = self.program.graph_signature
+        parameters = {id(p): [] for p in self.model.parameters()}
+        for label, parameter in self.model.named_parameters(remove_duplicate=False):
+            parameters[id(parameter)].append(label)
+        by_label = dict(self.model.named_parameters(remove_duplicate=False))
+        paths = iter(self.input_paths)
+        canonical: dict[str, str] = {}
+        names: dict[str, Argument] = {}
+        for spec in signature.input_specs:
+            name, kind = getattr(spec.arg, "name", ""), spec.kind.name
+            node = next(n for n in self.program.graph.nodes if n.name == name)
+            if kind == "PARAMETER":
+                label = spec.target.removeprefix("model.")
+                labels = tuple(parameters[id(by_label[label])])
+                if labels[0] in canonical:
+                    names[name] = Ref(canonical[labels[0]])
+                    continue
+                canonical[labels[0]] = name
+                trainable = by_label[label].requires_grad
+                source = Source(
+                    kind=SourceKind.PARAMETER, result=name, label=labels[0], aliases=labels[1:], trainable=trainable
+                )
+            elif kind == "USER_INPUT":
+                path = next(paths)
+                if not isinstance(node.meta.get("val"), torch.Tensor):
+                    names[name] = _argument(node.meta.get("val"), {})
+                    continue
+                source = Source(kind=SourceKind.INPUT, result=name, label=path)
+                trainable = False
+            else:
+                target = str(spec.target or name).removeprefix("model.")
+                source_kind = SourceKind.BUFFER if kind == "BUFFER" else SourceKind.CONSTANT
+                source = Source(kind=source_kind, result=name, label=target)
+                trainable = False
+            if not isinstance(node.meta.get("val"), torch.Tensor):
+                raise ModelError(f"input {name} of the traced graph is a {kind}, which is not a tensor")
+            self._add_value(name, node.meta["val"], carries_gradient=trainable)
+            self.sources.append(source)
+            names[name] = Ref(name)
+        return names
+
+    def _add_value(self, name: str, tensor: torch.Tensor, *, carries_gradient: bool) -> None:
+        storage = self.storages.setdefault(tensor.untyped_storage()._cdata, name)
+        self.values[name] = Value(
+            name=name,
+            shape=tuple(int(size) for size in tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            carries_gradient=carries_gradient,
+            storage=storage,
+        )
+
+    def _walk(self, module: Any, names: dict[str, Argument]) -> list[Argument]:
+        """One graph, inlining the graphs of higher-order ops. Returns its outputs."""
+        for node in module.graph.nodes:
+            match node.op:
+                case "placeholder":
+                    continue
+                case "get_attr":
+                    names[node.name] = self._attribute(module, node)
+                case "call_function":
+                    names[node.name] = self._call(module, node, names)
+                case "output":
+                    return [_argument(argument, names) for argument in node.args[0]]
+                case _:
+                    raise ModelError(f"traced graph: unexpected node {node.op} {node.name}")
+        return []
+
+    def _attribute(self, module: Any, node: Any) -> Argument:
+        value = operator.attrgetter(node.target)(module)
+        if isinstance(value, torch.Tensor):
+            name = f"constant_{node.name}"
+            if name not in self.values:
+                self._add_value(name, value, carries_gradient=False)
+                self.sources.append(Source(kind=SourceKind.CONSTANT, result=name, label=node.target))
+            return Ref(name)
+        return f"graph:{node.target}"
+
+    def _call(self, module: Any, node: Any, names: dict[str, Argument]) -> Argument:
+        if node.target is operator.getitem:
+            container = names[node.args[0].name]
+            return container[node.args[1]] if isinstance(container, tuple) else None
+        if node.target is torch._C._set_grad_enabled:
+            self.with_gradient = bool(node.args[0])
+            return None
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return self._higher_order(module, node, names)
+        target = str(node.target)
+        if target in _IGNORED or target.startswith("sym_"):
+            return None
+        match target:
+            case "tpplan.boundary.default":
+                return self._boundary(node, names)
+            case "tpplan.frame.default":
+                return self._frame(node, names)
+            case "tpplan.sibling.default":
+                return self._sibling(node, names)
+        return self._op(node, target, names)
+
+    def _higher_order(self, module: Any, node: Any, names: dict[str, Argument]) -> Argument:
+        """Inlines wrap_with_set_grad_enabled, wrap_with_autocast, checkpoint and the like: the one graph they hold."""
+        graphs = [a for a in node.args if isinstance(a, torch.fx.Node) and str(names[a.name]).startswith("graph:")]
+        if len(graphs) != 1:
+            raise ModelError(f"{node.target} in {_module_of(node)!r} branches over {len(graphs)} graphs: not supported")
+        inner = operator.attrgetter(str(names[graphs[0].name]).removeprefix("graph:"))(module)
+        tensors = [_argument(a, names) for a in node.args[node.args.index(graphs[0]) + 1 :]]
+        placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
+        before = self.with_gradient
+        if str(node.target) == "wrap_with_set_grad_enabled":
+            self.with_gradient = bool(node.args[0])
+        outer_names = {n.name: value for n, value in zip(placeholders, tensors[: len(placeholders)], strict=True)}
+        outputs = self._walk(inner, outer_names)
+        self.with_gradient = before
+        return tuple(outputs)
+
+    def _boundary(self, node: Any, names: dict[str, Argument]) -> Argument:
+        operand = names[node.args[0].name]
+        assert isinstance(operand, Ref)
+        name = self._fresh(node.name)
+        carries = self.values[operand.name].carries_gradient and self.with_gradient
+        self._add_value(name, node.meta["val"], carries_gradient=carries)
+        _, module, direction, path = node.args
+        self.nodes.append(
+            Boundary(
+                name=name,
+                module=module,
+                direction=Direction(direction),
+                path=path,
+                operand=operand.name,
+                result=name,
+            )
+        )
+        return Ref(name)
+
+    def _frame(self, node: Any, names: dict[str, Argument]) -> Argument:
+        """A tensor enters or leaves the forward of a layer that others may be like: it passes, its place is noted."""
+        operand = names[node.args[0].name]
+        assert isinstance(operand, Ref)
+        _, module, side = node.args
+        if side == "enter":
+            frame = self.frames.setdefault(module, _Frame([], len(self.nodes)))
+            frame.inputs.append(operand.name)
+            frame.start = len(self.nodes)
+        else:
+            self.frames[module].outputs.append(operand.name)
+            self.frames[module].end = len(self.nodes)
+        return operand
+
+    def _sibling(self, node: Any, names: dict[str, Argument]) -> Argument:
+        """Copies the nodes of the layer this one is like, under this one's names. Raises NotAlikeError."""
+        inputs, module, like = node.args
+        frame = self.frames[like]
+        images = _Images(self, like, module)
+        for original, given in zip(frame.inputs, inputs, strict=True):
+            operand = names[given.name]
+            assert isinstance(operand, Ref)
+            images.bind(original, operand.name)
+        for original_node in self.nodes[frame.start : frame.end]:
+            self.nodes.append(images.copy(original_node))
+        outputs = []
+        for name, tensor in zip(frame.outputs, node.meta["val"], strict=True):
+            if name not in images.made:
+                raise NotAlikeError(f"{like} returns what it was given")
+            self.storages[tensor.untyped_storage()._cdata] = self.values[images.of(name)].storage
+            outputs.append(Ref(images.of(name)))
+        return tuple(outputs)
+
+    def _op(self, node: Any, target: str, names: dict[str, Argument]) -> Argument:
+        name = self._fresh(node.name)
+        args = tuple(_argument(argument, names) for argument in node.args)
+        kwargs = tuple((key, _argument(value, names)) for key, value in node.kwargs.items())
+        op = Op(name=name, target=target, args=args, kwargs=kwargs, results=(), module=_module_of(node))
+        flows = self.with_gradient and target != "aten.detach.default"
+        carries = flows and any(self.values[operand].carries_gradient for operand in op.operands)
+        result, results = self._results(name, node.meta.get("val"), carries=carries)
+        self.nodes.append(Op(name=name, target=target, args=args, kwargs=kwargs, results=results, module=op.module))
+        return result
+
+    def _results(self, name: str, value: Any, *, carries: bool) -> tuple[Argument, tuple[str, ...]]:
+        items = value if isinstance(value, tuple | list) else (value,)
+        references: list[Argument] = []
+        for position, item in enumerate(items):
+            if not isinstance(item, torch.Tensor):
+                references.append(None)
+                continue
+            label = name if item is value else f"{name}.{position}"
+            floating = str(item.dtype).removeprefix("torch.") in FLOATING_DTYPES
+            self._add_value(label, item, carries_gradient=carries and floating)
+            references.append(Ref(label))
+        results = tuple(reference.name for reference in references if isinstance(reference, Ref))
+        return (tuple(references) if isinstance(value, tuple | list) else references[0]), results
+
+    def _fresh(self, name: str) -> str:
+        """A name not used yet: graphs of higher-order ops number their nodes anew."""
+        candidate, number = name, 1
+        while candidate in self.values:
+            number += 1
+            candidate = f"{name}__{number}"
+        return candidate
+
+
+class _Images:
+    """Names in a layer's frame and their images in a sibling's."""
+
+    def __init__(self, reader: ExportReader, like: str, module: str) -> None:
+        self.reader = reader
+        self.like = like
+        self.module = module
+        self.made: set[str] = set()
+        self._images: dict[str, str] = {}
+        labels = {label: s.result for s in reader.sources for label in (s.label, *s.aliases)}
+        for source in reader.sources:
+            if source.label.startswith(like + "."):
+                self._images[source.result] = labels[module + source.label.removeprefix(like)]
+            else:
+                self._images[source.result] = source.result
+
+    def bind(self, original: str, image: str) -> None:
+        """An input's image; the two must look alike."""
+        first, second = self.reader.values[original], self.reader.values[image]
+        if (first.shape, first.dtype, first.carries_gradient) != (second.shape, second.dtype, second.carries_gradient):
+            raise NotAlikeError(f"{self.module} is given other tensors than {self.like}")
+        if self._images.setdefault(original, image) != image:
+            raise NotAlikeError(f"{self.like} is given one tensor twice, {self.module} two")
+
+    def of(self, name: str) -> str:
+        """The image of a value. Raises NotAlikeError for one that came from elsewhere."""
+        if name not in self._images:
+            raise NotAlikeError(f"{self.like} reads {name}, which is neither an argument nor its own")
+        return self._images[name]
+
+    def copy(self, node: Op | Boundary) -> Op | Boundary:
+        """The image of a node, its results added to the reader's values."""
+        if isinstance(node, Op) and base_target(node.target) != node.target and node.operands[0] not in self.made:
+            raise NotAlikeError(f"{self.like} writes to what it was given")
+        name = self.reader._fresh(f"{node.name}@{self.module}")
+        for i, result in enumerate(node.results):
+            image = name if result == node.name else f"{name}.{i}"
+            self._images[result] = image
+            self.made.add(result)
+            value = self.reader.values[result]
+            self.reader.values[image] = replace(value, name=image, storage=self._storage(value.storage))
+        module = self.module + node.module.removeprefix(self.like)
+        if isinstance(node, Boundary):
+            return replace(node, name=name, module=module, operand=self.of(node.operand), result=name)
+        args, kwargs = self._arguments(node.args), self._arguments(node.kwargs)
+        results = tuple(self.of(result) for result in node.results)
+        return Op(name=name, target=node.target, args=args, kwargs=kwargs, results=results, module=module)
+
+    def _storage(self, storage: str) -> str:
+        image = self.of(storage) if storage in self._images else None
+        if image is None:
+            # A view of an argument's storage: the argument itself may be a view.
+            owners = [k for k in self._images if self.reader.values[k].storage == storage]
+            image = self.of(owners[0]) if owners else storage
+        return self.reader.values[image].storage if image in self.reader.values else image
+
+    def _arguments(self, argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            return Ref(self.of(argument.name))
+        return tuple(map(self._arguments, argument)) if isinstance(argument, tuple) else argument
+
+
+def _module_of(node: Any) -> str:
+    """Name of the innermost module running, LOSS_SCOPE outside the model."""
+    stack = [entry[0] for entry in node.meta.get("nn_module_stack", {}).values()]
+    innermost = stack[-1] if stack else ""
+    if innermost == "model":
+        return ""
+    return innermost.removeprefix("model.") if innermost.startswith("model.") else LOSS_SCOPE
+
+
+def _argument(value: Any, names: Mapping[str, Argument]) -> Argument:
+    """A node argument as data: references, literals, tuples; dtypes, devices and the like by name."""
+    match value:
+        case torch.fx.Node():
+            return names[value.name]
+        case None | bool() | int() | float() | str():
+            return value
+        case list() | tuple():
+            return tuple(_argument(item, names) for item in value)
+        case torch.dtype():
+            return f"dtype:{str(value).removeprefix('torch.')}"
+        case torch.device():
+            return f"device:{value}"
+        case torch.memory_format() | torch.layout():
+            return f"torch:{str(value).removeprefix('torch.')}"
+        case _:
+            raise ModelError(f"traced graph: an argument of type {type(value).__name__} ({value!r}) is not supported")

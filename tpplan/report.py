@@ -1,0 +1,481 @@
+"""A plan for people (`render`) and for programs (`as_data`): the same text after solving and when shown later.
+
+Everything is read off the plan, and nothing off the order of its mappings. The style of a module is said in the
+field's words only where placement, shape and conversions together leave one reading; else the row says which dim is
+sharded. ASCII alone, so that a log, a pull request and a terminal show the same.
+"""
+
+import io
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from tpplan.errors import PlanError
+from tpplan.layout import ROWS, Conversion, Layout, LayoutKind, Step
+from tpplan.mesh import Axis
+from tpplan.plan import (
+    ROOT,
+    BoundaryPlan,
+    CollectivePlan,
+    ParameterPlan,
+    Pass,
+    Plan,
+    Precision,
+    ProofStatus,
+    parse_ranges,
+)
+from tpplan.units import DTYPE_BYTES, GIB, format_bytes, format_seconds
+
+#: columns of a text that no terminal shows
+DEFAULT_WIDTH = 100
+#: from this many columns on, styles are written in full
+_ROOMY = 96
+_INDENT = 2
+_BAR_WIDTH = 20
+
+_PRECISION = {
+    Precision.FP32: "everything as the model was built",
+    Precision.BF16_MIXED: "float32 parameters and optimizer states, bfloat16 compute",
+    Precision.BF16: "bfloat16 throughout",
+}
+_PROOF = {
+    ProofStatus.UNPROVEN: "nothing was checked",
+    ProofStatus.STRUCTURE: "the applied model was retraced; every op's local shapes and literals agree",
+}
+_AXES = {
+    Axis.REPLICATE: "{ranks} replicas split the batch; gradients are all-reduced",
+    Axis.SHARD: "{ranks} ranks split the batch; FSDP shards parameters, gradients and optimizer states",
+    Axis.TP: "{ranks} ranks read the same batch and split the layers",
+}
+#: what a value is on a rank, for the layouts that appear
+_LEGEND = {
+    LayoutKind.REPLICATE: "R whole",
+    LayoutKind.REPLICATE_PARTIAL_GRADIENT: "R* whole, its gradient a summand",
+    LayoutKind.SHARD: "S(d) slice of dim d",
+    LayoutKind.PARTIAL: "P summand",
+    LayoutKind.ROWS: "rows lookup in this rank's rows",
+}
+
+
+def render(plan: Plan, *, width: int = DEFAULT_WIDTH, color: bool = False) -> str:
+    """The report as text of at most `width` columns, with terminal colours when asked. Ends with a newline.
+
+    Raises PlanError for a dtype whose size is unknown.
+    """
+    console = Console(
+        file=io.StringIO(), width=width, force_terminal=color, color_system="auto" if color else None, highlight=False
+    )
+    with console.capture() as capture:
+        console.print(_report(plan, width))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+
+def as_data(plan: Plan) -> dict[str, object]:
+    """The plan's JSON data, and under "derived" what the report computes from it."""
+    num_parameters, num_bytes = _model_size(plan)
+    tokens_per_s = _tokens_per_s(plan)
+    return plan.to_dict() | {
+        "derived": {
+            "hash": plan.hash,
+            "num_parameters": num_parameters,
+            "parameter_bytes": num_bytes,
+            "num_gpus": plan.mesh.num_gpus,
+            "tokens_per_step": _tokens(plan),
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_gpu": tokens_per_s / plan.mesh.num_gpus if tokens_per_s is not None else None,
+        }
+    }
+
+
+def _report(plan: Plan, width: int) -> RenderableType:
+    return Group(
+        *_section("Plan", _facts(_header(plan))),
+        *_section("Layers", *_choice(plan, width)),
+        *_section("Predicted step", *_time(plan)),
+        *_section("Predicted peak memory per GPU", *_memory(plan)),
+        *_section("Collectives of a step on one rank", *_collectives(plan.collectives)),
+        *_section("Why this plan", _facts(_provenance(plan)), last=True),
+    )
+
+
+def _section(title: str, *parts: RenderableType, last: bool = False) -> Iterator[RenderableType]:
+    yield Text(title, style="bold")
+    yield Padding(Group(*parts), (0, 0, 0 if last else 1, _INDENT))
+
+
+def _facts(rows: Iterator[tuple[str, str]]) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for name, text in rows:
+        table.add_row(Text(name), Text(text))
+    return table
+
+
+# What the plan is for
+
+
+def _header(plan: Plan) -> Iterator[tuple[str, str]]:
+    cluster, batch, mesh = plan.cluster, plan.batch, plan.mesh
+    yield "model", _model_line(plan)
+    used = "" if mesh.num_gpus == cluster.gpus else f"{mesh.num_gpus} of "
+    nodes = -(-cluster.gpus // cluster.gpus_per_node)
+    yield "cluster", f"{used}{cluster.gpus} GPUs, {cluster.gpus_per_node} per node, {_plural(nodes, 'node')}"
+    yield "profile", f"{cluster.profile} ({_short_hash(cluster.profile_fingerprint)})"
+    yield "mesh", str(mesh)
+    for axis in Axis:
+        if mesh.size(axis) > 1:
+            yield "", _axis_line(plan, axis)
+    if plan.fsdp.units:
+        yield "fsdp units", _fsdp_line(plan)
+    yield "precision", f"{plan.precision}: {_PRECISION[plan.precision]}"
+    yield "optimizer", plan.optimizer
+    yield (
+        "batch",
+        f"{_plural(batch.global_batch, 'sequence')} of {batch.seq_len} tokens = micro-batch {batch.micro_batch} x "
+        f"{_plural(batch.accumulation_steps, 'accumulation step')} x {_plural(mesh.data_parallel, 'data rank')}",
+    )
+    if plan.outputs:
+        yield (
+            "outputs",
+            ", ".join(f"{path} {layout}" for path, layout in sorted(plan.outputs.items())) + "; others whole",
+        )
+
+
+def _model_line(plan: Plan) -> str:
+    count, num_bytes = _model_size(plan)
+    frozen = sum(prod(p.shape) for p in plan.parameter_plans().values() if not p.trainable)
+    suffix = f", of which {_format_count(frozen)} frozen" if frozen else ""
+    return f"{_format_count(count)} parameters, {format_bytes(num_bytes)}{suffix}"
+
+
+def _axis_line(plan: Plan, axis: Axis) -> str:
+    group = plan.mesh.group(axis, plan.cluster.gpus_per_node)
+    place = "within a node" if group.nodes == 1 else f"across {group.nodes} nodes"
+    return f"{axis}: {_AXES[axis].format(ranks=group.ranks)} ({place})"
+
+
+def _fsdp_line(plan: Plan) -> str:
+    counts = [(unit, sum(1 for _ in plan.expand(unit))) for unit in plan.fsdp.units]
+    names = ", ".join(f"{unit} x{count}" if count > 1 else unit for unit, count in counts)
+    kept = "resharded after forward (ZeRO-3)" if plan.fsdp.reshard_after_forward else "kept until backward (ZeRO-2)"
+    return f"{names}; {kept}" if plan.mesh.shard > 1 else names
+
+
+def _model_size(plan: Plan) -> tuple[int, int]:
+    """Parameters and their bytes, over the whole model; a tied weight counts once."""
+    count = num_bytes = 0
+    for name, parameter in plan.parameter_plans().items():
+        if parameter.dtype not in DTYPE_BYTES:
+            raise PlanError(
+                f"parameters.{name}.dtype: expected one of {', '.join(DTYPE_BYTES)}, got {parameter.dtype!r}"
+            )
+        count += prod(parameter.shape)
+        num_bytes += prod(parameter.shape) * DTYPE_BYTES[parameter.dtype]
+    return count, num_bytes
+
+
+# The choice, module by module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """A module, or the like modules of a repeated block: its own parameters and the tensors that cross its border."""
+
+    key: str
+    count: int
+    is_exception: bool
+    parameters: Mapping[str, ParameterPlan]
+    boundary: BoundaryPlan
+    tied_to: str | None
+
+    @property
+    def main(self) -> ParameterPlan | None:
+        """The parameter with the most elements."""
+        return max(self.parameters.values(), key=lambda p: prod(p.shape), default=None)
+
+    @property
+    def style(self) -> str:
+        """In the field's words, as far as the plan says it."""
+        if self.main is None:
+            return f"tied to {self.tied_to}" if self.tied_to else ""
+        if self.main.placement.kind is not LayoutKind.SHARD:
+            return "replicated"
+        if any(conversion.target == ROWS for conversion in self.boundary.inputs.values()):
+            return "vocabulary parallel"
+        matrices = [name for name, parameter in self.parameters.items() if len(parameter.shape) > 1]
+        if len(matrices) == 1 and len(self.main.shape) == 2:
+            if any(c.source.kind is LayoutKind.PARTIAL for c in self.boundary.outputs.values()):
+                return "row parallel"  # only a split contraction gives summands
+            if self.main.placement.dim == 0:
+                return "column parallel"
+        return f"sharded dim {self.main.placement.dim}"
+
+    @property
+    def weight(self) -> str:
+        """Placements; what agrees with the largest parameter's is not repeated."""
+        if self.main is None:
+            return ""
+        texts = {name: _placement(parameter) for name, parameter in sorted(self.parameters.items())}
+        main = _placement(self.main)
+        return ", ".join((main, *(f"{name} {text}" for name, text in texts.items() if text != main)))
+
+    @property
+    def conversions(self) -> Iterator[tuple[str, Conversion]]:
+        """What crosses, inputs first: ("in x", conversion)."""
+        for direction, table in (("in", self.boundary.inputs), ("out", self.boundary.outputs)):
+            for path, conversion in sorted(table.items()):
+                name = path.removeprefix("output").removeprefix(".") if direction == "out" else path
+                yield f"{direction} {name}".rstrip(), conversion
+
+
+def _choice(plan: Plan, width: int) -> Iterator[RenderableType]:
+    rows = _rows(plan)
+    if not any(True for row in rows for _ in row.conversions) and plan.mesh.tp == 1:
+        yield Text("tp 1: every module computes whole, with whole weights; nothing is converted.")
+        return
+    yield _choice_table(plan, rows, width - _INDENT)
+    shown = {layout.kind for row in rows for layout in _layouts(row)}
+    yield Text("; ".join(_LEGEND[kind] for kind in LayoutKind if kind in shown) + ".", style="dim")
+    yield Text("The backward half of a conversion is taken where the value carries a gradient.", style="dim")
+
+
+def _choice_table(plan: Plan, rows: list[_Row], width: int) -> Table:
+    is_roomy = width >= _ROOMY
+    lines = list(_lines(plan, rows, is_roomy=is_roomy))
+    longest = max((len(label) for label, *_ in lines), default=0)
+    table = Table(box=None, padding=(0, 2 if is_roomy else 1, 0, 0), pad_edge=False, header_style="underline")
+    table.add_column("module", width=min(longest, width // 2), overflow="fold")
+    for title in ("style", "weight", "conversion", "forward / backward"):
+        table.add_column(title)
+    for line in lines:
+        table.add_row(*map(Text, line))
+    return table
+
+
+def _lines(plan: Plan, rows: list[_Row], *, is_roomy: bool) -> Iterator[tuple[str, str, str, str, str]]:
+    """A line for each conversion, its module on the first; members of a block stand below its pattern."""
+    heading = None
+    for row in rows:
+        pattern = _generic(plan, row.key)[0]
+        if pattern is not None and pattern != heading and row.key != pattern:
+            yield f"{pattern} x{_num_members(plan, pattern)}", "", "", "", ""
+        heading = pattern
+        style = row.style if is_roomy else row.style.removesuffix(" parallel")
+        cells = _label(plan, row, pattern), style, row.weight
+        conversions = [
+            (f"{name}: {conversion}", f"{_steps(conversion.forward)} / {_steps(conversion.backward)}")
+            for name, conversion in row.conversions
+        ]
+        for conversion, steps in conversions or [("none", "") if row.is_exception else ("", "")]:
+            yield *cells, conversion, steps
+            cells = "", "", ""
+
+
+def _label(plan: Plan, row: _Row, pattern: str | None) -> str:
+    """Members of a block are indented; exceptions keep their name in full, and what they leave says how many."""
+    if pattern is None:
+        return row.key or ROOT
+    if row.key == pattern:
+        return f"{pattern} x{row.count}"
+    if row.is_exception:
+        return f"  {row.key}"
+    count = f" x{row.count}" if row.count != _num_members(plan, pattern) else ""
+    return f"  {row.key.removeprefix(pattern + '.')}{count}"
+
+
+def _rows(plan: Plan) -> list[_Row]:
+    """A row per key that owns parameters, converts, or reads a tied weight under a name of its own."""
+    owned = _by_module(plan.parameters)
+    owned_by_members = _by_module(plan.parameter_plans())
+    boundaries_of_members = plan.boundary_plans()
+    tied = {_module(alias): name for name, parameter in plan.parameters.items() for alias in parameter.aliases}
+    keys = {*owned, *plan.boundaries, *tied}
+    exceptions = {key for key in keys if _generic(plan, key)[1] not in (None, key)}
+    replaced: dict[str, int] = defaultdict(int)
+    for key in exceptions:
+        replaced[_generic(plan, key)[1] or key] += 1
+    none = BoundaryPlan(inputs={}, outputs={})
+    rows = [
+        _Row(
+            key=key,
+            count=_num_members(plan, key) - replaced[key],
+            is_exception=key in exceptions,
+            parameters=(owned if "*" in key else owned_by_members).get(key, {}),
+            boundary=(plan.boundaries if "*" in key else boundaries_of_members).get(key, none),
+            tied_to=tied.get(key),
+        )
+        for key in keys
+    ]
+    return sorted((row for row in rows if row.count), key=lambda row: _reading_order(plan, row))
+
+
+def _by_module(parameters: Mapping[str, ParameterPlan]) -> dict[str, dict[str, ParameterPlan]]:
+    found: dict[str, dict[str, ParameterPlan]] = defaultdict(dict)
+    for name, parameter in parameters.items():
+        found[_module(name)][name.rpartition(".")[2]] = parameter
+    return found
+
+
+def _generic(plan: Plan, key: str) -> tuple[str | None, str | None]:
+    """The block pattern that a key belongs to, and the key with its index written `*`; None outside of blocks."""
+    for pattern, ranges in plan.blocks.items():
+        prefix = pattern.removesuffix("*")
+        index, _, rest = key.removeprefix(prefix).partition(".")
+        if key.startswith(prefix) and (index == "*" or (index.isdecimal() and int(index) in parse_ranges(ranges))):
+            return pattern, f"{pattern}.{rest}" if rest else pattern
+    return None, None
+
+
+def _reading_order(plan: Plan, row: _Row) -> tuple[object, ...]:
+    """By name, numbers by value; an exception below the pattern it departs from."""
+    generic = _generic(plan, row.key)[1] or row.key
+    return _natural(generic), row.is_exception, _natural(row.key)
+
+
+def _natural(name: str) -> tuple[tuple[int, str], ...]:
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)|\.", name) if part)
+
+
+def _num_members(plan: Plan, key: str) -> int:
+    return sum(1 for _ in plan.expand(key))
+
+
+def _module(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _placement(parameter: ParameterPlan) -> str:
+    reads = sorted({str(read) for read in parameter.reads.values() if read != parameter.placement})
+    return f"{parameter.placement} as {' and '.join(reads)}" if reads else str(parameter.placement)
+
+
+def _layouts(row: _Row) -> Iterator[Layout]:
+    for parameter in row.parameters.values():
+        yield parameter.placement
+        yield from parameter.reads.values()
+    for _, conversion in row.conversions:
+        yield from (conversion.source, conversion.target)
+
+
+def _steps(steps: tuple[Step, ...]) -> str:
+    return " + ".join(step.replace("_", "-") for step in steps) or "none"
+
+
+# What it costs
+
+
+def _time(plan: Plan) -> Iterator[RenderableType]:
+    predicted, batch = plan.predicted, plan.batch
+    step = f"{format_seconds(predicted.step_time_s)} +/- {format_seconds(predicted.step_time_error_s)}"
+    tokens_per_s = _tokens_per_s(plan)
+    if tokens_per_s is not None:
+        step += (
+            f", {_format_count(tokens_per_s)} tokens/s, {_format_count(tokens_per_s / plan.mesh.num_gpus)} per GPU "
+            f"({_plural(batch.global_batch, 'sequence')} x {batch.seq_len} tokens a step)"
+        )
+    yield Text(step)
+    if predicted.is_extrapolated:
+        yield Text("Some sizes lie beyond what the profile measured: their times are extrapolated.", style="yellow")
+    yield _parts(predicted.time_s, predicted.step_time_s, "share", format_seconds)
+
+
+def _memory(plan: Plan) -> Iterator[RenderableType]:
+    predicted = plan.predicted
+    limit = predicted.memory_limit_bytes
+    share = predicted.peak_memory_bytes / limit if limit else 0.0
+    yield Text(
+        f"{_gib(predicted.peak_memory_bytes)} of {_gib(limit)}: {share:.1%}, "
+        f"{_gib(limit - predicted.peak_memory_bytes)} free"
+    )
+    yield _parts(predicted.memory_bytes, limit, "of limit", _gib)
+
+
+def _parts(parts: Mapping[str, float], whole: float, share_title: str, text_of: Callable[[float], str]) -> Table:
+    """The parts of a whole, largest first, with a bar each."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    for justify in ("left", "right", "right", "left"):
+        table.add_column(justify=justify)
+    for name, amount in sorted(parts.items(), key=lambda item: (-item[1], item[0])):
+        share = amount / whole if whole else 0.0
+        suffix = f"{share:.1%} {share_title}" if share_title != "share" else f"{share:.1%}"
+        table.add_row(Text(name), text_of(amount), suffix, Text(_bar(share), style="cyan"))
+    return table
+
+
+def _bar(share: float) -> str:
+    """20 marks are all of it; what is not nothing has one."""
+    return "#" * min(_BAR_WIDTH, max(round(share * _BAR_WIDTH), int(share > 0)))
+
+
+def _collectives(collectives: tuple[CollectivePlan, ...]) -> Iterator[RenderableType]:
+    if not collectives:
+        yield Text("none")
+        return
+    totals: dict[tuple[int, int, str], tuple[int, int]] = {}
+    axes, passes = list(Axis), list(Pass)
+    for entry in collectives:
+        key = (axes.index(entry.axis), passes.index(entry.during), entry.kind)
+        count, num_bytes = totals.get(key, (0, 0))
+        totals[key] = (count + entry.count, num_bytes + entry.count * entry.num_bytes)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="underline")
+    for title, justify in (("axis", "left"), ("during", "left"), ("collective", "left"), ("count", "right")):
+        table.add_column(title, justify=justify)  # type: ignore[arg-type]  # a literal of the tuple
+    table.add_column("bytes of the whole values", justify="right")
+    for (axis, during, kind), (count, num_bytes) in sorted(totals.items()):
+        table.add_row(axes[axis], passes[during], kind.replace("_", "-"), str(count), format_bytes(num_bytes))
+    yield table
+
+
+# How it was found
+
+
+def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
+    solver, proof = plan.solver, plan.proof
+    yield (
+        "solver",
+        f"{solver.name}: {solver.status}, {format_seconds(solver.objective_s)}, bound {format_seconds(solver.bound_s)}, "
+        f"gap {solver.gap:.2%}, {_plural(solver.meshes_tried, 'mesh', 'meshes')} tried",
+    )
+    yield "proof", f"{proof.status}: {_PROOF[proof.status]}; {_plural(proof.rounds, 'round')} of solving"
+    for cut in proof.cuts:
+        yield "", f"forbidden on the way: {cut}"
+    if plan.unruled_ops:
+        yield "no rule for", ", ".join(plan.unruled_ops) + ": these run on whole values"
+    yield "versions", f"tpplan {plan.tpplan_version}, torch {plan.torch_version}"
+
+
+def _tokens(plan: Plan) -> int:
+    return plan.batch.global_batch * plan.batch.seq_len
+
+
+def _tokens_per_s(plan: Plan) -> float | None:
+    """None where the predicted time is 0."""
+    return _tokens(plan) / plan.predicted.step_time_s if plan.predicted.step_time_s else None
+
+
+def _format_count(count: float) -> str:
+    """Decimal units with three significant digits: 8.03 B, 12.7 M, 812."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count / size < 1000 else f"{count / size:.0f} {unit}"
+    return f"{count:.3g}" if count < 100 else f"{count:.0f}"
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+def _plural(count: int, noun: str, plural: str | None = None) -> str:
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
+def _short_hash(fingerprint: str) -> str:
+    return fingerprint.removeprefix("sha256:")[:12]

@@ -1,0 +1,166 @@
+"""Like layers are traced once: in the export, a sibling that must give the same graph is one opaque op.
+
+Two modules are alike when they run the same code on the same data: equal class, equal attributes all the way down,
+parameters and buffers equal in shape, dtype and requires_grad, no hooks. A layer that knows its own index differs from
+its sibling, and is traced. A sibling stands for the first one it is like only where it is also called alike: tensors of
+the same shape, stride and dtype, other arguments equal.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+#: what a tracing hook does inside a module, by its name; equal keys, equal doings
+HookKey = Callable[[str], object]
+
+_LIBRARY = torch.library.Library("tpplan", "FRAGMENT")
+_LIBRARY.define("frame(Tensor(a) x, str module, str side) -> Tensor(a)")
+_LIBRARY.impl("frame", lambda x, module, side: x.view_as(x), "CompositeImplicitAutograd")
+_LIBRARY.define("sibling(Tensor[] inputs, str module, str like) -> Tensor[]")
+
+
+def _implementation(inputs: list[torch.Tensor], module: str, like: str) -> list[torch.Tensor]:
+    """Empty tensors like the outputs of the traced layer, which the running trace remembers."""
+    del inputs, module
+    return [o.new_empty_strided(o.shape, o.stride()) for o in _RUNNING[-1][like]]
+
+
+_LIBRARY.impl("sibling", _implementation, "CompositeExplicitAutograd")
+
+#: outputs of traced layers by name, one table for each trace that is running
+_RUNNING: list[dict[str, list[torch.Tensor]]] = []
+
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
+_HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+
+
+@contextlib.contextmanager
+def standing_in(model: nn.Module, hook_key: HookKey | None = None) -> Iterator[None]:
+    """While it lasts, layers that are alike run once in a trace; the others of their kind give the opaque op."""
+    outputs: dict[str, list[torch.Tensor]] = {}
+    wrapped: list[nn.Module] = []
+    _RUNNING.append(outputs)
+    try:
+        for group in alike_layers(model):
+            traced: dict[object, str] = {}
+            specs: dict[str, Any] = {}
+            for name, layer in group:
+                key = hook_key(name) if hook_key is not None else None
+                layer.forward = _once(layer, name, key, traced, specs, outputs)
+                wrapped.append(layer)
+        yield
+    finally:
+        _RUNNING.pop()
+        for layer in wrapped:
+            del layer.forward
+
+
+def _once(
+    layer: nn.Module,
+    name: str,
+    key: object,
+    traced: dict[object, str],
+    specs: dict[str, Any],
+    outputs: dict[str, list[torch.Tensor]],
+) -> Callable[..., Any]:
+    """A forward that runs the layer the first time a kind of call is seen, and stands in for it afterwards."""
+    forward = type(layer).forward
+    own_signature = inspect.signature(layer.forward)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        call = (key, spec, *(_signature(leaf) for leaf in leaves))
+        if not tensors or name in outputs or not _is_hashable(call):
+            return forward(layer, *args, **kwargs)
+        like = traced.setdefault(call, name)
+        if like != name:
+            return pytree.tree_unflatten(list(torch.ops.tpplan.sibling(tensors, name, like)), specs[like])
+        entered = [
+            torch.ops.tpplan.frame(leaf, name, "enter") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        ]
+        args, kwargs = pytree.tree_unflatten(entered, spec)
+        found, specs[name] = pytree.tree_flatten(forward(layer, *args, **kwargs))
+        if not found or not all(isinstance(leaf, torch.Tensor) for leaf in found):
+            del traced[call]
+            return pytree.tree_unflatten(found, specs[name])
+        outputs[name] = found
+        left = [torch.ops.tpplan.frame(leaf, name, "leave") for leaf in found]
+        return pytree.tree_unflatten(left, specs[name])
+
+    run.__signature__ = own_signature  # type: ignore[attr-defined]
+    return run
+
+
+def alike_layers(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
+    """Groups of two or more like siblings, outermost ones only. Layers with tied parameters are in none."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    unique = {name for name, _ in model.named_parameters()}
+    tied = {id(model.get_parameter(name)) for name in names if name not in unique}
+    groups: list[list[tuple[str, nn.Module]]] = []
+    inside: set[int] = set()
+    for prefix, container in model.named_modules():
+        if id(container) in inside:
+            continue
+        kinds: list[list[tuple[str, nn.Module]]] = []
+        for child_name, child in container.named_children():
+            if not child_name.isdecimal() or any(id(p) in tied for p in child.parameters()):
+                continue
+            name = f"{prefix}.{child_name}" if prefix else child_name
+            kind = next((kind for kind in kinds if are_alike(kind[0][1], child)), None)
+            if kind is None:
+                kinds.append([(name, child)])
+            else:
+                kind.append((name, child))
+        for kind in kinds:
+            if len(kind) > 1:
+                groups.append(kind)
+                inside |= {id(module) for _, layer in kind for module in layer.modules()}
+    return groups
+
+
+def are_alike(first: Any, second: Any) -> bool:
+    """True where tracing one must give what tracing the other gives. In doubt, False."""
+    if first is second:
+        return True
+    if type(first) is not type(second):
+        return False
+    match first:
+        case nn.Module():
+            return _modules_alike(first, second)
+        case torch.Tensor():
+            return first.device.type == "meta" == second.device.type and _signature(first) == _signature(second)
+        case dict():
+            return list(first) == list(second) and all(are_alike(first[key], second[key]) for key in first)
+        case list() | tuple():
+            return len(first) == len(second) and all(map(are_alike, first, second))
+        case set() | frozenset():
+            return first == second
+        case _:
+            return isinstance(first, _PLAIN) and bool(first == second)
+
+
+def _modules_alike(first: nn.Module, second: nn.Module) -> bool:
+    ours, theirs = vars(first), vars(second)
+    if any(module.get(name) for module in (ours, theirs) for name in _HOOKS) or "forward" in ours:
+        return False
+    return list(ours) == list(theirs) and all(are_alike(ours[name], theirs[name]) for name in ours if name not in _HOOKS)
+
+
+def _signature(leaf: Any) -> object:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
+    return leaf
+
+
+def _is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

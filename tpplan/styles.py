@@ -1,0 +1,226 @@
+"""A plan as parallel styles: what `parallelize_module` takes, and what apply_plan itself goes through.
+
+    parallelize_module(model, mesh["tp"], tpplan.styles(plan))
+
+A style distributes the parameters its module owns and swaps the module's class (tpplan.localize). Styles of one call
+share the tensor-parallel axis, the stack of running forwards, the reducer, and which parameters are tied.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from tpplan.errors import PlanError, PlanMismatchError
+from tpplan.graph import within
+from tpplan.layout import ROWS, LayoutKind, S
+from tpplan.localize import SITE, Crossing, Site, TensorParallel, argument_positions, swap_class
+from tpplan.plan import ROOT, BoundaryPlan, ParameterPlan, Plan
+from tpplan.read import ParameterReads, placement_of, plan_reads
+from tpplan.reduce import Slot
+
+_NO_CONVERSIONS = BoundaryPlan(inputs={}, outputs={})
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Application:
+    """What the styles of one plan share while they are applied."""
+
+    plan: Plan
+    on_mesh: TensorParallel | None = None
+    #: what each parameter became, with the original, whose id must not be given to another
+    distributed: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
+    reads: dict[str, ParameterReads] = field(default_factory=dict)
+
+    def tensor_parallel(self, mesh: DeviceMesh) -> TensorParallel:
+        """The shared state. Raises PlanMismatchError for a mesh of another size than the plan's tp."""
+        if self.on_mesh is None:
+            if mesh.ndim != 1 or mesh.size() != self.plan.mesh.tp:
+                raise PlanMismatchError(f"the plan is for tp = {self.plan.mesh.tp}, the mesh given is {mesh}")
+            self.on_mesh = TensorParallel.on(mesh)
+        return self.on_mesh
+
+    def distribute(
+        self, parameter: nn.Parameter, name: str, plan: ParameterPlan, mesh: DeviceMesh, src_data_rank: int | None
+    ) -> nn.Parameter:
+        """The parameter as a DTensor with its values from src_data_rank; the same object for the same parameter."""
+        if id(parameter) in self.distributed:
+            return self.distributed[id(parameter)][1]
+        dim = plan.placement.dim
+        if dim is not None and (dim >= parameter.dim() or parameter.shape[dim] % mesh.size()):
+            raise PlanMismatchError(
+                f"parameters.{name}: shape {list(parameter.shape)} cannot be {plan.placement} on tp = {mesh.size()}"
+            )
+        placement = placement_of(plan.placement, where=f"parameters.{name}.placement")
+        distributed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=src_data_rank)
+        if src_data_rank is None and dim is not None:
+            distributed = distributed.clone()  # a chunk would keep the whole alive
+        result = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
+        result.__dict__.update(parameter.__dict__)
+        self.distributed[id(parameter)] = (parameter, result)
+        return result
+
+    def reads_of(self, name: str, plan: ParameterPlan, slot: Slot, shared: TensorParallel) -> ParameterReads:
+        """How a parameter is read; tied names have one entry, and one slot in the reducer."""
+        if name not in self.reads:
+            self.reads[name] = plan_reads(name, plan.placement, plan.reads, shared.group, shared.reducer, slot)
+        return self.reads[name]
+
+
+@final
+class ModuleStyle(ParallelStyle):
+    """What a plan says of one module."""
+
+    def __init__(
+        self,
+        application: Application,
+        name: str,
+        *,
+        boundary: BoundaryPlan,
+        sharded_outputs: Mapping[str, int],
+        parameters: Mapping[str, tuple[str, ParameterPlan]],
+        num_local_rows: int,
+        hands_rows_on: bool,
+    ) -> None:
+        super().__init__()
+        self.application = application
+        self.name = name
+        self.boundary = boundary
+        self.sharded_outputs = sharded_outputs
+        #: by the attribute's name: the parameter's canonical name and its plan
+        self.parameters = parameters
+        self.num_local_rows = num_local_rows
+        self.hands_rows_on = hands_rows_on
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        shared = self.application.tensor_parallel(device_mesh)
+        known: Site | None = module.__dict__.get(SITE)
+        if known is not None and known.shared is shared:
+            return self._add_name(module, known)
+        reads: dict[str, ParameterReads] = {}
+        for attribute, (name, plan) in self.parameters.items():
+            parameter = module._parameters.get(attribute)
+            if parameter is None:
+                raise PlanMismatchError(f"module {self.name or ROOT} ({type(module).__name__}) has no parameter {attribute!r}")
+            module._parameters[attribute] = self.application.distribute(
+                parameter, name, plan, device_mesh, self.src_data_rank
+            )
+            slot = Slot(module=module, name=attribute)
+            reads[attribute] = self.application.reads_of(name, plan, slot, shared)
+        site = Site(
+            shared=shared,
+            names=(self.name,),
+            arguments=argument_positions(module, self._crossings("input", shared)),
+            outputs=self._crossings("output", shared),
+            sharded_outputs=self.sharded_outputs,
+            reads=reads,
+            hands_rows_on=self.hands_rows_on,
+        )
+        swap_class(module, site)
+        return module
+
+    def _crossings(self, direction: str, shared: TensorParallel) -> dict[str, Crossing]:
+        conversions = self.boundary.inputs if direction == "input" else self.boundary.outputs
+        return {
+            path: Crossing(
+                conversion=conversion,
+                group=shared.group,
+                where=f"module {self.name or ROOT}, {direction} {path}",
+                num_local_rows=self.num_local_rows if conversion.target == ROWS else 0,
+            )
+            for path, conversion in conversions.items()
+            if not conversion.is_identity
+        }
+
+    def _add_name(self, module: nn.Module, site: Site) -> nn.Module:
+        """The same module in a second place: all its calls share one boundary."""
+        inputs = {path: c.conversion for argument in site.arguments for path, c in argument.crossings.items()}
+        outputs = {path: crossing.conversion for path, crossing in site.outputs.items()}
+        if inputs != dict(self.boundary.inputs) or outputs != dict(self.boundary.outputs):
+            raise PlanError(f"modules {site.name} and {self.name} are one module, and the plan converts differently")
+        site.names = (*site.names, self.name)
+        return module
+
+
+def styles(plan: Plan) -> dict[str, ParallelStyle]:
+    """A style for each module that owns parameters, reads those of others, or has conversions; none for tp = 1."""
+    if plan.mesh.tp == 1:
+        return {}
+    application = Application(plan)
+    parameters = plan.parameter_plans()
+    boundaries = {"" if name == ROOT else name: boundary for name, boundary in plan.boundary_plans().items()}
+    sharded_outputs = _sharded_outputs(plan)
+    owned: dict[str, dict[str, tuple[str, ParameterPlan]]] = {}
+    readers: set[str] = set()
+    for canonical, parameter in parameters.items():
+        for label in (canonical, *parameter.aliases):
+            owner, _, attribute = label.rpartition(".")
+            owned.setdefault(owner, {})[attribute] = (canonical, parameter)
+        readers.update(parameter.reads)
+    names = {*owned, *boundaries, *(reader for reader in readers if not reader.startswith("<"))}
+    if sharded_outputs:
+        names.add("")
+    return {
+        name: ModuleStyle(
+            application,
+            name,
+            boundary=boundaries.get(name, _NO_CONVERSIONS),
+            sharded_outputs=sharded_outputs if name == "" else {},
+            parameters=owned.get(name, {}),
+            num_local_rows=_num_local_rows(name, boundaries.get(name, _NO_CONVERSIONS), plan),
+            hands_rows_on=_hands_rows_on(name, boundaries),
+        )
+        for name in sorted(names)
+    }
+
+
+def _sharded_outputs(plan: Plan) -> dict[str, int]:
+    """Dims of the outputs that stay sharded. Raises PlanError for an output that no one outside could read."""
+    dims: dict[str, int] = {}
+    for path, layout in plan.outputs.items():
+        match layout.kind:
+            case LayoutKind.REPLICATE:
+                continue
+            case LayoutKind.SHARD:
+                assert layout.dim is not None
+                dims[path] = layout.dim
+            case _:
+                raise PlanError(f"outputs.{path}: expected R or S(dim), got {layout}")
+    return dims
+
+
+def _num_local_rows(name: str, boundary: BoundaryPlan, plan: Plan) -> int:
+    """Rows on a rank of the one weight that is looked up inside the module. 0 where no ids become local rows."""
+    if not any(conversion.target == ROWS for conversion in boundary.inputs.values()):
+        return 0
+    rows = {
+        parameter.shape[0] // plan.mesh.tp
+        for parameter in plan.parameter_plans().values()
+        if any(layout == S(0) and within(reader, name) for reader, layout in parameter.reads.items())
+    }
+    if len(rows) != 1:
+        raise PlanError(f"boundaries.{name or ROOT}.inputs: ids become local rows of one weight, and {len(rows)} fit")
+    return rows.pop()
+
+
+def _hands_rows_on(name: str, boundaries: Mapping[str, BoundaryPlan]) -> bool:
+    """True when ids enter as rows here, and what is looked up leaves only a module around this one."""
+    enters = name in boundaries and any(conversion.target == ROWS for conversion in boundaries[name].inputs.values())
+    leaves = any(
+        conversion.source == ROWS
+        for other, boundary in boundaries.items()
+        if within(other, name)
+        for conversion in boundary.outputs.values()
+    )
+    return enters and not leaves
+
+
+def local_parameters(model: nn.Module) -> list[torch.Tensor]:
+    """Each parameter's local tensor once."""
+    return [getattr(parameter, "_local_tensor", parameter).detach() for parameter in model.parameters()]
