@@ -23,9 +23,19 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from tpplan.errors import ProfileError
+from tpplan.fit import (
+    beyond_error,
+    digits,
+    group_extrapolation,
+    interpolation_error,
+    isotonic_grid,
+    isotonic_median,
+    leave_one_group_out,
+    neighbour_errors,
+    rms,
+)
 from tpplan.profile import Collective, HardwareProfile
-from tpplan.profile_tables import CollectiveTable
+from tpplan.strict import encode
 
 OUTPUT = Path(__file__).resolve().parent.parent / "profiles" / "h100-sxm.json"
 JsonObject = dict[str, object]
@@ -50,8 +60,6 @@ LATENCY_VISIBLE_BYTES = 1024**2
 LATENCY_FITTED_BYTES = 1024**3
 #: messages whose time is bandwidth
 LARGE_BYTES = 16 * 1024**2
-#: no two runs of one benchmark agree better
-LEAST_RELATIVE_ERROR = 0.01
 
 CITED_SOURCES: list[JsonObject] = [
     {
@@ -82,35 +90,6 @@ FA2_FORWARD_TFLOPS = {
     "256 causal": (251, 278, 293, 297),
 }
 FA2_BACKWARD_TFLOPS = {"64": (238, 264, 279, 287), "128": (260, 291, 310, 318)}
-
-
-def isotonic_median(values: Array) -> Array:
-    """Non-decreasing sequence of least absolute log deviation: pool adjacent violators, each pool at its median."""
-    pools: list[list[float]] = []
-    for value in np.log(values):
-        pools.append([float(value)])
-        while len(pools) > 1 and np.median(pools[-2]) > np.median(pools[-1]):
-            pools[-2:] = [pools[-2] + pools[-1]]
-    return np.asarray(np.exp(np.concatenate([np.full(len(pool), np.median(pool)) for pool in pools])))
-
-
-def isotonic_grid(times: Array) -> Array:
-    """Table of least largest log deviation that decreases along no axis: midway between its two monotone envelopes."""
-    upper = lower = np.log(times)
-    for axis in range(times.ndim):
-        upper = np.maximum.accumulate(upper, axis=axis)
-        lower = np.flip(np.minimum.accumulate(np.flip(lower, axis), axis=axis), axis)
-    return np.asarray(np.exp((upper + lower) / 2))
-
-
-def rms(values: Array) -> float:
-    """Root mean square."""
-    return float(np.sqrt(np.mean(np.square(values))))
-
-
-def digits(value: float, count: int) -> float:
-    """Rounded to significant digits; order is kept, so monotone tables stay monotone."""
-    return float(f"{value:.{count - 1}e}")
 
 
 # --- collectives ---------------------------------------------------------------------------------------------------
@@ -164,14 +143,6 @@ def lone_source_error(rows: pd.DataFrame, kind: Collective) -> float:
     return float(np.median(np.abs(np.log(ratio.to_numpy()))))
 
 
-def residuals(rows: pd.DataFrame, sizes: Array, times: Array) -> list[float]:
-    """Relative error beside each size: RMS over the rows of it and of its two neighbours."""
-    deviation = np.log(rows.time_s.to_numpy() / times[np.searchsorted(sizes, rows.n.to_numpy())])
-    position = np.searchsorted(sizes, rows.n.to_numpy())
-    near = [deviation[np.abs(position - i) <= 1] for i in range(len(sizes))]
-    return [digits(max(LEAST_RELATIVE_ERROR, rms(values)), 2) for values in near]
-
-
 def affine_latency(sizes: Array, times: Array) -> float:
     """L of T = L + n/B, least squares of the relative error, between 0 and the shortest time measured."""
     design = np.stack([np.ones_like(times), sizes], axis=1) / times[:, None]
@@ -212,7 +183,7 @@ def collective_tables(rows: pd.DataFrame) -> list[JsonObject]:
         sizes, times = measured[key]
         seconds, how = latency[key]
         cited = sorted(group.source_id.unique().tolist())
-        errors = residuals(group, sizes, times)
+        errors = neighbour_errors(sizes, times, group.n.to_numpy(), group.time_s.to_numpy())
         if cited == [LONE_SOURCE]:
             # It scatters little around itself, and lies up to a fifth above what others measured.
             bias = lone_source_error(rows, key[0])
@@ -231,37 +202,6 @@ def collective_tables(rows: pd.DataFrame) -> list[JsonObject]:
     return tables
 
 
-def leave_one_group_out(content: JsonObject) -> Iterator[tuple[CollectiveTable, Array]]:
-    """For every measured group, ln(predicted / measured) over its sizes, predicted from the other groups."""
-    whole = HardwareProfile.from_dict(content, "candidate")
-    for left_out in whole.collectives:
-        entries = zip(as_list(content["collectives"]), whole.collectives, strict=True)
-        others = [entry for entry, table in entries if table != left_out]
-        rest = HardwareProfile.from_dict(content | {"collectives": others}, "candidate")
-        try:
-            predicted = [rest.collective(left_out.kind, left_out.group, n).seconds for n in left_out.bytes]
-        except ProfileError:
-            continue  # the only group of its kind: nothing predicts it
-        yield left_out, np.log(np.array(predicted) / np.array(left_out.time_s))
-
-
-def as_list(value: object) -> list[object]:
-    """A JSON array."""
-    assert isinstance(value, list)
-    return value
-
-
-def group_extrapolation(content: JsonObject) -> JsonObject:
-    """RMS of the leave-one-group-out errors, inside a node and across nodes."""
-    errors = list(leave_one_group_out(content))
-    inside = np.concatenate([error for table, error in errors if table.group.nodes == 1])
-    across = np.concatenate([error for table, error in errors if table.group.nodes > 1])
-    return {
-        "in_node_relative_error": digits(rms(inside), 2),
-        "across_nodes_relative_error": digits(rms(across), 2),
-    }
-
-
 # --- matmuls and attention -----------------------------------------------------------------------------------------
 
 
@@ -276,41 +216,18 @@ def matmul_grid(folder: Path, dtype: str) -> tuple[list[list[int]], Array]:
     return axes, times.reshape([len(axis) for axis in axes])
 
 
-def interpolation_error(times: Array) -> float:
-    """RMS log error of a plane m, n or k of the table, predicted as the geometric mean of its two neighbours.
-
-    The neighbours are 4 x apart, twice as far in logarithms as the table's own points: what is asked lies nearer.
-    """
-    logs = np.log(times)
-    errors = []
-    for axis in (1, 2, 3):
-        along = np.moveaxis(logs, axis, 0)
-        errors.append(((along[:-2] + along[2:]) / 2 - along[1:-1]).ravel())
-    return rms(np.concatenate(errors))
-
-
-def beyond_error(times: Array, launch_s: float) -> float:
-    """RMS log error of the last plane of m, n or k, predicted from the one before it, as matmul() does beyond."""
-    errors = []
-    for axis in (1, 2, 3):
-        along = np.moveaxis(times, axis, 0)
-        fixed = np.minimum(launch_s, along[-2])
-        errors.append(np.log((fixed + (along[-2] - fixed) * 2) / along[-1]).ravel())
-    return rms(np.concatenate(errors))
-
-
 def matmul_table(folder: Path, csv_dtype: str, dtype: str, launch_s: float, inferred: str | None) -> JsonObject:
     """One dtype's table; inferred says why the dtype is not what was measured, and widens the residual."""
     axes, measured = matmul_grid(folder, csv_dtype)
     times = isotonic_grid(measured)
     smoothed = rms(np.log(measured / times))
-    interpolated = interpolation_error(times)
+    interpolated = interpolation_error(axes, times)
     widening = 0.1 if inferred else 0.0
     table: JsonObject = dict(zip(("batch", "m", "n", "k"), axes, strict=True)) | {
         "dtype": dtype,
         "time_s": [digits(time, 4) for time in times.ravel()],
         "relative_error": digits(math.hypot(smoothed, interpolated, widening), 2),
-        "extrapolation_relative_error": digits(beyond_error(times, launch_s), 2),
+        "extrapolation_relative_error": digits(beyond_error(axes, times, launch_s), 2),
         "sources": [MATMUL_SOURCE],
     }
     return table | ({"inferred": inferred} if inferred else {})
@@ -433,7 +350,8 @@ def build(folder: Path) -> JsonObject:
         "group_extrapolation": {"in_node_relative_error": 0.0, "across_nodes_relative_error": 0.0},
         "collectives": collective_tables(read_collectives(folder)),
     }
-    return content | {"group_extrapolation": group_extrapolation(content)}
+    residual = group_extrapolation(HardwareProfile.from_dict(content, "candidate"))
+    return content | {"group_extrapolation": encode(residual)}
 
 
 def render(content: JsonObject) -> str:
@@ -472,7 +390,7 @@ def report(folder: Path, content: JsonObject) -> None:
     for kind in Collective:
         print(f"  {LONE_SOURCE} against the others, large {kind}: {lone_source_error(rows, kind):.1%}")
     print("leave one group out: ln(predicted / measured), RMS, median, below and from 256 MiB")
-    for table, error in leave_one_group_out(content):
+    for table, error in leave_one_group_out(profile):
         large = np.array(table.bytes) >= 256 * 1024**2
         small_rms = f"{rms(error[~large]):6.2f}" if (~large).any() else "      "
         print(

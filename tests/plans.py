@@ -48,7 +48,9 @@ def handmade_plan(
         schema_version=1,
         tpplan_version="0.1.0",
         torch_version=torch.__version__,
-        cluster=ClusterPlan(gpus=mesh.num_gpus, gpus_per_node=mesh.num_gpus, profile="none", profile_fingerprint="none"),
+        cluster=ClusterPlan(
+            gpus=mesh.num_gpus, gpus_per_node=mesh.num_gpus, profile="none", profile_fingerprint="none"
+        ),
         mesh_degrees=MeshPlan(replicate=mesh.replicate, shard=mesh.shard, tp=mesh.tp),
         batch=BatchPlan(global_batch=mesh.data_parallel, micro_batch=1, accumulation_steps=1, seq_len=1),
         precision=precision,

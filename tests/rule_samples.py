@@ -243,6 +243,9 @@ def _products() -> list[Sample]:
         _named("aten.einsum.default", "ii->i", [x(6, 6)]),
         _named("aten.einsum.default", "ij,jk", [x(6, 4), x(4, 6)]),
         _named("aten.einsum.default", "...k,kn->...n", [x(2, 6, 4), x(4, 6)]),
+        _named("aten.einsum.default", "...ik,...kj", [x(6, 2, 4), x(4, 6)]),
+        _named("aten.einsum.default", "b...k,nk->b...n", [x(2, 6, 4), x(6, 4)]),
+        _named("aten.einsum.default", "ij,ij", [x(6, 4), x(6, 4)]),
         _named("aten.einsum.default", "bk,k->b", [x(6, 1), x(6)]),
     ]
 
@@ -548,6 +551,9 @@ def _views() -> list[Sample]:
         _named("aten.slice.Tensor", x(6, 6), 1),
         _named("aten.slice.Tensor", x(2, 6, 4), -1, 1, 9223372036854775807, 2),
         _named("aten.slice.Tensor", x(6, 4), 0, 0, 9223372036854775807),
+        _named("aten.slice.Tensor", x(6, 4), 0, 0, 6),
+        _named("aten.slice.Tensor", x(6, 4), 0, -6, 6),
+        _named("aten.slice.Tensor", x(6, 4), 0, None, -3),
         _named("aten.narrow.default", x(6, 4), 0, 1, 2),
         _named("aten.index_select.default", x(6, 4), 1, ids(4, 6)),
         _named("aten.split.Tensor", x(6, 4), 2, 1),

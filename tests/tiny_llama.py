@@ -3,7 +3,6 @@
 B batch, T sequence, D model, F hidden, V vocabulary, H heads.
 """
 
-import functools
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +10,9 @@ from plans import handmade_plan
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tpplan.cross_entropy import cross_entropy
+from tpplan.losses import cross_entropy
 from tpplan.mesh import Mesh
-from tpplan.plan import Plan, Precision
+from tpplan.plan import Plan
 
 B, T, D, HEAD_DIM, HIDDEN, V = 4, 8, 32, 8, 48, 64
 NUM_LAYERS = 2
@@ -107,6 +106,12 @@ def layer_parameters() -> dict[str, tuple[str, str]]:
     return found
 
 
+def partial_norms() -> dict[str, tuple[str, str]]:
+    """Norms that see a part of the tokens: their gradients are summands."""
+    inner = [f"layers.{layer}.{norm}" for layer in range(NUM_LAYERS) for norm in ("norm1", "norm2")]
+    return {f"{name}.weight": ("R", "R*") for name in ("norm", *inner)}
+
+
 def tensor_parallel(model: nn.Module, mesh: Mesh, **options: object) -> Plan:
     """Megatron: f at the inputs of attention and MLP, g at their outputs."""
     pair = ({"x": "R -> R*"}, {"output": "P -> R"})
@@ -119,9 +124,7 @@ def sequence_parallel(model: nn.Module, mesh: Mesh, **options: object) -> Plan:
     pair = ({"x": "S(1) -> R*"}, {"output": "P -> S(1)"})
     boundaries = {f"layers.{layer}.{name}": pair for layer in range(NUM_LAYERS) for name in ("attention", "mlp")}
     boundaries |= {"layers.0": ({"x": "R -> S(1)"}, {}), "norm": ({}, {"output": "S(1) -> R"})}
-    norms = {"norm.weight": ("R", "R*")}
-    norms |= {f"layers.{layer}.{norm}.weight": ("R", "R*") for layer in range(NUM_LAYERS) for norm in ("norm1", "norm2")}
-    parameters = layer_parameters() | norms
+    parameters = layer_parameters() | partial_norms()
     return handmade_plan(model, mesh, parameters=parameters, boundaries=boundaries, **_units(mesh), **options)
 
 
@@ -133,9 +136,7 @@ def vocabulary_parallel(model: nn.Module, mesh: Mesh, **options: object) -> Plan
         "embedding": ({"input": "R -> rows"}, {"output": "rows -> S(1)"}),
         "head": ({"input": "S(1) -> R*"}, {}),
     }
-    norms = {"norm.weight": ("R", "R*")}
-    norms |= {f"layers.{layer}.{norm}.weight": ("R", "R*") for layer in range(NUM_LAYERS) for norm in ("norm1", "norm2")}
-    parameters = layer_parameters() | norms | {"embedding.weight": _COLUMN, "head.weight": _COLUMN}
+    parameters = layer_parameters() | partial_norms() | {"embedding.weight": _COLUMN, "head.weight": _COLUMN}
     outputs = {"output": "S(2)"}
     return handmade_plan(
         model, mesh, parameters=parameters, boundaries=boundaries, outputs=outputs, **_units(mesh), **options
@@ -151,4 +152,3 @@ def _units(mesh: Mesh) -> dict[str, tuple[str, ...]]:
     return {"units": tuple(f"layers.{layer}" for layer in range(NUM_LAYERS))} if mesh.data_parallel > 1 else {}
 
 
-__all__ = ["Precision", "functools"]

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tpplan.apply import apply_plan as apply_plan
     from tpplan.apply import no_sync as no_sync
-    from tpplan.apply import styles as styles
-    from tpplan.cross_entropy import cross_entropy as cross_entropy
+    from tpplan.losses import cross_entropy as cross_entropy
     from tpplan.mesh import Mesh as Mesh
     from tpplan.plan import Plan as Plan
     from tpplan.plan import Precision as Precision
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from tpplan.planner import solve as solve
     from tpplan.profile import HardwareProfile as HardwareProfile
     from tpplan.profile import load_profile as load_profile
+    from tpplan.style import styles as styles
     from tpplan.trace import forward_inputs as forward_inputs
 
 _HOME = {
@@ -33,12 +33,12 @@ _HOME = {
     "Plan": "plan",
     "Precision": "plan",
     "apply_plan": "apply",
-    "cross_entropy": "cross_entropy",
+    "cross_entropy": "losses",
     "forward_inputs": "trace",
     "load_profile": "profile",
     "no_sync": "apply",
     "solve": "planner",
-    "styles": "apply",
+    "styles": "style",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605 - the table above, sorted

@@ -1,4 +1,4 @@
-"""Applying a plan: tensor parallelism by tpplan.styles, data parallelism by FSDP2, in the order that works.
+"""Applying a plan: tensor parallelism by tpplan.style, data parallelism by FSDP2, in the order that works.
 
     model = tpplan.apply_plan(build_model(), "plan.json")        # under torchrun, process group initialised
     for micro_batch in micro_batches: loss(model(**micro_batch)).backward()
@@ -10,7 +10,7 @@ optimizer afterwards. Every rank of a tp group must read the same batch; Mesh.da
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from tpplan.errors import PlanMismatchError, TpplanError, UsageError
 from tpplan.localize import SITE, Site
 from tpplan.mesh import Axis
-from tpplan.plan import ROOT, Plan, Precision, check_parameters
+from tpplan.plan import Plan, Precision, check_parameters
 from tpplan.reduce import Reducer
-from tpplan.styles import local_parameters, styles
+from tpplan.style import local_parameters, styles
 
 #: what wrappers put into the names of the modules inside them; state_dict leaves them out, and so does a plan
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -39,7 +39,9 @@ def apply_plan(model: nn.Module, plan: Plan | str | os.PathLike[str], *, mesh: D
     or ranks with different plans; whatever the cause on one rank, all raise.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        raise UsageError("apply_plan needs a process group: run under torchrun and call torch.distributed.init_process_group")
+        raise UsageError(
+            "apply_plan needs a process group: run under torchrun and call torch.distributed.init_process_group"
+        )
     if any(SITE in module.__dict__ or isinstance(module, FSDPModule) for module in model.modules()):
         raise UsageError("the model is sharded already: apply a plan once, to a plain model")
     loaded = _agreed_plan(model, plan)
@@ -72,7 +74,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         _set_sync(reducers, fsdp_modules, enabled=True)
 
 
-def _set_sync(reducers: list[Reducer], fsdp_modules: list[FSDPModule], *, enabled: bool) -> None:
+def _set_sync(reducers: list[Reducer], fsdp_modules: Sequence[FSDPModule], *, enabled: bool) -> None:
     for reducer in reducers:
         reducer.is_enabled = enabled
     for module in fsdp_modules:
@@ -218,14 +220,11 @@ def _shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     if plan.mesh.data_parallel == 1 and not is_mixed:
         return
     axes = mesh[Axis.SHARD] if plan.mesh.replicate == 1 else mesh[Axis.REPLICATE, Axis.SHARD]
-    policy = (
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if is_mixed else MixedPrecisionPolicy()
-    )
-    outermost = {plan_name(name): module for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = mixed if is_mixed else MixedPrecisionPolicy()
+    named = reversed(list(model.named_modules(remove_duplicate=False)))
+    outermost = {plan_name(name): module for name, module in named}  # checkpoint wrappers and all
     for name in (*(unit for unit in plan.fsdp_units() if unit), ""):
         # The root's parameters are needed again as soon as backward starts.
         reshard = plan.fsdp.reshard_after_forward and name != ""
         fully_shard(_module(outermost, name), mesh=axes, reshard_after_forward=reshard, mp_policy=policy)
-
-
-__all__ = ["ROOT", "apply_plan", "no_sync", "styles"]

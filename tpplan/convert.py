@@ -34,7 +34,7 @@ from tpplan.layout import ROWS, Conversion, Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TpGroup:
-    """A process group as functional collectives see it: its registered name, its size, and this process's rank in it."""
+    """A process group as functional collectives see it: its registered name, its size, this process's rank in it."""
 
     name: str
     size: int
@@ -58,7 +58,7 @@ def convert(x: Tensor, conversion: Conversion, group: ProcessGroup) -> Tensor:
 class Converter:
     """A conversion made ready for one process group. `where` opens the error messages: module, direction, path."""
 
-    __slots__ = ("_backward", "_forward", "conversion", "group", "where")
+    __slots__ = ("_backward", "_forward", "_source_dim", "_target_dim", "conversion", "group", "where")
 
     def __init__(self, conversion: Conversion, group: TpGroup, *, where: str) -> None:
         if ROWS in (conversion.source, conversion.target):
@@ -68,6 +68,9 @@ class Converter:
         self.where = where
         self._forward = next(iter(conversion.forward), Step.NONE)
         self._backward = next(iter(conversion.backward), Step.NONE)
+        # Only steps from or to S(d) look at a dim.
+        self._source_dim = conversion.source.dim or 0
+        self._target_dim = conversion.target.dim or 0
 
     def __call__(self, x: Tensor) -> Tensor:
         """The converted tensor, differentiable where x needs a gradient."""
@@ -81,17 +84,17 @@ class Converter:
 
     def forward(self, x: Tensor) -> Tensor:
         """The value's half."""
-        return _take(self._forward, x, self.conversion.source.dim, self.conversion.target.dim, self.group)
+        return _take(self._forward, x, self._source_dim, self._target_dim, self.group)
 
     def backward(self, gradient: Tensor) -> Tensor:
         """The gradient's half."""
-        return _take(self._backward, gradient, self.conversion.target.dim, self.conversion.source.dim, self.group)
+        return _take(self._backward, gradient, self._target_dim, self._source_dim, self.group)
 
     def _check(self, x: Tensor) -> None:
         """gloo aborts the process, and NCCL hangs, where this raises on every rank."""
         source, target = self.conversion.source.dim, self.conversion.target.dim
         if source is not None and source >= x.dim():
-            raise PlanMismatchError(f"{self.where}: {self.conversion}: a tensor of shape {list(x.shape)} has no dim {source}")
+            raise PlanMismatchError(f"{self.where}: {self.conversion}: shape {list(x.shape)} has no dim {source}")
         if target is not None and (target >= x.dim() or x.shape[target] % self.group.size):
             raise PlanMismatchError(
                 f"{self.where}: {self.conversion}: dim {target} of shape {list(x.shape)} does not divide by "
@@ -109,12 +112,12 @@ class _Converted(torch.autograd.Function):
         return x.view_as(x) if converted is x else converted
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.converter.backward(gradient), None
 
 
-def _take(step: Step, x: Tensor, join: int | None, split: int | None, group: TpGroup) -> Tensor:
+def _take(step: Step, x: Tensor, join: int, split: int, group: TpGroup) -> Tensor:
     """One step of the table above."""
     match step:
         case Step.NONE:
@@ -124,21 +127,15 @@ def _take(step: Step, x: Tensor, join: int | None, split: int | None, group: TpG
         case Step.ALL_REDUCE:
             return all_reduce(x, "sum", group)
         case Step.ALL_GATHER:
-            assert join is not None
             return _all_gather(x, join, group)
         case Step.REDUCE_SCATTER:
-            assert split is not None
             return _reduce_scatter(x, split, group)
         case Step.ALL_TO_ALL:
-            assert join is not None
-            assert split is not None
             return _all_to_all(x, join, split, group)
         case Step.SLICE:
-            assert split is not None
             length = x.shape[split] // group.size
             return x.narrow(split, group.rank * length, length).clone(memory_format=torch.contiguous_format)
         case Step.PAD:
-            assert join is not None
             return _pad(x, join, group)
         case Step.LOCAL_ROWS | Step.MASK:
             raise ValueError(f"{step} is not a step of one tensor")
@@ -210,7 +207,7 @@ def _pad(x: Tensor, dim: int, group: TpGroup) -> Tensor:
 
 
 def local_rows(ids: Tensor, num_local_rows: int, group: TpGroup) -> tuple[Tensor, Tensor]:
-    """R -> rows: ids as positions among this rank's rows, and the mask of those that are another rank's (they read row 0)."""
+    """R -> rows: ids as positions among this rank's rows, and the mask of those on other ranks (they read row 0)."""
     local = ids - group.rank * num_local_rows
     foreign = (local < 0) | (local >= num_local_rows)
     return local.masked_fill_(foreign, 0), foreign

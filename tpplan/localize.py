@@ -1,8 +1,8 @@
 """Modules that see plain local tensors: a generated subclass per class, a Site per module.
 
-At rest a parameter is a DTensor. While a forward runs, reading it gives this rank's local tensor, in the layout that the
-plan says for the module whose forward is running (the reader), with the gradient converted back. The swapped class has
-a property for each parameter name it owns, and a forward that converts what crosses the boundary:
+At rest a parameter is a DTensor. While a forward runs, reading it gives this rank's local tensor, in the layout that
+the plan says for the module whose forward is running (the reader), with the gradient converted back. The swapped class
+has a property for each parameter name it owns, and a forward that converts what crosses the boundary:
 
     push this module as the reader -> convert inputs -> the class's own forward -> convert outputs -> pop
 
@@ -149,7 +149,8 @@ class Site:
         """The arguments inside."""
         for argument in self.arguments:
             if argument.name in kwargs:
-                kwargs = kwargs | {argument.name: self._convert(argument.name, kwargs[argument.name], argument.crossings)}
+                value = self._convert(argument.name, kwargs[argument.name], argument.crossings)
+                kwargs = kwargs | {argument.name: value}
             elif argument.position is not None and argument.position < len(args):
                 value = self._convert(argument.name, args[argument.position], argument.crossings)
                 args = (*args[: argument.position], value, *args[argument.position + 1 :])
@@ -217,8 +218,8 @@ def argument_positions(module: nn.Module, crossings: Mapping[str, Crossing]) -> 
         if position is None and number.isdecimal() and inspect.Parameter.VAR_POSITIONAL in kinds:
             position = int(number)
         if position is None and name not in named and inspect.Parameter.VAR_KEYWORD not in kinds:
-            where = next(iter(members.values())).where
-            raise PlanMismatchError(f"{where}: forward of {type(module).__name__} takes no argument {name!r}: {positional}")
+            where, kind = next(iter(members.values())).where, type(module).__name__
+            raise PlanMismatchError(f"{where}: {kind}.forward takes no argument {name!r}: {positional}")
         arguments.append(Argument(name=name, position=position, crossings=members))
     return tuple(arguments)
 
@@ -236,7 +237,7 @@ def swap_class(module: nn.Module, site: Site) -> None:
             "plan; apply the plan first, and wrap afterwards"
         )
     module.__dict__[SITE] = site
-    module.__class__ = local_class(type(module), tuple(sorted(site.reads)))
+    module.__class__ = local_class(type(module), tuple(sorted(site.reads)))  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -255,12 +256,13 @@ def local_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
         namespace["forward"] = _local_forward(cls)
     for attribute in ("__module__", "__qualname__", "__doc__"):
         namespace[attribute] = getattr(cls, attribute)
-    generated: type[nn.Module] = type(cls)(cls.__name__, (cls,), namespace | {"__reduce_ex__": reduce_ex})
+    metaclass: type = type(cls)
+    generated: type[nn.Module] = metaclass(cls.__name__, (cls,), namespace | {"__reduce_ex__": reduce_ex})
     return generated
 
 
 def _new_local(cls: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    generated = local_class(cls, names)
+    generated = local_class(cls, names)  # type: ignore[arg-type]
     return generated.__new__(generated)
 
 

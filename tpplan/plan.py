@@ -8,6 +8,7 @@ plan.schema.json describes the file; `load(dump(plan)) == plan`.
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 from tpplan.errors import PlanError, PlanMismatchError
-from tpplan.layout import Conversion, Layout, parse_conversion, parse_layout
+from tpplan.layout import LAYOUT_PATTERN, Conversion, Layout, parse_conversion, parse_layout
 from tpplan.mesh import Axis, Mesh
 from tpplan.problem import Status
 from tpplan.strict import AtLeast, Text, decode, encode, read_json
@@ -25,8 +26,8 @@ SCHEMA_VERSION = 1
 
 T = TypeVar("T")
 
-LayoutText = Annotated[Layout, Text(parse_layout, r"R|R\*|P|rows|S\(\d+\)")]
-ConversionText = Annotated[Conversion, Text(parse_conversion, r"\S+ -> \S+")]
+LayoutText = Annotated[Layout, Text(parse_layout, LAYOUT_PATTERN)]
+ConversionText = Annotated[Conversion, Text(parse_conversion, f"(?:{LAYOUT_PATTERN}) -> (?:{LAYOUT_PATTERN})")]
 Count = Annotated[int, AtLeast(1)]
 Size = Annotated[int, AtLeast(0)]
 Amount = Annotated[float, AtLeast(0)]
@@ -263,18 +264,18 @@ class Plan:
 
     def expand(self, key: str) -> Iterator[tuple[str, int | None]]:
         """The names a key stands for, with the index put for `*`. Raises PlanError for a `*` outside a block."""
-        if "*" not in key.split("."):
+        if not _is_pattern(key):
             yield key, None
             return
         pattern = next((p for p in self.blocks if key == p or key.startswith(p + ".")), None)
-        if pattern is None:
-            raise PlanError(f"plan: {key!r} matches none of the blocks {sorted(self.blocks)}")
+        if pattern is None or _is_pattern(_substitute(key, 0)):
+            raise PlanError(f"{key!r} matches none of the blocks {sorted(self.blocks)}")
         for index in parse_ranges(self.blocks[pattern]):
             yield _substitute(key, index), index
 
     def _expanded(self, table: Mapping[str, T]) -> dict[str, tuple[T, int | None]]:
         found: dict[str, tuple[T, int | None]] = {}
-        for key in sorted(table, key=lambda key: "*" not in key.split(".")):
+        for key in sorted(table, key=_is_pattern, reverse=True):
             for name, index in self.expand(key):
                 found[name] = (table[key], index)
         return found
@@ -283,28 +284,46 @@ class Plan:
         """What types cannot say: products, patterns, ranges."""
         batch = self.batch
         ranks = self.mesh.data_parallel
+        if self.mesh.num_gpus > self.cluster.gpus:
+            raise PlanError(f"{origin}: mesh_degrees: {self.mesh} needs more than cluster.gpus, {self.cluster.gpus}")
         if batch.global_batch != batch.micro_batch * batch.accumulation_steps * ranks:
             raise PlanError(
                 f"{origin}: batch.global_batch: expected micro_batch {batch.micro_batch} * accumulation_steps "
                 f"{batch.accumulation_steps} * {ranks} data-parallel ranks, got {batch.global_batch}"
             )
         for pattern, ranges in self.blocks.items():
+            if not _is_pattern(pattern) or _is_pattern(pattern[:-1]) or not pattern.endswith("*"):
+                raise PlanError(f"{origin}: blocks.{pattern}: expected a pattern that ends in its only '*'")
             try:
                 parse_ranges(ranges)
             except ValueError as error:
                 raise PlanError(f"{origin}: blocks.{pattern}: {error}") from error
-        try:
-            for name, parameter in self.parameter_plans().items():
-                if any(alias == name for alias in parameter.aliases):
-                    raise PlanError(f"parameters.{name}.aliases: a name cannot be its own alias")
-            self.boundary_plans()
-            self.fsdp_units()
-        except PlanError as error:
-            raise PlanError(f"{origin}: {error}") from error
+        places = {f"parameters.{key}": key for key in self.parameters}
+        places |= {f"boundaries.{key}": key for key in self.boundaries}
+        places |= {f"fsdp.units[{position}]": unit for position, unit in enumerate(self.fsdp.units)}
+        for place, key in places.items():
+            try:
+                tuple(self.expand(key))
+            except PlanError as error:
+                raise PlanError(f"{origin}: {place}: {error}") from None
+        for name, parameter in self.parameter_plans().items():
+            if name in parameter.aliases:
+                raise PlanError(f"{origin}: parameters.{name}.aliases: a name cannot be its own alias")
+            starred = next(filter(_is_pattern, (*parameter.reads, *parameter.aliases)), None)
+            if starred is not None:
+                raise PlanError(f"{origin}: parameters.{name}: {starred!r} has a '*' that the parameter's name has not")
 
 
 #: how the root module is written where an empty key would be unclear
 ROOT = "<root>"
+
+
+#: indices a block may have; a range beyond it is a mistake, and would not fit in memory
+MAX_BLOCK_INDEX = 9_999
+
+
+def _is_pattern(key: str) -> bool:
+    return "*" in key.split(".")
 
 
 def _substitute(key: str, index: int | None) -> str:
@@ -317,15 +336,16 @@ def _substitute(key: str, index: int | None) -> str:
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:
-    """`0-2,5` -> (0, 1, 2, 5). Raises ValueError for anything that is not ascending."""
+    """`0-2,5` -> (0, 1, 2, 5). Raises ValueError for anything that is not ascending or beyond MAX_BLOCK_INDEX."""
     indices: list[int] = []
     for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"expected ranges such as '0-31' or '0-2,5', got {text!r}")
-        indices += range(int(first), int(last or first) + 1)
-    if not indices or any(a >= b for a, b in zip(indices, indices[1:], strict=False)):
-        raise ValueError(f"expected ascending ranges, got {text!r}")
+        match = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", part)
+        if match is None:
+            raise ValueError(f"expected ranges up to {MAX_BLOCK_INDEX} such as '0-31' or '0-2,5', got {text!r}")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or (indices and first <= indices[-1]):
+            raise ValueError(f"expected ascending ranges, got {text!r}")
+        indices += range(first, last + 1)
     return tuple(indices)
 
 
@@ -370,20 +390,23 @@ def check_parameters(plan: Plan, rows: Mapping[str, tuple[tuple[int, ...], bool]
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes a file beside its final place and renames it. Raises PlanError where the folder cannot be written."""
+    temporary: Path | None = None
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as file:
             temporary = Path(file.name)
-            try:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            except OSError:
-                temporary.unlink(missing_ok=True)
-                raise
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.chmod(0o644)
         temporary.replace(path)
+        temporary = None
     except OSError as error:
         raise PlanError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
 def _format_json(value: object, indent: str = "") -> str:
@@ -396,4 +419,4 @@ def _format_json(value: object, indent: str = "") -> str:
         case list() if any(isinstance(member, dict | list) for member in value):
             return "[\n" + ",\n".join(deeper + _format_json(member, deeper) for member in value) + f"\n{indent}]"
         case _:
-            return json.dumps(value, sort_keys=True)
+            return json.dumps(value, sort_keys=True, allow_nan=False)

@@ -35,7 +35,7 @@ def placement_of(layout: Layout, *, where: str) -> Placement:
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class ParameterReads:
-    """How each module reads one parameter. `default` is for modules the plan does not list, if the listed ones agree."""
+    """How each module reads one parameter. `default` is for modules the plan does not list, if those listed agree."""
 
     name: str
     layouts: Mapping[str, Layout]
@@ -56,8 +56,8 @@ class ParameterReads:
         if listed is None:
             planned = ", ".join(f"{name or ROOT} as {layout}" for name, layout in sorted(self.layouts.items()))
             raise PlanMismatchError(
-                f"parameter {self.name} is read by module {readers[0] or ROOT}, which the plan does not list ({planned}); "
-                "plan again for this model"
+                f"parameter {self.name} is read by module {readers[0] or ROOT}, which the plan does not list "
+                f"({planned}); plan again for this model"
             )
         if parameter.requires_grad and torch.is_grad_enabled():
             local: Tensor = _Read.apply(parameter, self)  # type: ignore[no-untyped-call]
@@ -108,5 +108,6 @@ class _Read(torch.autograd.Function):
         if gradient is None:
             return None, None
         ctx.reads.reducer.reading_backward(ctx.reads.slot)
-        # The label of a summand is wrong until the reducer has summed it. DTensor.from_local costs 20 times as much.
-        return DTensor(gradient.contiguous(), copy.copy(ctx.spec), requires_grad=False), None
+        # A summand's label is wrong until the reducer has summed it. DTensor.from_local costs 20 times as much.
+        labelled = DTensor(gradient.contiguous(), copy.copy(ctx.spec), requires_grad=False)  # type: ignore[no-untyped-call]
+        return labelled, None

@@ -116,7 +116,7 @@ def _all_reduce_bucket(bucket: list[Tensor], group: TpGroup) -> None:
         return
     flat = torch.cat([tensor.flatten() for tensor in bucket])
     all_reduce_in_place(flat, group)
-    parts = flat.split([tensor.numel() for tensor in bucket])
+    parts = torch.split(flat, [tensor.numel() for tensor in bucket])
     torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
 
 

@@ -145,7 +145,7 @@ def _header(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.outputs:
         yield (
             "outputs",
-            ", ".join(f"{path} {layout}" for path, layout in sorted(plan.outputs.items())) + "; others whole",
+            ", ".join(f"{path}: {layout}" for path, layout in sorted(plan.outputs.items())) + "; others whole",
         )
 
 
@@ -216,7 +216,7 @@ class _Row:
                 return "row parallel"  # only a split contraction gives summands
             if self.main.placement.dim == 0:
                 return "column parallel"
-        return f"sharded dim {self.main.placement.dim}"
+        return f"split dim {self.main.placement.dim}"
 
     @property
     def weight(self) -> str:
@@ -441,8 +441,9 @@ def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
     solver, proof = plan.solver, plan.proof
     yield (
         "solver",
-        f"{solver.name}: {solver.status}, {format_seconds(solver.objective_s)}, bound {format_seconds(solver.bound_s)}, "
-        f"gap {solver.gap:.2%}, {_plural(solver.meshes_tried, 'mesh', 'meshes')} tried",
+        f"{solver.name}: {solver.status}, {format_seconds(solver.objective_s)}, "
+        f"bound {format_seconds(solver.bound_s)}, gap {solver.gap:.2%}, "
+        f"{_plural(solver.meshes_tried, 'mesh', 'meshes')} tried",
     )
     yield "proof", f"{proof.status}: {_PROOF[proof.status]}; {_plural(proof.rounds, 'round')} of solving"
     for cut in proof.cuts:

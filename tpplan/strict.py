@@ -10,6 +10,7 @@ import difflib
 import json
 import math
 import types
+from collections import Counter
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -66,8 +67,7 @@ def read_json(path: Path, *, origin: str, error: type[TpplanError]) -> object:
     place = Place(origin=origin, error=error)
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        keys = [key for key, _ in pairs]
-        repeated = sorted({key for key in keys if keys.count(key) > 1})
+        repeated = sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         if repeated:
             place.fail(f"duplicate key {repeated[0]!r}")
         return dict(pairs)
@@ -109,6 +109,8 @@ def _encode(hint: object, value: object) -> object:
         hints = get_type_hints(hint, include_extras=True)
         members = ((name, getattr(value, name)) for name in hints)
         return {name: _encode(hints[name], member) for name, member in members if member is not None}
+    if hint is float and isinstance(value, int):
+        return float(value)
     return value.value if isinstance(value, StrEnum) else value
 
 

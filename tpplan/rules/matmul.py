@@ -1,5 +1,6 @@
 """Products: linear layers, matrix products, einsum. Each is its own equation."""
 
+import re
 from collections.abc import Iterable
 
 from tpplan.rules.call import Call, Strategy, op_rule
@@ -78,12 +79,18 @@ def matmul(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.einsum.default")
 def torch_einsum(call: Call) -> Iterable[Strategy]:
-    """The equation is the rule, where it spells its result out and repeats no letter within a term."""
-    equation = call.argument(0, "equation")
-    if not isinstance(equation, str) or "->" not in equation or "..." in equation:
+    """The equation is the rule, where no term repeats a letter.
+
+    A result that is not spelled out has the letters that occur once, sorted. [torch.einsum]
+    """
+    equation = str(call.argument(0, "equation"))
+    left, arrow, right = equation.partition("->")
+    terms = [re.findall(r"\.\.\.|[A-Za-z]", term) for term in left.split(",")]
+    if any(len(set(term)) < len(term) for term in terms):
         return ()
-    left, right = equation.replace(" ", "").split("->")
-    if any(len(set(term)) < len(term) for term in left.split(",")):
-        return ()
-    spelled = ", ".join(" ".join(term) for term in left.split(","))
-    return einsum(call, f"{spelled} -> {' '.join(right)}", multilinear=True)
+    result = re.findall(r"\.\.\.|[A-Za-z]", right)
+    if not arrow:
+        letters = [letter for term in terms for letter in term]
+        once = sorted(letter for letter in letters if letter != "..." and letters.count(letter) == 1)
+        result = ["..."] * ("..." in letters) + once
+    return einsum(call, f"{', '.join(map(' '.join, terms))} -> {' '.join(result)}", multilinear=True)

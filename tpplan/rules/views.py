@@ -118,7 +118,18 @@ def expand(call: Call) -> Iterable[Strategy]:
     return Equation(operands=operands, results=(letters,), linear_in=_FIRST).strategies()
 
 
-@op_rule("aten.slice.Tensor", "aten.narrow.default", "aten.split.Tensor", "aten.split.sizes",
+@op_rule("aten.slice.Tensor")
+def sliced(call: Call) -> Iterable[Strategy]:
+    """A slice's dim stays whole, unless the slice is all of it: `x[:, :n]` with n the size."""
+    shape = call.operands[0].shape
+    letters = dim_letters(len(shape))
+    dim = call.integer(1, "dim", 0)
+    if call.results[0].shape != shape or call.argument(2, "start") not in (None, 0):
+        letters[dim] = NEVER
+    return _moved(tuple(letters), tuple(letters))
+
+
+@op_rule("aten.narrow.default", "aten.split.Tensor", "aten.split.sizes",
          "aten.split_with_sizes.default", "aten.chunk.default", "aten.tensor_split.sections")  # fmt: skip
 def part(call: Call) -> Iterable[Strategy]:
     """Parts of one dim, which stays whole; the others keep their layout."""

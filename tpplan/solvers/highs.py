@@ -1,4 +1,10 @@
-"""HiGHS, in process, through pulp.HiGHS and highspy."""
+"""HiGHS, in process, through pulp.HiGHS and highspy.
+
+Its status and bound are read from HiGHS itself. PuLP's translation calls a timed-out incumbent optimal, leaves out the
+bound, and has no entry for some statuses.
+"""
+
+import time
 
 import highspy
 import numpy as np
@@ -18,12 +24,30 @@ def solve(problem: Problem, *, time_limit_s: float | None = None) -> Solution:
 
 
 def _run(program: pulp.LpProblem, time_limit_s: float | None) -> milp.Outcome:
-    """Run HiGHS and read its own status and bound.
+    """Run the linear relaxation, which is often integral, and the integer program only where it is not."""
+    started = time.monotonic()
+    highs = _loaded(program, time_limit_s)
+    _execute(highs)
+    match highs.getModelStatus():
+        case highspy.HighsModelStatus.kInfeasible:
+            return milp.Outcome(status=Status.INFEASIBLE)
+        case highspy.HighsModelStatus.kTimeLimit:
+            return milp.Outcome(status=None)
+    integers = [variable.index for variable in program.variables() if variable.cat == pulp.LpInteger]
+    relaxed = highs.getInfo().objective_function_value
+    if highs.getModelStatus() == highspy.HighsModelStatus.kOptimal and _is_integral(highs, integers):
+        return _incumbent(program, highs, Status.OPTIMAL, bound=relaxed)
+    _mark_integers(highs, integers)
+    if time_limit_s is not None:
+        highs.setOptionValue("time_limit", max(0.0, time_limit_s - (time.monotonic() - started)))
+    _execute(highs)
+    return _outcome(program, highs)
 
-    PuLP's translation is not used: it calls a timed-out incumbent optimal and has no entry for some statuses.
-    """
+
+def _loaded(program: pulp.LpProblem, time_limit_s: float | None) -> highspy.Highs:
+    """HiGHS with options and the program, without its integrality."""
     solver = pulp.HiGHS(
-        mip=False,  # _mark_integers does that
+        mip=False,
         msg=False,
         gapRel=0.0,
         gapAbs=0.0,
@@ -38,38 +62,47 @@ def _run(program: pulp.LpProblem, time_limit_s: float | None) -> milp.Outcome:
     )
     solver.createAndConfigureSolver(program)
     solver.buildSolverModel(program)
-    highs = program.solverModel
-    _mark_integers(program, highs)
+    highs: highspy.Highs = program.solverModel
+    return highs
+
+
+def _execute(highs: highspy.Highs) -> None:
+    """Run what is loaded. Threads are shared by the process: another user may have started another number of them."""
     if highs.run() == highspy.HighsStatus.kError:
-        # Threads are shared by the process: someone else's run has started another number of them.
         highspy.Highs.resetGlobalScheduler(True)
         highs.run()
-    return _outcome(program, highs)
 
 
-def _mark_integers(program: pulp.LpProblem, highs: highspy.Highs) -> None:
+def _is_integral(highs: highspy.Highs, integers: list[int]) -> bool:
+    """True when these columns are whole numbers."""
+    values = np.array(highs.getSolution().col_value)[integers]
+    return bool(np.all(np.abs(values - np.round(values)) <= milp.SOLVER_TOLERANCE))
+
+
+def _mark_integers(highs: highspy.Highs, integers: list[int]) -> None:
     """All at once: PuLP marks one by one, each of which costs HiGHS the number of columns (1 s for 20,000)."""
-    integers = [variable.index for variable in program.variables() if variable.cat == pulp.LpInteger]
     kinds = np.full(len(integers), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
     highs.changeColsIntegrality(len(integers), np.array(integers, dtype=np.int32), kinds)
 
 
 def _outcome(program: pulp.LpProblem, highs: highspy.Highs) -> milp.Outcome:
-    """HiGHS's verdict; the variables get the incumbent's values. Raises SolverError for a status of failure."""
+    """HiGHS's verdict on the integer program. Raises SolverError for a status of failure."""
     status = highs.getModelStatus()
     info = highs.getInfo()
-    if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+    if status == highspy.HighsModelStatus.kInfeasible:
         return milp.Outcome(status=Status.INFEASIBLE)
     has_incumbent = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     if status == highspy.HighsModelStatus.kTimeLimit and not has_incumbent:
         return milp.Outcome(status=None)
     if status not in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit) or not has_incumbent:
         raise SolverError(f"highs: stopped with status {highs.modelStatusToString(status)!r}; try solver 'cbc'")
+    proven = Status.OPTIMAL if status == highspy.HighsModelStatus.kOptimal else Status.FEASIBLE
+    return _incumbent(program, highs, proven, bound=info.mip_dual_bound)
+
+
+def _incumbent(program: pulp.LpProblem, highs: highspy.Highs, status: Status, *, bound: float) -> milp.Outcome:
+    """The values at hand go into the variables; their objective and the bound into the outcome."""
     values = highs.getSolution().col_value
     for variable in program.variables():
         variable.varValue = values[variable.index]
-    return milp.Outcome(
-        status=Status.OPTIMAL if status == highspy.HighsModelStatus.kOptimal else Status.FEASIBLE,
-        objective=info.objective_function_value,
-        bound=info.mip_dual_bound,
-    )
+    return milp.Outcome(status=status, objective=highs.getInfo().objective_function_value, bound=bound)

@@ -27,9 +27,9 @@ from tpplan.errors import UsageError
 #: what torch calls the target that counts for nothing
 IGNORE_INDEX = -100
 
-_LIBRARY = torch.library.Library("tpplan", "FRAGMENT")
-_LIBRARY.define("cross_entropy(Tensor logits, Tensor targets, int ignore_index) -> Tensor")
-_LIBRARY.impl(
+_LIBRARY = torch.library.Library("tpplan", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("cross_entropy(Tensor logits, Tensor targets, int ignore_index) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.impl(  # type: ignore[no-untyped-call]
     "cross_entropy",
     lambda logits, targets, ignore_index: F.cross_entropy(
         logits.flatten(0, -2), targets.flatten(), ignore_index=ignore_index
@@ -46,7 +46,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE
     """
     if logits.dim() < 1 or logits.shape[:-1] != targets.shape:
         raise UsageError(
-            f"cross_entropy: expected logits [..., V] and targets [...], got {list(logits.shape)} and {list(targets.shape)}"
+            f"cross_entropy: expected logits [..., V] and targets [...], got {list(logits.shape)} and "
+            f"{list(targets.shape)}"
         )
     if isinstance(targets, DTensor):
         targets = targets.full_tensor()
@@ -67,8 +68,8 @@ def _of_dtensor(logits: DTensor, targets: Tensor, ignore_index: int) -> Tensor:
         whole: Tensor = torch.ops.tpplan.cross_entropy(logits.to_local(), targets, ignore_index)
         return whole
     raise UsageError(
-        f"cross_entropy: logits of shape {list(logits.shape)} are laid out as {placements}; expected the last dim sharded "
-        "on one mesh axis, or replicated. logits.full_tensor() gathers them."
+        f"cross_entropy: logits of shape {list(logits.shape)} are laid out as {placements}; expected the last dim "
+        "sharded on one mesh axis, or replicated. logits.full_tensor() gathers them."
     )
 
 
@@ -104,7 +105,7 @@ class _VocabularyParallel(torch.autograd.Function):
         return (log_total - target_logit).masked_fill_(ignored, 0).sum() / num_counted
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         logits, log_total, local_targets, elsewhere, ignored, num_counted = ctx.saved_tensors
         softmax = (logits.to(log_total.dtype) - log_total.unsqueeze(1)).exp_()

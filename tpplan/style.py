@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -58,7 +58,7 @@ class Application:
                 f"parameters.{name}: shape {list(parameter.shape)} cannot be {plan.placement} on tp = {mesh.size()}"
             )
         placement = placement_of(plan.placement, where=f"parameters.{name}.placement")
-        distributed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=src_data_rank)
+        distributed: Tensor = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=src_data_rank)
         if src_data_rank is None and dim is not None:
             distributed = distributed.clone()  # a chunk would keep the whole alive
         result = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
@@ -107,7 +107,8 @@ class ModuleStyle(ParallelStyle):
         for attribute, (name, plan) in self.parameters.items():
             parameter = module._parameters.get(attribute)
             if parameter is None:
-                raise PlanMismatchError(f"module {self.name or ROOT} ({type(module).__name__}) has no parameter {attribute!r}")
+                kind = type(module).__name__
+                raise PlanMismatchError(f"module {self.name or ROOT} ({kind}) has no parameter {attribute!r}")
             module._parameters[attribute] = self.application.distribute(
                 parameter, name, plan, device_mesh, self.src_data_rank
             )

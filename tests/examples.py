@@ -1,0 +1,55 @@
+"""The example models under scripts/examples, imported by path, and plans for them on made-up machines."""
+
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from profiles import synthetic_profile
+
+import tpplan
+from tpplan.plan import Plan
+from tpplan.profile import HardwareProfile
+
+FOLDER = Path(__file__).resolve().parent.parent / "scripts" / "examples"
+NAMES = ("llama", "gpt", "mlp", "vit")
+
+
+@functools.cache
+def example(name: str) -> ModuleType:
+    """The module of an example."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def machine(**settings: Any) -> HardwareProfile:
+    """A synthetic profile; see profiles.synthetic_profile for the settings."""
+    return HardwareProfile.from_dict(synthetic_profile(**settings), origin="synthetic")
+
+
+def eager_to_shard(**settings: Any) -> HardwareProfile:
+    """A machine on which sharding pays even for tiny models: slow kernels, links that cost next to nothing."""
+    rates = {"flop_per_s": 1e9, "hbm_bytes_per_s": 1e9, "launch_s": 1e-9, "intra_bytes_per_s": 1e10, "latency_s": 1e-9}
+    return machine(**{**rates, **settings})
+
+
+def solve_example(name: str, profile: HardwareProfile, *, gpus: int, builder: Any = None, **options: Any) -> Plan:
+    """A plan of an example model, in float32 unless told."""
+    module = example(name)
+    defaults = {"global_batch": 8, "micro_batch": 4, "seq_len": 32, "precision": "fp32"}
+    gpus_per_node = options.pop("gpus_per_node", gpus)
+    return tpplan.solve(
+        builder or module.build_model,
+        module.example_inputs,
+        loss=module.loss,
+        cluster=tpplan.Cluster(gpus=gpus, gpus_per_node=gpus_per_node, profile=profile),
+        **{**defaults, **options},
+    )

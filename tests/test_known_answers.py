@@ -1,0 +1,116 @@
+"""What every practitioner knows, found again by the planner without being told."""
+
+import pytest
+from examples import eager_to_shard, example, machine, solve_example
+
+from tpplan.layout import P, R, S
+from tpplan.plan import Plan
+
+
+def wide_llama(num_layers: int = 2):  # noqa: ANN201
+    llama = example("llama")
+    return lambda: llama.Llama(
+        llama.Config(num_layers=num_layers, model_dim=256, hidden_dim=768, num_heads=8, num_kv_heads=4, vocab_size=512)
+    )
+
+
+def placements(plan: Plan) -> dict[str, str]:
+    return {name: str(parameter.placement) for name, parameter in plan.parameters.items()}
+
+
+def test_planner_rediscovers_megatron_mlp() -> None:
+    """Few rows and wide weights: columns, then rows, and one sum after each pair."""
+    plan = solve_example("mlp", eager_to_shard(), gpus=4, tp=4, global_batch=4, micro_batch=4)
+    found = placements(plan)
+    assert found["layers.*.up_proj.weight"] == str(S(0))
+    assert found["layers.*.up_proj.bias"] == str(S(0))
+    assert found["layers.*.down_proj.weight"] == str(S(1))
+    # The row-parallel bias is one summand of the partial output, not added by every rank.
+    assert plan.parameters["layers.*.down_proj.bias"].reads == {"layers.*.down_proj": P}
+    conversion = plan.boundary_plans()["layers.1.down_proj"].outputs["output"]
+    assert conversion.source == P
+
+
+def test_planner_rediscovers_megatron_attention() -> None:
+    plan = solve_example(
+        "llama", eager_to_shard(), gpus=4, tp=4, builder=wide_llama(), global_batch=1, micro_batch=1, seq_len=64
+    )
+    found = placements(plan)
+    for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "feed_forward.gate_proj", "feed_forward.up_proj"):
+        assert found[f"layers.*.{name}.weight"] == str(S(0)), name
+    for name in ("attention.o_proj", "feed_forward.down_proj"):
+        assert found[f"layers.*.{name}.weight"] == str(S(1)), name
+
+
+def test_planner_shards_the_vocabulary_of_the_head() -> None:
+    """The loss runs on sharded logits: nothing of size tokens x vocabulary is ever gathered."""
+    plan = solve_example(
+        "llama", eager_to_shard(), gpus=4, tp=4, builder=wide_llama(), global_batch=1, micro_batch=1, seq_len=64
+    )
+    assert placements(plan)["lm_head.weight"] == str(S(0))
+    assert plan.outputs == {"output": S(2)}
+    logits_bytes = 64 * 512 * 4
+    gathered = [c for c in plan.collectives if c.kind == "all_gather" and c.num_bytes >= logits_bytes]
+    assert not gathered
+
+
+def residual_is_sharded(plan: Plan) -> bool:
+    """The stream between the blocks runs on slices of the sequence: some conversion gathers or scatters dim 1."""
+    return any(
+        S(1) in (conversion.source, conversion.target)
+        for boundary in plan.boundary_plans().values()
+        for conversion in (*boundary.inputs.values(), *boundary.outputs.values())
+    )
+
+
+def test_planner_turns_to_sequence_parallelism_when_activations_bind() -> None:
+    """Where a collective's latency is what costs, one all-reduce beats a gather and a scatter, until memory binds."""
+    profile = machine(flop_per_s=1e11, hbm_bytes_per_s=1e13, launch_s=1e-9, intra_bytes_per_s=1e9, latency_s=1e-4)
+    options = {"gpus": 4, "tp": 4, "builder": wide_llama(), "global_batch": 1, "micro_batch": 1, "seq_len": 128}
+    ample = solve_example("llama", profile, **options)
+    assert not residual_is_sharded(ample)
+    # Sharding the embedding and the head comes first; this is less than that saves.
+    limit = ample.predicted.peak_memory_bytes - 0.7 * ample.predicted.memory_bytes["saved activations"]
+    tight = solve_example("llama", profile, memory_limit_bytes=limit, **options)
+    assert residual_is_sharded(tight)
+    assert tight.predicted.memory_bytes["saved activations"] < ample.predicted.memory_bytes["saved activations"]
+    assert tight.predicted.step_time_s >= ample.predicted.step_time_s
+
+
+def test_planner_replicates_a_model_that_fits_where_the_network_is_slow() -> None:
+    """Pure data parallelism moves each gradient once a step; sharding would move parameters as well."""
+    profile = machine(inter_bytes_per_s=1e8, intra_bytes_per_s=1e8, latency_s=1e-4)
+    plan = solve_example("llama", profile, gpus=8, gpus_per_node=1, global_batch=32, micro_batch=4)
+    assert plan.mesh_degrees.replicate == 8
+    assert {c.kind for c in plan.collectives} == {"all_reduce"}
+
+
+def test_planner_shards_with_fsdp_when_memory_binds() -> None:
+    profile = machine(inter_bytes_per_s=1e8, intra_bytes_per_s=1e8, latency_s=1e-4)
+    options = {"gpus": 8, "gpus_per_node": 1, "global_batch": 32, "micro_batch": 4, "builder": wide_llama(4)}
+    ample = solve_example("llama", profile, **options)
+    assert ample.mesh_degrees.replicate == 8
+    limit = ample.predicted.peak_memory_bytes - 0.5 * ample.predicted.memory_bytes["optimizer states"]
+    plan = solve_example("llama", profile, memory_limit_bytes=limit, **options)
+    assert plan.mesh_degrees.shard > 1
+    assert plan.mesh_degrees.tp == 1
+    assert plan.predicted.peak_memory_bytes <= limit
+    assert {"all_gather", "reduce_scatter"} <= {c.kind for c in plan.collectives}
+
+
+def test_planner_keeps_tp_inside_the_node() -> None:
+    """Two sequences for sixteen GPUs: eight must share one, and they do so where the links are fast."""
+    profile = machine(flop_per_s=1e11, launch_s=1e-9, intra_bytes_per_s=1e11, inter_bytes_per_s=1e9, latency_s=1e-7)
+    plan = solve_example(
+        "llama", profile, gpus=16, gpus_per_node=8, global_batch=2, micro_batch=1, builder=wide_llama(), seq_len=128
+    )
+    assert plan.mesh_degrees.tp == 8
+    assert plan.mesh.group("tp", 8).nodes == 1  # type: ignore[arg-type]
+    # Four kv heads do not divide by 8, so attention may stay whole; the MLP must not.
+    assert placements(plan)["layers.*.feed_forward.up_proj.weight"] != str(R)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_pinned_degrees_hold(degree: int) -> None:
+    plan = solve_example("mlp", eager_to_shard(), gpus=4, tp=degree, fsdp=4 // degree)
+    assert (plan.mesh_degrees.tp, plan.mesh_degrees.shard, plan.mesh_degrees.replicate) == (degree, 4 // degree, 1)

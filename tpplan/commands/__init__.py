@@ -1,0 +1,64 @@
+"""The command line: a file per verb, with `add_parser(subparsers)` and `run(args) -> int`.
+
+Results go to stdout, progress and logs to stderr. Exit codes: 0, that of the error's class (tpplan.errors), 2 for a
+wrong command line, 130 when interrupted, 141 when whoever read stdout has left. Importing a verb is cheap: torch is
+imported by the `run` that needs it.
+"""
+
+import argparse
+import importlib
+import logging
+import os
+import pkgutil
+import sys
+import traceback
+from collections.abc import Sequence
+
+from tpplan.errors import TpplanError
+from tpplan.load import UserCodeError
+
+_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a verb and returns its exit code; argparse itself exits with 2 on a wrong command line."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="tpplan: %(message)s")
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still buffered would fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except KeyboardInterrupt:
+        print("tpplan: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except TpplanError as error:
+        return _explain(error)
+    except Exception:
+        traceback.print_exc()
+        print("tpplan: this is a bug in tpplan: please report it with the lines above", file=sys.stderr)
+        return 1
+    return code
+
+
+def _explain(error: TpplanError) -> int:
+    """The error on stderr, after the user's own traceback where their code raised it. Returns its exit code."""
+    if isinstance(error, UserCodeError):
+        print(error.user_traceback, file=sys.stderr)
+    print(f"tpplan: error: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tpplan", description="Plans how a PyTorch model is sharded over many GPUs.", allow_abbrev=False
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what is being done to stderr")
+    subparsers = parser.add_subparsers(metavar="VERB", required=True)
+    for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
+        if not module.name.startswith("_"):
+            importlib.import_module(f"{__name__}.{module.name}").add_parser(subparsers)
+    return parser

@@ -1,0 +1,195 @@
+"""`tpplan solve model.py --gpus 16 --profile h100-sxm ...`: finds the plan of least predicted step time that fits."""
+
+import argparse
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from tpplan.commands._output import print_plan
+from tpplan.errors import ModelError, PlanError, UsageError
+from tpplan.load import ModelSpec, load_model_file
+from tpplan.mesh import meshes
+from tpplan.plan import Plan, Precision
+from tpplan.profile import HardwareProfile, load_profile
+from tpplan.solvers import SOLVERS
+from tpplan.units import GIB, KIB, MIB
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+#: tpplan.formulate.OPTIMIZER_STATES says the same, behind an import of torch
+OPTIMIZERS = ("adamw", "sgd-momentum", "sgd")
+_SIZE_UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+_EPILOG = """\
+model.py defines build_model() and example_inputs(batch, seq_len), and may define loss(outputs, inputs) and
+unused_outputs = ("logits",). model.py:NAME picks another builder; hf:path/config.json a Hugging Face model.
+"""
+
+
+def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the verb."""
+    parser = subparsers.add_parser(
+        "solve",
+        help="find a plan",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("model", metavar="model.py", help="model.py, model.py:BUILDER or hf:path/config.json")
+    _add_machine(parser.add_argument_group("machine"))
+    _add_training(parser.add_argument_group("training"))
+    _add_search(parser.add_argument_group("search"))
+    output = parser.add_argument_group("output")
+    output.add_argument("-o", "--output", type=Path, metavar="plan.json", help="write the plan here")
+    output.add_argument("--json", action="store_true", help="print the plan and what follows from it as JSON")
+
+
+def _add_machine(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--gpus", type=count, required=True, metavar="N", help="GPUs to plan for")
+    group.add_argument("--gpus-per-node", type=count, metavar="N", help="default: the profile's, at most --gpus")
+    group.add_argument("--profile", required=True, metavar="NAME", help="a shipped profile, or the path of one")
+    group.add_argument("--memory-limit", type=num_bytes, metavar="SIZE", help="per GPU, such as 70GiB")
+
+
+def _add_training(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--global-batch", type=count, required=True, metavar="N", help="sequences per optimizer step")
+    group.add_argument("--seq-len", type=count, required=True, metavar="N", help="tokens per sequence")
+    group.add_argument("--micro-batch", type=count, default=1, metavar="N", help="sequences at once (default: 1)")
+    group.add_argument(
+        "--precision", choices=[str(p) for p in Precision], help="default: bf16-mixed on GPUs, else fp32"
+    )
+    group.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")
+
+
+def _add_search(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--tp", type=count, metavar="N", help="pin the tensor-parallel degree")
+    group.add_argument("--fsdp", type=count, metavar="N", help="pin the degree that FSDP shards over")
+    group.add_argument("--solver", choices=[entry.name for entry in SOLVERS], help="default: the first one installed")
+    group.add_argument("--time-limit", type=seconds, metavar="S", help="seconds for each mesh; the gap is reported")
+    group.add_argument("--no-prove", dest="prove", action="store_false", help="skip the check of the applied model")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Solves, writes, prints. What needs no model is checked before torch is imported."""
+    _check_output(args.output)
+    profile = load_profile(args.profile)
+    args.gpus_per_node = args.gpus_per_node or min(args.gpus, profile.gpus_per_node)
+    _check_degrees(args)
+    model = load_model_file(args.model)
+    try:
+        plan = _solve(args, model, profile)
+    except ModelError as error:
+        raise model.locate(error) from error
+    if args.output is not None:
+        plan.dump(args.output)
+    print_plan(plan, as_json=args.json)
+    if args.output is not None:
+        print(f"wrote {args.output}", file=sys.stderr)
+    return 0
+
+
+def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile) -> Plan:
+    from tpplan.planner import Cluster, solve
+
+    with _progress() as progress:
+        return solve(
+            model.build_model,
+            model.example_inputs,
+            cluster=Cluster(gpus=args.gpus, gpus_per_node=args.gpus_per_node, profile=profile),
+            global_batch=args.global_batch,
+            seq_len=args.seq_len,
+            micro_batch=args.micro_batch,
+            loss=model.loss,
+            unused_outputs=model.unused_outputs,
+            tp=args.tp,
+            fsdp=args.fsdp,
+            precision=args.precision,
+            optimizer=args.optimizer,
+            memory_limit_bytes=args.memory_limit,
+            solver=args.solver,
+            time_limit_s=args.time_limit,
+            prove=args.prove,
+            progress=progress,
+        )
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None] | None]:
+    """A bar per stage on stderr; None where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (TextColumn("{task.description:>6}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def advance(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield advance
+
+
+# Checks that need no model
+
+
+def _check_output(path: Path | None) -> None:
+    """Solving takes minutes: raises PlanError before, where its result could not be written."""
+    if path is None:
+        return
+    folder = path.parent
+    problem = None
+    if path.is_dir():
+        problem = "it is a folder"
+    elif not folder.is_dir():
+        problem = f"{folder} is not a folder"
+    elif not os.access(folder, os.W_OK):
+        problem = f"{folder} is not writable"
+    if problem:
+        raise PlanError(f"{path}: cannot be written: {problem}")
+
+
+def _check_degrees(args: argparse.Namespace) -> None:
+    """Raises UsageError where the pinned degrees leave no mesh, or the batch does not divide."""
+    if not any(True for _ in meshes(args.gpus, args.gpus_per_node, tp=args.tp, fsdp=args.fsdp)):
+        raise UsageError(f"--tp {args.tp} and --fsdp {args.fsdp} leave no mesh of {args.gpus} GPUs")
+    if args.global_batch % args.micro_batch:
+        raise UsageError(f"--global-batch {args.global_batch} is no multiple of --micro-batch {args.micro_batch}")
+
+
+# Values of options
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A positive number."""
+    if not re.fullmatch(r"\d+(\.\d+)?", text) or float(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected seconds greater than 0, got {text!r}")
+    return float(text)
+
+
+def num_bytes(text: str) -> float:
+    """A size with its unit, such as 70GiB, 80 GB or 512MiB, in bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", text)
+    units = {unit.lower(): size for unit, size in _SIZE_UNITS.items()}
+    if match is None or match[2].lower() not in units or float(match[1]) == 0:
+        shown = ", ".join(_SIZE_UNITS)
+        raise argparse.ArgumentTypeError(f"expected a size with its unit ({shown}) such as 70GiB, got {text!r}")
+    return float(match[1]) * units[match[2].lower()]
