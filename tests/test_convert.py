@@ -157,7 +157,7 @@ def rows_of_an_embedding() -> None:
     for target in (R, R_STAR, P, S(0), S(1), S(2)):
         local_table = table.detach().chunk(num_ranks)[rank].clone().requires_grad_()
         local_ids, foreign = local_rows(ids, 3, group)
-        assert 0 <= local_ids.min()
+        assert local_ids.min() >= 0
         assert local_ids.max() < 3
         looked_up = mask_rows(F.embedding(local_ids, local_table), foreign)
         y = convert(looked_up, Conversion(P, target), dist.group.WORLD)

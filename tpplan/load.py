@@ -73,8 +73,8 @@ class ModelSpec:
         frames = [
             frame for frame in traceback.extract_tb(cause.__traceback__) if _is_below(frame.filename, self.folder)
         ]
-        shown = traceback.format_list(frames) + traceback.format_exception_only(cause)
-        return UserCodeError(str(error), "".join(["In your files:\n", *shown]).rstrip()) if frames else error
+        shown = "".join(["In your files:\n", *traceback.format_list(frames)]).rstrip()
+        return UserCodeError(str(error), shown) if frames else error
 
 
 def _is_below(filename: str, folder: Path) -> bool:

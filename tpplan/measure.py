@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
-from typing import assert_never
+from typing import TypeVar, assert_never
 
 import numpy as np
 import torch
@@ -53,7 +53,7 @@ from tpplan.profile_tables import (
     Memory,
     Source,
 )
-from tpplan.units import DTYPE_BYTES, KIB, MIB
+from tpplan.units import DTYPE_BYTES, KIB
 
 __all__ = [
     "AttentionShape",
@@ -67,6 +67,8 @@ __all__ = [
 
 #: section, points done, points in all
 Progress = Callable[[str, int, int], None]
+#: what is measured at a time
+Point = TypeVar("Point")
 
 SOURCES = ("measured",)
 NUM_REPEATS = 5
@@ -79,6 +81,9 @@ LONGEST_WINDOW_S = 0.2
 CALIBRATED_PART = 0.25
 #: one slow call must not make a window seem full: calls grow at most by this from one trial to the next
 MOST_GROWTH = 16
+#: beyond a GPU's caches; on a CPU those of a small model's activations: from 32 MiB on glibc returns memory to the
+#: system each time, and page faults, not copies, are measured
+GPU_COPIED_KIB, CPU_COPIED_KIB = (64 * KIB, 256 * KIB, 1024 * KIB), (256, 1024, 4096, 16384)
 #: fewest sizes per axis that a matmul table is thinned to; three of them give an interpolation error
 FEWEST_MATMUL_SIZES = 4
 #: of the time for compute; matmuls have the rest
@@ -115,7 +120,7 @@ class ComputeGrid:
 
 
 def default_grid(device_type: str) -> ComputeGrid:
-    """Sizes that show a device's plateau: to 1,024 on a CPU's core, to 8,192 on a GPU, copies beyond its caches."""
+    """Sizes that show a device's plateau: to 1,024 on a CPU's core, to 8,192 on a GPU."""
     on_gpu = device_type == "cuda"
     # (batch, heads, sequence, head_dim)
     shapes = [(2, 16, 1024, 64), (2, 16, 2048, 128), (1, 16, 4096, 128), (1, 16, 8192, 128)]
@@ -124,7 +129,7 @@ def default_grid(device_type: str) -> ComputeGrid:
     return ComputeGrid(
         matmul_batches=(1, 4),
         matmul_sizes=tuple(2**i for i in (range(6, 14) if on_gpu else range(4, 11))),
-        copied_bytes=tuple(size * MIB for size in ((64, 256, 1024) if on_gpu else (1, 4, 16, 64))),
+        copied_bytes=tuple(size * KIB for size in (GPU_COPIED_KIB if on_gpu else CPU_COPIED_KIB)),
         attention=tuple(
             AttentionShape(batch=batch, heads=heads, sequence=sequence, head_dim=head_dim, causal=causal)
             for batch, heads, sequence, head_dim in shapes
@@ -153,30 +158,25 @@ class _Stopwatch:
     device: torch.device
     window_s: float
 
-    @classmethod
-    def for_points(cls, device: torch.device, num_points: int, budget_s: float) -> "_Stopwatch":
-        """A stopwatch whose windows let num_points points take about budget_s."""
-        window_s = budget_s / (max(1, num_points) * WINDOWS_PER_POINT)
-        return cls(device=device, window_s=min(window_s, LONGEST_WINDOW_S))
-
     def samples(self, work: Callable[[], object]) -> Array:
-        """Seconds per call, one for each repeat. Every rank of the default group must call this for the same work."""
+        """Seconds per call of the slowest rank, one for each repeat. Every rank must call this for the same work."""
         self._elapsed(work, 1)  # warm-up: lazy initialisation, first touch
         calls = self._calls(work)
-        return np.array([self._elapsed(work, calls) / calls for _ in range(NUM_REPEATS)])
+        elapsed = [self._elapsed(work, calls) for _ in range(NUM_REPEATS)]
+        return np.array(_slowest(self.device, elapsed)) / calls
 
     def _calls(self, work: Callable[[], object]) -> int:
-        """How many calls fill the window; the same number on every rank, since _elapsed is."""
+        """How many calls fill the window, the same number on every rank."""
         calls = 1
         while True:
-            elapsed = self._elapsed(work, calls)
+            (elapsed,) = _slowest(self.device, [self._elapsed(work, calls)])
             filling = calls * self.window_s / elapsed
             if elapsed >= CALIBRATED_PART * self.window_s:
                 return max(1, round(filling))
             calls = math.ceil(min(filling, calls * MOST_GROWTH))
 
     def _elapsed(self, work: Callable[[], object], calls: int) -> float:
-        """Seconds of the slowest rank, from a common start."""
+        """Seconds of this rank, from a common start."""
         if dist.is_initialized():
             dist.barrier()
         self._synchronize()
@@ -184,16 +184,32 @@ class _Stopwatch:
         for _ in range(calls):
             work()
         self._synchronize()
-        elapsed = time.perf_counter() - start
-        if not dist.is_initialized():
-            return elapsed
-        slowest = torch.tensor(elapsed, dtype=torch.float64, device=self.device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return slowest.item()
+        return time.perf_counter() - start
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _slowest(device: torch.device, seconds: Sequence[float]) -> list[float]:
+    """The largest of each over the ranks."""
+    if not dist.is_initialized():
+        return list(seconds)
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return [float(value) for value in slowest.tolist()]
+
+
+def _paced(
+    device: torch.device, points: Sequence[Point], section: str, budget_s: float, progress: Progress
+) -> Iterator[tuple[Point, _Stopwatch]]:
+    """The points, each with a stopwatch whose windows share out what is left of the budget."""
+    start = time.perf_counter()
+    for done, point in enumerate(points):
+        (spent_s,) = _slowest(device, [time.perf_counter() - start])
+        share_s = max(0.0, budget_s - spent_s) / (len(points) - done)
+        yield point, _Stopwatch(device=device, window_s=min(share_s / WINDOWS_PER_POINT, LONGEST_WINDOW_S))
+        progress(section, done + 1, len(points))
 
 
 def _silent(section: str, done: int, total: int) -> None:
@@ -221,7 +237,8 @@ def measure_compute(
     torch_dtypes = [_dtype(name) for name in dtypes]
     grid = grid or default_grid(device.type)
     attention_budget_s = ATTENTION_SHARE * budget_s / len(dtypes)
-    matmul_budget_s = (1 - LAUNCH_SHARE - BANDWIDTH_SHARE - ATTENTION_SHARE) * budget_s / len(dtypes)
+    matmul_budget_s = matmul_share * budget_s / len(dtypes)
+    matmul_share = 1 - LAUNCH_SHARE - BANDWIDTH_SHARE - ATTENTION_SHARE
     launch = _launch(device, LAUNCH_SHARE * budget_s)
     return ComputeTables(
         launch=launch,
@@ -238,7 +255,8 @@ def measure_compute(
 def _launch(device: torch.device, budget_s: float) -> Launch:
     """The smallest kernel: one number plus itself."""
     number = torch.ones(1, device=device)
-    samples = _Stopwatch.for_points(device, 1, budget_s).samples(lambda: number + number)
+    stopwatch = _Stopwatch(device=device, window_s=budget_s / WINDOWS_PER_POINT)
+    samples = stopwatch.samples(lambda: number + number)
     launch_s = float(np.median(samples))
     return Launch(
         launch_s=digits(launch_s, TIME_DIGITS), relative_error=relative_error(samples / launch_s), sources=SOURCES
@@ -247,12 +265,10 @@ def _launch(device: torch.device, budget_s: float) -> Launch:
 
 def _bandwidth(device: torch.device, sizes: Sequence[int], budget_s: float, progress: Progress) -> Bandwidth:
     """Median rate of copies into new tensors, read plus written; the spread is that between the sizes too."""
-    stopwatch = _Stopwatch.for_points(device, len(sizes), budget_s)
     rates = []
-    for done, num_bytes in enumerate(sizes, start=1):
+    for num_bytes, stopwatch in _paced(device, sizes, "bandwidth", budget_s, progress):
         tensor = torch.ones(num_bytes, dtype=torch.uint8, device=device)
         rates.append(2 * num_bytes / stopwatch.samples(tensor.clone))
-        progress("bandwidth", done, len(sizes))
     median = float(np.median([np.median(rate) for rate in rates]))
     return Bandwidth(
         hbm_bytes_per_s=digits(median, TIME_DIGITS),
@@ -269,11 +285,9 @@ def _matmul_table(
     sizes = _thinned(grid.matmul_sizes, len(batches), budget_s)
     axes = (batches, sizes, sizes, sizes)
     points = list(product(*axes))
-    stopwatch = _Stopwatch.for_points(device, len(points), budget_s)
     samples = []
-    for done, (batch, m, n, k) in enumerate(points, start=1):
+    for (batch, m, n, k), stopwatch in _paced(device, points, f"matmul {_name(dtype)}", budget_s, progress):
         samples.append(stopwatch.samples(_matmul(device, dtype, batch, m, n, k)))
-        progress(f"matmul {_name(dtype)}", done, len(points))
     table = np.stack(samples).reshape(*(len(axis) for axis in axes), NUM_REPEATS)
     return matmul_table(_name(dtype), axes, table, launch_s, SOURCES)
 
@@ -304,34 +318,33 @@ def _attention_rate(
     progress: Progress,
 ) -> AttentionRate:
     """Median rates of the fused kernel over the shapes; the spread is that between the shapes too."""
-    stopwatch = _Stopwatch.for_points(device, 2 * len(shapes), budget_s)
-    forward, backward = [], []
-    for done, shape in enumerate(shapes, start=1):
+    points = list(product((False, True), shapes))
+    rates: dict[bool, list[Array]] = {False: [], True: []}
+    for (is_backward, shape), stopwatch in _paced(device, points, f"attention {_name(dtype)}", budget_s, progress):
         size = (shape.batch, shape.heads, shape.sequence, shape.head_dim)
         inputs = [torch.randn(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
-            forward.append(shape.forward_flop / stopwatch.samples(_attention(inputs, shape.causal)))
-            work = _attention_backward(inputs, shape.causal)
-            backward.append(ATTENTION_BACKWARD_PRODUCTS * shape.forward_flop / stopwatch.samples(work))
-        progress(f"attention {_name(dtype)}", done, len(shapes))
-    medians = [float(np.median([np.median(rate) for rate in rates])) for rates in (forward, backward)]
-    deviations = [np.concatenate(rates) / median for rates, median in zip((forward, backward), medians, strict=True)]
+            work = (_attention_backward if is_backward else _attention)(inputs, shape.causal)
+            flop = shape.forward_flop * (ATTENTION_BACKWARD_PRODUCTS if is_backward else 1.0)
+            rates[is_backward].append(flop / stopwatch.samples(work))
+    medians = {way: float(np.median(np.median(samples, axis=1))) for way, samples in rates.items()}
     return AttentionRate(
         dtype=_name(dtype),
-        forward_flop_per_s=digits(medians[0], TIME_DIGITS),
-        backward_flop_per_s=digits(medians[1], TIME_DIGITS),
-        relative_error=relative_error(np.concatenate(deviations)),
+        forward_flop_per_s=digits(medians[False], TIME_DIGITS),
+        backward_flop_per_s=digits(medians[True], TIME_DIGITS),
+        relative_error=relative_error(np.stack([np.stack(rates[way]) / medians[way] for way in rates])),
         sources=SOURCES,
     )
 
 
-def _attention(inputs: Sequence[Tensor], causal: bool) -> Callable[[], Tensor]:
+def _attention(inputs: Sequence[Tensor], causal: bool) -> Callable[[], object]:
     query, key, value = inputs
     return lambda: scaled_dot_product_attention(query, key, value, is_causal=causal)
 
 
 def _attention_backward(inputs: Sequence[Tensor], causal: bool) -> Callable[[], object]:
-    result = _attention(inputs, causal)()
+    query, key, value = inputs
+    result = scaled_dot_product_attention(query, key, value, is_causal=causal)
     gradient = torch.ones_like(result)
     return lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)
 
@@ -359,19 +372,20 @@ def measure_collectives(
     wrong = [size for size in group_sizes if size < 2 or world % size]
     if wrong or not sizes:
         raise UsageError(f"measure_collectives: groups of {wrong} ranks in a world of {world}, {len(sizes)} sizes")
-    total = len(group_sizes) * len(Collective) * len(sizes)
-    stopwatch = _Stopwatch.for_points(device, total, budget_s)
-    done = 0
-    tables = []
-    for kind, (ranks, name) in product(Collective, [(ranks, _subgroup(ranks)) for ranks in group_sizes]):
-        shape = GroupShape(ranks=ranks, ranks_per_node=min(ranks, ranks_per_node))
-        samples = {}
-        for num_bytes in _divisible(sizes, ranks):
-            samples[num_bytes] = stopwatch.samples(_collective(kind, device, num_bytes, ranks, name))
-            done += 1
-            progress("collectives", done, total)
-        tables.append(collective_table(kind, shape, samples, SOURCES))
-    return tuple(tables)
+    groups = {ranks: _subgroup(ranks) for ranks in group_sizes}
+    points = [
+        (kind, ranks, num_bytes)
+        for kind, ranks in product(Collective, group_sizes)
+        for num_bytes in _divisible(sizes, ranks)
+    ]
+    samples: dict[tuple[Collective, int], dict[int, Array]] = {}
+    for (kind, ranks, num_bytes), stopwatch in _paced(device, points, "collectives", budget_s, progress):
+        work = _collective(kind, device, num_bytes, ranks, groups[ranks])
+        samples.setdefault((kind, ranks), {})[num_bytes] = stopwatch.samples(work)
+    return tuple(
+        collective_table(kind, GroupShape(ranks=ranks, ranks_per_node=min(ranks, ranks_per_node)), by_size, SOURCES)
+        for (kind, ranks), by_size in samples.items()
+    )
 
 
 def _subgroup(ranks: int) -> str:

@@ -399,11 +399,13 @@ def _memory(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _parts(parts: Mapping[str, float], whole: float, share_title: str, text_of: Callable[[float], str]) -> Table:
-    """The parts of a whole, largest first, with a bar each."""
+    """The parts of a whole that are not 0, largest first, with a bar each."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     for justify in ("left", "right", "right", "left"):
         table.add_column(justify=justify)
     for name, amount in sorted(parts.items(), key=lambda item: (-item[1], item[0])):
+        if not amount:
+            continue
         share = amount / whole if whole else 0.0
         suffix = f"{share:.1%} {share_title}" if share_title != "share" else f"{share:.1%}"
         table.add_row(Text(name), text_of(amount), suffix, Text(_bar(share), style="cyan"))
@@ -411,8 +413,8 @@ def _parts(parts: Mapping[str, float], whole: float, share_title: str, text_of: 
 
 
 def _bar(share: float) -> str:
-    """20 marks are all of it; what is not nothing has one."""
-    return "#" * min(_BAR_WIDTH, max(round(share * _BAR_WIDTH), int(share > 0)))
+    """20 marks are all of it; what is at least a hundredth has one."""
+    return "#" * min(_BAR_WIDTH, max(round(share * _BAR_WIDTH), int(share >= 0.01)))
 
 
 def _collectives(collectives: tuple[CollectivePlan, ...]) -> Iterator[RenderableType]:
@@ -445,7 +447,7 @@ def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
         f"bound {format_seconds(solver.bound_s)}, gap {solver.gap:.2%}, "
         f"{_plural(solver.meshes_tried, 'mesh', 'meshes')} tried",
     )
-    yield "proof", f"{proof.status}: {_PROOF[proof.status]}; {_plural(proof.rounds, 'round')} of solving"
+    yield "proof", f"{proof.status}: {_PROOF[proof.status]} ({_plural(proof.rounds, 'round')})"
     for cut in proof.cuts:
         yield "", f"forbidden on the way: {cut}"
     if plan.unruled_ops:
@@ -471,7 +473,8 @@ def _format_count(count: float) -> str:
 
 
 def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"
+    """GiB, so that parts compare; smaller units where it would round to nothing."""
+    return f"{num_bytes / GIB:.2f} GiB" if abs(num_bytes) >= 0.01 * GIB else format_bytes(num_bytes)
 
 
 def _plural(count: int, noun: str, plural: str | None = None) -> str:

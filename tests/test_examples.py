@@ -1,0 +1,110 @@
+"""The four example models on real ranks: solved, applied, and compared with one process in loss and every gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from examples import NAMES, eager_to_shard, example, solve_example
+from ranks import run_ranks
+from torch.distributed.tensor import DTensor
+
+import tpplan
+from tpplan.plan import Plan
+
+#: relative to the largest gradient of the parameter; float32 sums in another order differ by a few 1e-7
+TOLERANCE = 1e-5
+#: of the model's largest gradient: below that a gradient is noise (a key's bias has none: softmax ignores shifts)
+NOISE = 1e-3
+BATCH, SEQ_LEN = 8, 32
+
+Outcome = tuple[float, dict[str, torch.Tensor], list[str]]
+
+
+def build(name: str) -> torch.nn.Module:
+    torch.manual_seed(7)
+    return example(name).build_model()
+
+
+def part(inputs: dict[str, torch.Tensor], index: int, parts: int) -> dict[str, torch.Tensor]:
+    """The index-th of equal parts of a batch."""
+    return {key: value.chunk(parts)[index] for key, value in inputs.items()}
+
+
+def run(name: str, model: torch.nn.Module, plan: Plan | None, rank: int) -> float:
+    """Forward and backward of the rank's share of the batch, in micro-batches; the mean loss of its share."""
+    module = example(name)
+    inputs = module.example_inputs(BATCH, SEQ_LEN)
+    steps = 1
+    if plan is not None:
+        inputs = part(inputs, plan.mesh.data_rank(rank), plan.mesh.data_parallel)
+        steps = plan.batch.accumulation_steps
+    total = 0.0
+    for step in range(steps):
+        micro = part(inputs, step, steps)
+        outputs = model(**tpplan.forward_inputs(model, micro))
+        loss = module.loss(outputs, micro) / steps
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def one_process(name: str) -> Outcome:
+    model = build(name)
+    loss = run(name, model, None, 0)
+    return loss, {key: p.grad for key, p in model.named_parameters() if p.grad is not None}, list(model.state_dict())
+
+
+def applied(name: str, plan: Plan) -> Outcome:
+    model = tpplan.apply_plan(build(name), plan)
+    loss = torch.tensor(run(name, model, plan, dist.get_rank()))
+    dist.all_reduce(loss, op=dist.ReduceOp.SUM)
+    gradients = {}
+    for key, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), key
+        assert isinstance(parameter.grad, DTensor), key
+        gradients[key] = parameter.grad.full_tensor()
+    return loss.item() / dist.get_world_size(), gradients, list(model.state_dict())
+
+
+def relative_errors(gradients: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Per parameter the largest difference over its largest reference entry."""
+    floor = NOISE * max(gradient.abs().max().item() for gradient in reference.values())
+    return {
+        key: (gradients[key] - expected).abs().max().item() / max(expected.abs().max().item(), floor)
+        for key, expected in reference.items()
+    }
+
+
+def degrees(ranks: int) -> list[dict[str, Any]]:
+    """tp and fsdp of every mesh of 2 or 4 ranks."""
+    return {
+        2: [{"tp": 2, "fsdp": 1}, {"tp": 1, "fsdp": 2}],
+        4: [{"tp": 4, "fsdp": 1}, {"tp": 2, "fsdp": 2}, {"tp": 2, "fsdp": 1}, {"tp": 1, "fsdp": 4}, {"tp": 1, "fsdp": 2}],
+    }[ranks]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_applied_plans_equal_one_process(name: str, ranks: int) -> None:
+    """Micro-batches of 2, so plans accumulate as well."""
+    loss, gradients, keys = one_process(name)
+    for mesh in degrees(ranks):
+        options = {"global_batch": BATCH, "micro_batch": 2, "seq_len": SEQ_LEN}
+        plan = solve_example(name, eager_to_shard(), gpus=ranks, **mesh, **options)
+        for applied_loss, applied_gradients, applied_keys in run_ranks(ranks, applied, name, plan):
+            assert abs(applied_loss - loss) < 1e-5 * abs(loss), (mesh, applied_loss, loss)
+            assert applied_keys == keys
+            assert applied_gradients.keys() == gradients.keys()
+            errors = relative_errors(applied_gradients, gradients)
+            worst = max(errors, key=lambda key: errors[key])
+            assert errors[worst] < TOLERANCE, (mesh, worst, errors[worst])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plans_do_shard(name: str) -> None:
+    """What the comparison above compares: under tp most parameter elements are cut, or it would prove little."""
+    plan = solve_example(name, eager_to_shard(), gpus=4, tp=4, global_batch=1, micro_batch=1, seq_len=SEQ_LEN)
+    sizes = {name: torch.Size(p.shape).numel() for name, p in plan.parameter_plans().items()}
+    cut = sum(sizes[name] for name, p in plan.parameter_plans().items() if str(p.placement).startswith("S"))
+    assert cut > 0.5 * sum(sizes.values())
