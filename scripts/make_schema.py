@@ -1,6 +1,6 @@
 """Writes tpplan/plan.schema.json from the dataclasses of tpplan.plan, which are what is read; the tests compare.
 
-    python scripts/make_schema.py
+python scripts/make_schema.py
 """
 
 import dataclasses

@@ -5,7 +5,6 @@ A new rule needs an entry here: test_rules.py fails without one.
 
 import torch
 from torch import Tensor
-
 from validate import Sample
 
 _generator = torch.Generator().manual_seed(0)

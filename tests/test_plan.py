@@ -1,4 +1,4 @@
-"""The plan file: it round-trips, the shipped schema is the dataclasses', mistakes are named by path, writes are whole."""
+"""The plan file: it round-trips, the shipped schema is the dataclasses', mistakes are named, writes are whole."""
 
 import copy
 import dataclasses
@@ -16,8 +16,8 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripts.make_schema import SCHEMA_PATH, plan_schema, schema_text
 
+from scripts.make_schema import SCHEMA_PATH, plan_schema, schema_text
 from tpplan.errors import PlanError, PlanMismatchError
 from tpplan.layout import R_STAR, ROWS, Conversion, P, R, S, layouts_of
 from tpplan.mesh import Axis
@@ -270,17 +270,23 @@ def altered(path: str, change: Callable[[object, str | int], None]) -> dict[str,
     return data
 
 
+def error_of(read: Callable[[], Plan]) -> str | None:
+    """The PlanError's message, None where there is none; any other exception is not caught."""
+    try:
+        read()
+    except PlanError as error:
+        return str(error)
+    return None
+
+
 def assert_refused_exactly_where_the_schema_refuses(data: object, path: str) -> None:
     """A file that the schema refuses is refused with the key's path; one that loads is one that the schema allows."""
-    allowed = VALIDATOR.is_valid(data)
-    try:
-        Plan.from_dict(data, origin="plan.json")
-    except PlanError as error:
-        assert str(error).startswith("plan.json: ")
-        if not allowed:
-            assert path in str(error)
+    message = error_of(lambda: Plan.from_dict(data, origin="plan.json"))
+    if message is None:
+        assert VALIDATOR.is_valid(data)
     else:
-        assert allowed
+        assert message.startswith("plan.json: ")
+        assert path in message or VALIDATOR.is_valid(data)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -395,10 +401,8 @@ def test_a_damaged_file_never_raises_anything_else(tmp_path_factory, position, n
     text = EXAMPLE.dumps().encode()
     for damaged in (text[:position], text[:position] + noise + text[position + 1 :]):
         path.write_bytes(damaged)
-        try:
-            Plan.load(path)
-        except PlanError as error:
-            assert str(path) in str(error)
+        message = error_of(lambda: Plan.load(path))
+        assert message is None or str(path) in message
 
 
 def test_a_missing_file_a_folder_and_bytes_are_refused(tmp_path):

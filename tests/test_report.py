@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tpplan.errors import PlanError
-from tpplan.layout import ROWS, Conversion, Layout, P, R, R_STAR, S
+from tpplan.layout import R_STAR, ROWS, Conversion, Layout, P, R, S
 from tpplan.mesh import Axis
 from tpplan.plan import (
     BatchPlan,
@@ -165,9 +165,7 @@ def test_styles_are_said_in_the_field_s_words() -> None:
     plan = make_plan()
     assert row_of(plan, "tok_embeddings").startswith("tok_embeddings vocabulary parallel S(0) in input: R -> rows")
     assert row_of(plan, "feed_forward.up_proj") == "feed_forward.up_proj column parallel S(0)"
-    assert row_of(plan, "feed_forward.down_proj").startswith(
-        "feed_forward.down_proj row parallel S(1), bias R as P out:"
-    )
+    assert row_of(plan, "feed_forward.down_proj").startswith("feed_forward.down_proj row parallel S(1) out:")
     assert row_of(plan, "attention_norm") == "attention_norm replicated R as R*"
     assert row_of(plan, "lm_head") == "lm_head column parallel S(0)"
 
@@ -200,7 +198,7 @@ def test_conversions_name_their_steps_forward_and_backward() -> None:
     assert "in x: S(1) -> R* all-gather / reduce-scatter" in text
     assert "out: P -> S(1) reduce-scatter / all-gather" in text
     assert "in input: R -> rows local-rows / none" in text
-    assert "out: rows -> R mask + all-reduce / none" in text
+    assert "out: rows -> R mask + all-reduce / mask" in text
 
 
 def test_layers_stand_once_with_their_count_and_exceptions_apart() -> None:
@@ -214,13 +212,15 @@ def test_layers_stand_once_with_their_count_and_exceptions_apart() -> None:
 def test_an_exception_inherits_parameters_and_is_counted_off() -> None:
     key = "layers.31.feed_forward.down_proj"
     plan = make_plan(boundaries=BOUNDARIES | {key: boundary(outputs={"output": (P, R)})})
-    assert row_of(plan, key) == f"{key} row parallel S(1), bias R as P out: P -> R all-reduce / none"
+    assert row_of(plan, "31.feed_forward.down_proj") == (
+        "31.feed_forward.down_proj row parallel S(1) out: P -> R all-reduce / none"
+    )
     assert row_of(plan, "feed_forward.down_proj").startswith("feed_forward.down_proj x31 row parallel")
 
 
 def test_an_exception_that_converts_nothing_says_so() -> None:
     plan = make_plan(boundaries=BOUNDARIES | {"layers.3.feed_forward": boundary()})
-    assert row_of(plan, "layers.3.feed_forward") == "layers.3.feed_forward none"
+    assert row_of(plan, "3.feed_forward") == "3.feed_forward none"
 
 
 def test_tied_weights_are_one_parameter() -> None:
@@ -313,3 +313,9 @@ def test_an_unknown_dtype_is_named() -> None:
     odd = {"m.weight": replace(parameter(R, 4), dtype="int4")}
     with pytest.raises(PlanError, match=r"parameters\.m\.weight\.dtype: expected one of .* got 'int4'"):
         render(make_plan(parameters=odd, boundaries={}))
+
+
+def test_a_parameter_that_lies_otherwise_than_its_weight_has_its_own_line() -> None:
+    lines = render(make_plan(), width=120).splitlines()
+    row = next(i for i, line in enumerate(lines) if "feed_forward.down_proj" in line)
+    assert lines[row + 1].strip() == "bias R as P"

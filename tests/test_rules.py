@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rule_samples import SAMPLES, const, ids, x
-from validate import Sample, Wrong, check_gradient, check_value, missing_strategies, violation
+from validate import Sample, WrongStrategyError, check_gradient, check_value, missing_strategies, violation
 
 from tpplan import rules
 from tpplan.layout import R_STAR, ROWS, Layout, P, R, S
@@ -148,11 +148,11 @@ def test_validator_names_the_half_and_the_rank():
 def test_validator_looks_at_every_rank(wrong_rank):
     ranks = [torch.ones(3), torch.ones(3)]
     ranks[wrong_rank] = torch.zeros(3)
-    with pytest.raises(Wrong, match=f"rank {wrong_rank}"):
+    with pytest.raises(WrongStrategyError, match=f"rank {wrong_rank}"):
         check_value(ranks, torch.ones(3), R, "value")
-    with pytest.raises(Wrong, match=f"rank {wrong_rank}"):
+    with pytest.raises(WrongStrategyError, match=f"rank {wrong_rank}"):
         check_gradient(ranks, torch.ones(3), P, "gradient")
-    with pytest.raises(Wrong, match="all ranks together"):
+    with pytest.raises(WrongStrategyError, match="all ranks together"):
         check_gradient(ranks, torch.zeros(3), R_STAR, "gradient")
 
 

@@ -108,7 +108,7 @@ def run(sample: Sample, operands: tuple[Tensor, ...], sizes: tuple[int, tuple[in
     return tuple(results) if isinstance(results, list | tuple) else (results,)
 
 
-class Wrong(Exception):
+class WrongStrategyError(Exception):
     """A strategy that does not compute the op."""
 
 
@@ -116,7 +116,7 @@ def violation(sample: Sample, call: Call, strategy: Strategy, tp: int) -> str | 
     """What is wrong with a strategy on tp ranks: op, strategy, rank and half; None where it is right."""
     try:
         _check(sample, call, strategy, tp)
-    except Wrong as wrong:
+    except WrongStrategyError as wrong:
         return f"{sample}: {strategy} on {tp} ranks: {wrong}"
     return None
 
@@ -173,7 +173,7 @@ def _run_locally(
     try:
         results = run(sample, own, sizes)
     except (RuntimeError, IndexError, ValueError) as error:
-        raise Wrong(f"rank {rank}: the op fails: {str(error).splitlines()[0]}") from error
+        raise WrongStrategyError(f"rank {rank}: the op fails: {str(error).splitlines()[0]}") from error
     if ROWS not in strategy.results:
         return results
     ids, rows = whole[strategy.operands.index(ROWS)], own[0].shape[0]
@@ -190,9 +190,7 @@ def _backward(
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     if not flowing or not wanted:
         return [torch.zeros_like(leaf) for leaf in leaves]
-    found = iter(
-        torch.autograd.grad([y for y, _ in flowing], wanted, [g for _, g in flowing], allow_unused=True)
-    )
+    found = iter(torch.autograd.grad([y for y, _ in flowing], wanted, [g for _, g in flowing], allow_unused=True))
     every = [next(found) if leaf.requires_grad else None for leaf in leaves]
     return [torch.zeros_like(x) if g is None else g for g, x in zip(every, leaves, strict=True)]
 
@@ -200,7 +198,7 @@ def _backward(
 def summands(tensor: Tensor, tp: int, noise: torch.Generator) -> list[Tensor]:
     """Random tensors that add up to `tensor`."""
     if tensor.dtype is torch.bool:
-        raise Wrong("booleans do not add up")
+        raise WrongStrategyError("booleans do not add up")
     if not tensor.dtype.is_floating_point:
         others = [torch.randint(-5, 6, tensor.shape, generator=noise, dtype=tensor.dtype) for _ in range(tp - 1)]
     else:
@@ -241,7 +239,7 @@ def check_gradient(ranks: list[Tensor], whole: Tensor, layout: Layout, what: str
 
 def _total(ranks: list[Tensor], what: str) -> Tensor:
     if ranks[0].dtype is torch.bool or len({tuple(local.shape) for local in ranks}) > 1:
-        raise Wrong(f"{what}: cannot be added up over the ranks")
+        raise WrongStrategyError(f"{what}: cannot be added up over the ranks")
     return torch.stack(ranks).sum(0, dtype=ranks[0].dtype)
 
 
@@ -249,11 +247,13 @@ def _equal(found: list[Tensor], expected: list[Tensor], what: str) -> None:
     for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
         where = f"rank {rank}: {what}" if len(found) > 1 else f"all ranks together: {what}"
         if one.shape != other.shape or one.dtype != other.dtype:
-            raise Wrong(f"{where}: {one.dtype}{list(one.shape)}, expected {other.dtype}{list(other.shape)}")
+            raise WrongStrategyError(
+                f"{where}: {one.dtype}{list(one.shape)}, expected {other.dtype}{list(other.shape)}"
+            )
         one, other = one.detach().double(), other.detach().double()
         scale = other.nan_to_num(0, 0, 0).abs().max().clamp_min(1.0) if other.numel() else 1.0
         if not torch.allclose(one, other, rtol=0, atol=TOLERANCE * float(scale), equal_nan=True):
-            raise Wrong(f"{where} differs by {(one - other).abs().max():.3g}")
+            raise WrongStrategyError(f"{where} differs by {(one - other).abs().max():.3g}")
 
 
 def possible_strategies(call: Call, tp: int) -> Iterator[Strategy]:

@@ -23,7 +23,7 @@ from tpplan.localize import SITE, Site
 from tpplan.mesh import Axis
 from tpplan.plan import Plan, Precision, check_parameters
 from tpplan.reduce import Reducer
-from tpplan.style import local_parameters, styles
+from tpplan.style import local_parameters, module_styles
 
 #: what wrappers put into the names of the modules inside them; state_dict leaves them out, and so does a plan
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -51,7 +51,7 @@ def apply_plan(model: nn.Module, plan: Plan | str | os.PathLike[str], *, mesh: D
         _cast_parameters(model, torch.bfloat16)
     _move(model, device_type, with_parameters=loaded.mesh.tp == 1)
     modules = modules_by_name(model)
-    for name, style in styles(loaded).items():
+    for name, style in module_styles(loaded).items():
         style._apply(_module(modules, name), mesh[Axis.TP])
     _broadcast_replicas(model, mesh)
     _shard_data(model, loaded, mesh)
@@ -154,9 +154,27 @@ def _check_fits(model: nn.Module, plan: Plan) -> None:
             for name, parameter in model.named_parameters(remove_duplicate=False)
         },
     )
+    _check_ties(model, plan)
     modules = modules_by_name(model)
-    for name in (*styles(plan), *plan.fsdp_units()):
+    for name, style in module_styles(plan).items():
+        style.check(_module(modules, name))
+    for name in plan.fsdp_units():
         _module(modules, name)
+
+
+def _check_ties(model: nn.Module, plan: Plan) -> None:
+    """A weight under two names has one placement and one gradient, in the plan as in the model."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(plan_name(name))
+    found = {frozenset(group) for group in names.values()}
+    planned = {frozenset((name, *parameter.aliases)) for name, parameter in plan.parameter_plans().items()}
+    for groups, others, there, here in ((found, planned, "model", "plan"), (planned, found, "plan", "model")):
+        for group in groups - others:
+            if len(group) > 1:
+                raise PlanMismatchError(
+                    f"{', '.join(sorted(group))} are one parameter in the {there} and not in the {here}: tie them alike"
+                )
 
 
 # ---- the mesh and what lies on it

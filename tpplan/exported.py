@@ -248,11 +248,22 @@ class ExportReader:
         args = tuple(_argument(argument, names) for argument in node.args)
         kwargs = tuple((key, _argument(value, names)) for key, value in node.kwargs.items())
         op = Op(name=name, target=target, args=args, kwargs=kwargs, results=(), module=_module_of(node))
-        flows = self.with_gradient and target != "aten.detach.default"
+        flows = self.with_gradient and base_target(target) != "aten.detach.default"
         carries = flows and any(self.values[operand].carries_gradient for operand in op.operands)
+        writes = base_target(target) != target and base_target(target) != "aten.detach.default"
+        if writes:
+            carries |= self.values[op.operands[0]].carries_gradient
         result, results = self._results(name, node.meta.get("val"), carries=carries)
+        if writes and carries:
+            self._carry(self.values[op.operands[0]].storage)
         self.nodes.append(Op(name=name, target=target, args=args, kwargs=kwargs, results=results, module=op.module))
         return result
+
+    def _carry(self, storage: str) -> None:
+        """What was written to a storage may be read through any view of it, so all of them carry its gradient."""
+        for name, value in self.values.items():
+            if value.storage == storage and not value.carries_gradient and value.dtype in FLOATING_DTYPES:
+                self.values[name] = replace(value, carries_gradient=True)
 
     def _results(self, name: str, value: Any, *, carries: bool) -> tuple[Argument, tuple[str, ...]]:
         items = value if isinstance(value, tuple | list) else (value,)

@@ -211,7 +211,7 @@ def argument_positions(module: nn.Module, crossings: Mapping[str, Crossing]) -> 
     grouped: dict[str, dict[str, Crossing]] = {}
     for path, crossing in crossings.items():
         grouped.setdefault(path.partition(".")[0], {})[path] = crossing
-    arguments = []
+    arguments: list[Argument] = []
     for name, members in grouped.items():
         number = name.removeprefix("args")
         position = positional.index(name) if name in positional else None
@@ -224,18 +224,19 @@ def argument_positions(module: nn.Module, crossings: Mapping[str, Crossing]) -> 
     return tuple(arguments)
 
 
-def swap_class(module: nn.Module, site: Site) -> None:
-    """Gives a module its Site and the class that heeds it.
-
-    Raises UsageError for a module that has one already, and for a forward set on the instance, which would bypass it.
-    """
+def check_swappable(module: nn.Module, name: str) -> None:
+    """Raises UsageError for a module with a Site already, and for a forward on the instance, which would bypass it."""
     if SITE in module.__dict__:
-        raise UsageError(f"module {site.name}: a plan is applied already")
+        raise UsageError(f"module {name or ROOT}: a plan is applied already")
     if "forward" in module.__dict__:
         raise UsageError(
-            f"module {site.name}: forward is replaced on the instance, which hides the module's boundary from the "
+            f"module {name or ROOT}: forward is replaced on the instance, which hides the module's boundary from the "
             "plan; apply the plan first, and wrap afterwards"
         )
+
+
+def swap_class(module: nn.Module, site: Site) -> None:
+    """Gives a module its Site and the class that heeds it."""
     module.__dict__[SITE] = site
     module.__class__ = local_class(type(module), tuple(sorted(site.reads)))  # type: ignore[arg-type]
 

@@ -41,7 +41,7 @@ from tpplan.fit import (
     matmul_table,
     relative_error,
 )
-from tpplan.mesh import GroupShape
+from tpplan.mesh import GroupShape, divisors
 from tpplan.profile import SCHEMA_VERSION, Collective, HardwareProfile
 from tpplan.profile_tables import (
     AttentionRate,
@@ -236,9 +236,9 @@ def measure_compute(
         raise UsageError(f"measure_compute: expected dtypes and a budget, got {list(dtypes)} and {budget_s} s")
     torch_dtypes = [_dtype(name) for name in dtypes]
     grid = grid or default_grid(device.type)
+    matmul_share = 1 - LAUNCH_SHARE - BANDWIDTH_SHARE - ATTENTION_SHARE
     attention_budget_s = ATTENTION_SHARE * budget_s / len(dtypes)
     matmul_budget_s = matmul_share * budget_s / len(dtypes)
-    matmul_share = 1 - LAUNCH_SHARE - BANDWIDTH_SHARE - ATTENTION_SHARE
     launch = _launch(device, LAUNCH_SHARE * budget_s)
     return ComputeTables(
         launch=launch,
@@ -369,9 +369,12 @@ def measure_collectives(
     if not dist.is_initialized():
         raise UsageError("measure_collectives: no process group; start with torchrun --nproc-per-node 4")
     world = dist.get_world_size()
-    wrong = [size for size in group_sizes if size < 2 or world % size]
-    if wrong or not sizes:
-        raise UsageError(f"measure_collectives: groups of {wrong} ranks in a world of {world}, {len(sizes)} sizes")
+    wrong = [ranks for ranks in group_sizes if ranks not in divisors(world)[1:]]
+    if wrong:
+        raise UsageError(
+            f"measure_collectives: group sizes {wrong} do not divide a world of {world} ranks;"
+            f" sizes that do: {list(divisors(world)[1:])}"
+        )
     groups = {ranks: _subgroup(ranks) for ranks in group_sizes}
     points = [
         (kind, ranks, num_bytes)

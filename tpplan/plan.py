@@ -199,9 +199,7 @@ class Plan:
     @property
     def mesh(self) -> Mesh:
         """The mesh the plan runs on."""
-        return Mesh(
-            replicate=self.mesh_degrees.replicate, shard=self.mesh_degrees.shard, tp=self.mesh_degrees.tp
-        )
+        return Mesh(replicate=self.mesh_degrees.replicate, shard=self.mesh_degrees.shard, tp=self.mesh_degrees.tp)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
@@ -214,7 +212,8 @@ class Plan:
         version = data.get("schema_version") if isinstance(data, Mapping) else None
         if isinstance(version, int) and version != SCHEMA_VERSION:
             raise PlanError(
-                f"{origin}: schema_version: this tpplan reads version {SCHEMA_VERSION}, the file has {version}; solve again"
+                f"{origin}: schema_version: this tpplan reads version {SCHEMA_VERSION}, the file has {version}; "
+                "solve again"
             )
         plan = decode(cls, data, origin=origin, error=PlanError)
         plan._check(origin)
@@ -380,12 +379,16 @@ def check_parameters(plan: Plan, rows: Mapping[str, tuple[tuple[int, ...], bool]
     differences += [f"{name}: in the model, not in the plan" for name in sorted(rows.keys() - expected.keys())]
     for name in sorted(expected.keys() & rows.keys()):
         if expected[name][0] != tuple(rows[name][0]):
-            differences.append(f"{name}: shape {list(expected[name][0])} in the plan, {list(rows[name][0])} in the model")
+            differences.append(
+                f"{name}: shape {list(expected[name][0])} in the plan, {list(rows[name][0])} in the model"
+            )
         elif expected[name][1] != rows[name][1]:
             differences.append(f"{name}: trainable {expected[name][1]} in the plan, {rows[name][1]} in the model")
     if differences:
         shown = "\n  ".join(differences[:8]) + (f"\n  and {len(differences) - 8} more" if len(differences) > 8 else "")
-        raise PlanMismatchError(f"the plan was made for another model; {len(differences)} parameters differ:\n  {shown}")
+        raise PlanMismatchError(
+            f"the plan was made for another model; {len(differences)} parameters differ:\n  {shown}"
+        )
 
 
 def write_atomically(path: Path, text: str) -> None:

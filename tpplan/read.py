@@ -68,22 +68,26 @@ class ParameterReads:
         return local if converter is None else converter(local)
 
 
+def check_reads(name: str, placement: Layout, layouts: Mapping[str, Layout]) -> None:
+    """Raises PlanError for a placement that no parameter can have, and for a read that it does not allow."""
+    placement_of(placement, where=f"parameters.{name}.placement")
+    for reader, layout in layouts.items():
+        where = f"parameters.{name}.reads.{reader or ROOT}"
+        if layout == ROWS:
+            raise PlanError(f"{where}: a parameter is never read as rows")
+        if layout == R_STAR and placement != R:
+            raise PlanError(f"{where}: what rests as {placement} cannot be read as R*")
+
+
 def plan_reads(
     name: str, placement: Layout, layouts: Mapping[str, Layout], group: TpGroup, reducer: Reducer, slot: Slot
 ) -> ParameterReads:
-    """The conversions of a parameter's reads; its slot enters the reducer where one of them is R*.
-
-    Raises PlanError for a read that its placement does not allow.
-    """
+    """The conversions of a parameter's reads; its slot enters the reducer where one of them is R*."""
     summand = R_STAR in layouts.values()
-    if summand and placement != R:
-        raise PlanError(f"parameters.{name}: placement {placement} cannot be read as R*")
     base = R_STAR if summand else placement
     converters: dict[str, Converter | None] = {}
     for reader, layout in layouts.items():
         where = f"parameter {name} read by {reader or ROOT}"
-        if layout == ROWS:
-            raise PlanError(f"parameters.{name}.reads.{reader}: a parameter is never read as rows")
         converters[reader] = None if layout == base else Converter(Conversion(base, layout), group, where=where)
     if summand:
         reducer.slots.append(slot)

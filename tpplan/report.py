@@ -1,15 +1,11 @@
 """A plan for people (`render`) and for programs (`as_data`): the same text after solving and when shown later.
 
-Everything is read off the plan, and nothing off the order of its mappings. The style of a module is said in the
-field's words only where placement, shape and conversions together leave one reading; else the row says which dim is
-sharded. ASCII alone, so that a log, a pull request and a terminal show the same.
+Everything is read off the plan, and nothing off the order of its mappings. ASCII alone, so that a log, a pull request
+and a terminal show the same.
 """
 
 import io
-import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 
 from rich.console import Console, Group, RenderableType
@@ -18,25 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from tpplan.errors import PlanError
-from tpplan.layout import ROWS, Conversion, Layout, LayoutKind, Step
+from tpplan.layer_table import layer_lines
 from tpplan.mesh import Axis
-from tpplan.plan import (
-    ROOT,
-    BoundaryPlan,
-    CollectivePlan,
-    ParameterPlan,
-    Pass,
-    Plan,
-    Precision,
-    ProofStatus,
-    parse_ranges,
-)
+from tpplan.plan import CollectivePlan, Pass, Plan, Precision, ProofStatus
 from tpplan.units import DTYPE_BYTES, GIB, format_bytes, format_seconds
 
 #: columns of a text that no terminal shows
 DEFAULT_WIDTH = 100
-#: from this many columns on, styles are written in full
-_ROOMY = 96
 _INDENT = 2
 _BAR_WIDTH = 20
 
@@ -53,14 +37,6 @@ _AXES = {
     Axis.REPLICATE: "{ranks} replicas split the batch; gradients are all-reduced",
     Axis.SHARD: "{ranks} ranks split the batch; FSDP shards parameters, gradients and optimizer states",
     Axis.TP: "{ranks} ranks read the same batch and split the layers",
-}
-#: what a value is on a rank, for the layouts that appear
-_LEGEND = {
-    LayoutKind.REPLICATE: "R whole",
-    LayoutKind.REPLICATE_PARTIAL_GRADIENT: "R* whole, its gradient a summand",
-    LayoutKind.SHARD: "S(d) slice of dim d",
-    LayoutKind.PARTIAL: "P summand",
-    LayoutKind.ROWS: "rows lookup in this rank's rows",
 }
 
 
@@ -97,7 +73,7 @@ def as_data(plan: Plan) -> dict[str, object]:
 def _report(plan: Plan, width: int) -> RenderableType:
     return Group(
         *_section("Plan", _facts(_header(plan))),
-        *_section("Layers", *_choice(plan, width)),
+        *_section("Layers", *layer_lines(plan, width - _INDENT)),
         *_section("Predicted step", *_time(plan)),
         *_section("Predicted peak memory per GPU", *_memory(plan)),
         *_section("Collectives of a step on one rank", *_collectives(plan.collectives)),
@@ -113,7 +89,7 @@ def _section(title: str, *parts: RenderableType, last: bool = False) -> Iterator
 def _facts(rows: Iterator[tuple[str, str]]) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    table.add_column(overflow="fold")
     for name, text in rows:
         table.add_row(Text(name), Text(text))
     return table
@@ -182,193 +158,6 @@ def _model_size(plan: Plan) -> tuple[int, int]:
     return count, num_bytes
 
 
-# The choice, module by module
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """A module, or the like modules of a repeated block: its own parameters and the tensors that cross its border."""
-
-    key: str
-    count: int
-    is_exception: bool
-    parameters: Mapping[str, ParameterPlan]
-    boundary: BoundaryPlan
-    tied_to: str | None
-
-    @property
-    def main(self) -> ParameterPlan | None:
-        """The parameter with the most elements."""
-        return max(self.parameters.values(), key=lambda p: prod(p.shape), default=None)
-
-    @property
-    def style(self) -> str:
-        """In the field's words, as far as the plan says it."""
-        if self.main is None:
-            return f"tied to {self.tied_to}" if self.tied_to else ""
-        if self.main.placement.kind is not LayoutKind.SHARD:
-            return "replicated"
-        if any(conversion.target == ROWS for conversion in self.boundary.inputs.values()):
-            return "vocabulary parallel"
-        matrices = [name for name, parameter in self.parameters.items() if len(parameter.shape) > 1]
-        if len(matrices) == 1 and len(self.main.shape) == 2:
-            if any(c.source.kind is LayoutKind.PARTIAL for c in self.boundary.outputs.values()):
-                return "row parallel"  # only a split contraction gives summands
-            if self.main.placement.dim == 0:
-                return "column parallel"
-        return f"split dim {self.main.placement.dim}"
-
-    @property
-    def weight(self) -> str:
-        """Placements; what agrees with the largest parameter's is not repeated."""
-        if self.main is None:
-            return ""
-        texts = {name: _placement(parameter) for name, parameter in sorted(self.parameters.items())}
-        main = _placement(self.main)
-        return ", ".join((main, *(f"{name} {text}" for name, text in texts.items() if text != main)))
-
-    @property
-    def conversions(self) -> Iterator[tuple[str, Conversion]]:
-        """What crosses, inputs first: ("in x", conversion)."""
-        for direction, table in (("in", self.boundary.inputs), ("out", self.boundary.outputs)):
-            for path, conversion in sorted(table.items()):
-                name = path.removeprefix("output").removeprefix(".") if direction == "out" else path
-                yield f"{direction} {name}".rstrip(), conversion
-
-
-def _choice(plan: Plan, width: int) -> Iterator[RenderableType]:
-    rows = _rows(plan)
-    if not any(True for row in rows for _ in row.conversions) and plan.mesh.tp == 1:
-        yield Text("tp 1: every module computes whole, with whole weights; nothing is converted.")
-        return
-    yield _choice_table(plan, rows, width - _INDENT)
-    shown = {layout.kind for row in rows for layout in _layouts(row)}
-    yield Text("; ".join(_LEGEND[kind] for kind in LayoutKind if kind in shown) + ".", style="dim")
-    yield Text("The backward half of a conversion is taken where the value carries a gradient.", style="dim")
-
-
-def _choice_table(plan: Plan, rows: list[_Row], width: int) -> Table:
-    is_roomy = width >= _ROOMY
-    lines = list(_lines(plan, rows, is_roomy=is_roomy))
-    longest = max((len(label) for label, *_ in lines), default=0)
-    table = Table(box=None, padding=(0, 2 if is_roomy else 1, 0, 0), pad_edge=False, header_style="underline")
-    table.add_column("module", width=min(longest, width // 2), overflow="fold")
-    for title in ("style", "weight", "conversion", "forward / backward"):
-        table.add_column(title)
-    for line in lines:
-        table.add_row(*map(Text, line))
-    return table
-
-
-def _lines(plan: Plan, rows: list[_Row], *, is_roomy: bool) -> Iterator[tuple[str, str, str, str, str]]:
-    """A line for each conversion, its module on the first; members of a block stand below its pattern."""
-    heading = None
-    for row in rows:
-        pattern = _generic(plan, row.key)[0]
-        if pattern is not None and pattern != heading and row.key != pattern:
-            yield f"{pattern} x{_num_members(plan, pattern)}", "", "", "", ""
-        heading = pattern
-        style = row.style if is_roomy else row.style.removesuffix(" parallel")
-        cells = _label(plan, row, pattern), style, row.weight
-        conversions = [
-            (f"{name}: {conversion}", f"{_steps(conversion.forward)} / {_steps(conversion.backward)}")
-            for name, conversion in row.conversions
-        ]
-        for conversion, steps in conversions or [("none", "") if row.is_exception else ("", "")]:
-            yield *cells, conversion, steps
-            cells = "", "", ""
-
-
-def _label(plan: Plan, row: _Row, pattern: str | None) -> str:
-    """Members of a block are indented; exceptions keep their name in full, and what they leave says how many."""
-    if pattern is None:
-        return row.key or ROOT
-    if row.key == pattern:
-        return f"{pattern} x{row.count}"
-    if row.is_exception:
-        return f"  {row.key}"
-    count = f" x{row.count}" if row.count != _num_members(plan, pattern) else ""
-    return f"  {row.key.removeprefix(pattern + '.')}{count}"
-
-
-def _rows(plan: Plan) -> list[_Row]:
-    """A row per key that owns parameters, converts, or reads a tied weight under a name of its own."""
-    owned = _by_module(plan.parameters)
-    owned_by_members = _by_module(plan.parameter_plans())
-    boundaries_of_members = plan.boundary_plans()
-    tied = {_module(alias): name for name, parameter in plan.parameters.items() for alias in parameter.aliases}
-    keys = {*owned, *plan.boundaries, *tied}
-    exceptions = {key for key in keys if _generic(plan, key)[1] not in (None, key)}
-    replaced: dict[str, int] = defaultdict(int)
-    for key in exceptions:
-        replaced[_generic(plan, key)[1] or key] += 1
-    none = BoundaryPlan(inputs={}, outputs={})
-    rows = [
-        _Row(
-            key=key,
-            count=_num_members(plan, key) - replaced[key],
-            is_exception=key in exceptions,
-            parameters=(owned if "*" in key else owned_by_members).get(key, {}),
-            boundary=(plan.boundaries if "*" in key else boundaries_of_members).get(key, none),
-            tied_to=tied.get(key),
-        )
-        for key in keys
-    ]
-    return sorted((row for row in rows if row.count), key=lambda row: _reading_order(plan, row))
-
-
-def _by_module(parameters: Mapping[str, ParameterPlan]) -> dict[str, dict[str, ParameterPlan]]:
-    found: dict[str, dict[str, ParameterPlan]] = defaultdict(dict)
-    for name, parameter in parameters.items():
-        found[_module(name)][name.rpartition(".")[2]] = parameter
-    return found
-
-
-def _generic(plan: Plan, key: str) -> tuple[str | None, str | None]:
-    """The block pattern that a key belongs to, and the key with its index written `*`; None outside of blocks."""
-    for pattern, ranges in plan.blocks.items():
-        prefix = pattern.removesuffix("*")
-        index, _, rest = key.removeprefix(prefix).partition(".")
-        if key.startswith(prefix) and (index == "*" or (index.isdecimal() and int(index) in parse_ranges(ranges))):
-            return pattern, f"{pattern}.{rest}" if rest else pattern
-    return None, None
-
-
-def _reading_order(plan: Plan, row: _Row) -> tuple[object, ...]:
-    """By name, numbers by value; an exception below the pattern it departs from."""
-    generic = _generic(plan, row.key)[1] or row.key
-    return _natural(generic), row.is_exception, _natural(row.key)
-
-
-def _natural(name: str) -> tuple[tuple[int, str], ...]:
-    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)|\.", name) if part)
-
-
-def _num_members(plan: Plan, key: str) -> int:
-    return sum(1 for _ in plan.expand(key))
-
-
-def _module(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
-
-
-def _placement(parameter: ParameterPlan) -> str:
-    reads = sorted({str(read) for read in parameter.reads.values() if read != parameter.placement})
-    return f"{parameter.placement} as {' and '.join(reads)}" if reads else str(parameter.placement)
-
-
-def _layouts(row: _Row) -> Iterator[Layout]:
-    for parameter in row.parameters.values():
-        yield parameter.placement
-        yield from parameter.reads.values()
-    for _, conversion in row.conversions:
-        yield from (conversion.source, conversion.target)
-
-
-def _steps(steps: tuple[Step, ...]) -> str:
-    return " + ".join(step.replace("_", "-") for step in steps) or "none"
-
-
 # What it costs
 
 
@@ -402,7 +191,7 @@ def _parts(parts: Mapping[str, float], whole: float, share_title: str, text_of: 
     """The parts of a whole that are not 0, largest first, with a bar each."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     for justify in ("left", "right", "right", "left"):
-        table.add_column(justify=justify)
+        table.add_column(justify=justify, overflow="fold")
     for name, amount in sorted(parts.items(), key=lambda item: (-item[1], item[0])):
         if not amount:
             continue
@@ -427,9 +216,9 @@ def _collectives(collectives: tuple[CollectivePlan, ...]) -> Iterator[Renderable
         key = (axes.index(entry.axis), passes.index(entry.during), entry.kind)
         count, num_bytes = totals.get(key, (0, 0))
         totals[key] = (count + entry.count, num_bytes + entry.count * entry.num_bytes)
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="underline")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for title, justify in (("axis", "left"), ("during", "left"), ("collective", "left"), ("count", "right")):
-        table.add_column(title, justify=justify)  # type: ignore[arg-type]  # a literal of the tuple
+        table.add_column(title, justify=justify, overflow="fold")  # type: ignore[arg-type]  # a literal of the tuple
     table.add_column("bytes of the whole values", justify="right")
     for (axis, during, kind), (count, num_bytes) in sorted(totals.items()):
         table.add_row(axes[axis], passes[during], kind.replace("_", "-"), str(count), format_bytes(num_bytes))

@@ -3,7 +3,7 @@
 Two modules are alike when they run the same code on the same data: equal class, equal attributes all the way down,
 parameters and buffers equal in shape, dtype and requires_grad, no hooks. A layer that knows its own index differs from
 its sibling, and is traced. A sibling stands for the first one it is like only where it is also called alike: tensors of
-the same shape, stride and dtype, other arguments equal.
+the same shape, stride and dtype, other arguments equal, gradients and autocast on or off alike.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ def _once(
     def run(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        call = (key, spec, *(_signature(leaf) for leaf in leaves))
+        call = (key, _modes(), spec, *(_signature(leaf) for leaf in leaves))
         if not tensors or name in outputs or not _is_hashable(call):
             return forward(layer, *args, **kwargs)
         like = traced.setdefault(call, name)
@@ -149,7 +149,15 @@ def _modules_alike(first: nn.Module, second: nn.Module) -> bool:
     ours, theirs = vars(first), vars(second)
     if any(module.get(name) for module in (ours, theirs) for name in _HOOKS) or "forward" in ours:
         return False
-    return list(ours) == list(theirs) and all(are_alike(ours[name], theirs[name]) for name in ours if name not in _HOOKS)
+    return list(ours) == list(theirs) and all(
+        are_alike(ours[name], theirs[name]) for name in ours if name not in _HOOKS
+    )
+
+
+def _modes() -> object:
+    """What of torch's global state changes the graph that a call gives."""
+    casts = ((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda"))
+    return torch.is_grad_enabled(), *casts
 
 
 def _signature(leaf: Any) -> object:

@@ -1,7 +1,8 @@
 """Strict JSON: what a dataclass declares is what a file must hold, no key more and no key less.
 
-A dataclass is the schema. Field types understood: str, int, float, a bool, StrEnum, another such dataclass, tuple[X, ...] of
-these, Mapping[str, X], and `X | None` for a key that may be absent. A number's range is written in its type: Annotated[float, Above(0)].
+A dataclass is the schema. Field types understood: str, int, float, a bool, StrEnum, another such dataclass,
+tuple[X, ...] of these, Mapping[str, X], and `X | None` for a key that may be absent. A number's range is written in
+its type: Annotated[float, Above(0)].
 Errors name the file and the path of the key: `profiles/h100-sxm.json: collectives[3].time_s[0]: expected > 0, got -1`.
 """
 

@@ -16,15 +16,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from tpplan.convert import TpGroup
 from tpplan.errors import PlanError, PlanMismatchError
 from tpplan.graph import within
-from tpplan.layout import ROWS, LayoutKind, S
-from tpplan.localize import SITE, Crossing, Site, TensorParallel, argument_positions, swap_class
+from tpplan.layout import ROWS, LayoutKind, S, fits
+from tpplan.localize import (
+    SITE,
+    Crossing,
+    Site,
+    TensorParallel,
+    argument_positions,
+    check_swappable,
+    swap_class,
+)
 from tpplan.plan import ROOT, BoundaryPlan, ParameterPlan, Plan
-from tpplan.read import ParameterReads, placement_of, plan_reads
+from tpplan.read import ParameterReads, check_reads, placement_of, plan_reads
 from tpplan.reduce import Slot
 
 _NO_CONVERSIONS = BoundaryPlan(inputs={}, outputs={})
+_NO_GROUP = TpGroup(name="", size=1, rank=0)
 
 
 @final
@@ -52,14 +62,9 @@ class Application:
         """The parameter as a DTensor with its values from src_data_rank; the same object for the same parameter."""
         if id(parameter) in self.distributed:
             return self.distributed[id(parameter)][1]
-        dim = plan.placement.dim
-        if dim is not None and (dim >= parameter.dim() or parameter.shape[dim] % mesh.size()):
-            raise PlanMismatchError(
-                f"parameters.{name}: shape {list(parameter.shape)} cannot be {plan.placement} on tp = {mesh.size()}"
-            )
         placement = placement_of(plan.placement, where=f"parameters.{name}.placement")
         distributed: Tensor = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=src_data_rank)
-        if src_data_rank is None and dim is not None:
+        if src_data_rank is None and plan.placement.dim is not None:
             distributed = distributed.clone()  # a chunk would keep the whole alive
         result = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
         result.__dict__.update(parameter.__dict__)
@@ -103,12 +108,11 @@ class ModuleStyle(ParallelStyle):
         known: Site | None = module.__dict__.get(SITE)
         if known is not None and known.shared is shared:
             return self._add_name(module, known)
+        self.check(module)
         reads: dict[str, ParameterReads] = {}
         for attribute, (name, plan) in self.parameters.items():
-            parameter = module._parameters.get(attribute)
-            if parameter is None:
-                kind = type(module).__name__
-                raise PlanMismatchError(f"module {self.name or ROOT} ({kind}) has no parameter {attribute!r}")
+            parameter = module._parameters[attribute]
+            assert parameter is not None
             module._parameters[attribute] = self.application.distribute(
                 parameter, name, plan, device_mesh, self.src_data_rank
             )
@@ -117,8 +121,8 @@ class ModuleStyle(ParallelStyle):
         site = Site(
             shared=shared,
             names=(self.name,),
-            arguments=argument_positions(module, self._crossings("input", shared)),
-            outputs=self._crossings("output", shared),
+            arguments=argument_positions(module, self._crossings("input", shared.group)),
+            outputs=self._crossings("output", shared.group),
             sharded_outputs=self.sharded_outputs,
             reads=reads,
             hands_rows_on=self.hands_rows_on,
@@ -126,12 +130,27 @@ class ModuleStyle(ParallelStyle):
         swap_class(module, site)
         return module
 
-    def _crossings(self, direction: str, shared: TensorParallel) -> dict[str, Crossing]:
+    def check(self, module: nn.Module) -> None:
+        """Raises the error that applying would end in, with nothing changed yet."""
+        check_swappable(module, self.name)
+        tp = self.application.plan.mesh.tp
+        for attribute, (name, plan) in self.parameters.items():
+            parameter = module._parameters.get(attribute)
+            if parameter is None:
+                kind = type(module).__name__
+                raise PlanMismatchError(f"module {self.name or ROOT} ({kind}) has no parameter {attribute!r}")
+            check_reads(name, plan.placement, plan.reads)
+            if not fits(tuple(parameter.shape), plan.placement, tp):
+                shape = list(parameter.shape)
+                raise PlanMismatchError(f"parameters.{name}: shape {shape} cannot be {plan.placement} on tp = {tp}")
+        argument_positions(module, self._crossings("input", _NO_GROUP))
+
+    def _crossings(self, direction: str, group: TpGroup) -> dict[str, Crossing]:
         conversions = self.boundary.inputs if direction == "input" else self.boundary.outputs
         return {
             path: Crossing(
                 conversion=conversion,
-                group=shared.group,
+                group=group,
                 where=f"module {self.name or ROOT}, {direction} {path}",
                 num_local_rows=self.num_local_rows if conversion.target == ROWS else 0,
             )
@@ -151,6 +170,11 @@ class ModuleStyle(ParallelStyle):
 
 def styles(plan: Plan) -> dict[str, ParallelStyle]:
     """A style for each module that owns parameters, reads those of others, or has conversions; none for tp = 1."""
+    return dict(module_styles(plan))
+
+
+def module_styles(plan: Plan) -> dict[str, ModuleStyle]:
+    """The same, as what they are."""
     if plan.mesh.tp == 1:
         return {}
     application = Application(plan)

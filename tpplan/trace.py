@@ -132,7 +132,9 @@ def _marked(model: nn.Module, hook: BoundaryHook | None) -> Iterator[None]:
             )
         )
         handles.append(
-            module.register_forward_hook(lambda m, args, out, leave=leave: named_tensors({"output": out}, leave)["output"])
+            module.register_forward_hook(
+                lambda m, args, out, leave=leave: named_tensors({"output": out}, leave)["output"]
+            )
         )
     try:
         yield
@@ -173,9 +175,8 @@ def _trace(
     paths = [path_of(path) for path, _ in pytree.tree_flatten_with_path(inputs)[0]]
     device = next((p.device for p in model.parameters()), torch.device("meta"))
     placed = tuple(leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-    model.train()
     running: list[str] = []
-    with siblings, _marked(model, hook), _call_stack(model, running), warnings.catch_warnings():
+    with _training(model), siblings, _marked(model, hook), _call_stack(model, running), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(_Step(model, loss, spec), placed, strict=False)
@@ -183,9 +184,21 @@ def _trace(
             where = f"in module {running[-1]!r}" if running and running[-1] else "in the model's forward or loss"
             raise ModelError(
                 f"the model could not be traced: {type(error).__name__} {where}: {error}\n"
-                "torch.export(strict=False) must run it: look for control flow on tensor values, .item() or numpy there."
+                "torch.export(strict=False) must run it: look there for control flow on tensor values, .item(), numpy."
             ) from error
     return ExportReader(model, program, paths).read()
+
+
+@contextlib.contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """The model in training mode; at the end each module is in its own again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 @contextlib.contextmanager

@@ -95,8 +95,7 @@ def parse(equation: str, ranks: Sequence[int]) -> tuple[tuple[Letters, ...], tup
 def without_broadcast(letters: Letters, shape: tuple[int, ...], sizes: dict[str, int]) -> Letters:
     """The letters of an operand, with `1` where it is stretched: size one against a letter that is larger."""
     return tuple(
-        NEVER if size == 1 and sizes.get(letter, 1) > 1 else letter
-        for letter, size in zip(letters, shape, strict=True)
+        NEVER if size == 1 and sizes.get(letter, 1) > 1 else letter for letter, size in zip(letters, shape, strict=True)
     )
 
 
@@ -142,9 +141,7 @@ def elementwise(
     letters = tuple(dim_letters(rank))
     sizes = dict(zip(letters, result.shape, strict=True))
     yield from Equation(
-        operands=tuple(
-            without_broadcast(letters[rank - len(v.shape) :], v.shape, sizes) for v in call.operands
-        ),
+        operands=tuple(without_broadcast(letters[rank - len(v.shape) :], v.shape, sizes) for v in call.operands),
         results=(letters,) * len(call.results),
         whole=frozenset(letters[dim % rank] for dim in whole_dims) if rank else frozenset(),
         linear_in=linear_in,

@@ -70,9 +70,7 @@ def repeat_interleave(call: Call) -> Iterable[Strategy]:
     letters = dim_letters(len(call.operands[0].shape))
     dim = call.argument(2, "dim")
     if not isinstance(dim, int):
-        return Equation(
-            operands=((NEVER,) * len(letters),), results=((NEVER,),), linear_in=_FIRST
-        ).strategies()
+        return Equation(operands=((NEVER,) * len(letters),), results=((NEVER,),), linear_in=_FIRST).strategies()
     if call.argument(3, "output_size") is not None:
         letters[dim] = NEVER
     return Equation(operands=(tuple(letters),), results=(tuple(letters),), linear_in=_FIRST).strategies()

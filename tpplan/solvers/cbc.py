@@ -30,7 +30,10 @@ def _run(program: pulp.LpProblem, time_limit_s: float | None) -> milp.Outcome:
     """Run CBC. It does not report its bound: stopped early, the bound is the linear relaxation's optimum."""
     _call(program, integer=True, time_limit_s=time_limit_s)
     if program.status == pulp.LpStatusInfeasible:
-        return milp.Outcome(status=Status.INFEASIBLE)
+        # CBC 2.10 says "integer infeasible" when its clock runs out in preprocessing: then it proves nothing.
+        # PuLP's measure includes writing the file, so it never lies below CBC's own.
+        out_of_time = time_limit_s is not None and program.solutionTime >= time_limit_s
+        return milp.Outcome(status=None if out_of_time else Status.INFEASIBLE)
     # PuLP's status is Optimal for a timed-out incumbent too: only sol_status tells.
     match program.sol_status:
         case pulp.LpSolutionOptimal:

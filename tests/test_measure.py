@@ -1,0 +1,269 @@
+"""What is measured becomes a profile that loads and gives the medians back. No test here says how fast a machine is."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from tpplan.errors import ProfileError, UsageError
+from tpplan.fit import (
+    LEAST_RELATIVE_ERROR,
+    UNKNOWN_RELATIVE_ERROR,
+    collective_table,
+    group_extrapolation,
+    isotonic_grid,
+    isotonic_median,
+    matmul_table,
+)
+from tpplan.measure import (
+    AttentionShape,
+    ComputeGrid,
+    default_grid,
+    make_profile,
+    measure_collectives,
+    measure_compute,
+)
+from tpplan.mesh import GroupShape
+from tpplan.profile import Collective, Estimate, HardwareProfile, load_profile
+
+CPU = torch.device("cpu")
+NUM_RANKS = 2
+PAIR = GroupShape(ranks=NUM_RANKS, ranks_per_node=NUM_RANKS)
+SIZES = (4, 8, 16)
+MESSAGES = (1024, 4096, 16384)
+TOY = ComputeGrid(
+    matmul_batches=(1,),
+    matmul_sizes=SIZES,
+    copied_bytes=(4096, 65536),
+    attention=(AttentionShape(batch=1, heads=2, sequence=16, head_dim=8, causal=True),),
+)
+#: the profile keeps four significant digits
+ROUNDING = 1e-3
+
+
+def measured_on_a_rank() -> dict[str, object]:
+    """A profile's content, measured at toy size in about a second."""
+    compute = measure_compute(CPU, dtypes=["float32"], budget_s=0.6, grid=TOY)
+    collectives = measure_collectives([NUM_RANKS], MESSAGES, device=CPU, ranks_per_node=NUM_RANKS, budget_s=0.4)
+    profile = make_profile(
+        name="toy", device=CPU, compute=compute, collectives=collectives, gpus_per_node=NUM_RANKS, notes=["a note"]
+    )
+    return profile.to_dict()
+
+
+@pytest.fixture(scope="module")
+def per_rank() -> list[dict[str, object]]:
+    return run_ranks(NUM_RANKS, measured_on_a_rank)
+
+
+@pytest.fixture(scope="module")
+def profile(per_rank: list[dict[str, object]], tmp_path_factory: pytest.TempPathFactory) -> HardwareProfile:
+    """What a user gets: the first rank's profile, written and read back strictly."""
+    path = tmp_path_factory.mktemp("profiles") / "toy.json"
+    path.write_text(json.dumps(per_rank[0]))
+    return load_profile(path)
+
+
+# --- measured on two ranks -----------------------------------------------------------------------------------------
+
+
+def test_a_measured_profile_loads_and_tells_how_it_was_made(profile: HardwareProfile) -> None:
+    assert (profile.name, profile.device_type, profile.gpus_per_node) == ("toy", "cpu", NUM_RANKS)
+    assert [source.id for source in profile.sources] == ["measured"]
+    notes = " ".join(profile.notes)
+    assert f"torch {torch.__version__}" in notes
+    assert "gloo" in notes
+    assert "same work at the same time" in notes
+    assert "a note" in notes
+    assert 0 < profile.usable_bytes < profile.memory_bytes
+
+
+def test_every_rank_has_the_same_tables(per_rank: list[dict[str, object]]) -> None:
+    # The slowest rank's time counts, so there is one time. Memory in use is each rank's own.
+    first, second = ({**content, "memory": None} for content in per_rank)
+    assert first == second
+
+
+def test_every_point_of_the_grid_was_measured(profile: HardwareProfile) -> None:
+    (matmuls,) = profile.matmuls
+    assert (matmuls.dtype, matmuls.grids) == ("float32", (TOY.matmul_batches, SIZES, SIZES, SIZES))
+    assert {table.kind for table in profile.collectives} == set(Collective)
+    assert {(table.group, table.bytes) for table in profile.collectives} == {(PAIR, MESSAGES)}
+
+
+def test_predictions_at_measured_points_are_the_table(profile: HardwareProfile) -> None:
+    (matmuls,) = profile.matmuls
+    points = itertools.product(*matmuls.grids)
+    for (batch, m, n, k), seconds in zip(points, matmuls.time_s, strict=True):
+        assert profile.matmul(m=m, n=n, k=k, batch=batch, dtype="float32").seconds == seconds
+    for table in profile.collectives:
+        for num_bytes, seconds, error in zip(table.bytes, table.time_s, table.relative_error, strict=True):
+            estimate = Estimate(seconds=seconds, error_s=seconds * error)
+            assert profile.collective(table.kind, PAIR, num_bytes) == estimate
+
+
+def test_every_number_has_an_error_bar(profile: HardwareProfile) -> None:
+    (matmuls,), (attention,) = profile.matmuls, profile.attention_rates
+    errors = [part.relative_error for part in (profile.launch, profile.bandwidth, matmuls, attention)]
+    errors += [error for table in profile.collectives for error in table.relative_error]
+    assert min(errors) >= LEAST_RELATIVE_ERROR
+    # One group alone: nothing says how well it predicts another.
+    assert profile.group_extrapolation.in_node_relative_error == UNKNOWN_RELATIVE_ERROR
+
+
+def test_groups_across_machines_are_refused_by_name(profile: HardwareProfile) -> None:
+    four = GroupShape(ranks=2 * NUM_RANKS, ranks_per_node=NUM_RANKS)
+    with pytest.raises(ProfileError, match=r"no all_gather measurement across nodes \(asked for 4 ranks\)"):
+        profile.collective(Collective.ALL_GATHER, four, 1024)
+    with pytest.raises(ProfileError, match=r"no all_reduce measurement for 4 ranks in a node of 2 GPUs"):
+        profile.collective(Collective.ALL_REDUCE, GroupShape(ranks=4, ranks_per_node=4), 1024)
+    with pytest.raises(ProfileError, match="no matmul measurement for dtype bfloat16; covered: float32"):
+        profile.matmul(m=8, n=8, k=8, dtype="bfloat16")
+
+
+# --- measured alone ------------------------------------------------------------------------------------------------
+
+
+def test_one_process_measures_compute_alone() -> None:
+    batched = dataclasses.replace(TOY, matmul_batches=(1, 2))
+    compute = measure_compute(CPU, dtypes=["float32", "float64"], budget_s=0.1, grid=batched)
+    profile = make_profile(name="alone", device=CPU, compute=compute, collectives=(), gpus_per_node=1)
+    assert HardwareProfile.from_dict(profile.to_dict(), "alone") == profile
+    assert [table.dtype for table in profile.matmuls] == ["float32", "float64"]
+    assert "gloo" not in " ".join(profile.notes)
+    with pytest.raises(ProfileError, match="no all_reduce measurement"):
+        profile.collective(Collective.ALL_REDUCE, PAIR, 1024)
+
+
+def test_progress_ends_with_every_section_done() -> None:
+    last: dict[str, tuple[int, int]] = {}
+    measure_compute(
+        CPU, dtypes=["float32"], budget_s=0.1, grid=TOY, progress=lambda what, *count: last.update({what: count})
+    )
+    assert last == {"bandwidth": (2, 2), "attention float32": (2, 2), "matmul float32": (27, 27)}  # 3^3
+
+
+def test_little_time_leaves_out_every_other_matmul_size() -> None:
+    few = dataclasses.replace(TOY, matmul_sizes=(1, 2, 3, 4, 5, 6, 7))
+    (table,) = measure_compute(CPU, dtypes=["float32"], budget_s=0.1, grid=few).matmuls
+    assert table.m == table.n == table.k == (1, 3, 5, 7)
+
+
+def test_default_grids_ascend() -> None:
+    for device_type in ("cpu", "cuda"):
+        grid = default_grid(device_type)
+        assert sorted(set(grid.matmul_sizes)) == list(grid.matmul_sizes)
+        assert sorted(set(grid.copied_bytes)) == list(grid.copied_bytes)
+
+
+def test_mistakes_are_usage_errors() -> None:
+    with pytest.raises(UsageError, match="unknown dtype 'float31'"):
+        measure_compute(CPU, dtypes=["float31"], budget_s=1.0, grid=TOY)
+    with pytest.raises(UsageError, match="expected dtypes and a budget"):
+        measure_compute(CPU, dtypes=[], budget_s=1.0, grid=TOY)
+    assert not dist.is_initialized()
+    with pytest.raises(UsageError, match="no process group; start with torchrun"):
+        measure_collectives([2], MESSAGES, device=CPU, ranks_per_node=2, budget_s=1.0)
+
+
+def wrong_group_on_a_rank() -> str:
+    with pytest.raises(UsageError) as caught:
+        measure_collectives([2, 3], MESSAGES, device=CPU, ranks_per_node=NUM_RANKS, budget_s=0.1)
+    return str(caught.value)
+
+
+def test_a_group_that_does_not_divide_the_world_is_a_usage_error() -> None:
+    assert (
+        run_ranks(NUM_RANKS, wrong_group_on_a_rank)
+        == ["measure_collectives: group sizes [3] do not divide a world of 2 ranks; sizes that do: [2]"] * NUM_RANKS
+    )
+
+
+# --- samples to tables ---------------------------------------------------------------------------------------------
+
+
+def test_monotone_medians_are_kept() -> None:
+    samples = {1024: [3e-5, 1e-5, 2e-5], 4096: [5e-5, 4e-5, 9e-5]}
+    arrays = {size: np.array(seconds) for size, seconds in samples.items()}
+    table = collective_table(Collective.ALL_REDUCE, PAIR, arrays, ("measured",))
+    assert table.bytes == (1024, 4096)
+    assert table.time_s == (2e-5, 5e-5)
+    assert table.latency_s == 2e-5
+
+
+def test_falling_medians_are_pooled_and_their_distance_is_in_the_error_bar() -> None:
+    arrays = {size: np.full(5, seconds) for size, seconds in {1024: 4e-5, 4096: 1e-5, 16384: 8e-5}.items()}
+    table = collective_table(Collective.ALL_REDUCE, PAIR, arrays, ("measured",))
+    pooled = np.sqrt(4e-5 * 1e-5)  # the median of two, in logarithms
+    assert table.time_s == pytest.approx([pooled, pooled, 8e-5], rel=ROUNDING)
+    assert table.relative_error[0] == pytest.approx(np.log(2), rel=0.01)  # each is a factor of two from the pool
+
+
+def test_matmul_samples_become_their_medians() -> None:
+    axes = ((1, 4), SIZES, SIZES, SIZES)
+    flop = np.array([2.0 * b * m * n * k for b, m, n, k in itertools.product(*axes)]).reshape(2, 3, 3, 3)
+    rate, launch_s = 1e9, 1e-6
+    seconds = launch_s + flop / rate
+    samples = seconds[..., None] * np.array([0.9, 1.0, 1.0, 1.0, 5.0])
+    table = matmul_table("float32", axes, samples, launch_s, ("measured",))
+    assert table.time_s == pytest.approx(seconds.ravel(), rel=ROUNDING)
+    assert table.extrapolation_relative_error == pytest.approx(0, abs=1e-9)  # launch plus work is how matmul() goes on
+    assert table.relative_error > np.log(5) / np.sqrt(5)  # one sample of five is off by ln 5
+
+
+def test_monotone_fits_leave_monotone_values_alone() -> None:
+    values = np.array([1.0, 2.0, 2.0, 7.0])
+    assert isotonic_median(values) == pytest.approx(values)
+    assert isotonic_grid(np.multiply.outer(values, values)) == pytest.approx(np.multiply.outer(values, values))
+    assert (np.diff(isotonic_grid(np.random.default_rng(0).uniform(1, 2, (4, 4))), axis=0) >= 0).all()
+
+
+def test_what_one_group_says_of_another_is_the_extrapolation_error() -> None:
+    content = measured_with_groups_of(2, 4)
+    residual = group_extrapolation(content)
+    # Made to follow the extrapolation's own formula: latency log2 p, all-gather traffic (p - 1) / p.
+    assert residual.in_node_relative_error == pytest.approx(0, abs=ROUNDING)
+    assert residual.across_nodes_relative_error == UNKNOWN_RELATIVE_ERROR
+
+
+def measured_with_groups_of(*group_sizes: int) -> HardwareProfile:
+    """A machine of four ranks with an all-gather of 10 us per tree level and 1 GB/s."""
+    compute = measure_compute(CPU, dtypes=["float32"], budget_s=0.05, grid=TOY)
+    tables = []
+    for ranks in group_sizes:
+        steps, traffic = np.log2(ranks), (ranks - 1) / ranks
+        seconds = {size: np.full(5, 1e-5 * steps + size * traffic / 1e9) for size in (1, *MESSAGES)}
+        group = GroupShape(ranks=ranks, ranks_per_node=ranks)
+        tables.append(collective_table(Collective.ALL_GATHER, group, seconds, ("measured",)))
+    return make_profile(name="four", device=CPU, compute=compute, collectives=tuple(tables), gpus_per_node=4)
+
+
+# --- the shipped measurement ---------------------------------------------------------------------------------------
+
+CPU_GLOO = Path(__file__).resolve().parent.parent / "profiles" / "cpu-gloo.json"
+
+
+@pytest.mark.skipif(not CPU_GLOO.exists(), reason="not measured yet")
+def test_the_shipped_cpu_profile_covers_a_small_llama() -> None:
+    # B 8, T 128, D 256, F 768, 8 heads of 32, on 2 and 4 ranks.
+    profile = load_profile("cpu-gloo")
+    batch, sequence, model, hidden, heads = 8, 128, 256, 768, 8
+    for n, k in ((model, model), (hidden, model), (model, hidden), (hidden // 4, model)):
+        estimate = profile.matmul(m=batch * sequence, n=n, k=k, dtype="float32")
+        assert not estimate.extrapolated
+        assert estimate.seconds > profile.launch_s
+    flop = 4.0 * batch * heads * sequence**2 * (model // heads) / 2
+    activation = 4 * batch * sequence * model
+    assert profile.attention(flop=flop, dtype="float32", backward=True).seconds > 0
+    assert profile.memory_bound(num_bytes=2 * activation).seconds > 0
+    for kind, ranks in itertools.product(Collective, (2, 4)):
+        group = GroupShape(ranks=ranks, ranks_per_node=ranks)
+        assert not profile.collective(kind, group, activation).extrapolated
+    with pytest.raises(ProfileError, match="across nodes"):
+        profile.collective(Collective.ALL_REDUCE, GroupShape(ranks=8, ranks_per_node=4), activation)

@@ -1,0 +1,556 @@
+"""Tracing small models: what crosses where, what aliases what, where gradients flow, which blocks repeat."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tpplan.errors import ModelError
+from tpplan.exported import LOSS_SCOPE
+from tpplan.graph import Direction, ModelGraph, Op, SourceKind, Value
+from tpplan.trace import trace
+
+B, D = 6, 4
+
+
+def meta(*shape: int) -> Tensor:
+    return torch.zeros(shape, device="meta")
+
+
+def crossings(graph: ModelGraph) -> list[tuple[str, str, str]]:
+    return [(boundary.module, str(boundary.direction), boundary.path) for boundary in graph.boundaries]
+
+
+def ops(graph: ModelGraph, module: str | None = None) -> list[str]:
+    """Targets without their namespace and overload."""
+    return [op.target.split(".")[1] for op in graph.ops if module is None or op.module == module]
+
+
+def result_of(graph: ModelGraph, target: str, number: int = 0) -> Value:
+    """The result of the n-th op whose target starts so."""
+    found = [op for op in graph.ops if op.target.startswith(f"aten.{target}.")]
+    return graph.values[found[number].results[0]]
+
+
+class Model(nn.Module):
+    """A weight and any function of it and the input."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(meta(D))
+        self.function = function
+
+    def forward(self, x: Tensor) -> object:
+        return self.function(x, self.weight)
+
+
+def traced(function: Callable[[Tensor, Tensor], object]) -> ModelGraph:
+    return trace(Model(function), {"x": meta(B, D)})
+
+
+# Boundaries.
+
+
+class Inner(nn.Module):
+    def forward(self, a: Tensor, pair: tuple[Tensor, Tensor], *rest: Tensor, scale: Tensor, flag: bool) -> dict:
+        total = a + pair[0] * pair[1] + scale * rest[0]
+        return {"sum": total if flag else a, "list": [a, (total,)]}
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.linear = nn.Linear(D, D, device="meta")
+        self.container = nn.ModuleList([nn.Identity()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(input=x)
+        out = self.inner(hidden, (x, hidden), x, scale=x, flag=True)
+        return self.container[0](out["sum"] + out["list"][1][0])
+
+
+def test_boundaries_stand_in_order_under_argument_names():
+    assert crossings(trace(Outer(), {"x": meta(B, D)})) == [
+        ("", "input", "x"),
+        ("linear", "input", "input"),
+        ("linear", "output", "output"),
+        ("inner", "input", "a"),
+        ("inner", "input", "pair.0"),
+        ("inner", "input", "pair.1"),
+        ("inner", "input", "args2"),
+        ("inner", "input", "scale"),
+        ("inner", "output", "output.sum"),
+        ("inner", "output", "output.list.0"),
+        ("inner", "output", "output.list.1.0"),
+        ("container.0", "input", "input"),
+        ("container.0", "output", "output"),
+        ("", "output", "output"),
+    ]
+
+
+def test_a_path_does_not_depend_on_how_a_call_is_written():
+    class Calls(nn.Module):
+        def __init__(self, by_keyword: bool) -> None:
+            super().__init__()
+            self.linear = nn.Linear(D, D, device="meta")
+            self.by_keyword = by_keyword
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(input=x) if self.by_keyword else self.linear(x)
+
+    assert crossings(trace(Calls(True), (meta(B, D),))) == crossings(trace(Calls(False), {"x": meta(B, D)}))
+
+
+def test_what_is_inside_reads_the_boundary_and_its_module_is_named():
+    graph = trace(Outer(), {"x": meta(B, D)})
+    linear = next(op for op in graph.ops if op.target == "aten.linear.default")
+    boundary = graph.producers[linear.operands[0]]
+    assert (boundary.module, boundary.path, boundary.direction) == ("linear", "input", Direction.INPUT)
+    assert linear.module == "linear"
+    assert ops(graph, "inner") == ["mul", "add", "mul", "add"]
+    assert ops(graph, "") == ["add"]
+
+
+def test_values_of_forward_and_outputs():
+    class TwoOutputs(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> dict:
+            return {"logits": x + y, "extra": (x * y, None, 3)}
+
+    graph = trace(TwoOutputs(), {"x": meta(B, D), "y": meta(B, D)})
+    assert [path for path, _ in graph.outputs] == ["logits", "extra.0"]
+    assert graph.loss is None
+    assert [source.label for source in graph.sources] == ["x", "y"]
+
+
+def test_one_output_is_called_output():
+    graph = traced(lambda x, w: x * w)
+    assert [path for path, _ in graph.outputs] == ["output"]
+    assert graph.loss is None
+
+
+def test_a_scalar_output_with_a_gradient_is_the_loss():
+    graph = traced(lambda x, w: {"counted": x.sum(), "loss": (x * w).sum(), "logits": x * w})
+    assert graph.loss == dict(graph.outputs)["loss"]
+
+
+def test_the_loss_is_traced_with_the_model():
+    linear = nn.Linear(D, D, device="meta")
+    inputs = {"input": meta(B, D), "targets": torch.zeros(B, dtype=torch.long, device="meta")}
+    graph = trace(linear, inputs, loss=lambda out, given: F.cross_entropy(out, given["targets"]))
+    assert ops(graph, LOSS_SCOPE) == ["cross_entropy_loss"]
+    assert graph.loss == graph.ops[-1].results[0]
+    assert [s.label for s in graph.sources if s.kind is SourceKind.INPUT] == ["input", "targets"]
+    assert crossings(graph) == [("", "input", "input"), ("", "output", "output")]
+
+
+def test_inputs_that_are_not_tensors_are_literals():
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, scale: float = 1.0, rows: int = 1, extra: None = None, on: bool = False) -> Tensor:
+            return x[:rows] * scale if on else x
+
+    graph = trace(Scaled(), {"x": meta(B, D), "scale": 0.5, "rows": 2, "extra": None, "on": True})
+    assert [source.label for source in graph.sources] == ["x"]
+    assert [(op.target, op.args[1:]) for op in graph.ops] == [
+        ("aten.slice.Tensor", (0, 0, 2)),
+        ("aten.mul.Tensor", (0.5,)),
+    ]
+
+
+def test_nested_inputs_have_paths():
+    class Nested(nn.Module):
+        def forward(self, batch: dict) -> Tensor:
+            return batch["tokens"][0] + batch["tokens"][1]
+
+    graph = trace(Nested(), {"batch": {"tokens": (meta(B), meta(B))}})
+    assert [source.label for source in graph.sources] == ["batch.tokens.0", "batch.tokens.1"]
+    assert crossings(graph)[:2] == [("", "input", "batch.tokens.0"), ("", "input", "batch.tokens.1")]
+
+
+# Parameters.
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(B, D, device="meta")
+        self.head = nn.Linear(D, B, bias=False, device="meta")
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Parameter(meta(D), requires_grad=False)
+        self.unused = nn.Parameter(meta(D))
+        self.register_buffer("table", meta(D))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens) + self.frozen * self.table + torch.ones(D, device="meta"))
+
+
+def test_tied_parameters_are_one_source():
+    graph = trace(Tied(), {"tokens": torch.zeros(B, dtype=torch.long, device="meta")})
+    weight = next(source for source in graph.parameters if source.label == "embedding.weight")
+    assert weight.aliases == ("head.weight",)
+    readers = [node.target for node in graph.consumers[weight.result] if isinstance(node, Op)]
+    assert readers == ["aten.embedding.default", "aten.linear.default"]
+
+
+def test_parameters_and_buffers_have_names_and_say_whether_they_train():
+    graph = trace(Tied(), {"tokens": torch.zeros(B, dtype=torch.long, device="meta")})
+    assert {source.label: source.trainable for source in graph.parameters} == {
+        "embedding.weight": True,
+        "frozen": False,
+        "unused": True,
+    }
+    assert [source.label for source in graph.sources if source.kind is SourceKind.BUFFER] == ["table"]
+    assert graph.values[next(s.result for s in graph.parameters if s.label == "unused")].carries_gradient
+
+
+# Aliasing.
+
+
+def storage_of_input(graph: ModelGraph) -> str:
+    return graph.values[graph.sources[-1].result].storage
+
+
+@pytest.mark.parametrize(
+    ("target", "function"),
+    [
+        ("view", lambda x, w: x.view(-1) * 1),
+        ("transpose", lambda x, w: x.transpose(0, 1) * 1),
+        ("slice", lambda x, w: x[1:] * 1),
+        ("chunk", lambda x, w: x.chunk(2)[1] * 1),
+        ("reshape", lambda x, w: x.reshape(-1) * 1),
+        ("expand", lambda x, w: x[None].expand(2, B, D) * 1),
+        ("detach", lambda x, w: x.detach() * 1),
+    ],
+)
+def test_views_share_storage(target, function):
+    graph = traced(function)
+    assert result_of(graph, target).storage == storage_of_input(graph)
+    assert result_of(graph, "mul").storage != storage_of_input(graph)
+
+
+@pytest.mark.parametrize(
+    ("target", "function"),
+    [
+        ("reshape", lambda x, w: x.transpose(0, 1).reshape(-1)),
+        ("contiguous", lambda x, w: x.transpose(0, 1).contiguous()),
+        ("clone", lambda x, w: x.clone()),
+        ("add", lambda x, w: x + w),
+    ],
+)
+def test_copies_have_storage_of_their_own(target, function):
+    graph = traced(function)
+    assert result_of(graph, target).storage != storage_of_input(graph)
+
+
+def test_boundaries_are_views():
+    graph = trace(Outer(), {"x": meta(B, D)})
+    assert all(graph.values[b.result].storage == graph.values[b.operand].storage for b in graph.boundaries)
+
+
+def test_an_in_place_op_writes_to_its_operand():
+    graph = traced(lambda x, w: (x * w).relu_() + 1)
+    assert ops(graph) == ["mul", "relu_", "add"]
+    assert result_of(graph, "relu_").storage == result_of(graph, "mul").storage
+    assert graph.ops[2].operands == graph.ops[1].results
+
+
+def test_what_is_written_to_carries_the_gradient_of_what_was_written():
+    def fill(x: Tensor, w: Tensor) -> Tensor:
+        rows = torch.zeros(B, D, device="meta")
+        rows[:2] = x[:2] * w
+        return rows * 2
+
+    graph = traced(fill)
+    assert result_of(graph, "mul", 1).carries_gradient
+
+
+def test_what_is_written_without_gradients_keeps_its_own():
+    def clamped(x: Tensor, w: Tensor) -> Tensor:
+        product = x * w
+        with torch.no_grad():
+            product.clamp_(max=1.0)
+        return product + 1
+
+    assert result_of(traced(clamped), "add").carries_gradient
+
+
+# Gradients.
+
+
+def test_gradients_flow_from_parameters_through_floating_values():
+    graph = traced(lambda x, w: ((x * w).argmax(-1), (x * w) > 0, x * 2, (x * w).to(torch.bfloat16), (x * w).sum()))
+    assert not graph.values[graph.sources[-1].result].carries_gradient
+    assert result_of(graph, "mul").carries_gradient
+    for target in ("argmax", "gt"):
+        assert not result_of(graph, target).carries_gradient
+    assert not result_of(graph, "mul", 2).carries_gradient  # x * 2
+    assert result_of(graph, "to").carries_gradient
+    assert result_of(graph, "sum").carries_gradient
+
+
+def test_detach_ends_a_gradient():
+    graph = traced(lambda x, w: (x * w).detach() + (x * w))
+    assert not result_of(graph, "detach").carries_gradient
+    assert result_of(graph, "add").carries_gradient
+
+
+def test_no_grad_regions_are_inlined_without_gradients():
+    def partly(x: Tensor, w: Tensor) -> Tensor:
+        before = x * w
+        with torch.no_grad():
+            scale = before.amax(-1, keepdim=True)
+            with torch.enable_grad():
+                again = scale * w
+        return before / scale + again
+
+    graph = traced(partly)
+    assert ops(graph) == ["mul", "amax", "mul", "div", "add"]
+    assert not result_of(graph, "amax").carries_gradient
+    assert result_of(graph, "mul", 1).carries_gradient
+    assert result_of(graph, "add").carries_gradient
+
+
+def test_modules_under_no_grad_carry_no_gradient():
+    class Teacher(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(D, D, device="meta") for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.layers[0](x)
+            return self.layers[1](x)
+
+    graph = trace(Teacher(), {"x": meta(B, D)})
+    assert [graph.values[op.results[0]].carries_gradient for op in graph.ops] == [False, True]
+    assert graph.blocks == ()
+
+
+def test_checkpointed_regions_are_inlined():
+    graph = traced(lambda x, w: checkpoint(lambda y: (y * w).relu(), x, use_reentrant=False) + 1)
+    assert ops(graph) == ["mul", "relu", "add"]
+    assert result_of(graph, "relu").carries_gradient
+
+
+def test_checkpointed_layers_are_found_alike():
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer(D, D) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return x
+
+    graph = trace(Recomputed(), {"x": meta(B, D)})
+    assert ops(graph) == ["linear", "relu", "linear", "add"] * 3
+    assert sorted(op.module for op in graph.ops if op.target == "aten.add.Tensor") == [f"layers.{i}" for i in range(3)]
+
+
+def test_autocast_regions_are_inlined_with_their_dtypes():
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(D, D, device="meta") for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                hidden = self.layers[0](x)
+            return self.layers[1](hidden.float())
+
+    graph = trace(Mixed(), {"x": meta(B, D)})
+    assert ops(graph).count("linear") == 2
+    assert [op.module for op in graph.ops if op.target == "aten.linear.default"] == ["layers.0", "layers.1"]
+    assert result_of(graph, "linear", 1).dtype == "float32"
+
+
+# Repeated blocks.
+
+
+class Layer(nn.Module):
+    """x + down(relu(up(x))) with a constant."""
+
+    def __init__(self, dim: int, hidden: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, hidden, device="meta")
+        self.down = nn.Linear(hidden, dim, device="meta")
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.down(self.up(x).relu())
+        return x + (out * self.scale if self.scale != 1.0 else out)
+
+
+class Stack(nn.Module):
+    """A first layer that gives the input a gradient, then the layers."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(D, D, device="meta")
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def blocks(*layers: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    return [(block.prefix, block.indices) for block in trace(Stack(*layers), {"x": meta(B, D)}).blocks]
+
+
+def test_alike_siblings_are_one_block():
+    assert blocks(*(Layer(D, 8) for _ in range(4))) == [("layers", (0, 1, 2, 3))]
+
+
+def test_a_sibling_of_another_width_stands_alone():
+    assert blocks(Layer(D, 8), Layer(D, 8), Layer(D, 16), Layer(D, 8)) == [("layers", (0, 1, 3))]
+
+
+def test_other_constants_are_other_blocks():
+    layers = [Layer(D, 8, scale) for scale in (2.0, 3.0, 2.0, 3.0, 4.0)]
+    assert blocks(*layers) == [("layers", (0, 2)), ("layers", (1, 3))]
+
+
+def test_a_frozen_sibling_stands_alone():
+    layers = [Layer(D, 8) for _ in range(3)]
+    layers[1].requires_grad_(False)
+    assert blocks(*layers) == [("layers", (0, 2))]
+
+
+def test_a_layer_without_siblings_is_no_block():
+    assert blocks(Layer(D, 8)) == []
+
+
+def test_blocks_within_blocks_are_not_listed():
+    pairs = [nn.Sequential(Layer(D, 8), Layer(D, 8)) for _ in range(2)]
+    assert blocks(*pairs) == [("layers", (0, 1))]
+
+
+def test_copies_of_a_layer_are_what_tracing_it_gives():
+    """Layers whose names alone differ are traced once; an attribute that differs without meaning forces a trace."""
+    alike, forced = ([Layer(D, 8) for _ in range(3)] for _ in range(2))
+    for index, layer in enumerate(forced):
+        layer.index = index
+    copied, each = (
+        trace(Stack(*layers), {"x": meta(B, D)}, loss=lambda out, _: out.sum()) for layers in (alike, forced)
+    )
+    assert copied.blocks == each.blocks
+    assert [normalized(copied, node) for node in copied.nodes] == [normalized(each, node) for node in each.nodes]
+
+
+def normalized(graph: ModelGraph, node: object) -> object:
+    """A node with values by the order of their making."""
+    order = {name: i for i, name in enumerate(value_order(graph))}
+    names = [*node.operands, *node.results]  # type: ignore[attr-defined]
+    kinds = [
+        (graph.values[n].shape, graph.values[n].dtype, graph.values[n].carries_gradient, order[graph.values[n].storage])
+        for n in names
+    ]
+    what = node.target if isinstance(node, Op) else (node.direction, node.path)  # type: ignore[attr-defined]
+    return what, node.module, [order[name] for name in names], kinds  # type: ignore[attr-defined]
+
+
+def value_order(graph: ModelGraph) -> list[str]:
+    sources = sorted(graph.sources, key=lambda source: source.label)
+    return [*(s.result for s in sources), *(result for node in graph.nodes for result in node.results)]
+
+
+def test_a_layer_called_twice_is_traced_twice():
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(D, D, device="meta") for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for index in (0, 1, 0, 1):
+                x = self.layers[index](x)
+            return x
+
+    graph = trace(Shared(), {"x": meta(B, D)})
+    assert [op.module for op in graph.ops] == [f"layers.{index}" for index in (0, 1, 0, 1)]
+    assert len(crossings(graph)) == 2 + 4 * 2
+
+
+# Literals.
+
+
+def test_a_minus_one_in_a_view_is_kept():
+    graph = traced(lambda x, w: (x.view(-1, 2) * 1).reshape(2, -1).expand(-1, -1).unflatten(-1, (2, -1)))
+    literals = [op.args[1:] for op in graph.ops if op.target != "aten.mul.Tensor"]
+    assert literals == [((-1, 2),), ((2, -1),), ((-1, -1),), (-1, (2, -1))]
+
+
+def test_dtypes_and_devices_are_text():
+    graph = traced(lambda x, w: torch.zeros(2, dtype=torch.float16, device="meta"))
+    assert dict(graph.ops[0].kwargs)["dtype"] == "dtype:float16"
+    assert dict(graph.ops[0].kwargs)["device"] == "device:meta"
+
+
+# Failures.
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D, device="meta")
+        self.body = nn.Sequential(nn.Linear(D, D, device="meta"), Branching())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.linear(x))
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_a_model_that_cannot_be_traced_is_named_by_module():
+    with pytest.raises(ModelError, match=r"in module 'body.1'"):
+        trace(Failing(), {"x": meta(B, D)})
+
+
+def test_a_failing_loss_is_told_apart():
+    with pytest.raises(ModelError, match="in the model's forward or loss"):
+        trace(nn.Linear(D, D, device="meta"), {"input": meta(B, D)}, loss=lambda out, given: given["absent"])
+
+
+@pytest.mark.parametrize("model", [Failing(), Stack(Layer(D, 8), Layer(D, 8))], ids=["failing", "fine"])
+def test_no_hooks_stay(model):
+    before = [dict(vars(module)) for module in model.modules()]
+    try:
+        trace(model, {"x": meta(B, D)})
+    except ModelError:
+        assert isinstance(model, Failing)
+    assert hooks(model) == 0
+    assert [list(vars(module)) for module in model.modules()] == [list(names) for names in before]
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_trace_does_not_change_the_training_mode():
+    model = Stack(Layer(D, 8))
+    model.eval()
+    trace(model, {"x": meta(B, D)})
+    assert not any(module.training for module in model.modules())
+
+
+def test_a_hook_changes_what_crosses():
+    def halved(tensor: Tensor, module: str, direction: Direction, path: str) -> Tensor:
+        return tensor[: B // 2] if (module, direction, path) == ("first", Direction.INPUT, "input") else tensor
+
+    graph = trace(Stack(), {"x": meta(B, D)}, hook=halved)
+    assert graph.values[graph.outputs[0][1]].shape == (B // 2, D)
+
+
+def test_a_trace_is_deterministic():
+    first, second = (trace(Stack(*(Layer(D, 8) for _ in range(3))), {"x": meta(B, D)}) for _ in range(2))
+    assert first.fingerprint == second.fingerprint
