@@ -38,10 +38,9 @@ def test_what_a_rule_allows_is_right(target):
     wrong = [
         problem
         for sample in samples
-        for call in [sample.call()]
         for tp in RANKS
-        for strategy in call_strategies(call, tp)
-        if (problem := violation(sample, call, strategy, tp))
+        for strategy in call_strategies(sample.call, tp)
+        if (problem := violation(sample, strategy, tp))
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -53,7 +52,7 @@ def test_samples_make_a_rule_offer_more_than_whole_operands(target):
         for sample in SAMPLES
         if base_target(sample.target) == target
         for tp in RANKS
-        for strategy in call_strategies(sample.call(), tp)
+        for strategy in call_strategies(sample.call, tp)
         for layout in (*strategy.operands, *strategy.results)
     }
     assert bool(offered - {R, R_STAR}) == (target not in WHOLE_ALONE)
@@ -127,21 +126,21 @@ def parse_strategy(text: str) -> Strategy:
 def test_planted_mistake_is_caught_and_not_offered(name):
     sample, text = WRONG[name]
     strategy = parse_strategy(text)
-    problem = violation(sample, sample.call(), strategy, 2)
+    problem = violation(sample, strategy, 2)
     assert problem is not None
     assert sample.target in problem
     assert text in problem
     assert "rank" in problem
-    assert strategy not in call_strategies(sample.call(), 2)
+    assert strategy not in call_strategies(sample.call, 2)
 
 
 def test_validator_names_the_half_and_the_rank():
     norm, text = WRONG["a norm's weight R under a sharded batch"]
-    assert "rank 0: gradient of operand 1 differs" in str(violation(norm, norm.call(), parse_strategy(text), 2))
+    assert "rank 0: gradient of operand 1 differs" in str(violation(norm, parse_strategy(text), 2))
     softmax, text = WRONG["softmax over a sharded dim"]
-    assert "rank 0: value of result 0 differs" in str(violation(softmax, softmax.call(), parse_strategy(text), 2))
+    assert "rank 0: value of result 0 differs" in str(violation(softmax, parse_strategy(text), 2))
     chosen, text = WRONG["a literal that counts heads"]
-    assert "rank 0: the op fails" in str(violation(chosen, chosen.call(), parse_strategy(text), 2))
+    assert "rank 0: the op fails" in str(violation(chosen, parse_strategy(text), 2))
 
 
 @pytest.mark.parametrize("wrong_rank", [0, 1])
@@ -166,12 +165,12 @@ def test_missing_strategies_are_found():
 def test_megatron_pair_is_offered():
     """Column then row parallel: f is R -> R*, g is P -> R. [Shoeybi et al. 2019]"""
     column = call("aten.linear.default", x(2, 6, 4), x(12, 4), x(12))
-    assert parse_strategy("R*, S(0), S(0) => S(2)") in call_strategies(column.call(), 2)
+    assert parse_strategy("R*, S(0), S(0) => S(2)") in call_strategies(column.call, 2)
     row = call("aten.linear.default", x(2, 6, 12), x(4, 12), x(4))
-    assert parse_strategy("S(2), S(1), P => P") in call_strategies(row.call(), 2)
+    assert parse_strategy("S(2), S(1), P => P") in call_strategies(row.call, 2)
 
 
 def test_an_op_without_a_rule_runs_on_whole_operands_alone():
     unknown = call("aten.diagonal.default", x(4, 4))
-    assert call_strategies(unknown.call(), 2) == (parse_strategy("R => R"), parse_strategy("R* => R*"))
+    assert call_strategies(unknown.call, 2) == (parse_strategy("R => R"), parse_strategy("R* => R*"))
     assert not rules.has_rule(unknown.target)

@@ -8,6 +8,7 @@ theirs say. Summands are noise that adds up: nothing but a sum of them is right.
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class Sample:
         """The operands in argument order."""
         return tuple(_tensors((self.args, tuple(self.kwargs.values()))))
 
+    @cached_property
     def call(self) -> Call:
         """What the rules see."""
         counter = itertools.count()
@@ -112,16 +114,17 @@ class WrongStrategyError(Exception):
     """A strategy that does not compute the op."""
 
 
-def violation(sample: Sample, call: Call, strategy: Strategy, tp: int) -> str | None:
+def violation(sample: Sample, strategy: Strategy, tp: int) -> str | None:
     """What is wrong with a strategy on tp ranks: op, strategy, rank and half; None where it is right."""
     try:
-        _check(sample, call, strategy, tp)
+        _check(sample, strategy, tp)
     except WrongStrategyError as wrong:
         return f"{sample}: {strategy} on {tp} ranks: {wrong}"
     return None
 
 
-def _check(sample: Sample, call: Call, strategy: Strategy, tp: int) -> None:
+def _check(sample: Sample, strategy: Strategy, tp: int) -> None:
+    call = sample.call
     noise = torch.Generator().manual_seed(1)
     whole = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in sample.tensors)
     expected = run(sample, whole, None)
@@ -274,7 +277,7 @@ def missing_strategies(sample: Sample, tp: int, *, limit: int) -> list[Strategy]
 
     R where every operand and result that carries a gradient is R* is the same strategy and not listed.
     """
-    call = sample.call()
+    call = sample.call
     candidates = list(itertools.islice(possible_strategies(call, tp), limit + 1))
     if len(candidates) > limit:
         raise ValueError(f"{sample}: more than {limit} combinations of layouts")
@@ -286,5 +289,5 @@ def missing_strategies(sample: Sample, tp: int, *, limit: int) -> list[Strategy]
         if strategy not in offered
         and (not in_place or strategy.results[0] == strategy.operands[0])
         and strategy.operands.count(R) < len(strategy.operands) + (strategy.results.count(R) < len(strategy.results))
-        and violation(sample, call, strategy, tp) is None
+        and violation(sample, strategy, tp) is None
     ]

@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from tpplan.errors import PlanMismatchError, TpplanError, UsageError
 from tpplan.localize import SITE, Site
 from tpplan.mesh import Axis
 from tpplan.plan import Plan, Precision, check_parameters
 from tpplan.reduce import Reducer
-from tpplan.style import local_parameters, module_styles
+from tpplan.style import module_styles
 
 #: what wrappers put into the names of the modules inside them; state_dict leaves them out, and so does a plan
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -227,9 +228,10 @@ def _broadcast_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     """Data-parallel ranks start from the values of the first: along replicate, then along shard."""
     for axis in (Axis.REPLICATE, Axis.SHARD):
         if mesh[axis].size() > 1 and dist.get_backend() != "fake":
-            for local in local_parameters(model):
+            for parameter in model.parameters():
+                local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
                 if not local.is_meta:
-                    dist.broadcast(local, group=mesh.get_group(axis), group_src=0)
+                    dist.broadcast(local.detach(), group=mesh.get_group(axis), group_src=0)
 
 
 def _shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:

@@ -78,7 +78,7 @@ class ExportReader:
     def _placeholders(self) -> dict[str, Argument]:
         """Graph inputs by node name: parameters merged by identity, buffers, constants, the user's inputs in order."""
         signature = self.program.graph_signature
-        parameters = {id(p): [] for p in self.model.parameters()}
+        parameters: dict[int, list[str]] = {id(p): [] for p in self.model.parameters()}
         for label, parameter in self.model.named_parameters(remove_duplicate=False):
             parameters[id(parameter)].append(label)
         by_label = dict(self.model.named_parameters(remove_duplicate=False))

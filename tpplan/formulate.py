@@ -114,23 +114,20 @@ class Formulation:
                 target_layouts=tuple(str(s.operands[flow.operand]) for s in space.strategies[target]),
             )
         for readings in space.readings.values():
-            for first, second in zip(readings, readings[1:], strict=False):
-                yield self._shared_placement(first, second)
+            yield from self._agreements([r.name for r in readings], lambda strategy: str(strategy.operands[0]))
+        for shared in space.shared:
+            yield from self._agreements(shared, str)
 
-    def _shared_placement(self, first: Reading, second: Reading) -> Edge:
-        """Two readings of a parameter share its placement; two in one module are the same reading."""
-        source, target = self.space.classes[first.name], self.space.classes[second.name]
-        same_module = first.op.module == second.op.module
-
-        def label(strategy: Strategy) -> str:
-            return str(strategy) if same_module else str(strategy.operands[0])
-
-        return Edge(
-            source=source,
-            target=target,
-            source_layouts=tuple(map(label, self.space.strategies[source])),
-            target_layouts=tuple(map(label, self.space.strategies[target])),
-        )
+    def _agreements(self, names: Sequence[str], label: Callable[[Strategy], str]) -> Iterator[Edge]:
+        """All of these decisions choose strategies with the same label."""
+        classes = list(dict.fromkeys(self.space.classes[name] for name in names))
+        for source, target in zip(classes, classes[1:], strict=False):
+            yield Edge(
+                source=source,
+                target=target,
+                source_layouts=tuple(map(label, self.space.strategies[source])),
+                target_layouts=tuple(map(label, self.space.strategies[target])),
+            )
 
     # Objective
 

@@ -88,7 +88,8 @@ def layer_lines(plan: Plan, width: int) -> Iterator[Text]:
     yield from _side_by_side(entries, width) or _nested(entries)
     shown = {layout.kind for row in rows for layout in _layouts(row)}
     yield Text("; ".join(_LEGEND[kind] for kind in LayoutKind if kind in shown) + ".", style="dim")
-    yield Text("The backward half of a conversion is taken where the value carries a gradient.", style="dim")
+    if any(entry.conversions for entry in entries):
+        yield Text("The backward half of a conversion is taken where the value carries a gradient.", style="dim")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,7 +115,7 @@ class Problem:
     def is_feasible(self, choice: Choice, *, tolerance: float = 1e-6) -> bool:
         """True when edges agree and every resource is within its limit, up to a relative tolerance."""
         return self.is_consistent(choice) and all(
-            total(resource.terms, choice) <= resource.limit * (1 + tolerance) for resource in self.resources
+            total(resource.terms, choice) <= resource.limit + tolerance * abs(resource.limit) for resource in self.resources
         )
 
 
@@ -150,4 +150,4 @@ class Solution:
         """Relative gap, 0 for a proven optimum; None when infeasible."""
         if self.objective is None or self.bound is None:
             return None
-        return max(0.0, self.objective - self.bound) / self.objective if self.objective else 0.0
+        return max(0.0, self.objective - self.bound) / abs(self.objective) if self.objective else 0.0

@@ -140,7 +140,7 @@ def are_alike(first: Any, second: Any) -> bool:
         case list() | tuple():
             return len(first) == len(second) and all(map(are_alike, first, second))
         case set() | frozenset():
-            return first == second
+            return bool(first == second)
         case _:
             return isinstance(first, _PLAIN) and bool(first == second)
 

@@ -76,6 +76,19 @@ class Space:
         return {label: tuple(readings) for label, readings in found.items()}
 
     @cached_property
+    def shared(self) -> tuple[tuple[str, ...], ...]:
+        """Decisions that can only be applied as one: a boundary in several calls of its module, a parameter read
+        several times in one module."""
+        found: dict[object, list[str]] = defaultdict(list)
+        for name, decider in self.deciders.items():
+            match decider:
+                case Boundary():
+                    found[decider.module, decider.direction, decider.path].append(name)
+                case Reading():
+                    found[decider.parameter.label, decider.op.module].append(name)
+        return tuple(tuple(names) for names in found.values() if len(names) > 1)
+
+    @cached_property
     def layouts(self) -> dict[str, tuple[str, int]]:
         """For each computed value, the decision and the position of the result that name its layout."""
         return {result: (node.name, i) for node in self.graph.nodes for i, result in enumerate(node.results)}
@@ -252,7 +265,9 @@ def _converting_boundaries(graph: ModelGraph) -> frozenset[str]:
         entries = [boundary for boundary in chain if boundary.direction is Direction.INPUT]
         return entries[-1] if entries else chain[0]
 
-    return frozenset(chosen(chain).name for chain in chains)
+    places = {(b.module, b.direction, b.path) for b in map(chosen, chains)}
+    # A module called several times converts in all its calls or in none.
+    return frozenset(b.name for b in graph.boundaries if (b.module, b.direction, b.path) in places)
 
 
 def _leaves_lookup(graph: ModelGraph, boundary: Boundary) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
@@ -160,9 +159,11 @@ class ModuleStyle(ParallelStyle):
 
     def _add_name(self, module: nn.Module, site: Site) -> nn.Module:
         """The same module in a second place: all its calls share one boundary."""
-        inputs = {path: c.conversion for argument in site.arguments for path, c in argument.crossings.items()}
-        outputs = {path: crossing.conversion for path, crossing in site.outputs.items()}
-        if inputs != dict(self.boundary.inputs) or outputs != dict(self.boundary.outputs):
+        inputs = {path: c for argument in site.arguments for path, c in argument.crossings.items()}
+        for direction, known in (("input", inputs), ("output", site.outputs)):
+            here = self._crossings(direction, site.shared.group)
+            if {path: c.conversion for path, c in known.items()} == {path: c.conversion for path, c in here.items()}:
+                continue
             raise PlanError(f"modules {site.name} and {self.name} are one module, and the plan converts differently")
         site.names = (*site.names, self.name)
         return module
@@ -244,8 +245,3 @@ def _hands_rows_on(name: str, boundaries: Mapping[str, BoundaryPlan]) -> bool:
         for conversion in boundary.outputs.values()
     )
     return enters and not leaves
-
-
-def local_parameters(model: nn.Module) -> list[torch.Tensor]:
-    """Each parameter's local tensor once."""
-    return [getattr(parameter, "_local_tensor", parameter).detach() for parameter in model.parameters()]

@@ -1,15 +1,15 @@
 """How verbs print a plan: one function, so that `show` prints what `solve` printed."""
 
 import json
-import os
 import shutil
 import sys
 
 from tpplan.plan import Plan
 from tpplan.report import DEFAULT_WIDTH, as_data, render
 
-#: longer lines are hard to read, however wide the terminal
+#: longer lines are hard to read, however wide the terminal; on shorter ones nothing is left of the tables
 _MAX_WIDTH = 120
+_MIN_WIDTH = 40
 
 
 def print_plan(plan: Plan, *, as_json: bool) -> None:
@@ -17,7 +17,6 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
     if as_json:
         text = json.dumps(as_data(plan), indent=2, sort_keys=True) + "\n"
     else:
-        is_terminal = sys.stdout.isatty()
-        columns = shutil.get_terminal_size().columns if is_terminal else int(os.environ.get("COLUMNS") or DEFAULT_WIDTH)
-        text = render(plan, width=min(columns, _MAX_WIDTH), color=is_terminal)
+        columns = shutil.get_terminal_size(fallback=(DEFAULT_WIDTH, 0)).columns
+        text = render(plan, width=max(_MIN_WIDTH, min(columns, _MAX_WIDTH)), color=sys.stdout.isatty())
     sys.stdout.write(text)

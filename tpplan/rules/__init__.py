@@ -14,7 +14,16 @@ from tpplan.graph import ModelGraph, Op
 from tpplan.rules.call import Call, Rule, Strategy, base_target, registered_rules
 from tpplan.rules.equation import whole_operands
 
-__all__ = ["Call", "Strategy", "has_rule", "localized_sizes", "registered_rules", "strategies"]
+__all__ = [
+    "Call",
+    "Strategy",
+    "base_target",
+    "call_strategies",
+    "has_rule",
+    "localized_sizes",
+    "registered_rules",
+    "strategies",
+]
 
 
 @cache

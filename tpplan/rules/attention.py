@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from tpplan.rules.call import Call, Strategy, op_rule
-from tpplan.rules.equation import NEVER, Equation
+from tpplan.rules.equation import NEVER, Equation, Letters
 
 
 @op_rule("aten.scaled_dot_product_attention.default")
@@ -19,7 +19,7 @@ def attention(call: Call) -> Iterable[Strategy]:
         return ()
     is_causal = bool(call.argument(5, "is_causal", False))
     mask_index = call.operand_index(3, "attn_mask")
-    terms = [("B", "H", "T", "D"), ("B", "H", "J", "D"), ("B", "H", "J", "E")]
+    terms: list[Letters] = [("B", "H", "T", "D"), ("B", "H", "J", "D"), ("B", "H", "J", "E")]
     if mask_index is not None:
         mask = call.operands[mask_index].shape
         letters = ("B", "H", "T", "J")[4 - len(mask) :]
