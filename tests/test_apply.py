@@ -186,9 +186,10 @@ def gradients_between_backwards() -> None:
     assert_same(gradients(model), gradients(reference))
     with no_sync(model):
         loss_of(model, *batch(2)).backward()
-    weight = model.norm.weight.grad.to_local()
-    dist.all_reduce(weight.clone())
     loss_of(reference, *batch(2)).backward()
+    summed = model.norm.weight.grad.to_local().clone()  # a summand of it now
+    dist.all_reduce(summed)
+    assert_same({"norm": summed}, {"norm": reference.norm.weight.grad})
     loss_of(reference, *batch(3)).backward()
     loss_of(model, *batch(3)).backward()
     assert_same(gradients(model), gradients(reference))

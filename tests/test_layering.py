@@ -28,12 +28,18 @@ WITHOUT_TORCH = (
     "solvers",
     "rules",
     "space",
+    "layer_table",
     "report",
     "exporters",
 )
 WITH_TORCH = (
+    "exported",
+    "siblings",
     "trace",
     "costs",
+    "formulate",
+    "assemble",
+    "prove",
     "measure",
     "convert",
     "losses",
@@ -42,10 +48,11 @@ WITH_TORCH = (
     "localize",
     "style",
     "apply",
-    "prove",
     "verify",
     "planner",
+    "load",
     "commands",
+    "__main__",
 )
 ORDER = WITHOUT_TORCH + WITH_TORCH
 #: what __init__.py is called here: it stands below everything

@@ -7,7 +7,7 @@ from math import ceil
 from typing import TypeVar
 
 from tpplan.costs.table import Transfer, time_table
-from tpplan.formulate import BUCKET_BYTES, Formulation
+from tpplan.formulate import BUCKET_BYTES, DATA_PARALLEL, TP_REDUCTION, Formulation
 from tpplan.graph import Boundary, Direction, ModelGraph, Op, RepeatedBlock, Source, within
 from tpplan.layout import Conversion, Layout, LayoutKind, R
 from tpplan.mesh import Axis
@@ -112,10 +112,17 @@ class Expanded:
 
     def boundary_plans(self) -> dict[str, BoundaryPlan]:
         """Conversions of each module."""
+        chosen: dict[tuple[str, Direction, str], Conversion] = {}
+        for boundary in self.graph.boundaries:
+            strategy = self.strategy(boundary.name)
+            conversion = Conversion(strategy.operands[0], strategy.results[0])
+            place = (boundary.module, boundary.direction, boundary.path)
+            assert chosen.setdefault(place, conversion) == conversion, f"calls of a module differ at {place}"
         found: dict[str, dict[Direction, dict[str, Conversion]]] = {}
-        for boundary, conversion in self.conversions():
-            sides = found.setdefault(boundary.module, {Direction.INPUT: {}, Direction.OUTPUT: {}})
-            sides[boundary.direction][boundary.path] = conversion
+        for (module, direction, path), conversion in chosen.items():
+            if not conversion.is_identity:
+                sides = found.setdefault(module, {Direction.INPUT: {}, Direction.OUTPUT: {}})
+                sides[direction][path] = conversion
         return {
             module: BoundaryPlan(inputs=sides[Direction.INPUT], outputs=sides[Direction.OUTPUT])
             for module, sides in found.items()
@@ -251,7 +258,8 @@ class Expanded:
         ]
         error = sum(e.error_s for e in estimates) * formulation.setting.accumulation_steps
         extrapolated = any(e.extrapolated for e in estimates)
-        axes = {"fsdp": Axis.SHARD, "gradient reduction": Axis.REPLICATE}
+        data_axis = Axis.SHARD if formulation.mesh.shard > 1 else Axis.REPLICATE
+        axes = {DATA_PARALLEL: data_axis, TP_REDUCTION: Axis.TP}
         for part, axis in axes.items():
             if time.get(part, 0.0) > 0 and formulation.mesh.size(axis) > 1:
                 bucket = formulation.seconds_per_byte(Collective.ALL_REDUCE, axis)

@@ -31,6 +31,10 @@ from tpplan.units import DTYPE_BYTES
 #: from a parameter to the bytes of its whole
 BytesOf = Callable[[Source], float]
 
+#: parts of the step's time
+COMPUTE, TENSOR_PARALLEL, DATA_PARALLEL = "compute", "tensor-parallel collectives", "exposed data-parallel collectives"
+TP_REDUCTION, OPTIMIZER = "tensor-parallel gradient reduction", "optimizer"
+
 #: optimizer states per parameter element, in the parameter's own dtype
 OPTIMIZER_STATES = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
 
@@ -137,8 +141,8 @@ class Formulation:
             times = self.table[name]
             weight = float(steps * len(members))
             for part, seconds in (
-                ("compute", [(t.forward + t.backward).seconds for t in times]),
-                ("tensor-parallel collectives", [(t.forward_collectives + t.backward_collectives).seconds for t in times]),
+                (COMPUTE, [(t.forward + t.backward).seconds for t in times]),
+                (TENSOR_PARALLEL, [(t.forward_collectives + t.backward_collectives).seconds for t in times]),
             ):
                 if any(seconds):
                     yield _linear(part, name, seconds, weight)
@@ -162,14 +166,14 @@ class Formulation:
             }
             if any(any(vector) for vector in vectors.values()):
                 expressions = tuple(Expression(terms=(item,)) for item in vectors.items())
-                yield Term(name="gradient reduction", expressions=expressions)
+                yield Term(name=TP_REDUCTION, expressions=expressions)
 
     def _optimizer(self) -> Iterator[Term]:
         """Reads parameter, gradient and states, writes parameter and states."""
         moved = 3 + 2 * self._states()
         rate = self.setting.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
         for expression in self._parameter_bytes(self._gradient_bytes):
-            yield Term(name="optimizer", expressions=(expression,), weight=moved * rate / self.shards)
+            yield Term(name=OPTIMIZER, expressions=(expression,), weight=moved * rate / self.shards)
 
     def _fsdp(self) -> Iterator[Term]:
         steps = self.setting.accumulation_steps
@@ -178,18 +182,18 @@ class Formulation:
             scatter = self._transfer(unit, Collective.REDUCE_SCATTER, Axis.SHARD, self._gradient_bytes)
             reduce = self._transfer(unit, Collective.ALL_REDUCE, Axis.REPLICATE, self._sharded_gradient_bytes)
             if unit.name == "":
-                yield Term(name="fsdp", expressions=(_sum(gather, scatter),), weight=float(steps * count))
-                yield Term(name="gradient reduction", expressions=(reduce,), weight=float(count))
+                yield Term(name=DATA_PARALLEL, expressions=(_sum(gather, scatter),), weight=float(steps * count))
+                yield Term(name=DATA_PARALLEL, expressions=(reduce,), weight=float(count))
                 continue
             forward, backward = self._hidden_time(unit)
             idle = Expression()
             repeated = _sum(gather, scatter)
-            yield Term(name="fsdp", expressions=(idle, _minus(gather, forward)), weight=float(steps * count))
+            yield Term(name=DATA_PARALLEL, expressions=(idle, _minus(gather, forward)), weight=float(steps * count))
             if steps > 1:
                 weight = float((steps - 1) * count)
-                yield Term(name="fsdp", expressions=(idle, _minus(repeated, backward)), weight=weight)
+                yield Term(name=DATA_PARALLEL, expressions=(idle, _minus(repeated, backward)), weight=weight)
             last = _sum(repeated, reduce)
-            yield Term(name="fsdp", expressions=(idle, _minus(last, backward)), weight=float(count))
+            yield Term(name=DATA_PARALLEL, expressions=(idle, _minus(last, backward)), weight=float(count))
 
     def _hidden_time(self, unit: Unit) -> tuple[Expression, Expression]:
         """A unit's own forward and backward seconds, collectives of the tp axis included."""

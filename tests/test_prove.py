@@ -1,0 +1,163 @@
+"""The structure check finds what only a retrace can see, and the planner then keeps what can be kept."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from examples import eager_to_shard
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import tpplan
+from tpplan.layout import LayoutKind
+from tpplan.plan import Plan, ProofStatus
+
+DIM, HIDDEN, HEADS, LENGTH = 32, 128, 4, 16
+
+
+class Attention(nn.Module):
+    """Causal attention; `split` turns [B, T, D] into [B, T, H, D / H]."""
+
+    def __init__(self, split: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.split = split
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(p(x)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.o_proj(y.flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(DIM, HIDDEN, bias=False)
+        self.down_proj = nn.Linear(HIDDEN, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.relu(self.up_proj(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first = first
+        self.mlp = MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        return (x + self.mlp(x)).square().mean()
+
+
+def solve(model: Callable[[], nn.Module], **options: object) -> Plan:
+    return tpplan.solve(
+        model,
+        lambda batch, seq_len: {"x": torch.randn(batch, seq_len, DIM)},
+        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
+        global_batch=1,
+        seq_len=LENGTH,
+        tp=2,
+        precision="fp32",
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def open_sizes(t: Tensor) -> Tensor:
+    return t.view(t.shape[0], t.shape[1], -1, DIM // HEADS)
+
+
+def head_parallel(plan: Plan) -> bool:
+    return all(str(plan.parameters[f"first.{n}.weight"].placement) == "S(0)" for n in ("q_proj", "k_proj", "v_proj"))
+
+
+def test_sizes_left_open_keep_their_heads_sharded() -> None:
+    plan = solve(lambda: Model(Attention(open_sizes)))
+    assert plan.proof.status is ProofStatus.STRUCTURE
+    assert plan.proof.cuts == ()
+    assert head_parallel(plan)
+    equals_one_process(lambda: Model(Attention(open_sizes)), plan)
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda t: t.view(t.shape[0], t.shape[1], HEADS, DIM // HEADS),
+        lambda t: t.view(t.shape[0], t.shape[1], HEADS, -1),  # runs on half the width, and is silently another model
+        lambda t: t.unflatten(2, (HEADS, DIM // HEADS)),
+    ],
+    ids=["both baked", "heads baked", "unflatten"],
+)
+def test_baked_head_counts_are_found_and_not_sharded(split: Callable[[Tensor], Tensor]) -> None:
+    plan = solve(lambda: Model(Attention(split)))
+    assert plan.proof.status is ProofStatus.STRUCTURE
+    assert plan.proof.cuts
+    assert not head_parallel(plan)
+    # What is not to blame stays sharded.
+    assert plan.parameters["mlp.up_proj.weight"].placement.kind is LayoutKind.SHARD
+    assert solve(lambda: Model(Attention(split)), prove=False).proof.status is ProofStatus.UNPROVEN
+
+
+class Positions(nn.Module):
+    """Adds a signal made from the length that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)  # rows of a sequence are all it can be sharded by
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return y + torch.arange(y.shape[1], dtype=y.dtype, device=y.device)[:, None]
+
+
+class Scaled(nn.Module):
+    """Divides by the width that it sees: right shapes everywhere, another function where the width is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(DIM, HIDDEN, bias=False)
+        self.down_proj = nn.Linear(HIDDEN, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up_proj(x)
+        return self.down_proj(F.relu(y) * y.shape[-1] ** -0.5)
+
+
+@pytest.mark.parametrize("module", [Positions, Scaled])
+def test_numbers_read_off_a_sharded_shape_are_found(module: type[nn.Module]) -> None:
+    """The optimum would shard what the code measures; each cut costs a conversion, and the rest stays sharded."""
+    plan = solve(lambda: Model(module()))
+    assert plan.proof.status is ProofStatus.STRUCTURE
+    assert plan.proof.cuts
+    assert plan.parameters["mlp.up_proj.weight"].placement.kind is LayoutKind.SHARD
+    equals_one_process(lambda: Model(module()), plan)
+
+
+def equals_one_process(build: Callable[[], nn.Module], plan: Plan) -> None:
+    """Loss and every gradient on two real ranks."""
+
+    def run(on: Plan | None) -> tuple[Tensor, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model = build()
+        model = model if on is None else tpplan.apply_plan(model, on)
+        x = torch.randn(1, LENGTH, DIM, generator=torch.Generator().manual_seed(1))
+        loss = model(x)
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        return loss.detach(), {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
+
+    loss, gradients = run(None)
+    for applied_loss, applied in run_ranks(2, run, plan):
+        torch.testing.assert_close(applied_loss, loss)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(applied[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
+
+
+def test_an_unchecked_plan_of_baked_sizes_is_another_model() -> None:
+    """What the check is for: the same plan without it runs, and is wrong."""
+    build = lambda: Model(Attention(lambda t: t.view(t.shape[0], t.shape[1], HEADS, -1)))  # noqa: E731
+    with pytest.raises(AssertionError):
+        equals_one_process(build, solve(build, prove=False))
+    equals_one_process(build, solve(build))
