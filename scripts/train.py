@@ -1,10 +1,11 @@
 """Trains a model file on one process, or on the ranks of a plan.
 
-    python scripts/train.py scripts/examples/llama.py --steps 20
-    torchrun --nproc-per-node 4 scripts/train.py scripts/examples/llama.py --plan plan.json --steps 20
+    python scripts/train.py scripts/examples/llama.py --record alone.pt
+    torchrun --nproc-per-node 4 scripts/train.py scripts/examples/llama.py --plan plan.json --against alone.pt
 
 The global batch of a step is a function of the step alone, and data-parallel ranks read consecutive slices of it: both
-commands see the same samples and print the same losses up to rounding. A model file defines
+commands see the same samples, and their losses and gradients are the same up to rounding. The second prints both, and
+fails where a loss differs by more than 1e-4 or a gradient of the first step by more than 1e-5. A model file defines
 
     build_model()                           the model; `model.py:other_builder` names another builder
     example_inputs(batch, seq_len, seed=0)  a dict of tensors, batch first; forward takes those it names
@@ -15,16 +16,14 @@ Where the inputs are `tokens` and `targets`, the bytes of Python's own documenta
 
 import argparse
 import importlib.util
-import inspect
 import json
-import math
 import os
 import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -44,6 +43,12 @@ TEXT_FILES = ("pydoc_data/topics.py", "argparse.py", "inspect.py", "subprocess.p
 TRAIN_FRACTION = 0.9
 DEFAULT_BATCH = 16
 DEFAULT_SEQ_LEN = 64
+
+#: what two runs may differ by: float32 sums in another order
+LOSS_TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 1e-5
+#: of the model's largest gradient: smaller ones are rounding noise, and what they differ by is relative to this
+GRADIENT_NOISE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +90,15 @@ class BatchShare:
 
 @dataclass(slots=True, kw_only=True)
 class History:
-    """What a run has seen so far; the gradient norms are those of the first step, before clipping."""
+    """What a run has seen so far. `first_gradients`: those of the first step, whole and before clipping, by name."""
 
-    losses: list[float]
-    step_s: list[float]
-    first_gradient_norm: float
-    first_gradient_norms: dict[str, float]
+    losses: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    first_gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+#: called with a step and its loss
+Report = Callable[[int, float], None]
 
 
 def load_model_file(spec: str) -> ModelFile:
@@ -105,12 +113,6 @@ def load_model_file(spec: str) -> ModelFile:
     if missing:
         raise SystemExit(f"{path} does not define {', '.join(missing)}")
     return ModelFile(build_model=getattr(module, builder), example_inputs=module.example_inputs, loss=module.loss)
-
-
-def forward_inputs(model: nn.Module, inputs: Inputs) -> Inputs:
-    """Those of the inputs that the model's forward names; the others are for the loss."""
-    parameters = inspect.signature(model.forward).parameters
-    return {name: value for name, value in inputs.items() if name in parameters}
 
 
 def train_text() -> Tensor:
@@ -142,7 +144,7 @@ def accumulate_gradients(model: nn.Module, model_file: ModelFile, micro_batches:
     for index, inputs in enumerate(micro_batches):
         is_last = index + 1 == len(micro_batches)
         with nullcontext() if is_last else tpplan.no_sync(model):
-            loss = model_file.loss(model(**forward_inputs(model, inputs)), inputs)
+            loss = model_file.loss(model(**tpplan.forward_inputs(model, inputs)), inputs)
             (loss / len(micro_batches)).backward()
         losses.append(loss.detach())
     return torch.stack(losses).mean()
@@ -157,15 +159,11 @@ def mean_over_ranks(value: Tensor) -> float:
     return total.item() / dist.get_world_size()
 
 
-def gradient_norms(model: nn.Module) -> dict[str, float]:
-    """The 2-norm of each parameter's whole gradient, by name. A collective where parameters are sharded."""
-    norms = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            continue
-        norm = torch.linalg.vector_norm(parameter.grad)
-        norms[name] = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-    return norms
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Each parameter's whole gradient on the CPU, by name. A collective where parameters are sharded."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    whole = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()}
+    return {name: grad.to("cpu", copy=True) for name, grad in whole.items()}
 
 
 def train(
@@ -175,22 +173,22 @@ def train(
     *,
     steps: int,
     lr: float,
-    clip: float | None,
     device: torch.device,
-    report: Callable[[str], None] = print,
+    report: Report,
+    clip: float | None = None,
+    keep_gradients: bool = False,
 ) -> History:
-    """AdamW for some steps; a line each through `report`. The history is the same on every rank, its times apart."""
+    """AdamW for some steps. The history is the same on every rank, its times apart; gradients are kept if told."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    history = History(losses=[], step_s=[], first_gradient_norm=0.0, first_gradient_norms={})
+    history = History()
     for step, batch in zip(range(steps), global_batches(model_file, share), strict=False):
         micro_batches = [
             {name: value.to(device) for name, value in inputs.items()} for inputs in share.micro_batches(batch)
         ]
         started = time.perf_counter()
         loss = mean_over_ranks(accumulate_gradients(model, model_file, micro_batches))
-        if step == 0:
-            history.first_gradient_norms = gradient_norms(model)
-            history.first_gradient_norm = math.hypot(*history.first_gradient_norms.values())
+        if step == 0 and keep_gradients:
+            history.first_gradients = whole_gradients(model)
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
@@ -199,8 +197,33 @@ def train(
             torch.cuda.synchronize(device)
         history.step_s.append(time.perf_counter() - started)
         history.losses.append(loss)
-        report(f"step {step} loss {loss:.4f}")
+        report(step, loss)
     return history
+
+
+def relative_errors(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """By name the largest difference of an entry, relative to the largest entry expected. Raises KeyError."""
+    noise = GRADIENT_NOISE * max(gradient.abs().max().item() for gradient in expected.values())
+    return {
+        name: (gradients[name] - gradient).abs().max().item() / max(gradient.abs().max().item(), noise)
+        for name, gradient in expected.items()
+    }
+
+
+def compare(history: History, reference: History) -> None:
+    """Prints by how much two runs differ. Raises SystemExit where it is more than rounding."""
+    loss_errors = [abs(loss - other) for loss, other in zip(history.losses, reference.losses, strict=True)]
+    gradient_errors = relative_errors(history.first_gradients, reference.first_gradients)
+    is_same = history.first_gradients.keys() == reference.first_gradients.keys()
+    for what, errors, tolerance in (
+        ("losses", {f"step {step}": error for step, error in enumerate(loss_errors)}, LOSS_TOLERANCE),
+        ("gradients of step 0, relative", gradient_errors, GRADIENT_TOLERANCE),
+    ):
+        worst = max(errors, key=lambda place: errors[place])
+        print(f"{what}: largest difference {errors[worst]:.1e} ({worst}), tolerance {tolerance:.0e}")
+        is_same = is_same and errors[worst] <= tolerance
+    if not is_same:
+        raise SystemExit("the runs differ")
 
 
 def choose_device(name: str) -> torch.device:
@@ -249,7 +272,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--clip", type=float, help="clip the gradient's 2-norm to this")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights (default: %(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write losses, step times, first gradient norms")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write losses and step times")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write losses and the first step's gradients")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with a run that was recorded")
     options = parser.parse_args(arguments)
     world_size = int(os.environ.get("WORLD_SIZE", "0"))
     if options.plan and not world_size:
@@ -274,11 +299,42 @@ def share_of(options: argparse.Namespace, plan: tpplan.Plan | None) -> BatchShar
     return share
 
 
-def run(options: argparse.Namespace, device: torch.device) -> History:
-    """Builds, applies the plan if there is one, trains, reports from rank 0."""
+def reporter(reference: History | None) -> Report:
+    """Prints a line for each step, beside that of the reference if there is one."""
+    if reference is None:
+        return lambda step, loss: print(f"step {step:3}  loss {loss:.5f}", flush=True)
+    expected = reference.losses
+
+    def report(step: int, loss: float) -> None:
+        difference = abs(loss - expected[step])
+        print(f"step {step:3}  loss {loss:.5f}  recorded {expected[step]:.5f}  difference {difference:.1e}", flush=True)
+
+    return report
+
+
+def write(history: History, options: argparse.Namespace) -> None:
+    """The files that were asked for."""
+    if options.json:
+        text = json.dumps({"losses": history.losses, "step_s": history.step_s}, indent=2)
+        options.json.write_text(text + "\n", encoding="utf-8")
+    if options.record:
+        torch.save({"losses": history.losses, "first_gradients": history.first_gradients}, options.record)
+
+
+def load_reference(path: Path, steps: int) -> History:
+    """A run that --record wrote. Raises SystemExit where it has another number of steps."""
+    reference = History(**torch.load(path, weights_only=True))
+    if len(reference.losses) != steps:
+        raise SystemExit(f"{path} has {len(reference.losses)} steps, this run {steps}: give both the same --steps")
+    return reference
+
+
+def run(options: argparse.Namespace, device: torch.device) -> None:
+    """Builds, applies the plan if there is one, trains; rank 0 reports, writes and compares."""
     model_file = load_model_file(options.model)
     plan = tpplan.Plan.load(options.plan) if options.plan else None
     share = share_of(options, plan)
+    reference = load_reference(options.against, options.steps) if options.against else None
     is_reporter = not dist.is_initialized() or dist.get_rank() == 0
     torch.manual_seed(options.seed)
     model = model_file.build_model().to(device)
@@ -292,11 +348,13 @@ def run(options: argparse.Namespace, device: torch.device) -> History:
         lr=options.lr,
         clip=options.clip,
         device=device,
-        report=partial(print, flush=True) if is_reporter else lambda _: None,
+        report=reporter(reference) if is_reporter else lambda _step, _loss: None,
+        keep_gradients=bool(options.record or reference),
     )
-    if options.json and is_reporter:
-        options.json.write_text(json.dumps(asdict(history), indent=2, sort_keys=True) + "\n")
-    return history
+    if is_reporter:
+        write(history, options)
+        if reference is not None:
+            compare(history, reference)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

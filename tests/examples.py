@@ -7,9 +7,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from profiles import synthetic_profile
-
 import tpplan
+from profiles import synthetic_profile
 from tpplan.plan import Plan
 from tpplan.profile import HardwareProfile
 

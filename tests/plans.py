@@ -76,9 +76,7 @@ def handmade_plan(
             memory_limit_bytes=0.0,
             memory_bytes={},
         ),
-        solver=SolverReport(
-            name="hand", status=Status.FEASIBLE, objective_s=0.0, bound_s=0.0, gap=0.0, meshes_tried=1
-        ),
+        solver=SolverReport(name="hand", status=Status.FEASIBLE, objective_s=0.0, bound_s=0.0, gap=0.0, meshes_tried=1),
         fingerprints=Fingerprints(
             parameters=parameters_fingerprint(
                 {name: (tuple(p.shape), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)}

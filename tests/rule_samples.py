@@ -20,6 +20,11 @@ def positive(*shape: int) -> Tensor:
     return (torch.rand(shape, generator=_generator, dtype=torch.float64) + 0.2).requires_grad_()
 
 
+def complex_x(*shape: int) -> Tensor:
+    """A complex value that carries a gradient."""
+    return torch.randn(shape, generator=_generator, dtype=torch.complex128).requires_grad_()
+
+
 def const(*shape: int) -> Tensor:
     """A value without a gradient."""
     return torch.randn(shape, generator=_generator, dtype=torch.float64)
@@ -533,6 +538,9 @@ def _views() -> list[Sample]:
         _named("aten.movedim.int", x(2, 6, 4), 0, -1),
         _named("aten.movedim.intlist", x(2, 6, 4), [0, 2], [1, 0]),
         _named("aten.t.default", x(6)),
+        _named("aten.view_as_complex.default", x(6, 4, 2)),
+        _named("aten.view_as_real.default", complex_x(6, 4)),
+        _named("aten.mul.Tensor", complex_x(6, 4), complex_x(4).detach()),
         _named("aten.t.default", x(6, 4)),
         _named("aten.t.default", x(6)),
         _named("aten.numpy_T.default", x(6, 4)),

@@ -159,7 +159,6 @@ def train_and_compare(style: Style, mesh: Mesh, is_tied: bool, variants: tuple[t
     [
         (vocabulary_parallel, Mesh(tp=2), False, (ALL_SYNC, LAST_SYNCS, SECOND_LEAVES)),
         (sequence_parallel, Mesh(shard=2, tp=2), True, (ALL_SYNC, LAST_SYNCS)),
-        (vocabulary_parallel, Mesh(replicate=2, tp=2), False, (SECOND_LEAVES,)),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -167,6 +166,20 @@ def test_accumulation_clipping_and_adamw_equal_one_process(
     style: Style, mesh: Mesh, is_tied: bool, variants: tuple[tuple[bool, ...], ...]
 ) -> None:
     run_ranks(mesh.num_gpus, train_and_compare, style, mesh, is_tied, variants)
+
+
+def accumulate_over_replicas() -> None:
+    mesh = Mesh(replicate=2, tp=2)
+    reference, model = build(), build()
+    apply_plan(model, vocabulary_parallel(model, mesh))
+    for step, syncs in enumerate((SECOND_LEAVES, LAST_SYNCS)):  # the second adds to what the first reduced
+        accumulate(reference, step, batch, (True,) * len(syncs))
+        accumulate(model, step, lambda number: my_part(mesh, number), syncs)
+        assert_same(gradients(model), gradients(reference))
+
+
+def test_accumulation_over_replicas_equals_one_process() -> None:
+    run_ranks(4, accumulate_over_replicas)
 
 
 def gradients_between_backwards() -> None:

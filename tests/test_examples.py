@@ -80,7 +80,13 @@ def degrees(ranks: int) -> list[dict[str, Any]]:
     """tp and fsdp of every mesh of 2 or 4 ranks."""
     return {
         2: [{"tp": 2, "fsdp": 1}, {"tp": 1, "fsdp": 2}],
-        4: [{"tp": 4, "fsdp": 1}, {"tp": 2, "fsdp": 2}, {"tp": 2, "fsdp": 1}, {"tp": 1, "fsdp": 4}, {"tp": 1, "fsdp": 2}],
+        4: [
+            {"tp": 4, "fsdp": 1},
+            {"tp": 2, "fsdp": 2},
+            {"tp": 2, "fsdp": 1},
+            {"tp": 1, "fsdp": 4},
+            {"tp": 1, "fsdp": 2},
+        ],
     }[ranks]
 
 

@@ -7,7 +7,7 @@ from tpplan.layout import P, R, S
 from tpplan.plan import Plan
 
 
-def wide_llama(num_layers: int = 2):  # noqa: ANN201
+def wide_llama(num_layers: int = 2):
     llama = example("llama")
     return lambda: llama.Llama(
         llama.Config(num_layers=num_layers, model_dim=256, hidden_dim=768, num_heads=8, num_kv_heads=4, vocab_size=512)
@@ -36,7 +36,13 @@ def test_planner_rediscovers_megatron_attention() -> None:
         "llama", eager_to_shard(), gpus=4, tp=4, builder=wide_llama(), global_batch=1, micro_batch=1, seq_len=64
     )
     found = placements(plan)
-    for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "feed_forward.gate_proj", "feed_forward.up_proj"):
+    for name in (
+        "attention.q_proj",
+        "attention.k_proj",
+        "attention.v_proj",
+        "feed_forward.gate_proj",
+        "feed_forward.up_proj",
+    ):
         assert found[f"layers.*.{name}.weight"] == str(S(0)), name
     for name in ("attention.o_proj", "feed_forward.down_proj"):
         assert found[f"layers.*.{name}.weight"] == str(S(1)), name

@@ -1,5 +1,7 @@
 """Every sharding rule against brute force over ranks, both directions; and the brute force against planted mistakes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from rule_samples import SAMPLES, const, ids, x
@@ -56,6 +58,11 @@ def test_samples_make_a_rule_offer_more_than_whole_operands(target):
         for layout in (*strategy.operands, *strategy.results)
     }
     assert bool(offered - {R, R_STAR}) == (target not in WHOLE_ALONE)
+
+
+def test_rules_validated_elsewhere_are():
+    for target, place in VALIDATED_WITH_REAL_RANKS.items():
+        assert target.split(".")[1] in (Path(__file__).parent.parent / place).read_text()
 
 
 def test_samples_are_of_ruled_ops():

@@ -3,7 +3,6 @@
 B batch, T sequence, D model, F hidden, V vocabulary, H heads.
 """
 
-
 import torch
 import torch.nn.functional as F
 from plans import handmade_plan
@@ -150,5 +149,3 @@ def data_parallel(model: nn.Module, mesh: Mesh, **options: object) -> Plan:
 
 def _units(mesh: Mesh) -> dict[str, tuple[str, ...]]:
     return {"units": tuple(f"layers.{layer}" for layer in range(NUM_LAYERS))} if mesh.data_parallel > 1 else {}
-
-

@@ -128,7 +128,9 @@ def _check(sample: Sample, strategy: Strategy, tp: int) -> None:
     noise = torch.Generator().manual_seed(1)
     whole = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in sample.tensors)
     expected = run(sample, whole, None)
-    gradients = tuple(torch.randn(y.shape, generator=noise, dtype=torch.float64) for y in expected)
+    gradients = tuple(
+        torch.randn(y.shape, generator=noise, dtype=y.dtype if y.dtype.is_complex else torch.float64) for y in expected
+    )
     placed = [place_value(x, layout, tp, noise) for x, layout in zip(whole, strategy.operands, strict=True)]
     sizes = localized_sizes(call, local_shape(tuple(expected[0].shape), strategy.results[0], tp))
 
@@ -202,7 +204,7 @@ def summands(tensor: Tensor, tp: int, noise: torch.Generator) -> list[Tensor]:
     """Random tensors that add up to `tensor`."""
     if tensor.dtype is torch.bool:
         raise WrongStrategyError("booleans do not add up")
-    if not tensor.dtype.is_floating_point:
+    if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
         others = [torch.randint(-5, 6, tensor.shape, generator=noise, dtype=tensor.dtype) for _ in range(tp - 1)]
     else:
         others = [torch.randn(tensor.shape, generator=noise, dtype=tensor.dtype) for _ in range(tp - 1)]
@@ -253,10 +255,14 @@ def _equal(found: list[Tensor], expected: list[Tensor], what: str) -> None:
             raise WrongStrategyError(
                 f"{where}: {one.dtype}{list(one.shape)}, expected {other.dtype}{list(other.shape)}"
             )
-        one, other = one.detach().double(), other.detach().double()
+        one, other = _as_doubles(one), _as_doubles(other)
         scale = other.nan_to_num(0, 0, 0).abs().max().clamp_min(1.0) if other.numel() else 1.0
         if not torch.allclose(one, other, rtol=0, atol=TOLERANCE * float(scale), equal_nan=True):
             raise WrongStrategyError(f"{where} differs by {(one - other).abs().max():.3g}")
+
+
+def _as_doubles(tensor: Tensor) -> Tensor:
+    return (torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor).detach().double()
 
 
 def possible_strategies(call: Call, tp: int) -> Iterator[Strategy]:

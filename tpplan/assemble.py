@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from typing import TypeVar
 
@@ -26,6 +27,8 @@ from tpplan.profile import Collective
 from tpplan.rules import Strategy, has_rule
 
 T = TypeVar("T")
+#: an entry with the names inside rewritten
+Rename = Callable[[T, Callable[[str], str]], T]
 
 #: relative difference between tied and expanded prices that rounding explains
 PRICE_TOLERANCE = 1e-6
@@ -269,7 +272,7 @@ class Expanded:
 
     def _pattern_of(self, name: str) -> str:
         block = _block_of(self.graph, name)
-        return name if block is None else _starred(name, *block)
+        return name if block is None else _starred(name, block)
 
 
 def blocks_table(graph: ModelGraph) -> dict[str, str]:
@@ -280,36 +283,30 @@ def blocks_table(graph: ModelGraph) -> dict[str, str]:
     return {pattern: format_ranges(tuple(sorted(found))) for pattern, found in indices.items()}
 
 
-def by_pattern(
-    graph: ModelGraph, table: Mapping[str, T], rename: Callable[[T, Callable[[str], str]], T], absent: T | None = None
-) -> dict[str, T]:
+def by_pattern(graph: ModelGraph, table: Mapping[str, T], rename: Rename[T], absent: T | None = None) -> dict[str, T]:
     """A table by full names, with what agrees over a block under its pattern and what differs under its own name.
 
-    `rename` rewrites the names inside an entry. `absent` stands for a name without an entry (none: a gap is an error
-    of the caller's).
+    `rename` rewrites the names inside an entry. `absent` is what a name without an entry means; where there is no such
+    thing (a parameter), a row that not all siblings have stays under their full names.
     """
+    groups: dict[str, dict[int, T]] = {}
+    for name, entry in table.items():
+        if (place := _block_of(graph, name)) is not None:
+            groups.setdefault(_starred(name, place), {})[place[1]] = rename(entry, partial(_starred, place=place))
     found = dict(table)
-    for prefix in dict.fromkeys(block.prefix for block in graph.blocks):
-        indices = sorted(i for block in graph.blocks if block.prefix == prefix for i in block.indices)
-        groups: dict[str, dict[int, T]] = {}
-        for name, entry in table.items():
-            place = _block_of(graph, name)
-            if place is not None and place[0].prefix == prefix:
-                star = lambda text, place=place: _starred(text, *place)  # noqa: E731
-                groups.setdefault(_starred(name, *place), {})[place[1]] = rename(entry, star)
-        for pattern, entries in groups.items():
-            everywhere = {i: entries.get(i, absent) for i in indices}
-            if any(entry is None for entry in everywhere.values()):
-                continue
-            common = max(entries.values(), key=lambda entry: sum(entry == other for other in everywhere.values()))
-            if sum(common == entry for entry in everywhere.values()) < 2:
-                continue
-            found[pattern] = common
-            for i, entry in everywhere.items():
-                name = pattern.replace("*", str(i), 1)
-                found.pop(name, None)
-                if entry != common and entry is not None:
-                    found[name] = rename(entry, lambda text, i=i: text.replace("*", str(i), 1))
+    for pattern, entries in groups.items():
+        prefix = pattern.partition("*")[0].rstrip(".")
+        siblings = sorted(i for block in graph.blocks if block.prefix == prefix for i in block.indices)
+        rows = dict(entries) if absent is None else {i: entries.get(i, absent) for i in siblings}
+        common = max(rows.values(), key=lambda entry: sum(entry == other for other in rows.values()))
+        if len(rows) < len(siblings) or sum(common == entry for entry in rows.values()) < 2:
+            continue
+        found[pattern] = common
+        for i, entry in rows.items():
+            name = _numbered(pattern, i)
+            found.pop(name, None)
+            if entry != common:
+                found[name] = rename(entry, partial(_numbered, index=i))
     return found
 
 
@@ -330,6 +327,11 @@ def _block_of(graph: ModelGraph, name: str) -> tuple[RepeatedBlock, int] | None:
     return None
 
 
-def _starred(name: str, block: RepeatedBlock, index: int) -> str:
+def _numbered(pattern: str, index: int) -> str:
+    return pattern.replace("*", str(index), 1)
+
+
+def _starred(name: str, place: tuple[RepeatedBlock, int]) -> str:
+    block, index = place
     own = f"{block.prefix}.{index}" if block.prefix else str(index)
     return block.pattern + name.removeprefix(own) if within(name, own) else name

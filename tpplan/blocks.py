@@ -32,7 +32,7 @@ def members(graph: ModelGraph, module: str) -> tuple[Op | Boundary, ...]:
 
 
 def _alike(graph: ModelGraph, prefix: str, indices: list[int]) -> list[RepeatedBlock]:
-    classes: list[tuple["nx.DiGraph[int]", list[int]]] = []
+    classes: list[tuple[nx.DiGraph[int], list[int]]] = []
     for index in indices:
         labelled = _labelled(graph, f"{prefix}.{index}" if prefix else str(index))
         for representative, siblings in classes:

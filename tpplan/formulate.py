@@ -13,6 +13,7 @@ activations + unsharded units + the largest op's gradients.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from tpplan.costs.compute import Executor
 from tpplan.costs.memory import activation_terms, working_set_term
@@ -95,9 +96,7 @@ class Formulation:
             ),
             edges=tuple(dict.fromkeys(self._edges())),
             objective=tuple(self._objective()),
-            resources=(
-                Resource(name="memory", terms=tuple(self._memory()), limit=self.setting.memory_limit_bytes),
-            ),
+            resources=(Resource(name="memory", terms=tuple(self._memory()), limit=self.setting.memory_limit_bytes),),
         )
 
     def strategy(self, choice: Mapping[str, int], decision: str) -> Strategy:
@@ -125,7 +124,7 @@ class Formulation:
     def _agreements(self, names: Sequence[str], label: Callable[[Strategy], str]) -> Iterator[Edge]:
         """All of these decisions choose strategies with the same label."""
         classes = list(dict.fromkeys(self.space.classes[name] for name in names))
-        for source, target in zip(classes, classes[1:], strict=False):
+        for source, target in pairwise(classes):
             yield Edge(
                 source=source,
                 target=target,
@@ -326,7 +325,7 @@ class Formulation:
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """Every FSDP unit, the root last under the name "": each parameter in the deepest unit that has all its names."""
+        """Every FSDP unit, the root last under the name "": each parameter in the deepest unit with all its names."""
         inside: dict[str, list[Source]] = {name: [] for name in (*self.setting.units, "")}
         for source in self.space.graph.parameters:
             names = (source.label, *source.aliases)
@@ -349,7 +348,9 @@ class Formulation:
         found: dict[object, list[Unit]] = {}
         for unit in self.units:
             reads = tuple(
-                self.space.classes[readings[0].name] if (readings := self.space.readings[source.label]) else source.label
+                self.space.classes[readings[0].name]
+                if (readings := self.space.readings[source.label])
+                else source.label
                 for source in unit.parameters
             )
             found.setdefault((unit.name == "", reads, tuple(sorted(unit.hides))), []).append(unit)

@@ -88,7 +88,6 @@ class Op:
         return tuple(references((self.args, tuple(value for _, value in self.kwargs))))
 
 
-
 class Direction(StrEnum):
     """Into a module's forward, or out of it."""
 
@@ -149,7 +148,6 @@ class ModelGraph:
     outputs: tuple[tuple[str, str], ...]
     loss: str | None
     blocks: tuple[RepeatedBlock, ...] = ()
-
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:

@@ -75,7 +75,8 @@ def _of_dtensor(logits: DTensor, targets: Tensor, ignore_index: int) -> Tensor:
 
 def _result_dtype(logits: Tensor) -> torch.dtype:
     """What F.cross_entropy returns for such logits here: their dtype, or what autocast makes of it."""
-    if not torch.is_autocast_enabled(logits.device.type):
+    device = logits.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return logits.dtype
     return F.cross_entropy(logits.new_zeros(1, 1), torch.zeros(1, dtype=torch.long, device=logits.device)).dtype
 

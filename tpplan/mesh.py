@@ -81,9 +81,7 @@ def divisors(n: int) -> tuple[int, ...]:
     return tuple(d for d in range(1, n + 1) if n % d == 0)
 
 
-def meshes(
-    gpus: int, gpus_per_node: int, *, tp: int | None = None, fsdp: int | None = None
-) -> Iterator[Mesh]:
+def meshes(gpus: int, gpus_per_node: int, *, tp: int | None = None, fsdp: int | None = None) -> Iterator[Mesh]:
     """Every replicate x shard x tp factorization of gpus with tp inside a node; tp and fsdp pin a degree.
 
     A pinned tp may cross nodes: the user asked for it. Raises UsageError where a pinned degree does not divide.

@@ -16,6 +16,7 @@ from tpplan.assemble import Expanded, blocks_table, by_pattern, expand, rename_p
 from tpplan.costs.compute import Executor
 from tpplan.costs.table import StrategyTime, time_table
 from tpplan.errors import InfeasibleError, ModelError, SolverError, UsageError
+from tpplan.exported import path_of
 from tpplan.formulate import Formulation, Setting
 from tpplan.graph import Direction, ModelGraph
 from tpplan.mesh import Axis, Mesh, meshes
@@ -38,7 +39,7 @@ from tpplan.profile import HardwareProfile, load_profile
 from tpplan.prove import check_structure
 from tpplan.rules import Strategy
 from tpplan.space import Space, build_space
-from tpplan.trace import Inputs, Loss, path_of, repeated_children, trace
+from tpplan.trace import Inputs, Loss, repeated_children, trace
 from tpplan.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.gpus_per_node < 1:
-            raise UsageError(f"cluster: expected at least 1 GPU and 1 per node, got {self.gpus} and {self.gpus_per_node}")
+            raise UsageError(
+                f"cluster: expected at least 1 GPU and 1 per node, got {self.gpus} and {self.gpus_per_node}"
+            )
 
     def load_profile(self) -> HardwareProfile:
         """The profile. Raises ProfileError where it is unknown or malformed."""
@@ -94,8 +97,8 @@ def solve(
     """The plan of least predicted step time among those whose predicted peak memory fits.
 
     build_model() gives the model (it is called under the meta device: no weights are made), example_inputs(micro_batch,
-    seq_len) its inputs. The mesh is enumerated, the layouts of each are an ILP. `tp` and `fsdp` pin a degree, `precision`
-    defaults to bf16-mixed on a GPU profile and fp32 else. time_limit_s holds for each mesh.
+    seq_len) its inputs. The mesh is enumerated, the layouts of each are an ILP. `tp` and `fsdp` pin a degree,
+    `precision` defaults to bf16-mixed on a GPU profile and fp32 else. time_limit_s holds for each mesh.
     Raises ModelError, ProfileError, UsageError, SolverError, and InfeasibleError with what would fit.
     """
     profile = cluster.load_profile()
@@ -188,8 +191,8 @@ class _Job:
         if not dividing:
             degrees = sorted({mesh.data_parallel for mesh in every})
             raise UsageError(
-                f"global batch {self.batch.global_batch} does not divide into micro-batches of {self.batch.micro_batch} "
-                f"on {' or '.join(map(str, degrees))} data-parallel ranks of {self.cluster.gpus} GPUs; "
+                f"global batch {self.batch.global_batch} does not divide into micro-batches of "
+                f"{self.batch.micro_batch} on {' or '.join(map(str, degrees))} data-parallel ranks of {self.cluster.gpus} GPUs; "
                 f"change --global-batch, --micro-batch or --tp"
             )
         return dividing
@@ -302,7 +305,9 @@ class _Job:
         tp, space = formulation.mesh.tp, formulation.space
         chosen = {(name, expanded.strategy(name)) for name in found.blamed}
         if not chosen:
-            raise ModelError(f"the applied model differs from the original, and no sharding explains it: {found.message}")
+            raise ModelError(
+                f"the applied model differs from the original, and no sharding explains it: {found.message}"
+            )
         logger.info("counterexample on tp %d: %s", tp, found.message)
         self.cut_messages.append(found.message)
         for name, strategy in chosen:
@@ -331,18 +336,22 @@ class _Job:
         parts: dict[str, float] = {}
         for term in formulation.problem.resources[0].terms:
             parts[term.name] = parts.get(term.name, 0.0) + term.value(solution.choice)
-        shown = ", ".join(f"{name} {format_bytes(n)}" for name, n in sorted(parts.items(), key=lambda row: -row[1]) if n)
+        shown = ", ".join(
+            f"{name} {format_bytes(n)}" for name, n in sorted(parts.items(), key=lambda row: -row[1]) if n
+        )
         return InfeasibleError(
             f"no plan fits {format_bytes(self.limit)} per GPU on {self.cluster.gpus} GPUs: the smallest needs "
-            f"{format_bytes(smallest)}, {format_bytes(smallest - self.limit)} too much, on {formulation.mesh} ({shown}). "
-            + self._what_would_fit(formulation.mesh)
+            f"{format_bytes(smallest)}, {format_bytes(smallest - self.limit)} too much, on {formulation.mesh} "
+            f"({shown}). " + self._what_would_fit(formulation.mesh)
         )
 
     def _least_memory(self, mesh: Mesh) -> tuple[float, Formulation, Solution]:
         formulation = self.formulate(mesh, limit=float("inf"))
         problem = formulation.problem
         memory = problem.resources[0].terms
-        solution = solvers.solve(Problem(nodes=problem.nodes, edges=problem.edges, objective=memory), solver=self.solver)
+        solution = solvers.solve(
+            Problem(nodes=problem.nodes, edges=problem.edges, objective=memory), solver=self.solver
+        )
         if solution.choice is None:
             raise SolverError(f"{mesh}: the decisions contradict each other")
         return total(memory, solution.choice), formulation, solution
@@ -374,9 +383,7 @@ class _Job:
         empty = BoundaryPlan(inputs={}, outputs={})
         parameters = expanded.parameter_plans()
         rows = {
-            name: (plan.shape, plan.trainable)
-            for label, plan in parameters.items()
-            for name in (label, *plan.aliases)
+            name: (plan.shape, plan.trainable) for label, plan in parameters.items() for name in (label, *plan.aliases)
         }
         return Plan(
             schema_version=SCHEMA_VERSION,

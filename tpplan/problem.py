@@ -91,16 +91,19 @@ class Problem:
         for edge in self.edges:
             for name, layouts in ((edge.source, edge.source_layouts), (edge.target, edge.target_layouts)):
                 if sizes.get(name) != len(layouts):
-                    raise ValueError(f"edge {edge.source} -> {edge.target}: {name} has {sizes.get(name)} strategies, "
-                                     f"the edge {len(layouts)}")
+                    raise ValueError(
+                        f"edge {edge.source} -> {edge.target}: {name} has {sizes.get(name)} strategies, "
+                        f"the edge {len(layouts)}"
+                    )
         for term in (*self.objective, *(t for resource in self.resources for t in resource.terms)):
             if term.weight < 0 or not term.expressions:
                 raise ValueError(f"term {term.name}: weight {term.weight}, {len(term.expressions)} expressions")
             for expression in term.expressions:
                 for name, vector in expression.terms:
                     if sizes.get(name) != len(vector):
-                        raise ValueError(f"term {term.name}: {name} has {sizes.get(name)} strategies, "
-                                         f"its vector {len(vector)}")
+                        raise ValueError(
+                            f"term {term.name}: {name} has {sizes.get(name)} strategies, its vector {len(vector)}"
+                        )
 
     def is_consistent(self, choice: Choice) -> bool:
         """True when every edge agrees."""
@@ -115,7 +118,8 @@ class Problem:
     def is_feasible(self, choice: Choice, *, tolerance: float = 1e-6) -> bool:
         """True when edges agree and every resource is within its limit, up to a relative tolerance."""
         return self.is_consistent(choice) and all(
-            total(resource.terms, choice) <= resource.limit + tolerance * abs(resource.limit) for resource in self.resources
+            total(resource.terms, choice) <= resource.limit + tolerance * abs(resource.limit)
+            for resource in self.resources
         )
 
 

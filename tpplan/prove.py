@@ -8,13 +8,14 @@ The rules themselves are validated by brute force; a plan so checked says `struc
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
 from torch import nn
 
+from tpplan import operators
 from tpplan.assemble import Expanded
 from tpplan.errors import ModelError
 from tpplan.graph import Argument, Boundary, Direction, ModelGraph, Op, Ref, within
@@ -23,10 +24,6 @@ from tpplan.rules import Call, localized_sizes
 from tpplan.trace import BoundaryHook, Inputs, Loss, trace
 
 RESIZE = "tpplan.resize.default"
-
-_LIBRARY = torch.library.Library("tpplan", "FRAGMENT")
-_LIBRARY.define("resize(Tensor x, int[] sizes) -> Tensor")
-_LIBRARY.impl("resize", lambda x, sizes: x.new_empty(sizes), "CompositeExplicitAutograd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +45,7 @@ def check_structure(
         if hook is not None:
             tensor = hook(tensor, module, direction, path)
         wanted = sizes.get((module, direction, path))
-        return tensor if wanted is None else torch.ops.tpplan.resize(tensor, list(wanted))
+        return tensor if wanted is None else operators.resize(tensor, wanted)
 
     try:
         retraced = trace(local, inputs, loss=loss, hook=resize, hook_key=lambda module: _doings(sizes, module))
@@ -136,7 +133,9 @@ def _difference(
             before = expanded.strategy(original.name).operands[0]
         shape = local_shape(expanded.graph.values[name].shape, before, expanded.formulation.mesh.tp)
         if retraced.values[local].shape != shape:
-            return f"{_title(original)}: expected the local shape {list(shape)}, got {list(retraced.values[local].shape)}"
+            return (
+                f"{_title(original)}: expected the local shape {list(shape)}, got {list(retraced.values[local].shape)}"
+            )
     return None
 
 
@@ -172,7 +171,8 @@ def _blame(expanded: Expanded, node: Op | Boundary | None, message: str) -> Coun
         return Counterexample(message=message, blamed=tuple(_visible(expanded, node.module)))
     module = node.module if node is not None else ""
     parent = module.rpartition(".")[0]
-    return Counterexample(message=message, blamed=tuple(_visible(expanded, module)) or tuple(_visible(expanded, parent)))
+    blamed = tuple(_visible(expanded, module)) or tuple(_visible(expanded, parent))
+    return Counterexample(message=message, blamed=blamed)
 
 
 def _failed(expanded: Expanded, error: ModelError) -> Counterexample:
@@ -190,13 +190,12 @@ def _failed(expanded: Expanded, error: ModelError) -> Counterexample:
 
 def _visible(expanded: Expanded, module: str) -> Iterator[str]:
     """Decisions that give sharded values to a module's own code: its ops, its inputs, its children's outputs."""
-    nodes = [
-        node
-        for node in expanded.graph.nodes
-        if node.module == module
-        or (isinstance(node, Boundary) and node.direction is Direction.OUTPUT and _parent(expanded, node.module) == module)
-    ]
-    yield from _sharded(expanded, nodes)
+
+    def is_visible(node: Op | Boundary) -> bool:
+        leaves_child = isinstance(node, Boundary) and node.direction is Direction.OUTPUT
+        return node.module == module or (leaves_child and _parent(expanded, node.module) == module)
+
+    yield from _sharded(expanded, filter(is_visible, expanded.graph.nodes))
 
 
 def _parent(expanded: Expanded, module: str) -> str:
@@ -210,7 +209,7 @@ def _parent(expanded: Expanded, module: str) -> str:
     return parent
 
 
-def _sharded(expanded: Expanded, nodes: "list[Op] | list[Op | Boundary] | tuple[Op, ...]") -> Iterator[str]:
+def _sharded(expanded: Expanded, nodes: Iterable[Op | Boundary]) -> Iterator[str]:
     for node in nodes:
         strategy = expanded.strategy(node.name)
         if any(layout.kind is LayoutKind.SHARD for layout in (*strategy.operands, *strategy.results)):

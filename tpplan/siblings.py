@@ -15,25 +15,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tpplan import operators
+
 #: what a tracing hook does inside a module, by its name; equal keys, equal doings
 HookKey = Callable[[str], object]
-
-_LIBRARY = torch.library.Library("tpplan", "FRAGMENT")
-_LIBRARY.define("frame(Tensor(a) x, str module, str side) -> Tensor(a)")
-_LIBRARY.impl("frame", lambda x, module, side: x.view_as(x), "CompositeImplicitAutograd")
-_LIBRARY.define("sibling(Tensor[] inputs, str module, str like) -> Tensor[]")
-
-
-def _implementation(inputs: list[torch.Tensor], module: str, like: str) -> list[torch.Tensor]:
-    """Empty tensors like the outputs of the traced layer, which the running trace remembers."""
-    del inputs, module
-    return [o.new_empty_strided(o.shape, o.stride()) for o in _RUNNING[-1][like]]
-
-
-_LIBRARY.impl("sibling", _implementation, "CompositeExplicitAutograd")
-
-#: outputs of traced layers by name, one table for each trace that is running
-_RUNNING: list[dict[str, list[torch.Tensor]]] = []
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 _HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith("_hooks"))
@@ -44,7 +29,7 @@ def standing_in(model: nn.Module, hook_key: HookKey | None = None) -> Iterator[N
     """While it lasts, layers that are alike run once in a trace; the others of their kind give the opaque op."""
     outputs: dict[str, list[torch.Tensor]] = {}
     wrapped: list[nn.Module] = []
-    _RUNNING.append(outputs)
+    operators.running_traces.append(outputs)
     try:
         for group in alike_layers(model):
             traced: dict[object, str] = {}
@@ -55,7 +40,7 @@ def standing_in(model: nn.Module, hook_key: HookKey | None = None) -> Iterator[N
                 wrapped.append(layer)
         yield
     finally:
-        _RUNNING.pop()
+        operators.running_traces.pop()
         for layer in wrapped:
             del layer.forward
 
@@ -80,17 +65,15 @@ def _once(
             return forward(layer, *args, **kwargs)
         like = traced.setdefault(call, name)
         if like != name:
-            return pytree.tree_unflatten(list(torch.ops.tpplan.sibling(tensors, name, like)), specs[like])
-        entered = [
-            torch.ops.tpplan.frame(leaf, name, "enter") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
-        ]
+            return pytree.tree_unflatten(operators.sibling(tensors, name, like), specs[like])
+        entered = [operators.frame(leaf, name, "enter") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(entered, spec)
         found, specs[name] = pytree.tree_flatten(forward(layer, *args, **kwargs))
         if not found or not all(isinstance(leaf, torch.Tensor) for leaf in found):
             del traced[call]
             return pytree.tree_unflatten(found, specs[name])
         outputs[name] = found
-        left = [torch.ops.tpplan.frame(leaf, name, "leave") for leaf in found]
+        left = [operators.frame(leaf, name, "leave") for leaf in found]
         return pytree.tree_unflatten(left, specs[name])
 
     run.__signature__ = own_signature  # type: ignore[attr-defined]

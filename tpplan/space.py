@@ -94,7 +94,9 @@ class Space:
         return {result: (node.name, i) for node in self.graph.nodes for i, result in enumerate(node.results)}
 
 
-def build_space(graph: ModelGraph, tp: int, *, unused_outputs: frozenset[str] = frozenset(), cut: Cut | None = None) -> Space:
+def build_space(
+    graph: ModelGraph, tp: int, *, unused_outputs: frozenset[str] = frozenset(), cut: Cut | None = None
+) -> Space:
     """Every consistent strategy of every decision. Inputs, buffers and the loss are R, and so are the outputs unless
     they stand in `unused_outputs` (by path). `cut` drops strategies.
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tpplan import operators
 from tpplan.errors import ModelError
 from tpplan.exported import ExportReader, NotAlikeError, path_of
 from tpplan.graph import Direction, ModelGraph, within
@@ -27,10 +28,6 @@ logger = logging.getLogger(__name__)
 BoundaryHook = Callable[[torch.Tensor, str, Direction, str], torch.Tensor]
 Loss = Callable[[Any, Any], torch.Tensor]
 Inputs = Mapping[str, Any] | tuple[Any, ...]
-
-_LIBRARY = torch.library.Library("tpplan", "FRAGMENT")
-_LIBRARY.define("boundary(Tensor(a) x, str module, str direction, str path) -> Tensor(a)")
-_LIBRARY.impl("boundary", lambda x, module, direction, path: x.view_as(x), "CompositeImplicitAutograd")
 
 
 def forward_inputs(model: nn.Module, inputs: Inputs) -> Inputs:
@@ -116,7 +113,7 @@ def _marked(model: nn.Module, hook: BoundaryHook | None) -> Iterator[None]:
 
     def mark(name: str, direction: Direction) -> Callable[[str, torch.Tensor], torch.Tensor]:
         def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
-            marked = torch.ops.tpplan.boundary(tensor, name, str(direction), path)
+            marked = operators.boundary(tensor, name, str(direction), path)
             return hook(marked, name, direction, path) if hook is not None else marked
 
         return change

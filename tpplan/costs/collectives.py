@@ -15,7 +15,9 @@ _COLLECTIVES = {
 }
 
 
-def step_time(profile: HardwareProfile, step: Step, conversion: Conversion, value: Value, group: GroupShape) -> Estimate:
+def step_time(
+    profile: HardwareProfile, step: Step, conversion: Conversion, value: Value, group: GroupShape
+) -> Estimate:
     """One step of a conversion on a value of n bytes over p ranks.
 
     A collective takes what the profile says for n bytes; gathering or scattering a dim that is not the outermost also

@@ -86,11 +86,11 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-class _KernelLog(TorchDispatchMode):
+class _KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Turns each operator below autograd into the kernel it launches."""
 
     def __init__(self, causal: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []
         self.causal = causal
 
@@ -219,7 +219,7 @@ def _execution(
     results: list[torch.Tensor],
 ) -> Execution:
     def storage(tensor: torch.Tensor) -> int:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
 
     kept = {storage(tensor): tensor for tensor in saved}
     own = {storage(operand): i for i, operand in reversed(list(enumerate(operands)))}
@@ -278,14 +278,17 @@ def _fused_attention(
     key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
     bias = attn_mask.to(query.dtype) if attn_mask.dtype == torch.bool else attn_mask
     bias = bias.expand(*query.shape[:-1], key.shape[-2])
-    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal)[0]
+    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal)[
+        0
+    ]
 
 
 def _fused_rms_norm(
     x: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
     """GPUs run one kernel each way (aten._fused_rms_norm); it moves what layer norm's kernel moves."""
-    return torch.ops.aten.layer_norm(x, normalized_shape, weight, None, eps or 1e-6)
+    normalized: torch.Tensor = torch.ops.aten.layer_norm(x, normalized_shape, weight, None, eps or 1e-6)
+    return normalized
 
 
 def kernel_time(profile: HardwareProfile, kernel: Kernel) -> Estimate:

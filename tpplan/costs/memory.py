@@ -5,7 +5,6 @@ many ops save a view of it. A boundary that only renames (identity, R -> R*) pas
 it renames, so that storage is kept if any such reader wants it: a maximum over readers.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from tpplan.problem import Expression, Term
 from tpplan.rules import Call, Strategy
 from tpplan.space import Space
 from tpplan.units import DTYPE_BYTES
+
 
 def local_bytes(value: Value, layout: Layout, tp: int) -> int:
     """Bytes of a value on one rank."""
@@ -59,11 +59,13 @@ def working_set_term(space: Space) -> Term:
             continue
         values = [space.graph.values[v] for v in (*op.operands, *op.results)]
         vector = tuple(
-            float(sum(
-                local_bytes(value, layout, space.tp)
-                for value, layout in zip(values, (*strategy.operands, *strategy.results), strict=True)
-                if value.carries_gradient and not _is_parameter(space, value)
-            ))
+            float(
+                sum(
+                    local_bytes(value, layout, space.tp)
+                    for value, layout in zip(values, (*strategy.operands, *strategy.results), strict=True)
+                    if value.carries_gradient and not _is_parameter(space, value)
+                )
+            )
             for strategy in space.strategies[name]
         )
         expressions.append(Expression(terms=((name, vector),)))
@@ -125,9 +127,9 @@ def _kept(space: Space, segments: dict[str, _Segment], segment: _Segment) -> Ite
     """Expressions whose maximum is the bytes that this segment's storage keeps."""
     maker = space.classes[segment.maker]
     own = tuple(
-        0.0 if _renames(space, segment.maker, strategy) else float(
-            local_bytes(segment.value, strategy.results[segment.position], space.tp)
-        )
+        0.0
+        if _renames(space, segment.maker, strategy)
+        else float(local_bytes(segment.value, strategy.results[segment.position], space.tp))
         for strategy in space.strategies[maker]
     )
     if segment.is_kept:
@@ -143,7 +145,9 @@ def _kept(space: Space, segments: dict[str, _Segment], segment: _Segment) -> Ite
             return
         reader = space.classes[name]
         vector = tuple(
-            float(local_bytes(segment.value, strategy.operands[0], space.tp)) if _renames(space, name, strategy) else 0.0
+            float(local_bytes(segment.value, strategy.operands[0], space.tp))
+            if _renames(space, name, strategy)
+            else 0.0
             for strategy in space.strategies[reader]
         )
         yield Expression(terms=((reader, vector),))
@@ -164,7 +168,6 @@ def _renames(space: Space, name: str, strategy: Strategy) -> bool:
 
 def _extra_terms(space: Space, executor: Executor) -> Iterator[Term]:
     """Tensors that are neither operands nor results: statistics, masks, log-probabilities."""
-    found: dict[str, list[float]] = defaultdict(list)
     for name, members in space.members.items():
         op = space.deciders[name]
         if not isinstance(op, Op):

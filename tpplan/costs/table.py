@@ -38,9 +38,7 @@ class StrategyTime:
 
 
 ZERO = Estimate.zero()
-FREE = StrategyTime(
-    forward=ZERO, backward=ZERO, forward_collectives=ZERO, backward_collectives=ZERO, transfers=()
-)
+FREE = StrategyTime(forward=ZERO, backward=ZERO, forward_collectives=ZERO, backward_collectives=ZERO, transfers=())
 
 
 def time_table(
@@ -94,9 +92,7 @@ def _cross_entropy_transfers(call: Call, strategy: Strategy) -> tuple[Transfer, 
     )
 
 
-def _boundary_time(
-    conversion: Conversion, value: Value, profile: HardwareProfile, group: GroupShape
-) -> StrategyTime:
+def _boundary_time(conversion: Conversion, value: Value, profile: HardwareProfile, group: GroupShape) -> StrategyTime:
     if conversion.is_identity:
         return FREE
     transfers = [

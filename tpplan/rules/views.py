@@ -101,6 +101,20 @@ def transpose(call: Call) -> Iterable[Strategy]:
     return _moved(tuple(letters), tuple(swapped))
 
 
+@op_rule("aten.view_as_complex.default")
+def view_as_complex(call: Call) -> Iterable[Strategy]:
+    """The last dim, of size two, holds real and imaginary parts and goes."""
+    letters = tuple(dim_letters(len(call.results[0].shape)))
+    return _moved((*letters, NEVER), letters)
+
+
+@op_rule("aten.view_as_real.default")
+def view_as_real(call: Call) -> Iterable[Strategy]:
+    """The inverse."""
+    letters = tuple(dim_letters(len(call.operands[0].shape)))
+    return _moved(letters, (*letters, NEVER))
+
+
 @op_rule("aten.expand.default", "aten.broadcast_to.default", "aten.expand_as.default")
 def expand(call: Call) -> Iterable[Strategy]:
     """A stretched dim may be sharded in the result alone: each rank stretches less far.
