@@ -192,7 +192,8 @@ class _Job:
             degrees = sorted({mesh.data_parallel for mesh in every})
             raise UsageError(
                 f"global batch {self.batch.global_batch} does not divide into micro-batches of "
-                f"{self.batch.micro_batch} on {' or '.join(map(str, degrees))} data-parallel ranks of {self.cluster.gpus} GPUs; "
+                f"{self.batch.micro_batch} on {' or '.join(map(str, degrees))} data-parallel ranks of "
+                f"{self.cluster.gpus} GPUs; "
                 f"change --global-batch, --micro-batch or --tp"
             )
         return dividing
