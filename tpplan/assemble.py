@@ -7,8 +7,8 @@ from functools import partial
 from math import ceil
 from typing import TypeVar
 
-from tpplan.costs.table import Transfer, time_table
-from tpplan.formulate import BUCKET_BYTES, DATA_PARALLEL, TP_REDUCTION, Formulation
+from tpplan.costs.table import Transfer
+from tpplan.formulate import BUCKET_BYTES, DATA_PARALLEL, TP_REDUCTION, Formulation, price_space
 from tpplan.graph import Boundary, Direction, ModelGraph, Op, RepeatedBlock, Source, within
 from tpplan.layout import Conversion, Layout, LayoutKind, R
 from tpplan.mesh import Axis
@@ -45,9 +45,9 @@ def expand(formulation: Formulation, choice: Mapping[str, int]) -> Formulation:
         strategies={name: (formulation.strategy(choice, name),) for name in space.deciders},
         classes={name: name for name in space.deciders},
     )
-    group = formulation.mesh.group(Axis.TP, formulation.setting.gpus_per_node)
-    table = time_table(untied, formulation.setting.profile, group, formulation.executor)
-    expanded = replace(formulation, space=untied, table=table)
+    setting = formulation.setting
+    priced = price_space(untied, setting.profile, setting.gpus_per_node, formulation.priced.executor)
+    expanded = replace(formulation, priced=priced)
     tied = formulation.problem
     everything = dict.fromkeys(untied.deciders, 0)
     pairs = [(tied.price(choice), expanded.problem.price(everything))]

@@ -11,13 +11,13 @@ activations + unsharded units + the largest op's gradients.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 from tpplan.costs.compute import Executor
-from tpplan.costs.memory import activation_terms, working_set_term
-from tpplan.costs.table import StrategyTime
+from tpplan.costs.memory import activation_terms
+from tpplan.costs.table import StrategyTime, time_table
 from tpplan.errors import UsageError
 from tpplan.graph import Source, within
 from tpplan.layout import Layout, LayoutKind
@@ -71,15 +71,44 @@ class Unit:
     hides: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedSpace:
+    """A decision space with what its strategies cost per micro-batch: the same for every mesh of its tp degree."""
+
+    space: Space
+    times: Mapping[str, tuple[StrategyTime, ...]]
+    activations: tuple[Term, ...]
+    executor: Executor
+
+
+def price_space(space: Space, profile: HardwareProfile, gpus_per_node: int, executor: Executor) -> PricedSpace:
+    """Times and activations of every decision."""
+    group = Mesh(tp=space.tp).group(Axis.TP, gpus_per_node)
+    return PricedSpace(
+        space=space,
+        times=time_table(space, profile, group, executor),
+        activations=activation_terms(space, executor),
+        executor=executor,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Formulation:
     """One mesh's problem and what is needed to read its solution."""
 
-    space: Space
-    table: Mapping[str, tuple[StrategyTime, ...]]
+    priced: PricedSpace
     mesh: Mesh
     setting: Setting
-    executor: Executor
+
+    @property
+    def space(self) -> Space:
+        """The decisions."""
+        return self.priced.space
+
+    @property
+    def table(self) -> Mapping[str, tuple[StrategyTime, ...]]:
+        """Times by deciding decision."""
+        return self.priced.times
 
     @property
     def uses_fsdp(self) -> bool:
@@ -240,11 +269,9 @@ class Formulation:
             yield Term(name="gradients", expressions=(expression,), weight=1 / self.shards)
             if self._states():
                 yield Term(name="optimizer states", expressions=(expression,), weight=self._states() / self.shards)
-        for term in activation_terms(self.space, self.executor):
-            yield replace(term, name="saved activations")
+        yield from self.priced.activations
         if self.uses_fsdp:
             yield from self._unsharded()
-        yield replace(working_set_term(self.space), name="largest op")
 
     def _unsharded(self) -> Iterator[Term]:
         """The root stays gathered; of the other units the current and the prefetched; one unit's gradients."""

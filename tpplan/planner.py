@@ -14,12 +14,11 @@ from torch.utils import _pytree as pytree
 from tpplan import solvers
 from tpplan.assemble import Expanded, blocks_table, by_pattern, expand, rename_parameter
 from tpplan.costs.compute import Executor
-from tpplan.costs.table import StrategyTime, time_table
 from tpplan.errors import InfeasibleError, ModelError, SolverError, UsageError
 from tpplan.exported import path_of
-from tpplan.formulate import Formulation, Setting
+from tpplan.formulate import Formulation, PricedSpace, Setting, price_space
 from tpplan.graph import Direction, ModelGraph
-from tpplan.mesh import Axis, Mesh, meshes
+from tpplan.mesh import Mesh, meshes
 from tpplan.plan import (
     SCHEMA_VERSION,
     BatchPlan,
@@ -38,7 +37,7 @@ from tpplan.problem import Problem, Solution, Status, total
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.prove import check_structure
 from tpplan.rules import Strategy
-from tpplan.space import Space, build_space
+from tpplan.space import build_space
 from tpplan.trace import Inputs, Loss, repeated_children, trace
 from tpplan.units import format_bytes
 
@@ -176,7 +175,7 @@ class _Job:
     time_limit_s: float | None
     report: Progress
     executor: Executor = field(default_factory=Executor)
-    spaces: dict[int, tuple[Space, dict[str, tuple[StrategyTime, ...]]]] = field(default_factory=dict)
+    spaces: dict[int, PricedSpace] = field(default_factory=dict)
     cuts: dict[tuple[int, str], set[Strategy]] = field(default_factory=dict)
     cut_messages: list[str] = field(default_factory=list)
     model: nn.Module = field(init=False)
@@ -225,12 +224,11 @@ class _Job:
 
     # Solve
 
-    def space(self, tp: int) -> tuple[Space, dict[str, tuple[StrategyTime, ...]]]:
-        """Decisions and their times on tp ranks, under the cuts so far."""
+    def priced(self, tp: int) -> PricedSpace:
+        """Decisions and their costs on tp ranks, under the cuts so far."""
         if tp not in self.spaces:
             space = build_space(self.graph, tp, unused_outputs=self.unused_outputs, cut=self._is_cut(tp))
-            group = Mesh(tp=tp).group(Axis.TP, self.cluster.gpus_per_node)
-            self.spaces[tp] = space, time_table(space, self.profile, group, self.executor)
+            self.spaces[tp] = price_space(space, self.profile, self.cluster.gpus_per_node, self.executor)
         return self.spaces[tp]
 
     def _is_cut(self, tp: int) -> Callable[[str, Strategy], bool]:
@@ -238,12 +236,9 @@ class _Job:
 
     def formulate(self, mesh: Mesh, *, limit: float | None = None) -> Formulation:
         """The problem of one mesh."""
-        space, table = self.space(mesh.tp)
         return Formulation(
-            space=space,
-            table=table,
+            priced=self.priced(mesh.tp),
             mesh=mesh,
-            executor=self.executor,
             setting=Setting(
                 profile=self.profile,
                 gpus_per_node=self.cluster.gpus_per_node,
@@ -267,7 +262,7 @@ class _Job:
         degrees = sorted({mesh.tp for mesh in candidates})
         for done, tp in enumerate(degrees):
             self.report("costs", done, len(degrees))
-            self.space(tp)
+            self.priced(tp)
         self.report("costs", len(degrees), len(degrees))
         for done, mesh in enumerate(candidates):
             self.report("solve", done, len(candidates))

@@ -103,21 +103,28 @@ def build_space(
     Raises ModelError where a node is left without a strategy.
     """
     builder = _Builder(graph, tp, unused_outputs)
+    classes = _classes(graph, builder.deciders)
+    members: dict[str, list[str]] = defaultdict(list)
+    for name, representative in classes.items():
+        members[representative].append(name)
     found: dict[str, tuple[Strategy, ...]] = {}
-    for name, decider in builder.deciders.items():
-        options = tuple(s for s in builder.options(decider) if builder.keeps_contract(decider, s))
+    for representative, names in members.items():
+        options = builder.options(builder.deciders[representative])
+        for name in names:
+            options = builder.keeping_contract(builder.deciders[name], options)
         if tp == 1:
             options = tuple(s for s in options if {*s.operands, *s.results} <= {R})
-        found[name] = tuple(s for s in options if cut is None or not cut(name, s))
-        if not found[name]:
-            raise ModelError(f"{name}: no layout on {tp} ranks satisfies inputs, outputs and its own rule")
+        options = tuple(s for s in options if cut is None or not cut(representative, s))
+        if not options:
+            raise ModelError(f"{representative}: no layout on {tp} ranks satisfies inputs, outputs and its own rule")
+        found.update(dict.fromkeys(names, options))
     return Space(
         graph=graph,
         tp=tp,
         deciders=builder.deciders,
-        strategies=found,
+        strategies={name: found[name] for name in builder.deciders},
         flows=tuple(builder.flows()),
-        classes=_classes(graph, builder.deciders),
+        classes=classes,
     )
 
 
@@ -157,14 +164,14 @@ class _Builder:
             case Reading():
                 return self._reading_options(decider)
 
-    def keeps_contract(self, decider: Decider, strategy: Strategy) -> bool:
-        """Inputs, buffers and constants are read as R; outputs are R."""
+    def keeping_contract(self, decider: Decider, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        """Those of the options that read inputs, buffers and constants as R, and give outputs as R."""
         if isinstance(decider, Reading):
-            return True
-        operands = zip(decider.operands, strategy.operands, strict=True)
-        results = zip(decider.results, strategy.results, strict=True)
-        return all(layout == R for name, layout in operands if name in self.fixed) and all(
-            layout == R for name, layout in results if name in self.whole_outputs
+            return options
+        fixed = [i for i, name in enumerate(decider.operands) if name in self.fixed]
+        whole = [i for i, name in enumerate(decider.results) if name in self.whole_outputs]
+        return tuple(
+            s for s in options if all(s.operands[i] == R for i in fixed) and all(s.results[i] == R for i in whole)
         )
 
     def _boundary_options(self, boundary: Boundary) -> tuple[Strategy, ...]:

@@ -16,6 +16,9 @@ from tpplan.rules import Call, Strategy
 from tpplan.space import Space
 from tpplan.units import DTYPE_BYTES
 
+#: parts of the peak
+SAVED, LARGEST_OP = "saved activations", "largest op"
+
 
 def local_bytes(value: Value, layout: Layout, tp: int) -> int:
     """Bytes of a value on one rank."""
@@ -37,21 +40,22 @@ class _Segment:
 
 
 def activation_terms(space: Space, executor: Executor) -> tuple[Term, ...]:
-    """Terms whose sum is the bytes of saved activations of one micro-batch on one rank."""
+    """Terms whose sum is the bytes of a micro-batch on one rank: saved activations, and the largest op's gradients."""
     segments = _segments(space, executor)
     weight = {name: float(len(members)) for name, members in space.members.items()}
     terms = list(_extra_terms(space, executor))
-    for maker, segment in segments.items():
+    for segment in segments.values():
         if space.classes[segment.maker] != segment.maker:
             continue
         expressions = tuple(_kept(space, segments, segment))
         if expressions:
-            terms.append(Term(name=f"activations of {maker}", expressions=expressions, weight=weight[segment.maker]))
-    return tuple(terms)
+            terms.append(Term(name=SAVED, expressions=expressions, weight=weight[segment.maker]))
+    return (*terms, _largest_op(space))
 
 
-def working_set_term(space: Space) -> Term:
-    """The largest op's gradients: of its results, alive while those of its operands are made."""
+def _largest_op(space: Space) -> Term:
+    """Gradients of an op's results are alive while those of its operands are made."""
+    parameters = {source.result for source in space.graph.parameters}
     expressions = []
     for name in space.members:
         op = space.deciders[name]
@@ -63,17 +67,13 @@ def working_set_term(space: Space) -> Term:
                 sum(
                     local_bytes(value, layout, space.tp)
                     for value, layout in zip(values, (*strategy.operands, *strategy.results), strict=True)
-                    if value.carries_gradient and not _is_parameter(space, value)
+                    if value.carries_gradient and value.name not in parameters
                 )
             )
             for strategy in space.strategies[name]
         )
         expressions.append(Expression(terms=((name, vector),)))
-    return Term(name="working set", expressions=tuple(expressions) or (Expression(),))
-
-
-def _is_parameter(space: Space, value: Value) -> bool:
-    return any(source.result == value.name for source in space.graph.parameters)
+    return Term(name=LARGEST_OP, expressions=tuple(expressions) or (Expression(),))
 
 
 def _whole(call: Call) -> Strategy:
@@ -176,7 +176,7 @@ def _extra_terms(space: Space, executor: Executor) -> Iterator[Term]:
         vector = tuple(float(executor.execute(call, s, space.tp).saved_bytes) for s in space.strategies[name])
         if any(vector):
             yield Term(
-                name=f"saved by {name}",
+                name=SAVED,
                 expressions=(Expression(terms=((name, vector),)),),
                 weight=float(len(members)),
             )
