@@ -139,6 +139,11 @@ def build_model() -> Llama:
     return Llama(Config())
 
 
+def llama_cpu() -> Llama:
+    """3.3 M parameters: wide enough that sharding the layers pays on the ranks of a CPU."""
+    return Llama(Config(model_dim=256, hidden_dim=768))
+
+
 def llama3_8b() -> Llama:
     """Llama 3 8B; build it under torch.device("meta") to plan. [Grattafiori et al. 2024, table 3]"""
     return Llama(

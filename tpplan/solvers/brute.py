@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from tpplan.errors import SolverError, UsageError
 from tpplan.problem import Choice, Edge, Problem, Solution, Status
 
-#: the largest product of strategies per node that is enumerated; at about 10 us a leaf, 10 s
+#: the most choices that are priced; at about 10 us for each, 10 s
 MAX_CHOICES = 1_000_000
+#: the largest product of strategies per node that is begun with: on a graph with edges most of it never agrees
+MAX_PRODUCT = 1e12
 
 #: a resource is kept up to this share of its limit: rounding in its sum must not decide
 LIMIT_TOLERANCE = 1e-9
@@ -21,16 +23,18 @@ LIMIT_TOLERANCE = 1e-9
 def solve(problem: Problem, *, time_limit_s: float | None = None) -> Solution:
     """The cheapest feasible choice, the first in lexicographic order among equals.
 
-    Raises UsageError above MAX_CHOICES choices, SolverError when the time is over (enumeration knows no bound).
+    Raises UsageError above MAX_CHOICES choices that agree, SolverError when the time is over (enumeration knows no bound).
     """
     options = _agreeing_options(problem)
     num_choices = math.prod(len(strategies) for strategies in options.values())
-    if num_choices > MAX_CHOICES:
+    if num_choices > MAX_PRODUCT:
         raise UsageError(f"brute-force: {num_choices:.3g} choices, at most {MAX_CHOICES:,} are enumerated; try 'highs'")
     deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
     best: dict[str, int] | None = None
     best_price = math.inf
-    for choice in _choices(problem, options):
+    for number, choice in enumerate(_choices(problem, options)):
+        if number >= MAX_CHOICES:
+            raise UsageError(f"brute-force: at most {MAX_CHOICES:,} choices are enumerated, more agree; try 'highs'")
         if time.monotonic() > deadline:
             raise SolverError(f"brute-force: not done after {time_limit_s} s, and enumeration gives no bound")
         price = problem.price(choice)

@@ -1,0 +1,237 @@
+"""The planner's own promises: the ILP's optimum is the optimum, prices are the expanded plan's, results repeat."""
+
+import dataclasses
+
+import pytest
+import torch
+from examples import eager_to_shard, example, machine, solve_example
+from torch import Tensor, nn
+
+import tpplan
+from tpplan import planner, solvers
+from tpplan.assemble import expand
+from tpplan.costs.compute import Executor
+from tpplan.errors import InfeasibleError, ModelError, UsageError
+from tpplan.formulate import Formulation, Setting, price_space
+from tpplan.graph import ModelGraph
+from tpplan.mesh import Mesh
+from tpplan.plan import Plan, Precision
+from tpplan.problem import Status, total
+from tpplan.profile import HardwareProfile
+from tpplan.space import build_space
+from tpplan.trace import trace
+
+
+class Pair(nn.Module):
+    """Columns, then rows: D -> F -> D, with a bias and an activation between."""
+
+    def __init__(self, activation: str) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(8, 16)
+        self.down_proj = nn.Linear(16, 8, bias=False)
+        self.activation = {"relu": torch.relu, "softmax": lambda x: torch.softmax(x, -1)}[activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, D] -> scalar."""
+        return self.down_proj(self.activation(self.up_proj(x))).square().mean()
+
+
+class Embedded(nn.Module):
+    """A lookup and a head: V -> D -> V."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8)
+        self.head = nn.Linear(8, 12, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [B] -> scalar."""
+        return self.head(self.embedding(tokens)).logsumexp(-1).mean()
+
+
+SMALL_MODELS = {
+    "relu pair": (lambda: Pair("relu"), {"x": torch.zeros(4, 8)}),
+    "softmax pair": (lambda: Pair("softmax"), {"x": torch.zeros(4, 8)}),
+    "embedding": (Embedded, {"tokens": torch.zeros(4, dtype=torch.long)}),
+}
+
+
+def traced(name: str) -> ModelGraph:
+    build, inputs = SMALL_MODELS[name]
+    with torch.device("meta"):
+        model = build()
+    return trace(model, inputs)
+
+
+def formulate(graph: ModelGraph, profile: HardwareProfile, mesh: Mesh, limit: float = 1e12) -> Formulation:
+    priced = price_space(build_space(graph, mesh.tp), profile, 4, Executor())
+    setting = Setting(
+        profile=profile,
+        gpus_per_node=4,
+        precision=Precision.FP32,
+        optimizer="adamw",
+        memory_limit_bytes=limit,
+        accumulation_steps=2,
+        units=(),
+    )
+    return Formulation(priced=priced, mesh=mesh, setting=setting)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(tp=4), Mesh(tp=2, shard=2)], ids=str)
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_ilp_finds_the_optimum_that_enumeration_finds(name: str, mesh: Mesh) -> None:
+    """On real formulations, with ample memory and at every limit between the least peak and the fastest plan's."""
+    profile = machine(flop_per_s=1e8, hbm_bytes_per_s=1e9, launch_s=1e-9, intra_bytes_per_s=1e9, latency_s=1e-7)
+    graph = traced(name)
+    problem = formulate(graph, profile, mesh).problem
+    fastest = solvers.solve(problem)
+    assert fastest.choice is not None
+    memory = problem.resources[0].terms
+    peak = total(memory, fastest.choice)
+    for share in (1.0, 0.9, 0.8, 0.6, 0.3):
+        limited = formulate(graph, profile, mesh, peak * share).problem
+        exact = solvers.solve(limited, solver="brute-force")
+        for solver in ("highs", "cbc"):
+            found = solvers.solve(limited, solver=solver)
+            assert found.status is exact.status, (share, solver)
+            if exact.objective is not None:
+                assert found.objective == pytest.approx(exact.objective, rel=1e-9)
+                assert found.gap == pytest.approx(0.0, abs=1e-9)
+
+
+def test_expanded_prices_are_the_tied_ones() -> None:
+    """expand() asserts it; here it is shown to notice a layer that is counted once too often."""
+    llama = example("llama")
+    with torch.device("meta"):
+        model = llama.build_model()
+    graph = trace(model, llama.example_inputs(1, 32), loss=llama.loss)
+    formulation = formulate(graph, eager_to_shard(), Mesh(tp=4))
+    choice = solvers.solve(formulation.problem).choice
+    assert choice is not None
+    expand(formulation, choice)
+    counted_twice = dataclasses.replace(formulation.space)
+    counted_twice.members["linear"] += ("linear",)
+    broken = dataclasses.replace(formulation, priced=dataclasses.replace(formulation.priced, space=counted_twice))
+    with pytest.raises(AssertionError, match="the tied problem prices"):
+        expand(broken, choice)
+
+
+def test_the_same_inputs_give_the_same_file() -> None:
+    plans = [solve_example("mlp", eager_to_shard(), gpus=4).dumps() for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+def test_the_certificate_covers_every_mesh() -> None:
+    plan = solve_example("mlp", eager_to_shard(), gpus=4, global_batch=16)
+    assert plan.solver.status is Status.OPTIMAL
+    assert plan.solver.meshes_tried == 6  # replicate x shard x tp = 4
+    assert plan.solver.gap == 0.0
+    pinned = [
+        solve_example(
+            "mlp", eager_to_shard(), gpus=4, global_batch=16, tp=tp, fsdp=fsdp, prove=False
+        ).predicted.step_time_s
+        for tp, fsdp in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1))
+    ]
+    assert plan.predicted.step_time_s == pytest.approx(min(pinned), rel=1e-9)
+
+
+def test_nothing_fits_says_how_much_is_missing_and_what_would_fit() -> None:
+    options = {"gpus": 2, "tp": 1, "global_batch": 64, "micro_batch": 1}
+    ample = solve_example("mlp", eager_to_shard(), **options)
+    limit = ample.predicted.peak_memory_bytes * 0.6
+    with pytest.raises(InfeasibleError, match=r"no plan fits .* on 2 GPUs: the smallest needs .* too much") as caught:
+        solve_example("mlp", eager_to_shard(), memory_limit_bytes=limit, **options)
+    message = str(caught.value)
+    assert "optimizer states" in message
+    enough = int(message.split(" GPUs would do")[0].split()[-1])
+    fitting = solve_example("mlp", eager_to_shard(), memory_limit_bytes=limit, **(options | {"gpus": enough}))
+    assert fitting.predicted.peak_memory_bytes <= limit
+    with pytest.raises(InfeasibleError):
+        solve_example("mlp", eager_to_shard(), memory_limit_bytes=limit, **(options | {"gpus": enough // 2}))
+
+
+def test_memory_is_within_the_limit_and_time_never_improves_as_it_falls() -> None:
+    options = {"gpus": 4, "global_batch": 16, "micro_batch": 4, "prove": False}
+    plan = solve_example("mlp", eager_to_shard(), **options)
+    times = [plan.predicted.step_time_s]
+    for _ in range(4):
+        limit = plan.predicted.peak_memory_bytes * 0.9
+        try:
+            plan = solve_example("mlp", eager_to_shard(), memory_limit_bytes=limit, **options)
+        except InfeasibleError:
+            break
+        assert plan.predicted.peak_memory_bytes <= limit
+        times.append(plan.predicted.step_time_s)
+    assert len(times) > 1
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 3}, "tp = 3 does not divide 4"),
+        ({"global_batch": 3, "micro_batch": 2}, "global batch 3 does not divide"),
+        ({"micro_batch": 0}, "at least 1"),
+        ({"precision": "fp8"}, "unknown precision 'fp8'"),
+        ({"optimizer": "adam"}, "unknown optimizer 'adam'"),
+        ({"solver": "high"}, "high"),
+    ],
+)
+def test_contradictory_requests_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        solve_example("mlp", eager_to_shard(), gpus=4, **options)
+
+
+def test_models_that_cannot_be_planned_say_why() -> None:
+    cluster = tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard())
+    options = {"cluster": cluster, "global_batch": 2, "seq_len": 1}
+
+    class Branches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(ModelError, match="could not be traced"):
+        tpplan.solve(Branches, lambda batch, seq_len: (torch.zeros(batch),), **options)
+    with pytest.raises(ModelError, match="expected a torch.nn.Module"):
+        tpplan.solve(lambda: 3, lambda batch, seq_len: (torch.zeros(batch),), **options)  # type: ignore[arg-type,return-value]
+
+
+def test_unused_outputs_may_stay_sharded_and_others_may_not() -> None:
+    class TwoOutputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(64, 4096, bias=False)
+
+        def forward(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
+            logits = self.head(x)
+            return {"loss": tpplan.cross_entropy(logits, targets), "logits": logits}
+
+    def inputs(batch: int, seq_len: int) -> dict[str, Tensor]:
+        return {"x": torch.zeros(batch, seq_len, 64), "targets": torch.zeros(batch, seq_len, dtype=torch.long)}
+
+    def plan(**options: object) -> Plan:
+        cluster = tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard())
+        return tpplan.solve(
+            TwoOutputs,
+            inputs,
+            cluster=cluster,
+            global_batch=1,
+            seq_len=8,
+            tp=2,
+            precision="fp32",
+            **options,  # type: ignore[arg-type]
+        )
+
+    assert plan().outputs == {}
+    assert (
+        str(plan(unused_outputs=("logits",)).outputs)
+        == "{'output.logits': Layout(kind=<LayoutKind.SHARD: 'S'>, dim=2)}"
+    )
+
+
+def test_rounds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counterexamples cannot go on for ever."""
+    monkeypatch.setattr(planner, "MAX_ROUNDS", 1)
+    monkeypatch.setattr(planner._Job, "_counterexample", lambda self, *_: self.cut_messages.append("made up") or True)
+    with pytest.raises(tpplan.errors.SolverError, match="made up"):  # type: ignore[attr-defined]
+        solve_example("mlp", eager_to_shard(), gpus=2, tp=2)
