@@ -17,7 +17,9 @@ Where the inputs are `tokens` and `targets`, the bytes of Python's own documenta
 import argparse
 import importlib.util
 import json
+import logging
 import os
+import statistics
 import sys
 import sysconfig
 import time
@@ -34,6 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
+from tpplan.units import format_seconds
 
 Inputs = dict[str, Tensor]
 
@@ -202,7 +205,7 @@ def train(
 
 
 def relative_errors(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """By name the largest difference of an entry, relative to the largest entry expected. Raises KeyError."""
+    """By name the largest difference of an entry, relative to the largest entry expected."""
     noise = GRADIENT_NOISE * max(gradient.abs().max().item() for gradient in expected.values())
     return {
         name: (gradients[name] - gradient).abs().max().item() / max(gradient.abs().max().item(), noise)
@@ -211,19 +214,23 @@ def relative_errors(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -
 
 
 def compare(history: History, reference: History) -> None:
-    """Prints by how much two runs differ. Raises SystemExit where it is more than rounding."""
-    loss_errors = [abs(loss - other) for loss, other in zip(history.losses, reference.losses, strict=True)]
+    """Prints by how much two runs differ. Raises SystemExit where it is more than rounding, or not a number."""
+    if differing := sorted(history.first_gradients.keys() ^ reference.first_gradients.keys()):
+        raise SystemExit(f"the runs differ: only one of them has gradients of {', '.join(differing)}")
+    pairs = zip(history.losses, reference.losses, strict=True)
+    loss_errors = {f"step {step}": abs(loss - expected) for step, (loss, expected) in enumerate(pairs)}
     gradient_errors = relative_errors(history.first_gradients, reference.first_gradients)
-    is_same = history.first_gradients.keys() == reference.first_gradients.keys()
     for what, errors, tolerance in (
-        ("losses", {f"step {step}": error for step, error in enumerate(loss_errors)}, LOSS_TOLERANCE),
+        ("losses", loss_errors, LOSS_TOLERANCE),
         ("gradients of step 0, relative", gradient_errors, GRADIENT_TOLERANCE),
     ):
+        beyond = [place for place, error in errors.items() if not error <= tolerance]  # nan is beyond as well
+        if beyond:
+            raise SystemExit(
+                f"the runs differ: {what}: {errors[beyond[0]]:.1e} at {beyond[0]}, allowed {tolerance:.0e}"
+            )
         worst = max(errors, key=lambda place: errors[place])
-        print(f"{what}: largest difference {errors[worst]:.1e} ({worst}), tolerance {tolerance:.0e}")
-        is_same = is_same and errors[worst] <= tolerance
-    if not is_same:
-        raise SystemExit("the runs differ")
+        print(f"{what}: largest difference {errors[worst]:.1e} ({worst}), allowed {tolerance:.0e}")
 
 
 def choose_device(name: str) -> torch.device:
@@ -274,7 +281,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write losses and step times")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write losses and the first step's gradients")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with a run that was recorded")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with a recorded run (a plan in fp32)")
     options = parser.parse_args(arguments)
     world_size = int(os.environ.get("WORLD_SIZE", "0"))
     if options.plan and not world_size:
@@ -310,6 +317,14 @@ def reporter(reference: History | None) -> Report:
         print(f"step {step:3}  loss {loss:.5f}  recorded {expected[step]:.5f}  difference {difference:.1e}", flush=True)
 
     return report
+
+
+def prediction(plan: tpplan.Plan | None) -> str:
+    """What the plan says of a step's time, to stand behind what was measured."""
+    if plan is None:
+        return ""
+    step_time, error = format_seconds(plan.predicted.step_time_s), format_seconds(plan.predicted.step_time_error_s)
+    return f"; the plan predicted {step_time} +/- {error} on {plan.cluster.profile}"
 
 
 def write(history: History, options: argparse.Namespace) -> None:
@@ -352,6 +367,7 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
         keep_gradients=bool(options.record or reference),
     )
     if is_reporter:
+        print(f"median step {format_seconds(statistics.median(history.step_s))}" + prediction(plan))
         write(history, options)
         if reference is not None:
             compare(history, reference)
@@ -360,6 +376,8 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
     options = parse(arguments)
+    # It warns of every gradient that is gathered over two axes, which happens once, to compare.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     device = choose_device(options.device)
     with process_group(device) if options.plan else nullcontext():
         run(options, device)

@@ -192,7 +192,7 @@ def test_models_that_cannot_be_planned_say_why() -> None:
 
     with pytest.raises(ModelError, match="could not be traced"):
         tpplan.solve(Branches, lambda batch, seq_len: (torch.zeros(batch),), **options)
-    with pytest.raises(ModelError, match="expected a torch.nn.Module"):
+    with pytest.raises(ModelError, match=r"expected a torch\.nn\.Module"):
         tpplan.solve(lambda: 3, lambda batch, seq_len: (torch.zeros(batch),), **options)  # type: ignore[arg-type,return-value]
 
 

@@ -34,7 +34,8 @@ Amount = Annotated[float, AtLeast(0)]
 
 
 class Precision(StrEnum):
-    """fp32: as built. bf16-mixed: float32 parameters and states, bfloat16 compute. bf16: bfloat16 throughout."""
+    """fp32: as built. bf16-mixed: float32 parameters and states, bfloat16 compute. bf16: bfloat16 throughout,
+    the floating inputs that the user gives included."""
 
     FP32 = "fp32"
     BF16_MIXED = "bf16-mixed"

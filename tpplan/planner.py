@@ -212,15 +212,16 @@ class _Job:
                 if parameter.dtype == torch.float32:
                     parameter.data = parameter.data.to(torch.bfloat16)
         self.inputs = self.example_inputs(self.batch.micro_batch, self.batch.seq_len)
+        if self.precision is Precision.BF16:
+            self.inputs = pytree.tree_map(_to_bfloat16, self.inputs)
         self.graph = trace(self.model, self.inputs, loss=self.loss, hook=self.cast)
         self.report("trace", 1, 1)
 
     def cast(self, tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
         """FSDP's mixed precision casts what enters the root and each unit; so does the trace."""
         enters_unit = direction is Direction.INPUT and (module == "" or module in self.units)
-        if self.precision is Precision.FP32 or not enters_unit or tensor.dtype != torch.float32:
-            return tensor
-        return tensor.to(torch.bfloat16)
+        casts = enters_unit and self.precision is Precision.BF16_MIXED
+        return _to_bfloat16(tensor) if casts else tensor
 
     # Solve
 
@@ -429,6 +430,11 @@ def _certificate(best: _Candidate, solved: dict[Mesh, _Candidate]) -> SolverRepo
         gap=(objective - bound) / objective if objective else 0.0,
         meshes_tried=len(solved),
     )
+
+
+def _to_bfloat16(leaf: Any) -> Any:
+    is_float32 = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32
+    return leaf.to(torch.bfloat16) if is_float32 else leaf
 
 
 def _input_shapes(inputs: Any) -> dict[str, str]:

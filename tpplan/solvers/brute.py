@@ -23,7 +23,7 @@ LIMIT_TOLERANCE = 1e-9
 def solve(problem: Problem, *, time_limit_s: float | None = None) -> Solution:
     """The cheapest feasible choice, the first in lexicographic order among equals.
 
-    Raises UsageError above MAX_CHOICES choices that agree, SolverError when the time is over (enumeration knows no bound).
+    Raises UsageError above MAX_CHOICES choices that agree, SolverError when the time is over.
     """
     options = _agreeing_options(problem)
     num_choices = math.prod(len(strategies) for strategies in options.values())

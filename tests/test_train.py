@@ -1,0 +1,170 @@
+"""scripts/train.py: on real text, plans that shard train as one process does, in 20 losses and every first gradient."""
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+from examples import eager_to_shard, solve_example
+from ranks import run_ranks
+
+import tpplan
+from tpplan.plan import Plan
+
+ROOT = Path(__file__).resolve().parent.parent
+LLAMA = ROOT / "scripts" / "examples" / "llama.py"
+STEPS, BATCH, SEQ_LEN, LEARNING_RATE = 20, 8, 32, 1e-3
+
+#: what the two may differ by after 20 steps, and a gradient relative to its parameter's largest; seen are 1e-6 and 1e-6
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-5
+#: cross entropy of bytes drawn at random
+LOSS_OF_NO_IDEA = math.log(256)
+
+
+def script() -> ModuleType:
+    """scripts/train.py as a module."""
+    spec = importlib.util.spec_from_file_location("train_script", ROOT / "scripts" / "train.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+train = script()
+
+
+def trained(plan: Plan | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and first gradients of the small Llama, on this process or as a rank of the plan."""
+    model_file = train.load_model_file(str(LLAMA))
+    torch.manual_seed(0)
+    model = model_file.build_model()
+    share = train.BatchShare(global_batch=BATCH, seq_len=SEQ_LEN, micro_batch=BATCH)
+    if plan is not None:
+        model = tpplan.apply_plan(model, plan)
+        share = train.plan_share(plan, dist.get_rank())
+    history = train.train(
+        model,
+        model_file,
+        share,
+        steps=STEPS,
+        lr=LEARNING_RATE,
+        device=torch.device("cpu"),
+        report=lambda _step, _loss: None,
+        keep_gradients=True,
+    )
+    return history.losses, history.first_gradients
+
+
+@pytest.fixture(scope="module")
+def one_process() -> tuple[list[float], dict[str, torch.Tensor]]:
+    return trained(None)
+
+
+def sharded_part(plan: Plan) -> float:
+    """The part of the parameter elements that lie sharded on the tp axis."""
+    sizes = {name: math.prod(parameter.shape) for name, parameter in plan.parameter_plans().items()}
+    cut = [name for name, parameter in plan.parameter_plans().items() if str(parameter.placement).startswith("S")]
+    return sum(sizes[name] for name in cut) / sum(sizes.values())
+
+
+@pytest.mark.parametrize(
+    ("tp", "fsdp", "micro_batch", "accumulation_steps"),
+    [(2, 1, 4, 2), (4, 1, 8, 1), (1, 4, 1, 2), (2, 2, 2, 2)],
+    ids=["tp2", "tp4", "fsdp4", "tp2-fsdp2"],
+)
+def test_plans_train_as_one_process_does(
+    one_process: tuple[list[float], dict[str, torch.Tensor]],
+    tp: int,
+    fsdp: int,
+    micro_batch: int,
+    accumulation_steps: int,
+) -> None:
+    batch = {"global_batch": BATCH, "micro_batch": micro_batch, "seq_len": SEQ_LEN}
+    plan = solve_example("llama", eager_to_shard(), gpus=tp * fsdp, tp=tp, fsdp=fsdp, prove=False, **batch)
+    assert plan.batch.accumulation_steps == accumulation_steps
+    assert sharded_part(plan) > 0.9 if tp > 1 else plan.fsdp_units()
+    expected_losses, expected = one_process
+    for losses, gradients in run_ranks(plan.mesh.num_gpus, trained, plan):
+        differences = [abs(a - b) for a, b in zip(losses, expected_losses, strict=True)]
+        assert max(differences) < LOSS_TOLERANCE
+        assert gradients.keys() == expected.keys()
+        for name, gradient in expected.items():
+            error = (gradients[name] - gradient).abs().max() / gradient.abs().max()
+            assert error < GRADIENT_TOLERANCE, name
+
+
+def test_the_text_is_learned(one_process: tuple[list[float], dict[str, torch.Tensor]]) -> None:
+    losses, _ = one_process
+    assert abs(losses[0] - LOSS_OF_NO_IDEA) < 0.2
+    assert losses[-1] < losses[0] - 1
+
+
+def test_ranks_read_the_global_batch_once() -> None:
+    numbers = torch.arange(12)
+    read = []
+    for data_rank in range(3):
+        share = train.BatchShare(
+            global_batch=12, seq_len=1, micro_batch=2, accumulation_steps=2, data_parallel=3, data_rank=data_rank
+        )
+        read += [micro["tokens"] for micro in share.micro_batches({"tokens": numbers})]
+    assert torch.equal(torch.cat(read), numbers)
+    with pytest.raises(ValueError, match="global batch 12 is not 1 data-parallel ranks x 1"):
+        train.BatchShare(global_batch=12, seq_len=1, micro_batch=2)
+
+
+def test_targets_are_the_bytes_after_the_tokens() -> None:
+    text = train.train_text()
+    assert b"import " in bytes(text.numpy())
+    inputs = train.text_batch(text, 3, 16, seed=5)
+    assert torch.equal(inputs["tokens"][:, 1:], inputs["targets"][:, :-1])
+    again, other = train.text_batch(text, 3, 16, seed=5), train.text_batch(text, 3, 16, seed=6)
+    assert torch.equal(inputs["tokens"], again["tokens"])
+    assert not torch.equal(inputs["tokens"], other["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("losses", "gradients", "message"),
+    [
+        ([2.0, 1.0002], {"w": [1.0, 0.5]}, r"losses: 2.0e-04 at step 1"),
+        ([2.0, math.nan], {"w": [1.0, 0.5]}, r"losses: nan at step 1"),
+        ([2.0, 1.0], {"w": [1.0, 0.5001]}, r"gradients of step 0, relative: 1.0e-04 at w"),
+        ([2.0, 1.0], {"w": [1.0, 0.5], "v": [0.0]}, r"only one of them has gradients of v"),
+    ],
+)
+def test_runs_that_differ_are_found(losses: list[float], gradients: dict[str, list[float]], message: str) -> None:
+    reference = train.History(losses=[2.0, 1.0], first_gradients={"w": torch.tensor([1.0, 0.5])})
+    tensors = {name: torch.tensor(values) for name, values in gradients.items()}
+    with pytest.raises(SystemExit, match=message):
+        train.compare(train.History(losses=losses, first_gradients=tensors), reference)
+
+
+def launch(*command: str | Path) -> str:
+    """stdout of a python command, which must succeed."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    arguments: Sequence[str] = [sys.executable, *map(str, command)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_torchrun_compares_a_plan_with_a_recorded_run(tmp_path: Path) -> None:
+    batch = {"global_batch": BATCH, "micro_batch": 4, "seq_len": SEQ_LEN}
+    solve_example("llama", eager_to_shard(), gpus=2, tp=2, **batch).dump(tmp_path / "plan.json")
+    command = (ROOT / "scripts" / "train.py", LLAMA, "--steps", "3", "--device", "cpu")
+    launch(*command, "--batch", str(BATCH), "--seq-len", str(SEQ_LEN), "--record", tmp_path / "alone.pt")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    printed = launch(*torchrun, *command, "--plan", tmp_path / "plan.json", "--against", tmp_path / "alone.pt")
+    lines = printed.splitlines()
+    assert [line.split()[:2] for line in lines[:3]] == [["step", "0"], ["step", "1"], ["step", "2"]]
+    assert lines[3].startswith("median step")
+    assert lines[4].startswith("losses: largest difference")
+    assert lines[5].startswith("gradients of step 0, relative: largest difference")
