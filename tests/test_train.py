@@ -5,13 +5,14 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed as dist
+import torch.distributed.tensor
 from examples import eager_to_shard, solve_example
 from ranks import run_ranks
 
@@ -19,6 +20,7 @@ import tpplan
 from tpplan.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
+TRAIN = ROOT / "scripts" / "train.py"
 LLAMA = ROOT / "scripts" / "examples" / "llama.py"
 STEPS, BATCH, SEQ_LEN, LEARNING_RATE = 20, 8, 32, 1e-3
 
@@ -30,7 +32,7 @@ LOSS_OF_NO_IDEA = math.log(256)
 
 def script() -> ModuleType:
     """scripts/train.py as a module."""
-    spec = importlib.util.spec_from_file_location("train_script", ROOT / "scripts" / "train.py")
+    spec = importlib.util.spec_from_file_location("train_script", TRAIN)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -147,23 +149,23 @@ def test_runs_that_differ_are_found(losses: list[float], gradients: dict[str, li
         train.compare(train.History(losses=losses, first_gradients=tensors), reference)
 
 
-def launch(*command: str | Path) -> str:
-    """stdout of a python command, which must succeed."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    arguments: Sequence[str] = [sys.executable, *map(str, command)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_torchrun_compares_a_plan_with_a_recorded_run(tmp_path: Path) -> None:
     batch = {"global_batch": BATCH, "micro_batch": 4, "seq_len": SEQ_LEN}
-    solve_example("llama", eager_to_shard(), gpus=2, tp=2, **batch).dump(tmp_path / "plan.json")
-    command = (ROOT / "scripts" / "train.py", LLAMA, "--steps", "3", "--device", "cpu")
-    launch(*command, "--batch", str(BATCH), "--seq-len", str(SEQ_LEN), "--record", tmp_path / "alone.pt")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    printed = launch(*torchrun, *command, "--plan", tmp_path / "plan.json", "--against", tmp_path / "alone.pt")
-    lines = printed.splitlines()
+    plan, recorded = tmp_path / "plan.json", tmp_path / "alone.pt"
+    solve_example("llama", eager_to_shard(), gpus=2, tp=2, prove=False, **batch).dump(plan)
+    options = [str(LLAMA), "--steps", "3", "--device", "cpu"]
+    train.main([*options, "--batch", str(BATCH), "--seq-len", str(SEQ_LEN), "--record", str(recorded)])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(TRAIN), *options, "--plan", str(plan), "--against", str(recorded)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
     assert [line.split()[:2] for line in lines[:3]] == [["step", "0"], ["step", "1"], ["step", "2"]]
     assert lines[3].startswith("median step")
     assert lines[4].startswith("losses: largest difference")
