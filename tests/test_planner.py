@@ -229,6 +229,20 @@ def test_unused_outputs_may_stay_sharded_and_others_may_not() -> None:
     )
 
 
+def test_a_loss_of_its_own_meets_whole_outputs() -> None:
+    """Plain tensors and a DTensor do not mix: where the loss multiplies by a mask, the logits are handed over whole."""
+    gpt = example("gpt")
+
+    def weighted(outputs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        logits = outputs * (inputs["targets"] > 0)[..., None]
+        return tpplan.cross_entropy(logits, inputs["targets"])
+
+    cluster = tpplan.Cluster(gpus=4, gpus_per_node=4, profile=eager_to_shard())
+    options = {"cluster": cluster, "global_batch": 1, "seq_len": 32, "tp": 4, "precision": "fp32"}
+    assert tpplan.solve(gpt.build_model, gpt.example_inputs, loss=gpt.loss, **options).outputs != {}
+    assert tpplan.solve(gpt.build_model, gpt.example_inputs, loss=weighted, **options).outputs == {}
+
+
 def test_rounds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counterexamples cannot go on for ever."""
     monkeypatch.setattr(planner, "MAX_ROUNDS", 1)

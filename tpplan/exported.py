@@ -11,12 +11,9 @@ from torch.utils import _pytree as pytree
 
 from tpplan.blocks import find_repeated_blocks
 from tpplan.errors import ModelError
-from tpplan.graph import Argument, Boundary, Direction, ModelGraph, Op, Ref, Source, SourceKind, Value
+from tpplan.graph import LOSS_SCOPE, Argument, Boundary, Direction, ModelGraph, Op, Ref, Source, SourceKind, Value
 from tpplan.rules import base_target
 from tpplan.units import FLOATING_DTYPES
-
-#: what the loss's own ops give as their module
-LOSS_SCOPE = "<loss>"
 
 #: bookkeeping that export leaves in the graph and that computes nothing
 _IGNORED = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_size.int"})

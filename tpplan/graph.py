@@ -50,6 +50,10 @@ class Value:
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
 
+#: the module that the loss's own ops stand in
+LOSS_SCOPE = "<loss>"
+
+
 class SourceKind(StrEnum):
     """Where a value that no op computes comes from."""
 

@@ -13,14 +13,15 @@ from functools import cached_property
 
 from tpplan.blocks import members
 from tpplan.errors import ModelError
-from tpplan.graph import Boundary, Direction, ModelGraph, Op, Source, SourceKind
-from tpplan.layout import R_STAR, ROWS, Conversion, P, R, S, conversions_between, layouts_of
+from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, SourceKind
+from tpplan.layout import R_STAR, ROWS, Conversion, LayoutKind, P, R, S, conversions_between, layouts_of
 from tpplan.rules import Strategy, base_target, strategies
 
 #: forbids a strategy of a decision: given the decision's name and the strategy
 Cut = Callable[[str, Strategy], bool]
 
 EMBEDDING = "aten.embedding.default"
+CROSS_ENTROPY = "tpplan.cross_entropy.default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +142,7 @@ class _Builder:
         self.tp = tp
         self.parameters = {source.result: source for source in graph.parameters}
         self.fixed = {source.result for source in graph.sources if source.kind is not SourceKind.PARAMETER}
-        self.whole_outputs = {value for path, value in graph.outputs if path not in unused_outputs}
+        self.whole_outputs = _whole_outputs(graph, unused_outputs)
         self.converting = _converting_boundaries(graph)
         self.mutated = _mutated_storages(graph)
         self.deciders = dict(self._deciders())
@@ -158,7 +159,8 @@ class _Builder:
     def options(self, decider: Decider) -> tuple[Strategy, ...]:
         match decider:
             case Op():
-                return tuple(s for s in strategies(self.graph, decider, self.tp) if self._rows_are_masked(decider, s))
+                options = strategies(self.graph, decider, self.tp)
+                return tuple(s for s in options if self._rows_are_masked(decider, s) and _fits_the_loss(decider, s))
             case Boundary():
                 return self._boundary_options(decider)
             case Reading():
@@ -170,6 +172,9 @@ class _Builder:
             return options
         fixed = [i for i, name in enumerate(decider.operands) if name in self.fixed]
         whole = [i for i, name in enumerate(decider.results) if name in self.whole_outputs]
+        if _leaves_model(decider):
+            # A user can be handed the whole or a slice, not a summand.
+            options = tuple(s for s in options if s.results[0] == R or s.results[0].kind is LayoutKind.SHARD)
         return tuple(
             s for s in options if all(s.operands[i] == R for i in fixed) and all(s.results[i] == R for i in whole)
         )
@@ -239,6 +244,27 @@ class _Builder:
                 elif operand in origin:
                     source, result = origin[operand]
                     yield Flow(source=source, result=result, target=node.name, operand=position)
+
+
+def _leaves_model(decider: Decider) -> bool:
+    return isinstance(decider, Boundary) and decider.module == "" and decider.direction is Direction.OUTPUT
+
+
+def _whole_outputs(graph: ModelGraph, unused: frozenset[str]) -> frozenset[str]:
+    """What is returned to the user and not declared unused: outputs of the step, and of the model past its loss."""
+    returned = {value for path, value in graph.outputs if path not in unused}
+    for boundary in graph.boundaries:
+        path = boundary.path.removeprefix("output").removeprefix(".")
+        if _leaves_model(boundary) and not graph.consumers.get(boundary.result) and path not in unused:
+            returned.add(boundary.result)
+    return frozenset(returned)
+
+
+def _fits_the_loss(op: Op, strategy: Strategy) -> bool:
+    """The user's loss gets a sharded output as a DTensor, which meets no plain tensor in any op but our loss."""
+    if op.module != LOSS_SCOPE or op.target == CROSS_ENTROPY or len(op.operands) < 2:
+        return True
+    return all(layout.is_whole for layout in (*strategy.operands, *strategy.results))
 
 
 def _mutated_storages(graph: ModelGraph) -> frozenset[str]:

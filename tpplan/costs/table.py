@@ -11,9 +11,7 @@ from tpplan.mesh import GroupShape
 from tpplan.plan import Pass
 from tpplan.profile import Collective, Estimate, HardwareProfile
 from tpplan.rules import Call, Strategy
-from tpplan.space import Space
-
-CROSS_ENTROPY = "tpplan.cross_entropy.default"
+from tpplan.space import CROSS_ENTROPY, Space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
