@@ -1,5 +1,6 @@
 """The structure check finds what only a retrace can see, and the planner then keeps what can be kept."""
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -7,12 +8,19 @@ import torch
 import torch.nn.functional as F
 from examples import eager_to_shard
 from ranks import run_ranks
+from test_planner import formulate
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tpplan.layout import LayoutKind
+from tpplan import solvers
+from tpplan.assemble import Expanded, expand
+from tpplan.layout import LayoutKind, S
+from tpplan.mesh import Mesh
 from tpplan.plan import Plan, ProofStatus
+from tpplan.problem import Expression, Term
+from tpplan.prove import check_structure
+from tpplan.trace import trace
 
 DIM, HIDDEN, HEADS, LENGTH = 32, 128, 4, 16
 
@@ -133,6 +141,54 @@ def test_numbers_read_off_a_sharded_shape_are_found(module: type[nn.Module]) -> 
     assert bool(plan.proof.cuts) == (module is Scaled)
     assert plan.parameters["mlp.up_proj.weight"].placement.kind is LayoutKind.SHARD
     equals_one_process(lambda: Model(module()), plan)
+
+
+class Rotary(nn.Module):
+    """Positions are made from the embedding's output, and break attention one module further down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, DIM)
+        self.norm = nn.LayerNorm(DIM)
+        self.attention = RotaryAttention()
+        self.mlp = MLP()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        angles = torch.arange(x.shape[1], device=x.device)[:, None] / 10.0
+        x = x + self.attention(self.norm(x), angles.cos())
+        return (x + self.mlp(x)).square().mean()
+
+
+class RotaryAttention(Attention):
+    def __init__(self) -> None:
+        super().__init__(open_sizes)
+
+    def forward(self, x: Tensor, cos: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = (open_sizes(p(x)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        y = F.scaled_dot_product_attention(q * cos, k * cos, v, is_causal=True).transpose(1, 2)
+        return self.o_proj(y.flatten(2))
+
+
+def test_a_trace_that_breaks_is_blamed_where_it_first_went_astray() -> None:
+    """Sharding the sequence at the embedding makes the multiplication by cos fail; arange is where it began."""
+    inputs = {"tokens": torch.zeros(1, LENGTH, dtype=torch.long)}
+    with torch.device("meta"):
+        model = Rotary()
+    formulation = formulate(trace(model, inputs), eager_to_shard(), Mesh(tp=2))
+    boundaries = {(b.module, b.direction): b.name for b in formulation.space.graph.boundaries}
+    embedded = boundaries["embedding", "output"]
+    penalty = tuple(float(s.results[0] != S(1)) for s in formulation.space.strategies[embedded])
+    wish = Term(name="wish", expressions=(Expression(terms=((embedded, penalty),)),))
+    problem = dataclasses.replace(formulation.problem, objective=(*formulation.problem.objective, wish))
+    choice = solvers.solve(problem).choice
+    assert choice is not None
+    expanded = Expanded(formulation=expand(formulation, choice))
+    assert expanded.layout(embedded) == S(1)
+    found = check_structure(model, inputs, expanded, loss=None, hook=None)
+    assert found is not None
+    assert found.message == f"aten.arange.default in the root: the number {LENGTH} became {LENGTH // 2}"
+    assert embedded in found.blamed
 
 
 def equals_one_process(build: Callable[[], nn.Module], plan: Plan) -> None:

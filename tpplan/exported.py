@@ -16,7 +16,7 @@ from tpplan.rules import base_target
 from tpplan.units import FLOATING_DTYPES
 
 #: bookkeeping that export leaves in the graph and that computes nothing
-_IGNORED = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_size.int"})
+IGNORED = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_size.int"})
 
 
 class NotAlikeError(Exception):
@@ -99,7 +99,7 @@ class ExportReader:
             elif kind == "USER_INPUT":
                 path = next(paths)
                 if not isinstance(node.meta.get("val"), torch.Tensor):
-                    names[name] = _argument(node.meta.get("val"), {})
+                    names[name] = argument_of(node.meta.get("val"), {})
                     continue
                 source = Source(kind=SourceKind.INPUT, result=name, label=path)
                 trainable = False
@@ -136,7 +136,7 @@ class ExportReader:
                 case "call_function":
                     names[node.name] = self._call(module, node, names)
                 case "output":
-                    return [_argument(argument, names) for argument in node.args[0]]
+                    return [argument_of(argument, names) for argument in node.args[0]]
                 case _:
                     raise ModelError(f"traced graph: unexpected node {node.op} {node.name}")
         return []
@@ -161,7 +161,7 @@ class ExportReader:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return self._higher_order(module, node, names)
         target = str(node.target)
-        if target in _IGNORED or target.startswith("sym_"):
+        if target in IGNORED or target.startswith("sym_"):
             return None
         match target:
             case "tpplan.boundary.default":
@@ -178,7 +178,7 @@ class ExportReader:
         if len(graphs) != 1:
             raise ModelError(f"{node.target} in {_module_of(node)!r} branches over {len(graphs)} graphs: not supported")
         inner = operator.attrgetter(str(names[graphs[0].name]).removeprefix("graph:"))(module)
-        tensors = [_argument(a, names) for a in node.args[node.args.index(graphs[0]) + 1 :]]
+        tensors = [argument_of(a, names) for a in node.args[node.args.index(graphs[0]) + 1 :]]
         placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
         before = self.with_gradient
         if str(node.target) == "wrap_with_set_grad_enabled":
@@ -242,8 +242,8 @@ class ExportReader:
 
     def _op(self, node: Any, target: str, names: dict[str, Argument]) -> Argument:
         name = self._fresh(node.name)
-        args = tuple(_argument(argument, names) for argument in node.args)
-        kwargs = tuple((key, _argument(value, names)) for key, value in node.kwargs.items())
+        args = tuple(argument_of(argument, names) for argument in node.args)
+        kwargs = tuple((key, argument_of(value, names)) for key, value in node.kwargs.items())
         op = Op(name=name, target=target, args=args, kwargs=kwargs, results=(), module=_module_of(node))
         flows = self.with_gradient and base_target(target) != "aten.detach.default"
         carries = flows and any(self.values[operand].carries_gradient for operand in op.operands)
@@ -356,7 +356,7 @@ def _module_of(node: Any) -> str:
     return innermost.removeprefix("model.") if innermost.startswith("model.") else LOSS_SCOPE
 
 
-def _argument(value: Any, names: Mapping[str, Argument]) -> Argument:
+def argument_of(value: Any, names: Mapping[str, Argument]) -> Argument:
     """A node argument as data: references, literals, tuples; dtypes, devices and the like by name."""
     match value:
         case torch.fx.Node():
@@ -364,7 +364,7 @@ def _argument(value: Any, names: Mapping[str, Argument]) -> Argument:
         case None | bool() | int() | float() | str():
             return value
         case list() | tuple():
-            return tuple(_argument(item, names) for item in value)
+            return tuple(argument_of(item, names) for item in value)
         case torch.dtype():
             return f"dtype:{str(value).removeprefix('torch.')}"
         case torch.device():

@@ -8,6 +8,7 @@ The rules themselves are validated by brute force; a plan so checked says `struc
 """
 
 import copy
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -17,13 +18,16 @@ from torch import nn
 
 from tpplan import operators
 from tpplan.assemble import Expanded
-from tpplan.errors import ModelError
+from tpplan.exported import IGNORED, argument_of
 from tpplan.graph import Argument, Boundary, Direction, ModelGraph, Op, Ref, within
 from tpplan.layout import LayoutKind, local_shape
 from tpplan.rules import Call, localized_sizes
-from tpplan.trace import BoundaryHook, Inputs, Loss, trace
+from tpplan.trace import BoundaryHook, Inputs, Loss, TraceError, trace
 
-RESIZE = "tpplan.resize.default"
+BOUNDARY, FRAME = "tpplan.boundary.default", "tpplan.frame.default"
+RESIZE, SIBLING = "tpplan.resize.default", "tpplan.sibling.default"
+#: what a trace that stopped holds and a ModelGraph does not
+_PASSED = frozenset({FRAME, RESIZE, *IGNORED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +53,9 @@ def check_structure(
 
     try:
         retraced = trace(local, inputs, loss=loss, hook=resize, hook_key=lambda module: _doings(sizes, module))
-    except ModelError as error:
-        return _failed(expanded, error)
+    except TraceError as error:
+        reason = f"the applied model cannot run: {str(error).splitlines()[0].partition(': ')[2]}"
+        return _compare_so_far(expanded, error.ran or torch.fx.Graph(), reason)
     return _compare(expanded, retraced)
 
 
@@ -89,57 +94,101 @@ def _doings(sizes: Mapping[tuple[str, Direction, str], tuple[int, ...]], module:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Image:
+    """What a node of a retrace shows of itself."""
+
+    title: str
+    literals: object
+    shapes: tuple[tuple[int, ...], ...]
+
+
 def _compare(expanded: Expanded, retraced: ModelGraph) -> Counterexample | None:
+    """Walks two whole graphs: the same nodes reading the same values, and nothing left over."""
     graph = expanded.graph
-    resized = {op.results[0]: op.operands[0] for op in retraced.ops if op.target == RESIZE}
-    nodes = [node for node in retraced.nodes if not (isinstance(node, Op) and node.target == RESIZE)]
-    images = {s.result: t.result for s, t in zip(graph.sources, retraced.sources, strict=False)}
     if [(s.kind, s.label) for s in graph.sources] != [(s.kind, s.label) for s in retraced.sources]:
         return Counterexample(message="the retrace has other inputs, parameters or constants", blamed=())
-    for original, image in zip_longest(graph.nodes, nodes):
-        if original is None or image is None:
-            node = original or image
-            return _blame(expanded, original, f"one trace ends before {_title(node)}")
-        problem = _difference(expanded, retraced, original, image, images, resized)
-        if problem:
+    resized = {op.results[0]: op.operands[0] for op in retraced.ops if op.target == RESIZE}
+    nodes = [node for node in retraced.nodes if not (isinstance(node, Op) and node.target == RESIZE)]
+    images = {s.result: t.result for s, t in zip(graph.sources, retraced.sources, strict=True)}
+    for original, node in zip_longest(graph.nodes, nodes):
+        if original is None or node is None:
+            return _blame(expanded, original, f"one trace ends before {_title(original or node)}")
+        problem = _difference(expanded, original, _image(retraced, node))
+        if problem is None and [resized.get(v, v) for v in node.operands] != [images.get(v) for v in original.operands]:
+            problem = f"{_title(original)} reads other values"
+        if problem is not None:
             return _blame(expanded, original, problem)
-        images.update(zip(original.results, image.results, strict=True))
+        images.update(zip(original.results, node.results, strict=True))
     return None
 
 
-def _difference(
-    expanded: Expanded,
-    retraced: ModelGraph,
-    original: Op | Boundary,
-    image: Op | Boundary,
-    images: Mapping[str, str],
-    resized: Mapping[str, str],
-) -> str | None:
-    """What differs between an op and its image; None where nothing does."""
-    if _title(original) != _title(image) or len(original.results) != len(image.results):
-        return f"{_title(original)} became {_title(image)}"
-    seen = [resized.get(name, name) for name in image.operands]
-    if seen != [images.get(name) for name in original.operands]:
-        return f"{_title(original)} reads other values"
-    if isinstance(original, Op) and isinstance(image, Op):
-        wanted = _expected_arguments(expanded, original)
-        got = _literals((image.args, image.kwargs))
-        if wanted is not None and wanted != got:
-            return f"{_title(original)}: literals {wanted} became {got}"
-    for name, local in zip(original.results, image.results, strict=True):
-        layout = expanded.layout(name)
-        before = layout
-        if isinstance(original, Boundary):
-            before = expanded.strategy(original.name).operands[0]
-        shape = local_shape(expanded.graph.values[name].shape, before, expanded.formulation.mesh.tp)
-        if retraced.values[local].shape != shape:
-            return (
-                f"{_title(original)}: expected the local shape {list(shape)}, got {list(retraced.values[local].shape)}"
-            )
+def _compare_so_far(expanded: Expanded, ran: torch.fx.Graph, reason: str) -> Counterexample:
+    """Walks a graph that stopped: the first difference, else what would have run next is what cannot run."""
+    originals = deque(expanded.graph.nodes)
+    for node in ran.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload) or str(node.target) in _PASSED:
+            continue
+        if str(node.target) == SIBLING:
+            while originals and within(originals[0].module, node.args[1]) and not _leaves(originals[0], node.args[1]):
+                originals.popleft()
+            continue
+        original = originals.popleft() if originals else None
+        problem = "more ran than before" if original is None else _difference(expanded, original, _fx_image(node))
+        if problem is not None:
+            return _blame(expanded, original, problem)
+    return _blame(expanded, originals[0] if originals else None, reason)
+
+
+def _leaves(node: Op | Boundary, module: str) -> bool:
+    return isinstance(node, Boundary) and node.module == module and node.direction is Direction.OUTPUT
+
+
+def _image(graph: ModelGraph, node: Op | Boundary) -> _Image:
+    shapes = tuple(graph.values[name].shape for name in node.results)
+    literals = _literals((node.args, node.kwargs)) if isinstance(node, Op) else None
+    return _Image(title=_title(node), literals=literals, shapes=shapes)
+
+
+def _fx_image(node: torch.fx.Node) -> _Image:
+    value = node.meta.get("val")
+    tensors = [t for t in (value if isinstance(value, tuple | list) else (value,)) if isinstance(t, torch.Tensor)]
+    shapes = tuple(tuple(map(int, tensor.shape)) for tensor in tensors)
+    if str(node.target) == BOUNDARY:
+        _, module, direction, path = node.args
+        return _Image(title=f"{direction} {path} of {module or 'the root'}", literals=None, shapes=shapes)
+    args = argument_of(node.args, _AnyTensor())
+    kwargs = tuple((key, argument_of(value, _AnyTensor())) for key, value in node.kwargs.items())
+    return _Image(title=str(node.target), literals=_literals((args, kwargs)), shapes=shapes)
+
+
+class _AnyTensor(dict[str, Argument]):
+    """Names of a graph that stopped: whatever they are, they are tensors."""
+
+    def __missing__(self, name: str) -> Argument:
+        return Ref(name)
+
+
+def _difference(expanded: Expanded, original: Op | Boundary, image: _Image) -> str | None:
+    """What differs between a node and its image; None where nothing does."""
+    title = _title(original)
+    if title.partition(" in ")[0] != image.title.partition(" in ")[0]:
+        return f"{title} became {image.title}"
+    wanted = _expected_literals(expanded, original) if isinstance(original, Op) else None
+    if wanted is not None and wanted != image.literals:
+        before, after = _first_change(wanted, image.literals)
+        return f"{title}: the number {before} became {after}"
+    strategy, tp = expanded.strategy(original.name), expanded.formulation.mesh.tp
+    # A boundary's own value is still in the layout in front of it.
+    layouts = strategy.operands if isinstance(original, Boundary) else strategy.results
+    values = [expanded.graph.values[name] for name in original.results]
+    shapes = tuple(local_shape(value.shape, layout, tp) for value, layout in zip(values, layouts, strict=True))
+    if shapes != image.shapes:
+        return f"{title}: expected the local shapes {shapes}, got {image.shapes}"
     return None
 
 
-def _expected_arguments(expanded: Expanded, op: Op) -> object:
+def _expected_literals(expanded: Expanded, op: Op) -> object:
     """An op's literals as they must come back; None where they are sizes, which the result's shape covers."""
     call = Call.of(expanded.graph, op)
     if call.results and localized_sizes(call, call.results[0].shape) is not None:
@@ -151,6 +200,13 @@ def _literals(argument: Argument | object) -> object:
     if isinstance(argument, Ref):
         return "tensor"
     return tuple(map(_literals, argument)) if isinstance(argument, tuple) else argument
+
+
+def _first_change(before: object, after: object) -> tuple[object, object]:
+    """The innermost place where two literals differ."""
+    if isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after):
+        return next(_first_change(a, b) for a, b in zip(before, after, strict=True) if a != b)
+    return before, after
 
 
 def _title(node: Op | Boundary | None) -> str:
@@ -173,19 +229,6 @@ def _blame(expanded: Expanded, node: Op | Boundary | None, message: str) -> Coun
     parent = module.rpartition(".")[0]
     blamed = tuple(_visible(expanded, module)) or tuple(_visible(expanded, parent))
     return Counterexample(message=message, blamed=blamed)
-
-
-def _failed(expanded: Expanded, error: ModelError) -> Counterexample:
-    """The retrace did not finish: blame what is given sizes in the failing module, else all that is sharded there."""
-    text = str(error).splitlines()[0]
-    module = text.partition("in module '")[2].partition("'")[0]
-    sized = [
-        op
-        for op in expanded.graph.ops
-        if op.module == module and localized_sizes(call := Call.of(expanded.graph, op), call.results[0].shape)
-    ]
-    blamed = tuple(_sharded(expanded, sized)) or tuple(_visible(expanded, module))
-    return Counterexample(message=f"the applied model cannot run: {text}", blamed=blamed)
 
 
 def _visible(expanded: Expanded, module: str) -> Iterator[str]:

@@ -173,17 +173,50 @@ def _trace(
     device = next((p.device for p in model.parameters()), torch.device("meta"))
     placed = tuple(leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
     running: list[str] = []
-    with _training(model), siblings, _marked(model, hook), _call_stack(model, running), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _training(model), siblings, _marked(model, hook), _call_stack(model, running), _quiet():
         try:
             program = torch.export.export(_Step(model, loss, spec), placed, strict=False)
         except Exception as error:
             where = f"in module {running[-1]!r}" if running and running[-1] else "in the model's forward or loss"
-            raise ModelError(
-                f"the model could not be traced: {type(error).__name__} {where}: {error}\n"
-                "torch.export(strict=False) must run it: look there for control flow on tensor values, .item(), numpy."
+            reason = (str(error).strip() or "no message").splitlines()[0]
+            raise TraceError(
+                f"the model could not be traced: {type(error).__name__} {where}: {reason}\n"
+                "torch.export(strict=False) must run it: look there for control flow on tensor values, .item(), numpy.",
+                ran=_graph_so_far(error),
             ) from error
     return ExportReader(model, program, paths).read()
+
+
+class TraceError(ModelError):
+    """The trace stopped. `ran` is the graph of what had run until then, as far as the tracer's frame still holds it."""
+
+    def __init__(self, message: str, *, ran: torch.fx.Graph | None) -> None:
+        super().__init__(message)
+        self.ran = ran
+
+
+def _graph_so_far(error: BaseException) -> torch.fx.Graph | None:
+    """The graph that the tracer was filling, from the frames that the error left."""
+    found = None
+    step = error.__traceback__
+    while step is not None:
+        graph = getattr(step.tb_frame.f_locals.get("tracer"), "graph", None)
+        found = graph if isinstance(graph, torch.fx.Graph) else found
+        step = step.tb_next
+    return found
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warnings and its logged tracebacks: what goes wrong here is raised."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 @contextlib.contextmanager
