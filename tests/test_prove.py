@@ -152,12 +152,13 @@ class Rotary(nn.Module):
         self.norm = nn.LayerNorm(DIM)
         self.attention = RotaryAttention()
         self.mlp = MLP()
+        self.last = nn.LayerNorm(DIM)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         angles = torch.arange(x.shape[1], device=x.device)[:, None] / 10.0
         x = x + self.attention(self.norm(x), angles.cos())
-        return (x + self.mlp(x)).square().mean()
+        return self.last(x + self.mlp(x)).square().mean()
 
 
 class RotaryAttention(Attention):
