@@ -165,7 +165,7 @@ def test_torchrun_compares_a_plan_with_a_recorded_run(tmp_path: Path) -> None:
         text=True,
         timeout=120,
         check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
