@@ -116,6 +116,31 @@ def test_expanded_prices_are_the_tied_ones() -> None:
         expand(broken, choice)
 
 
+def test_the_last_layer_may_keep_less_than_its_siblings() -> None:
+    """What a sum reads need not be saved, and what the next layer reads must: like layers, unlike surroundings."""
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.sum()
+
+    with torch.device("meta"):
+        graph = trace(Stack(), {"x": torch.zeros(4, 64)})
+    assert [block.pattern for block in graph.blocks] == ["layers.*"]
+    formulation = formulate(graph, eager_to_shard(), Mesh(tp=1))
+    choice = solvers.solve(formulation.problem).choice
+    assert choice is not None
+    expand(formulation, choice)
+    saved = [term for term in formulation.problem.resources[0].terms if term.name == "saved activations"]
+    # The inputs of the second and third layer; the model's own input is the user's, and x.sum() keeps nothing.
+    assert total(saved, choice) == 2 * 4 * 64 * 4
+
+
 def test_the_same_inputs_give_the_same_file() -> None:
     plans = [solve_example("mlp", eager_to_shard(), gpus=4).dumps() for _ in range(2)]
     assert plans[0] == plans[1]

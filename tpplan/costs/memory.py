@@ -5,6 +5,7 @@ many ops save a view of it. A boundary that only renames (identity, R -> R*) pas
 it renames, so that storage is kept if any such reader wants it: a maximum over readers.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -42,15 +43,18 @@ class _Segment:
 def activation_terms(space: Space, executor: Executor) -> tuple[Term, ...]:
     """Terms whose sum is the bytes of a micro-batch on one rank: saved activations, and the largest op's gradients."""
     segments = _segments(space, executor)
-    weight = {name: float(len(members)) for name, members in space.members.items()}
-    terms = list(_extra_terms(space, executor))
+    # Like layers keep alike, but for the last, which others read: counted by who makes, who reads, what is kept.
+    kinds: dict[object, list[_Segment]] = defaultdict(list)
     for segment in segments.values():
-        if space.classes[segment.maker] != segment.maker:
-            continue
-        expressions = tuple(_kept(space, segments, segment))
-        if expressions:
-            terms.append(Term(name=SAVED, expressions=expressions, weight=weight[segment.maker]))
-    return (*terms, _largest_op(space))
+        readers = tuple(sorted({space.classes[name] for name in segment.exits if _is_wanted(segments, name)}))
+        if segment.is_kept or readers:
+            maker = space.classes[segment.maker]
+            kinds[maker, segment.position, segment.is_kept or readers].append(segment)
+    terms = [
+        Term(name=SAVED, expressions=_kept(space, segments, alike[0]), weight=float(len(alike)))
+        for alike in kinds.values()
+    ]
+    return (*terms, *_extra_terms(space, executor), _largest_op(space))
 
 
 def _largest_op(space: Space) -> Term:
@@ -123,40 +127,42 @@ def _aliased_operand(space: Space, op: Op, result: str, segment_of: dict[str, st
     return None
 
 
-def _kept(space: Space, segments: dict[str, _Segment], segment: _Segment) -> Iterator[Expression]:
+def _kept(space: Space, segments: dict[str, _Segment], segment: _Segment) -> tuple[Expression, ...]:
     """Expressions whose maximum is the bytes that this segment's storage keeps."""
     maker = space.classes[segment.maker]
-    own = tuple(
-        0.0
-        if _renames(space, segment.maker, strategy)
-        else float(local_bytes(segment.value, strategy.results[segment.position], space.tp))
-        for strategy in space.strategies[maker]
-    )
-    if segment.is_kept:
-        yield Expression(terms=((maker, own),))
-        return
-    is_boundary = isinstance(space.deciders[segment.maker], Boundary)
-    for name in segment.exits:
-        if not _is_wanted(space, segments, name):
-            continue
-        if is_boundary:
-            # Whether the boundary before or this one makes the tensor is a product of choices: counted where made.
-            yield Expression(terms=((maker, own),))
-            return
-        reader = space.classes[name]
-        vector = tuple(
-            float(local_bytes(segment.value, strategy.operands[0], space.tp))
-            if _renames(space, name, strategy)
-            else 0.0
-            for strategy in space.strategies[reader]
+    is_boundary = isinstance(space.deciders[maker], Boundary)
+    if segment.is_kept or is_boundary:
+        # Whether this boundary makes a tensor and the next one renames it is a product of choices: counted where made.
+        own = tuple(
+            0.0 if _renames(space, maker, s) else _local(space, segment.value, s.results[segment.position])
+            for s in space.strategies[maker]
         )
-        yield Expression(terms=((reader, vector),))
+        return (Expression(terms=((maker, own),)),)
+    readers = dict.fromkeys(space.classes[name] for name in segment.exits if _is_wanted(segments, name))
+    return tuple(
+        Expression(
+            terms=(
+                (
+                    reader,
+                    tuple(
+                        _local(space, segment.value, s.operands[0]) if _renames(space, reader, s) else 0.0
+                        for s in space.strategies[reader]
+                    ),
+                ),
+            )
+        )
+        for reader in readers
+    )
 
 
-def _is_wanted(space: Space, segments: dict[str, _Segment], boundary: str) -> bool:
+def _local(space: Space, value: Value, layout: Layout) -> float:
+    return float(local_bytes(value, layout, space.tp))
+
+
+def _is_wanted(segments: dict[str, _Segment], boundary: str) -> bool:
     """True when an op behind a boundary, or behind further ones, keeps its value."""
     segment = segments[f"{boundary}:0"]
-    return segment.is_kept or any(_is_wanted(space, segments, name) for name in segment.exits)
+    return segment.is_kept or any(_is_wanted(segments, name) for name in segment.exits)
 
 
 def _renames(space: Space, name: str, strategy: Strategy) -> bool:
