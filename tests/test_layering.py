@@ -41,6 +41,7 @@ WITH_TORCH = (
     "formulate",
     "assemble",
     "prove",
+    "stopwatch",
     "measure",
     "convert",
     "losses",

@@ -11,17 +11,15 @@ are the functional ones that an applied plan issues; all groups of a size that p
 """
 
 import dataclasses
-import math
 import os
 import platform
 import resource
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
-from typing import TypeVar, assert_never
+from typing import assert_never
 
 import numpy as np
 import torch
@@ -53,6 +51,15 @@ from tpplan.profile_tables import (
     Memory,
     Source,
 )
+from tpplan.stopwatch import (
+    NUM_REPEATS,
+    SHORTEST_USEFUL_WINDOW_S,
+    WINDOWS_PER_POINT,
+    Progress,
+    Stopwatch,
+    paced,
+    silent,
+)
 from tpplan.units import DTYPE_BYTES, KIB
 
 __all__ = [
@@ -65,22 +72,7 @@ __all__ = [
     "measure_compute",
 ]
 
-#: section, points done, points in all
-Progress = Callable[[str, int, int], None]
-#: what is measured at a time
-Point = TypeVar("Point")
-
 SOURCES = ("measured",)
-NUM_REPEATS = 5
-#: windows that a point costs: its repeats, a warm-up and the search for the number of calls
-WINDOWS_PER_POINT = NUM_REPEATS + 2
-#: several time slices of a scheduler (Linux: 3 to 4 ms)
-SHORTEST_USEFUL_WINDOW_S = 0.02
-LONGEST_WINDOW_S = 0.2
-#: the number of calls in a window is known well enough once they fill this part of it
-CALIBRATED_PART = 0.25
-#: one slow call must not make a window seem full: calls grow at most by this from one trial to the next
-MOST_GROWTH = 16
 #: beyond a GPU's caches; on a CPU those of a small model's activations: from 32 MiB on glibc returns memory to the
 #: system each time, and page faults, not copies, are measured
 GPU_COPIED_KIB, CPU_COPIED_KIB = (64 * KIB, 256 * KIB, 1024 * KIB), (256, 1024, 4096, 16384)
@@ -148,74 +140,6 @@ class ComputeTables:
     attention_rates: tuple[AttentionRate, ...]
 
 
-# --- time ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stopwatch:
-    """Times work on a device, on all ranks at once, in windows of about window_s."""
-
-    device: torch.device
-    window_s: float
-
-    def samples(self, work: Callable[[], object]) -> Array:
-        """Seconds per call of the slowest rank, one for each repeat. Every rank must call this for the same work."""
-        self._elapsed(work, 1)  # warm-up: lazy initialisation, first touch
-        calls = self._calls(work)
-        elapsed = [self._elapsed(work, calls) for _ in range(NUM_REPEATS)]
-        return np.array(_slowest(self.device, elapsed)) / calls
-
-    def _calls(self, work: Callable[[], object]) -> int:
-        """How many calls fill the window, the same number on every rank."""
-        calls = 1
-        while True:
-            (elapsed,) = _slowest(self.device, [self._elapsed(work, calls)])
-            filling = calls * self.window_s / elapsed
-            if elapsed >= CALIBRATED_PART * self.window_s:
-                return max(1, round(filling))
-            calls = math.ceil(min(filling, calls * MOST_GROWTH))
-
-    def _elapsed(self, work: Callable[[], object], calls: int) -> float:
-        """Seconds of this rank, from a common start."""
-        if dist.is_initialized():
-            dist.barrier()
-        self._synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            work()
-        self._synchronize()
-        return time.perf_counter() - start
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-def _slowest(device: torch.device, seconds: Sequence[float]) -> list[float]:
-    """The largest of each over the ranks."""
-    if not dist.is_initialized():
-        return list(seconds)
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return [float(value) for value in slowest.tolist()]
-
-
-def _paced(
-    device: torch.device, points: Sequence[Point], section: str, budget_s: float, progress: Progress
-) -> Iterator[tuple[Point, _Stopwatch]]:
-    """The points, each with a stopwatch whose windows share out what is left of the budget."""
-    start = time.perf_counter()
-    for done, point in enumerate(points):
-        (spent_s,) = _slowest(device, [time.perf_counter() - start])
-        share_s = max(0.0, budget_s - spent_s) / (len(points) - done)
-        yield point, _Stopwatch(device=device, window_s=min(share_s / WINDOWS_PER_POINT, LONGEST_WINDOW_S))
-        progress(section, done + 1, len(points))
-
-
-def _silent(section: str, done: int, total: int) -> None:
-    """No progress shown."""
-
-
 # --- compute -------------------------------------------------------------------------------------------------------
 
 
@@ -225,7 +149,7 @@ def measure_compute(
     dtypes: Sequence[str],
     budget_s: float,
     grid: ComputeGrid | None = None,
-    progress: Progress = _silent,
+    progress: Progress = silent,
 ) -> ComputeTables:
     """Launch cost, bandwidth, attention and matmul times of a device, in about budget_s seconds.
 
@@ -255,7 +179,7 @@ def measure_compute(
 def _launch(device: torch.device, budget_s: float) -> Launch:
     """The smallest kernel: one number plus itself."""
     number = torch.ones(1, device=device)
-    stopwatch = _Stopwatch(device=device, window_s=budget_s / WINDOWS_PER_POINT)
+    stopwatch = Stopwatch(device=device, window_s=budget_s / WINDOWS_PER_POINT)
     samples = stopwatch.samples(lambda: number + number)
     launch_s = float(np.median(samples))
     return Launch(
@@ -266,7 +190,7 @@ def _launch(device: torch.device, budget_s: float) -> Launch:
 def _bandwidth(device: torch.device, sizes: Sequence[int], budget_s: float, progress: Progress) -> Bandwidth:
     """Median rate of copies into new tensors, read plus written; the spread is that between the sizes too."""
     rates = []
-    for num_bytes, stopwatch in _paced(device, sizes, "bandwidth", budget_s, progress):
+    for num_bytes, stopwatch in paced(device, sizes, "bandwidth", budget_s, progress):
         tensor = torch.ones(num_bytes, dtype=torch.uint8, device=device)
         rates.append(2 * num_bytes / stopwatch.samples(tensor.clone))
     median = float(np.median([np.median(rate) for rate in rates]))
@@ -286,7 +210,7 @@ def _matmul_table(
     axes = (batches, sizes, sizes, sizes)
     points = list(product(*axes))
     samples = []
-    for (batch, m, n, k), stopwatch in _paced(device, points, f"matmul {_name(dtype)}", budget_s, progress):
+    for (batch, m, n, k), stopwatch in paced(device, points, f"matmul {_name(dtype)}", budget_s, progress):
         samples.append(stopwatch.samples(_matmul(device, dtype, batch, m, n, k)))
     table = np.stack(samples).reshape(*(len(axis) for axis in axes), NUM_REPEATS)
     return matmul_table(_name(dtype), axes, table, launch_s, SOURCES)
@@ -320,7 +244,7 @@ def _attention_rate(
     """Median rates of the fused kernel over the shapes; the spread is that between the shapes too."""
     points = list(product((False, True), shapes))
     rates: dict[bool, list[Array]] = {False: [], True: []}
-    for (is_backward, shape), stopwatch in _paced(device, points, f"attention {_name(dtype)}", budget_s, progress):
+    for (is_backward, shape), stopwatch in paced(device, points, f"attention {_name(dtype)}", budget_s, progress):
         size = (shape.batch, shape.heads, shape.sequence, shape.head_dim)
         inputs = [torch.randn(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
@@ -359,7 +283,7 @@ def measure_collectives(
     device: torch.device,
     ranks_per_node: int,
     budget_s: float,
-    progress: Progress = _silent,
+    progress: Progress = silent,
 ) -> tuple[CollectiveTable, ...]:
     """All four collectives on consecutive ranks of the default group, whose every rank must call this.
 
@@ -382,7 +306,7 @@ def measure_collectives(
         for num_bytes in _divisible(sizes, ranks)
     ]
     samples: dict[tuple[Collective, int], dict[int, Array]] = {}
-    for (kind, ranks, num_bytes), stopwatch in _paced(device, points, "collectives", budget_s, progress):
+    for (kind, ranks, num_bytes), stopwatch in paced(device, points, "collectives", budget_s, progress):
         work = _collective(kind, device, num_bytes, ranks, groups[ranks])
         samples.setdefault((kind, ranks), {})[num_bytes] = stopwatch.samples(work)
     return tuple(

@@ -147,7 +147,7 @@ class SolverReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprints:
-    """sha256 of the parameters (names, shapes, dtypes, trainable) and of the traced graph; the traced input shapes."""
+    """sha256 of the parameters (names, shapes, trainable) and of the traced graph; the traced input shapes."""
 
     parameters: str
     graph: str
