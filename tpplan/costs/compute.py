@@ -171,12 +171,12 @@ def _anonymous(argument: object) -> object:
 
 
 def _run(call: Call, args: tuple[Argument, ...], shapes: tuple[tuple[int, ...], ...]) -> Execution:
-    operands = [
+    leaves = [
         torch.empty(shape, dtype=getattr(torch, value.dtype), device="meta", requires_grad=value.carries_gradient)
         for shape, value in zip(shapes, call.operands, strict=True)
     ]
-    # In-place ops may not write to leaves that require grad.
-    operands = [operand.view_as(operand) if operand.requires_grad else operand for operand in operands]
+    # In-place ops may not write to leaves that require grad; a clone's backward runs no kernel.
+    operands = [leaf.clone() for leaf in leaves] if call.is_in_place else leaves
     supply = iter(operands)
     real_args = tuple(_materialize(argument, supply) for argument in args)
     real_kwargs = {name: _materialize(value, supply) for name, value in call.kwargs}
@@ -195,7 +195,7 @@ def _run(call: Call, args: tuple[Argument, ...], shapes: tuple[tuple[int, ...], 
         forward = tuple(log.kernels) or _hidden_copy(call, output)
         log.kernels = []
         results = [tensor for tensor in _tensors(output) if tensor.requires_grad]
-        wanted = [operand for operand in operands if operand.requires_grad]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
         if carries and results and wanted:
             with log:
                 torch.autograd.grad(results, wanted, [torch.empty_like(r) for r in results], allow_unused=True)

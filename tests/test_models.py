@@ -1,0 +1,147 @@
+"""Models written as people write them, not for us: fused and baked attention, tied heads, torch's own encoder, convs.
+
+Each is solved for two ranks on a machine that is eager to shard, applied, and compared with one process.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from examples import eager_to_shard
+from ranks import run_ranks
+from test_examples import relative_errors
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import tpplan
+from tpplan.layout import LayoutKind
+from tpplan.plan import Plan, ProofStatus
+
+DIM, VOCAB, HEADS, LENGTH, BATCH = 32, 64, 4, 16, 2
+
+
+class TorchEncoder(nn.Module):
+    """nn.TransformerEncoder: its attention reads out_proj's weight without calling out_proj."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, DIM)
+        layer = nn.TransformerEncoderLayer(DIM, HEADS, 2 * DIM, dropout=0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(DIM, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embedding(tokens)))
+
+
+class Convolutions(nn.Module):
+    """Batch norm, which no rule covers, and an activation in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(16)
+        self.relu = nn.ReLU(inplace=True)
+        self.second = nn.Conv2d(16, 32, 3, padding=1)
+        self.head = nn.Linear(32, VOCAB)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.relu(self.norm(self.first(images)))
+        return self.head(F.relu(self.second(x)).mean((2, 3)))
+
+
+class FusedAttention(nn.Module):
+    """Fused q, k, v and every size baked in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+        self.projection = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, dim = x.shape
+        q, k, v = (
+            part.view(batch, length, HEADS, dim // HEADS).transpose(1, 2) for part in self.qkv(x).split(DIM, dim=2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.projection(y.transpose(1, 2).contiguous().view(batch, length, dim))
+
+
+class NanoGPT(nn.Module):
+    """Positions from a length, and a head that is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(VOCAB, DIM), nn.Embedding(VOCAB, DIM)
+        self.attention = nn.ModuleList(FusedAttention() for _ in range(2))
+        self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for attention in self.attention:
+            x = x + attention(x)
+        return self.head(x + self.down(F.gelu(self.up(x))))
+
+
+def text(batch: int, seq_len: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randint(VOCAB, (batch, seq_len), generator=generator) for name in ("tokens", "targets")}
+
+
+def pictures(batch: int, seq_len: int) -> dict[str, Tensor]:
+    del seq_len
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(VOCAB, (batch,), generator=generator)
+    return {"images": torch.randn(batch, 3, 8, 8, generator=generator), "targets": targets}
+
+
+def loss(outputs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    return tpplan.cross_entropy(outputs, inputs["targets"])
+
+
+def run(
+    build: Callable[[], nn.Module], inputs: dict[str, Tensor], plan: Plan | None
+) -> tuple[float, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = build()
+    if plan is not None:
+        model = tpplan.apply_plan(model, plan)
+    value = loss(model(**tpplan.forward_inputs(model, inputs)), inputs)
+    value.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return value.item(), {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
+
+
+@pytest.mark.parametrize(
+    ("build", "inputs", "sharded"),
+    [
+        (TorchEncoder, text, {"encoder.layers.*.linear1.weight", "encoder.layers.*.linear2.weight", "head.weight"}),
+        (Convolutions, pictures, {"second.weight", "head.weight"}),
+        (NanoGPT, text, {"up.weight", "down.weight", "embedding.weight"}),
+    ],
+)
+def test_plans_of_ordinary_models_equal_one_process(
+    build: Callable[[], nn.Module], inputs: Callable[[int, int], dict[str, Tensor]], sharded: set[str]
+) -> None:
+    plan = tpplan.solve(
+        build,
+        inputs,
+        loss=loss,
+        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
+        global_batch=BATCH,
+        micro_batch=BATCH,
+        seq_len=LENGTH,
+        tp=2,
+        precision="fp32",
+    )
+    assert plan.proof.status is ProofStatus.STRUCTURE
+    assert sharded <= {name for name, p in plan.parameters.items() if p.placement.kind is LayoutKind.SHARD}
+    assert ("aten.batch_norm.default" in plan.unruled_ops) == (build is Convolutions)
+    value, gradients = run(build, inputs(BATCH, LENGTH), None)
+    for applied_value, applied in run_ranks(2, run, build, inputs(BATCH, LENGTH), plan):
+        assert applied_value == pytest.approx(value, rel=1e-5)
+        assert applied.keys() == gradients.keys()
+        assert max(relative_errors(applied, gradients).values()) < 1e-4
