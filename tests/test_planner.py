@@ -141,6 +141,27 @@ def test_the_last_layer_may_keep_less_than_its_siblings() -> None:
     assert total(saved, choice) == 2 * 4 * 64 * 4
 
 
+def test_a_view_may_cross_a_boundary_where_its_storage_does_not() -> None:
+    """What is kept of a storage is a rank's part of it, however few dims the storage's first value has."""
+
+    class Reshaped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(16, 32)
+            self.head = nn.Linear(32, 32)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            rows = torch.arange(tokens.shape[1]).unsqueeze(0)
+            return self.head(self.table(tokens) + self.table(rows)).square().mean()
+
+    with torch.device("meta"):
+        graph = trace(Reshaped(), {"tokens": torch.zeros(1, 16, dtype=torch.long)})
+    formulation = formulate(graph, eager_to_shard(), Mesh(tp=2))
+    choice = solvers.solve(formulation.problem).choice
+    assert choice is not None
+    expand(formulation, choice)
+
+
 def test_the_same_inputs_give_the_same_file() -> None:
     plans = [solve_example("mlp", eager_to_shard(), gpus=4).dumps() for _ in range(2)]
     assert plans[0] == plans[1]

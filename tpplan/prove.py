@@ -183,6 +183,8 @@ def _difference(expanded: Expanded, original: Op | Boundary, image: _Image) -> s
     layouts = strategy.operands if isinstance(original, Boundary) else strategy.results
     values = [expanded.graph.values[name] for name in original.results]
     shapes = tuple(local_shape(value.shape, layout, tp) for value, layout in zip(values, layouts, strict=True))
+    if shapes and not image.shapes:
+        return f"{title}: does not run where the result would be {shapes} on a rank"
     if shapes != image.shapes:
         return f"{title}: expected the local shapes {shapes}, got {image.shapes}"
     return None

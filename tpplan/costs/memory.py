@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tpplan.costs.compute import Executor
 from tpplan.graph import Boundary, Op, SourceKind, Value
-from tpplan.layout import Conversion, Layout, R, local_shape
+from tpplan.layout import Conversion, Layout, LayoutKind, R, local_shape
 from tpplan.problem import Expression, Term
 from tpplan.rules import Call, Strategy
 from tpplan.space import Space
@@ -156,7 +156,8 @@ def _kept(space: Space, segments: dict[str, _Segment], segment: _Segment) -> tup
 
 
 def _local(space: Space, value: Value, layout: Layout) -> float:
-    return float(local_bytes(value, layout, space.tp))
+    """A rank's part of a storage. The layout may be that of a view, whose dims are others, but not how many parts."""
+    return value.num_bytes / (space.tp if layout.kind is LayoutKind.SHARD else 1)
 
 
 def _is_wanted(segments: dict[str, _Segment], boundary: str) -> bool:
