@@ -239,7 +239,7 @@ def _traceback_from(path: Path, error: BaseException) -> str:
 
 
 def _load_hf(path: Path, source: str) -> ModelSpec:
-    """A Hugging Face model from a local config.json, with random weights in float32 and sdpa attention."""
+    """A Hugging Face model from a local config.json, with random weights in float32."""
     architectures = _architectures(path)
     try:
         import transformers
@@ -258,7 +258,8 @@ def _load_hf(path: Path, source: str) -> ModelSpec:
     def build_model() -> "nn.Module":
         import torch
 
-        options = {"attn_implementation": "sdpa", "dtype": torch.float32}
+        # Attention is left to transformers, which takes scaled_dot_product_attention where the model supports it.
+        options = {"dtype": torch.float32}
         try:
             if model_class is not None:
                 model: nn.Module = model_class._from_config(config, **options)
