@@ -167,6 +167,28 @@ def test_the_same_inputs_give_the_same_file() -> None:
     assert plans[0] == plans[1]
 
 
+def test_ties_are_broken_by_least_work() -> None:
+    """Where a step waits for FSDP, compute behind it is free: the price stays, and none is wasted."""
+    slow = machine(flop_per_s=1e11, hbm_bytes_per_s=1e11, launch_s=1e-9, inter_bytes_per_s=1e7, latency_s=1e-9)
+    llama = example("llama")
+    with torch.device("meta"):
+        graph = trace(llama.build_model(), llama.example_inputs(1, 64), loss=llama.loss)
+    formulation = formulate(graph, slow, Mesh(tp=2, shard=4))
+    units = tuple(f"layers.{i}" for i in range(4))
+    formulation = dataclasses.replace(formulation, setting=dataclasses.replace(formulation.setting, units=units))
+    cheapest = solvers.solve(formulation.problem)
+    assert cheapest.choice is not None
+    assert cheapest.objective is not None
+    tie_break = formulation.tie_break(cheapest.objective)
+    settled = solvers.solve(tie_break)
+    assert settled.choice is not None
+    assert formulation.problem.price(settled.choice) == pytest.approx(cheapest.objective, rel=1e-8)
+    assert tie_break.price(settled.choice) <= tie_break.price(cheapest.choice)
+    # A choice that wastes hidden compute has the same price, and the tie is what tells them apart.
+    free = [t for t in formulation.problem.objective if t.name == "exposed data-parallel collectives"]
+    assert sum(term.value(settled.choice) for term in free) > 0.5 * cheapest.objective
+
+
 def test_the_certificate_covers_every_mesh() -> None:
     plan = solve_example("mlp", eager_to_shard(), gpus=4, global_batch=16)
     assert plan.solver.status is Status.OPTIMAL

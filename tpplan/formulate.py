@@ -10,6 +10,7 @@ Resource: peak bytes of one rank = parameters + gradients + optimizer states (ea
 activations + unsharded units + the largest op's gradients.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ from tpplan.costs.compute import Executor
 from tpplan.costs.memory import activation_terms
 from tpplan.costs.table import StrategyTime, time_table
 from tpplan.errors import UsageError
-from tpplan.graph import Source, within
+from tpplan.graph import Boundary, Source, within
 from tpplan.layout import Layout, LayoutKind
 from tpplan.mesh import Axis, Mesh
 from tpplan.plan import Precision
@@ -38,6 +39,11 @@ TP_REDUCTION, OPTIMIZER = "tensor-parallel gradient reduction", "optimizer"
 
 #: optimizer states per parameter element, in the parameter's own dtype
 OPTIMIZER_STATES = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
+
+#: prices that differ by less are the same
+TIE_TOLERANCE = 1e-9
+#: what a conversion counts among equals: less than anything that takes time
+CONVERSION_S = 1e-9
 
 #: bytes reduced at once; gradients of many small parameters travel together (torch DDP's default bucket)
 BUCKET_BYTES = 25 * 2**20
@@ -133,6 +139,25 @@ class Formulation:
         representative = self.space.classes[decision]
         return self.space.strategies[representative][choice[representative]]
 
+    def tie_break(self, objective_s: float) -> Problem:
+        """Among choices of this price, that of least work: where communication is exposed, compute behind it is free.
+
+        Minimizes compute, tp collectives and reductions, hidden or not, and then the number of conversions.
+        """
+        work = tuple(t for t in self.problem.objective if t.name in (COMPUTE, TENSOR_PARALLEL, TP_REDUCTION))
+        conversions = (
+            _linear("conversions", name, [CONVERSION_S * (s.operands != s.results) for s in strategies], 1.0)
+            for name in self.space.members
+            if isinstance(self.space.deciders[name], Boundary) and len(strategies := self.space.strategies[name]) > 1
+        )
+        price = Resource(name="step time", terms=self.problem.objective, limit=objective_s * (1 + TIE_TOLERANCE))
+        return Problem(
+            nodes=self.problem.nodes,
+            edges=self.problem.edges,
+            objective=(*work, *conversions),
+            resources=(*self.problem.resources, price),
+        )
+
     # Edges
 
     def _edges(self) -> Iterator[Edge]:
@@ -224,18 +249,10 @@ class Formulation:
             yield Term(name=DATA_PARALLEL, expressions=(idle, _minus(last, backward)), weight=float(count))
 
     def _hidden_time(self, unit: Unit) -> tuple[Expression, Expression]:
-        """A unit's own forward and backward seconds, collectives of the tp axis included."""
-        pairs: dict[str, int] = {}
-        for name in unit.hides:
-            pairs[name] = pairs.get(name, 0) + 1
-        forward = tuple(
-            (name, tuple(n * (t.forward + t.forward_collectives).seconds for t in self.table[name]))
-            for name, n in pairs.items()
-        )
-        backward = tuple(
-            (name, tuple(n * (t.backward + t.backward_collectives).seconds for t in self.table[name]))
-            for name, n in pairs.items()
-        )
+        """A unit's own forward and backward compute. Collectives of the tp axis hide nothing: links are shared."""
+        counts = Counter(unit.hides)
+        forward = tuple((name, tuple(n * t.forward.seconds for t in self.table[name])) for name, n in counts.items())
+        backward = tuple((name, tuple(n * t.backward.seconds for t in self.table[name])) for name, n in counts.items())
         return Expression(terms=forward), Expression(terms=backward)
 
     def _transfer(self, unit: Unit, kind: Collective, axis: Axis, bytes_of: BytesOf) -> Expression:

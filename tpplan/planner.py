@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -270,7 +270,8 @@ class _Job:
             solved[mesh] = self.solve_mesh(mesh)
         self.report("solve", len(candidates), len(candidates))
         for rounds in range(1, MAX_ROUNDS + 1):
-            best = self._best(solved)
+            best = self._settled(self._best(solved))
+            solved[best.formulation.mesh] = best
             choice = best.solution.choice
             assert choice is not None
             expanded = Expanded(formulation=expand(best.formulation, choice))
@@ -293,6 +294,21 @@ class _Job:
             return candidate.solution.objective or 0.0, mesh.tp, mesh.shard
 
         return min(feasible, key=order)
+
+    def _settled(self, best: _Candidate) -> _Candidate:
+        """The best mesh with its ties broken; as it was where that does not come out within the time limit."""
+        formulation, solution = best.formulation, best.solution
+        assert solution.objective is not None
+        problem = formulation.tie_break(solution.objective)
+        try:
+            chosen = solvers.solve(problem, solver=self.solver, time_limit_s=self.time_limit_s).choice
+        except SolverError as error:
+            logger.info("ties stay unbroken: %s", error)
+            return best
+        if chosen is None:
+            return best
+        price = formulation.problem.price(chosen)
+        return _Candidate(formulation, replace(solution, choice=chosen, objective=price))
 
     def _counterexample(self, expanded: Expanded, formulation: Formulation) -> bool:
         """Checks a plan; on a difference forbids what was chosen at the blamed decisions, in all like blocks."""
