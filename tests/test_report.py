@@ -230,11 +230,13 @@ def test_tied_weights_are_one_parameter() -> None:
     assert "10 k parameters" in render(plan)
 
 
-def test_without_tensor_parallelism_there_is_no_table() -> None:
+def test_without_tensor_parallelism_the_table_says_what_fsdp_does() -> None:
     whole = {name: replace(entry, placement=R, reads={"reader": R}) for name, entry in PARAMETERS.items()}
     text = render(make_plan(parameters=whole, boundaries={}, mesh=(2, 8, 1)))
     assert "tp 1: every module computes whole" in text
-    assert "feed_forward" not in text
+    assert "feed_forward" in text
+    assert "FSDP over 8 ranks" in text
+    assert "S(0)" not in text
 
 
 # The numbers

@@ -81,10 +81,10 @@ class _Row:
 def layer_lines(plan: Plan, width: int) -> Iterator[Text]:
     """The table in lines of at most `width` columns where its names allow, and a legend."""
     rows = _rows(plan)
-    if not any(True for row in rows for _ in row.conversions) and plan.mesh.tp == 1:
-        yield Text("tp 1: every module computes whole, with whole weights; nothing is converted.")
-        return
     entries = list(_entries(plan, rows))
+    if plan.mesh.tp == 1:
+        yield from _without_tp(plan, entries)
+        return
     yield from _side_by_side(entries, width) or _nested(entries)
     shown = {layout.kind for row in rows for layout in _layouts(row)}
     yield Text("; ".join(_LEGEND[kind] for kind in LayoutKind if kind in shown) + ".", style="dim")
@@ -119,6 +119,14 @@ def _entries(plan: Plan, rows: list[_Row]) -> Iterator[_Entry]:
         yield _Entry(
             label=_label(plan, row, pattern), style=row.style, weights=tuple(row.weights), conversions=conversions
         )
+
+
+def _without_tp(plan: Plan, entries: list[_Entry]) -> Iterator[Text]:
+    """Every module computes whole: all there is to say of its weights is what FSDP does with them."""
+    style = f"FSDP over {plan.mesh.shard} ranks" if plan.mesh.shard > 1 else "whole"
+    lines = [_TITLES[:2], *((entry.label, style if entry.style else "") for entry in entries)]
+    yield from (Text(line, style="" if i else "dim") for i, line in enumerate(_aligned(lines, 2)))
+    yield Text("tp 1: every module computes whole, nothing is converted.", style="dim")
 
 
 def _side_by_side(entries: list[_Entry], width: int) -> list[Text]:
