@@ -264,7 +264,8 @@ def _load_hf(path: Path, source: str) -> ModelSpec:
             if model_class is not None:
                 model: nn.Module = model_class._from_config(config, **options)
             else:
-                model = transformers.AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
+                from_config: Callable[..., nn.Module] = transformers.AutoModelForCausalLM.from_config
+                model = from_config(config, **options)
         except Exception as error:
             raise ModelError(
                 f"{path}: {type(error).__name__} while building {architectures or 'it'}: {error}"
