@@ -6,7 +6,7 @@ target, literals and local operands costs the same wherever it stands.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -97,11 +97,24 @@ class _KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not _is_view(func):
-            self.kernels.append(self._kernel(func, args, result))
+            self.kernels.extend(self._kernels(str(func), args, result))
         return result
 
-    def _kernel(self, func: Any, args: Any, result: Any) -> Kernel:
-        name = str(func)
+    def _kernels(self, name: str, args: Any, result: Any) -> Iterator[Kernel]:
+        match name:
+            case "aten.convolution.default":
+                yield _convolution(args[0], args[1], result, transposed=args[6], groups=args[8])
+            case "aten.convolution_backward.default":
+                product = _convolution(args[1], args[2], args[0], transposed=args[7], groups=args[9])
+                # The input's gradient and the weight's are the same product with the sizes changing places.
+                if args[10][0]:
+                    yield replace(product, n=product.k, k=product.n)
+                if args[10][1]:
+                    yield replace(product, m=product.k, k=product.m)
+            case _:
+                yield self._kernel(name, args, result)
+
+    def _kernel(self, name: str, args: Any, result: Any) -> Kernel:
         if name in ("aten.mm.default", "aten.bmm.default"):
             return _product(args[0], args[1])
         if name in ("aten.addmm.default", "aten.baddbmm.default"):
@@ -132,6 +145,22 @@ def _is_view(func: Any) -> bool:
 def _product(left: torch.Tensor, right: torch.Tensor) -> Matmul:
     batch = left.shape[0] if left.dim() == 3 else 1
     return Matmul(m=left.shape[-2], n=right.shape[-1], k=left.shape[-1], batch=batch, dtype=_name(left.dtype))
+
+
+def _convolution(
+    x: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, *, transposed: bool, groups: int
+) -> Matmul:
+    """As an implicit matrix product: positions x (channels in * window) @ (channels in * window) x channels out.
+
+    x [N, Ci, *sizes], weight [Co, Ci / groups, *window] ([Ci, Co / groups, *window] transposed), a batch of groups.
+    """
+    window = prod(weight.shape[2:])
+    if transposed:
+        sizes = (x.shape[0] * prod(x.shape[2:]), weight.shape[1] * window, weight.shape[0] // groups)
+    else:
+        sizes = (result.shape[0] * prod(result.shape[2:]), weight.shape[0] // groups, weight.shape[1] * window)
+    m, n, k = map(int, sizes)
+    return Matmul(m=m, n=n, k=k, batch=groups, dtype=_name(x.dtype))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tpplan.graph import Argument, ModelGraph, Op, Ref, Value, references
-from tpplan.layout import R_STAR, Layout, LayoutKind, P, R, fits
+from tpplan.layout import R_STAR, Layout, P, R, fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +132,3 @@ def base_target(target: str) -> str:
     namespace, _, rest = target.partition(".")
     name, _, overload = rest.partition(".")
     return f"{namespace}.{name[:-1]}.{overload}" if name.endswith("_") and not name.endswith("__") else target
-
-
-def is_sharded(layout: Layout) -> bool:
-    """True for S(d)."""
-    return layout.kind is LayoutKind.SHARD
