@@ -5,12 +5,13 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from tpplan.layout import R, parse_conversion, parse_layout
+from tpplan.layout import ROWS, R, parse_conversion, parse_layout
 from tpplan.mesh import Mesh
 from tpplan.plan import (
     BatchPlan,
     BoundaryPlan,
     ClusterPlan,
+    CrossingPlan,
     Fingerprints,
     FsdpPlan,
     MeshPlan,
@@ -20,6 +21,7 @@ from tpplan.plan import (
     Prediction,
     ProofReport,
     ProofStatus,
+    Recompute,
     SolverReport,
     parameters_fingerprint,
 )
@@ -41,9 +43,19 @@ def handmade_plan(
     units: tuple[str, ...] = (),
     reshard_after_forward: bool = True,
     precision: Precision = Precision.FP32,
+    recompute: Mapping[str, Recompute] | None = None,
 ) -> Plan:
-    """A plan for the model; parameters that are not mentioned are replicated and read by their owners as R."""
+    """A plan for the model; parameters that are not mentioned are replicated and read by their owners as R.
+
+    Ids cross as int64, all else in the precision's compute dtype.
+    """
     named = parameters or {}
+    compute = "float32" if precision is Precision.FP32 else "bfloat16"
+
+    def crossing(text: str) -> CrossingPlan:
+        conversion = parse_conversion(text)
+        return CrossingPlan(conversion, "int64" if conversion.target == ROWS else compute)
+
     return Plan(
         schema_version=1,
         tpplan_version="0.1.0",
@@ -59,12 +71,13 @@ def handmade_plan(
         parameters=parameter_plans(model, named),
         boundaries={
             module: BoundaryPlan(
-                inputs={path: parse_conversion(text) for path, text in inputs.items()},
-                outputs={path: parse_conversion(text) for path, text in out.items()},
+                inputs={path: crossing(text) for path, text in inputs.items()},
+                outputs={path: crossing(text) for path, text in out.items()},
             )
             for module, (inputs, out) in (boundaries or {}).items()
         },
         outputs={path: parse_layout(text) for path, text in (outputs or {}).items()},
+        recompute=recompute or {},
         fsdp=FsdpPlan(units=(*units, "<root>"), reshard_after_forward=reshard_after_forward),
         collectives=(),
         predicted=Prediction(

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import logging
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,8 +30,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tpplan.apply import apply_plan, no_sync, plan_name
 from tpplan.errors import PlanError, PlanMismatchError, UsageError
+from tpplan.layout import Conversion, R, S
 from tpplan.mesh import Mesh
-from tpplan.plan import Plan, Precision
+from tpplan.plan import BoundaryPlan, CrossingPlan, Plan, Precision, Recompute
 from tpplan.reduce import buckets
 from tpplan.style import styles
 
@@ -264,6 +266,91 @@ def recompute_a_function() -> None:
     assert_same(gradients(model), gradients(reference))
 
 
+class Counted(torch.utils._python_dispatch.TorchDispatchMode):
+    """How often each op runs, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.name().partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def planned(style: Style, mesh: Mesh, recompute: dict[str, Recompute]) -> Counter[str]:
+    """Ops of a forward and backward under a plan with this recomputation, gradients compared with one process."""
+    reference = build()
+    loss_of(reference, *batch()).backward()
+    model = build(dist.get_rank())
+    names, keys = [name for name, _ in model.named_parameters()], list(model.state_dict())
+    apply_plan(model, dataclasses.replace(style(model, mesh), recompute=recompute))
+    assert [name for name, _ in model.named_parameters()] == names
+    assert list(model.state_dict()) == keys
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))) if mesh.data_parallel == 1 else ():
+        assert type(twin.layers[0]) is type(model.layers[0])
+        loss_of(twin, *my_part(mesh)).backward()
+        assert_same(gradients(twin), gradients(reference))
+    with Counted() as counted:
+        loss_of(model, *my_part(mesh)).backward()
+    assert_same(gradients(model), gradients(reference))
+    return counted.counts
+
+
+def recompute_as_planned(style: Style, mesh: Mesh) -> None:
+    kept = planned(style, mesh, {})
+    full = planned(style, mesh, {"layers.0": Recompute.FULL, "layers.1": Recompute.FULL})
+    whole_model = planned(style, mesh, {"<root>": Recompute.FULL})  # FSDP's units in it gather again
+    selective = planned(style, mesh, {"layers.0": Recompute.SELECTIVE, "layers.1": Recompute.SELECTIVE})
+    mixed = planned(style, mesh, {"layers.0": Recompute.FULL, "layers.1.mlp": Recompute.FULL})
+    products, pointwise = "aten::mm", "aten::silu"
+    assert kept[products] == selective[products] < mixed[products] < full[products] <= whole_model[products]
+    assert kept[pointwise] == 2
+    assert selective[pointwise] == mixed[pointwise] == full[pointwise] == 4
+    sums = "_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor"
+    assert [selective[name] for name in sums] == [kept[name] for name in sums]
+
+
+@pytest.mark.parametrize(
+    ("style", "mesh"),
+    [
+        (sequence_parallel, Mesh(tp=2)),
+        (tensor_parallel, Mesh(tp=2)),
+        (data_parallel, Mesh(shard=2)),
+        (sequence_parallel, Mesh(shard=2, tp=2)),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_planned_recomputation_repeats_what_it_says_and_changes_nothing(style: Style, mesh: Mesh) -> None:
+    run_ranks(mesh.num_gpus, recompute_as_planned, style, mesh)
+
+
+def test_recomputation_is_of_training_forwards_and_of_modules_that_run() -> None:
+    run_ranks(1, recompute_alone)
+
+
+def recompute_alone() -> None:
+    """On one rank there is no tensor parallelism and no FSDP, and recomputation all the same."""
+    model = build()
+    region = {"layers.0": Recompute.FULL}
+    apply_plan(model, handmade_plan(model, Mesh(), recompute=region))
+    with torch.no_grad(), Counted() as counted:
+        loss_of(model, *batch())
+    assert counted.counts["aten::silu"] == 2
+    with pytest.raises(UsageError, match="apply a plan once"):
+        apply_plan(model, handmade_plan(model, Mesh()))
+    model = build()
+    with pytest.raises(PlanMismatchError, match=r"recompute.layers: ModuleList has no forward"):
+        apply_plan(model, handmade_plan(model, Mesh(), recompute={"layers": Recompute.FULL}))
+    model.layers[0].forward = model.layers[0].forward
+    with pytest.raises(UsageError, match=r"module layers.0: forward is replaced on the instance"):
+        apply_plan(model, handmade_plan(model, Mesh(), recompute=region))
+    model = build()
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, tiny_llama.Block))
+    with pytest.raises(UsageError, match=r"recompute.layers.0: .*checkpoint wrapper"):
+        apply_plan(model, handmade_plan(build(), Mesh(), recompute=region))
+
+
 def recompute_all() -> None:
     recompute_blocks(vocabulary_parallel, Mesh(tp=2), "in the model")
     recompute_blocks(sequence_parallel, Mesh(tp=2), "wrapped before")
@@ -368,6 +455,23 @@ def read_unplanned() -> None:
 
 def test_a_reader_that_is_not_planned_is_refused_where_the_planned_ones_differ() -> None:
     run_ranks(2, read_unplanned)
+
+
+def cross_in_another_dtype() -> None:
+    model = build()
+    plan = sequence_parallel(model, Mesh(tp=2), precision=Precision.BF16_MIXED)
+    apply_plan(model, dataclasses.replace(plan, precision=Precision.FP32))
+    with pytest.warns(UserWarning, match=r"input x: torch.float32 crosses.* priced for torch.bfloat16") as warned:
+        loss_of(model, *batch()).backward()
+    assert len([w for w in warned if "crosses" in str(w.message)]) == 1
+    crossing = CrossingPlan(Conversion(R, S(1)), "float31")
+    odd = dataclasses.replace(plan, boundaries={"layers.0": BoundaryPlan(inputs={"x": crossing}, outputs={})})
+    with pytest.raises(PlanError, match=r"boundaries.layers.0.inputs.x: 'float31' is no dtype of torch"):
+        apply_plan(build(), odd)
+
+
+def test_another_dtype_than_planned_is_said_once() -> None:
+    run_ranks(2, cross_in_another_dtype)
 
 
 # ---- other ways in

@@ -27,8 +27,9 @@ def test_planner_rediscovers_megatron_mlp() -> None:
     assert found["layers.*.down_proj.weight"] == str(S(1))
     # The row-parallel bias is one summand of the partial output, not added by every rank.
     assert plan.parameters["layers.*.down_proj.bias"].reads == {"layers.*.down_proj": P}
-    conversion = plan.boundary_plans()["layers.1.down_proj"].outputs["output"]
-    assert conversion.source == P
+    crossing = plan.boundary_plans()["layers.1.down_proj"].outputs["output"]
+    assert crossing.conversion.source == P
+    assert crossing.dtype == "float32"
 
 
 def test_planner_rediscovers_megatron_attention() -> None:
@@ -63,9 +64,9 @@ def test_planner_shards_the_vocabulary_of_the_head() -> None:
 def residual_is_sharded(plan: Plan) -> bool:
     """The stream between the blocks runs on slices of the sequence: some conversion gathers or scatters dim 1."""
     return any(
-        S(1) in (conversion.source, conversion.target)
+        S(1) in (crossing.conversion.source, crossing.conversion.target)
         for boundary in plan.boundary_plans().values()
-        for conversion in (*boundary.inputs.values(), *boundary.outputs.values())
+        for crossing in (*boundary.inputs.values(), *boundary.outputs.values())
     )
 
 

@@ -27,6 +27,7 @@ from tpplan.plan import (
     BoundaryPlan,
     ClusterPlan,
     CollectivePlan,
+    CrossingPlan,
     Fingerprints,
     FsdpPlan,
     LayoutText,
@@ -38,6 +39,7 @@ from tpplan.plan import (
     Prediction,
     ProofReport,
     ProofStatus,
+    Recompute,
     SolverReport,
     check_parameters,
     format_ranges,
@@ -79,10 +81,14 @@ EXAMPLE = Plan(
         "layers.*.norm.weight": parameter("R", (8,), {"layers.*.norm": "R*"}, trainable=False),
     },
     boundaries={
-        "embedding": BoundaryPlan(inputs={"input": Conversion(R, ROWS)}, outputs={"output": Conversion(ROWS, S(1))}),
-        "layers.*.up": BoundaryPlan(inputs={"input": Conversion(S(1), R_STAR)}, outputs={}),
+        "embedding": BoundaryPlan(
+            inputs={"input": CrossingPlan(Conversion(R, ROWS), "int64")},
+            outputs={"output": CrossingPlan(Conversion(ROWS, S(1)), "bfloat16")},
+        ),
+        "layers.*.up": BoundaryPlan(inputs={"input": CrossingPlan(Conversion(S(1), R_STAR), "bfloat16")}, outputs={}),
     },
     outputs={"output": S(2)},
+    recompute={"layers.*": Recompute.SELECTIVE, "layers.1": Recompute.FULL, "layers.2": Recompute.NONE},
     fsdp=FsdpPlan(units=("layers.*", "<root>"), reshard_after_forward=True),
     collectives=(
         CollectivePlan(
@@ -130,8 +136,8 @@ def test_schema_patterns_say_what_is_parsed():
     pattern = get_args(LayoutText)[1].pattern
     assert all(re.fullmatch(pattern, str(layout)) for layout in layouts)
     conversions = plan_schema()["$defs"]["BoundaryPlan"]["properties"]["inputs"]["additionalProperties"]
-    assert all(re.search(conversions["pattern"], f"{a} -> {b}") for a in layouts for b in layouts)
-    assert not re.search(conversions["pattern"], "R -> S(-1)")
+    assert all(re.search(conversions["pattern"], f"{a} -> {b} as bfloat16") for a in layouts for b in layouts)
+    assert not any(re.search(conversions["pattern"], text) for text in ("R -> S(-1) as int64", "R -> P", "R -> P as "))
 
 
 # Round trip.
@@ -141,11 +147,11 @@ names = st.text(st.sampled_from("abc.0") | st.characters(codec="utf-8", exclude_
 layouts = st.sampled_from([R, R_STAR, P, ROWS, S(0), S(3)])
 
 
-def _conversions(source: object, target: object) -> Conversion:
+def _crossings(source: object, target: object, dtype: str) -> CrossingPlan:
     try:
-        return Conversion(source, target)  # type: ignore[arg-type]
+        return CrossingPlan(Conversion(source, target), dtype)  # type: ignore[arg-type]
     except ValueError:
-        return Conversion(R, S(1))
+        return CrossingPlan(Conversion(R, S(1)), dtype)
 
 
 def strategy_of(hint: object) -> st.SearchStrategy[object]:
@@ -156,7 +162,7 @@ def strategy_of(hint: object) -> st.SearchStrategy[object]:
             case Text(parse=parse) if parse.__name__ == "parse_layout":
                 return layouts
             case Text():
-                return st.builds(_conversions, layouts, layouts)
+                return st.builds(_crossings, layouts, layouts, st.sampled_from(["int64", "float8_e4m3fn"]))
             case AtLeast(bound=bound) if arguments[0] is int:
                 return st.integers(int(bound), 2**70)
             case AtLeast(bound=bound):
@@ -193,6 +199,7 @@ def plans(draw: Callable[[st.SearchStrategy[object]], object]) -> Plan:
         cluster=dataclasses.replace(plan.cluster, gpus=8),
         batch=batch,
         blocks={"layers.*": "0-2,5"},
+        recompute=dict(zip(("layers.*.mlp", "layers.2.mlp"), plan.recompute.values(), strict=False)),
         parameters=dict(zip(("layers.*.w", "layers.1.w"), entries, strict=False)),
     )
 
@@ -322,7 +329,7 @@ MISTAKES = {
     ),
     "conversion": (
         "boundaries.embedding.inputs.input",
-        "P -> rows",
+        "P -> rows as int64",
         "boundaries.embedding.inputs.input: no conversion P -> rows",
     ),
     "range": ("blocks", {"layers.*": "2-0"}, "blocks.layers.*: expected ascending ranges, got '2-0'"),
@@ -342,6 +349,18 @@ MISTAKES = {
         "parameters.embedding.weight.aliases",
         ["embedding.weight"],
         "parameters.embedding.weight.aliases: a name cannot be its own alias",
+    ),
+    "no dtype": (
+        "boundaries.embedding.inputs.input",
+        "R -> rows",
+        "boundaries.embedding.inputs.input: expected a conversion and a dtype such as 'R -> S(1) as bfloat16', got",
+    ),
+    "recompute mode": ("recompute.layers.*", "some", "recompute.layers.*: expected one of none, full, selective"),
+    "recompute pattern": ("recompute", {"blocks.*": "full"}, "recompute.blocks.*: 'blocks.*' matches none of the"),
+    "region in a region": (
+        "recompute",
+        {"layers.*.up": "full", "layers.1": "selective"},
+        "recompute.layers.1: layers.1.up in it is recomputed too; name one of them",
     ),
     "batch": (
         "batch.global_batch",
@@ -475,6 +494,7 @@ def test_an_explicit_name_overrides_the_pattern():
 
 def test_patterns_of_modules_and_units_expand():
     assert set(EXAMPLE.boundary_plans()) == {"embedding", "layers.0.up", "layers.1.up", "layers.2.up"}
+    assert EXAMPLE.recomputed_modules() == {"layers.0": Recompute.SELECTIVE, "layers.1": Recompute.FULL}
     assert EXAMPLE.fsdp_units() == ("layers.0", "layers.1", "layers.2", "")
 
 
@@ -495,12 +515,14 @@ def test_blocks_of_the_root_expand():
         blocks={"*": "0,2"},
         parameters={"*.weight": parameter("R", (8,), {"*": "R"})},
         boundaries={},
+        recompute={"*": Recompute.FULL},
         fsdp=FsdpPlan(units=("*", "<root>"), reshard_after_forward=False),
     )
     again = Plan.from_dict(plan.to_dict())
     assert set(again.parameter_plans()) == {"0.weight", "2.weight"}
     assert again.parameter_plans()["2.weight"].reads == {"2": R}
     assert again.fsdp_units() == ("0", "2", "")
+    assert set(again.recomputed_modules()) == {"0", "2"}
 
 
 @given(st.sets(st.integers(0, MAX_BLOCK_INDEX), min_size=1, max_size=20))

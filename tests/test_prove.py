@@ -20,7 +20,7 @@ from tpplan.mesh import Mesh
 from tpplan.plan import Plan, ProofStatus
 from tpplan.problem import Expression, Term
 from tpplan.prove import check_structure
-from tpplan.trace import trace
+from tpplan.trace import trace, unchanged
 
 DIM, HIDDEN, HEADS, LENGTH = 32, 128, 4, 16
 
@@ -186,7 +186,7 @@ def test_a_trace_that_breaks_is_blamed_where_it_first_went_astray() -> None:
     assert choice is not None
     expanded = Expanded(formulation=expand(formulation, choice))
     assert expanded.layout(embedded) == S(1)
-    found = check_structure(model, inputs, expanded, loss=None, hook=None)
+    found = check_structure(model, inputs, expanded, loss=None, cast=unchanged)
     assert found is not None
     assert found.message == f"aten.arange.default in the root: the number {LENGTH} became {LENGTH // 2}"
     assert embedded in found.blamed

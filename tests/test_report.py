@@ -13,6 +13,7 @@ from tpplan.plan import (
     BoundaryPlan,
     ClusterPlan,
     CollectivePlan,
+    CrossingPlan,
     Fingerprints,
     FsdpPlan,
     MeshPlan,
@@ -23,6 +24,7 @@ from tpplan.plan import (
     Prediction,
     ProofReport,
     ProofStatus,
+    Recompute,
     SolverReport,
 )
 from tpplan.problem import Status
@@ -46,8 +48,8 @@ def boundary(
     outputs: Mapping[str, tuple[Layout, Layout]] | None = None,
 ) -> BoundaryPlan:
     return BoundaryPlan(
-        inputs={path: Conversion(*pair) for path, pair in (inputs or {}).items()},
-        outputs={path: Conversion(*pair) for path, pair in (outputs or {}).items()},
+        inputs={path: CrossingPlan(Conversion(*pair), "bfloat16") for path, pair in (inputs or {}).items()},
+        outputs={path: CrossingPlan(Conversion(*pair), "bfloat16") for path, pair in (outputs or {}).items()},
     )
 
 
@@ -89,6 +91,7 @@ def make_plan(
         parameters=parameters,
         boundaries=boundaries,
         outputs={"logits": S(2)},
+        recompute={},
         fsdp=FsdpPlan(units=("layers.*", "<root>"), reshard_after_forward=True),
         collectives=(
             CollectivePlan(
@@ -126,6 +129,23 @@ def row_of(plan: Plan, module: str, *, width: int = 120) -> str:
     """The line of the layers' table that begins with this module, its blanks joined."""
     lines = (" ".join(line.split()) for line in render(plan, width=width).splitlines())
     return next(line for line in lines if line.startswith(module))
+
+
+def test_recomputation_is_told_by_pattern() -> None:
+    modes = {"layers.*": Recompute.FULL, "layers.3": Recompute.NONE, "layers.4": Recompute.NONE, "head": Recompute.FULL}
+    line = row_of(replace(make_plan(), recompute=modes), "recompute")
+    assert line == "recompute head, layers.* x30: forward runs again in backward"
+    assert "recompute" not in render(make_plan())
+
+
+def test_an_unusual_dtype_is_named_where_it_crosses() -> None:
+    odd = BoundaryPlan(inputs={"x": CrossingPlan(Conversion(S(1), R_STAR), "float32")}, outputs={})
+    text = render(make_plan(boundaries={**BOUNDARIES, "layers.*.feed_forward": odd}), width=120)
+    assert [line for line in text.splitlines() if "float32" in line and "->" in line] == [
+        line for line in text.splitlines() if "in x: S(1) -> R* as float32" in line
+    ]
+    assert "Tensors cross as bfloat16, but where another is named." in text
+    assert "Tensors cross as bfloat16." in render(make_plan(), width=120)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120])

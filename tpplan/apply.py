@@ -1,4 +1,4 @@
-"""Applying a plan: tensor parallelism by tpplan.style, data parallelism by FSDP2, in the order that works.
+"""Applying a plan: tensor parallelism by tpplan.style, recomputation around it, data parallelism by FSDP2 last.
 
     model = tpplan.apply_plan(build_model(), "plan.json")        # under torchrun, process group initialised
     for micro_batch in micro_batches: loss(model(**micro_batch)).backward()
@@ -22,9 +22,11 @@ from torch.distributed.tensor import DTensor
 from tpplan.errors import PlanMismatchError, TpplanError, UsageError
 from tpplan.localize import SITE, Site
 from tpplan.mesh import Axis
-from tpplan.plan import Plan, Precision, check_parameters
+from tpplan.plan import ROOT, Plan, Precision, check_parameters
+from tpplan.recompute import check_recomputable, recompute
 from tpplan.reduce import Reducer
 from tpplan.style import module_styles
+from tpplan.subclass import is_generated
 
 #: what wrappers put into the names of the modules inside them; state_dict leaves them out, and so does a plan
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -43,7 +45,7 @@ def apply_plan(model: nn.Module, plan: Plan | str | os.PathLike[str], *, mesh: D
         raise UsageError(
             "apply_plan needs a process group: run under torchrun and call torch.distributed.init_process_group"
         )
-    if any(SITE in module.__dict__ or isinstance(module, FSDPModule) for module in model.modules()):
+    if any(is_generated(type(module)) or isinstance(module, FSDPModule) for module in model.modules()):
         raise UsageError("the model is sharded already: apply a plan once, to a plain model")
     loaded = _agreed_plan(model, plan)
     device_type = mesh.device_type if mesh is not None else _device_type(model)
@@ -54,6 +56,8 @@ def apply_plan(model: nn.Module, plan: Plan | str | os.PathLike[str], *, mesh: D
     modules = modules_by_name(model)
     for name, style in module_styles(loaded).items():
         style._apply(_module(modules, name), mesh[Axis.TP])
+    for module, mode in {_module(modules, name): mode for name, mode in loaded.recomputed_modules().items()}.items():
+        recompute(module, mode)
     _broadcast_replicas(model, mesh)
     _shard_data(model, loaded, mesh)
     return model
@@ -159,6 +163,13 @@ def _check_fits(model: nn.Module, plan: Plan) -> None:
     modules = modules_by_name(model)
     for name, style in module_styles(plan).items():
         style.check(_module(modules, name))
+    wrapped = {plan_name(name) for name, _ in model.named_modules() if name.endswith(_WRAPPER_NAMES[0])}
+    for name in plan.recomputed_modules():
+        check_recomputable(_module(modules, name), name)
+        if name in wrapped:
+            raise UsageError(
+                f"recompute.{name or ROOT}: it stands in a checkpoint wrapper already: leave that to the plan"
+            )
     for name in plan.fsdp_units():
         _module(modules, name)
 

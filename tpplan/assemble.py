@@ -16,6 +16,7 @@ from tpplan.plan import (
     ROOT,
     BoundaryPlan,
     CollectivePlan,
+    CrossingPlan,
     FsdpPlan,
     ParameterPlan,
     Pass,
@@ -115,17 +116,18 @@ class Expanded:
 
     def boundary_plans(self) -> dict[str, BoundaryPlan]:
         """Conversions of each module."""
-        chosen: dict[tuple[str, Direction, str], Conversion] = {}
+        chosen: dict[tuple[str, Direction, str], CrossingPlan] = {}
         for boundary in self.graph.boundaries:
             strategy = self.strategy(boundary.name)
             conversion = Conversion(strategy.operands[0], strategy.results[0])
             place = (boundary.module, boundary.direction, boundary.path)
-            assert chosen.setdefault(place, conversion) == conversion, f"calls of a module differ at {place}"
-        found: dict[str, dict[Direction, dict[str, Conversion]]] = {}
-        for (module, direction, path), conversion in chosen.items():
-            if not conversion.is_identity:
+            crossing = chosen.setdefault(place, CrossingPlan(conversion, self.graph.values[boundary.operand].dtype))
+            assert crossing.conversion == conversion, f"calls of a module differ at {place}"
+        found: dict[str, dict[Direction, dict[str, CrossingPlan]]] = {}
+        for (module, direction, path), crossing in chosen.items():
+            if not crossing.conversion.is_identity:
                 sides = found.setdefault(module, {Direction.INPUT: {}, Direction.OUTPUT: {}})
-                sides[direction][path] = conversion
+                sides[direction][path] = crossing
         return {
             module: BoundaryPlan(inputs=sides[Direction.INPUT], outputs=sides[Direction.OUTPUT])
             for module, sides in found.items()

@@ -6,16 +6,18 @@ reading; else the row says which dim is split.
 
 import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from rich.text import Text
 
-from tpplan.layout import ROWS, Conversion, Layout, LayoutKind, Step
-from tpplan.plan import ROOT, BoundaryPlan, ParameterPlan, Plan, parse_ranges
+from tpplan.layout import ROWS, Layout, LayoutKind, Step
+from tpplan.plan import ROOT, BoundaryPlan, CrossingPlan, ParameterPlan, Plan, parse_ranges
 
+#: what ids come in
+_IDS = ("int64", "int32")
 _TITLES = ("module", "style", "weight", "conversion", "forward / backward")
 #: what a value is on a rank, for the layouts that appear
 _LEGEND = {
@@ -50,11 +52,11 @@ class _Row:
             return f"tied to {self.tied_to}" if self.tied_to else ""
         if self.main.placement.kind is not LayoutKind.SHARD:
             return "replicated"
-        if any(conversion.target == ROWS for conversion in self.boundary.inputs.values()):
+        if any(crossing.conversion.target == ROWS for crossing in self.boundary.inputs.values()):
             return "vocabulary parallel"
         matrices = [name for name, parameter in self.parameters.items() if len(parameter.shape) > 1]
         if len(matrices) == 1 and len(self.main.shape) == 2:
-            if any(c.source.kind is LayoutKind.PARTIAL for c in self.boundary.outputs.values()):
+            if any(c.conversion.source.kind is LayoutKind.PARTIAL for c in self.boundary.outputs.values()):
                 return "row parallel"  # only a split contraction gives summands
             if self.main.placement.dim == 0:
                 return "column parallel"
@@ -70,18 +72,20 @@ class _Row:
         yield from (main, *(f"{name} {text}" for name, text in texts.items() if text != main))
 
     @property
-    def conversions(self) -> Iterator[tuple[str, Conversion]]:
-        """What crosses, inputs first: ("in x", conversion)."""
+    def crossings(self) -> Iterator[tuple[str, CrossingPlan]]:
+        """What crosses, inputs first, by name: "in x"."""
         for direction, table in (("in", self.boundary.inputs), ("out", self.boundary.outputs)):
-            for path, conversion in sorted(table.items()):
+            for path, crossing in sorted(table.items()):
                 name = path.removeprefix("output").removeprefix(".") if direction == "out" else path
-                yield f"{direction} {name}".rstrip(), conversion
+                yield f"{direction} {name}".rstrip(), crossing
 
 
 def layer_lines(plan: Plan, width: int) -> Iterator[Text]:
     """The table in lines of at most `width` columns where its names allow, and a legend."""
     rows = _rows(plan)
-    entries = list(_entries(plan, rows))
+    dtypes = Counter(crossing.dtype for row in rows for _, crossing in row.crossings if crossing.dtype not in _IDS)
+    usual = max(dtypes, key=lambda dtype: (dtypes[dtype], dtype), default="")
+    entries = list(_entries(plan, rows, usual))
     if plan.mesh.tp == 1:
         yield from _without_tp(plan, entries)
         return
@@ -90,6 +94,8 @@ def layer_lines(plan: Plan, width: int) -> Iterator[Text]:
     yield Text("; ".join(_LEGEND[kind] for kind in LayoutKind if kind in shown) + ".", style="dim")
     if any(entry.conversions for entry in entries):
         yield Text("The backward half of a conversion is taken where the value carries a gradient.", style="dim")
+    if usual:
+        yield Text(f"Tensors cross as {usual}{', but where another is named' if len(dtypes) > 1 else ''}.", style="dim")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +108,8 @@ class _Entry:
     conversions: tuple[tuple[str, str], ...] = ()
 
 
-def _entries(plan: Plan, rows: list[_Row]) -> Iterator[_Entry]:
-    """Members of a block stand below its pattern."""
+def _entries(plan: Plan, rows: list[_Row], usual_dtype: str) -> Iterator[_Entry]:
+    """Members of a block stand below its pattern. Ids apart, a dtype is named where it is not the usual one."""
     heading = None
     for row in rows:
         pattern = _generic(plan, row.key)[0]
@@ -111,8 +117,11 @@ def _entries(plan: Plan, rows: list[_Row]) -> Iterator[_Entry]:
             yield _Entry(label=f"{pattern} x{_num_members(plan, pattern)}")
         heading = pattern
         conversions = tuple(
-            (f"{name}: {conversion}", f"{_steps(conversion.forward)} / {_steps(conversion.backward)}")
-            for name, conversion in row.conversions
+            (
+                f"{name}: {crossing.conversion if crossing.dtype in (*_IDS, usual_dtype) else crossing}",
+                f"{_steps(crossing.conversion.forward)} / {_steps(crossing.conversion.backward)}",
+            )
+            for name, crossing in row.crossings
         )
         if row.is_exception and not conversions:
             conversions = (("none", ""),)
@@ -250,8 +259,8 @@ def _layouts(row: _Row) -> Iterator[Layout]:
     for parameter in row.parameters.values():
         yield parameter.placement
         yield from parameter.reads.values()
-    for _, conversion in row.conversions:
-        yield from (conversion.source, conversion.target)
+    for _, crossing in row.crossings:
+        yield from (crossing.conversion.source, crossing.conversion.target)
 
 
 def _steps(steps: tuple[Step, ...]) -> str:

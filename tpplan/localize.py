@@ -11,9 +11,9 @@ is counted, so recomputation and re-entrant calls are calls like any other.
 """
 
 import copy
-import copyreg
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -29,6 +29,7 @@ from tpplan.layout import ROWS, Conversion
 from tpplan.plan import ROOT
 from tpplan.read import ParameterReads
 from tpplan.reduce import Reducer
+from tpplan.subclass import subclass
 from tpplan.trace import named_tensors
 
 #: where a module keeps its Site; in __dict__, so neither a submodule nor in state_dict
@@ -44,6 +45,8 @@ class TensorParallel:
     group: TpGroup
     reducer: Reducer
     frames: list["Frame"] = field(default_factory=list)
+    #: a tensor crossed in another dtype than planned, and a warning has said so
+    has_warned: bool = False
 
     @classmethod
     def on(cls, mesh: DeviceMesh) -> "TensorParallel":
@@ -74,6 +77,7 @@ class Crossing:
     """One conversion at a boundary. `num_local_rows` is set for R -> rows alone."""
 
     conversion: Conversion
+    dtype: torch.dtype
     group: TpGroup
     where: str
     num_local_rows: int = 0
@@ -165,9 +169,8 @@ class Site:
         return output
 
     def _convert(self, root: str, tree: Any, crossings: Mapping[str, Crossing]) -> Any:
-        frames = self.shared.frames
         if isinstance(tree, Tensor) and root in crossings:
-            return crossings[root](tree, frames)
+            return self._cross(crossings[root], tree)
         if tree is None:
             return None
         found: set[str] = set()
@@ -177,7 +180,7 @@ class Site:
             if crossing is None:
                 return tensor
             found.add(path)
-            return crossing(tensor, frames)
+            return self._cross(crossing, tensor)
 
         converted = named_tensors({root: tree}, change)[root]
         if missing := sorted(crossings.keys() - found):
@@ -186,6 +189,16 @@ class Site:
                 f"it is a {type(tree).__name__}"
             )
         return converted
+
+    def _cross(self, crossing: Crossing, tensor: Tensor) -> Tensor:
+        if tensor.dtype != crossing.dtype and not self.shared.has_warned:
+            self.shared.has_warned = True
+            warnings.warn(
+                f"{crossing.where}: {tensor.dtype} crosses, and the plan was priced for {crossing.dtype}: results are "
+                "right, but its times and its memory do not hold (said once)",
+                stacklevel=2,
+            )
+        return crossing(tensor, self.shared.frames)
 
     def _wrap(self, output: Any) -> Any:
         """Outputs that stay sharded say so: the loss and the user see a DTensor."""
@@ -225,9 +238,14 @@ def argument_positions(module: nn.Module, crossings: Mapping[str, Crossing]) -> 
 
 
 def check_swappable(module: nn.Module, name: str) -> None:
-    """Raises UsageError for a module with a Site already, and for a forward on the instance, which would bypass it."""
+    """Raises UsageError for a module with a Site already, and as check_forward does."""
     if SITE in module.__dict__:
         raise UsageError(f"module {name or ROOT}: a plan is applied already")
+    check_forward(module, name)
+
+
+def check_forward(module: nn.Module, name: str) -> None:
+    """Raises UsageError for a forward on the instance, which would bypass the class's."""
     if "forward" in module.__dict__:
         raise UsageError(
             f"module {name or ROOT}: forward is replaced on the instance, which hides the module's boundary from the "
@@ -244,27 +262,10 @@ def swap_class(module: nn.Module, site: Site) -> None:
 @functools.cache
 def local_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """The subclass of cls that converts at its boundary and reads `names` as local tensors. It bears cls's own name."""
-
-    def reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        """Pickle finds classes by name, and this one has none of its own: rebuild it."""
-        reduced = super(generated, self).__reduce_ex__(protocol)
-        if type(self) is not generated or not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            return reduced  # type: ignore[return-value]
-        return _new_local, (cls, names), *reduced[2:]
-
     namespace: dict[str, Any] = {name: _local_parameter(name) for name in names}
     if cls.forward is not nn.Module.forward:
         namespace["forward"] = _local_forward(cls)
-    for attribute in ("__module__", "__qualname__", "__doc__"):
-        namespace[attribute] = getattr(cls, attribute)
-    metaclass: type = type(cls)
-    generated: type[nn.Module] = metaclass(cls.__name__, (cls,), namespace | {"__reduce_ex__": reduce_ex})
-    return generated
-
-
-def _new_local(cls: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    generated = local_class(cls, names)  # type: ignore[arg-type]
-    return generated.__new__(generated)
+    return subclass(cls, namespace, local_class, (names,))
 
 
 def _local_parameter(name: str) -> property:

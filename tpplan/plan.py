@@ -6,6 +6,7 @@ plan.schema.json describes the file; `load(dump(plan)) == plan`.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 from tpplan.errors import PlanError, PlanMismatchError
+from tpplan.graph import within
 from tpplan.layout import LAYOUT_PATTERN, Conversion, Layout, parse_conversion, parse_layout
 from tpplan.mesh import Axis, Mesh
 from tpplan.problem import Status
@@ -27,7 +29,6 @@ SCHEMA_VERSION = 1
 T = TypeVar("T")
 
 LayoutText = Annotated[Layout, Text(parse_layout, LAYOUT_PATTERN)]
-ConversionText = Annotated[Conversion, Text(parse_conversion, f"(?:{LAYOUT_PATTERN}) -> (?:{LAYOUT_PATTERN})")]
 Count = Annotated[int, AtLeast(1)]
 Size = Annotated[int, AtLeast(0)]
 Amount = Annotated[float, AtLeast(0)]
@@ -40,6 +41,15 @@ class Precision(StrEnum):
     FP32 = "fp32"
     BF16_MIXED = "bf16-mixed"
     BF16 = "bf16"
+
+
+class Recompute(StrEnum):
+    """What of a module's forward is kept for its backward, besides its inputs. full: nothing. selective: products,
+    attention and sums over ranks; the rest, which costs little to do again, is not. none: an exception to a pattern."""
+
+    NONE = "none"
+    FULL = "full"
+    SELECTIVE = "selective"
 
 
 class Pass(StrEnum):
@@ -91,12 +101,37 @@ class ParameterPlan:
     aliases: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CrossingPlan:
+    """How a tensor's layout changes at a module's boundary, and in which dtype it crosses: `S(1) -> R as float32`."""
+
+    conversion: Conversion
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.conversion} as {self.dtype}"
+
+
+def parse_crossing(text: str) -> CrossingPlan:
+    """The crossing that str() wrote. Raises PlanError for anything else."""
+    conversion, separator, dtype = text.partition(" as ")
+    if not separator or re.fullmatch(_DTYPE_PATTERN, dtype) is None:
+        raise PlanError(f"expected a conversion and a dtype such as 'R -> S(1) as bfloat16', got {text!r}")
+    return CrossingPlan(parse_conversion(conversion), dtype)
+
+
+_DTYPE_PATTERN = "[a-z][a-z0-9_]*"
+CrossingText = Annotated[
+    CrossingPlan, Text(parse_crossing, f"(?:{LAYOUT_PATTERN}) -> (?:{LAYOUT_PATTERN}) as {_DTYPE_PATTERN}")
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryPlan:
     """Conversions of the tensors that enter and leave a module's forward, by argument or output path."""
 
-    inputs: Mapping[str, ConversionText]
-    outputs: Mapping[str, ConversionText]
+    inputs: Mapping[str, CrossingText]
+    outputs: Mapping[str, CrossingText]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +209,8 @@ class ProofReport:
 class Plan:
     """A complete plan. `blocks` gives the indices of each repeated block as ranges: {"layers.*": "0-31"}.
 
-    `outputs` are the model's outputs, by path, that it returns sharded.
+    `recompute` names the modules whose forward runs again in backward, each as one region. `outputs` are the model's
+    outputs, by path, that it returns sharded.
     """
 
     schema_version: Count
@@ -189,6 +225,7 @@ class Plan:
     parameters: Mapping[str, ParameterPlan]
     boundaries: Mapping[str, BoundaryPlan]
     outputs: Mapping[str, LayoutText]
+    recompute: Mapping[str, Recompute]
     fsdp: FsdpPlan
     collectives: tuple[CollectivePlan, ...]
     predicted: Prediction
@@ -257,6 +294,12 @@ class Plan:
         """Conversions by module name, patterns expanded."""
         return {name: plan for name, (plan, _) in self._expanded(self.boundaries).items()}
 
+    def recomputed_modules(self) -> dict[str, Recompute]:
+        """The regions that are recomputed by module name, patterns expanded, "" for the root."""
+        expanded = self._expanded(self.recompute)
+        modes = {"" if name == ROOT else name: mode for name, (mode, _) in expanded.items()}
+        return {name: mode for name, mode in modes.items() if mode is not Recompute.NONE}
+
     def fsdp_units(self) -> tuple[str, ...]:
         """Module names that fully_shard wraps, patterns expanded, "" for the root."""
         names = [name for unit in self.fsdp.units for name, _ in self.expand(unit)]
@@ -300,6 +343,7 @@ class Plan:
                 raise PlanError(f"{origin}: blocks.{pattern}: {error}") from error
         places = {f"parameters.{key}": key for key in self.parameters}
         places |= {f"boundaries.{key}": key for key in self.boundaries}
+        places |= {f"recompute.{key}": key for key in self.recompute}
         places |= {f"fsdp.units[{position}]": unit for position, unit in enumerate(self.fsdp.units)}
         for place, key in places.items():
             try:
@@ -312,6 +356,15 @@ class Plan:
             starred = next(filter(_is_pattern, (*parameter.reads, *parameter.aliases)), None)
             if starred is not None:
                 raise PlanError(f"{origin}: parameters.{name}: {starred!r} has a '*' that the parameter's name has not")
+        self._check_regions(origin)
+
+    def _check_regions(self, origin: str) -> None:
+        """A region inside another would run three times."""
+        for region, inner in itertools.permutations(self.recomputed_modules(), 2):
+            if within(inner, region):
+                raise PlanError(
+                    f"{origin}: recompute.{region or ROOT}: {inner} in it is recomputed too; name one of them"
+                )
 
 
 #: how the root module is written where an empty key would be unclear

@@ -214,7 +214,7 @@ class _Job:
         self.inputs = self.example_inputs(self.batch.micro_batch, self.batch.seq_len)
         if self.precision is Precision.BF16:
             self.inputs = pytree.tree_map(_to_bfloat16, self.inputs)
-        self.graph = trace(self.model, self.inputs, loss=self.loss, hook=self.cast)
+        self.graph = trace(self.model, self.inputs, loss=self.loss, cast=self.cast)
         self.report("trace", 1, 1)
 
     def cast(self, tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
@@ -312,7 +312,7 @@ class _Job:
 
     def _counterexample(self, expanded: Expanded, formulation: Formulation) -> bool:
         """Checks a plan; on a difference forbids what was chosen at the blamed decisions, in all like blocks."""
-        found = check_structure(self.model, self.inputs, expanded, loss=self.loss, hook=self.cast)
+        found = check_structure(self.model, self.inputs, expanded, loss=self.loss, cast=self.cast)
         if found is None:
             return False
         tp, space = formulation.mesh.tp, formulation.space
@@ -421,6 +421,7 @@ class _Job:
             parameters=by_pattern(graph, parameters, rename_parameter),
             boundaries=by_pattern(graph, expanded.boundary_plans(), lambda plan, rename: plan, empty),
             outputs=expanded.outputs(),
+            recompute={},
             fsdp=expanded.fsdp_plan(),
             collectives=expanded.collectives(),
             predicted=expanded.prediction(),

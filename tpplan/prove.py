@@ -8,6 +8,7 @@ The rules themselves are validated by brute force; a plan so checked says `struc
 """
 
 import copy
+import functools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -39,20 +40,19 @@ class Counterexample:
 
 
 def check_structure(
-    model: nn.Module, inputs: Inputs, expanded: Expanded, *, loss: Loss | None, hook: BoundaryHook | None
+    model: nn.Module, inputs: Inputs, expanded: Expanded, *, loss: Loss | None, cast: BoundaryHook
 ) -> Counterexample | None:
     """None when the applied model runs the original's ops on the planned local shapes, else the first difference."""
     local = localized(model, expanded)
     sizes = _boundary_sizes(expanded)
 
     def resize(tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
-        if hook is not None:
-            tensor = hook(tensor, module, direction, path)
         wanted = sizes.get((module, direction, path))
         return tensor if wanted is None else operators.resize(tensor, wanted)
 
     try:
-        retraced = trace(local, inputs, loss=loss, hook=resize, hook_key=lambda module: _doings(sizes, module))
+        key = functools.partial(_doings, sizes)
+        retraced = trace(local, inputs, loss=loss, cast=cast, resize=resize, resize_key=key)
     except TraceError as error:
         reason = f"the applied model cannot run: {str(error).splitlines()[0].partition(': ')[2]}"
         return _compare_so_far(expanded, error.ran or torch.fx.Graph(), reason)

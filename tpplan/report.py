@@ -5,7 +5,7 @@ and a terminal show the same.
 """
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 
 from rich.console import Console, Group, RenderableType
@@ -16,7 +16,7 @@ from rich.text import Text
 from tpplan.errors import PlanError
 from tpplan.layer_table import layer_lines
 from tpplan.mesh import Axis
-from tpplan.plan import CollectivePlan, Pass, Plan, Precision, ProofStatus
+from tpplan.plan import CollectivePlan, Pass, Plan, Precision, ProofStatus, Recompute
 from tpplan.units import DTYPE_BYTES, GIB, format_bytes, format_seconds
 
 #: columns of a text that no terminal shows
@@ -28,6 +28,10 @@ _PRECISION = {
     Precision.FP32: "everything as the model was built",
     Precision.BF16_MIXED: "float32 parameters and optimizer states, bfloat16 compute",
     Precision.BF16: "bfloat16 throughout",
+}
+_RECOMPUTE = {
+    Recompute.SELECTIVE: "all but products, attention and sums over ranks run again in backward",
+    Recompute.FULL: "forward runs again in backward",
 }
 _PROOF = {
     ProofStatus.UNPROVEN: "nothing was checked",
@@ -111,6 +115,8 @@ def _header(plan: Plan) -> Iterator[tuple[str, str]]:
             yield "", _axis_line(plan, axis)
     if plan.fsdp.units:
         yield "fsdp units", _fsdp_line(plan)
+    if plan.recompute:
+        yield "recompute", _recompute_line(plan)
     yield "precision", f"{plan.precision}: {_PRECISION[plan.precision]}"
     yield "optimizer", plan.optimizer
     yield (
@@ -138,9 +144,25 @@ def _axis_line(plan: Plan, axis: Axis) -> str:
     return f"{axis}: {_AXES[axis].format(ranks=group.ranks)} ({place})"
 
 
+def _recompute_line(plan: Plan) -> str:
+    """Regions by what of them is repeated; a pattern is counted without its exceptions."""
+    parts = []
+    for mode in (Recompute.FULL, Recompute.SELECTIVE):
+        keys = sorted(key for key, own in plan.recompute.items() if own is mode)
+        counts = [
+            (key, sum(1 for name, _ in plan.expand(key) if name == key or name not in plan.recompute)) for key in keys
+        ]
+        if counts:
+            parts.append(f"{_counted(counts)}: {_RECOMPUTE[mode]}")
+    return "; ".join(parts) or "nothing"
+
+
+def _counted(counts: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{key} x{count}" if count > 1 else key for key, count in counts)
+
+
 def _fsdp_line(plan: Plan) -> str:
-    counts = [(unit, sum(1 for _ in plan.expand(unit))) for unit in plan.fsdp.units]
-    names = ", ".join(f"{unit} x{count}" if count > 1 else unit for unit, count in counts)
+    names = _counted((unit, sum(1 for _ in plan.expand(unit))) for unit in plan.fsdp.units)
     kept = "resharded after forward (ZeRO-3)" if plan.fsdp.reshard_after_forward else "kept until backward (ZeRO-2)"
     return f"{names}; {kept}" if plan.mesh.shard > 1 else names
 

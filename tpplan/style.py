@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
@@ -145,16 +146,17 @@ class ModuleStyle(ParallelStyle):
         argument_positions(module, self._crossings("input", _NO_GROUP))
 
     def _crossings(self, direction: str, group: TpGroup) -> dict[str, Crossing]:
-        conversions = self.boundary.inputs if direction == "input" else self.boundary.outputs
+        planned = self.boundary.inputs if direction == "input" else self.boundary.outputs
         return {
             path: Crossing(
-                conversion=conversion,
+                conversion=crossing.conversion,
+                dtype=_dtype(crossing.dtype, where=f"boundaries.{self.name or ROOT}.{direction}s.{path}"),
                 group=group,
                 where=f"module {self.name or ROOT}, {direction} {path}",
-                num_local_rows=self.num_local_rows if conversion.target == ROWS else 0,
+                num_local_rows=self.num_local_rows if crossing.conversion.target == ROWS else 0,
             )
-            for path, conversion in conversions.items()
-            if not conversion.is_identity
+            for path, crossing in planned.items()
+            if not crossing.conversion.is_identity
         }
 
     def _add_name(self, module: nn.Module, site: Site) -> nn.Module:
@@ -206,6 +208,13 @@ def module_styles(plan: Plan) -> dict[str, ModuleStyle]:
     }
 
 
+def _dtype(name: str, *, where: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PlanError(f"{where}: {name!r} is no dtype of torch {torch.__version__}")
+    return dtype
+
+
 def _sharded_outputs(plan: Plan) -> dict[str, int]:
     """Dims of the outputs that stay sharded. Raises PlanError for an output that no one outside could read."""
     dims: dict[str, int] = {}
@@ -223,7 +232,7 @@ def _sharded_outputs(plan: Plan) -> dict[str, int]:
 
 def _num_local_rows(name: str, boundary: BoundaryPlan, plan: Plan) -> int:
     """Rows on a rank of the one weight that is looked up inside the module. 0 where no ids become local rows."""
-    if not any(conversion.target == ROWS for conversion in boundary.inputs.values()):
+    if not any(crossing.conversion.target == ROWS for crossing in boundary.inputs.values()):
         return 0
     rows = {
         parameter.shape[0] // plan.mesh.tp
@@ -237,11 +246,12 @@ def _num_local_rows(name: str, boundary: BoundaryPlan, plan: Plan) -> int:
 
 def _hands_rows_on(name: str, boundaries: Mapping[str, BoundaryPlan]) -> bool:
     """True when ids enter as rows here, and what is looked up leaves only a module around this one."""
-    enters = name in boundaries and any(conversion.target == ROWS for conversion in boundaries[name].inputs.values())
+    inputs = boundaries[name].inputs.values() if name in boundaries else ()
+    enters = any(crossing.conversion.target == ROWS for crossing in inputs)
     leaves = any(
-        conversion.source == ROWS
+        crossing.conversion.source == ROWS
         for other, boundary in boundaries.items()
         if within(other, name)
-        for conversion in boundary.outputs.values()
+        for crossing in boundary.outputs.values()
     )
     return enters and not leaves

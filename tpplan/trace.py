@@ -24,10 +24,16 @@ from tpplan.siblings import HookKey, standing_in
 
 logger = logging.getLogger(__name__)
 
-#: changes a tensor at a boundary while tracing, by (module, direction, path); the proof resizes to local shapes here
+#: changes a tensor at a boundary while tracing, by (module, direction, path)
 BoundaryHook = Callable[[torch.Tensor, str, Direction, str], torch.Tensor]
+
 Loss = Callable[[Any, Any], torch.Tensor]
 Inputs = Mapping[str, Any] | tuple[Any, ...]
+
+
+def unchanged(tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
+    """The boundary hook that does nothing."""
+    return tensor
 
 
 def forward_inputs(model: nn.Module, inputs: Inputs) -> Inputs:
@@ -108,13 +114,14 @@ def convert_arguments(
 
 
 @contextlib.contextmanager
-def _marked(model: nn.Module, hook: BoundaryHook | None) -> Iterator[None]:
-    """Hooks that mark every crossing of every module, removed at the end."""
+def _marked(model: nn.Module, cast: BoundaryHook, resize: BoundaryHook) -> Iterator[None]:
+    """Hooks that mark every crossing of every module, removed at the end. A conversion stands where the mark is."""
 
     def mark(name: str, direction: Direction) -> Callable[[str, torch.Tensor], torch.Tensor]:
         def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
+            tensor = cast(tensor, name, direction, path)
             marked = operators.boundary(tensor, name, str(direction), path)
-            return hook(marked, name, direction, path) if hook is not None else marked
+            return resize(marked, name, direction, path)
 
         return change
 
@@ -145,27 +152,30 @@ def trace(
     inputs: Inputs,
     *,
     loss: Loss | None = None,
-    hook: BoundaryHook | None = None,
-    hook_key: HookKey | None = None,
+    cast: BoundaryHook = unchanged,
+    resize: BoundaryHook = unchanged,
+    resize_key: HookKey | None = None,
 ) -> ModelGraph:
     """The graph of one training forward, loss included, at the shapes of `inputs`.
 
     `inputs` is what example_inputs gives: keyword arguments (those forward does not take go to the loss alone), or a
-    tuple. Like layers are traced once; hook_key(module) says what `hook` does inside a module, where that differs
-    between layers. Raises ModelError where export fails, naming the module that was running and the original error.
+    tuple. `cast` changes a tensor before it crosses a boundary, as FSDP's mixed precision does, and `resize` behind it,
+    as conversions do. Like layers are traced once; resize_key(module) says what `resize` does inside a module, where
+    that differs between layers. Raises ModelError where export fails, naming the module that was running and the
+    original error.
     """
     try:
-        return _trace(model, inputs, loss, hook, standing_in(model, hook_key))
+        return _trace(model, inputs, loss, _marked(model, cast, resize), standing_in(model, resize_key))
     except NotAlikeError as reason:
         logger.info("every layer is traced: %s", reason)
-        return _trace(model, inputs, loss, hook, contextlib.nullcontext())
+        return _trace(model, inputs, loss, _marked(model, cast, resize), contextlib.nullcontext())
 
 
 def _trace(
     model: nn.Module,
     inputs: Inputs,
     loss: Loss | None,
-    hook: BoundaryHook | None,
+    marked: contextlib.AbstractContextManager[None],
     siblings: contextlib.AbstractContextManager[None],
 ) -> ModelGraph:
     leaves, spec = pytree.tree_flatten(inputs)
@@ -173,7 +183,7 @@ def _trace(
     device = next((p.device for p in model.parameters()), torch.device("meta"))
     placed = tuple(leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
     running: list[str] = []
-    with _training(model), siblings, _marked(model, hook), _call_stack(model, running), _quiet():
+    with _training(model), siblings, marked, _call_stack(model, running), _quiet():
         try:
             program = torch.export.export(_Step(model, loss, spec), placed, strict=False)
         except Exception as error:
