@@ -25,6 +25,7 @@ from tpplan.layout import (
     S,
     Step,
     conversions_between,
+    fits,
     layouts_of,
 )
 
@@ -62,15 +63,16 @@ def summand(whole: Tensor, rank: int, num_ranks: int) -> Tensor:
     return others[rank] if rank < num_ranks - 1 else whole - sum(others)
 
 
-def slice_of(whole: Tensor, dim: int, rank: int, num_ranks: int) -> Tensor:
-    return whole.chunk(num_ranks, dim)[rank].clone()
+def slice_of(whole: Tensor, layout: Layout, rank: int, num_ranks: int) -> Tensor:
+    parts = whole.split(layout.parts or (whole.shape[layout.dim],), layout.dim)
+    return torch.cat([part.chunk(num_ranks, layout.dim)[rank] for part in parts], layout.dim)
 
 
 def local_value(whole: Tensor, layout: Layout) -> Tensor:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     match layout.kind:
         case LayoutKind.SHARD:
-            return slice_of(whole, layout.dim, rank, num_ranks)
+            return slice_of(whole, layout, rank, num_ranks)
         case LayoutKind.PARTIAL:
             return summand(whole, rank, num_ranks)
         case _:
@@ -81,7 +83,7 @@ def local_gradient(whole: Tensor, layout: Layout) -> Tensor:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     match layout.kind:
         case LayoutKind.SHARD:
-            return slice_of(whole, layout.dim, rank, num_ranks)
+            return slice_of(whole, layout, rank, num_ranks)
         case LayoutKind.REPLICATE_PARTIAL_GRADIENT:
             return summand(whole, rank, num_ranks)
         case _:
@@ -121,7 +123,10 @@ def every_conversion() -> int:
     num_ranks, group = dist.get_world_size(), dist.group.WORLD
     checked = 0
     for shape in shapes(num_ranks):
-        layouts = layouts_of(shape, carries_gradient=True, tp=num_ranks)
+        n = num_ranks
+        parted = (S(0, n, n), S(1, n, 2 * n), S(1, *[n] * (shape[1] // n)), S(2, 2 * n, n))
+        fused = (layout for layout in parted if fits(shape, layout, n))
+        layouts = (*layouts_of(shape, carries_gradient=True, tp=n), *fused)
         value, gradient = random(1, *shape), random(2, *shape)
         for conversion in conversions_between(layouts, layouts, carries_gradient=True):
             x = local_value(value, conversion.source).requires_grad_()
@@ -142,8 +147,8 @@ def every_conversion() -> int:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_conversions_move_value_and_gradient_as_the_layouts_say(num_ranks: int) -> None:
-    # From each layout to each: R, R*, P, and a shard of each of the three dims, two in the second shape.
-    assert run_ranks(num_ranks, every_conversion) == [6 * 6 + 5 * 5] * num_ranks
+    # From each layout to each: R, R*, P, shards of three dims and three of parts; two and two in the second shape.
+    assert run_ranks(num_ranks, every_conversion) == [9 * 9 + 7 * 7] * num_ranks
 
 
 def rows_of_an_embedding() -> None:

@@ -17,6 +17,7 @@ WITHOUT_TORCH = (
     "strict",
     "interpolate",
     "mesh",
+    "intervals",
     "layout",
     "graph",
     "blocks",

@@ -30,7 +30,7 @@ from tpplan.layout import (
 #: dims divide by 2, 3 and 4, and slices of slices still differ
 SHAPE = (12, 24)
 RANKS = (2, 3, 4)
-LAYOUTS = layouts_of(SHAPE, carries_gradient=True, tp=12)
+LAYOUTS = (*layouts_of(SHAPE, carries_gradient=True, tp=12), S(1, 12, 12))
 PAIRS = tuple(itertools.product(LAYOUTS, LAYOUTS))
 
 #: the table of the design: (from, to) -> (forward, backward)
@@ -63,7 +63,7 @@ def summands(whole: np.ndarray, tp: int, seed: int) -> Ranks:
 def place(whole: np.ndarray, layout: Layout, tp: int, *, partial: LayoutKind) -> Ranks:
     """What the ranks hold: `partial` is the kind that is a summand, P for values and R* for gradients."""
     if layout.kind is LayoutKind.SHARD:
-        return np.split(whole, tp, layout.dim)
+        return split(whole, layout, tp)
     return summands(whole, tp, seed=7) if layout.kind is partial else [whole.copy() for _ in range(tp)]
 
 
@@ -76,25 +76,38 @@ def assert_holds(ranks: Ranks, whole: np.ndarray, layout: Layout, *, partial: La
         np.testing.assert_allclose(rank, expected, atol=1e-12)
 
 
+def split(whole: np.ndarray, layout: Layout, tp: int) -> Ranks:
+    """Each rank's slices of the parts of a dim."""
+    parts = np.split(whole, np.cumsum(layout.parts)[:-1], layout.dim)
+    slices = [np.split(part, tp, layout.dim) for part in parts]
+    return [np.concatenate([part[rank] for part in slices], layout.dim) for rank in range(tp)]
+
+
+def join(ranks: Ranks, layout: Layout) -> np.ndarray:
+    """The inverse."""
+    tp = len(ranks)
+    cuts = np.cumsum([part // tp for part in layout.parts])[:-1]
+    slices = [np.split(rank, cuts, layout.dim) for rank in ranks]
+    return np.concatenate([s for part in zip(*slices, strict=True) for s in part], layout.dim)
+
+
 def take(step: Step, ranks: Ranks, source: Layout, target: Layout) -> Ranks:
     """One step of a change from source to target, as the group of ranks sees it."""
     tp = len(ranks)
-    dim = target.dim if source.dim is None else source.dim
     match step:
         case Step.ALL_REDUCE:
             return [sum(ranks)] * tp
         case Step.ALL_GATHER:
-            return [np.concatenate(ranks, dim)] * tp
+            return [join(ranks, source)] * tp
         case Step.REDUCE_SCATTER:
-            return np.split(sum(ranks), tp, dim)
+            return split(sum(ranks), target, tp)
         case Step.ALL_TO_ALL:
-            blocks = [np.split(rank, tp, target.dim) for rank in ranks]
-            return [np.concatenate([blocks[other][rank] for other in range(tp)], source.dim) for rank in range(tp)]
+            return split(join(ranks, source), target, tp)
         case Step.SLICE:
-            return [np.split(tensor, tp, dim)[rank] for rank, tensor in enumerate(ranks)]
+            return [split(tensor, target, tp)[rank] for rank, tensor in enumerate(ranks)]
         case Step.PAD:
             zeros = [np.zeros_like(tensor) for tensor in ranks]
-            return [np.concatenate([*zeros[:r], ranks[r], *zeros[r + 1 :]], dim) for r in range(tp)]
+            return [join([*zeros[:r], ranks[r], *zeros[r + 1 :]], source) for r in range(tp)]
         case Step.DIVIDE:
             return [tensor / tp for tensor in ranks]
         case _:
@@ -243,11 +256,14 @@ def test_a_dim_belongs_to_shards_alone(layout):
 def test_local_shapes():
     assert local_shape((6, 4), S(0), 3) == (2, 4)
     assert local_shape((6, 4), S(1), 2) == (6, 2)
+    assert local_shape((6, 12), S(1, 4, 8), 2) == (6, 6)
+    assert not fits((6, 12), S(1, 3, 9), 2)  # each part divides, or none is sharded
+    assert not fits((6, 12), S(1, 4, 4), 2)
     for layout in (R, R_STAR, P, ROWS):
         assert local_shape((6, 5), layout, 4) == (6, 5)
     for shape in ((6, 4), (), (3,)):
         assert not fits(shape, S(0), 4)
-        with pytest.raises(ValueError, match="does not divide by 4"):
+        with pytest.raises(ValueError, match="on 4 ranks"):
             local_shape(shape, S(0), 4)
 
 

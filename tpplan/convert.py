@@ -20,6 +20,7 @@ Collectives work on dim 0; along any other dim a copy of the whole goes with the
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never, final
 
@@ -29,7 +30,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from tpplan.errors import PlanMismatchError
-from tpplan.layout import ROWS, Conversion, Step
+from tpplan.intervals import Interval, exchange, held, in_order, rank_by_rank
+from tpplan.layout import ROWS, Conversion, Layout, Step, fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,7 @@ def convert(x: Tensor, conversion: Conversion, group: ProcessGroup) -> Tensor:
 class Converter:
     """A conversion made ready for one process group. `where` opens the error messages: module, direction, path."""
 
-    __slots__ = ("_backward", "_forward", "_source_dim", "_target_dim", "conversion", "group", "where")
+    __slots__ = ("_backward", "_forward", "conversion", "group", "where")
 
     def __init__(self, conversion: Conversion, group: TpGroup, *, where: str) -> None:
         if ROWS in (conversion.source, conversion.target):
@@ -68,9 +70,6 @@ class Converter:
         self.where = where
         self._forward = next(iter(conversion.forward), Step.NONE)
         self._backward = next(iter(conversion.backward), Step.NONE)
-        # Only steps from or to S(d) look at a dim.
-        self._source_dim = conversion.source.dim or 0
-        self._target_dim = conversion.target.dim or 0
 
     def __call__(self, x: Tensor) -> Tensor:
         """The converted tensor, differentiable where x needs a gradient."""
@@ -84,20 +83,25 @@ class Converter:
 
     def forward(self, x: Tensor) -> Tensor:
         """The value's half."""
-        return _take(self._forward, x, self._source_dim, self._target_dim, self.group)
+        return _take(self._forward, x, self.conversion.source, self.conversion.target, self.group)
 
     def backward(self, gradient: Tensor) -> Tensor:
         """The gradient's half."""
-        return _take(self._backward, gradient, self._target_dim, self._source_dim, self.group)
+        return _take(self._backward, gradient, self.conversion.target, self.conversion.source, self.group)
 
     def _check(self, x: Tensor) -> None:
         """gloo aborts the process, and NCCL hangs, where this raises on every rank."""
-        source, target = self.conversion.source.dim, self.conversion.target.dim
-        if source is not None and source >= x.dim():
-            raise PlanMismatchError(f"{self.where}: {self.conversion}: shape {list(x.shape)} has no dim {source}")
-        if target is not None and (target >= x.dim() or x.shape[target] % self.group.size):
+        source, target = self.conversion.source, self.conversion.target
+        if source.dim is not None and source.dim >= x.dim():
+            raise PlanMismatchError(f"{self.where}: {self.conversion}: shape {list(x.shape)} has no dim {source.dim}")
+        whole = list(x.shape)
+        if source.dim is not None:
+            whole[source.dim] *= self.group.size
+            if source.parts and sum(source.parts) != whole[source.dim]:
+                raise PlanMismatchError(f"{self.where}: {self.conversion}: shape {list(x.shape)} is no rank's part")
+        if not fits(tuple(whole), target, self.group.size):
             raise PlanMismatchError(
-                f"{self.where}: {self.conversion}: dim {target} of shape {list(x.shape)} does not divide by "
+                f"{self.where}: {self.conversion}: dim {target.dim} of shape {whole} does not divide by "
                 f"tp = {self.group.size}; pad the batch to a multiple, or solve again for this shape"
             )
 
@@ -117,8 +121,11 @@ class _Converted(torch.autograd.Function):
         return ctx.converter.backward(gradient), None
 
 
-def _take(step: Step, x: Tensor, join: int, split: int, group: TpGroup) -> Tensor:
-    """One step of the table above."""
+def _take(step: Step, x: Tensor, source: Layout, target: Layout, group: TpGroup) -> Tensor:
+    """One step of the table above. It gathers or pads what is sharded as `source`, and splits as `target`.
+
+    A dim with parts is reordered around the step, so that the slices of a rank lie together.
+    """
     match step:
         case Step.NONE:
             return x
@@ -127,20 +134,54 @@ def _take(step: Step, x: Tensor, join: int, split: int, group: TpGroup) -> Tenso
         case Step.ALL_REDUCE:
             return all_reduce(x, "sum", group)
         case Step.ALL_GATHER:
-            return _all_gather(x, join, group)
+            return _in_order(_all_gather(x, _dim(source), group), source, group)
         case Step.REDUCE_SCATTER:
-            return _reduce_scatter(x, split, group)
+            return _reduce_scatter(_rank_by_rank(x, target, group), _dim(target), group)
         case Step.ALL_TO_ALL:
-            return _all_to_all(x, join, split, group)
+            if source.dim == target.dim:
+                return _exchange(x, source, target, group)
+            moved = _all_to_all(_rank_by_rank(x, target, group), _dim(source), _dim(target), group)
+            return _in_order(moved, source, group)
         case Step.SLICE:
-            length = x.shape[split] // group.size
-            return x.narrow(split, group.rank * length, length).clone(memory_format=torch.contiguous_format)
+            own = held(target.parts or (x.shape[_dim(target)],), group.size)[group.rank]
+            part = _laid(x, _dim(target), own)
+            return part if len(own) > 1 else part.clone(memory_format=torch.contiguous_format)
         case Step.PAD:
-            return _pad(x, join, group)
+            return _in_order(_pad(x, _dim(source), group), source, group)
         case Step.LOCAL_ROWS | Step.MASK:
             raise ValueError(f"{step} is not a step of one tensor")
         case _:
             assert_never(step)
+
+
+def _dim(layout: Layout) -> int:
+    assert layout.dim is not None
+    return layout.dim
+
+
+def _laid(x: Tensor, dim: int, intervals: Sequence[Interval]) -> Tensor:
+    """The intervals of x side by side; a view where there is one."""
+    pieces = [x.narrow(dim, start, length) for start, length in intervals]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def _rank_by_rank(x: Tensor, layout: Layout, group: TpGroup) -> Tensor:
+    """From the dim's own order to one whose contiguous slices are what the ranks hold."""
+    return _laid(x, _dim(layout), rank_by_rank(layout.parts, group.size)) if layout.parts else x
+
+
+def _in_order(x: Tensor, layout: Layout, group: TpGroup) -> Tensor:
+    """The inverse of _rank_by_rank."""
+    return _laid(x, _dim(layout), in_order(layout.parts, group.size)) if layout.parts else x
+
+
+def _exchange(x: Tensor, source: Layout, target: Layout, group: TpGroup) -> Tensor:
+    """Contiguous slices to slices of parts, or back: each rank sends every other what that is to hold."""
+    dim, whole = _dim(source), (x.shape[_dim(source)] * group.size,)
+    mine = exchange(source.parts or whole, target.parts or whole, group.size, group.rank)
+    outgoing = _laid(x, dim, mine.send).movedim(dim, 0).contiguous()
+    received = torch.ops._c10d_functional.all_to_all_single(outgoing, mine.num_received, mine.num_sent, group.name)
+    return _laid(_wait(received).movedim(0, dim), dim, mine.lay).contiguous()
 
 
 # ---- collectives: the ops under torch.distributed._functional_collectives, whose wrappers were renamed in torch 2.13

@@ -5,6 +5,7 @@
 | R       | the whole                        | the whole          |
 | R*      | the whole                        | a summand          |
 | S(d)    | slice of dim d                   | slice of dim d     |
+| S(d; a, b) | slices of the parts a and b that lie side by side in dim d, one after the other | the same slices |
 | P       | a summand                        | the whole          |
 | rows    | what a lookup in a slice of rows gives: right where the id is a local row, else garbage to be masked |
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tpplan.errors import PlanError
+from tpplan.intervals import Parts
 
 
 class LayoutKind(StrEnum):
@@ -32,14 +34,17 @@ class LayoutKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A layout; `dim` (not negative) is set for SHARD alone."""
+    """A layout; `dim` (not negative) is set for SHARD alone, and with it `parts` where each of them is sharded."""
 
     kind: LayoutKind
     dim: int | None = None
+    parts: Parts = ()
 
     def __post_init__(self) -> None:
         if (self.dim is not None) != (self.kind is LayoutKind.SHARD) or (self.dim or 0) < 0:
             raise ValueError(f"layout {self.kind} with dim {self.dim}")
+        if self.parts and (self.dim is None or len(self.parts) < 2 or min(self.parts) < 1):
+            raise ValueError(f"layout {self.kind} of dim {self.dim} with parts {self.parts}")
 
     @property
     def is_whole(self) -> bool:
@@ -47,7 +52,10 @@ class Layout:
         return self.kind in (LayoutKind.REPLICATE, LayoutKind.REPLICATE_PARTIAL_GRADIENT)
 
     def __str__(self) -> str:
-        return f"S({self.dim})" if self.kind is LayoutKind.SHARD else str(self.kind)
+        if self.kind is not LayoutKind.SHARD:
+            return str(self.kind)
+        parts = f"; {', '.join(map(str, self.parts))}" if self.parts else ""
+        return f"S({self.dim}{parts})"
 
 
 R = Layout(LayoutKind.REPLICATE)
@@ -56,23 +64,24 @@ P = Layout(LayoutKind.PARTIAL)
 ROWS = Layout(LayoutKind.ROWS)
 
 
-def S(dim: int) -> Layout:  # noqa: N802 - the field's notation
-    """Shard of one dim."""
-    return Layout(LayoutKind.SHARD, dim)
+def S(dim: int, *parts: int) -> Layout:  # noqa: N802 - the field's notation
+    """Shard of one dim, or of each part of it."""
+    return Layout(LayoutKind.SHARD, dim, parts)
 
 
 #: what str() writes of a layout, as a regular expression
-LAYOUT_PATTERN = r"R\*?|P|rows|S\((?:0|[1-9][0-9]?)\)"
+LAYOUT_PATTERN = r"R\*?|P|rows|S\((?:0|[1-9][0-9]?)(?:; [1-9][0-9]*(?:, [1-9][0-9]*)+)?\)"
 
 
 def parse_layout(text: str) -> Layout:
     """The layout that str() wrote. Raises PlanError for anything else."""
     if re.fullmatch(LAYOUT_PATTERN, text) and text.startswith("S"):
-        return S(int(text[2:-1]))
+        dim, _, parts = text[2:-1].partition("; ")
+        return S(int(dim), *map(int, filter(None, parts.split(", "))))
     for layout in (R, R_STAR, P, ROWS):
         if text == str(layout):
             return layout
-    raise PlanError(f"expected a layout (R, R*, S(dim), P or rows), got {text!r}")
+    raise PlanError(f"expected a layout (R, R*, S(dim), S(dim; part, part), P or rows), got {text!r}")
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, tp: int) -> tuple[int, ...]:
@@ -80,13 +89,17 @@ def local_shape(shape: tuple[int, ...], layout: Layout, tp: int) -> tuple[int, .
     if layout.dim is None:
         return shape
     if not fits(shape, layout, tp):
-        raise ValueError(f"dim {layout.dim} of {shape} does not divide by {tp}")
+        raise ValueError(f"{shape} cannot be {layout} on {tp} ranks")
     return (*shape[: layout.dim], shape[layout.dim] // tp, *shape[layout.dim + 1 :])
 
 
 def fits(shape: tuple[int, ...], layout: Layout, tp: int) -> bool:
     """True when the layout can hold a value of this shape on tp ranks."""
-    return layout.dim is None or (layout.dim < len(shape) and shape[layout.dim] % tp == 0)
+    if layout.dim is None:
+        return True
+    if layout.dim >= len(shape) or (layout.parts and sum(layout.parts) != shape[layout.dim]):
+        return False
+    return all(part % tp == 0 for part in layout.parts or (shape[layout.dim],))
 
 
 class Step(StrEnum):
