@@ -77,6 +77,7 @@ def handmade_plan(
             for module, (inputs, out) in (boundaries or {}).items()
         },
         outputs={path: parse_layout(text) for path, text in (outputs or {}).items()},
+        sizes={},
         recompute=recompute or {},
         fsdp=FsdpPlan(units=(*units, "<root>"), reshard_after_forward=reshard_after_forward),
         collectives=(),

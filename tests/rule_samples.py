@@ -223,6 +223,10 @@ def _products() -> list[Sample]:
         _named("aten.addmm.default", x(6, 1), x(6, 6), x(6, 6)),
         _named("aten.addmm.default", x(), x(6, 6), x(6, 6)),
         _named("aten.addmm.default", x(1), x(6, 6), x(6, 6)),
+        *(
+            _named(target, x(6, 4), x(3, 4, 6), torch.tensor([2, 3, 6]))
+            for target in ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+        ),
         _named("aten.baddbmm.default", x(6, 4, 6), x(6, 4, 2), x(6, 2, 6)),
         _named("aten.baddbmm.default", x(1, 4, 1), x(6, 4, 6), x(6, 6, 6), beta=0.5),
         _named("aten.baddbmm.default", x(6), x(6, 4, 6), x(6, 6, 6)),

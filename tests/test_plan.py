@@ -40,6 +40,7 @@ from tpplan.plan import (
     ProofReport,
     ProofStatus,
     Recompute,
+    SizePlan,
     SolverReport,
     check_parameters,
     format_ranges,
@@ -88,6 +89,7 @@ EXAMPLE = Plan(
         "layers.*.up": BoundaryPlan(inputs={"input": CrossingPlan(Conversion(S(1), R_STAR), "bfloat16")}, outputs={}),
     },
     outputs={"output": S(2)},
+    sizes={"layers.*.up": (SizePlan(call="view", position=2, written=8, local=4),)},
     recompute={"layers.*": Recompute.SELECTIVE, "layers.1": Recompute.FULL, "layers.2": Recompute.NONE},
     fsdp=FsdpPlan(units=("layers.*", "<root>"), reshard_after_forward=True),
     collectives=(
@@ -199,6 +201,7 @@ def plans(draw: Callable[[st.SearchStrategy[object]], object]) -> Plan:
         cluster=dataclasses.replace(plan.cluster, gpus=8),
         batch=batch,
         blocks={"layers.*": "0-2,5"},
+        sizes=dict(zip(("layers.*.mlp", "layers.2.mlp"), plan.sizes.values(), strict=False)),
         recompute=dict(zip(("layers.*.mlp", "layers.2.mlp"), plan.recompute.values(), strict=False)),
         parameters=dict(zip(("layers.*.w", "layers.1.w"), entries, strict=False)),
     )
@@ -515,6 +518,7 @@ def test_blocks_of_the_root_expand():
         blocks={"*": "0,2"},
         parameters={"*.weight": parameter("R", (8,), {"*": "R"})},
         boundaries={},
+        sizes={},
         recompute={"*": Recompute.FULL},
         fsdp=FsdpPlan(units=("*", "<root>"), reshard_after_forward=False),
     )

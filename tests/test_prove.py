@@ -19,7 +19,7 @@ from tpplan.layout import LayoutKind, S
 from tpplan.mesh import Mesh
 from tpplan.plan import Plan, ProofStatus
 from tpplan.problem import Expression, Term
-from tpplan.prove import check_structure
+from tpplan.prove import Counterexample, check_structure
 from tpplan.trace import trace, unchanged
 
 DIM, HIDDEN, HEADS, LENGTH = 32, 128, 4, 16
@@ -94,18 +94,80 @@ def test_sizes_left_open_keep_their_heads_sharded() -> None:
     [
         lambda t: t.view(t.shape[0], t.shape[1], HEADS, DIM // HEADS),
         lambda t: t.view(t.shape[0], t.shape[1], HEADS, -1),  # runs on half the width, and is silently another model
+        lambda t: t.reshape((t.shape[0], t.shape[1], HEADS, DIM // HEADS)),
+        lambda t: torch.reshape(t, shape=(t.shape[0], t.shape[1], HEADS, DIM // HEADS)),
         lambda t: t.unflatten(2, (HEADS, DIM // HEADS)),
     ],
-    ids=["both baked", "heads baked", "unflatten"],
+    ids=["both baked", "heads baked", "reshape", "keyword", "unflatten"],
 )
-def test_baked_head_counts_are_found_and_not_sharded(split: Callable[[Tensor], Tensor]) -> None:
-    plan = solve(lambda: Model(Attention(split)))
+def test_baked_head_counts_are_replaced_by_a_rank_s_own(split: Callable[[Tensor], Tensor]) -> None:
+    build = lambda: Model(Attention(split))  # noqa: E731
+    plan = solve(build)
     assert plan.proof.status is ProofStatus.STRUCTURE
+    assert plan.proof.cuts == ()
+    assert head_parallel(plan)
+    assert {size.written: size.local for size in plan.sizes["first"]}[HEADS] == HEADS // 2
+    equals_one_process(build, plan)
+
+
+class Fused(nn.Module):
+    """nanoGPT's attention: one projection, the width and the number of heads written into the code."""
+
+    def __init__(self, take: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.take = take
+        self.c_attn, self.c_proj = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = (y.view(b, t, HEADS, c // HEADS).transpose(1, 2) for y in self.take(self.c_attn(x)))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c))
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda y: y.split(DIM, dim=2),
+        lambda y: torch.split(y, [DIM, DIM, DIM], -1),
+        lambda y: y.chunk(3, -1),
+        lambda y: (y[..., :DIM], y[:, :, DIM : 2 * DIM], y[..., -DIM:]),
+        lambda y: tuple(y.narrow(-1, i * DIM, DIM) for i in range(3)),
+        lambda y: y.view(*y.shape[:2], 3, DIM).unbind(2),
+    ],
+    ids=["split", "split by sizes", "chunk", "slices", "narrow", "unbind"],
+)
+def test_fused_projections_are_sharded_part_by_part(take: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+    build = lambda: Model(Fused(take))  # noqa: E731
+    plan = solve(build)
+    assert plan.proof.status is ProofStatus.STRUCTURE
+    assert plan.proof.cuts == ()
+    assert plan.parameters["first.c_attn.weight"].placement == S(0)
+    assert plan.parameters["first.c_proj.weight"].placement == S(1)
+    assert plan.sizes["first"]
+    equals_one_process(build, plan)
+
+
+class TwoMeanings(Attention):
+    """The same number in the same place counts groups of the whole once, and a rank's heads once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.view(x.shape[0], x.shape[1], HEADS, DIM // HEADS).amax(3, keepdim=True)
+        x = (x.unflatten(2, (HEADS, -1)) - groups).flatten(2)
+        return super().forward(x)
+
+
+def test_a_number_with_two_meanings_is_not_replaced() -> None:
+    build = lambda: Model(TwoMeanings(lambda t: t.view(t.shape[0], t.shape[1], HEADS, DIM // HEADS)))  # noqa: E731
+    plan = solve(build)
     assert plan.proof.cuts
-    assert not head_parallel(plan)
-    # What is not to blame stays sharded.
-    assert plan.parameters["mlp.up_proj.weight"].placement.kind is LayoutKind.SHARD
-    assert solve(lambda: Model(Attention(split)), prove=False).proof.status is ProofStatus.UNPROVEN
+    assert plan.sizes == {}
+    assert plan.parameters["mlp.up_proj.weight"].placement.kind is LayoutKind.SHARD  # what is not to blame stays
+    equals_one_process(build, plan)
+
+
+def test_an_unproven_plan_says_so() -> None:
+    assert solve(lambda: Model(Attention(open_sizes)), prove=False).proof.status is ProofStatus.UNPROVEN
 
 
 class Positions(nn.Module):
@@ -187,7 +249,7 @@ def test_a_trace_that_breaks_is_blamed_where_it_first_went_astray() -> None:
     expanded = Expanded(formulation=expand(formulation, choice))
     assert expanded.layout(embedded) == S(1)
     found = check_structure(model, inputs, expanded, loss=None, cast=unchanged)
-    assert found is not None
+    assert isinstance(found, Counterexample)
     assert found.message == f"aten.arange.default in the root: the number {LENGTH} became {LENGTH // 2}"
     assert embedded in found.blamed
 

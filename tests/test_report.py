@@ -91,6 +91,7 @@ def make_plan(
         parameters=parameters,
         boundaries=boundaries,
         outputs={"logits": S(2)},
+        sizes={},
         recompute={},
         fsdp=FsdpPlan(units=("layers.*", "<root>"), reshard_after_forward=True),
         collectives=(

@@ -1,15 +1,16 @@
 """Every sharding rule against brute force over ranks, both directions; and the brute force against planted mistakes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from rule_samples import SAMPLES, const, ids, x
-from validate import Sample, WrongStrategyError, check_gradient, check_value, missing_strategies, violation
+from validate import STAND_INS, Sample, WrongStrategyError, check_gradient, check_value, missing_strategies, violation
 
 from tpplan import rules
 from tpplan.layout import R_STAR, ROWS, Layout, P, R, S
-from tpplan.rules import Strategy, call_strategies
+from tpplan.rules import Call, Strategy, call_strategies
 from tpplan.rules.call import base_target
 
 RANKS = (2, 3)
@@ -33,6 +34,13 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+def fused(call: Call, tp: int) -> Call:
+    """The call where every dim may consist of parts: two unequal ones, and as many equal ones as there can be."""
+    sizes = {size for value in (*call.operands, *call.results) for size in value.shape if size % tp == 0}
+    parts = {(tp, size - tp) for size in sizes} | {(size // n,) * n for size in sizes for n in range(2, size // tp + 1)}
+    return replace(call, parts=frozenset(p for p in parts if min(p) > 0 and sum(p) in sizes))
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_a_rule_allows_is_right(target):
     samples = [sample for sample in SAMPLES if base_target(sample.target) == target]
@@ -41,7 +49,7 @@ def test_what_a_rule_allows_is_right(target):
         problem
         for sample in samples
         for tp in RANKS
-        for strategy in call_strategies(sample.call, tp)
+        for strategy in call_strategies(fused(sample.call, tp), tp)
         if (problem := violation(sample, strategy, tp))
     ]
     assert not wrong, "\n".join(wrong)
@@ -63,6 +71,16 @@ def test_samples_make_a_rule_offer_more_than_whole_operands(target):
 def test_rules_validated_elsewhere_are():
     for target, place in VALIDATED_WITH_REAL_RANKS.items():
         assert target.split(".")[1] in (Path(__file__).parent.parent / place).read_text()
+
+
+def test_stand_ins_are_what_they_stand_for():
+    rows, experts, ends = torch.randn(8, 16), torch.randn(3, 16, 8), torch.tensor([2, 2, 8], dtype=torch.int32)
+    for target, stand_in in STAND_INS.items():
+        namespace, name, overload = target.split(".")
+        if namespace == "transformers":
+            pytest.importorskip("transformers.integrations.moe")
+        op = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        torch.testing.assert_close(op(rows, experts, ends), stand_in(rows, experts, ends))
 
 
 def test_samples_are_of_ruled_ops():

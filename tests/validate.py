@@ -6,7 +6,7 @@ theirs say. Summands are noise that adds up: nothing but a sum of them is right.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tpplan.graph import Argument, Ref, Value
-from tpplan.layout import ROWS, Layout, LayoutKind, P, R, layouts_of, local_shape
-from tpplan.rules import Call, Strategy, call_strategies, localized_sizes
+from tpplan.layout import ROWS, Layout, LayoutKind, P, R, layouts_of
+from tpplan.rules import Call, Strategy, call_strategies, localized_arguments
 from tpplan.units import FLOATING_DTYPES
 
 #: largest error allowed, relative to the largest element; everything here is float64
@@ -23,6 +23,8 @@ TOLERANCE = 1e-10
 
 #: what stands where a tensor stands in an op's arguments
 Literal = object
+#: literals of one rank, by the argument's position
+Literals = Mapping[int, Argument]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ class Sample:
 
         operands = self.tensors
         carries = any(tensor.requires_grad for tensor in operands) and self.target != "aten.detach.default"
-        results = run(self, operands, None)
+        results = run(self, operands, {})
         return Call(
             target=self.target,
             args=tuple(map(as_argument, self.args)),
@@ -88,10 +90,24 @@ def _value(name: str, tensor: Tensor, *, carries: bool) -> Value:
     )
 
 
-def run(sample: Sample, operands: tuple[Tensor, ...], sizes: tuple[int, tuple[int, ...]] | None) -> tuple[Tensor, ...]:
-    """The op on other operands; `sizes` replaces one literal. Every run draws the same random numbers."""
+def grouped_products(rows: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
+    """Rows up to each end times that expert's matrix."""
+    starts = [0, *ends.tolist()[:-1]]
+    pairs = zip(starts, ends.tolist(), experts.unbind(), strict=True)
+    return torch.cat([rows[start:end] @ expert for start, end, expert in pairs])
+
+
+#: in float64, what has no such kernel
+STAND_INS = {
+    "aten._grouped_mm.default": grouped_products,
+    "transformers.grouped_mm_fallback.default": grouped_products,
+}
+
+
+def run(sample: Sample, operands: tuple[Tensor, ...], literals: Literals) -> tuple[Tensor, ...]:
+    """The op on other operands; `literals` replace some, by position. Every run draws the same random numbers."""
     namespace, name, overload = sample.target.split(".")
-    op = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    op = STAND_INS.get(sample.target) or getattr(getattr(getattr(torch.ops, namespace), name), overload)
     remaining = iter(operands)
 
     def place(value: Literal) -> Literal:
@@ -101,8 +117,8 @@ def run(sample: Sample, operands: tuple[Tensor, ...], sizes: tuple[int, tuple[in
 
     args = [place(value) for value in sample.args]
     kwargs = {key: place(value) for key, value in sample.kwargs.items()}
-    if sizes is not None:
-        args[sizes[0]] = list(sizes[1])
+    for position, literal in literals.items():
+        args[position] = list(literal) if isinstance(literal, tuple) else literal
     if name.endswith("_") and not name.endswith("__"):
         args[0] = args[0].clone()  # type: ignore[attr-defined]
     torch.default_generator.manual_seed(0)  # torch.manual_seed also queues work for absent devices
@@ -127,18 +143,19 @@ def _check(sample: Sample, strategy: Strategy, tp: int) -> None:
     call = sample.call
     noise = torch.Generator().manual_seed(1)
     whole = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in sample.tensors)
-    expected = run(sample, whole, None)
+    expected = run(sample, whole, {})
     gradients = tuple(
         torch.randn(y.shape, generator=noise, dtype=y.dtype if y.dtype.is_complex else torch.float64) for y in expected
     )
     placed = [place_value(x, layout, tp, noise) for x, layout in zip(whole, strategy.operands, strict=True)]
-    sizes = localized_sizes(call, local_shape(tuple(expected[0].shape), strategy.results[0], tp))
+    changed = zip(call.args, localized_arguments(call, strategy, tp), strict=True)
+    literals = {i: after for i, (before, after) in enumerate(changed) if before != after}
 
     leaves, results = [], []
     for rank in range(tp):
         own = _local_operands(whole, [ranks[rank] for ranks in placed], strategy, rank)
         leaves.append(own)
-        results.append(_run_locally(sample, own, whole, strategy, rank, sizes))
+        results.append(_run_locally(sample, own, whole, strategy, rank, literals))
     for i, layout in enumerate(strategy.results):
         check_value([ranks[i] for ranks in results], expected[i], layout, f"value of result {i}")
     if not any(value.carries_gradient for value in call.results):
@@ -172,11 +189,11 @@ def _run_locally(
     whole: tuple[Tensor, ...],
     strategy: Strategy,
     rank: int,
-    sizes: tuple[int, tuple[int, ...]] | None,
+    literals: Literals,
 ) -> tuple[Tensor, ...]:
     """A rank's results; looked-up rows of other ranks are masked, as `rows -> ...` does first."""
     try:
-        results = run(sample, own, sizes)
+        results = run(sample, own, literals)
     except (RuntimeError, IndexError, ValueError) as error:
         raise WrongStrategyError(f"rank {rank}: the op fails: {str(error).splitlines()[0]}") from error
     if ROWS not in strategy.results:
@@ -211,17 +228,25 @@ def summands(tensor: Tensor, tp: int, noise: torch.Generator) -> list[Tensor]:
     return [*others, tensor - sum(others)]
 
 
+def slices(tensor: Tensor, layout: Layout, tp: int) -> list[Tensor]:
+    """Each rank's slice of a dim, or of each of its parts."""
+    assert layout.dim is not None
+    dim = layout.dim
+    parts = tensor.split(list(layout.parts or (tensor.shape[dim],)), dim)
+    return [torch.cat(pieces, dim) for pieces in zip(*(part.chunk(tp, dim) for part in parts), strict=True)]
+
+
 def place_value(tensor: Tensor, layout: Layout, tp: int, noise: torch.Generator) -> list[Tensor]:
     """What each rank holds of a value."""
     if layout.dim is not None:
-        return list(tensor.chunk(tp, layout.dim))
+        return slices(tensor, layout, tp)
     return summands(tensor, tp, noise) if layout == P else [tensor] * tp
 
 
 def place_gradient(gradient: Tensor, layout: Layout, tp: int, noise: torch.Generator) -> list[Tensor]:
     """What each rank holds of the gradient of a value."""
     if layout.dim is not None:
-        return list(gradient.chunk(tp, layout.dim))
+        return slices(gradient, layout, tp)
     partial = layout.kind is LayoutKind.REPLICATE_PARTIAL_GRADIENT
     return summands(gradient, tp, noise) if partial else [gradient] * tp
 

@@ -20,11 +20,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tpplan.errors import PlanMismatchError, TpplanError, UsageError
-from tpplan.localize import SITE, Site
+from tpplan.localize import SITE, Site, check_forward
 from tpplan.mesh import Axis
 from tpplan.plan import ROOT, Plan, Precision, check_parameters
 from tpplan.recompute import check_recomputable, recompute
 from tpplan.reduce import Reducer
+from tpplan.sizes import use_local_sizes
 from tpplan.style import module_styles
 from tpplan.subclass import is_generated
 
@@ -54,6 +55,8 @@ def apply_plan(model: nn.Module, plan: Plan | str | os.PathLike[str], *, mesh: D
         _cast_parameters(model, torch.bfloat16)
     _move(model, device_type, with_parameters=loaded.mesh.tp == 1)
     modules = modules_by_name(model)
+    for module, sizes in {_module(modules, name): sizes for name, sizes in loaded.size_plans().items()}.items():
+        use_local_sizes(module, sizes)
     for name, style in module_styles(loaded).items():
         style._apply(_module(modules, name), mesh[Axis.TP])
     for module, mode in {_module(modules, name): mode for name, mode in loaded.recomputed_modules().items()}.items():
@@ -163,6 +166,8 @@ def _check_fits(model: nn.Module, plan: Plan) -> None:
     modules = modules_by_name(model)
     for name, style in module_styles(plan).items():
         style.check(_module(modules, name))
+    for name in plan.size_plans():
+        check_forward(_module(modules, name), name)
     wrapped = {plan_name(name) for name, _ in model.named_modules() if name.endswith(_WRAPPER_NAMES[0])}
     for name in plan.recomputed_modules():
         check_recomputable(_module(modules, name), name)

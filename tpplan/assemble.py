@@ -10,7 +10,7 @@ from typing import TypeVar
 from tpplan.costs.table import Transfer
 from tpplan.formulate import BUCKET_BYTES, DATA_PARALLEL, TP_REDUCTION, Formulation, price_space
 from tpplan.graph import Boundary, Direction, ModelGraph, Op, RepeatedBlock, Source, within
-from tpplan.layout import Conversion, Layout, LayoutKind, R
+from tpplan.layout import Conversion, Layout, R
 from tpplan.mesh import Axis
 from tpplan.plan import (
     ROOT,
@@ -26,6 +26,7 @@ from tpplan.plan import (
 from tpplan.problem import total
 from tpplan.profile import Collective
 from tpplan.rules import Strategy, has_rule
+from tpplan.space import is_summand
 
 T = TypeVar("T")
 #: an entry with the names inside rewritten
@@ -85,6 +86,11 @@ class Expanded:
         """A parameter's placement; replicated where nothing reads it."""
         readings = self.formulation.space.readings[source.label]
         return self.strategy(readings[0].name).operands[0] if readings else R
+
+    def read_layout(self, source: Source) -> Layout:
+        """How ops read a parameter; where their layouts differ, their shapes do not."""
+        readings = self.formulation.space.readings[source.label]
+        return self.strategy(readings[0].name).results[0] if readings else R
 
     def conversions(self) -> Iterator[tuple[Boundary, Conversion]]:
         """Every boundary where the layout changes."""
@@ -186,8 +192,7 @@ class Expanded:
         total_bytes: Counter[str] = Counter()
         for source in self.graph.parameters:
             value = self.graph.values[source.result]
-            kinds = {self.strategy(r.name).results[0].kind for r in space.readings[source.label]}
-            if LayoutKind.REPLICATE_PARTIAL_GRADIENT in kinds and source.trainable:
+            if source.trainable and any(is_summand(self.strategy(r.name)) for r in space.readings[source.label]):
                 width = setting.master_bytes(value.dtype)
                 dtype = "float32" if width == 4 else value.dtype
                 total_bytes[dtype] += ceil(value.num_elements / self.formulation.mesh.shard) * width

@@ -27,7 +27,7 @@ from tpplan.plan import Precision
 from tpplan.problem import Edge, Expression, Node, Problem, Resource, Term
 from tpplan.profile import Collective, Estimate, HardwareProfile
 from tpplan.rules import Strategy
-from tpplan.space import Reading, Space
+from tpplan.space import Reading, Space, is_summand
 from tpplan.units import DTYPE_BYTES
 
 #: from a parameter to the bytes of its whole
@@ -214,7 +214,7 @@ class Formulation:
             # Once for a parameter, if any of its readings is R*.
             names = dict.fromkeys(self.space.classes[reading.name] for reading in readings)
             vectors = {
-                name: tuple(gradient * rate if _is_summand(s) else 0.0 for s in self.space.strategies[name])
+                name: tuple(gradient * rate if is_summand(s) else 0.0 for s in self.space.strategies[name])
                 for name in names
             }
             if any(any(vector) for vector in vectors.values()):
@@ -404,10 +404,6 @@ class Formulation:
 def _trainable(source: Source) -> int:
     """1 for a parameter that trains, 0 for a frozen one: what it has of gradients and states."""
     return int(source.trainable)
-
-
-def _is_summand(strategy: Strategy) -> bool:
-    return strategy.results[0].kind is LayoutKind.REPLICATE_PARTIAL_GRADIENT
 
 
 def _linear(part: str, name: str, vector: Sequence[float], weight: float) -> Term:

@@ -29,6 +29,7 @@ from tpplan.layout import ROWS, Conversion
 from tpplan.plan import ROOT
 from tpplan.read import ParameterReads
 from tpplan.reduce import Reducer
+from tpplan.sizes import as_written
 from tpplan.subclass import subclass
 from tpplan.trace import named_tensors
 
@@ -88,6 +89,7 @@ class Crossing:
         converter = None if rest.target == ROWS else Converter(rest, self.group, where=self.where)
         object.__setattr__(self, "converter", converter)
 
+    @as_written
     def __call__(self, x: Tensor, frames: list[Frame]) -> Tensor:
         """The tensor on the other side."""
         if self.converter is None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tpplan.convert import TpGroup, all_reduce
 from tpplan.errors import UsageError
+from tpplan.sizes import as_written
 
 #: what torch calls the target that counts for nothing
 IGNORE_INDEX = -100
@@ -38,6 +39,7 @@ _LIBRARY.impl(  # type: ignore[no-untyped-call]
 )
 
 
+@as_written
 def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
     """Mean over the targets that are not ignore_index; nan when all are. logits [..., V], targets [...].
 

@@ -135,6 +135,20 @@ class BoundaryPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SizePlan:
+    """A number written in a module's code that counts elements, and the one that a rank needs instead.
+
+    `call` is view (reshape too), unflatten, expand, split, slice or narrow. `position` counts its sizes from 0; of a
+    slice and of narrow, 0 is the start and 1 the end or the length.
+    """
+
+    call: str
+    position: Size
+    written: int
+    local: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpPlan:
     """Modules that fully_shard wraps in this order ("<root>" last), and whether they reshard after forward (ZeRO-3)."""
 
@@ -209,7 +223,7 @@ class ProofReport:
 class Plan:
     """A complete plan. `blocks` gives the indices of each repeated block as ranges: {"layers.*": "0-31"}.
 
-    `recompute` names the modules whose forward runs again in backward, each as one region. `outputs` are the model's
+    `sizes` are numbers to replace while a module's forward runs. `recompute` names the modules whose forward runs again in backward, each as one region. `outputs` are the model's
     outputs, by path, that it returns sharded.
     """
 
@@ -225,6 +239,7 @@ class Plan:
     parameters: Mapping[str, ParameterPlan]
     boundaries: Mapping[str, BoundaryPlan]
     outputs: Mapping[str, LayoutText]
+    sizes: Mapping[str, tuple[SizePlan, ...]]
     recompute: Mapping[str, Recompute]
     fsdp: FsdpPlan
     collectives: tuple[CollectivePlan, ...]
@@ -294,6 +309,10 @@ class Plan:
         """Conversions by module name, patterns expanded."""
         return {name: plan for name, (plan, _) in self._expanded(self.boundaries).items()}
 
+    def size_plans(self) -> dict[str, tuple[SizePlan, ...]]:
+        """Sizes to replace by module name, patterns expanded, "" for the root."""
+        return {"" if name == ROOT else name: sizes for name, (sizes, _) in self._expanded(self.sizes).items() if sizes}
+
     def recomputed_modules(self) -> dict[str, Recompute]:
         """The regions that are recomputed by module name, patterns expanded, "" for the root."""
         expanded = self._expanded(self.recompute)
@@ -343,6 +362,7 @@ class Plan:
                 raise PlanError(f"{origin}: blocks.{pattern}: {error}") from error
         places = {f"parameters.{key}": key for key in self.parameters}
         places |= {f"boundaries.{key}": key for key in self.boundaries}
+        places |= {f"sizes.{key}": key for key in self.sizes}
         places |= {f"recompute.{key}": key for key in self.recompute}
         places |= {f"fsdp.units[{position}]": unit for position, unit in enumerate(self.fsdp.units)}
         for place, key in places.items():

@@ -35,7 +35,7 @@ from tpplan.plan import (
 )
 from tpplan.problem import Problem, Solution, Status, total
 from tpplan.profile import HardwareProfile, load_profile
-from tpplan.prove import check_structure
+from tpplan.prove import Counterexample, Sizes, check_structure
 from tpplan.rules import Strategy
 from tpplan.space import build_space
 from tpplan.trace import Inputs, Loss, repeated_children, trace
@@ -178,6 +178,7 @@ class _Job:
     spaces: dict[int, PricedSpace] = field(default_factory=dict)
     cuts: dict[tuple[int, str], set[Strategy]] = field(default_factory=dict)
     cut_messages: list[str] = field(default_factory=list)
+    sizes: Sizes = field(default_factory=dict)
     model: nn.Module = field(init=False)
     inputs: Inputs = field(init=False)
     units: tuple[str, ...] = field(init=False)
@@ -313,7 +314,8 @@ class _Job:
     def _counterexample(self, expanded: Expanded, formulation: Formulation) -> bool:
         """Checks a plan; on a difference forbids what was chosen at the blamed decisions, in all like blocks."""
         found = check_structure(self.model, self.inputs, expanded, loss=self.loss, cast=self.cast)
-        if found is None:
+        if not isinstance(found, Counterexample):
+            self.sizes = found
             return False
         tp, space = formulation.mesh.tp, formulation.space
         chosen = {(name, expanded.strategy(name)) for name in found.blamed}
@@ -421,6 +423,7 @@ class _Job:
             parameters=by_pattern(graph, parameters, rename_parameter),
             boundaries=by_pattern(graph, expanded.boundary_plans(), lambda plan, rename: plan, empty),
             outputs=expanded.outputs(),
+            sizes=by_pattern(graph, self.sizes, lambda sizes, rename: sizes, ()),
             recompute={},
             fsdp=expanded.fsdp_plan(),
             collectives=expanded.collectives(),

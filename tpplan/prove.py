@@ -3,7 +3,8 @@
 The model is traced again with its parameters cut to one rank's shapes and every planned conversion resizing the tensor
 that crosses. Then the same ops must run in the same order, each value must have the one local shape that its layout
 implies, and each literal must be unchanged, except sizes that view and expand are given, which the shapes cover. That
-finds sizes baked into code (`view(B, T, self.n_heads, hd)`) and positions or masks built from a sharded length.
+finds sizes baked into code (`view(B, T, self.n_heads, hd)`) and positions or masks built from a sharded length. Baked
+sizes have a remedy: the same retrace with each replaced by what a rank needs (tpplan.sizes), compared in the same way.
 The rules themselves are validated by brute force; a plan so checked says `structure`.
 """
 
@@ -20,9 +21,11 @@ from torch import nn
 from tpplan import operators
 from tpplan.assemble import Expanded
 from tpplan.exported import IGNORED, argument_of
-from tpplan.graph import Argument, Boundary, Direction, ModelGraph, Op, Ref, within
+from tpplan.graph import LOSS_SCOPE, Argument, Boundary, Direction, ModelGraph, Op, Ref, within
 from tpplan.layout import LayoutKind, local_shape
-from tpplan.rules import Call, localized_sizes
+from tpplan.plan import SizePlan
+from tpplan.rules import Call, localized_arguments, takes_sizes, written_sizes
+from tpplan.sizes import Witness, use_local_sizes
 from tpplan.trace import BoundaryHook, Inputs, Loss, TraceError, trace
 
 BOUNDARY, FRAME = "tpplan.boundary.default", "tpplan.frame.default"
@@ -39,11 +42,41 @@ class Counterexample:
     blamed: tuple[str, ...]
 
 
+#: sizes to replace, by module
+Sizes = Mapping[str, tuple[SizePlan, ...]]
+
+
 def check_structure(
     model: nn.Module, inputs: Inputs, expanded: Expanded, *, loss: Loss | None, cast: BoundaryHook
+) -> Sizes | Counterexample:
+    """The sizes with which the applied model runs the original's ops on the planned local shapes, none where it does so
+    as it is; else the first difference."""
+    retrace = functools.partial(_retrace, model, inputs, expanded, loss=loss, cast=cast)
+    found = retrace({}, None)
+    if found is None:
+        return {}
+    candidates = _written_sizes(expanded)
+    used: set[SizePlan] = set()
+    if not candidates or retrace(candidates, used.add) is not None:
+        return found
+    needed = {module: tuple(size for size in sizes if size in used) for module, sizes in candidates.items()}
+    return {module: sizes for module, sizes in needed.items() if sizes}
+
+
+def _retrace(
+    model: nn.Module,
+    inputs: Inputs,
+    expanded: Expanded,
+    written: Sizes,
+    witness: Witness | None,
+    *,
+    loss: Loss | None,
+    cast: BoundaryHook,
 ) -> Counterexample | None:
-    """None when the applied model runs the original's ops on the planned local shapes, else the first difference."""
+    """Traces the model on one rank's shapes, with these sizes replaced, and compares."""
     local = localized(model, expanded)
+    for module, own in written.items():
+        use_local_sizes(local.get_submodule(module), own, witness)
     sizes = _boundary_sizes(expanded)
 
     def resize(tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
@@ -59,12 +92,27 @@ def check_structure(
     return _compare(expanded, retraced)
 
 
+def _written_sizes(expanded: Expanded) -> Sizes:
+    """Every number that stands in the graph and would be wrong on a rank, by the module whose code may hold it."""
+    tp = expanded.formulation.mesh.tp
+    found: dict[str, dict[tuple[str, int, int], set[SizePlan]]] = {}
+    for op in expanded.graph.ops:
+        if op.module == LOSS_SCOPE:
+            continue
+        for size in written_sizes(Call.of(expanded.graph, op), expanded.strategy(op.name), tp):
+            found.setdefault(op.module, {}).setdefault((size.call, size.position, size.written), set()).add(size)
+    return {
+        module: tuple(size for _, sizes in sorted(places.items()) if len(sizes) == 1 for size in sizes)
+        for module, places in found.items()
+    }
+
+
 def localized(model: nn.Module, expanded: Expanded) -> nn.Module:
     """A copy of a meta model whose parameters have one rank's shapes; tied ones stay tied."""
     local = copy.deepcopy(model)
     tp = expanded.formulation.mesh.tp
     for source in expanded.graph.parameters:
-        shape = local_shape(expanded.graph.values[source.result].shape, expanded.placement(source), tp)
+        shape = local_shape(expanded.graph.values[source.result].shape, expanded.read_layout(source), tp)
         original = local.get_parameter(source.label)
         cut = nn.Parameter(torch.empty(shape, dtype=original.dtype, device="meta"), requires_grad=source.trainable)
         for name in (source.label, *source.aliases):
@@ -192,10 +240,11 @@ def _difference(expanded: Expanded, original: Op | Boundary, image: _Image) -> s
 
 def _expected_literals(expanded: Expanded, op: Op) -> object:
     """An op's literals as they must come back; None where they are sizes, which the result's shape covers."""
-    call = Call.of(expanded.graph, op)
-    if call.results and localized_sizes(call, call.results[0].shape) is not None:
+    if takes_sizes(op.target):
         return None
-    return _literals((op.args, op.kwargs))
+    tp = expanded.formulation.mesh.tp
+    localized = localized_arguments(Call.of(expanded.graph, op), expanded.strategy(op.name), tp)
+    return _literals((localized, op.kwargs))
 
 
 def _literals(argument: Argument | object) -> object:

@@ -1,7 +1,8 @@
 """Reading a parameter in a forward: the DTensor's local tensor, in the layout that the reader planned.
 
-A parameter at rest has base layout S(d), or R, or R* when any module reads it as R*: then its gradient is made of
-summands, and a read as R must give a summand too (R* -> R divides its gradient by t). A read converts base -> read.
+A parameter at rest has base layout S(d), or R, or R* when any module reads it as R* or a slice of it: then its gradient
+is made of summands, and a read as R must give a summand too (R* -> R divides its gradient by t). A read converts
+base -> read; a fused weight rests in its own order, and is read part by part: S(0) -> S(0; q, k, v).
 """
 
 import copy
@@ -18,6 +19,7 @@ from tpplan.errors import PlanError, PlanMismatchError
 from tpplan.layout import R_STAR, ROWS, Conversion, Layout, LayoutKind, R
 from tpplan.plan import ROOT
 from tpplan.reduce import Reducer, Slot
+from tpplan.sizes import as_written
 
 
 def placement_of(layout: Layout, *, where: str) -> Placement:
@@ -48,6 +50,7 @@ class ParameterReads:
         agree = len(set(self.layouts.values())) == 1
         self.default = next(iter(self.layouts)) if agree else None
 
+    @as_written
     def local(self, parameter: nn.Parameter, readers: tuple[str, ...]) -> Tensor:
         """The local tensor for a module. Raises PlanMismatchError where the plan leaves open how that one reads."""
         if not self.layouts:  # computed with nowhere; its dtype or device may be asked for
@@ -83,7 +86,7 @@ def plan_reads(
     name: str, placement: Layout, layouts: Mapping[str, Layout], group: TpGroup, reducer: Reducer, slot: Slot
 ) -> ParameterReads:
     """The conversions of a parameter's reads; its slot enters the reducer where one of them is R*."""
-    summand = R_STAR in layouts.values()
+    summand = any(layout == R_STAR or (placement == R and layout.dim is not None) for layout in layouts.values())
     base = R_STAR if summand else placement
     converters: dict[str, Converter | None] = {}
     for reader, layout in layouts.items():

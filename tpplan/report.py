@@ -259,6 +259,9 @@ def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{_plural(solver.meshes_tried, 'mesh', 'meshes')} tried",
     )
     yield "proof", f"{proof.status}: {_PROOF[proof.status]} ({_plural(proof.rounds, 'round')})"
+    for key, sizes in sorted(plan.sizes.items()):
+        numbers = ", ".join(f"{s.call} {s.written} as {s.local}" for s in dict.fromkeys(sizes))
+        yield "sizes", f"{key}: {numbers}"
     for cut in proof.cuts:
         yield "", f"forbidden on the way: {cut}"
     if plan.unruled_ops:

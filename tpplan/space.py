@@ -13,9 +13,9 @@ from functools import cached_property
 
 from tpplan.blocks import members
 from tpplan.errors import ModelError
-from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, SourceKind
-from tpplan.layout import R_STAR, ROWS, Conversion, LayoutKind, P, R, S, conversions_between, layouts_of
-from tpplan.rules import Strategy, base_target, strategies
+from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, SourceKind, Value
+from tpplan.layout import R_STAR, ROWS, Conversion, Layout, LayoutKind, P, R, S, conversions_between, layouts_of
+from tpplan.rules import Strategy, base_target, fused_parts, strategies
 
 #: forbids a strategy of a decision: given the decision's name and the strategy
 Cut = Callable[[str, Strategy], bool]
@@ -129,6 +129,16 @@ def build_space(
     )
 
 
+def is_summand(reading: Strategy) -> bool:
+    """True where the gradients of a parameter that rests whole are summands, reduced once per step."""
+    return reading.operands[0] == R and reading.results[0] not in (R, P)
+
+
+def reading_conversion(reading: Strategy) -> Conversion:
+    """From the parameter at rest to what the op reads."""
+    return Conversion(R_STAR if is_summand(reading) else reading.operands[0], reading.results[0])
+
+
 def reading_name(op: Op, position: int) -> str:
     """How the reading of a parameter as an op's operand is called."""
     return f"{op.name}<-{position}"
@@ -144,6 +154,7 @@ class _Builder:
         self.fixed = {source.result for source in graph.sources if source.kind is not SourceKind.PARAMETER}
         self.whole_outputs = _whole_outputs(graph, unused_outputs)
         self.converting = _converting_boundaries(graph)
+        self.parts = frozenset(parts for parts in fused_parts(graph) if all(part % tp == 0 for part in parts))
         self.mutated = _mutated_storages(graph)
         self.deciders = dict(self._deciders())
 
@@ -159,7 +170,7 @@ class _Builder:
     def options(self, decider: Decider) -> tuple[Strategy, ...]:
         match decider:
             case Op():
-                options = strategies(self.graph, decider, self.tp)
+                options = strategies(self.graph, decider, self.tp, self.parts)
                 return tuple(s for s in options if self._rows_are_masked(decider, s) and _fits_the_loss(decider, s))
             case Boundary():
                 return self._boundary_options(decider)
@@ -174,7 +185,7 @@ class _Builder:
         whole = [i for i, name in enumerate(decider.results) if name in self.whole_outputs]
         if _leaves_model(decider):
             # A user can be handed the whole or a slice, not a summand.
-            options = tuple(s for s in options if s.results[0] == R or s.results[0].kind is LayoutKind.SHARD)
+            options = tuple(s for s in options if s.results[0] == R or s.results[0] == S(s.results[0].dim or 0))
         return tuple(
             s for s in options if all(s.operands[i] == R for i in fixed) and all(s.results[i] == R for i in whole)
         )
@@ -182,6 +193,8 @@ class _Builder:
     def _boundary_options(self, boundary: Boundary) -> tuple[Strategy, ...]:
         value = self.graph.values[boundary.operand]
         layouts = layouts_of(value.shape, carries_gradient=value.carries_gradient, tp=self.tp)
+        if self.tp > 1:
+            layouts = (*layouts, *(layout for dim in range(len(value.shape)) for layout in self._by_parts(value, dim)))
         conversions = conversions_between(layouts, layouts, carries_gradient=value.carries_gradient)
         if boundary.name not in self.converting or value.storage in self.mutated:
             conversions = tuple(c for c in conversions if c.is_identity)
@@ -195,8 +208,18 @@ class _Builder:
         source = reading.parameter
         value = self.graph.values[source.result]
         reads = (R, R_STAR, P) if source.trainable else (R, P)
-        shards = (S(dim) for dim, size in enumerate(value.shape) if size % self.tp == 0 and self.tp > 1)
-        return (*(Strategy((R,), (read,)) for read in reads), *(Strategy((s,), (s,)) for s in shards))
+        found = [Strategy((R,), (read,)) for read in reads]
+        for dim, size in enumerate(value.shape) if self.tp > 1 else ():
+            if size % self.tp == 0:
+                # At rest a fused weight keeps its own order; a vector is not worth an exchange, and rests whole.
+                found.append(Strategy((S(dim),), (S(dim),)))
+                rest = S(dim) if len(value.shape) > 1 else R
+                if rest != R or len(self.graph.consumers.get(source.result, ())) == 1:
+                    found += (Strategy((rest,), (layout,)) for layout in self._by_parts(value, dim))
+        return tuple(found)
+
+    def _by_parts(self, value: Value, dim: int) -> Iterator[Layout]:
+        return (S(dim, *parts) for parts in sorted(self.parts) if sum(parts) == value.shape[dim])
 
     def _feeds_lookup(self, boundary: Boundary) -> bool:
         """The ids enter an embedding module and go nowhere else."""

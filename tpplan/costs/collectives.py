@@ -20,8 +20,8 @@ def step_time(
 ) -> Estimate:
     """One step of a conversion on a value of n bytes over p ranks.
 
-    A collective takes what the profile says for n bytes; gathering or scattering a dim that is not the outermost also
-    copies the whole value (read and write), since collectives concatenate along the outermost. Slices copy their part;
+    A collective takes what the profile says for n bytes; gathering or scattering a dim that is not the outermost, or
+    that has parts, also copies the whole value (read and write), since collectives concatenate along the outermost. Slices copy their part;
     pads write n bytes and read n/p; divisions and masks read and write n; local ids take two passes over the ids.
     """
     whole, local = float(value.num_bytes), value.num_bytes / group.ranks
@@ -42,7 +42,9 @@ def step_time(
                 return transfer
             if step is Step.ALL_TO_ALL:
                 return transfer + 2.0 * _copy(profile, local)
-            return transfer if _is_outermost(conversion, value) else transfer + _copy(profile, whole)
+            has_parts = bool(conversion.source.parts or conversion.target.parts)
+            is_laid_out = _is_outermost(conversion, value) and not has_parts
+            return transfer if is_laid_out else transfer + _copy(profile, whole)
 
 
 def conversion_time(

@@ -17,7 +17,8 @@ from tpplan.errors import ModelError
 from tpplan.graph import Argument, Ref
 from tpplan.layout import local_shape
 from tpplan.profile import Estimate, HardwareProfile
-from tpplan.rules import Call, Strategy, localized_sizes
+from tpplan.rules import Call, Strategy, localized_arguments
+from tpplan.rules.matmul import GROUPED_PRODUCTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,11 +179,7 @@ class Executor:
         shapes = tuple(
             local_shape(value.shape, layout, tp) for value, layout in zip(call.operands, strategy.operands, strict=True)
         )
-        args = call.args
-        if call.results:
-            result = local_shape(call.results[0].shape, strategy.results[0], tp)
-            if (sizes := localized_sizes(call, result)) is not None:
-                args = (*args[: sizes[0]], sizes[1], *args[sizes[0] + 1 :])
+        args = localized_arguments(call, strategy, tp)
         flags = tuple((value.dtype, value.carries_gradient) for value in call.operands)
         carries = tuple(value.carries_gradient for value in call.results)
         structure = _anonymous((args, call.kwargs))
@@ -284,6 +281,8 @@ def _callable(call: Call) -> Callable[..., Any]:
             return _fused_attention
         case "aten.rms_norm.default":
             return _fused_rms_norm
+        case target if target in GROUPED_PRODUCTS:
+            return _grouped_product
     namespace, name, overload = call.target.split(".")
     operator: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     return operator
@@ -318,6 +317,11 @@ def _fused_rms_norm(
     """GPUs run one kernel each way (aten._fused_rms_norm); it moves what layer norm's kernel moves."""
     normalized: torch.Tensor = torch.ops.aten.layer_norm(x, normalized_shape, weight, None, eps or 1e-6)
     return normalized
+
+
+def _grouped_product(rows: torch.Tensor, experts: torch.Tensor, _offsets: torch.Tensor) -> torch.Tensor:
+    """As many products as there are rows, whosever they are: rows [N, K], experts [E, K, J]. It needs no bfloat16."""
+    return rows @ experts[0]
 
 
 def kernel_time(profile: HardwareProfile, kernel: Kernel) -> Estimate:

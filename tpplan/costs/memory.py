@@ -14,7 +14,7 @@ from tpplan.graph import Boundary, Op, SourceKind, Value
 from tpplan.layout import Conversion, Layout, LayoutKind, R, local_shape
 from tpplan.problem import Expression, Term
 from tpplan.rules import Call, Strategy
-from tpplan.space import Space
+from tpplan.space import Reading, Space, reading_conversion
 from tpplan.units import DTYPE_BYTES
 
 #: parts of the peak
@@ -177,6 +177,8 @@ def _extra_terms(space: Space, executor: Executor) -> Iterator[Term]:
     """Tensors that are neither operands nor results: statistics, masks, log-probabilities."""
     for name, members in space.members.items():
         op = space.deciders[name]
+        if isinstance(op, Reading):
+            yield from _copies_read(space, name, op, len(members))
         if not isinstance(op, Op):
             continue
         call = Call.of(space.graph, op)
@@ -187,3 +189,17 @@ def _extra_terms(space: Space, executor: Executor) -> Iterator[Term]:
                 expressions=(Expression(terms=((name, vector),)),),
                 weight=float(len(members)),
             )
+
+
+def _copies_read(space: Space, name: str, reading: Reading, count: int) -> Iterator[Term]:
+    """A weight that is read otherwise than it rests is a copy, which the op keeps for its backward."""
+    value = space.graph.values[reading.parameter.result]
+    vector = tuple(
+        float(local_bytes(value, strategy.results[0], space.tp))
+        if conversion.forward and strategy.results[0].dim is not None
+        else 0.0
+        for strategy in space.strategies[name]
+        for conversion in (reading_conversion(strategy),)
+    )
+    if any(vector):
+        yield Term(name=SAVED, expressions=(Expression(terms=((name, vector),)),), weight=float(count))

@@ -11,7 +11,7 @@ from tpplan.mesh import GroupShape
 from tpplan.plan import Pass
 from tpplan.profile import Collective, Estimate, HardwareProfile
 from tpplan.rules import Call, Strategy
-from tpplan.space import CROSS_ENTROPY, Space
+from tpplan.space import CROSS_ENTROPY, Space, reading_conversion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +57,11 @@ def strategy_times(
                 yield _op_time(Call.of(space.graph, decider), strategy, profile, group, executor)
             case Boundary():
                 value = space.graph.values[decider.operand]
-                yield _boundary_time(Conversion(strategy.operands[0], strategy.results[0]), value, profile, group)
+                yield _conversion_time(Conversion(strategy.operands[0], strategy.results[0]), value, profile, group)
             case _:
-                yield _reading_time(strategy, space.graph.values[decider.parameter.result], profile, group)
+                yield _conversion_time(
+                    reading_conversion(strategy), space.graph.values[decider.parameter.result], profile, group
+                )
 
 
 def _op_time(
@@ -90,9 +92,10 @@ def _cross_entropy_transfers(call: Call, strategy: Strategy) -> tuple[Transfer, 
     )
 
 
-def _boundary_time(conversion: Conversion, value: Value, profile: HardwareProfile, group: GroupShape) -> StrategyTime:
+def _conversion_time(conversion: Conversion, value: Value, profile: HardwareProfile, group: GroupShape) -> StrategyTime:
     if conversion.is_identity:
         return FREE
+    # The reduction of gradients that are summands is once per step, and priced elsewhere.
     transfers = [
         Transfer(kind=kind, during=during, num_bytes=value.num_bytes, dtype=value.dtype)
         for during, steps in ((Pass.FORWARD, conversion.forward), (Pass.BACKWARD, conversion.backward))
@@ -108,14 +111,4 @@ def _boundary_time(conversion: Conversion, value: Value, profile: HardwareProfil
         forward_collectives=forward if Pass.FORWARD in moves else ZERO,
         backward_collectives=backward if Pass.BACKWARD in moves else ZERO,
         transfers=tuple(transfers),
-    )
-
-
-def _reading_time(strategy: Strategy, value: Value, profile: HardwareProfile, group: GroupShape) -> StrategyTime:
-    """A reading as a summand divides it once; the reduction of R* readings is once per step and priced elsewhere."""
-    if strategy.results[0].kind is not LayoutKind.PARTIAL:
-        return FREE
-    forward, _ = conversion_time(profile, Conversion(strategy.operands[0], strategy.results[0]), value, group)
-    return StrategyTime(
-        forward=forward, backward=ZERO, forward_collectives=ZERO, backward_collectives=ZERO, transfers=()
     )

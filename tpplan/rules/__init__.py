@@ -11,18 +11,24 @@ import pkgutil
 from functools import cache
 
 from tpplan.graph import ModelGraph, Op
+from tpplan.intervals import Parts
 from tpplan.rules.call import Call, Rule, Strategy, base_target, registered_rules
 from tpplan.rules.equation import whole_operands
+from tpplan.rules.literals import localized_arguments, takes_sizes, written_sizes
+from tpplan.rules.parts import fused_parts
 
 __all__ = [
     "Call",
     "Strategy",
     "base_target",
     "call_strategies",
+    "fused_parts",
     "has_rule",
-    "localized_sizes",
+    "localized_arguments",
     "registered_rules",
     "strategies",
+    "takes_sizes",
+    "written_sizes",
 ]
 
 
@@ -38,15 +44,17 @@ def has_rule(target: str) -> bool:
     return base_target(target) in _load_families()
 
 
-def strategies(graph: ModelGraph, op: Op, tp: int) -> tuple[Strategy, ...]:
+def strategies(graph: ModelGraph, op: Op, tp: int, parts: frozenset[Parts] = frozenset()) -> tuple[Strategy, ...]:
     """Every way to run `op` on tp ranks, without duplicates, the replicated one first."""
-    return call_strategies(Call.of(graph, op), tp)
+    return call_strategies(Call.of(graph, op, parts), tp)
 
 
 def call_strategies(call: Call, tp: int) -> tuple[Strategy, ...]:
     """The same for a call that stands alone."""
     rule = _load_families().get(base_target(call.target))
     proposed = (*whole_operands(call), *(rule(call) if rule and call.results else ()))
+    if not call.target.startswith(_POSITIONAL):
+        proposed = (*proposed, *(variant for strategy in proposed for variant in strategy.part_by_part(call)))
     found: dict[Strategy, None] = {}
     for strategy in proposed:
         for variant in strategy.without_idle_gradients(call):
@@ -55,24 +63,5 @@ def call_strategies(call: Call, tp: int) -> tuple[Strategy, ...]:
     return tuple(found)
 
 
-#: position of the sizes among the arguments of ops that are given their result's sizes as literals
-_SIZE_ARGUMENT = {
-    "aten.view.default": 1,
-    "aten.reshape.default": 1,
-    "aten._unsafe_view.default": 1,
-    "aten.expand.default": 1,
-    "aten.broadcast_to.default": 1,
-    "aten.unflatten.int": 2,
-}
-
-
-def localized_sizes(call: Call, result_shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:
-    """For an op that is given its result's sizes: the argument's position and the sizes that make `result_shape`."""
-    position = _SIZE_ARGUMENT.get(call.target)
-    if position is None:
-        return None
-    if call.target == "aten.unflatten.int":
-        rank = len(call.operands[0].shape)
-        dim = call.integer(1, "dim") % rank
-        return position, result_shape[dim : dim + 1 + len(result_shape) - rank]
-    return position, result_shape
+#: ops of ours that communicate: they count positions from the first rank's
+_POSITIONAL = "tpplan."

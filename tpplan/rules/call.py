@@ -1,24 +1,29 @@
 """What a rule sees (Call) and what it gives (Strategy), and the registry it enters."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from tpplan.graph import Argument, ModelGraph, Op, Ref, Value, references
-from tpplan.layout import R_STAR, Layout, P, R, fits
+from tpplan.intervals import Parts
+from tpplan.layout import R_STAR, ROWS, Layout, P, R, S, fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """An operator with its arguments. `operands` are the tensors in argument order, one entry per reading."""
+    """An operator with its arguments. `operands` are the tensors in argument order, one entry per reading.
+
+    `parts` are those that dims of the graph may be made of: a dim of their sum may be sharded part by part.
+    """
 
     target: str
     args: tuple[Argument, ...]
     kwargs: tuple[tuple[str, Argument], ...]
     operands: tuple[Value, ...]
     results: tuple[Value, ...]
+    parts: frozenset[Parts] = frozenset()
 
     @classmethod
-    def of(cls, graph: ModelGraph, op: Op) -> "Call":
+    def of(cls, graph: ModelGraph, op: Op, parts: frozenset[Parts] = frozenset()) -> "Call":
         """The call an op of a graph makes."""
         return cls(
             target=op.target,
@@ -26,6 +31,7 @@ class Call:
             kwargs=op.kwargs,
             operands=tuple(graph.values[name] for name in op.operands),
             results=tuple(graph.values[name] for name in op.results),
+            parts=parts,
         )
 
     @property
@@ -98,6 +104,26 @@ class Strategy:
             for whole in (R, R_STAR)
         }
         return tuple(Strategy(variant, results) for variant in either)
+
+    def part_by_part(self, call: Call) -> Iterator["Strategy"]:
+        """The same with every sharded dim sharded part by part, where all of them have one size and so one order.
+
+        Right wherever positions along the dim do not matter to the op, as they do not where slices of it may be taken.
+        """
+        layouts = (*self.operands, *self.results)
+        values = (*call.operands, *call.results)
+        sizes = {
+            value.shape[layout.dim] for value, layout in zip(values, layouts, strict=True) if layout.dim is not None
+        }
+        if len(sizes) != 1 or ROWS in layouts or any(layout.parts for layout in layouts):
+            return
+        for parts in sorted(call.parts):
+            if {sum(parts)} == sizes:
+                sides = (
+                    tuple(layout if layout.dim is None else S(layout.dim, *parts) for layout in side)
+                    for side in (self.operands, self.results)
+                )
+                yield Strategy(*sides)
 
     def __str__(self) -> str:
         return f"{', '.join(map(str, self.operands))} => {', '.join(map(str, self.results))}"

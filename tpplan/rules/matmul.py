@@ -60,6 +60,19 @@ def baddbmm(call: Call) -> Iterable[Strategy]:
     return einsum(call, f"{_trailing(call, 'b i j')}, b i k, b k j -> b i j", multilinear=True, added=frozenset({0}))
 
 
+#: products of rows with their expert's matrix: torch's kernel, and the loop that transformers takes where it does not run
+GROUPED_PRODUCTS = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+
+
+@op_rule(*GROUPED_PRODUCTS)
+def grouped_mm(call: Call) -> Iterable[Strategy]:
+    """n rows sorted by expert, e experts of k x j; which rows are whose is counted over all of them."""
+    ranks = tuple(len(value.shape) for value in call.operands)
+    if ranks != (2, 3, 1):
+        return ()
+    return einsum(call, "n k, e k j, e -> n j", multilinear=True, whole="n e")
+
+
 def _trailing(call: Call, letters: str) -> str:
     """As many of the letters as the first operand has dims, aligned right."""
     names = letters.split()

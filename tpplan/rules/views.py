@@ -1,11 +1,13 @@
 """Ops that move dims without touching elements: each is linear, and a sharded dim goes where its slices stay whole."""
 
 from collections.abc import Iterable, Iterator
-from itertools import count
+from itertools import accumulate
 from math import prod
 
+from tpplan.layout import S
 from tpplan.rules.call import Call, Strategy, op_rule
 from tpplan.rules.equation import NEVER, Equation, Letters, dim_letters
+from tpplan.rules.literals import SLICES, SPLITS, slice_bounds
 
 _FIRST = (frozenset({0}),)
 
@@ -19,11 +21,23 @@ def _moved(operand: Letters, result: Letters, *results: Letters) -> Iterator[Str
     ).strategies()
 
 
-@op_rule("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.flatten.using_ints",
-         "aten.unflatten.int", "aten.ravel.default", "aten.unsqueeze.default")  # fmt: skip
+RESHAPES = (
+    "aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.flatten.using_ints",
+    "aten.unflatten.int", "aten.ravel.default", "aten.unsqueeze.default",
+)  # fmt: skip
+
+
+@op_rule(*RESHAPES)
 def reshape(call: Call) -> Iterable[Strategy]:
-    """Dims fall into groups with equal products; within a group only the outermost dim's slices stay contiguous."""
-    return _moved(*reshape_letters(call.operands[0].shape, call.results[0].shape))
+    """Dims fall into groups with equal products; within a group only the outermost dim's slices stay contiguous, unless
+    it stacks parts: `n * c -> n, c` for n parts in one dim."""
+    shapes = (call.operands[0].shape, call.results[0].shape)
+    yield from _moved(*reshape_letters(*shapes))
+    for joined, stack, is_stacked in stacks(*shapes):
+        size, count = shapes[not is_stacked][joined], shapes[is_stacked][stack[0]]
+        fused, member = S(joined, *[size // count] * count), S(stack[1])
+        if fused.parts in call.parts:
+            yield Strategy((fused,), (member,)) if is_stacked else Strategy((member,), (fused,))
 
 
 @op_rule("aten.view_as.default", "aten.reshape_as.default")
@@ -47,21 +61,35 @@ def squeeze(call: Call) -> Iterable[Strategy]:
 
 def reshape_letters(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Letters, Letters]:
     """Letters of both shapes: a letter in common for the outermost dims of groups with equal products."""
-    if prod(source) == 0:
-        return (NEVER,) * len(source), (NEVER,) * len(target)
     letters: tuple[list[str], list[str]] = ([NEVER] * len(source), [NEVER] * len(target))
+    for i, (own, others) in enumerate(_groups(source, target)):
+        letters[0][own[0]] = letters[1][others[0]] = f"g{i}"
+    return tuple(letters[0]), tuple(letters[1])
+
+
+def stacks(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[int, list[int], bool]]:
+    """Dims that a reshape makes of one, or one of: (the one dim, the others, whether these are the result's)."""
+    for own, others in _groups(source, target):
+        if len(own) == 1 < len(others):
+            yield own[0], others, True
+        if len(others) == 1 < len(own):
+            yield others[0], own, False
+
+
+def _groups(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
+    """Dims of both shapes with equal products, from the left; dims of size one belong to none."""
+    if prod(source) == 0:
+        return
     remaining = ([i for i, n in enumerate(source) if n > 1], [i for i, n in enumerate(target) if n > 1])
-    names = (f"g{i}" for i in count())
     while remaining[0]:
-        name = next(names)
-        first = (remaining[0].pop(0), remaining[1].pop(0))
-        letters[0][first[0]] = letters[1][first[1]] = name
-        sizes = [source[first[0]], target[first[1]]]
+        dims = ([remaining[0].pop(0)], [remaining[1].pop(0)])
+        sizes = [source[dims[0][0]], target[dims[1][0]]]
         while sizes[0] != sizes[1]:
             side = 0 if sizes[0] < sizes[1] else 1
             dim = remaining[side].pop(0)
+            dims[side].append(dim)
             sizes[side] *= (source, target)[side][dim]
-    return tuple(letters[0]), tuple(letters[1])
+        yield dims
 
 
 @op_rule("aten.permute.default")
@@ -132,28 +160,47 @@ def expand(call: Call) -> Iterable[Strategy]:
     return Equation(operands=operands, results=(letters,), linear_in=_FIRST).strategies()
 
 
-@op_rule("aten.slice.Tensor")
+@op_rule(*SLICES)
 def sliced(call: Call) -> Iterable[Strategy]:
-    """A slice's dim stays whole, unless the slice is all of it: `x[:, :n]` with n the size."""
+    """A slice's dim stays whole, unless the slice is all of it (`x[:, :n]` with n the size) or some of its parts."""
     shape = call.operands[0].shape
     letters = dim_letters(len(shape))
-    dim = call.integer(1, "dim", 0)
+    dim = call.integer(SLICES[call.target], "dim", 0) % len(shape)
     if call.results[0].shape != shape or call.argument(2, "start") not in (None, 0):
         letters[dim] = NEVER
-    return _moved(tuple(letters), tuple(letters))
+    yield from _moved(tuple(letters), tuple(letters))
+    start, end = slice_bounds(call)
+    for parts in sorted(call.parts) if call.argument(4, "step", 1) == 1 else ():
+        bounds = (0, *accumulate(parts))
+        if bounds[-1] == shape[dim] and start in bounds and end in bounds and end - start < shape[dim]:
+            taken = parts[bounds.index(start) : bounds.index(end)]
+            yield Strategy((S(dim, *parts),), (S(dim, *taken) if len(taken) > 1 else S(dim),))
 
 
-@op_rule("aten.narrow.default", "aten.split.Tensor", "aten.split.sizes",
-         "aten.split_with_sizes.default", "aten.chunk.default", "aten.tensor_split.sections")  # fmt: skip
+#: ops that take a dim apart into all its parts, with the position of the dim
+TAKES_APART = SPLITS | {"aten.chunk.default": 2, "aten.tensor_split.sections": 2}
+
+
+@op_rule(*TAKES_APART)
 def part(call: Call) -> Iterable[Strategy]:
-    """Parts of one dim, which stays whole; the others keep their layout."""
-    position = 2 if "split" in call.target or "chunk" in call.target else 1
+    """Parts of one dim, which stays whole or is sharded part by part; the others keep their layout.
+
+    Without sizes given, as many parts of a slice are as those of the whole only where they are equal.
+    """
     letters = dim_letters(len(call.operands[0].shape))
-    letters[call.integer(position, "dim", 0)] = NEVER
-    return _moved(tuple(letters), *(tuple(letters) for _ in call.results))
+    dim = call.integer(TAKES_APART[call.target], "dim", 0) % len(letters)
+    letters[dim] = NEVER
+    yield from _moved(tuple(letters), *(tuple(letters) for _ in call.results))
+    parts = tuple(value.shape[dim] for value in call.results)
+    if len(parts) > 1 and min(parts) > 0 and (call.target in SPLITS or len(set(parts)) == 1):
+        yield Strategy((S(dim, *parts),), (S(dim),) * len(parts))
 
 
-@op_rule("aten.select.int", "aten.unbind.int")
+#: ops that take members of a dim, which goes
+TAKES_ONE = ("aten.select.int", "aten.unbind.int")
+
+
+@op_rule(*TAKES_ONE)
 def without_dim(call: Call) -> Iterable[Strategy]:
     """One index of a dim, or each of them: the dim stays whole and goes."""
     letters = dim_letters(len(call.operands[0].shape))

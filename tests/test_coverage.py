@@ -1,0 +1,117 @@
+"""scripts/coverage.py: widths, shares and errors are what its table says they are."""
+
+import importlib.util
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """scripts/coverage.py, under a name that is not that of the package `coverage`."""
+    spec = importlib.util.spec_from_file_location("coverage_script", SCRIPTS / "coverage.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # rows are pickled
+    sys.path.append(str(SCRIPTS))  # for coverage_models
+    spec.loader.exec_module(module)
+    sys.path.remove(str(SCRIPTS))
+    return module
+
+
+@pytest.fixture(scope="module")
+def models(script: ModuleType) -> ModuleType:
+    """scripts/coverage_models.py."""
+    return sys.modules["coverage_models"]
+
+
+def test_one_layer_of_each_kind_is_kept(models: ModuleType) -> None:
+    assert models.config_of("gemma3_text", tiny=False).layer_types == ["sliding_attention", "full_attention"]
+    assert models.config_of("smollm3", tiny=False).no_rope_layers == [1, 0]
+    assert models.config_of("llama", tiny=False).num_hidden_layers == 2
+
+
+def test_the_published_width_is_kept_and_the_twins_is_small(models: ModuleType) -> None:
+    wide, twin = (models.config_of("llama", tiny=tiny) for tiny in (False, True))
+    assert (wide.hidden_size, wide.num_key_value_heads) == (4096, 32)
+    assert (twin.hidden_size, twin.num_key_value_heads) == (64, 8)  # as many as heads, as in the wide one
+    assert models.config_of("mistral", tiny=True).num_key_value_heads == 4
+    assert models.config_of("gpt2", tiny=True).resid_pdrop == 0.0
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "clip", "resnet", "t5"])
+def test_a_twin_has_the_names_of_the_wide_model(models: ModuleType, model_type: str) -> None:
+    with torch.device("meta"):
+        wide, twin = (models.model_of(model_type, tiny=tiny).build_model() for tiny in (False, True))
+    assert {name for name, _ in wide.named_parameters()} == {name for name, _ in twin.named_parameters()}
+
+
+SHIPPED = {
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.experts": "moe_tp_experts",
+    "model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_dims", "sharded"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", 2, True),
+        ("model.layers.12.self_attn.q_proj.bias", 1, True),
+        ("model.layers.0.self_attn.o_proj.bias", 1, False),
+        ("model.layers.0.self_attn.q_norm.weight", 1, False),
+        ("model.layers.0.mlp.experts.gate_up_proj", 3, True),
+        ("model.layers.0.mlp.experts.down_proj", 3, False),
+        ("model.layers.0.mlp.gate.weight", 2, False),
+    ],
+)
+def test_what_a_shipped_plan_shards(script: ModuleType, name: str, num_dims: int, sharded: bool) -> None:
+    assert script.expert_shards(SHIPPED, name, num_dims) is sharded
+
+
+def test_errors_are_relative_and_what_is_missing_is_infinite(script: ModuleType) -> None:
+    reference = script.Outcome(2.0, {"large": torch.tensor([10.0]), "small": torch.tensor([1e-6]), "frozen": None})
+
+    def expect(error: float, of: str, **changes: torch.Tensor | None) -> None:
+        found, name = script.worst_error(script.Outcome(2.0, {**reference.gradients, **changes}), reference)
+        assert name == of
+        assert found == pytest.approx(error)
+
+    expect(0.1, "large", large=torch.tensor([11.0]))
+    # Below the noise of 1e-3 x 10, twice as much is no error of 1 but of 1e-6 / 1e-2.
+    expect(1e-4, "small", small=torch.tensor([2e-6]))
+    expect(math.inf, "large", large=torch.tensor([math.nan]))
+    expect(math.inf, "small", small=None)
+    expect(math.inf, "frozen", frozen=torch.tensor([0.0]))
+    assert script.worst_error(reference, reference)[0] == 0.0
+    assert script.worst_error(replace(reference, loss=2.2), reference) == (pytest.approx(0.1), "loss")
+
+
+def test_the_bars(script: ModuleType) -> None:
+    good = script.Row(model="m", sharded={2: 0.9}, expert=0.9, proven={2: True}, errors={2: 1e-6})
+    assert good.is_right_and_sharded
+    assert good.status == "proven"
+    assert replace(good, errors={2: 1e-3}).status == "wrong"
+    assert not replace(good, sharded={2: 0.9, 8: 0.5}).is_sharded_enough
+    assert replace(good, sharded={2: 0.1}, expert=None).is_sharded_enough
+    assert not replace(good, failed="trace").is_proven
+    assert not script.Row(model="m").is_right_and_sharded
+
+
+@pytest.mark.slow
+def test_llama_meets_all_bars(script: ModuleType) -> None:
+    options = script.Options(degrees=(2,), numeric_degrees=(2,), precision="bf16-mixed", budget_s=240.0)
+    row = script.run("llama", options)
+    assert row.is_right_and_sharded, row
+    assert row.choices == {2: "same"}

@@ -1,0 +1,99 @@
+"""Literals that count elements of a dim: what they are on one rank."""
+
+from collections.abc import Iterator
+
+from tpplan.graph import Argument
+from tpplan.layout import local_shape
+from tpplan.plan import SizePlan
+from tpplan.rules.call import Call, Strategy
+
+#: position of the sizes among the arguments of ops that are given their result's sizes
+_SIZES = {
+    "aten.view.default": 1,
+    "aten.reshape.default": 1,
+    "aten._unsafe_view.default": 1,
+    "aten.expand.default": 1,
+    "aten.broadcast_to.default": 1,
+    "aten.unflatten.int": 2,
+}
+#: ops that take a dim apart, with the position of the dim
+SPLITS = {"aten.split.Tensor": 2, "aten.split.sizes": 2, "aten.split_with_sizes.default": 2}
+SLICES = {"aten.slice.Tensor": 1, "aten.narrow.default": 1}
+
+
+def takes_sizes(target: str) -> bool:
+    """True for an op that is given its result's sizes, which may be -1 where they follow from the others."""
+    return target in _SIZES
+
+
+def localized_arguments(call: Call, strategy: Strategy, tp: int) -> tuple[Argument, ...]:
+    """The positional arguments with which the op makes one rank's results."""
+    if not call.results:
+        return call.args
+    changed: dict[int, Argument] = {}
+    result = local_shape(call.results[0].shape, strategy.results[0], tp)
+    if call.target in _SIZES:
+        sizes = result
+        if call.target == "aten.unflatten.int":
+            rank = len(call.operands[0].shape)
+            dim = call.integer(1, "dim") % rank
+            sizes = result[dim : dim + 1 + len(result) - rank]
+        changed[_SIZES[call.target]] = sizes
+    elif call.target in SPLITS or call.target in SLICES:
+        changed = _local_cuts(call, strategy, tp)
+    return tuple(changed.get(i, argument) for i, argument in enumerate(call.args))
+
+
+def _local_cuts(call: Call, strategy: Strategy, tp: int) -> dict[int, Argument]:
+    """Sizes of a split, or bounds of a slice, where the dim that is cut is sharded part by part."""
+    layout = strategy.operands[0]
+    dim = call.integer((SPLITS | SLICES)[call.target], "dim", 0) % len(call.operands[0].shape)
+    if layout.dim != dim or not layout.parts:
+        return {}
+    if call.target in SPLITS:
+        pairs = zip(call.results, strategy.results, strict=True)
+        sizes = tuple(local_shape(value.shape, own, tp)[dim] for value, own in pairs)
+        return {1: sizes[0] if call.target == "aten.split.Tensor" else sizes}
+    size, is_narrow = sum(layout.parts), call.target == "aten.narrow.default"
+    start, end = (bound // tp for bound in slice_bounds(call))  # bounds lie between parts, each of which divides
+    if is_narrow:
+        return {2: start, 3: end - start}
+    written = {2: (call.argument(2, "start"), start), 3: (call.argument(3, "end"), end)}
+    return {
+        position: local - size // tp if bound < 0 else local
+        for position, (bound, local) in written.items()
+        if isinstance(bound, int) and bound < size
+    }
+
+
+#: how code writes the ops
+_CALLS = {
+    "aten.view.default": "view", "aten.reshape.default": "view", "aten._unsafe_view.default": "view",
+    "aten.unflatten.int": "unflatten", "aten.expand.default": "expand", "aten.broadcast_to.default": "expand",
+    "aten.split.Tensor": "split", "aten.split.sizes": "split", "aten.split_with_sizes.default": "split",
+    "aten.slice.Tensor": "slice", "aten.narrow.default": "narrow",
+}  # fmt: skip
+
+
+def written_sizes(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]:
+    """The numbers that would be wrong on one rank if they stood in the code as they stand in the graph."""
+    if call.target not in _CALLS:
+        return
+    places = (2, 3) if call.target in SLICES else (_SIZES.get(call.target, 1),)
+    arguments = zip(call.args, localized_arguments(call, strategy, tp), strict=True)
+    for index, (before, after) in enumerate(arguments):
+        if index not in places:
+            continue
+        first = index - places[0]
+        pairs = zip(before, after, strict=True) if isinstance(before, tuple) else ((before, after),)  # type: ignore[arg-type]
+        for offset, (written, local) in enumerate(pairs):
+            if isinstance(written, int) and isinstance(local, int) and written not in (local, -1):
+                yield SizePlan(call=_CALLS[call.target], position=first + offset, written=written, local=local)
+
+
+def slice_bounds(call: Call) -> tuple[int, int]:
+    """First element and the one behind the last, counted from the front."""
+    size = call.operands[0].shape[call.integer(1, "dim", 0)]
+    start = call.argument(2, "start")
+    first = 0 if not isinstance(start, int) else max(start + size, 0) if start < 0 else min(start, size)
+    return first, first + call.results[0].shape[call.integer(1, "dim", 0)]
