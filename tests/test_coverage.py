@@ -110,8 +110,10 @@ def test_the_bars(script: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_llama_meets_all_bars(script: ModuleType) -> None:
-    options = script.Options(degrees=(2,), numeric_degrees=(2,), precision="bf16-mixed", budget_s=240.0)
+def test_llama_meets_all_bars(script: ModuleType, models: ModuleType) -> None:
+    options = script.Options(
+        degrees=(2,), numeric_degrees=(2,), profile=models.machine(), precision="bf16-mixed", budget_s=240.0
+    )
     row = script.run("llama", options)
     assert row.is_right_and_sharded, row
     assert row.choices == {2: "same"}

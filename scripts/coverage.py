@@ -1,0 +1,675 @@
+"""Shows that Hugging Face models are planned, and that their plans are right and shard enough.
+
+    python scripts/coverage.py [TYPE ...] [--tp 2,8] [--numeric-tp 2,4] [--no-numerics] [--out FILE.csv]
+
+A type's default configuration, with few layers, is solved and proven on the meta device for a machine whose links cost
+next to nothing, so that sharding pays. A tiny twin then takes the same choices, by parameter and module name, on real
+gloo ranks, which must give the loss and every gradient of one process; where the choices do not fit the twin, its own
+plan is run. What is sharded is compared with the plan that transformers ships for the type. See coverage_models.py for
+the widths.
+
+Each type runs in a process of its own. Exit code 0 if all are proven, right, and sharded as much as the shipped plan.
+"""
+
+import argparse
+import contextlib
+import csv
+import logging
+import math
+import multiprocessing
+import os
+import queue
+import re
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+import torch
+import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
+import torch.distributed as dist
+from coverage_models import GPUS_PER_NODE, LANGUAGE_TYPES, OTHER_TYPES, UNUSED_OUTPUTS, Model, machine, model_of
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tpplan.apply import apply_plan, plan_name
+from tpplan.layout import Layout, LayoutKind, S, fits
+from tpplan.plan import BoundaryPlan, CrossingPlan, MeshPlan, ParameterPlan, Plan, Precision, ProofStatus
+from tpplan.planner import Cluster, solve
+from tpplan.profile import HardwareProfile, load_profile
+
+#: a gradient's error is relative to its largest element, or to this share of the model's largest: what is smaller
+#: than that is rounding
+GRADIENT_NOISE = 1e-3
+TOLERANCE = 1e-4
+#: added to the twin's parameters, so that none starts at a value (0, 1) that hides an error
+PERTURBATION = 0.02
+#: of the elements of all parameters: less than this, a few biases, is not counted as sharded less
+SHARE_RESOLUTION = 1e-3
+RANKS_TIMEOUT_S = 120.0
+#: of a problem in the table; the CSV has all
+SHOWN_CHARACTERS = 200
+DONE = "done"
+
+#: styles of transformers that shard a weight, by how their names begin, and those of them that leave a bias whole
+SHARDING_STYLES = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "embedding_rowwise", "embedding_colwise")
+ROW_STYLES = ("rowwise", "packed_rowwise")
+
+
+# What is found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What is known of a model type; tables by tp degree. `problems` are lines for the reader, the first decides."""
+
+    model: str
+    stage: str = "build"
+    failed: str = ""
+    problems: tuple[str, ...] = ()
+    #: shares of the elements of all parameters
+    sharded: Mapping[int, float] = field(default_factory=dict)
+    expert: float | None = None
+    #: pattern -> share of the elements of all parameters, of what the shipped plan shards and ours does not
+    whole: Mapping[str, float] = field(default_factory=dict)
+    proven: Mapping[int, bool] = field(default_factory=dict)
+    rounds: Mapping[int, int] = field(default_factory=dict)
+    cuts: tuple[str, ...] = ()
+    unruled: tuple[str, ...] = ()
+    errors: Mapping[int, float] = field(default_factory=dict)
+    choices: Mapping[int, str] = field(default_factory=dict)
+    cpu_s: float = 0.0
+
+    @property
+    def status(self) -> str:
+        """proven, unproven, wrong, or the stage that failed."""
+        if self.failed:
+            return self.failed
+        if any(error > TOLERANCE for error in self.errors.values()):
+            return "wrong"
+        return "proven" if all(self.proven.values()) else "unproven"
+
+    @property
+    def is_proven(self) -> bool:
+        """Every degree that was asked for was solved and proven."""
+        return self.failed in ("", "numerics") and bool(self.proven) and all(self.proven.values())
+
+    @property
+    def is_right(self) -> bool:
+        """Every comparison that was asked for was made and holds."""
+        return not self.failed and all(error <= TOLERANCE for error in self.errors.values())
+
+    @property
+    def is_sharded_enough(self) -> bool:
+        """At least what the shipped plan shards, on every degree."""
+        return self.expert is None or min(self.sharded.values(), default=0.0) >= self.expert - SHARE_RESOLUTION
+
+    @property
+    def is_right_and_sharded(self) -> bool:
+        """All bars hold."""
+        return self.is_proven and self.is_right and self.is_sharded_enough
+
+
+# What is sharded
+
+
+def names_by_parameter(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """Each parameter once, with all its names."""
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), (parameter, []))[1].append(name)
+    return list(found.values())
+
+
+def expert_shards(plan: Mapping[str, str], name: str, num_dims: int) -> bool:
+    """Whether a plan of transformers ({pattern: style}) shards a parameter, by its name or by its module's."""
+    for pattern, style in plan.items():
+        owner = re.escape(pattern).replace(r"\*", r"\d+")
+        if re.fullmatch(rf"{owner}(\.[^.]+)?", name) and style.startswith(SHARDING_STYLES):
+            return num_dims > 1 or not style.startswith(ROW_STYLES)
+    return False
+
+
+def pattern_of(name: str) -> str:
+    """layers.3.mlp.weight -> layers.*.mlp.weight"""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def sharded_names(plan: Plan) -> dict[str, tuple[int | None, int]]:
+    """Which dim of a parameter the plan shards, and in how many parts, by every name of those it shards."""
+    return {
+        label: (parameter.placement.dim, len(parameter.placement.parts))
+        for name, parameter in plan.parameter_plans().items()
+        if parameter.placement.kind is LayoutKind.SHARD
+        for label in (name, *parameter.aliases)
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Of the elements of all parameters: what ours shards, what the shipped plan does, and it alone, by pattern."""
+
+    ours: float
+    expert: float | None
+    expert_alone: Mapping[str, float]
+
+
+def shares(model: nn.Module, plan: Plan | None) -> Shares:
+    """What is sharded of a model by a plan of ours and by that which transformers ships, if it does."""
+    shipped: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
+    sharded = sharded_names(plan) if plan is not None else {}
+    total = sum(parameter.numel() for parameter in model.parameters())
+    ours = expert = 0
+    alone: dict[str, float] = {}
+    for parameter, names in names_by_parameter(model):
+        is_ours = any(name in sharded for name in names)
+        is_expert = any(expert_shards(shipped, name, parameter.dim()) for name in names)
+        ours += parameter.numel() * is_ours
+        expert += parameter.numel() * is_expert
+        if is_expert and not is_ours:
+            alone[pattern_of(names[0])] = alone.get(pattern_of(names[0]), 0.0) + parameter.numel() / total
+    return Shares(ours=ours / total, expert=expert / total if shipped else None, expert_alone=alone)
+
+
+# Plans
+
+
+@dataclass(slots=True)
+class Reporter:
+    """Sends the row after each change; `stage` is where it stands."""
+
+    row: Row
+    connection: Connection
+
+    def put(self, row: Row) -> None:
+        """The row as it is from now on."""
+        self.row = row
+        self.connection.send(row)
+
+    def at(self, stage: str) -> None:
+        """Where it stands."""
+        self.put(replace(self.row, stage=stage))
+
+    def note(self, problem: str) -> None:
+        """A line for the reader."""
+        self.put(replace(self.row, problems=(*self.row.problems, problem)))
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """What solve calls."""
+        if stage != self.row.stage.partition(" ")[0]:
+            self.at(stage)
+
+    def fail(self, stage: str, problem: str) -> None:
+        """The first failure names the status; all are listed."""
+        self.note(problem)
+        self.put(replace(self.row, failed=self.row.failed or stage))
+
+
+def planned(model: Model, tp: int, profile: HardwareProfile, precision: str, reporter: Reporter) -> Plan:
+    """A proven plan on tp ranks of a machine."""
+    return solve(
+        model.build_model,
+        model.example_inputs,
+        cluster=Cluster(gpus=tp, gpus_per_node=GPUS_PER_NODE, profile=profile),
+        global_batch=model.batch,
+        micro_batch=model.batch,
+        seq_len=model.seq_len,
+        tp=tp,
+        precision=precision,
+        unused_outputs=UNUSED_OUTPUTS,
+        progress=reporter.progress,
+    )
+
+
+def transferred(plan: Plan, twin: nn.Module, tp: int) -> Plan:
+    """The plan's choices for a model with other sizes, on tp ranks in float32. Raises ValueError where they do not fit.
+
+    Parameters and modules are found by their names, so the twin must have the same; what is sharded must divide.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in twin.named_parameters(remove_duplicate=False)}
+    parameters = plan.parameter_plans()
+    names = {label for name, parameter in parameters.items() for label in (name, *parameter.aliases)}
+    if any(plan.sizes.values()):
+        raise ValueError("they replace sizes that the code has at the published width")
+    if names != shapes.keys():
+        raise ValueError(f"{min(names ^ shapes.keys())} is not a parameter of both")
+    resized = {name: _resized(parameter, shapes[name]) for name, parameter in parameters.items()}
+    for name, parameter in resized.items():
+        for layout in (parameter.placement, *parameter.reads.values()):
+            if not fits(shapes[name], layout, tp):
+                raise ValueError(f"{name}: {list(shapes[name])} does not divide as {layout} by {tp}")
+    return replace(
+        plan,
+        cluster=replace(plan.cluster, gpus=tp),
+        mesh_degrees=MeshPlan(replicate=1, shard=1, tp=tp),
+        precision=Precision.FP32,
+        parameters=resized,
+        boundaries={name: _in_float32(boundary) for name, boundary in plan.boundaries.items()},
+    )
+
+
+def _resized(parameter: ParameterPlan, shape: tuple[int, ...]) -> ParameterPlan:
+    return replace(
+        parameter,
+        placement=_with_parts_of(parameter.placement, shape),
+        reads={reader: _with_parts_of(layout, shape) for reader, layout in parameter.reads.items()},
+        shape=shape,
+        dtype="float32",
+    )
+
+
+def _with_parts_of(layout: Layout, shape: tuple[int, ...]) -> Layout:
+    """Equal parts stay equal; of others it cannot be told which sizes they have in the twin."""
+    if layout.dim is None or not layout.parts:
+        return layout
+    part, rest = divmod(shape[layout.dim], len(layout.parts))
+    if len(set(layout.parts)) > 1 or rest:
+        raise ValueError(f"parts of {layout} are unknown in {list(shape)}")
+    return S(layout.dim, *[part] * len(layout.parts))
+
+
+def _in_float32(boundary: BoundaryPlan) -> BoundaryPlan:
+    def crossings(table: Mapping[str, CrossingPlan]) -> dict[str, CrossingPlan]:
+        for crossing in table.values():
+            if crossing.conversion.source.parts or crossing.conversion.target.parts:
+                raise ValueError(f"parts of {crossing} are unknown in the twin")
+        return {
+            path: replace(crossing, dtype="float32") if crossing.dtype == "bfloat16" else crossing
+            for path, crossing in table.items()
+        }
+
+    return BoundaryPlan(inputs=crossings(boundary.inputs), outputs=crossings(boundary.outputs))
+
+
+def agreement(plan: Plan, other: Plan) -> float:
+    """Of the parameters that a plan shards, the share (by names) that another plan places alike."""
+    wanted, found = sharded_names(plan), sharded_names(other)
+    return sum(found.get(name) == placement for name, placement in wanted.items()) / max(1, len(wanted))
+
+
+# Numerics
+
+
+#: a relative error, and whose it is
+Error = tuple[float, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A loss and every gradient, whole."""
+
+    loss: float
+    gradients: Mapping[str, Tensor | None]
+
+
+def built(model: Model) -> nn.Module:
+    """The same weights at every call, none of them at a round value."""
+    torch.manual_seed(0)
+    module = model.build_model()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(PERTURBATION * torch.randn_like(parameter))
+    return module
+
+
+def step(module: nn.Module, model: Model) -> Outcome:
+    """Forward and backward of the example inputs."""
+    loss = module(**model.example_inputs(model.batch, model.seq_len)).loss
+    loss.backward()
+    gradients = {plan_name(name): _whole(parameter.grad) for name, parameter in module.named_parameters()}
+    return Outcome(loss.item(), gradients)
+
+
+def _whole(gradient: Tensor | None) -> Tensor | None:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def worst_error(outcome: Outcome, reference: Outcome) -> Error:
+    """The largest relative error of the loss and of any gradient, and whose it is; infinite for one that is missing."""
+    present = [gradient for gradient in reference.gradients.values() if gradient is not None]
+    floor = GRADIENT_NOISE * max(gradient.abs().max().item() for gradient in present)
+    errors = {"loss": abs(outcome.loss - reference.loss) / abs(reference.loss)}
+    for name, expected in reference.gradients.items():
+        found = outcome.gradients.get(name)
+        if expected is not None and found is not None:
+            scale = max(expected.abs().max().item(), floor)
+            errors[name] = (found - expected).abs().max().item() / scale
+        elif (expected is None) != (found is None):
+            errors[name] = math.inf
+    errors = {name: math.inf if math.isnan(error) else error for name, error in errors.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    return errors[worst], worst
+
+
+def errors_on_ranks(model: Model, plan: Plan, reference: Outcome) -> Error:
+    """The plan applied on real ranks against one process: the worst of all ranks, whose replicas may differ."""
+
+    def rank() -> Error:
+        return worst_error(step(apply_plan(built(model), plan), model), reference)
+
+    return max(on_ranks(plan.mesh.num_gpus, rank))
+
+
+def on_ranks(num_ranks: int, function: Callable[[], Error]) -> list[Error]:
+    """function() on each rank of a gloo group of forked processes. Raises RuntimeError for a rank that fails or hangs.
+
+    All are killed on the way out: a rank that fails leaves its peers waiting.
+    """
+    context = multiprocessing.get_context("fork")
+    outcomes: Queue[tuple[str, Error]] = context.Queue()
+    deadline = time.monotonic() + RANKS_TIMEOUT_S
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        processes = [
+            context.Process(target=_rank_main, args=(number, num_ranks, store, function, outcomes), daemon=True)
+            for number in range(num_ranks)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            return [_next(outcomes, deadline) for _ in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _next(outcomes: "Queue[tuple[str, Error]]", deadline: float) -> Error:
+    try:
+        problem, outcome = outcomes.get(timeout=max(0.0, deadline - time.monotonic()))
+    except queue.Empty:
+        raise RuntimeError(f"the ranks did not finish in {RANKS_TIMEOUT_S:.0f} s") from None
+    if problem:
+        raise RuntimeError(problem)
+    return outcome
+
+
+def _rank_main(
+    number: int, num_ranks: int, path: Path, function: Callable[[], Error], outcomes: "Queue[tuple[str, Error]]"
+) -> None:
+    try:
+        timeout = timedelta(seconds=RANKS_TIMEOUT_S)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{path}", rank=number, world_size=num_ranks, timeout=timeout
+        )
+        outcomes.put(("", function()))
+    except Exception as error:
+        outcomes.put((f"rank {number}: {_described(error)}", (math.inf, "")))
+    signal.pause()  # open sockets keep the peers from failing for an early exit
+
+
+def _described(error: Exception) -> str:
+    """An error's class and first line, and the last line of code it went through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}{where}"
+
+
+# One model type
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What to do for each model type."""
+
+    degrees: tuple[int, ...]
+    numeric_degrees: tuple[int, ...]
+    profile: HardwareProfile
+    precision: str
+    budget_s: float
+
+
+def cover(model_type: str, options: Options, connection: Connection) -> None:
+    """A child's life: everything about a model type, sent row by row."""
+    os.setsid()  # the parent ends this process and its ranks at once
+    reporter = Reporter(Row(model=model_type), connection)
+    plans: dict[int, Plan] = {}
+    with _reported(reporter, "build"):
+        plans = solve_wide(model_type, options, reporter)
+    with _reported(reporter, "numerics"):
+        if plans and options.numeric_degrees:
+            compare(model_type, plans, options, reporter)
+    reporter.at(DONE)
+
+
+@contextlib.contextmanager
+def _reported(reporter: Reporter, stage: str, label: str = "") -> Iterator[None]:
+    """An error inside becomes a line of the row, under the stage it came from."""
+    reporter.at(stage)
+    try:
+        yield
+    except Exception as error:
+        at = reporter.row.stage
+        reporter.fail(at if stage == "build" else stage, f"{at}{label}: {_described(error)}")
+
+
+def solve_wide(model_type: str, options: Options, reporter: Reporter) -> dict[int, Plan]:
+    """Plans of the published width by degree, of those that are found."""
+    model = model_of(model_type, tiny=False)
+    with torch.device("meta"):
+        module = model.build_model()
+    reporter.put(replace(reporter.row, expert=shares(module, None).expert))
+    if model.precision not in (None, options.precision):
+        reporter.note(f"planned in {model.precision}")
+    plans: dict[int, Plan] = {}
+    for tp in options.degrees:
+        with _reported(reporter, "build", f" tp {tp}"):
+            plans[tp] = plan = planned(model, tp, options.profile, model.precision or options.precision, reporter)
+            row, found = reporter.row, shares(module, plan)
+            changed = replace(
+                row,
+                sharded={**row.sharded, tp: found.ours},
+                whole={**found.expert_alone, **row.whole},
+                proven={**row.proven, tp: plan.proof.status is not ProofStatus.UNPROVEN},
+                rounds={**row.rounds, tp: plan.proof.rounds},
+                cuts=(*row.cuts, *(f"tp {tp}: {cut}" for cut in plan.proof.cuts)),
+                unruled=tuple(sorted({*row.unruled, *plan.unruled_ops})),
+            )
+            reporter.put(changed)
+    return plans
+
+
+def compare(model_type: str, plans: Mapping[int, Plan], options: Options, reporter: Reporter) -> None:
+    """The twin under the wide model's choices, on real ranks."""
+    model = model_of(model_type, tiny=True)
+    reference = step(built(model), model)
+    for tp in options.numeric_degrees:
+        # The choices of the smallest degree that is not below: what divides by it divides by tp.
+        wide = plans[min((degree for degree in plans if degree >= tp), default=max(plans))]
+        with _reported(reporter, "numerics", f" tp {tp}"):
+            (error, name), choices = errors_of_choices(model, wide, tp, reference, options, reporter)
+            row = reporter.row
+            reporter.put(replace(row, errors={**row.errors, tp: error}, choices={**row.choices, tp: choices}))
+            if error > TOLERANCE:
+                reporter.note(f"numerics tp {tp}, {choices}: {error:.1e} in {name}")
+
+
+def errors_of_choices(
+    model: Model, wide: Plan, tp: int, reference: Outcome, options: Options, reporter: Reporter
+) -> tuple[Error, str]:
+    """Under the wide plan's choices ("same"), else under the twin's own plan ("own" and how much of it agrees)."""
+    try:
+        plan = transferred(wide, built(model), tp)
+        return errors_on_ranks(model, plan, reference), "same"
+    except (ValueError, RuntimeError) as error:
+        reporter.note(f"tp {tp}: the choices do not fit the twin: {str(error).splitlines()[0]}")
+    own = planned(model, tp, options.profile, Precision.FP32, reporter)
+    reporter.at("numerics")
+    return errors_on_ranks(model, own, reference), f"own {agreement(wide, own):.0%}"
+
+
+def run(model_type: str, options: Options) -> Row:
+    """The row of a model type, from a process of its own that is ended when its budget is spent."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=cover, args=(model_type, options, theirs))
+    before_s = _children_cpu_s()
+    process.start()
+    group = process.pid
+    assert group is not None
+    theirs.close()
+    try:
+        row = _last_row(Row(model=model_type), ours, options.budget_s)
+    finally:
+        process.kill()
+        with contextlib.suppress(ProcessLookupError):  # there is no such group where no session was started
+            os.killpg(group, signal.SIGKILL)
+        process.join()
+    return replace(row, cpu_s=_children_cpu_s() - before_s)
+
+
+def _last_row(row: Row, connection: Connection, budget_s: float) -> Row:
+    """The row once all is done; as far as it came where the process dies or the budget is spent."""
+    deadline = time.monotonic() + budget_s
+    while row.stage != DONE:
+        if not connection.poll(max(0.0, deadline - time.monotonic())):
+            problem = f"{row.stage}: not done in {budget_s:.0f} s"
+            return replace(row, failed="timeout", problems=(*row.problems, problem))
+        try:
+            row = connection.recv()
+        except EOFError:
+            return replace(row, failed=row.stage, problems=(*row.problems, f"{row.stage}: the process died"))
+    return row
+
+
+def _children_cpu_s() -> float:
+    """CPU seconds of the processes that have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+# The table
+
+
+def header(options: Options) -> list[str]:
+    """Names of the columns."""
+    return [
+        *("model", "status"),
+        *(f"sharded tp {tp}" for tp in options.degrees),
+        *("shipped", "rounds"),
+        *(f"error tp {tp}" for tp in options.numeric_degrees),
+        *("choices", "CPU s", "ops without a rule"),
+    ]
+
+
+def cells(row: Row, options: Options) -> list[str]:
+    """A row of the table."""
+
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1%}"
+
+    errors = [f"{row.errors[tp]:.0e}" if tp in row.errors else "-" for tp in options.numeric_degrees]
+    return [
+        *(row.model, row.status),
+        *(share(row.sharded.get(tp)) for tp in options.degrees),
+        *(share(row.expert), " ".join(str(row.rounds.get(tp, "-")) for tp in options.degrees)),
+        *errors,
+        *(", ".join(dict.fromkeys(row.choices.values())) or "-", f"{row.cpu_s:.0f}", " ".join(row.unruled) or "-"),
+    ]
+
+
+def widths(names: Sequence[str], model_types: Sequence[str]) -> list[int]:
+    """Of the columns; the last is open."""
+    least = {"model": max(map(len, model_types)), "status": 8, "choices": 12, "rounds": 6}
+    return [max(len(name), least.get(name, 0)) for name in names[:-1]] + [0]
+
+
+def line(texts: Sequence[str], column_widths: Sequence[int]) -> str:
+    """A line of the table."""
+    return "  ".join(text.ljust(width) for text, width in zip(texts, column_widths, strict=True)).rstrip()
+
+
+def notes(row: Row) -> Iterator[str]:
+    """What is wrong with a row, below it."""
+    for problem in row.problems:
+        yield problem if len(problem) <= SHOWN_CHARACTERS else problem[:SHOWN_CHARACTERS] + " .."
+    if not row.is_sharded_enough and row.whole:
+        largest = sorted(row.whole.items(), key=lambda item: -item[1])[:6]
+        yield "whole, though shipped sharded: " + ", ".join(f"{name} {share:.1%}" for name, share in largest)
+
+
+def summary(rows: Sequence[Row], options: Options) -> list[str]:
+    """How many rows meet each bar, and what the columns mean."""
+    with_expert = [row for row in rows if row.expert is not None]
+    enough = sum(row.is_proven and row.is_sharded_enough for row in with_expert)
+    lines = [f"{sum(row.is_proven for row in rows)} of {len(rows)} proven"]
+    if options.numeric_degrees:
+        compared = [row for row in rows if row.is_right and row.errors]
+        lines.append(f"{len(compared)} of {len(rows)} numerically right: every error <= {TOLERANCE:g}")
+    lines.append(f"{enough} of {len(with_expert)} with a shipped plan sharded at least as much")
+    lines.append(f"sharded, shipped: shares of the elements of all parameters, compared to {SHARE_RESOLUTION:.1%}")
+    lines.append(
+        f"error: max |a - b| / max(max |b|, {GRADIENT_NOISE:g} x the model's largest gradient), float32, the worst of "
+        "the loss and all gradients"
+    )
+    return lines
+
+
+def write_csv(path: Path, rows: Sequence[Row], options: Options) -> None:
+    """The table with all its notes."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow([*header(options), "problems", "whole though shipped sharded", "cuts"])
+        for row in rows:
+            whole = " ".join(f"{name}={share:.4f}" for name, share in row.whole.items())
+            writer.writerow([*cells(row, options), "\n".join(row.problems), whole, "\n".join(row.cuts)])
+
+
+# The command
+
+
+def degrees(text: str) -> tuple[int, ...]:
+    """2,8 -> (2, 8)"""
+    return tuple(int(part) for part in text.split(","))
+
+
+def quiet() -> None:
+    """Tables only: no warnings of libraries, no threads."""
+    warnings.simplefilter("ignore")
+    for library in ("torch", "transformers"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+
+
+def main() -> int:
+    """Prints a row per model type as it is found, and a summary."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", default=[*LANGUAGE_TYPES, *OTHER_TYPES], metavar="TYPE")
+    parser.add_argument("--tp", type=degrees, default=(2, 8), help="degrees at the published width")
+    parser.add_argument("--numeric-tp", type=degrees, default=(2, 4), help="degrees on real ranks")
+    parser.add_argument("--no-numerics", action="store_true")
+    parser.add_argument("--profile", metavar="NAME", help="instead of the made-up machine where sharding pays")
+    parser.add_argument("--precision", choices=list(Precision), default=Precision.BF16_MIXED)
+    parser.add_argument("--budget", type=float, default=300.0, metavar="SECONDS", help="for each model type")
+    parser.add_argument("--out", type=Path, metavar="FILE.csv")
+    arguments = parser.parse_args()
+    options = Options(
+        degrees=arguments.tp,
+        numeric_degrees=() if arguments.no_numerics else arguments.numeric_tp,
+        profile=load_profile(arguments.profile) if arguments.profile else machine(),
+        precision=arguments.precision,
+        budget_s=arguments.budget,
+    )
+    quiet()
+    column_widths = widths(header(options), arguments.types)
+    print(line(header(options), column_widths), flush=True)
+    rows = []
+    for model_type in arguments.types:
+        rows.append(run(model_type, options))
+        print(line(cells(rows[-1], options), column_widths), *notes(rows[-1]), sep="\n    ", flush=True)
+    print("", *summary(rows, options), sep="\n")
+    if arguments.out:
+        write_csv(arguments.out, rows, options)
+    return 0 if all(row.is_right_and_sharded for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,311 @@
+"""Models for scripts/coverage.py: of a Hugging Face model type its published width, a tiny twin of it, and inputs; and
+a machine to plan them for.
+
+A model type is a row of data: what to change in its default configuration. Most need no row: sizes are found by the
+names that configurations share. Both widths have the same few layers, one or more of each kind, and so the same
+parameter names.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+
+from tpplan.mesh import GroupShape
+from tpplan.profile import HardwareProfile
+from tpplan.profile_tables import Collective, bottleneck_traffic
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Values = Mapping[str, object]
+
+LANGUAGE_TYPES = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
+    *("phi", "phi3", "gpt_neox", "olmo2", "cohere2", "deepseek_v2", "deepseek_v3", "granite", "glm4", "starcoder2"),
+    *("jamba", "nemotron_h", "smollm3", "minimax", "exaone4"),
+)
+OTHER_TYPES = ("gpt2", "bert", "t5", "whisper", "vit", "convnext", "resnet", "clip")
+
+#: layers, by whatever name a configuration counts them
+LEAST_LAYERS = 2
+DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+
+#: sizes of a tiny twin where its configuration has them; no two dims that a weight may have are equal by accident
+HEADS, KEY_VALUE_HEADS, VOCABULARY = 8, 4, 256
+TINY: Values = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "projection_dim"), 64),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), HEADS),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), HEADS),
+    **dict.fromkeys(("head_dim", "d_kv", "qk_rope_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"), 128),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_target_positions"), 128),
+    "num_key_value_heads": KEY_VALUE_HEADS,
+    "vocab_size": VOCABULARY,
+    "sliding_window": 16,
+    "qk_nope_head_dim": 16,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    **dict.fromkeys(("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 80),
+    "image_size": 64,
+    "patch_size": 8,
+    "query_pre_attn_scalar": 8,
+}
+#: where the configuration does not say
+IMAGE_SIZE, TINY_IMAGE_SIZE = 224, 128
+SEQ_LEN, TINY_SEQ_LEN = 256, 32
+NUM_CLASSES, TINY_NUM_CLASSES = 1000, 16
+#: ids below are padding and other marks
+FIRST_TOKEN = 4
+
+#: what the models return besides their loss
+UNUSED_OUTPUTS = (
+    *("logits", "encoder_last_hidden_state", "logits_per_image", "logits_per_text", "text_embeds", "image_embeds"),
+    *(
+        f"{tower}_model_output.{name}"
+        for tower in ("text", "vision")
+        for name in ("last_hidden_state", "pooler_output")
+    ),
+)
+
+#: a made-up machine on which sharding pays however small the model: slow kernels, links that cost next to nothing
+FLOP_PER_S, BYTES_PER_S, LINK_BYTES_PER_S, LATENCY_S = 1e9, 1e9, 1e10, 1e-9
+MEMORY_BYTES = 2**50
+SIZES = (1, 2**20)  # straight lines in logarithms between them are exact
+GPUS_PER_NODE = 8
+
+
+class Task(StrEnum):
+    """What a model is trained for: the auto class that builds it, in the order in which they are looked through."""
+
+    CAUSAL_LM = "AutoModelForCausalLM"
+    SEQ2SEQ_LM = "AutoModelForSeq2SeqLM"
+    SPEECH = "AutoModelForSpeechSeq2Seq"
+    MASKED_LM = "AutoModelForMaskedLM"
+    IMAGE = "AutoModelForImageClassification"
+    CONTRASTIVE = "AutoModelForZeroShotImageClassification"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelType:
+    """A row: changes to both widths, further ones to the twin. seq_len is short where the graph grows with it."""
+
+    both: Values = field(default_factory=dict)
+    tiny: Values = field(default_factory=dict)
+    task: Task | None = None
+    seq_len: int = SEQ_LEN
+    tiny_seq_len: int = TINY_SEQ_LEN
+    batch: int = 1
+    #: where it must be one
+    precision: str | None = None
+
+
+MODEL_TYPES: Mapping[str, ModelType] = {
+    "gpt_neox": ModelType(
+        tiny={"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}}
+    ),
+    # The published models have 6 experts per token, of 1408 in the smaller: the default names none, and 1407, which no
+    # grouped product takes.
+    "deepseek_v2": ModelType(
+        both={"num_experts_per_tok": 6, "moe_intermediate_size": 1408, "first_k_dense_replace": 1},
+        tiny={"num_experts_per_tok": 2},
+    ),
+    "deepseek_v3": ModelType(both={"first_k_dense_replace": 1}, tiny={"n_group": 2, "topk_group": 1}),
+    # Three layers: a scan with an MLP, a scan with experts, attention. Its scan is a Python loop over the sequence.
+    "jamba": ModelType(
+        both={"num_hidden_layers": 3, "attn_layer_period": 4, "attn_layer_offset": 2, "use_mamba_kernels": False},
+        tiny={"mamba_d_state": 8, "mamba_dt_rank": 12},
+        seq_len=16,
+        tiny_seq_len=16,
+    ),
+    "nemotron_h": ModelType(
+        both={"use_mamba_kernels": False},
+        tiny={"ssm_state_size": 8, "mamba_num_heads": 16, "mamba_head_dim": 8, "n_groups": 4, "chunk_size": 16},
+    ),
+    # Its float32 buffers meet no bfloat16 weights, in transformers as here.
+    "minimax": ModelType(tiny={"block_size": 16}, precision="fp32"),
+    "bert": ModelType(task=Task.MASKED_LM),
+    "t5": ModelType(both={"decoder_start_token_id": 0}),
+    "whisper": ModelType(task=Task.SPEECH, tiny={"max_source_positions": 32, "num_mel_bins": 16}),
+    "convnext": ModelType(both={"depths": [2, 2, 2, 2]}, tiny={"hidden_sizes": [16, 32, 48, 64], "patch_size": 4}),
+    "resnet": ModelType(both={"depths": [2, 2, 2, 2]}, tiny={"hidden_sizes": [32, 64, 96, 128], "embedding_size": 16}),
+    # The loss contrasts the members of a batch.
+    "clip": ModelType(task=Task.CONTRASTIVE, batch=2),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model at one width, and what trains it: arguments of tpplan.solve."""
+
+    build_model: "Callable[[], nn.Module]"
+    example_inputs: "Callable[[int, int], dict[str, Tensor | bool]]"
+    batch: int
+    seq_len: int
+    precision: str | None
+
+
+def model_of(model_type: str, *, tiny: bool) -> Model:
+    """The model of a type at its published width, or its twin. Raises what transformers raises for the type."""
+    row = MODEL_TYPES.get(model_type, ModelType())
+    config = config_of(model_type, tiny=tiny)
+    task = row.task or _task(config)
+    auto_class = getattr(transformers, task)
+
+    def build_model() -> "nn.Module":
+        model: nn.Module = auto_class.from_config(config, dtype=torch.float32)
+        return model
+
+    return Model(
+        build_model=build_model,
+        example_inputs=lambda batch, seq_len: _inputs(config, task, batch, seq_len, tiny=tiny),
+        batch=row.batch,
+        seq_len=row.tiny_seq_len if tiny else row.seq_len,
+        precision=row.precision,
+    )
+
+
+def config_of(model_type: str, *, tiny: bool) -> transformers.PretrainedConfig:
+    """The default configuration of a type with few layers; of a twin also with small sizes and without dropout."""
+    row = MODEL_TYPES.get(model_type, ModelType())
+    default = transformers.AutoConfig.for_model(model_type)
+    twin = (_tiny_sizes(default), row.tiny) if tiny else ()
+    changes = _merged(_few_layers(default), row.both, *twin)
+    if (row.task or _task(default)) is Task.IMAGE:
+        changes["num_labels"] = TINY_NUM_CLASSES if tiny else NUM_CLASSES
+    config = transformers.AutoConfig.for_model(model_type, **changes)
+    for part in (config, config.get_text_config()):
+        part.use_cache = False
+    return config
+
+
+def _task(config: transformers.PretrainedConfig) -> Task:
+    for task in Task:
+        if type(config) in getattr(transformers, task)._model_mapping:
+            return task
+    raise ValueError(f"{config.model_type}: no class of {', '.join(Task)} takes it")
+
+
+def _few_layers(config: transformers.PretrainedConfig) -> dict[str, object]:
+    """Counts of layers set to a few, and lists with an entry per layer cut to one or more of each kind."""
+    values = config.to_dict()
+    num_layers = getattr(config, "num_hidden_layers", None)
+    per_layer = {
+        key: value for key, value in values.items() if isinstance(value, list) and len(value) == num_layers and value
+    }
+    kept = _one_of_each(list(zip(*per_layer.values(), strict=True))) if per_layer else list(range(LEAST_LAYERS))
+    changes: dict[str, object] = {key: len(kept) for key in DEPTHS if isinstance(values.get(key), int)}
+    changes |= {key: [value[index] for index in kept] for key, value in per_layer.items()}
+    return changes | {name: _few_layers(part) for name, part in _parts(config).items()}
+
+
+def _one_of_each(kinds: list[tuple[object, ...]]) -> list[int]:
+    """Indices of the first layer of each kind, filled up to LEAST_LAYERS, ascending."""
+    firsts = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
+    others = [index for index in range(len(kinds)) if index not in firsts]
+    return sorted(firsts + others[: max(0, LEAST_LAYERS - len(firsts))])
+
+
+def _tiny_sizes(config: transformers.PretrainedConfig) -> dict[str, object]:
+    """The twin's sizes under the names this configuration has; what it leaves unset stays so."""
+    values = config.to_dict()
+    changes = {key: size for key, size in TINY.items() if values.get(key) is not None}
+    changes = {key: size for key, size in changes.items() if not isinstance(values[key], list)}
+    if "num_key_value_heads" in changes and values["num_key_value_heads"] == values.get("num_attention_heads"):
+        changes["num_key_value_heads"] = HEADS
+    for key, value in values.items():
+        if "drop" in key and isinstance(value, float):
+            changes[key] = 0.0
+        if key.endswith("_token_id") and isinstance(value, int | list):
+            changes[key] = {"pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 1}.get(key, 2)
+    return changes | {name: _tiny_sizes(part) for name, part in _parts(config).items()}
+
+
+def _merged(*changes: Values) -> dict[str, object]:
+    """Later changes win; those to a part of a configuration are merged."""
+    merged: dict[str, object] = {}
+    for values in changes:
+        for key, value in values.items():
+            earlier = merged.get(key)
+            merged[key] = _merged(earlier, value) if isinstance(earlier, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _parts(config: transformers.PretrainedConfig) -> dict[str, transformers.PretrainedConfig]:
+    """Configurations inside this one: the towers of a model that has several."""
+    return {name: value for name, value in vars(config).items() if isinstance(value, transformers.PretrainedConfig)}
+
+
+def _inputs(
+    config: transformers.PretrainedConfig, task: Task, batch: int, seq_len: int, *, tiny: bool
+) -> "dict[str, Tensor | bool]":
+    """Keyword arguments of the model's forward that give a loss; the same ones at every call."""
+    generator = torch.Generator().manual_seed(0)
+    text, vision = config.get_text_config(), getattr(config, "vision_config", config)
+    image_size = getattr(vision, "image_size", TINY_IMAGE_SIZE if tiny else IMAGE_SIZE)
+
+    def tokens() -> "Tensor":
+        length = min(seq_len, getattr(text, "max_position_embeddings", seq_len))
+        return torch.randint(FIRST_TOKEN, text.vocab_size, (batch, length), generator=generator)
+
+    def image() -> "Tensor":
+        return torch.randn(batch, vision.num_channels, image_size, image_size, generator=generator)
+
+    match task:
+        case Task.CAUSAL_LM | Task.MASKED_LM:
+            ids = tokens()
+            return {"input_ids": ids, "labels": ids.clone()}
+        case Task.SEQ2SEQ_LM:
+            return {"input_ids": tokens(), "labels": tokens()}
+        case Task.SPEECH:
+            frames = 2 * config.max_source_positions  # the second convolution halves them
+            features = torch.randn(batch, config.num_mel_bins, frames, generator=generator)
+            return {"input_features": features, "labels": tokens()}
+        case Task.IMAGE:
+            classes = torch.randint(TINY_NUM_CLASSES, (batch,), generator=generator)
+            return {"pixel_values": image(), "labels": classes}
+        case Task.CONTRASTIVE:
+            return {"input_ids": tokens(), "pixel_values": image(), "return_loss": True}
+
+
+def machine() -> HardwareProfile:
+    """The made-up machine, one node of it."""
+    own: dict[str, object] = {"sources": ["made-up"]}
+    shapes = list(itertools.product(SIZES, repeat=3))
+    matmul = {"batch": [1], "m": SIZES, "n": SIZES, "k": SIZES, "relative_error": 0.0, **own}
+    matmul |= {"time_s": [2 * m * n * k / FLOP_PER_S for m, n, k in shapes], "extrapolation_relative_error": 0.0}
+    rates = {"forward_flop_per_s": FLOP_PER_S, "backward_flop_per_s": FLOP_PER_S, "relative_error": 0.0, **own}
+    num_bytes = [2**exponent for exponent in range(10, 40)]
+
+    def collective(kind: Collective, ranks: int) -> dict[str, object]:
+        traffic = bottleneck_traffic(kind, GroupShape(ranks=ranks, ranks_per_node=ranks)) / LINK_BYTES_PER_S
+        times = {"latency_s": LATENCY_S, "bytes": num_bytes, "time_s": [LATENCY_S + traffic * n for n in num_bytes]}
+        return {"kind": kind, "ranks": ranks, "ranks_per_node": ranks, "relative_error": [0.0] * len(num_bytes)} | {
+            **times,
+            **own,
+        }
+
+    data = {
+        "schema_version": 1,
+        "name": "eager-to-shard",
+        "device": "made up",
+        "device_type": "cuda",
+        "gpus_per_node": GPUS_PER_NODE,
+        "notes": [],
+        "sources": [{"id": "made-up", "licence": "none", "source": "scripts/coverage.py"}],
+        "memory": {"memory_bytes": MEMORY_BYTES, "reserved_bytes": 0, **own},
+        "bandwidth": {"hbm_bytes_per_s": BYTES_PER_S, "relative_error": 0.0, **own},
+        "launch": {"launch_s": LATENCY_S, "relative_error": 0.0, **own},
+        "matmuls": [{"dtype": dtype, **matmul} for dtype in ("bfloat16", "float16", "float32")],
+        "attention_rates": [{"dtype": dtype, **rates} for dtype in ("bfloat16", "float16", "float32")],
+        "group_extrapolation": {"in_node_relative_error": 0.0, "across_nodes_relative_error": 0.0},
+        "collectives": [collective(kind, ranks) for kind in Collective for ranks in (2, 4, GPUS_PER_NODE)],
+    }
+    return HardwareProfile.from_dict(data, origin="eager-to-shard")
