@@ -13,7 +13,7 @@ from tpplan.plan import Plan
 from tpplan.profile import HardwareProfile
 
 FOLDER = Path(__file__).resolve().parent.parent / "scripts" / "examples"
-NAMES = ("llama", "gpt", "mlp", "vit")
+NAMES = ("llama", "gpt", "mlp", "vit", "nanogpt")
 
 
 @functools.cache
@@ -49,6 +49,7 @@ def solve_example(name: str, profile: HardwareProfile, *, gpus: int, builder: An
         builder or module.build_model,
         module.example_inputs,
         loss=module.loss,
+        unused_outputs=getattr(module, "unused_outputs", ()),
         cluster=tpplan.Cluster(gpus=gpus, gpus_per_node=gpus_per_node, profile=profile),
         **{**defaults, **options},
     )

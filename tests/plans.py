@@ -78,6 +78,7 @@ def handmade_plan(
         },
         outputs={path: parse_layout(text) for path, text in (outputs or {}).items()},
         sizes={},
+        losses={},
         recompute=recompute or {},
         fsdp=FsdpPlan(units=(*units, "<root>"), reshard_after_forward=reshard_after_forward),
         collectives=(),

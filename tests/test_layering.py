@@ -28,6 +28,7 @@ WITHOUT_TORCH = (
     "plan",
     "solvers",
     "rules",
+    "typecheck",
     "space",
     "layer_table",
     "report",

@@ -89,7 +89,8 @@ EXAMPLE = Plan(
         "layers.*.up": BoundaryPlan(inputs={"input": CrossingPlan(Conversion(S(1), R_STAR), "bfloat16")}, outputs={}),
     },
     outputs={"output": S(2)},
-    sizes={"layers.*.up": (SizePlan(call="view", position=2, written=8, local=4),)},
+    sizes={"layers.*.up": (SizePlan(call="view", count=4, position=2, written=8, local=4),)},
+    losses={"<root>": 64},
     recompute={"layers.*": Recompute.SELECTIVE, "layers.1": Recompute.FULL, "layers.2": Recompute.NONE},
     fsdp=FsdpPlan(units=("layers.*", "<root>"), reshard_after_forward=True),
     collectives=(
@@ -114,7 +115,7 @@ EXAMPLE = Plan(
     ),
     solver=SolverReport(name="highs", status=Status.OPTIMAL, objective_s=0.5, bound_s=0.5, gap=0.0, meshes_tried=4),
     fingerprints=Fingerprints(parameters="sha256:1", graph="sha256:2", inputs={"tokens": "int64[2, 128]"}),
-    proof=ProofReport(status=ProofStatus.STRUCTURE, rounds=1, cuts=("layers.0.up: S(1)",)),
+    proof=ProofReport(status=ProofStatus.PROVEN, rounds=1, cuts=("layers.0.up: S(1)",)),
     unruled_ops=("aten.diagonal.default",),
 )
 
@@ -183,7 +184,7 @@ def strategy_of(hint: object) -> st.SearchStrategy[object]:
     assert isinstance(hint, type)
     if issubclass(hint, StrEnum):
         return st.sampled_from(hint)
-    return {str: names, bool: st.booleans()}[hint]
+    return {str: names, bool: st.booleans(), int: st.integers(-(2**70), 2**70)}[hint]
 
 
 @st.composite
@@ -202,6 +203,7 @@ def plans(draw: Callable[[st.SearchStrategy[object]], object]) -> Plan:
         batch=batch,
         blocks={"layers.*": "0-2,5"},
         sizes=dict(zip(("layers.*.mlp", "layers.2.mlp"), plan.sizes.values(), strict=False)),
+        losses=dict(zip(("layers.*.mlp", "layers.2.mlp"), plan.losses.values(), strict=False)),
         recompute=dict(zip(("layers.*.mlp", "layers.2.mlp"), plan.recompute.values(), strict=False)),
         parameters=dict(zip(("layers.*.w", "layers.1.w"), entries, strict=False)),
     )
@@ -519,6 +521,7 @@ def test_blocks_of_the_root_expand():
         parameters={"*.weight": parameter("R", (8,), {"*": "R"})},
         boundaries={},
         sizes={},
+        losses={},
         recompute={"*": Recompute.FULL},
         fsdp=FsdpPlan(units=("*", "<root>"), reshard_after_forward=False),
     )

@@ -83,7 +83,7 @@ def head_parallel(plan: Plan) -> bool:
 
 def test_sizes_left_open_keep_their_heads_sharded() -> None:
     plan = solve(lambda: Model(Attention(open_sizes)))
-    assert plan.proof.status is ProofStatus.STRUCTURE
+    assert plan.proof.status is ProofStatus.PROVEN
     assert plan.proof.cuts == ()
     assert head_parallel(plan)
     equals_one_process(lambda: Model(Attention(open_sizes)), plan)
@@ -103,7 +103,7 @@ def test_sizes_left_open_keep_their_heads_sharded() -> None:
 def test_baked_head_counts_are_replaced_by_a_rank_s_own(split: Callable[[Tensor], Tensor]) -> None:
     build = lambda: Model(Attention(split))  # noqa: E731
     plan = solve(build)
-    assert plan.proof.status is ProofStatus.STRUCTURE
+    assert plan.proof.status is ProofStatus.PROVEN
     assert plan.proof.cuts == ()
     assert head_parallel(plan)
     assert {size.written: size.local for size in plan.sizes["first"]}[HEADS] == HEADS // 2
@@ -140,7 +140,7 @@ class Fused(nn.Module):
 def test_fused_projections_are_sharded_part_by_part(take: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
     build = lambda: Model(Fused(take))  # noqa: E731
     plan = solve(build)
-    assert plan.proof.status is ProofStatus.STRUCTURE
+    assert plan.proof.status is ProofStatus.PROVEN
     assert plan.proof.cuts == ()
     assert plan.parameters["first.c_attn.weight"].placement == S(0)
     assert plan.parameters["first.c_proj.weight"].placement == S(1)
@@ -199,7 +199,7 @@ class Scaled(nn.Module):
 def test_numbers_read_off_a_sharded_shape_are_found(module: type[nn.Module]) -> None:
     """A width read as a number is cut away; positions made whole cannot meet slices of a sequence at all."""
     plan = solve(lambda: Model(module()))
-    assert plan.proof.status is ProofStatus.STRUCTURE
+    assert plan.proof.status is ProofStatus.PROVEN
     assert bool(plan.proof.cuts) == (module is Scaled)
     assert plan.parameters["mlp.up_proj.weight"].placement.kind is LayoutKind.SHARD
     equals_one_process(lambda: Model(module()), plan)

@@ -92,6 +92,7 @@ def make_plan(
         boundaries=boundaries,
         outputs={"logits": S(2)},
         sizes={},
+        losses={},
         recompute={},
         fsdp=FsdpPlan(units=("layers.*", "<root>"), reshard_after_forward=True),
         collectives=(
@@ -121,7 +122,7 @@ def make_plan(
             name="highs", status=Status.OPTIMAL, objective_s=0.5, bound_s=0.495, gap=0.01, meshes_tried=12
         ),
         fingerprints=Fingerprints(parameters="sha256:1", graph="sha256:2", inputs={"tokens": "int64[1, 4096]"}),
-        proof=ProofReport(status=ProofStatus.STRUCTURE, rounds=2, cuts=("attention: view [1, 4096, 32, 128]",)),
+        proof=ProofReport(status=ProofStatus.PROVEN, rounds=2, cuts=("attention: view [1, 4096, 32, 128]",)),
         unruled_ops=("aten.foo.default",),
     )  # fmt: skip
 
@@ -316,7 +317,7 @@ def test_a_mesh_of_fewer_gpus_than_there_are_says_so() -> None:
 def test_provenance_gives_bound_gap_proof_and_unruled_ops() -> None:
     text = " ".join(render(make_plan(), width=120).split())
     assert "highs: optimal, 500 ms, bound 495 ms, gap 1.00%, 12 meshes tried" in text
-    assert "structure: the applied model was retraced" in text
+    assert "proven: retraced on local shapes, op by op" in text
     assert "forbidden on the way: attention: view [1, 4096, 32, 128]" in text
     assert "no rule for aten.foo.default" in text
 

@@ -10,6 +10,7 @@ optimizer afterwards. Every rank of a tp group must read the same batch; Mesh.da
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -19,10 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from tpplan.convert import TpGroup
 from tpplan.errors import PlanMismatchError, TpplanError, UsageError
 from tpplan.localize import SITE, Site, check_forward
+from tpplan.losses import shard_classes
 from tpplan.mesh import Axis
-from tpplan.plan import ROOT, Plan, Precision, check_parameters
+from tpplan.plan import ROOT, Plan, Precision, ProofStatus, check_parameters
 from tpplan.recompute import check_recomputable, recompute
 from tpplan.reduce import Reducer
 from tpplan.sizes import use_local_sizes
@@ -49,14 +52,17 @@ def apply_plan(model: nn.Module, plan: Plan | str | os.PathLike[str], *, mesh: D
     if any(is_generated(type(module)) or isinstance(module, FSDPModule) for module in model.modules()):
         raise UsageError("the model is sharded already: apply a plan once, to a plain model")
     loaded = _agreed_plan(model, plan)
+    if loaded.proof.status is ProofStatus.UNPROVEN and dist.get_rank() == 0:
+        warnings.warn("the plan is unproven: nothing says that it computes the same as the model", stacklevel=2)
     device_type = mesh.device_type if mesh is not None else _device_type(model)
     mesh = _checked(mesh, loaded) if mesh is not None else _new_mesh(loaded, device_type)
     if loaded.precision is Precision.BF16:
         _cast_parameters(model, torch.bfloat16)
     _move(model, device_type, with_parameters=loaded.mesh.tp == 1)
     modules = modules_by_name(model)
-    for module, sizes in {_module(modules, name): sizes for name, sizes in loaded.size_plans().items()}.items():
-        use_local_sizes(module, sizes)
+    use_local_sizes({_module(modules, name): sizes for name, sizes in loaded.size_plans().items()})
+    for module, count in {_module(modules, name): count for name, count in loaded.sharded_losses().items()}.items():
+        shard_classes(module, count, TpGroup.of(mesh.get_group(Axis.TP)))
     for name, style in module_styles(loaded).items():
         style._apply(_module(modules, name), mesh[Axis.TP])
     for module, mode in {_module(modules, name): mode for name, mode in loaded.recomputed_modules().items()}.items():
@@ -166,7 +172,7 @@ def _check_fits(model: nn.Module, plan: Plan) -> None:
     modules = modules_by_name(model)
     for name, style in module_styles(plan).items():
         style.check(_module(modules, name))
-    for name in plan.size_plans():
+    for name in (*plan.size_plans(), *plan.sharded_losses()):
         check_forward(_module(modules, name), name)
     wrapped = {plan_name(name) for name, _ in model.named_modules() if name.endswith(_WRAPPER_NAMES[0])}
     for name in plan.recomputed_modules():

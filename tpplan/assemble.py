@@ -8,8 +8,9 @@ from math import ceil
 from typing import TypeVar
 
 from tpplan.costs.table import Transfer
+from tpplan.errors import ModelError
 from tpplan.formulate import BUCKET_BYTES, DATA_PARALLEL, TP_REDUCTION, Formulation, price_space
-from tpplan.graph import Boundary, Direction, ModelGraph, Op, RepeatedBlock, Source, within
+from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, RepeatedBlock, Source, within
 from tpplan.layout import Conversion, Layout, R
 from tpplan.mesh import Axis
 from tpplan.plan import (
@@ -26,7 +27,7 @@ from tpplan.plan import (
 from tpplan.problem import total
 from tpplan.profile import Collective
 from tpplan.rules import Strategy, has_rule
-from tpplan.space import is_summand
+from tpplan.space import CROSS_ENTROPY, is_summand
 
 T = TypeVar("T")
 #: an entry with the names inside rewritten
@@ -147,6 +148,19 @@ class Expanded:
             if boundary.module == "" and boundary.direction is Direction.OUTPUT
             if (layout := self.layout(boundary.result)) != R
         }
+
+    def sharded_losses(self) -> dict[str, int]:
+        """Modules in whose forward a cross entropy runs on slices, and the number of classes."""
+        found: dict[str, int] = {}
+        for op in self.graph.ops:
+            if op.target == CROSS_ENTROPY and op.module != LOSS_SCOPE and self.layout(op.operands[0]) != R:
+                count = self.graph.values[op.operands[0]].shape[-1]
+                if found.setdefault(op.module, count) != count:
+                    raise ModelError(
+                        f"module {op.module or ROOT}: its forward has cross entropies over {found[op.module]} and over "
+                        f"{count} classes, which slices would confuse; put them into modules of their own"
+                    )
+        return {module or ROOT: count for module, count in found.items()}
 
     def fsdp_plan(self) -> FsdpPlan:
         """Units by pattern, the root last."""

@@ -31,6 +31,16 @@ def members(graph: ModelGraph, module: str) -> tuple[Op | Boundary, ...]:
     return tuple(node for node in graph.nodes if within(node.module, module))
 
 
+def like_nodes(graph: ModelGraph, node: Op | Boundary) -> tuple[Op | Boundary, ...]:
+    """The nodes in the same place of like blocks, this one among them; itself alone outside of blocks."""
+    for block in graph.blocks:
+        for name in block.names:
+            if within(node.module, name):
+                position = members(graph, name).index(node)
+                return tuple(members(graph, other)[position] for other in block.names)
+    return (node,)
+
+
 def _alike(graph: ModelGraph, prefix: str, indices: list[int]) -> list[RepeatedBlock]:
     classes: list[tuple[nx.DiGraph[int], list[int]]] = []
     for index in indices:

@@ -5,7 +5,8 @@
         return cross_entropy(outputs, inputs["targets"])
 
 On plain logits it is torch's own, kept as one operator (`tpplan::cross_entropy`) so that the planner sees a loss and
-may shard its classes. A model applied with sharded logits returns them as a DTensor, and then, with z [N, V/t] a rank's
+may shard its classes. So is F.cross_entropy in a model's own forward, where the plan says which modules see slices of
+how many classes. A model applied with sharded logits returns them as a DTensor, and then, with z [N, V/t] a rank's
 logits and y its target,
 
     m = max over ranks of max z,  s = sum over ranks of sum exp(z - m),  loss_n = log s - (z_y - m)
@@ -13,30 +14,40 @@ logits and y its target,
 takes two all-reduces of N and 2 N elements instead of a gather of N V. The gradient, (softmax - onehot) / N, is local.
 """
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tpplan import operators
 from tpplan.convert import TpGroup, all_reduce
 from tpplan.errors import UsageError
+from tpplan.operators import CrossEntropyMode
 from tpplan.sizes import as_written
+from tpplan.subclass import subclass
 
 #: what torch calls the target that counts for nothing
 IGNORE_INDEX = -100
 
-_LIBRARY = torch.library.Library("tpplan", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("cross_entropy(Tensor logits, Tensor targets, int ignore_index) -> Tensor")  # type: ignore[no-untyped-call]
-_LIBRARY.impl(  # type: ignore[no-untyped-call]
-    "cross_entropy",
-    lambda logits, targets, ignore_index: F.cross_entropy(
-        logits.flatten(0, -2), targets.flatten(), ignore_index=ignore_index
-    ),
-    "CompositeImplicitAutograd",
-)
+#: sharded vocabularies of the modules whose forward runs, the innermost last
+_running: list["ShardedClasses"] = []
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedClasses:
+    """In a module's forward, logits of num_classes / t classes are a rank's slice of num_classes."""
+
+    num_classes: int
+    group: TpGroup
+
+    def holds(self, logits: Tensor) -> bool:
+        """True for a slice."""
+        return logits.shape[-1] * self.group.size == self.num_classes
 
 
 @as_written
@@ -55,7 +66,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE
         targets = targets.full_tensor()
     if isinstance(logits, DTensor):
         return _of_dtensor(logits, targets, ignore_index)
-    loss: Tensor = torch.ops.tpplan.cross_entropy(logits, targets, ignore_index)
+    if _running and _running[-1].holds(logits):
+        return _vocabulary_parallel(logits, targets, ignore_index, _running[-1].group)
+    loss: Tensor = operators.cross_entropy(logits, targets, ignore_index)
     return loss
 
 
@@ -63,16 +76,41 @@ def _of_dtensor(logits: DTensor, targets: Tensor, ignore_index: int) -> Tensor:
     placements = logits.placements
     if len(placements) == 1 and placements[0] == Shard(logits.dim() - 1):
         group = TpGroup.of(logits.device_mesh.get_group())
-        local = logits.to_local().flatten(0, -2)
-        loss: Tensor = _VocabularyParallel.apply(local, targets.flatten(), ignore_index, group)  # type: ignore[no-untyped-call]
-        return loss.to(_result_dtype(local))
+        return _vocabulary_parallel(logits.to_local(), targets, ignore_index, group)
     if all(placement == Replicate() for placement in placements):
-        whole: Tensor = torch.ops.tpplan.cross_entropy(logits.to_local(), targets, ignore_index)
+        whole: Tensor = operators.cross_entropy(logits.to_local(), targets, ignore_index)
         return whole
     raise UsageError(
         f"cross_entropy: logits of shape {list(logits.shape)} are laid out as {placements}; expected the last dim "
         "sharded on one mesh axis, or replicated. logits.full_tensor() gathers them."
     )
+
+
+def _vocabulary_parallel(logits: Tensor, targets: Tensor, ignore_index: int, group: TpGroup) -> Tensor:
+    local = logits.flatten(0, -2)
+    loss: Tensor = _VocabularyParallel.apply(local, targets.flatten(), ignore_index, group)  # type: ignore[no-untyped-call]
+    return loss.to(_result_dtype(local))
+
+
+def shard_classes(module: nn.Module, num_classes: int, group: TpGroup) -> None:
+    """From now on a cross entropy in the module's forward that meets a rank's slice of num_classes knows it as such."""
+    module.__class__ = _sharding_class(type(module), ShardedClasses(num_classes, group))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _sharding_class(cls: type[nn.Module], classes: ShardedClasses) -> type[nn.Module]:
+    mode = functools.partial(CrossEntropyMode, lambda z, y, ignored: cross_entropy(z, y, ignore_index=ignored))
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _running.append(classes)
+        try:
+            with mode():
+                return cls.forward(self, *args, **kwargs)
+        finally:
+            _running.pop()
+
+    return subclass(cls, {"forward": forward}, _sharding_class, (classes,))
 
 
 def _result_dtype(logits: Tensor) -> torch.dtype:

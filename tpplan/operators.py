@@ -4,12 +4,17 @@ boundary  a tensor crosses into or out of a module's forward; a view, so aliasin
 frame     a tensor enters or leaves the forward of a layer that its siblings may copy; a view
 sibling   a layer that is like one already traced: gives tensors like that one's outputs
 resize    a planned conversion, in a retrace on local shapes: a tensor of the shape behind it
+cross_entropy  torch's own, in one operator: F.cross_entropy in a model's forward is traced as this
 """
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 #: outputs of traced layers by name, one table for each trace that is running
 running_traces: list[dict[str, list[Tensor]]] = []
@@ -43,12 +48,42 @@ def _sibling(inputs: list[Tensor], module: str, like: str) -> list[Tensor]:
     return [output.new_empty_strided(output.shape, output.stride()) for output in running_traces[-1][like]]
 
 
+def _cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=ignore_index)
+
+
+class CrossEntropyMode(TorchFunctionMode):
+    """While it is on, F.cross_entropy is replacement(logits [N, V], targets [N], ignore_index), where that is the same.
+
+    It is for a mean over targets that are class indices, without weights of classes and without smoothing.
+    """
+
+    def __init__(self, replacement: Callable[[Tensor, Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.replacement = replacement
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.cross_entropy:
+            given = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
+            given.apply_defaults()
+            logits, targets, *rest = given.args
+            if rest == [None, None, rest[2], None, "mean", 0.0] and logits.dim() == targets.dim() + 1 == 2:
+                return self.replacement(logits, targets, rest[2])
+        return func(*args, **kwargs)
+
+
 _LIBRARY: Any = torch.library.Library("tpplan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("boundary(Tensor(a) x, str module, str direction, str path) -> Tensor(a)")
 _LIBRARY.define("frame(Tensor(a) x, str module, str side) -> Tensor(a)")
 _LIBRARY.define("sibling(Tensor[] inputs, str module, str like) -> Tensor[]")
 _LIBRARY.define("resize(Tensor x, int[] sizes) -> Tensor")
+_LIBRARY.define("cross_entropy(Tensor logits, Tensor targets, int ignore_index) -> Tensor")
+_LIBRARY.impl("cross_entropy", _cross_entropy, "CompositeImplicitAutograd")
 _LIBRARY.impl("boundary", lambda x, module, direction, path: x.view_as(x), "CompositeImplicitAutograd")
 _LIBRARY.impl("frame", lambda x, module, side: x.view_as(x), "CompositeImplicitAutograd")
 _LIBRARY.impl("sibling", _sibling, "CompositeExplicitAutograd")
 _LIBRARY.impl("resize", lambda x, sizes: x.new_empty(sizes), "CompositeExplicitAutograd")
+
+#: cross_entropy(logits [..., V], targets [...], ignore_index): the mean over targets that are not ignored
+cross_entropy = torch.ops.tpplan.cross_entropy

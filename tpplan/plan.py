@@ -138,11 +138,12 @@ class BoundaryPlan:
 class SizePlan:
     """A number written in a module's code that counts elements, and the one that a rank needs instead.
 
-    `call` is view (reshape too), unflatten, expand, split, slice or narrow. `position` counts its sizes from 0; of a
-    slice and of narrow, 0 is the start and 1 the end or the length.
+    `call` is view (reshape too), unflatten, expand, split, slice or narrow, given `count` sizes, of which `position`
+    counts from 0; a slice has a start and an end, narrow a start and a length.
     """
 
     call: str
+    count: Count
     position: Size
     written: int
     local: int
@@ -204,10 +205,11 @@ class Fingerprints:
 
 
 class ProofStatus(StrEnum):
-    """structure: the applied model was retraced on every op's local shapes and literals. unproven: nothing was."""
+    """proven: the applied model was retraced on every op's local shapes and literals, and the layout of every value and
+    gradient was derived from the plan alone. unproven: nothing was."""
 
     UNPROVEN = "unproven"
-    STRUCTURE = "structure"
+    PROVEN = "proven"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,8 +225,9 @@ class ProofReport:
 class Plan:
     """A complete plan. `blocks` gives the indices of each repeated block as ranges: {"layers.*": "0-31"}.
 
-    `sizes` are numbers to replace while a module's forward runs. `recompute` names the modules whose forward runs again in backward, each as one region. `outputs` are the model's
-    outputs, by path, that it returns sharded.
+    `sizes` are numbers to replace while a module's forward runs. `losses` names the modules in whose forward a cross
+    entropy meets a slice of that many classes. `recompute` names the modules whose forward runs again in backward, each
+    as one region. `outputs` are the model's outputs, by path, that it returns sharded.
     """
 
     schema_version: Count
@@ -240,6 +243,7 @@ class Plan:
     boundaries: Mapping[str, BoundaryPlan]
     outputs: Mapping[str, LayoutText]
     sizes: Mapping[str, tuple[SizePlan, ...]]
+    losses: Mapping[str, Count]
     recompute: Mapping[str, Recompute]
     fsdp: FsdpPlan
     collectives: tuple[CollectivePlan, ...]
@@ -313,6 +317,10 @@ class Plan:
         """Sizes to replace by module name, patterns expanded, "" for the root."""
         return {"" if name == ROOT else name: sizes for name, (sizes, _) in self._expanded(self.sizes).items() if sizes}
 
+    def sharded_losses(self) -> dict[str, int]:
+        """Numbers of classes by module name, patterns expanded, "" for the root."""
+        return {"" if name == ROOT else name: count for name, (count, _) in self._expanded(self.losses).items()}
+
     def recomputed_modules(self) -> dict[str, Recompute]:
         """The regions that are recomputed by module name, patterns expanded, "" for the root."""
         expanded = self._expanded(self.recompute)
@@ -363,6 +371,7 @@ class Plan:
         places = {f"parameters.{key}": key for key in self.parameters}
         places |= {f"boundaries.{key}": key for key in self.boundaries}
         places |= {f"sizes.{key}": key for key in self.sizes}
+        places |= {f"losses.{key}": key for key in self.losses}
         places |= {f"recompute.{key}": key for key in self.recompute}
         places |= {f"fsdp.units[{position}]": unit for position, unit in enumerate(self.fsdp.units)}
         for place, key in places.items():

@@ -18,8 +18,10 @@ from tpplan.errors import InfeasibleError, ModelError, SolverError, UsageError
 from tpplan.exported import path_of
 from tpplan.formulate import Formulation, PricedSpace, Setting, price_space
 from tpplan.graph import Direction, ModelGraph
+from tpplan.layout import local_shape
 from tpplan.mesh import Mesh, meshes
 from tpplan.plan import (
+    ROOT,
     SCHEMA_VERSION,
     BatchPlan,
     BoundaryPlan,
@@ -39,6 +41,7 @@ from tpplan.prove import Counterexample, Sizes, check_structure
 from tpplan.rules import Strategy
 from tpplan.space import build_space
 from tpplan.trace import Inputs, Loss, repeated_children, trace
+from tpplan.typecheck import Mistyped, typecheck
 from tpplan.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -280,8 +283,10 @@ class _Job:
                 return self.assemble(expanded, best, solved, ProofStatus.UNPROVEN, rounds)
             self.report("prove", rounds - 1, rounds)
             if not self._counterexample(expanded, best.formulation):
-                self.report("prove", rounds, rounds)
-                return self.assemble(expanded, best, solved, ProofStatus.STRUCTURE, rounds)
+                plan = self.assemble(expanded, best, solved, ProofStatus.PROVEN, rounds)
+                if not self._mistyped(plan, expanded, best.formulation):
+                    self.report("prove", rounds, rounds)
+                    return plan
             self._solve_again(solved)
         raise SolverError(f"no plan could be proven in {MAX_ROUNDS} rounds; the last: {self.cut_messages[-1]}")
 
@@ -312,23 +317,33 @@ class _Job:
         return _Candidate(formulation, replace(solution, choice=chosen, objective=price))
 
     def _counterexample(self, expanded: Expanded, formulation: Formulation) -> bool:
-        """Checks a plan; on a difference forbids what was chosen at the blamed decisions, in all like blocks."""
+        """Retraces what will run; on a difference forbids what was chosen where it shows."""
         found = check_structure(self.model, self.inputs, expanded, loss=self.loss, cast=self.cast)
-        if not isinstance(found, Counterexample):
-            self.sizes = found
-            return False
+        if isinstance(found, Counterexample):
+            self._forbid(found, expanded, formulation)
+            return True
+        self.sizes = found
+        return False
+
+    def _mistyped(self, plan: Plan, expanded: Expanded, formulation: Formulation) -> bool:
+        """Derives every layout from the plan as its file says it, and does likewise."""
+        as_read = Plan.from_dict(plan.to_dict())
+        found = typecheck(self.graph, as_read, local_shapes=_local_shapes(expanded))
+        if found is not None:
+            self._forbid(found, expanded, formulation)
+        return found is not None
+
+    def _forbid(self, found: Counterexample | Mistyped, expanded: Expanded, formulation: Formulation) -> None:
+        """Cuts away what was chosen at the blamed decisions, in all like blocks."""
         tp, space = formulation.mesh.tp, formulation.space
         chosen = {(name, expanded.strategy(name)) for name in found.blamed}
         if not chosen:
-            raise ModelError(
-                f"the applied model differs from the original, and no sharding explains it: {found.message}"
-            )
+            raise ModelError(f"the plan cannot be proven, and no sharding explains it: {found.message}")
         logger.info("counterexample on tp %d: %s", tp, found.message)
         self.cut_messages.append(found.message)
         for name, strategy in chosen:
             for member in space.members[space.classes[name]]:
                 self.cuts.setdefault((tp, member), set()).add(strategy)
-        return True
 
     def _solve_again(self, solved: dict[Mesh, _Candidate]) -> None:
         """A cut changes only the optima that chose what it forbids."""
@@ -423,7 +438,10 @@ class _Job:
             parameters=by_pattern(graph, parameters, rename_parameter),
             boundaries=by_pattern(graph, expanded.boundary_plans(), lambda plan, rename: plan, empty),
             outputs=expanded.outputs(),
-            sizes=by_pattern(graph, self.sizes, lambda sizes, rename: sizes, ()),
+            sizes=by_pattern(
+                graph, {module or ROOT: sizes for module, sizes in self.sizes.items()}, lambda sizes, rename: sizes, ()
+            ),
+            losses=by_pattern(graph, expanded.sharded_losses(), lambda count, rename: count),
             recompute={},
             fsdp=expanded.fsdp_plan(),
             collectives=expanded.collectives(),
@@ -435,6 +453,13 @@ class _Job:
             proof=ProofReport(status=status, rounds=rounds, cuts=tuple(self.cut_messages)),
             unruled_ops=expanded.unruled_ops(),
         )
+
+
+def _local_shapes(expanded: Expanded) -> dict[str, tuple[int, ...]]:
+    """One rank's shapes of computed values, as the retrace found them."""
+    values, tp = expanded.graph.values, expanded.formulation.mesh.tp
+    names = (result for node in expanded.graph.nodes for result in node.results)
+    return {name: local_shape(values[name].shape, expanded.layout(name), tp) for name in names}
 
 
 def _certificate(best: _Candidate, solved: dict[Mesh, _Candidate]) -> SolverReport:

@@ -17,15 +17,18 @@ from itertools import zip_longest
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from tpplan import operators
 from tpplan.assemble import Expanded
+from tpplan.blocks import like_nodes
 from tpplan.exported import IGNORED, argument_of
 from tpplan.graph import LOSS_SCOPE, Argument, Boundary, Direction, ModelGraph, Op, Ref, within
 from tpplan.layout import LayoutKind, local_shape
 from tpplan.plan import SizePlan
 from tpplan.rules import Call, localized_arguments, takes_sizes, written_sizes
-from tpplan.sizes import Witness, use_local_sizes
+from tpplan.sizes import use_local_sizes
+from tpplan.space import Reading
 from tpplan.trace import BoundaryHook, Inputs, Loss, TraceError, trace
 
 BOUNDARY, FRAME = "tpplan.boundary.default", "tpplan.frame.default"
@@ -40,6 +43,7 @@ class Counterexample:
 
     message: str
     blamed: tuple[str, ...]
+    node: Op | Boundary | None = None
 
 
 #: sizes to replace, by module
@@ -50,33 +54,36 @@ def check_structure(
     model: nn.Module, inputs: Inputs, expanded: Expanded, *, loss: Loss | None, cast: BoundaryHook
 ) -> Sizes | Counterexample:
     """The sizes with which the applied model runs the original's ops on the planned local shapes, none where it does so
-    as it is; else the first difference."""
-    retrace = functools.partial(_retrace, model, inputs, expanded, loss=loss, cast=cast)
-    found = retrace({}, None)
-    if found is None:
-        return {}
-    candidates = _written_sizes(expanded)
-    used: set[SizePlan] = set()
-    if not candidates or retrace(candidates, used.add) is not None:
-        return found
-    needed = {module: tuple(size for size in sizes if size in used) for module, sizes in candidates.items()}
-    return {module: sizes for module, sizes in needed.items() if sizes}
+    as it is; else the first difference that no size accounts for."""
+    written: dict[str, tuple[SizePlan, ...]] = {}
+    while True:
+        found = _retrace(model, inputs, expanded, written, loss=loss, cast=cast)
+        if found is None:
+            return written
+        more = _with_sizes_of(expanded, found.node, written)
+        if more == written:
+            return found
+        written = more
+
+
+def _with_sizes_of(expanded: Expanded, node: Op | Boundary | None, written: Sizes) -> dict[str, tuple[SizePlan, ...]]:
+    """The sizes so far and those of an op, and of its like in other blocks, whose code holds the whole's."""
+    found = dict(written)
+    graph, tp = expanded.graph, expanded.formulation.mesh.tp
+    for op in like_nodes(graph, node) if isinstance(node, Op) and node.module != LOSS_SCOPE else ():
+        assert isinstance(op, Op)
+        own = found.get(op.module, ())
+        new = (size for size in written_sizes(Call.of(graph, op), expanded.strategy(op.name), tp) if size not in own)
+        found[op.module] = (*own, *new)
+    return {module: sizes for module, sizes in found.items() if sizes}
 
 
 def _retrace(
-    model: nn.Module,
-    inputs: Inputs,
-    expanded: Expanded,
-    written: Sizes,
-    witness: Witness | None,
-    *,
-    loss: Loss | None,
-    cast: BoundaryHook,
+    model: nn.Module, inputs: Inputs, expanded: Expanded, written: Sizes, *, loss: Loss | None, cast: BoundaryHook
 ) -> Counterexample | None:
     """Traces the model on one rank's shapes, with these sizes replaced, and compares."""
     local = localized(model, expanded)
-    for module, own in written.items():
-        use_local_sizes(local.get_submodule(module), own, witness)
+    use_local_sizes({local.get_submodule(module): own for module, own in written.items()})
     sizes = _boundary_sizes(expanded)
 
     def resize(tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
@@ -90,21 +97,6 @@ def _retrace(
         reason = f"the applied model cannot run: {str(error).splitlines()[0].partition(': ')[2]}"
         return _compare_so_far(expanded, error.ran or torch.fx.Graph(), reason)
     return _compare(expanded, retraced)
-
-
-def _written_sizes(expanded: Expanded) -> Sizes:
-    """Every number that stands in the graph and would be wrong on a rank, by the module whose code may hold it."""
-    tp = expanded.formulation.mesh.tp
-    found: dict[str, dict[tuple[str, int, int], set[SizePlan]]] = {}
-    for op in expanded.graph.ops:
-        if op.module == LOSS_SCOPE:
-            continue
-        for size in written_sizes(Call.of(expanded.graph, op), expanded.strategy(op.name), tp):
-            found.setdefault(op.module, {}).setdefault((size.call, size.position, size.written), set()).add(size)
-    return {
-        module: tuple(size for _, sizes in sorted(places.items()) if len(sizes) == 1 for size in sizes)
-        for module, places in found.items()
-    }
 
 
 def localized(model: nn.Module, expanded: Expanded) -> nn.Module:
@@ -162,11 +154,12 @@ def _compare(expanded: Expanded, retraced: ModelGraph) -> Counterexample | None:
     for original, node in zip_longest(graph.nodes, nodes):
         if original is None or node is None:
             return _blame(expanded, original, f"one trace ends before {_title(original or node)}")
-        problem = _difference(expanded, original, _image(retraced, node))
+        image = _image(retraced, node)
+        problem = _difference(expanded, original, image)
         if problem is None and [resized.get(v, v) for v in node.operands] != [images.get(v) for v in original.operands]:
             problem = f"{_title(original)} reads other values"
         if problem is not None:
-            return _blame(expanded, original, problem)
+            return _blame(expanded, original, problem, _strange(expanded, original, image))
         images.update(zip(original.results, node.results, strict=True))
     return None
 
@@ -182,9 +175,10 @@ def _compare_so_far(expanded: Expanded, ran: torch.fx.Graph, reason: str) -> Cou
                 originals.popleft()
             continue
         original = originals.popleft() if originals else None
-        problem = "more ran than before" if original is None else _difference(expanded, original, _fx_image(node))
+        image = _fx_image(node)
+        problem = "more ran than before" if original is None else _difference(expanded, original, image)
         if problem is not None:
-            return _blame(expanded, original, problem)
+            return _blame(expanded, original, problem, _strange(expanded, original, image))
     return _blame(expanded, originals[0] if originals else None, reason)
 
 
@@ -270,16 +264,46 @@ def _title(node: Op | Boundary | None) -> str:
             return "nothing"
 
 
-def _blame(expanded: Expanded, node: Op | Boundary | None, message: str) -> Counterexample:
-    """The op itself where it runs sharded, else whatever sharded value its module's code can see."""
-    if isinstance(node, Op):
-        if node.name in _sharded(expanded, (node,)):
-            return Counterexample(message=message, blamed=(node.name,))
-        return Counterexample(message=message, blamed=tuple(_visible(expanded, node.module)))
+def _strange(expanded: Expanded, node: Op | Boundary | None, image: _Image) -> frozenset[int]:
+    """Sizes that an op was given, or gave, and that neither its results nor its literals have on a rank."""
+    if not isinstance(node, Op) or not takes_sizes(node.target):
+        return frozenset()
+    tp, strategy = expanded.formulation.mesh.tp, expanded.strategy(node.name)
+    call = Call.of(expanded.graph, node)
+    pairs = zip(call.results, strategy.results, strict=True)
+    expected = {size for value, layout in pairs for size in local_shape(value.shape, layout, tp)}
+    found = {leaf for leaf in pytree.tree_leaves((image.literals, image.shapes)) if isinstance(leaf, int)}
+    return frozenset(found - expected - {-1} - set(pytree.tree_leaves(call.args)))
+
+
+def _blame(
+    expanded: Expanded, node: Op | Boundary | None, message: str, strange: frozenset[int] = frozenset()
+) -> Counterexample:
+    """Whatever the module's code can read strange sizes from; else the op itself where it runs sharded; else whatever
+    sharded value its module's code can see, or that of a module around it."""
     module = node.module if node is not None else ""
-    parent = module.rpartition(".")[0]
-    blamed = tuple(_visible(expanded, module)) or tuple(_visible(expanded, parent))
-    return Counterexample(message=message, blamed=blamed)
+    visible = tuple(_visible(expanded, module))
+    blamed = tuple(name for name in visible if _local_sizes(expanded, name) & strange)
+    if not blamed:
+        is_sharded = isinstance(node, Op) and node.name in _sharded(expanded, (node,))
+        blamed = (node.name,) if node is not None and is_sharded else visible
+    while not blamed and module:
+        module = _parent(expanded, module)
+        blamed = tuple(_visible(expanded, module))
+    return Counterexample(message=message, blamed=blamed or tuple(_sharded(expanded, expanded.graph.nodes)), node=node)
+
+
+def _local_sizes(expanded: Expanded, name: str) -> set[int]:
+    """Sizes of the sharded dims of what a decision gives, on a rank."""
+    node = expanded.formulation.space.deciders[name]
+    assert not isinstance(node, Reading)
+    values = [expanded.graph.values[result] for result in node.results]
+    tp = expanded.formulation.mesh.tp
+    return {
+        value.shape[layout.dim] // tp
+        for value, layout in zip(values, expanded.strategy(name).results, strict=True)
+        if layout.dim is not None
+    }
 
 
 def _visible(expanded: Expanded, module: str) -> Iterator[str]:

@@ -35,7 +35,7 @@ _RECOMPUTE = {
 }
 _PROOF = {
     ProofStatus.UNPROVEN: "nothing was checked",
-    ProofStatus.STRUCTURE: "the applied model was retraced; every op's local shapes and literals agree",
+    ProofStatus.PROVEN: "retraced on local shapes, op by op; every layout derived again from the plan alone",
 }
 _AXES = {
     Axis.REPLICATE: "{ranks} replicas split the batch; gradients are all-reduced",
@@ -262,6 +262,8 @@ def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
     for key, sizes in sorted(plan.sizes.items()):
         numbers = ", ".join(f"{s.call} {s.written} as {s.local}" for s in dict.fromkeys(sizes))
         yield "sizes", f"{key}: {numbers}"
+    for key, count in sorted(plan.losses.items()):
+        yield "loss", f"{key}: its cross entropy runs on slices of {count} classes, which are never gathered"
     for cut in proof.cuts:
         yield "", f"forbidden on the way: {cut}"
     if plan.unruled_ops:

@@ -1,12 +1,12 @@
 """Sizes written into a model's code, replaced by one rank's: `x.view(b, t, self.num_heads, d)` on a slice of the heads.
 
 A module with such sizes gets a subclass whose forward runs under a mode that looks at the calls a plan names. A call
-with another number in that place is left alone, so what follows from `x.shape` stays as it is. Forwards inside it are
-under it too, except those with sizes of their own.
+with another number in that place is left alone, so what follows from `x.shape` stays as it is, and so are the calls in
+forwards of the modules inside it.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,9 +15,6 @@ from torch.overrides import TorchFunctionMode
 
 from tpplan.plan import SizePlan
 from tpplan.subclass import subclass
-
-#: told of each size that is replaced
-Witness = Callable[[SizePlan], None]
 
 _VIEW, _EXPAND = (Tensor.view, Tensor.reshape, torch.reshape), (Tensor.expand, torch.Tensor.broadcast_to)
 _UNFLATTEN = (Tensor.unflatten, torch.unflatten)
@@ -34,26 +31,44 @@ _TAKES: dict[Any, tuple[str, int]] = {
 }
 
 
-def use_local_sizes(module: nn.Module, sizes: Iterable[SizePlan], witness: Witness | None = None) -> None:
-    """From now on the module's forward sees `local` where its code says `written`."""
-    module.__class__ = local_sizes_class(type(module), tuple(sizes), witness)  # type: ignore[arg-type]
+def use_local_sizes(sizes: Mapping[nn.Module, Iterable[SizePlan]]) -> None:
+    """From now on these modules' own forwards see `local` where their code says `written`."""
+    inside = {child for module in sizes for child in _called(module)} - sizes.keys()
+    for module, own in sizes.items():
+        module.__class__ = local_sizes_class(type(module), tuple(own))  # type: ignore[arg-type]
+    for child in inside:
+        child.__class__ = _as_written_class(type(child))  # type: ignore[arg-type]
 
 
-@functools.lru_cache(maxsize=256)
-def local_sizes_class(
-    cls: type[nn.Module], sizes: tuple[SizePlan, ...], witness: Witness | None = None
-) -> type[nn.Module]:
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """The nearest modules inside that have a forward."""
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            yield from _called(child)
+        else:
+            yield child
+
+
+@functools.cache
+def _as_written_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return subclass(cls, {"forward": as_written(cls.forward)}, _as_written_class)
+
+
+@functools.cache
+def local_sizes_class(cls: type[nn.Module], sizes: tuple[SizePlan, ...]) -> type[nn.Module]:
     """The subclass of cls with these sizes. It bears cls's own name."""
-    table = {(size.call, size.position, size.written): size for size in sizes}
+    table = {(size.call, size.count, size.position, size.written): size.local for size in sizes}
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _LocalSizes(table, witness):
+        with _LocalSizes(table):
             return cls.forward(self, *args, **kwargs)
 
-    return subclass(cls, {"forward": forward}, local_sizes_class, (sizes, witness))
+    return subclass(cls, {"forward": forward}, local_sizes_class, (sizes,))
 
 
+#: what sizes are called
+_NAMES = ("size", "sizes", "shape", "split_size", "split_size_or_sections", "split_sizes", "start", "length")
 #: modes whose forwards are running, the innermost last: it alone replaces. None: our own code runs
 _running: list["_LocalSizes | None"] = []
 
@@ -79,10 +94,9 @@ def as_written(function: F) -> F:
 class _LocalSizes(TorchFunctionMode):
     """Replaces sizes in the calls of one forward."""
 
-    def __init__(self, table: dict[tuple[str, int, int], SizePlan], witness: Witness | None) -> None:
+    def __init__(self, table: dict[tuple[str, int, int, int], int]) -> None:
         super().__init__()
         self.table = table
-        self.witness = witness
 
     def __enter__(self) -> "_LocalSizes":
         _running.append(self)
@@ -104,30 +118,20 @@ class _LocalSizes(TorchFunctionMode):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if not any(isinstance(item, slice) for item in index):
                 return args, kwargs
-            return (args[0], tuple(self._slice(item) for item in index)), kwargs
-        position = 0
-
-        def replace(value: Any) -> Any:
-            nonlocal position
-            if isinstance(value, tuple | list):
-                return tuple(map(replace, value))
-            position += 1
-            return self._local(call, position - 1, value)
-
-        stop = first + 1 if call == "split" else len(args)
-        args = (*args[:first], *map(replace, args[first:stop]), *args[stop:])
-        names = ("size", "sizes", "shape", "split_size", "split_size_or_sections", "split_sizes", "start", "length")
-        return args, {name: replace(value) if name in names else value for name, value in kwargs.items()}
+            return (args[0], tuple(map(self._slice, index))), kwargs
+        sizes = args[first : first + 1] if call == "split" else args[first:]
+        named = [name for name in _NAMES if name in kwargs]
+        given = [*sizes, *(kwargs[name] for name in named)]
+        flat = [size for item in given for size in (item if isinstance(item, tuple | list) else (item,))]
+        local = iter([self._local(call, len(flat), position, size) for position, size in enumerate(flat)])
+        found = [tuple(next(local) for _ in item) if isinstance(item, tuple | list) else next(local) for item in given]
+        args = (*args[:first], *found[: len(sizes)], *args[first + len(sizes) :])
+        return args, kwargs | dict(zip(named, found[len(sizes) :], strict=True))
 
     def _slice(self, item: Any) -> Any:
         if not isinstance(item, slice) or item.step not in (None, 1):
             return item
-        return slice(self._local("slice", 0, item.start), self._local("slice", 1, item.stop), item.step)
+        return slice(self._local("slice", 2, 0, item.start), self._local("slice", 2, 1, item.stop), item.step)
 
-    def _local(self, call: str, position: int, value: Any) -> Any:
-        size = self.table.get((call, position, value)) if type(value) is int else None
-        if size is None:
-            return value
-        if self.witness is not None:
-            self.witness(size)
-        return size.local
+    def _local(self, call: str, count: int, position: int, size: Any) -> Any:
+        return self.table.get((call, count, position, size), size) if type(size) is int else size

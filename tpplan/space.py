@@ -14,8 +14,8 @@ from functools import cached_property
 from tpplan.blocks import members
 from tpplan.errors import ModelError
 from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, SourceKind, Value
-from tpplan.layout import R_STAR, ROWS, Conversion, Layout, LayoutKind, P, R, S, conversions_between, layouts_of
-from tpplan.rules import Strategy, base_target, fused_parts, strategies
+from tpplan.layout import R_STAR, ROWS, Conversion, Layout, P, R, S, conversions_between, fits, layouts_of
+from tpplan.rules import Strategy, base_target, find_fused_dims, strategies
 
 #: forbids a strategy of a decision: given the decision's name and the strategy
 Cut = Callable[[str, Strategy], bool]
@@ -154,7 +154,7 @@ class _Builder:
         self.fixed = {source.result for source in graph.sources if source.kind is not SourceKind.PARAMETER}
         self.whole_outputs = _whole_outputs(graph, unused_outputs)
         self.converting = _converting_boundaries(graph)
-        self.parts = frozenset(parts for parts in fused_parts(graph) if all(part % tp == 0 for part in parts))
+        self.fused = find_fused_dims(graph) if tp > 1 else {}
         self.mutated = _mutated_storages(graph)
         self.deciders = dict(self._deciders())
 
@@ -170,7 +170,7 @@ class _Builder:
     def options(self, decider: Decider) -> tuple[Strategy, ...]:
         match decider:
             case Op():
-                options = strategies(self.graph, decider, self.tp, self.parts)
+                options = strategies(self.graph, decider, self.tp, self.fused)
                 return tuple(s for s in options if self._rows_are_masked(decider, s) and _fits_the_loss(decider, s))
             case Boundary():
                 return self._boundary_options(decider)
@@ -219,7 +219,8 @@ class _Builder:
         return tuple(found)
 
     def _by_parts(self, value: Value, dim: int) -> Iterator[Layout]:
-        return (S(dim, *parts) for parts in sorted(self.parts) if sum(parts) == value.shape[dim])
+        layouts = (S(dim, *parts) for parts in sorted(self.fused.get(value.name, {}).get(dim, ())))
+        return (layout for layout in layouts if fits(value.shape, layout, self.tp))
 
     def _feeds_lookup(self, boundary: Boundary) -> bool:
         """The ids enter an embedding module and go nowhere else."""

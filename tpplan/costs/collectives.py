@@ -21,8 +21,9 @@ def step_time(
     """One step of a conversion on a value of n bytes over p ranks.
 
     A collective takes what the profile says for n bytes; gathering or scattering a dim that is not the outermost, or
-    that has parts, also copies the whole value (read and write), since collectives concatenate along the outermost. Slices copy their part;
-    pads write n bytes and read n/p; divisions and masks read and write n; local ids take two passes over the ids.
+    that has parts, also copies the whole value (read and write), since collectives concatenate along the outermost.
+    Slices copy their part; pads write n bytes and read n/p; divisions and masks read and write n; local ids take two
+    passes over the ids.
     """
     whole, local = float(value.num_bytes), value.num_bytes / group.ranks
     match step:

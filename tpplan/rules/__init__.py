@@ -11,17 +11,18 @@ import pkgutil
 from functools import cache
 
 from tpplan.graph import ModelGraph, Op
-from tpplan.intervals import Parts
 from tpplan.rules.call import Call, Rule, Strategy, base_target, registered_rules
 from tpplan.rules.equation import whole_operands
 from tpplan.rules.literals import localized_arguments, takes_sizes, written_sizes
-from tpplan.rules.parts import fused_parts
+from tpplan.rules.parts import Fused, fused_dims, fused_parts
 
 __all__ = [
     "Call",
+    "Fused",
     "Strategy",
     "base_target",
     "call_strategies",
+    "find_fused_dims",
     "fused_parts",
     "has_rule",
     "localized_arguments",
@@ -44,9 +45,27 @@ def has_rule(target: str) -> bool:
     return base_target(target) in _load_families()
 
 
-def strategies(graph: ModelGraph, op: Op, tp: int, parts: frozenset[Parts] = frozenset()) -> tuple[Strategy, ...]:
-    """Every way to run `op` on tp ranks, without duplicates, the replicated one first."""
-    return call_strategies(Call.of(graph, op, parts), tp)
+def strategies(graph: ModelGraph, op: Op, tp: int, fused: Fused | None = None) -> tuple[Strategy, ...]:
+    """Every way to run `op` on tp ranks, without duplicates, the replicated one first.
+
+    What is sharded part by part is what `fused` says consists of these parts.
+    """
+    names = (*op.operands, *op.results)
+    marks = {name: fused[name] for name in names if fused is not None and name in fused}
+    found = call_strategies(Call.of(graph, op, fused_parts(marks)), tp)
+    return tuple(
+        strategy
+        for strategy in found
+        if all(
+            not layout.parts or layout.parts in marks.get(name, {}).get(layout.dim or 0, ())
+            for name, layout in zip(names, (*strategy.operands, *strategy.results), strict=True)
+        )
+    )
+
+
+def find_fused_dims(graph: ModelGraph) -> Fused:
+    """Dims of the graph's values that consist of parts, and of which."""
+    return fused_dims(graph, lambda call: call_strategies(call, 1))
 
 
 def call_strategies(call: Call, tp: int) -> tuple[Strategy, ...]:

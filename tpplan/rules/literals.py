@@ -81,14 +81,16 @@ def written_sizes(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]
         return
     places = (2, 3) if call.target in SLICES else (_SIZES.get(call.target, 1),)
     arguments = zip(call.args, localized_arguments(call, strategy, tp), strict=True)
-    for index, (before, after) in enumerate(arguments):
-        if index not in places:
-            continue
-        first = index - places[0]
-        pairs = zip(before, after, strict=True) if isinstance(before, tuple) else ((before, after),)  # type: ignore[arg-type]
-        for offset, (written, local) in enumerate(pairs):
-            if isinstance(written, int) and isinstance(local, int) and written not in (local, -1):
-                yield SizePlan(call=_CALLS[call.target], position=first + offset, written=written, local=local)
+    pairs = [
+        pair
+        for index, (before, after) in enumerate(arguments)
+        if index in places
+        for pair in (zip(before, after, strict=True) if isinstance(before, tuple) else ((before, after),))  # type: ignore[arg-type]
+    ]
+    count = 2 if call.target in SLICES else len(pairs)
+    for position, (written, local) in enumerate(pairs):
+        if isinstance(written, int) and isinstance(local, int) and written not in (local, -1):
+            yield SizePlan(call=_CALLS[call.target], count=count, position=position, written=written, local=local)
 
 
 def slice_bounds(call: Call) -> tuple[int, int]:

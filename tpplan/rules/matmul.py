@@ -60,7 +60,7 @@ def baddbmm(call: Call) -> Iterable[Strategy]:
     return einsum(call, f"{_trailing(call, 'b i j')}, b i k, b k j -> b i j", multilinear=True, added=frozenset({0}))
 
 
-#: products of rows with their expert's matrix: torch's kernel, and the loop that transformers takes where it does not run
+#: products of rows with their expert's matrix: torch's kernel, and the loop transformers takes where that does not run
 GROUPED_PRODUCTS = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 
 

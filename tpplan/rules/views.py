@@ -1,9 +1,10 @@
 """Ops that move dims without touching elements: each is linear, and a sharded dim goes where its slices stay whole."""
 
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 
+from tpplan.intervals import Parts
 from tpplan.layout import S
 from tpplan.rules.call import Call, Strategy, op_rule
 from tpplan.rules.equation import NEVER, Equation, Letters, dim_letters
@@ -169,12 +170,21 @@ def sliced(call: Call) -> Iterable[Strategy]:
     if call.results[0].shape != shape or call.argument(2, "start") not in (None, 0):
         letters[dim] = NEVER
     yield from _moved(tuple(letters), tuple(letters))
-    start, end = slice_bounds(call)
-    for parts in sorted(call.parts) if call.argument(4, "step", 1) == 1 else ():
-        bounds = (0, *accumulate(parts))
-        if bounds[-1] == shape[dim] and start in bounds and end in bounds and end - start < shape[dim]:
-            taken = parts[bounds.index(start) : bounds.index(end)]
-            yield Strategy((S(dim, *parts),), (S(dim, *taken) if len(taken) > 1 else S(dim),))
+    bounds = slice_bounds(call)
+    if bounds == (0, shape[dim]) or (call.target == "aten.slice.Tensor" and call.argument(4, "step", 1) != 1):
+        return
+    for parts in sorted(call.parts):
+        if sum(parts) == shape[dim] and (taken := _taken(parts, (bounds,))) is not None:
+            yield Strategy((S(dim, *parts),), tuple(S(dim, *own) if len(own) > 1 else S(dim) for own in taken))
+
+
+def _taken(parts: Parts, intervals: tuple[tuple[int, int], ...]) -> tuple[Parts, ...] | None:
+    """The parts that each interval (start, end) consists of; None where one cuts a part."""
+    bounds = (0, *accumulate(parts))
+    if not all(bound in bounds for interval in intervals for bound in interval):
+        return None
+    found = tuple(parts[bounds.index(start) : bounds.index(end)] for start, end in intervals)
+    return found if all(found) else None
 
 
 #: ops that take a dim apart into all its parts, with the position of the dim
@@ -191,9 +201,12 @@ def part(call: Call) -> Iterable[Strategy]:
     dim = call.integer(TAKES_APART[call.target], "dim", 0) % len(letters)
     letters[dim] = NEVER
     yield from _moved(tuple(letters), *(tuple(letters) for _ in call.results))
-    parts = tuple(value.shape[dim] for value in call.results)
-    if len(parts) > 1 and min(parts) > 0 and (call.target in SPLITS or len(set(parts)) == 1):
-        yield Strategy((S(dim, *parts),), (S(dim),) * len(parts))
+    sizes = tuple(value.shape[dim] for value in call.results)
+    if len(sizes) < 2 or min(sizes) == 0 or (call.target not in SPLITS and len(set(sizes)) > 1):
+        return
+    for parts in sorted({sizes, *call.parts}):
+        if (taken := _taken(parts, tuple(pairwise((0, *accumulate(sizes)))))) is not None:
+            yield Strategy((S(dim, *parts),), tuple(S(dim, *own) if len(own) > 1 else S(dim) for own in taken))
 
 
 #: ops that take members of a dim, which goes
