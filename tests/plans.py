@@ -100,7 +100,7 @@ def handmade_plan(
             inputs={},
         ),
         proof=ProofReport(status=ProofStatus.UNPROVEN, rounds=0, cuts=()),
-        unruled_ops=(),
+        unruled_ops={},
     )
 
 

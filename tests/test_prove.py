@@ -148,6 +148,30 @@ def test_fused_projections_are_sharded_part_by_part(take: Callable[[Tensor], tup
     equals_one_process(build, plan)
 
 
+class Depthwise(nn.Module):
+    """A convolution over time of each channel, or of each group of them, between a split and a joining projection."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(DIM, HIDDEN, bias=False)
+        self.conv = nn.Conv1d(HIDDEN, HIDDEN, 3, padding=1, groups=groups)
+        self.down_proj = nn.Linear(HIDDEN, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(self.up_proj(x).transpose(1, 2))
+        return self.down_proj(F.silu(y).transpose(1, 2))
+
+
+@pytest.mark.parametrize("groups", [HIDDEN, 4])
+def test_grouped_convolutions_are_sharded_by_groups(groups: int) -> None:
+    build = lambda: Model(Depthwise(groups))  # noqa: E731
+    plan = solve(build)
+    assert plan.proof.cuts == ()
+    assert plan.parameters["first.conv.weight"].placement == S(0)
+    assert [(size.written, size.local) for size in plan.sizes["first.conv"]] == [(groups, groups // 2)]
+    equals_one_process(build, plan)
+
+
 class TwoMeanings(Attention):
     """The same number in the same place counts groups of the whole once, and a rank's heads once."""
 

@@ -123,7 +123,7 @@ def make_plan(
         ),
         fingerprints=Fingerprints(parameters="sha256:1", graph="sha256:2", inputs={"tokens": "int64[1, 4096]"}),
         proof=ProofReport(status=ProofStatus.PROVEN, rounds=2, cuts=("attention: view [1, 4096, 32, 128]",)),
-        unruled_ops=("aten.foo.default",),
+        unruled_ops={"aten.foo.default": 0.02},
     )  # fmt: skip
 
 

@@ -524,6 +524,35 @@ def test_what_the_graph_has_not_or_cannot_is_refused(change: Callable[[Plan], Pl
     assert message in found.message
 
 
+class Classified(nn.Module):
+    """A loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(D, F_, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        targets = torch.arange(B * T, device=x.device) % (F_ // 2)
+        return F.cross_entropy(self.up(x).flatten(0, 1), targets)
+
+
+def test_a_loss_in_the_model_is_told_of_its_slices() -> None:
+    sharded = Case(Classified, UP, {"body": ({"x": "R -> R*"}, {})})
+    whole = Case(Classified, {}, {})
+    graph = sharded.graph()
+    for case, losses, message in (
+        (sharded, {"body": F_}, None),
+        (sharded, {}, "tpplan.cross_entropy.default in body: reads"),
+        (sharded, {"body": 2 * F_}, "tpplan.cross_entropy.default in body: reads"),
+        (whole, {}, None),
+        (whole, {"body": 2 * F_}, "tpplan.cross_entropy.default in body: reads"),
+        (whole, {"<root>": F_}, "loss of <root>: in the plan, not in the model"),
+    ):
+        found = typecheck(graph, dataclasses.replace(case.plan(), losses=losses))
+        assert (found is None) == (message is None)
+        assert message is None or (found is not None and found.message.startswith(message))
+
+
 class Summed(Model):
     """A loss that is linear in what the body gives, and so partial where that is."""
 

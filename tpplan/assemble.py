@@ -168,12 +168,15 @@ class Expanded:
         patterns = dict.fromkeys(self._pattern_of(name) for name in names)
         return FsdpPlan(units=tuple(patterns), reshard_after_forward=True)
 
-    def unruled_ops(self) -> tuple[str, ...]:
-        """Ops that no rule covers and that therefore run whole, though they read gradient-carrying tensors."""
-        return tuple(sorted({
-            op.target for op in self.graph.ops
-            if not has_rule(op.target) and any(self.graph.values[name].carries_gradient for name in op.operands)
-        }))  # fmt: skip
+    def unruled_ops(self) -> dict[str, float]:
+        """Ops that no rule covers and that therefore run whole, though they read gradient-carrying tensors: seconds."""
+        found: Counter[str] = Counter()
+        for op in self.graph.ops:
+            if not has_rule(op.target) and any(self.graph.values[name].carries_gradient for name in op.operands):
+                times = self.formulation.table[op.name][0]
+                seconds = (times.forward + times.backward).seconds * self.formulation.setting.accumulation_steps
+                found[op.target] += seconds  # type: ignore[assignment]
+        return {target: float(seconds) for target, seconds in sorted(found.items())}
 
     # Collectives
 

@@ -138,8 +138,8 @@ class BoundaryPlan:
 class SizePlan:
     """A number written in a module's code that counts elements, and the one that a rank needs instead.
 
-    `call` is view (reshape too), unflatten, expand, split, slice or narrow, given `count` sizes, of which `position`
-    counts from 0; a slice has a start and an end, narrow a start and a length.
+    `call` is view (reshape too), unflatten, expand, split, slice, narrow or groups (of a convolution), given `count`
+    sizes, of which `position` counts from 0; a slice has a start and an end, narrow a start and a length.
     """
 
     call: str
@@ -227,7 +227,8 @@ class Plan:
 
     `sizes` are numbers to replace while a module's forward runs. `losses` names the modules in whose forward a cross
     entropy meets a slice of that many classes. `recompute` names the modules whose forward runs again in backward, each
-    as one region. `outputs` are the model's outputs, by path, that it returns sharded.
+    as one region. `unruled_ops` are those that no rule covers, which run whole, with the seconds they take in a step.
+    `outputs` are the model's outputs, by path, that it returns sharded.
     """
 
     schema_version: Count
@@ -251,7 +252,7 @@ class Plan:
     solver: SolverReport
     fingerprints: Fingerprints
     proof: ProofReport
-    unruled_ops: tuple[str, ...]
+    unruled_ops: Mapping[str, Amount]
 
     @property
     def mesh(self) -> Mesh:

@@ -267,7 +267,9 @@ def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
     for cut in proof.cuts:
         yield "", f"forbidden on the way: {cut}"
     if plan.unruled_ops:
-        yield "no rule for", ", ".join(plan.unruled_ops) + ": these run on whole values"
+        dearest = sorted(plan.unruled_ops.items(), key=lambda item: (-item[1], item[0]))
+        shown = ", ".join(f"{target} ({format_seconds(seconds)} of the step)" for target, seconds in dearest)
+        yield "no rule for", f"{shown}: these run on whole values"
     yield "versions", f"tpplan {plan.tpplan_version}, torch {plan.torch_version}"
 
 

@@ -27,6 +27,7 @@ _TAKES: dict[Any, tuple[str, int]] = {
     **dict.fromkeys(_UNFLATTEN, ("unflatten", 2)),
     **dict.fromkeys(_SPLIT, ("split", 1)),
     **dict.fromkeys(_NARROW, ("narrow", 2)),
+    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), ("groups", 6)),
     Tensor.__getitem__: ("slice", 1),
 }
 
@@ -68,7 +69,7 @@ def local_sizes_class(cls: type[nn.Module], sizes: tuple[SizePlan, ...]) -> type
 
 
 #: what sizes are called
-_NAMES = ("size", "sizes", "shape", "split_size", "split_size_or_sections", "split_sizes", "start", "length")
+_NAMES = ("size", "sizes", "shape", "split_size", "split_size_or_sections", "split_sizes", "start", "length", "groups")
 #: modes whose forwards are running, the innermost last: it alone replaces. None: our own code runs
 _running: list["_LocalSizes | None"] = []
 

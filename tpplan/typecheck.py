@@ -63,7 +63,8 @@ class _Checker:
         self.outputs = plan.outputs
         self.plans = plan.parameter_plans()
         boundaries = {"" if name == ROOT else name: boundary for name, boundary in plan.boundary_plans().items()}
-        self.modules = boundaries.keys() | plan.size_plans().keys()
+        self.losses = plan.sharded_losses()
+        self.modules = boundaries.keys() | plan.size_plans().keys() | self.losses.keys()
         self.crossings = _crossings(boundaries)
         self.parts = fused_parts(find_fused_dims(graph))
         self.parameters = {source.result: source for source in graph.parameters}
@@ -88,6 +89,7 @@ class _Checker:
         labels = {source.label for source in self.graph.parameters}
         places = {_place(boundary) for boundary in self.graph.boundaries}
         outputs = {boundary.path for boundary in self.graph.boundaries if _leaves_model(boundary)}
+        losses = {op.module for op in self.graph.ops if op.target == CROSS_ENTROPY}
         for label in sorted(labels ^ self.plans.keys()):
             there, here = ("model", "plan") if label in labels else ("plan", "model")
             yield Mistyped(message=f"parameter {label}: in the {there}, not in the {here}")
@@ -97,6 +99,8 @@ class _Checker:
             yield Mistyped(message=f"{direction} {path} of {module or ROOT}: the plan converts it, and nothing crosses")
         for path in sorted(self.outputs.keys() - outputs):
             yield Mistyped(message=f"output {path}: in the plan, not in the model")
+        for module in sorted(self.losses.keys() - losses):
+            yield Mistyped(message=f"loss of {module or ROOT}: in the plan, not in the model")
 
     def _parameter(self, source: Source, plan: ParameterPlan) -> Iterator[str]:
         shape = self.graph.values[source.result].shape
@@ -144,7 +148,9 @@ class _Checker:
                 self.possible[result] = tuple(dict.fromkeys(strategy.results[i] for strategy in kept))
 
     def _op(self, op: Op) -> tuple[Strategy, ...] | str:
-        allowed = [s for s in call_strategies(Call.of(self.graph, op, self.parts), self.tp) if _fits_the_loss(op, s)]
+        allowed = [
+            s for s in call_strategies(Call.of(self.graph, op, self.parts), self.tp) if self._fits_the_loss(op, s)
+        ]
         read = [self._read(op, name) for name in op.operands]
         fitting = tuple(s for s in allowed if _is_one_of(s, read) and _reads_alike(s, op.operands))
         if fitting:
@@ -153,6 +159,17 @@ class _Checker:
             f"{self._called(n)} as {_either(layouts)}" for n, layouts in zip(op.operands, read, strict=True)
         )
         return f"reads {found}; its rule allows {'; '.join(map(str, allowed)) or 'nothing'}"
+
+    def _fits_the_loss(self, op: Op, strategy: Strategy) -> bool:
+        """A sharded output comes to the user's loss as a DTensor, which meets no plain tensor in any op but our loss.
+        In the model's own forward, that sees slices of as many classes as the plan says."""
+        is_whole = all(layout.is_whole for layout in (*strategy.operands, *strategy.results))
+        if op.target != CROSS_ENTROPY:
+            return is_whole or op.module != LOSS_SCOPE or len(op.operands) < 2
+        num_classes = self.graph.values[op.operands[0]].shape[-1]
+        is_planned = self.losses.get(op.module) == num_classes
+        is_mistaken = num_classes * self.tp in self.losses.values()
+        return op.module == LOSS_SCOPE or (not is_mistaken if is_whole else is_planned)
 
     def _read(self, op: Op, name: str) -> tuple[Layout, ...]:
         source = self.parameters.get(name)
@@ -274,13 +291,6 @@ def _written(op: Op) -> Iterator[str]:
     is_in_place = base_target(op.target) != op.target or op.target.startswith("aten.__i")
     yield from op.operands[:1] if is_in_place else ()
     yield from references(dict(op.kwargs).get("out"))
-
-
-def _fits_the_loss(op: Op, strategy: Strategy) -> bool:
-    """A sharded output comes to the user's loss as a DTensor, which meets no plain tensor in any op but our loss."""
-    if op.module != LOSS_SCOPE or op.target == CROSS_ENTROPY or len(op.operands) < 2:
-        return True
-    return all(layout.is_whole for layout in (*strategy.operands, *strategy.results))
 
 
 def _is_one_of(strategy: Strategy, read: Iterable[tuple[Layout, ...]]) -> bool:

@@ -13,7 +13,7 @@ from functools import cache
 from tpplan.graph import ModelGraph, Op
 from tpplan.rules.call import Call, Rule, Strategy, base_target, registered_rules
 from tpplan.rules.equation import whole_operands
-from tpplan.rules.literals import localized_arguments, takes_sizes, written_sizes
+from tpplan.rules.literals import groups_divide, localized_arguments, takes_sizes, written_sizes
 from tpplan.rules.parts import Fused, fused_dims, fused_parts
 
 __all__ = [
@@ -77,7 +77,9 @@ def call_strategies(call: Call, tp: int) -> tuple[Strategy, ...]:
     found: dict[Strategy, None] = {}
     for strategy in proposed:
         for variant in strategy.without_idle_gradients(call):
-            if variant.fits(call, tp) and (not call.is_in_place or variant.results[0] == variant.operands[0]):
+            if not variant.fits(call, tp) or not groups_divide(call, variant, tp):
+                continue
+            if not call.is_in_place or variant.results[0] == variant.operands[0]:
                 found[variant] = None
     return tuple(found)
 

@@ -20,18 +20,18 @@ def _num_space_dims(target: str) -> int:
     "aten.conv1d.padding", "aten.conv2d.padding", "aten.conv3d.padding",
 )  # fmt: skip
 def convolution(call: Call) -> Iterable[Strategy]:
-    """c input channels, o output channels; with groups, which are a literal, both stay whole."""
+    """c input channels, o output channels. Of grouped ones, whole groups of both are sharded together."""
     dims = _num_space_dims(call.target)
     space, kernel, place = (_space(letter, dims) for letter in "skp")
     batch = "b" if len(call.operands[0].shape) == dims + 2 else ""
     bias = ", o" if len(call.operands) == 3 else ""
-    grouped = call.integer(6, "groups", 1) != 1
+    is_grouped = call.integer(6, "groups", 1) != 1
     return einsum(
         call,
-        f"{batch} c {space}, o c {kernel}{bias} -> {batch} o {place}",
+        f"{batch} {'o' if is_grouped else 'c'} {space}, o c {kernel}{bias} -> {batch} o {place}",
         multilinear=True,
         added=frozenset({2}) if bias else frozenset(),
-        whole=f"{space} {kernel} {place} {'c o' if grouped else ''}",
+        whole=f"{space} {kernel} {place} {'c' if is_grouped else ''}",
     )
 
 

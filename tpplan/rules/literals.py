@@ -20,6 +20,9 @@ _SIZES = {
 SPLITS = {"aten.split.Tensor": 2, "aten.split.sizes": 2, "aten.split_with_sizes.default": 2}
 SLICES = {"aten.slice.Tensor": 1, "aten.narrow.default": 1}
 
+#: convolutions, with the position of their number of groups
+GROUPS = {f"aten.conv{dims}d.{overload}": 6 for dims in (1, 2, 3) for overload in ("default", "padding")}
+
 
 def takes_sizes(target: str) -> bool:
     """True for an op that is given its result's sizes, which may be -1 where they follow from the others."""
@@ -39,6 +42,8 @@ def localized_arguments(call: Call, strategy: Strategy, tp: int) -> tuple[Argume
             dim = call.integer(1, "dim") % rank
             sizes = result[dim : dim + 1 + len(result) - rank]
         changed[_SIZES[call.target]] = sizes
+    elif call.target in GROUPS and _shards_groups(call, strategy):
+        changed[GROUPS[call.target]] = call.integer(GROUPS[call.target], "groups", 1) // tp
     elif call.target in SPLITS or call.target in SLICES:
         changed = _local_cuts(call, strategy, tp)
     return tuple(changed.get(i, argument) for i, argument in enumerate(call.args))
@@ -66,12 +71,26 @@ def _local_cuts(call: Call, strategy: Strategy, tp: int) -> dict[int, Argument]:
     }
 
 
+def groups_divide(call: Call, strategy: Strategy, tp: int) -> bool:
+    """True unless this would cut a group of a convolution's channels, or take parts of the channels out of theirs."""
+    if call.target not in GROUPS or not _shards_groups(call, strategy):
+        return True
+    groups, channels = call.integer(GROUPS[call.target], "groups", 1), call.operands[1].shape[0]
+    return groups % tp == 0 and (not strategy.results[0].parts or groups == channels)
+
+
+def _shards_groups(call: Call, strategy: Strategy) -> bool:
+    """True where input and output channels of a grouped convolution are sharded, and so its groups."""
+    is_grouped = call.integer(GROUPS[call.target], "groups", 1) > 1
+    return is_grouped and strategy.operands[1].dim == 0 and strategy.operands[0].dim is not None
+
+
 #: how code writes the ops
 _CALLS = {
     "aten.view.default": "view", "aten.reshape.default": "view", "aten._unsafe_view.default": "view",
     "aten.unflatten.int": "unflatten", "aten.expand.default": "expand", "aten.broadcast_to.default": "expand",
     "aten.split.Tensor": "split", "aten.split.sizes": "split", "aten.split_with_sizes.default": "split",
-    "aten.slice.Tensor": "slice", "aten.narrow.default": "narrow",
+    "aten.slice.Tensor": "slice", "aten.narrow.default": "narrow", **dict.fromkeys(GROUPS, "groups"),
 }  # fmt: skip
 
 
@@ -79,7 +98,7 @@ def written_sizes(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]
     """The numbers that would be wrong on one rank if they stood in the code as they stand in the graph."""
     if call.target not in _CALLS:
         return
-    places = (2, 3) if call.target in SLICES else (_SIZES.get(call.target, 1),)
+    places = (2, 3) if call.target in SLICES else ((_SIZES | GROUPS).get(call.target, 1),)
     arguments = zip(call.args, localized_arguments(call, strategy, tp), strict=True)
     pairs = [
         pair
