@@ -4,8 +4,8 @@
 
 A type's default configuration, with few layers, is solved and proven on the meta device for a machine whose links cost
 next to nothing, so that sharding pays. A tiny twin then takes the same choices, by parameter and module name, on real
-gloo ranks, which must give the loss and every gradient of one process; where the choices do not fit the twin, its own
-plan is run. What is sharded is compared with the plan that transformers ships for the type. See coverage_models.py for
+gloo ranks, which must give the loss and every gradient of one process; sizes in them become those that the twin has by
+the same names. Where the choices do not fit the twin, its own plan is run. What is sharded is compared with the plan that transformers ships for the type. See coverage_models.py for
 the widths.
 
 Each type runs in a process of its own. Exit code 0 if all are proven, right, and sharded as much as the shipped plan.
@@ -36,15 +36,37 @@ from pathlib import Path
 import torch
 import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed as dist
-from coverage_models import GPUS_PER_NODE, LANGUAGE_TYPES, OTHER_TYPES, UNUSED_OUTPUTS, Model, machine, model_of
+from coverage_models import (
+    GPUS_PER_NODE,
+    LANGUAGE_TYPES,
+    OTHER_TYPES,
+    UNUSED_OUTPUTS,
+    Correspondence,
+    Model,
+    machine,
+    model_of,
+)
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpplan.apply import apply_plan, plan_name
-from tpplan.layout import Layout, LayoutKind, S, fits
-from tpplan.plan import BoundaryPlan, CrossingPlan, MeshPlan, ParameterPlan, Plan, Precision, ProofStatus
+from tpplan.graph import ModelGraph
+from tpplan.layout import Conversion, Layout, LayoutKind, S, fits
+from tpplan.plan import (
+    ROOT,
+    BoundaryPlan,
+    CrossingPlan,
+    MeshPlan,
+    ParameterPlan,
+    Plan,
+    Precision,
+    ProofStatus,
+    SizePlan,
+)
 from tpplan.planner import Cluster, solve
 from tpplan.profile import HardwareProfile, load_profile
+from tpplan.trace import trace
+from tpplan.typecheck import typecheck
 
 #: a gradient's error is relative to its largest element, or to this share of the model's largest: what is smaller
 #: than that is rounding
@@ -229,60 +251,103 @@ def planned(model: Model, tp: int, profile: HardwareProfile, precision: str, rep
     )
 
 
-def transferred(plan: Plan, twin: nn.Module, tp: int) -> Plan:
-    """The plan's choices for a model with other sizes, on tp ranks in float32. Raises ValueError where they do not fit.
+def transferred(plan: Plan, numbers: Correspondence, tp: int) -> Plan:
+    """The plan's choices for a twin with other sizes, on tp ranks in float32. Raises ValueError where they do not fit.
 
-    Parameters and modules are found by their names, so the twin must have the same; what is sharded must divide.
+    Parameters and modules are found by their names, so the twin must have the same; what is sharded must divide, and
+    every size that the plan names must have a counterpart.
     """
-    shapes = {name: tuple(parameter.shape) for name, parameter in twin.named_parameters(remove_duplicate=False)}
-    parameters = plan.parameter_plans()
+    shapes = {name: tuple(found.shape) for name, found in numbers.twin.named_parameters(remove_duplicate=False)}
+    parameters, boundaries = plan.parameter_plans(), plan.boundary_plans()
     names = {label for name, parameter in parameters.items() for label in (name, *parameter.aliases)}
-    if any(plan.sizes.values()):
-        raise ValueError("they replace sizes that the code has at the published width")
     if names != shapes.keys():
         raise ValueError(f"{min(names ^ shapes.keys())} is not a parameter of both")
-    resized = {name: _resized(parameter, shapes[name]) for name, parameter in parameters.items()}
+    resized = {name: _resized(parameter, shapes[name], numbers) for name, parameter in parameters.items()}
     for name, parameter in resized.items():
         for layout in (parameter.placement, *parameter.reads.values()):
             if not fits(shapes[name], layout, tp):
                 raise ValueError(f"{name}: {list(shapes[name])} does not divide as {layout} by {tp}")
+    crossed = {name: _in_float32(boundary, _module(name), numbers) for name, boundary in boundaries.items()}
+    laid_out = zip(_layouts(parameters, boundaries), _layouts(resized, crossed), strict=True)
+    parts = {(module, wide.parts, ours.parts) for (module, wide), (_, ours) in laid_out}
+    with_parts = replace(numbers, parts=tuple(parts))
     return replace(
         plan,
         cluster=replace(plan.cluster, gpus=tp),
         mesh_degrees=MeshPlan(replicate=1, shard=1, tp=tp),
+        batch=replace(plan.batch, seq_len=numbers.twin_seq_len),
         precision=Precision.FP32,
         parameters=resized,
-        boundaries={name: _in_float32(boundary) for name, boundary in plan.boundaries.items()},
+        boundaries=crossed,
+        sizes={
+            module or ROOT: tuple(_local_size(size, module, with_parts, plan.mesh.tp, tp) for size in sizes)
+            for module, sizes in plan.size_plans().items()
+        },
+        losses={module or ROOT: numbers.in_twin(module, count) for module, count in plan.sharded_losses().items()},
     )
 
 
-def _resized(parameter: ParameterPlan, shape: tuple[int, ...]) -> ParameterPlan:
-    return replace(
-        parameter,
-        placement=_with_parts_of(parameter.placement, shape),
-        reads={reader: _with_parts_of(layout, shape) for reader, layout in parameter.reads.items()},
-        shape=shape,
-        dtype="float32",
-    )
+def _module(name: str) -> str:
+    """As torch names it."""
+    return "" if name == ROOT else name
 
 
-def _with_parts_of(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """Equal parts stay equal; of others it cannot be told which sizes they have in the twin."""
+def _local_size(size: SizePlan, module: str, numbers: Correspondence, wide_tp: int, tp: int) -> SizePlan:
+    """Of the twin's number, the rank's share is tp / wide_tp times as large as the wide one's."""
+    written = numbers.in_twin(module, size.written)
+    local, rest = divmod(written * size.local * wide_tp, size.written * tp)
+    if rest:
+        raise ValueError(f"{size.written} in {module or ROOT} is {written} in the twin, which {tp} does not divide")
+    return replace(size, written=written, local=local)
+
+
+def _layouts(
+    parameters: Mapping[str, ParameterPlan], boundaries: Mapping[str, BoundaryPlan]
+) -> Iterator[tuple[str, Layout]]:
+    """Layouts by the modules in which something has them."""
+    for parameter in parameters.values():
+        yield from parameter.reads.items()
+    for name, boundary in boundaries.items():
+        for crossing in (*boundary.inputs.values(), *boundary.outputs.values()):
+            yield _module(name), crossing.conversion.source
+            yield _module(name), crossing.conversion.target
+
+
+def _resized(parameter: ParameterPlan, shape: tuple[int, ...], numbers: Correspondence) -> ParameterPlan:
+    reads = {
+        reader: _with_parts_of(layout, reader, numbers, shape[layout.dim] if layout.parts else 0)
+        for reader, layout in parameter.reads.items()
+    }
+    return replace(parameter, reads=reads, shape=shape, dtype="float32")
+
+
+def _with_parts_of(layout: Layout, module: str, numbers: Correspondence, size: int = 0) -> Layout:
+    """The layout with the twin's parts of a dim that has this size in the twin. Equal parts stay equal."""
     if layout.dim is None or not layout.parts:
         return layout
-    part, rest = divmod(shape[layout.dim], len(layout.parts))
-    if len(set(layout.parts)) > 1 or rest:
-        raise ValueError(f"parts of {layout} are unknown in {list(shape)}")
-    return S(layout.dim, *[part] * len(layout.parts))
+    try:
+        size = size or numbers.in_twin(module, sum(layout.parts))
+        if len(set(layout.parts)) > 1:
+            parts = [numbers.in_twin(module, part) for part in layout.parts]
+        else:
+            parts = [size // len(layout.parts)] * len(layout.parts)
+    except ValueError as error:
+        raise ValueError(f"parts of {layout}: {error}") from None
+    if sum(parts) != size:
+        raise ValueError(f"parts of {layout} in {module or ROOT} are {parts} in the twin, of a dim of {size}")
+    return S(layout.dim, *parts)
 
 
-def _in_float32(boundary: BoundaryPlan) -> BoundaryPlan:
+def _in_float32(boundary: BoundaryPlan, module: str, numbers: Correspondence) -> BoundaryPlan:
     def crossings(table: Mapping[str, CrossingPlan]) -> dict[str, CrossingPlan]:
-        for crossing in table.values():
-            if crossing.conversion.source.parts or crossing.conversion.target.parts:
-                raise ValueError(f"parts of {crossing} are unknown in the twin")
         return {
-            path: replace(crossing, dtype="float32") if crossing.dtype == "bfloat16" else crossing
+            path: CrossingPlan(
+                Conversion(
+                    _with_parts_of(crossing.conversion.source, module, numbers),
+                    _with_parts_of(crossing.conversion.target, module, numbers),
+                ),
+                "float32" if crossing.dtype == "bfloat16" else crossing.dtype,
+            )
             for path, crossing in table.items()
         }
 
@@ -349,11 +414,43 @@ def worst_error(outcome: Outcome, reference: Outcome) -> Error:
     return errors[worst], worst
 
 
-def errors_on_ranks(model: Model, plan: Plan, reference: Outcome) -> Error:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Twin:
+    """A tiny model, what its sizes are in the wide one, its graph, and what it gives on one process."""
+
+    model: Model
+    numbers: Correspondence
+    graph: ModelGraph
+    reference: Outcome
+
+    @classmethod
+    def of(cls, model_type: str) -> "Twin":
+        """The twin of a model type."""
+        wide, model = (model_of(model_type, tiny=tiny) for tiny in (False, True))
+        with torch.device("meta"):
+            modules = wide.build_model(), model.build_model()
+        return cls(
+            model=model,
+            numbers=Correspondence(
+                wide=modules[0], twin=modules[1], wide_seq_len=wide.seq_len, twin_seq_len=model.seq_len
+            ),
+            graph=trace(modules[1], model.example_inputs(model.batch, model.seq_len)),
+            reference=step(built(model), model),
+        )
+
+    def carried(self, wide: Plan, tp: int) -> Plan:
+        """The wide plan's choices. Raises ValueError where they do not fit or are not typed."""
+        plan = transferred(wide, self.numbers, tp)
+        if (problem := typecheck(self.graph, plan)) is not None:
+            raise ValueError(problem.message)
+        return plan
+
+
+def errors_on_ranks(twin: Twin, plan: Plan) -> Error:
     """The plan applied on real ranks against one process: the worst of all ranks, whose replicas may differ."""
 
     def rank() -> Error:
-        return worst_error(step(apply_plan(built(model), plan), model), reference)
+        return worst_error(step(apply_plan(built(twin.model), plan), twin.model), twin.reference)
 
     return max(on_ranks(plan.mesh.num_gpus, rank))
 
@@ -479,31 +576,27 @@ def solve_wide(model_type: str, options: Options, reporter: Reporter) -> dict[in
 
 def compare(model_type: str, plans: Mapping[int, Plan], options: Options, reporter: Reporter) -> None:
     """The twin under the wide model's choices, on real ranks."""
-    model = model_of(model_type, tiny=True)
-    reference = step(built(model), model)
+    twin = Twin.of(model_type)
     for tp in options.numeric_degrees:
         # The choices of the smallest degree that is not below: what divides by it divides by tp.
         wide = plans[min((degree for degree in plans if degree >= tp), default=max(plans))]
         with _reported(reporter, "numerics", f" tp {tp}"):
-            (error, name), choices = errors_of_choices(model, wide, tp, reference, options, reporter)
+            (error, name), choices = errors_of_choices(twin, wide, tp, options, reporter)
             row = reporter.row
             reporter.put(replace(row, errors={**row.errors, tp: error}, choices={**row.choices, tp: choices}))
             if error > TOLERANCE:
                 reporter.note(f"numerics tp {tp}, {choices}: {error:.1e} in {name}")
 
 
-def errors_of_choices(
-    model: Model, wide: Plan, tp: int, reference: Outcome, options: Options, reporter: Reporter
-) -> tuple[Error, str]:
+def errors_of_choices(twin: Twin, wide: Plan, tp: int, options: Options, reporter: Reporter) -> tuple[Error, str]:
     """Under the wide plan's choices ("same"), else under the twin's own plan ("own" and how much of it agrees)."""
     try:
-        plan = transferred(wide, built(model), tp)
-        return errors_on_ranks(model, plan, reference), "same"
+        return errors_on_ranks(twin, twin.carried(wide, tp)), "same"
     except (ValueError, RuntimeError) as error:
         reporter.note(f"tp {tp}: the choices do not fit the twin: {str(error).splitlines()[0]}")
-    own = planned(model, tp, options.profile, Precision.FP32, reporter)
+    own = planned(twin.model, tp, options.profile, Precision.FP32, reporter)
     reporter.at("numerics")
-    return errors_on_ranks(model, own, reference), f"own {agreement(wide, own):.0%}"
+    return errors_on_ranks(twin, own), f"own {agreement(wide, own):.0%}"
 
 
 def run(model_type: str, options: Options) -> Row:

@@ -1,5 +1,5 @@
-"""Models for scripts/coverage.py: of a Hugging Face model type its published width, a tiny twin of it, and inputs; and
-a machine to plan them for.
+"""Models for scripts/coverage.py: of a Hugging Face model type its published width, a tiny twin of it, and inputs; what
+a size of the one is in the other; and a machine to plan them for.
 
 A model type is a row of data: what to change in its default configuration. Most need no row: sizes are found by the
 names that configurations share. Both widths have the same few layers, one or more of each kind, and so the same
@@ -7,7 +7,7 @@ parameter names.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 
+from tpplan.graph import within
+from tpplan.intervals import Parts
 from tpplan.mesh import GroupShape
 from tpplan.profile import HardwareProfile
 from tpplan.profile_tables import Collective, bottleneck_traffic
@@ -273,6 +275,65 @@ def _inputs(
             return {"pixel_values": image(), "labels": classes}
         case Task.CONTRASTIVE:
             return {"input_ids": tokens(), "pixel_values": image(), "return_loss": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correspondence:
+    """What a size of the wide model is in its twin, found by the names of what has that size in both.
+
+    These are the dims of parameters, integers that are attributes of a module or are in its configuration, the length
+    of the sequence, and sums of the first few `parts` of a dim: (module, in the wide model, in the twin).
+    """
+
+    wide: "nn.Module"
+    twin: "nn.Module"
+    wide_seq_len: int = SEQ_LEN
+    twin_seq_len: int = TINY_SEQ_LEN
+    parts: tuple[tuple[str, Parts, Parts], ...] = ()
+
+    def in_twin(self, module: str, size: int) -> int:
+        """The size as the twin's module has it. The nearest of the modules around it in which there is one decides.
+
+        Raises ValueError where no module has it, and where names disagree.
+        """
+        scopes = [module.rsplit(".", cut)[0] for cut in range(module.count(".") + 1)] if module else []
+        for scope in (*scopes, ""):
+            found = {ours for theirs, ours in self._pairs(scope) if theirs == size}
+            if len(found) > 1:
+                several = " or ".join(map(str, sorted(found)))
+                raise ValueError(
+                    f"{size} in {module or 'the root'} is {several} in the twin, by names in {scope or 'it'}"
+                )
+            if found:
+                return found.pop()
+        raise ValueError(f"{size} in {module or 'the root'} is the size of nothing that has a name")
+
+    def _pairs(self, scope: str) -> Iterator[tuple[int, int]]:
+        """Sizes of the same name in both models' module."""
+        wide, twin = (model.get_submodule(scope) for model in (self.wide, self.twin))
+        dims, twin_dims = (
+            {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+            for model in (wide, twin)
+        )
+        for name in dims.keys() & twin_dims.keys():
+            yield from zip(dims[name], twin_dims[name], strict=False)
+        integers, twin_integers = (dict(_integers(vars(model))) for model in (wide, twin))
+        yield from ((integers[name], twin_integers[name]) for name in integers.keys() & twin_integers.keys())
+        for module, parts, twin_parts in self.parts:
+            if within(module, scope):
+                yield from zip(itertools.accumulate(parts), itertools.accumulate(twin_parts), strict=True)
+        if not scope:
+            yield self.wide_seq_len, self.twin_seq_len
+
+
+def _integers(attributes: Values, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """Integers by name, also those in lists and in configurations."""
+    for name, value in attributes.items():
+        if isinstance(value, transformers.PretrainedConfig):
+            yield from _integers(vars(value), f"{prefix}{name}.")
+        for index, item in enumerate(value if isinstance(value, list | tuple) else [value]):
+            if isinstance(item, int) and not isinstance(item, bool):
+                yield f"{prefix}{name}[{index}]", item
 
 
 def machine() -> HardwareProfile:

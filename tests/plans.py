@@ -79,6 +79,7 @@ def handmade_plan(
         outputs={path: parse_layout(text) for path, text in (outputs or {}).items()},
         sizes={},
         losses={},
+        draws=(),
         recompute=recompute or {},
         fsdp=FsdpPlan(units=(*units, "<root>"), reshard_after_forward=reshard_after_forward),
         collectives=(),

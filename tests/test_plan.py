@@ -91,6 +91,7 @@ EXAMPLE = Plan(
     outputs={"output": S(2)},
     sizes={"layers.*.up": (SizePlan(call="view", count=4, position=2, written=8, local=4),)},
     losses={"<root>": 64},
+    draws=("layers.*.up",),
     recompute={"layers.*": Recompute.SELECTIVE, "layers.1": Recompute.FULL, "layers.2": Recompute.NONE},
     fsdp=FsdpPlan(units=("layers.*", "<root>"), reshard_after_forward=True),
     collectives=(
@@ -204,6 +205,7 @@ def plans(draw: Callable[[st.SearchStrategy[object]], object]) -> Plan:
         blocks={"layers.*": "0-2,5"},
         sizes=dict(zip(("layers.*.mlp", "layers.2.mlp"), plan.sizes.values(), strict=False)),
         losses=dict(zip(("layers.*.mlp", "layers.2.mlp"), plan.losses.values(), strict=False)),
+        draws=("layers.*.mlp",),
         recompute=dict(zip(("layers.*.mlp", "layers.2.mlp"), plan.recompute.values(), strict=False)),
         parameters=dict(zip(("layers.*.w", "layers.1.w"), entries, strict=False)),
     )
@@ -522,6 +524,7 @@ def test_blocks_of_the_root_expand():
         boundaries={},
         sizes={},
         losses={},
+        draws=(),
         recompute={"*": Recompute.FULL},
         fsdp=FsdpPlan(units=("*", "<root>"), reshard_after_forward=False),
     )

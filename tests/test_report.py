@@ -93,6 +93,7 @@ def make_plan(
         outputs={"logits": S(2)},
         sizes={},
         losses={},
+        draws=(),
         recompute={},
         fsdp=FsdpPlan(units=("layers.*", "<root>"), reshard_after_forward=True),
         collectives=(

@@ -401,10 +401,6 @@ PLANTED: dict[str, tuple[str, Case, Case]] = {
         ),
         Case(lambda: Separate(2), ATTENTION, PAIR),
     ),
-    "dropout on shards": (
-        "aten.dropout.default",
-        *between(lambda x: F.dropout(x, 0.5, training=True)),
-    ),
     "written to after it crossed": (
         "input x of body.inner",
         Case(lambda: Doubled(Twice(in_place=True)), {}, at("body.inner", {"x": "R -> S(2)"}, "S(2) -> R")),

@@ -21,14 +21,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tpplan.convert import TpGroup
+from tpplan.draws import DrawByRank
 from tpplan.errors import PlanMismatchError, TpplanError, UsageError
 from tpplan.localize import SITE, Site, check_forward
-from tpplan.losses import shard_classes
+from tpplan.losses import ShardedClasses
 from tpplan.mesh import Axis
 from tpplan.plan import ROOT, Plan, Precision, ProofStatus, check_parameters
 from tpplan.recompute import check_recomputable, recompute
 from tpplan.reduce import Reducer
-from tpplan.sizes import use_local_sizes
+from tpplan.rewrite import Rewriter, rewrite_calls
+from tpplan.sizes import LocalSizes
 from tpplan.style import module_styles
 from tpplan.subclass import is_generated
 
@@ -60,9 +62,7 @@ def apply_plan(model: nn.Module, plan: Plan | str | os.PathLike[str], *, mesh: D
         _cast_parameters(model, torch.bfloat16)
     _move(model, device_type, with_parameters=loaded.mesh.tp == 1)
     modules = modules_by_name(model)
-    use_local_sizes({_module(modules, name): sizes for name, sizes in loaded.size_plans().items()})
-    for module, count in {_module(modules, name): count for name, count in loaded.sharded_losses().items()}.items():
-        shard_classes(module, count, TpGroup.of(mesh.get_group(Axis.TP)))
+    rewrite_calls(_rewriters(loaded, modules, TpGroup.of(mesh.get_group(Axis.TP))))
     for name, style in module_styles(loaded).items():
         style._apply(_module(modules, name), mesh[Axis.TP])
     for module, mode in {_module(modules, name): mode for name, mode in loaded.recomputed_modules().items()}.items():
@@ -98,6 +98,18 @@ def _set_sync(reducers: list[Reducer], fsdp_modules: Sequence[FSDPModule], *, en
 def _reducers(model: nn.Module) -> list[Reducer]:
     sites: list[Site] = [module.__dict__[SITE] for module in model.modules() if SITE in module.__dict__]
     return list({id(site.shared): site.shared.reducer for site in sites}.values())
+
+
+def _rewriters(plan: Plan, modules: dict[str, nn.Module], group: TpGroup) -> dict[nn.Module, list[Rewriter]]:
+    """What of each module's own calls is rewritten on this rank."""
+    found: dict[nn.Module, list[Rewriter]] = {}
+    for name, sizes in plan.size_plans().items():
+        found.setdefault(_module(modules, name), []).append(LocalSizes(sizes))
+    for name, num_classes in plan.sharded_losses().items():
+        found.setdefault(_module(modules, name), []).append(ShardedClasses(num_classes, group))
+    for name in plan.drawing_modules():
+        found.setdefault(_module(modules, name), []).append(DrawByRank(group.rank))
+    return found
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
@@ -172,7 +184,7 @@ def _check_fits(model: nn.Module, plan: Plan) -> None:
     modules = modules_by_name(model)
     for name, style in module_styles(plan).items():
         style.check(_module(modules, name))
-    for name in (*plan.size_plans(), *plan.sharded_losses()):
+    for name in (*plan.size_plans(), *plan.sharded_losses(), *plan.drawing_modules()):
         check_forward(_module(modules, name), name)
     wrapped = {plan_name(name) for name, _ in model.named_modules() if name.endswith(_WRAPPER_NAMES[0])}
     for name in plan.recomputed_modules():

@@ -26,7 +26,7 @@ from tpplan.plan import (
 )
 from tpplan.problem import total
 from tpplan.profile import Collective
-from tpplan.rules import Strategy, has_rule
+from tpplan.rules import Call, Strategy, draws, has_rule
 from tpplan.space import CROSS_ENTROPY, is_summand
 
 T = TypeVar("T")
@@ -161,6 +161,16 @@ class Expanded:
                         f"{count} classes, which slices would confuse; put them into modules of their own"
                     )
         return {module or ROOT: count for module, count in found.items()}
+
+    def drawing_modules(self) -> tuple[str, ...]:
+        """Modules in whose forward dropout falls on slices."""
+        found = {
+            op.module: None
+            for op in self.graph.ops
+            if draws(Call.of(self.graph, op))
+            and any(layout.dim is not None for layout in self.strategy(op.name).operands)
+        }
+        return tuple(module or ROOT for module in found)
 
     def fsdp_plan(self) -> FsdpPlan:
         """Units by pattern, the root last."""
@@ -313,6 +323,7 @@ def by_pattern(graph: ModelGraph, table: Mapping[str, T], rename: Rename[T], abs
     `rename` rewrites the names inside an entry. `absent` is what a name without an entry means; where there is no such
     thing (a parameter), a row that not all siblings have stays under their full names.
     """
+    ran = {node.module for node in graph.nodes}
     groups: dict[str, dict[int, T]] = {}
     for name, entry in table.items():
         if (place := _block_of(graph, name)) is not None:
@@ -321,7 +332,9 @@ def by_pattern(graph: ModelGraph, table: Mapping[str, T], rename: Rename[T], abs
     for pattern, entries in groups.items():
         prefix = pattern.partition("*")[0].rstrip(".")
         siblings = sorted(i for block in graph.blocks if block.prefix == prefix for i in block.indices)
-        rows = dict(entries) if absent is None else {i: entries.get(i, absent) for i in siblings}
+        rows = dict(entries)
+        if absent is not None:  # siblings of another kind have no such module
+            rows |= {i: absent for i in siblings if i not in entries and _numbered(pattern, i) in ran}
         common = max(rows.values(), key=lambda entry: sum(entry == other for other in rows.values()))
         if len(rows) < len(siblings) or sum(common == entry for entry in rows.values()) < 2:
             continue

@@ -29,7 +29,7 @@ from tpplan.layout import ROWS, Conversion
 from tpplan.plan import ROOT
 from tpplan.read import ParameterReads
 from tpplan.reduce import Reducer
-from tpplan.sizes import as_written
+from tpplan.rewrite import as_written
 from tpplan.subclass import subclass
 from tpplan.trace import named_tensors
 

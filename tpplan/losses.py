@@ -14,33 +14,27 @@ logits and y its target,
 takes two all-reduces of N and 2 N elements instead of a gather of N V. The gradient, (softmax - onehot) / N, is local.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tpplan import operators
 from tpplan.convert import TpGroup, all_reduce
 from tpplan.errors import UsageError
-from tpplan.operators import CrossEntropyMode
-from tpplan.sizes import as_written
-from tpplan.subclass import subclass
+from tpplan.rewrite import as_written, running_rewriters
 
 #: what torch calls the target that counts for nothing
 IGNORE_INDEX = -100
 
-#: sharded vocabularies of the modules whose forward runs, the innermost last
-_running: list["ShardedClasses"] = []
-
 
 @dataclass(frozen=True, slots=True)
 class ShardedClasses:
-    """In a module's forward, logits of num_classes / t classes are a rank's slice of num_classes."""
+    """Rewrites calls: a cross entropy over num_classes / t classes is one over a rank's slice of num_classes."""
 
     num_classes: int
     group: TpGroup
@@ -49,8 +43,13 @@ class ShardedClasses:
         """True for a slice."""
         return logits.shape[-1] * self.group.size == self.num_classes
 
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
+        plain = operators.plain_cross_entropy(func, args, kwargs)
+        if plain is None or not self.holds(plain[0]):
+            return NotImplemented
+        return _vocabulary_parallel(*plain, self.group)
 
-@as_written
+
 def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
     """Mean over the targets that are not ignore_index; nan when all are. logits [..., V], targets [...].
 
@@ -66,8 +65,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE
         targets = targets.full_tensor()
     if isinstance(logits, DTensor):
         return _of_dtensor(logits, targets, ignore_index)
-    if _running and _running[-1].holds(logits):
-        return _vocabulary_parallel(logits, targets, ignore_index, _running[-1].group)
+    for rewriter in running_rewriters():
+        if isinstance(rewriter, ShardedClasses) and rewriter.holds(logits):
+            return _vocabulary_parallel(logits, targets, ignore_index, rewriter.group)
     loss: Tensor = operators.cross_entropy(logits, targets, ignore_index)
     return loss
 
@@ -86,31 +86,11 @@ def _of_dtensor(logits: DTensor, targets: Tensor, ignore_index: int) -> Tensor:
     )
 
 
+@as_written
 def _vocabulary_parallel(logits: Tensor, targets: Tensor, ignore_index: int, group: TpGroup) -> Tensor:
     local = logits.flatten(0, -2)
     loss: Tensor = _VocabularyParallel.apply(local, targets.flatten(), ignore_index, group)  # type: ignore[no-untyped-call]
     return loss.to(_result_dtype(local))
-
-
-def shard_classes(module: nn.Module, num_classes: int, group: TpGroup) -> None:
-    """From now on a cross entropy in the module's forward that meets a rank's slice of num_classes knows it as such."""
-    module.__class__ = _sharding_class(type(module), ShardedClasses(num_classes, group))  # type: ignore[arg-type]
-
-
-@functools.cache
-def _sharding_class(cls: type[nn.Module], classes: ShardedClasses) -> type[nn.Module]:
-    mode = functools.partial(CrossEntropyMode, lambda z, y, ignored: cross_entropy(z, y, ignore_index=ignored))
-
-    @functools.wraps(cls.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _running.append(classes)
-        try:
-            with mode():
-                return cls.forward(self, *args, **kwargs)
-        finally:
-            _running.pop()
-
-    return subclass(cls, {"forward": forward}, _sharding_class, (classes,))
 
 
 def _result_dtype(logits: Tensor) -> torch.dtype:

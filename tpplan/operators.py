@@ -8,7 +8,6 @@ cross_entropy  torch's own, in one operator: F.cross_entropy in a model's forwar
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,25 +51,24 @@ def _cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=ignore_index)
 
 
+def plain_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, int] | None:
+    """(logits [N, V], targets [N], ignore_index) where a call is F.cross_entropy and that is all there is to it: a mean
+    over targets that are class indices, without weights of classes and without smoothing."""
+    if func is not F.cross_entropy:
+        return None
+    given = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
+    given.apply_defaults()
+    logits, targets, *rest = given.args
+    is_plain = rest == [None, None, rest[2], None, "mean", 0.0] and logits.dim() == targets.dim() + 1 == 2
+    return (logits, targets, rest[2]) if is_plain else None
+
+
 class CrossEntropyMode(TorchFunctionMode):
-    """While it is on, F.cross_entropy is replacement(logits [N, V], targets [N], ignore_index), where that is the same.
-
-    It is for a mean over targets that are class indices, without weights of classes and without smoothing.
-    """
-
-    def __init__(self, replacement: Callable[[Tensor, Tensor, int], Tensor]) -> None:
-        super().__init__()
-        self.replacement = replacement
+    """While it is on, a plain F.cross_entropy is the operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.cross_entropy:
-            given = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
-            given.apply_defaults()
-            logits, targets, *rest = given.args
-            if rest == [None, None, rest[2], None, "mean", 0.0] and logits.dim() == targets.dim() + 1 == 2:
-                return self.replacement(logits, targets, rest[2])
-        return func(*args, **kwargs)
+        plain = plain_cross_entropy(func, args, kwargs or {})
+        return cross_entropy(*plain) if plain is not None else func(*args, **(kwargs or {}))
 
 
 _LIBRARY: Any = torch.library.Library("tpplan", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -226,9 +226,9 @@ class Plan:
     """A complete plan. `blocks` gives the indices of each repeated block as ranges: {"layers.*": "0-31"}.
 
     `sizes` are numbers to replace while a module's forward runs. `losses` names the modules in whose forward a cross
-    entropy meets a slice of that many classes. `recompute` names the modules whose forward runs again in backward, each
-    as one region. `unruled_ops` are those that no rule covers, which run whole, with the seconds they take in a step.
-    `outputs` are the model's outputs, by path, that it returns sharded.
+    entropy meets a slice of that many classes, `draws` those in which dropout falls on slices. `recompute` names the
+    modules whose forward runs again in backward, each as one region. `unruled_ops` are those that no rule covers, which
+    run whole, with the seconds they take in a step. `outputs` are the model's outputs that it returns sharded, by path.
     """
 
     schema_version: Count
@@ -245,6 +245,7 @@ class Plan:
     outputs: Mapping[str, LayoutText]
     sizes: Mapping[str, tuple[SizePlan, ...]]
     losses: Mapping[str, Count]
+    draws: tuple[str, ...]
     recompute: Mapping[str, Recompute]
     fsdp: FsdpPlan
     collectives: tuple[CollectivePlan, ...]
@@ -322,6 +323,11 @@ class Plan:
         """Numbers of classes by module name, patterns expanded, "" for the root."""
         return {"" if name == ROOT else name: count for name, (count, _) in self._expanded(self.losses).items()}
 
+    def drawing_modules(self) -> tuple[str, ...]:
+        """Modules that draw by rank, patterns expanded, "" for the root."""
+        names = dict.fromkeys(name for key in self.draws for name, _ in self.expand(key))
+        return tuple("" if name == ROOT else name for name in names)
+
     def recomputed_modules(self) -> dict[str, Recompute]:
         """The regions that are recomputed by module name, patterns expanded, "" for the root."""
         expanded = self._expanded(self.recompute)
@@ -373,6 +379,7 @@ class Plan:
         places |= {f"boundaries.{key}": key for key in self.boundaries}
         places |= {f"sizes.{key}": key for key in self.sizes}
         places |= {f"losses.{key}": key for key in self.losses}
+        places |= {f"draws[{position}]": key for position, key in enumerate(self.draws)}
         places |= {f"recompute.{key}": key for key in self.recompute}
         places |= {f"fsdp.units[{position}]": unit for position, unit in enumerate(self.fsdp.units)}
         for place, key in places.items():

@@ -1,5 +1,6 @@
 """The glue: trace, price, solve over the meshes, check, assemble. Every stage stands in its own module."""
 
+import copy
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -218,7 +219,8 @@ class _Job:
         self.inputs = self.example_inputs(self.batch.micro_batch, self.batch.seq_len)
         if self.precision is Precision.BF16:
             self.inputs = pytree.tree_map(_to_bfloat16, self.inputs)
-        self.graph = trace(self.model, self.inputs, loss=self.loss, cast=self.cast)
+        # A forward may leave tensors of the trace on its module; the proof copies a model that has none.
+        self.graph = trace(copy.deepcopy(self.model), self.inputs, loss=self.loss, cast=self.cast)
         self.report("trace", 1, 1)
 
     def cast(self, tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
@@ -442,6 +444,7 @@ class _Job:
                 graph, {module or ROOT: sizes for module, sizes in self.sizes.items()}, lambda sizes, rename: sizes, ()
             ),
             losses=by_pattern(graph, expanded.sharded_losses(), lambda count, rename: count),
+            draws=tuple(by_pattern(graph, dict.fromkeys(expanded.drawing_modules(), ""), lambda own, rename: own)),
             recompute={},
             fsdp=expanded.fsdp_plan(),
             collectives=expanded.collectives(),

@@ -5,7 +5,7 @@ that crosses. Then the same ops must run in the same order, each value must have
 implies, and each literal must be unchanged, except sizes that view and expand are given, which the shapes cover. That
 finds sizes baked into code (`view(B, T, self.n_heads, hd)`) and positions or masks built from a sharded length. Baked
 sizes have a remedy: the same retrace with each replaced by what a rank needs (tpplan.sizes), compared in the same way.
-The rules themselves are validated by brute force; a plan so checked says `structure`.
+The rules themselves are validated by brute force; the other half of the proof is tpplan.typecheck.
 """
 
 import copy
@@ -26,8 +26,9 @@ from tpplan.exported import IGNORED, argument_of
 from tpplan.graph import LOSS_SCOPE, Argument, Boundary, Direction, ModelGraph, Op, Ref, within
 from tpplan.layout import LayoutKind, local_shape
 from tpplan.plan import SizePlan
+from tpplan.rewrite import rewrite_calls
 from tpplan.rules import Call, localized_arguments, takes_sizes, written_sizes
-from tpplan.sizes import use_local_sizes
+from tpplan.sizes import LocalSizes
 from tpplan.space import Reading
 from tpplan.trace import BoundaryHook, Inputs, Loss, TraceError, trace
 
@@ -83,7 +84,7 @@ def _retrace(
 ) -> Counterexample | None:
     """Traces the model on one rank's shapes, with these sizes replaced, and compares."""
     local = localized(model, expanded)
-    use_local_sizes({local.get_submodule(module): own for module, own in written.items()})
+    rewrite_calls({local.get_submodule(module): (LocalSizes(own),) for module, own in written.items()})
     sizes = _boundary_sizes(expanded)
 
     def resize(tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:

@@ -19,7 +19,7 @@ from tpplan.errors import PlanError, PlanMismatchError
 from tpplan.layout import R_STAR, ROWS, Conversion, Layout, LayoutKind, R
 from tpplan.plan import ROOT
 from tpplan.reduce import Reducer, Slot
-from tpplan.sizes import as_written
+from tpplan.rewrite import as_written
 
 
 def placement_of(layout: Layout, *, where: str) -> Placement:
@@ -27,7 +27,7 @@ def placement_of(layout: Layout, *, where: str) -> Placement:
     match layout.kind:
         case LayoutKind.REPLICATE:
             return Replicate()
-        case LayoutKind.SHARD:
+        case LayoutKind.SHARD if not layout.parts:
             assert layout.dim is not None
             return Shard(layout.dim)
         case _:

@@ -264,6 +264,8 @@ def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "sizes", f"{key}: {numbers}"
     for key, count in sorted(plan.losses.items()):
         yield "loss", f"{key}: its cross entropy runs on slices of {count} classes, which are never gathered"
+    if plan.draws:
+        yield "dropout", f"{', '.join(plan.draws)}: on slices, each rank draws for its own"
     for cut in proof.cuts:
         yield "", f"forbidden on the way: {cut}"
     if plan.unruled_ops:

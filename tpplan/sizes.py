@@ -1,20 +1,16 @@
 """Sizes written into a model's code, replaced by one rank's: `x.view(b, t, self.num_heads, d)` on a slice of the heads.
 
-A module with such sizes gets a subclass whose forward runs under a mode that looks at the calls a plan names. A call
-with another number in that place is left alone, so what follows from `x.shape` stays as it is, and so are the calls in
-forwards of the modules inside it.
+A call with another number in that place is left alone, so what follows from `x.shape` stays as it is.
 """
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from tpplan.plan import SizePlan
-from tpplan.subclass import subclass
 
 _VIEW, _EXPAND = (Tensor.view, Tensor.reshape, torch.reshape), (Tensor.expand, torch.Tensor.broadcast_to)
 _UNFLATTEN = (Tensor.unflatten, torch.unflatten)
@@ -30,89 +26,27 @@ _TAKES: dict[Any, tuple[str, int]] = {
     **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), ("groups", 6)),
     Tensor.__getitem__: ("slice", 1),
 }
-
-
-def use_local_sizes(sizes: Mapping[nn.Module, Iterable[SizePlan]]) -> None:
-    """From now on these modules' own forwards see `local` where their code says `written`."""
-    inside = {child for module in sizes for child in _called(module)} - sizes.keys()
-    for module, own in sizes.items():
-        module.__class__ = local_sizes_class(type(module), tuple(own))  # type: ignore[arg-type]
-    for child in inside:
-        child.__class__ = _as_written_class(type(child))  # type: ignore[arg-type]
-
-
-def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """The nearest modules inside that have a forward."""
-    for child in module.children():
-        if type(child).forward is nn.Module.forward:
-            yield from _called(child)
-        else:
-            yield child
-
-
-@functools.cache
-def _as_written_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return subclass(cls, {"forward": as_written(cls.forward)}, _as_written_class)
-
-
-@functools.cache
-def local_sizes_class(cls: type[nn.Module], sizes: tuple[SizePlan, ...]) -> type[nn.Module]:
-    """The subclass of cls with these sizes. It bears cls's own name."""
-    table = {(size.call, size.count, size.position, size.written): size.local for size in sizes}
-
-    @functools.wraps(cls.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _LocalSizes(table):
-            return cls.forward(self, *args, **kwargs)
-
-    return subclass(cls, {"forward": forward}, local_sizes_class, (sizes,))
-
-
 #: what sizes are called
 _NAMES = ("size", "sizes", "shape", "split_size", "split_size_or_sections", "split_sizes", "start", "length", "groups")
-#: modes whose forwards are running, the innermost last: it alone replaces. None: our own code runs
-_running: list["_LocalSizes | None"] = []
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
-def as_written(function: F) -> F:
-    """Code of ours that runs within a model's forward: its sizes are right as they are."""
+@dataclass(frozen=True)
+class LocalSizes:
+    """Rewrites calls: `local` where the code says `written`."""
 
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not _running:
-            return function(*args, **kwargs)
-        _running.append(None)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _running.pop()
+    sizes: tuple[SizePlan, ...]
 
-    return cast(F, run)
+    @cached_property
+    def table(self) -> dict[tuple[str, int, int, int], int]:
+        """Local sizes by kind of call, number of sizes, position and written size."""
+        return {(size.call, size.count, size.position, size.written): size.local for size in self.sizes}
 
-
-class _LocalSizes(TorchFunctionMode):
-    """Replaces sizes in the calls of one forward."""
-
-    def __init__(self, table: dict[tuple[str, int, int, int], int]) -> None:
-        super().__init__()
-        self.table = table
-
-    def __enter__(self) -> "_LocalSizes":
-        _running.append(self)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _running.pop()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
         place = _TAKES.get(func)
-        if place is not None and _running[-1] is self:
-            args, kwargs = self._replaced(*place, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        if place is None:
+            return NotImplemented
+        args, kwargs = self._replaced(*place, args, kwargs)
+        return func(*args, **kwargs)
 
     def _replaced(self, call: str, first: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if call == "slice":

@@ -15,7 +15,7 @@ from tpplan.blocks import members
 from tpplan.errors import ModelError
 from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, SourceKind, Value
 from tpplan.layout import R_STAR, ROWS, Conversion, Layout, P, R, S, conversions_between, fits, layouts_of
-from tpplan.rules import Strategy, base_target, find_fused_dims, strategies
+from tpplan.rules import Strategy, find_fused_dims, strategies, written_operands
 
 #: forbids a strategy of a decision: given the decision's name and the strategy
 Cut = Callable[[str, Strategy], bool]
@@ -293,9 +293,7 @@ def _fits_the_loss(op: Op, strategy: Strategy) -> bool:
 
 def _mutated_storages(graph: ModelGraph) -> frozenset[str]:
     """Storages that an in-place op writes to: their values keep one layout."""
-    return frozenset(
-        graph.values[op.operands[0]].storage for op in graph.ops if base_target(op.target) != op.target and op.operands
-    )
+    return frozenset(graph.values[name].storage for op in graph.ops for name in written_operands(op))
 
 
 def _converting_boundaries(graph: ModelGraph) -> frozenset[str]:

@@ -222,7 +222,7 @@ def _sharded_outputs(plan: Plan) -> dict[str, int]:
         match layout.kind:
             case LayoutKind.REPLICATE:
                 continue
-            case LayoutKind.SHARD:
+            case LayoutKind.SHARD if not layout.parts:
                 assert layout.dim is not None
                 dims[path] = layout.dim
             case _:

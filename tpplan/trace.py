@@ -78,7 +78,7 @@ class _Step(nn.Module):
     def forward(self, *leaves: Any) -> Any:
         inputs = pytree.tree_unflatten(list(leaves), self.spec)
         accepted = forward_inputs(self.model, inputs)
-        with operators.CrossEntropyMode(operators.cross_entropy):
+        with operators.CrossEntropyMode():
             outputs = self.model(**accepted) if isinstance(accepted, Mapping) else self.model(*accepted)
         return self.loss(outputs, inputs) if self.loss is not None else outputs
 

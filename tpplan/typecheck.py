@@ -23,10 +23,10 @@ layout must have its `local_shapes`.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, references
+from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source
 from tpplan.layout import R_STAR, ROWS, Conversion, Layout, P, R, S, fits, local_shape
 from tpplan.plan import ROOT, BoundaryPlan, ParameterPlan, Plan
-from tpplan.rules import Call, Strategy, base_target, call_strategies, find_fused_dims, fused_parts
+from tpplan.rules import Call, Strategy, call_strategies, draws, find_fused_dims, fused_parts, written_operands
 
 EMBEDDING = "aten.embedding.default"
 #: the one op of a user's loss that takes a sharded output and plain tensors together
@@ -64,11 +64,12 @@ class _Checker:
         self.plans = plan.parameter_plans()
         boundaries = {"" if name == ROOT else name: boundary for name, boundary in plan.boundary_plans().items()}
         self.losses = plan.sharded_losses()
-        self.modules = boundaries.keys() | plan.size_plans().keys() | self.losses.keys()
+        self.draws = frozenset(plan.drawing_modules())
+        self.modules = boundaries.keys() | plan.size_plans().keys() | self.losses.keys() | self.draws
         self.crossings = _crossings(boundaries)
         self.parts = fused_parts(find_fused_dims(graph))
         self.parameters = {source.result: source for source in graph.parameters}
-        self.written = {graph.values[name].storage for op in graph.ops for name in _written(op)}
+        self.written = {graph.values[name].storage for op in graph.ops for name in written_operands(op)}
         self.possible: dict[str, tuple[Layout, ...]] = {
             source.result: (R,) for source in graph.sources if source.result not in self.parameters
         }
@@ -149,7 +150,9 @@ class _Checker:
 
     def _op(self, op: Op) -> tuple[Strategy, ...] | str:
         allowed = [
-            s for s in call_strategies(Call.of(self.graph, op, self.parts), self.tp) if self._fits_the_loss(op, s)
+            s
+            for s in call_strategies(Call.of(self.graph, op, self.parts), self.tp)
+            if self._fits_the_loss(op, s) and self._draws_in_step(op, s)
         ]
         read = [self._read(op, name) for name in op.operands]
         fitting = tuple(s for s in allowed if _is_one_of(s, read) and _reads_alike(s, op.operands))
@@ -170,6 +173,11 @@ class _Checker:
         is_planned = self.losses.get(op.module) == num_classes
         is_mistaken = num_classes * self.tp in self.losses.values()
         return op.module == LOSS_SCOPE or (not is_mistaken if is_whole else is_planned)
+
+    def _draws_in_step(self, op: Op, strategy: Strategy) -> bool:
+        """What is dropped at random is slices in the modules that the plan says, and whole or summands in others."""
+        is_sliced = any(layout.dim is not None for layout in strategy.operands)
+        return not draws(Call.of(self.graph, op)) or is_sliced == (op.module in self.draws)
 
     def _read(self, op: Op, name: str) -> tuple[Layout, ...]:
         source = self.parameters.get(name)
@@ -284,13 +292,6 @@ def _leaves_model(boundary: Boundary) -> bool:
 def _is_whole_or_slice(layout: Layout) -> bool:
     """What a parameter may rest as, and a user be handed: what a DTensor can say."""
     return layout in (R, S(layout.dim or 0))
-
-
-def _written(op: Op) -> Iterator[str]:
-    """Operands that an op writes to, by its name: `add_`, `__iand__`, `out=`."""
-    is_in_place = base_target(op.target) != op.target or op.target.startswith("aten.__i")
-    yield from op.operands[:1] if is_in_place else ()
-    yield from references(dict(op.kwargs).get("out"))
 
 
 def _is_one_of(strategy: Strategy, read: Iterable[tuple[Layout, ...]]) -> bool:

@@ -11,10 +11,11 @@ import pkgutil
 from functools import cache
 
 from tpplan.graph import ModelGraph, Op
-from tpplan.rules.call import Call, Rule, Strategy, base_target, registered_rules
+from tpplan.rules.call import Call, Rule, Strategy, base_target, registered_rules, written_operands
 from tpplan.rules.equation import whole_operands
 from tpplan.rules.literals import groups_divide, localized_arguments, takes_sizes, written_sizes
 from tpplan.rules.parts import Fused, fused_dims, fused_parts
+from tpplan.rules.random import draws
 
 __all__ = [
     "Call",
@@ -22,6 +23,7 @@ __all__ = [
     "Strategy",
     "base_target",
     "call_strategies",
+    "draws",
     "find_fused_dims",
     "fused_parts",
     "has_rule",
@@ -29,6 +31,7 @@ __all__ = [
     "registered_rules",
     "strategies",
     "takes_sizes",
+    "written_operands",
     "written_sizes",
 ]
 

@@ -8,12 +8,7 @@ from tpplan.rules.equation import NEVER, Equation, Letters
 
 @op_rule("aten.scaled_dot_product_attention.default")
 def attention(call: Call) -> Iterable[Strategy]:
-    """B batch, H query heads (key heads where grouped: contiguous groups), T queries, J keys, D and E head dims.
-
-    Dropout draws per rank, so a dropping attention runs on whole heads.
-    """
-    if call.argument(4, "dropout_p", 0.0):
-        return ()
+    """B batch, H query heads (key heads where grouped: contiguous groups), T queries, J keys, D and E head dims."""
     query, key, value = (call.operands[i].shape for i in range(3))
     if len(query) != 4 or len(key) != 4 or len(value) != 4:
         return ()

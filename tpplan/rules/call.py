@@ -153,6 +153,12 @@ def registered_rules() -> dict[str, Rule]:
     return dict(_RULES)
 
 
+def written_operands(op: Op) -> tuple[str, ...]:
+    """Operands that an op writes to, as far as its name says: `add_`, `__iand__`, `out=`."""
+    is_in_place = base_target(op.target) != op.target or op.target.startswith("aten.__i")
+    return (*(op.operands[:1] if is_in_place else ()), *references(dict(op.kwargs).get("out")))
+
+
 def base_target(target: str) -> str:
     """`aten.add_.Tensor` -> `aten.add.Tensor`: an in-place form obeys the rule of the plain one."""
     namespace, _, rest = target.partition(".")

@@ -1,0 +1,156 @@
+"""Dropout on slices: every rank drops its own share, the group stays in step, recomputation drops the same."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from examples import eager_to_shard
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import tpplan
+from tpplan.errors import PlanError
+from tpplan.layout import S
+from tpplan.plan import Plan, Recompute
+from tpplan.trace import trace
+from tpplan.typecheck import typecheck
+
+DIM, HIDDEN, HEADS, LENGTH, P = 16, 2048, 4, 15, 0.25
+
+
+class Dropping(nn.Module):
+    """Drops between a split and a joining projection, and on the residual stream behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(HIDDEN, DIM, bias=False)
+        self.last = nn.Dropout(P)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = F.dropout(self.up_proj(x), P, self.training)
+        self.out = self.last(self.down_proj(self.hidden))
+        return self.out
+
+
+class Attention(nn.Module):
+    """Drops in attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=P, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    """x -> the mean square of what a layer adds to it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.layer(x)).square().mean()
+
+
+def inputs(batch: int, seq_len: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(batch, seq_len, DIM, generator=torch.Generator().manual_seed(1))}
+
+
+def solve(layer: type[nn.Module]) -> Plan:
+    return tpplan.solve(
+        lambda: Model(layer()),
+        inputs,
+        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
+        global_batch=1,
+        seq_len=LENGTH,
+        tp=2,
+        precision="fp32",
+    )
+
+
+def test_dropout_does_not_stop_a_projection_from_being_split() -> None:
+    plan = solve(Dropping)
+    assert plan.parameters["layer.up_proj.weight"].placement == S(0)
+    assert plan.draws == ("layer",)
+    plan = solve(Attention)
+    assert [str(plan.parameters[f"layer.{name}.weight"].placement) for name in "qkvo"] == ["S(0)"] * 3 + ["S(1)"]
+    assert plan.draws == ("layer",)
+
+
+def dropped(plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Masks of two forwards on this rank, what the second one adds to the stream, and a draw after them."""
+    torch.manual_seed(0)
+    model = tpplan.apply_plan(Model(Dropping()), plan)
+    torch.manual_seed(5)
+    masks = []
+    for _ in range(2):
+        model(**inputs(1, LENGTH))
+        masks.append(model.layer.hidden.detach() == 0)
+    model(**inputs(1, LENGTH)).backward()
+    gradient = model.layer.down_proj._parameters["weight"].grad
+    assert isinstance(gradient, DTensor)
+    return masks[0], masks[1], model.layer.out.detach(), torch.rand(3)
+
+
+def test_ranks_drop_their_own_share_and_stay_in_step() -> None:
+    ranks = run_ranks(2, dropped, solve(Dropping))
+    masks = [mask for rank in ranks for mask in rank[:2]]
+    for mask in masks:
+        assert mask.shape == (1, LENGTH, HIDDEN // 2)
+        assert mask.float().mean() == pytest.approx(P, abs=0.02)  # 15,360 elements: 6 deviations
+    for i, mask in enumerate(masks):
+        for other in masks[:i]:
+            assert (mask == other).float().mean() == pytest.approx(P**2 + (1 - P) ** 2, abs=0.03)  # independent
+    for one, other in zip(ranks[0][2:], ranks[1][2:], strict=True):
+        assert torch.equal(one, other)  # the whole stream, and what is drawn next
+
+
+def gradients(plan: Plan) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = tpplan.apply_plan(Model(Dropping()), plan)
+    torch.manual_seed(5)
+    model(**inputs(1, LENGTH)).backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_recomputation_drops_the_same() -> None:
+    plan = solve(Dropping)
+    again = dataclasses.replace(plan, recompute={"layer": Recompute.FULL})
+    for kept, recomputed in zip(run_ranks(2, gradients, plan), run_ranks(2, gradients, again), strict=True):
+        for name, gradient in kept.items():
+            torch.testing.assert_close(recomputed[name], gradient)
+
+
+def test_evaluation_equals_one_process() -> None:
+    plan = solve(Attention)
+
+    def run(on: Plan | None) -> Tensor:
+        torch.manual_seed(0)
+        model = Model(Dropping()) if on is None else tpplan.apply_plan(Model(Dropping()), on)
+        with torch.no_grad():
+            return model.eval()(**inputs(1, LENGTH))
+
+    plan = solve(Dropping)
+    for value in run_ranks(2, run, plan):
+        torch.testing.assert_close(value, run(None))
+
+
+def test_a_plan_that_hides_where_slices_are_dropped_does_not_type() -> None:
+    plan = solve(Dropping)
+    graph = trace(Model(Dropping()), inputs(1, LENGTH))
+    assert typecheck(graph, plan) is None
+    for draws in ((), ("layer", "layer.last")):
+        found = typecheck(graph, dataclasses.replace(plan, draws=draws))
+        assert found is not None
+        assert "aten.dropout.default" in found.message
+    found = typecheck(graph, dataclasses.replace(plan, draws=("layer", "nowhere")))
+    assert found is not None
+    assert "module nowhere: in the plan, not in the model" in found.message
+    with pytest.raises(PlanError, match=r"draws\[0\]: 'blocks.\*' matches none"):
+        Plan.from_dict(dataclasses.replace(plan, draws=("blocks.*",)).to_dict())

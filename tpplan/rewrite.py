@@ -1,0 +1,105 @@
+"""Calls in a module's own code, rewritten while its forward runs: what a rank needs in place of what stands there.
+
+A module with rewriters gets a subclass whose forward runs under a mode. Calls in forwards of the modules inside it are
+left alone, as the plan names the module whose code makes a call, and so is code of ours that runs within a forward.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar, cast
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from tpplan.subclass import subclass
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Rewriter(Protocol):
+    """Hashable and picklable. Gives a call's result, or NotImplemented for a call that is none of its business."""
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any: ...
+
+
+#: modes of the forwards that are running, the innermost last: it alone rewrites. None: code that is to be left alone
+_running: list["_Rewriting | None"] = []
+
+
+def rewrite_calls(rewriters: Mapping[nn.Module, Iterable[Rewriter]]) -> None:
+    """From now on these modules' own forwards run with their calls rewritten; the first rewriter that will, does."""
+    inside = {child for module in rewriters for child in _called(module)} - rewriters.keys()
+    for module, own in rewriters.items():
+        module.__class__ = _rewriting_class(type(module), tuple(own))  # type: ignore[arg-type]
+    for child in inside:
+        child.__class__ = _as_written_class(type(child))  # type: ignore[arg-type]
+
+
+def as_written(function: F) -> F:
+    """The function with no calls in it rewritten, whichever forward it runs in."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not _running:
+            return function(*args, **kwargs)
+        _running.append(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _running.pop()
+
+    return cast(F, run)
+
+
+def running_rewriters() -> tuple[Rewriter, ...]:
+    """Those of the innermost forward."""
+    return _running[-1].rewriters if _running and _running[-1] is not None else ()
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """The nearest modules inside that have a forward."""
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            yield from _called(child)
+        else:
+            yield child
+
+
+@functools.cache
+def _as_written_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return subclass(cls, {"forward": as_written(cls.forward)}, _as_written_class)
+
+
+@functools.cache
+def _rewriting_class(cls: type[nn.Module], rewriters: tuple[Rewriter, ...]) -> type[nn.Module]:
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _Rewriting(rewriters):
+            return cls.forward(self, *args, **kwargs)
+
+    return subclass(cls, {"forward": forward}, _rewriting_class, (rewriters,))
+
+
+class _Rewriting(TorchFunctionMode):
+    """One forward's calls, each given to its rewriters."""
+
+    def __init__(self, rewriters: tuple[Rewriter, ...]) -> None:
+        super().__init__()
+        self.rewriters = rewriters
+
+    def __enter__(self) -> "_Rewriting":
+        _running.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _running.pop()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for rewriter in self.rewriters if _running[-1] is self else ():
+            result = rewriter(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*args, **kwargs)
