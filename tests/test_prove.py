@@ -17,9 +17,10 @@ from tpplan import solvers
 from tpplan.assemble import Expanded, expand
 from tpplan.layout import LayoutKind, S
 from tpplan.mesh import Mesh
-from tpplan.plan import Plan, ProofStatus
+from tpplan.plan import Plan, ProofStatus, SizePlan
 from tpplan.problem import Expression, Term
 from tpplan.prove import Counterexample, check_structure
+from tpplan.sizes import LocalSizes
 from tpplan.trace import trace, unchanged
 
 DIM, HIDDEN, HEADS, LENGTH = 32, 128, 4, 16
@@ -146,6 +147,41 @@ def test_fused_projections_are_sharded_part_by_part(take: Callable[[Tensor], tup
     assert plan.parameters["first.c_proj.weight"].placement == S(1)
     assert plan.sizes["first"]
     equals_one_process(build, plan)
+
+
+def test_slices_are_replaced_in_the_dim_that_the_plan_names() -> None:
+    x = torch.arange(4 * 4 * 8).reshape(4, 4, 8)
+    end = LocalSizes((SizePlan(call="slice", count=3, position=5, written=4, local=2),))
+    length = LocalSizes((SizePlan(call="narrow", count=3, position=5, written=4, local=2),))
+
+    def sliced(index: object) -> Tensor:
+        return end(Tensor.__getitem__, (x, index), {})
+
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    for whole in (
+        (slice(4), slice(4)),
+        (..., slice(4), slice(None)),
+        slice(4),
+        (0, slice(4)),
+        (..., slice(0, 4, 2)),
+        3,
+    ):
+        assert torch.equal(sliced(whole), x[whole])
+    for cut in (
+        (..., slice(4)),
+        (0, 1, slice(4)),
+        (None, 0, ..., slice(4)),
+        (mask, slice(0, 4)),
+        (slice(4), [1], slice(4)),
+    ):
+        assert torch.equal(sliced(cut), x[cut][..., :2])
+    assert length(Tensor.narrow, (x, 1, 0, 4), {}).shape == (4, 4, 8)
+    for args, kwargs in (
+        ((x, 2, 0, 4), {}),
+        ((x, -1), {"start": 0, "length": 4}),
+        ((x,), {"dim": 2, "start": 0, "length": 4}),
+    ):
+        assert length(torch.narrow, args, kwargs).shape == (4, 4, 2)
 
 
 class Depthwise(nn.Module):

@@ -22,12 +22,12 @@ _TAKES: dict[Any, tuple[str, int]] = {
     **dict.fromkeys(_EXPAND, ("expand", 1)),
     **dict.fromkeys(_UNFLATTEN, ("unflatten", 2)),
     **dict.fromkeys(_SPLIT, ("split", 1)),
-    **dict.fromkeys(_NARROW, ("narrow", 2)),
+    **dict.fromkeys(_NARROW, ("narrow", 1)),
     **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), ("groups", 6)),
     Tensor.__getitem__: ("slice", 1),
 }
 #: what sizes are called
-_NAMES = ("size", "sizes", "shape", "split_size", "split_size_or_sections", "split_sizes", "start", "length", "groups")
+_NAMES = ("size", "sizes", "shape", "split_size", "split_size_or_sections", "split_sizes", "groups")
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,13 @@ class LocalSizes:
 
     def _replaced(self, call: str, first: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if call == "slice":
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if not any(isinstance(item, slice) for item in index):
-                return args, kwargs
-            return (args[0], tuple(map(self._slice, index))), kwargs
+            return (args[0], self._sliced(args[0], args[1])), kwargs
+        if call == "narrow" and args:
+            names = ("dim", "start", "length")
+            arguments = dict(zip(names, args[1:], strict=False)) | kwargs
+            place = 2 * (arguments["dim"] % args[0].dim())
+            bounds = (self._local(call, args[0].dim(), place + i, arguments[name]) for i, name in enumerate(names[1:]))
+            return (args[0], arguments["dim"], *bounds), {}
         sizes = args[first : first + 1] if call == "split" else args[first:]
         named = [name for name in _NAMES if name in kwargs]
         given = [*sizes, *(kwargs[name] for name in named)]
@@ -63,10 +66,29 @@ class LocalSizes:
         args = (*args[:first], *found[: len(sizes)], *args[first + len(sizes) :])
         return args, kwargs | dict(zip(named, found[len(sizes) :], strict=True))
 
-    def _slice(self, item: Any) -> Any:
-        if not isinstance(item, slice) or item.step not in (None, 1):
+    def _sliced(self, x: Tensor, index: Any) -> Any:
+        items = index if isinstance(index, tuple) else (index,)
+        if not any(isinstance(item, slice) for item in items):
+            return index
+        taken = [_num_dims(item) for item in items]
+        dim, found = 0, []
+        for item, num_dims in zip(items, taken, strict=True):
+            found.append(self._slice(item, x.dim(), dim) if isinstance(item, slice) else item)
+            dim += x.dim() - sum(taken) if item is Ellipsis else num_dims
+        return tuple(found)
+
+    def _slice(self, item: slice, count: int, dim: int) -> slice:
+        if item.step not in (None, 1):
             return item
-        return slice(self._local("slice", 2, 0, item.start), self._local("slice", 2, 1, item.stop), item.step)
+        start, end = (self._local("slice", count, 2 * dim + i, size) for i, size in enumerate((item.start, item.stop)))
+        return slice(start, end, item.step)
 
     def _local(self, call: str, count: int, position: int, size: Any) -> Any:
         return self.table.get((call, count, position, size), size) if type(size) is int else size
+
+
+def _num_dims(item: Any) -> int:
+    """How many dims an item of an index takes up."""
+    if item is None or item is Ellipsis or isinstance(item, bool):
+        return 0
+    return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1

@@ -106,8 +106,11 @@ def written_sizes(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]
         if index in places
         for pair in (zip(before, after, strict=True) if isinstance(before, tuple) else ((before, after),))  # type: ignore[arg-type]
     ]
-    count = 2 if call.target in SLICES else len(pairs)
-    for position, (written, local) in enumerate(pairs):
+    count, first = len(pairs), 0
+    if call.target in SLICES:
+        count = len(call.operands[0].shape)
+        first = 2 * (call.integer(SLICES[call.target], "dim", 0) % count)
+    for position, (written, local) in enumerate(pairs, first):
         if isinstance(written, int) and isinstance(local, int) and written not in (local, -1):
             yield SizePlan(call=_CALLS[call.target], count=count, position=position, written=written, local=local)
 
