@@ -5,8 +5,8 @@
 A type's default configuration, with few layers, is solved and proven on the meta device for a machine whose links cost
 next to nothing, so that sharding pays. A tiny twin then takes the same choices, by parameter and module name, on real
 gloo ranks, which must give the loss and every gradient of one process; sizes in them become those that the twin has by
-the same names. Where the choices do not fit the twin, its own plan is run. What is sharded is compared with the plan that transformers ships for the type. See coverage_models.py for
-the widths.
+the same names. Where the choices do not fit the twin, its own plan is run. What is sharded is compared with the plan
+that transformers ships for the type. See coverage_models.py for the widths.
 
 Each type runs in a process of its own. Exit code 0 if all are proven, right, and sharded as much as the shipped plan.
 """
@@ -269,7 +269,7 @@ def transferred(plan: Plan, numbers: Correspondence, tp: int) -> Plan:
                 raise ValueError(f"{name}: {list(shapes[name])} does not divide as {layout} by {tp}")
     crossed = {name: _in_float32(boundary, _module(name), numbers) for name, boundary in boundaries.items()}
     laid_out = zip(_layouts(parameters, boundaries), _layouts(resized, crossed), strict=True)
-    parts = {(module, wide.parts, ours.parts) for (module, wide), (_, ours) in laid_out}
+    parts = {(module, wide.parts, ours.parts) for (module, wide), (_, ours) in laid_out if wide.parts}
     with_parts = replace(numbers, parts=tuple(parts))
     return replace(
         plan,

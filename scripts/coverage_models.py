@@ -135,7 +135,8 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "minimax": ModelType(tiny={"block_size": 16}, precision="fp32"),
     "bert": ModelType(task=Task.MASKED_LM),
     "t5": ModelType(both={"decoder_start_token_id": 0}),
-    "whisper": ModelType(task=Task.SPEECH, tiny={"max_source_positions": 32, "num_mel_bins": 16}),
+    # Its configuration has another size of 256, of a classifier that this model has not.
+    "whisper": ModelType(task=Task.SPEECH, tiny={"max_source_positions": 32, "num_mel_bins": 16}, seq_len=192),
     "convnext": ModelType(both={"depths": [2, 2, 2, 2]}, tiny={"hidden_sizes": [16, 32, 48, 64], "patch_size": 4}),
     "resnet": ModelType(both={"depths": [2, 2, 2, 2]}, tiny={"hidden_sizes": [32, 64, 96, 128], "embedding_size": 16}),
     # The loss contrasts the members of a batch.
@@ -297,16 +298,12 @@ class Correspondence:
         Raises ValueError where no module has it, and where names disagree.
         """
         scopes = [module.rsplit(".", cut)[0] for cut in range(module.count(".") + 1)] if module else []
-        for scope in (*scopes, ""):
-            found = {ours for theirs, ours in self._pairs(scope) if theirs == size}
-            if len(found) > 1:
-                several = " or ".join(map(str, sorted(found)))
-                raise ValueError(
-                    f"{size} in {module or 'the root'} is {several} in the twin, by names in {scope or 'it'}"
-                )
-            if found:
-                return found.pop()
-        raise ValueError(f"{size} in {module or 'the root'} is the size of nothing that has a name")
+        pairs = map(self._pairs, (*scopes, ""))
+        found = next(filter(None, ({ours for theirs, ours in near if theirs == size} for near in pairs)), set())
+        if len(found) != 1:
+            what = " or ".join(map(str, sorted(found))) or "unknown: nothing with a name has it"
+            raise ValueError(f"what {size} in {module or 'the root'} is in the twin is {what}")
+        return found.pop()
 
     def _pairs(self, scope: str) -> Iterator[tuple[int, int]]:
         """Sizes of the same name in both models' module."""

@@ -474,6 +474,33 @@ def test_another_dtype_than_planned_is_said_once() -> None:
     run_ranks(2, cross_in_another_dtype)
 
 
+class Masked(nn.Module):
+    """Multiplies by a mask where there is one."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return (x if mask is None else x * mask).sum()
+
+
+def pass_nothing_where_a_conversion_is_planned() -> None:
+    model, x = Masked(), torch.randn(2, 4)
+    plan = handmade_plan(
+        model, Mesh(tp=2), boundaries={"": ({"x": "R -> S(1)", "mask": "R -> S(1)"}, {"output": "P -> R"})}
+    )
+    apply_plan(model, plan)
+    torch.testing.assert_close(model(x, x), (x * x).sum())
+    with pytest.raises(
+        PlanMismatchError, match=r"<root>: the plan converts 'mask' \(R -> S\(1\)\), and nothing is passed"
+    ):
+        model(x)
+    with pytest.raises(PlanMismatchError, match="and nothing is passed there"):
+        model(x, mask=None)
+
+
+def test_another_way_through_the_model_than_planned_is_refused() -> None:
+    """Libraries build a mask while they are traced, and pass None and is_causal when they run."""
+    run_ranks(2, pass_nothing_where_a_conversion_is_planned)
+
+
 # ---- other ways in
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,10 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch import nn
+
+from tpplan.layout import S
+from tpplan.plan import SizePlan
 
 pytest.importorskip("transformers")
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -53,6 +58,87 @@ def test_a_twin_has_the_names_of_the_wide_model(models: ModuleType, model_type: 
     with torch.device("meta"):
         wide, twin = (models.model_of(model_type, tiny=tiny).build_model() for tiny in (False, True))
     assert {name for name, _ in wide.named_parameters()} == {name for name, _ in twin.named_parameters()}
+
+
+class Attention(nn.Module):
+    """As many key-value heads of as many elements as queries, in one projection."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.width = width
+        self.is_causal = True
+        self.qkv = nn.Linear(width, 3 * width)
+
+
+class Block(nn.Module):
+    """Attention, and sizes in lists."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.attention = Attention(width, num_heads)
+        self.sizes = [5 * width, "any", 7 * num_heads]
+        self.window = width
+
+
+def correspondence(models: ModuleType, wide: nn.Module, twin: nn.Module, **changes: object) -> object:
+    """Of two models at sequences of 100 and 10."""
+    return models.Correspondence(wide=wide, twin=twin, wide_seq_len=100, twin_seq_len=10, **changes)
+
+
+def test_sizes_correspond_by_name(models: ModuleType) -> None:
+    numbers = correspondence(models, Block(64, 16), Block(8, 4))
+    assert numbers.in_twin("attention", 16) == 4  # num_heads
+    assert numbers.in_twin("attention", 64) == 8  # width, and dims
+    assert numbers.in_twin("attention.qkv", 192) == 24  # a dim, and out_features
+    assert numbers.in_twin("attention.qkv", 16) == 4  # of the module around it
+    assert numbers.in_twin("", 5 * 64) == 5 * 8
+    assert numbers.in_twin("attention.qkv", 7 * 16) == 7 * 4
+    assert numbers.in_twin("attention", 100) == 10  # the sequence
+
+
+def test_sizes_without_one_counterpart_are_refused(models: ModuleType) -> None:
+    numbers = correspondence(models, Block(64, 64), Block(8, 4))
+    with pytest.raises(ValueError, match="what 64 in attention is in the twin is 4 or 8"):
+        numbers.in_twin("attention", 64)
+    assert numbers.in_twin("attention.qkv", 64) == 8  # the nearest decides
+    with pytest.raises(ValueError, match="what 128 in attention is in the twin is unknown"):
+        numbers.in_twin("attention", 128)
+    with pytest.raises(ValueError, match="what 1 in attention is"):  # is_causal is no size
+        numbers.in_twin("attention", 1)
+
+
+def test_sums_of_parts_correspond_in_the_modules_around_them(models: ModuleType) -> None:
+    parts = (("attention.qkv", (64, 64, 64), (8, 8, 8)),)
+    numbers = correspondence(models, Block(64, 16), Block(8, 4), parts=parts)
+    assert numbers.in_twin("attention", 128) == 16
+
+
+def test_sizes_of_configurations_correspond(models: ModuleType) -> None:
+    with torch.device("meta"):
+        wide, twin = (models.model_of("llama", tiny=tiny).build_model() for tiny in (False, True))
+    numbers = models.Correspondence(wide=wide, twin=twin)
+    assert numbers.in_twin("", 32000) == models.VOCABULARY
+    assert numbers.in_twin("model.layers.1.mlp", 11008) == 128  # intermediate_size
+
+
+def test_a_written_size_keeps_its_share(script: ModuleType, models: ModuleType) -> None:
+    numbers = correspondence(models, Block(64, 16), Block(8, 4))
+    size = SizePlan(call="view", count=4, position=2, written=16, local=2)  # on 8 ranks
+    assert script._local_size(size, "attention", numbers, 8, 4) == replace(size, written=4, local=1)
+    with pytest.raises(ValueError, match="16 in attention is 4 in the twin, which 8 does not divide"):
+        script._local_size(size, "attention", numbers, 8, 8)
+
+
+def test_parts_correspond(script: ModuleType, models: ModuleType) -> None:
+    numbers = correspondence(models, Block(64, 16), Block(8, 4))
+    assert script._with_parts_of(S(2, 64, 64, 64), "attention.qkv", numbers) == S(2, 8, 8, 8)
+    assert script._with_parts_of(S(0, 64, 16), "attention", numbers, 12) == S(0, 8, 4)
+    assert script._with_parts_of(S(1), "attention", numbers) == S(1)
+    with pytest.raises(ValueError, match=re.escape("parts of S(0; 64, 16) in attention are [8, 4] in the twin")):
+        script._with_parts_of(S(0, 64, 16), "attention", numbers, 13)
+    with pytest.raises(ValueError, match=re.escape("parts of S(0; 80, 80): what 160 in attention")):
+        script._with_parts_of(S(0, 80, 80), "attention", numbers)
 
 
 SHIPPED = {

@@ -160,6 +160,8 @@ class Site:
             elif argument.position is not None and argument.position < len(args):
                 value = self._convert(argument.name, args[argument.position], argument.crossings)
                 args = (*args[: argument.position], value, *args[argument.position + 1 :])
+            else:
+                self._convert(argument.name, None, argument.crossings)
         return args, kwargs
 
     def convert_outputs(self, output: Any) -> Any:
@@ -174,7 +176,11 @@ class Site:
         if isinstance(tree, Tensor) and root in crossings:
             return self._cross(crossings[root], tree)
         if tree is None:
-            return None
+            path, crossing = next(iter(crossings.items()))
+            raise PlanMismatchError(
+                f"module {self.name}: the plan converts {path!r} ({crossing.conversion}), and nothing is passed there: "
+                "this call takes another way through the model than the one that was planned"
+            )
         found: set[str] = set()
 
         def change(path: str, tensor: Tensor) -> Tensor:
