@@ -644,6 +644,27 @@ def with_boundary(plan: Plan, module: str, inputs: dict[str, str], outputs: dict
     return dataclasses.replace(plan, boundaries=dict(plan.boundaries) | dict(extra))
 
 
+class Twins(nn.Module):
+    """One module under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Linear(4, 4)
+
+
+def refuse_twins() -> None:
+    model = Twins()
+    plan = handmade_plan(model, Mesh(tp=2))
+    for losses in ({"first": 8, "second": 8}, {"first": 8}):
+        apply_plan(Twins(), dataclasses.replace(plan, losses=losses))
+    differently = dataclasses.replace(plan, losses={"first": 8, "second": 16})
+    refused(model, differently, PlanError, "second is a module that has another name too")
+
+
+def test_one_module_is_rewritten_in_one_way() -> None:
+    run_ranks(2, refuse_twins)
+
+
 def test_what_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
     run_ranks(2, refuse, tmp_path)
 

@@ -1,6 +1,7 @@
 """Dropout on slices: every rank drops its own share, the group stays in step, recomputation drops the same."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
+from tpplan.draws import DrawByRank
 from tpplan.errors import PlanError
 from tpplan.layout import S
 from tpplan.plan import Plan, Recompute
+from tpplan.rewrite import rewrite_calls
 from tpplan.trace import trace
 from tpplan.typecheck import typecheck
 
@@ -109,6 +112,53 @@ def test_ranks_drop_their_own_share_and_stay_in_step() -> None:
             assert (mask == other).float().mean() == pytest.approx(P**2 + (1 - P) ** 2, abs=0.03)  # independent
     for one, other in zip(ranks[0][2:], ranks[1][2:], strict=True):
         assert torch.equal(one, other)  # the whole stream, and what is drawn next
+
+
+class Drawing(nn.Module):
+    """One call that drops, in its own forward."""
+
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x)
+
+
+CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "F.dropout": lambda x: F.dropout(x, P),
+    "F.dropout, named": lambda x: F.dropout(input=x, p=P, training=True),
+    "in place": lambda x: F.dropout(x.clone(), P, inplace=True),
+    "torch.dropout": lambda x: torch.dropout(x, P, True),
+    "torch.dropout_": lambda x: torch.dropout_(x.clone(), P, train=True),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x, None, P),
+    "attention, named": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=P, is_causal=True),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_that_drops_is_drawn_by_rank(call: str) -> None:
+    """The same values on two ranks: with one mask for both they would stay the same."""
+    found = []
+    for rank in (0, 1):
+        module = Drawing(CALLS[call])
+        rewrite_calls({module: (DrawByRank(rank),)})
+        torch.manual_seed(5)
+        found.append((module(torch.ones(2, 4, 16, 8)), torch.rand(3)))
+    (first, after_first), (second, after_second) = found
+    assert not torch.equal(first, second)
+    assert torch.equal(after_first, after_second)
+
+
+def test_what_drops_nothing_draws_nothing() -> None:
+    for call in (lambda x: F.dropout(x, P, training=False), lambda x: F.scaled_dot_product_attention(x, x, x)):
+        module = Drawing(call)
+        rewrite_calls({module: (DrawByRank(1),)})
+        torch.manual_seed(5)
+        module(torch.ones(2, 4, 16, 8))
+        drawn = torch.rand(3)
+        torch.manual_seed(5)
+        assert torch.equal(drawn, torch.rand(3))
 
 
 def gradients(plan: Plan) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ WITHOUT_TORCH = (
     "profile",
     "fit",
     "problem",
+    "patterns",
     "plan",
     "solvers",
     "rules",

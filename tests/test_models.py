@@ -71,11 +71,11 @@ class FusedAttention(nn.Module):
 class OwnLoss(nn.Module):
     """Computes its loss in its own forward, over a vocabulary written into the code, as Hugging Face's models do."""
 
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], num_classes: int = 16 * VOCAB) -> None:
         super().__init__()
         self.loss = loss
         self.embedding, self.up = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, DIM)
-        self.head = nn.Linear(DIM, 16 * VOCAB, bias=False)
+        self.head = nn.Linear(DIM, num_classes, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
         logits = self.head(F.relu(self.up(self.embedding(tokens))))
@@ -90,28 +90,10 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_loss_in_the_model_runs_on_a_sharded_vocabulary(loss: str) -> None:
-    """Small targets all lie on the first rank: taken as classes of a slice they would be silently wrong."""
-
-    def build() -> nn.Module:
-        return OwnLoss(LOSSES[loss])
-
-    def inputs(batch: int, seq_len: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(1)
-        return {name: torch.randint(VOCAB, (batch, seq_len), generator=generator) for name in ("tokens", "targets")}
-
-    def run_once(on: Plan | None) -> tuple[Tensor, dict[str, Tensor]]:
-        torch.manual_seed(0)
-        model = build() if on is None else tpplan.apply_plan(build(), on)
-        value = model(**inputs(1, LENGTH - 1))["loss"]
-        value.backward()
-        found = {name: p.grad for name, p in model.named_parameters()}
-        return value.detach(), {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
-
-    plan = tpplan.solve(
+def own_loss_plan(build: Callable[[], nn.Module]) -> Plan:
+    return tpplan.solve(
         build,
-        inputs,
+        text,
         loss=lambda outputs, _: outputs["loss"],
         unused_outputs=("logits",),
         cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
@@ -120,11 +102,35 @@ def test_a_loss_in_the_model_runs_on_a_sharded_vocabulary(loss: str) -> None:
         tp=2,
         precision="fp32",
     )
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_in_the_model_runs_on_a_sharded_vocabulary(loss: str) -> None:
+    """Small targets all lie on the first rank: taken as classes of a slice they would be silently wrong."""
+
+    def build() -> nn.Module:
+        return OwnLoss(LOSSES[loss])
+
+    def run_once(on: Plan | None) -> tuple[Tensor, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model = build() if on is None else tpplan.apply_plan(build(), on)
+        value = model(**text(1, LENGTH - 1))["loss"]
+        value.backward()
+        found = {name: p.grad for name, p in model.named_parameters()}
+        return value.detach(), {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
+
+    plan = own_loss_plan(build)
     assert plan.losses == ({} if loss == "smoothed" else {"<root>": 16 * VOCAB})
     value, gradients = run_once(None)
     for applied_value, applied in run_ranks(2, run_once, plan):
         torch.testing.assert_close(applied_value, value)
         assert max(relative_errors(applied, gradients).values()) < 1e-5
+
+
+def test_a_loss_on_a_whole_vocabulary_is_not_said_to_be_sharded() -> None:
+    """An odd number of classes: the logits are whole on both ranks, or split along tokens."""
+    plan = own_loss_plan(lambda: OwnLoss(lambda z, y: F.cross_entropy(z.flatten(0, 1), y.flatten()), 16 * VOCAB + 1))
+    assert plan.losses == {}
 
 
 class NanoGPT(nn.Module):
@@ -143,6 +149,34 @@ class NanoGPT(nn.Module):
         for attention in self.attention:
             x = x + attention(x)
         return self.head(x + self.down(F.gelu(self.up(x))))
+
+
+class OneBlock(nn.Module):
+    """One block under three names, its layers called again and again, and a dropout that all share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, DIM)
+        self.blocks = nn.ModuleList([FeedForward(nn.Dropout(0.0))] * 3)
+        self.closing = self.blocks[0]
+        self.head = nn.Linear(DIM, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.closing(x))
+
+
+class FeedForward(nn.Module):
+    """Up and down with a dropout between."""
+
+    def __init__(self, dropout: nn.Dropout) -> None:
+        super().__init__()
+        self.up, self.dropout, self.down = nn.Linear(DIM, 4 * DIM), dropout, nn.Linear(4 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.dropout(F.gelu(self.up(x))))
 
 
 def text(batch: int, seq_len: int) -> dict[str, Tensor]:
@@ -180,6 +214,7 @@ def run(
         (TorchEncoder, text, {"encoder.layers.*.linear1.weight", "encoder.layers.*.linear2.weight", "head.weight"}),
         (Convolutions, pictures, {"second.weight", "head.weight"}),
         (NanoGPT, text, {"up.weight", "down.weight", "embedding.weight"}),
+        (OneBlock, text, {"blocks.0.up.weight", "blocks.0.down.weight"}),
     ],
 )
 def test_plans_of_ordinary_models_equal_one_process(

@@ -21,8 +21,8 @@ from scripts.make_schema import SCHEMA_PATH, plan_schema, schema_text
 from tpplan.errors import PlanError, PlanMismatchError
 from tpplan.layout import R_STAR, ROWS, Conversion, P, R, S, layouts_of
 from tpplan.mesh import Axis
+from tpplan.patterns import MAX_BLOCK_INDEX, format_ranges, parse_ranges
 from tpplan.plan import (
-    MAX_BLOCK_INDEX,
     BatchPlan,
     BoundaryPlan,
     ClusterPlan,
@@ -43,8 +43,6 @@ from tpplan.plan import (
     SizePlan,
     SolverReport,
     check_parameters,
-    format_ranges,
-    parse_ranges,
 )
 from tpplan.problem import Status
 from tpplan.strict import AtLeast, Text

@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.convert import TpGroup
 from tpplan.draws import DrawByRank
-from tpplan.errors import PlanMismatchError, TpplanError, UsageError
+from tpplan.errors import PlanError, PlanMismatchError, TpplanError, UsageError
 from tpplan.localize import SITE, Site, check_forward
 from tpplan.losses import ShardedClasses
 from tpplan.mesh import Axis
-from tpplan.plan import ROOT, Plan, Precision, ProofStatus, check_parameters
+from tpplan.patterns import ROOT
+from tpplan.plan import Plan, Precision, ProofStatus, check_parameters
 from tpplan.recompute import check_recomputable, recompute
 from tpplan.reduce import Reducer
 from tpplan.rewrite import Rewriter, rewrite_calls
@@ -102,14 +103,17 @@ def _reducers(model: nn.Module) -> list[Reducer]:
 
 def _rewriters(plan: Plan, modules: dict[str, nn.Module], group: TpGroup) -> dict[nn.Module, list[Rewriter]]:
     """What of each module's own calls is rewritten on this rank."""
-    found: dict[nn.Module, list[Rewriter]] = {}
-    for name, sizes in plan.size_plans().items():
-        found.setdefault(_module(modules, name), []).append(LocalSizes(sizes))
-    for name, num_classes in plan.sharded_losses().items():
-        found.setdefault(_module(modules, name), []).append(ShardedClasses(num_classes, group))
-    for name in plan.drawing_modules():
-        found.setdefault(_module(modules, name), []).append(DrawByRank(group.rank))
-    return found
+    named: list[tuple[str, Rewriter]] = [(name, LocalSizes(sizes)) for name, sizes in plan.size_plans().items()]
+    named += [(name, ShardedClasses(count, group)) for name, count in plan.sharded_losses().items()]
+    named += [(name, DrawByRank(group.rank)) for name in plan.drawing_modules()]
+    found: dict[nn.Module, dict[type, Rewriter]] = {}
+    for name, rewriter in named:
+        known = found.setdefault(_module(modules, name), {}).setdefault(type(rewriter), rewriter)
+        if known != rewriter:
+            raise PlanError(
+                f"{name or ROOT} is a module that has another name too, and the plan rewrites it differently"
+            )
+    return {module: list(rewriters.values()) for module, rewriters in found.items()}
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:

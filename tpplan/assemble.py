@@ -11,19 +11,10 @@ from tpplan.costs.table import Transfer
 from tpplan.errors import ModelError
 from tpplan.formulate import BUCKET_BYTES, DATA_PARALLEL, TP_REDUCTION, Formulation, price_space
 from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, RepeatedBlock, Source, within
-from tpplan.layout import Conversion, Layout, R
+from tpplan.layout import Conversion, Layout, R, local_shape
 from tpplan.mesh import Axis
-from tpplan.plan import (
-    ROOT,
-    BoundaryPlan,
-    CollectivePlan,
-    CrossingPlan,
-    FsdpPlan,
-    ParameterPlan,
-    Pass,
-    Prediction,
-    format_ranges,
-)
+from tpplan.patterns import ROOT, format_ranges
+from tpplan.plan import BoundaryPlan, CollectivePlan, CrossingPlan, FsdpPlan, ParameterPlan, Pass, Prediction
 from tpplan.problem import total
 from tpplan.profile import Collective
 from tpplan.rules import Call, Strategy, draws, has_rule
@@ -82,6 +73,12 @@ class Expanded:
         """The layout of a computed value; R for inputs, buffers and constants. Parameters have one per reading."""
         place = self.formulation.space.layouts.get(value)
         return self.strategy(place[0]).results[place[1]] if place is not None else R
+
+    def local_shapes(self) -> dict[str, tuple[int, ...]]:
+        """One rank's shapes of computed values under the layouts chosen; a retrace that agrees has seen these."""
+        tp, values = self.formulation.mesh.tp, self.graph.values
+        names = (result for node in self.graph.nodes for result in node.results)
+        return {name: local_shape(values[name].shape, self.layout(name), tp) for name in names}
 
     def placement(self, source: Source) -> Layout:
         """A parameter's placement; replicated where nothing reads it."""
@@ -153,7 +150,11 @@ class Expanded:
         """Modules in whose forward a cross entropy runs on slices, and the number of classes."""
         found: dict[str, int] = {}
         for op in self.graph.ops:
-            if op.target == CROSS_ENTROPY and op.module != LOSS_SCOPE and self.layout(op.operands[0]) != R:
+            if (
+                op.target == CROSS_ENTROPY
+                and op.module != LOSS_SCOPE
+                and self.strategy(op.name).operands[0].dim is not None
+            ):
                 count = self.graph.values[op.operands[0]].shape[-1]
                 if found.setdefault(op.module, count) != count:
                     raise ModelError(

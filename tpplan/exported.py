@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,19 @@ from torch.utils import _pytree as pytree
 
 from tpplan.blocks import find_repeated_blocks
 from tpplan.errors import ModelError
-from tpplan.graph import LOSS_SCOPE, Argument, Boundary, Direction, ModelGraph, Op, Ref, Source, SourceKind, Value
+from tpplan.graph import (
+    LOSS_SCOPE,
+    Argument,
+    Boundary,
+    Direction,
+    ModelGraph,
+    Op,
+    Ref,
+    Source,
+    SourceKind,
+    Value,
+    within,
+)
 from tpplan.rules import base_target
 from tpplan.units import FLOATING_DTYPES
 
@@ -52,6 +65,13 @@ class ExportReader:
     storages: dict[int, str] = field(default_factory=dict)
     frames: dict[str, _Frame] = field(default_factory=dict)
     with_gradient: bool = True
+
+    @cached_property
+    def module_names(self) -> dict[str, str]:
+        """A module's first name by each of its names: a module under two names is one, and planned once."""
+        first: dict[int, str] = {}
+        named = self.model.named_modules(remove_duplicate=False)
+        return {name: first.setdefault(id(module), name) for name, module in named}
 
     def read(self) -> ModelGraph:
         """The whole program."""
@@ -176,7 +196,9 @@ class ExportReader:
         """Inlines wrap_with_set_grad_enabled, wrap_with_autocast, checkpoint and the like: the one graph they hold."""
         graphs = [a for a in node.args if isinstance(a, torch.fx.Node) and str(names[a.name]).startswith("graph:")]
         if len(graphs) != 1:
-            raise ModelError(f"{node.target} in {_module_of(node)!r} branches over {len(graphs)} graphs: not supported")
+            raise ModelError(
+                f"{node.target} in {self._module_of(node)!r} branches over {len(graphs)} graphs: not supported"
+            )
         inner = operator.attrgetter(str(names[graphs[0].name]).removeprefix("graph:"))(module)
         tensors = [argument_of(a, names) for a in node.args[node.args.index(graphs[0]) + 1 :]]
         placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
@@ -244,7 +266,7 @@ class ExportReader:
         name = self._fresh(node.name)
         args = tuple(argument_of(argument, names) for argument in node.args)
         kwargs = tuple((key, argument_of(value, names)) for key, value in node.kwargs.items())
-        op = Op(name=name, target=target, args=args, kwargs=kwargs, results=(), module=_module_of(node))
+        op = Op(name=name, target=target, args=args, kwargs=kwargs, results=(), module=self._module_of(node))
         flows = self.with_gradient and base_target(target) != "aten.detach.default"
         carries = flows and any(self.values[operand].carries_gradient for operand in op.operands)
         writes = base_target(target) != target and base_target(target) != "aten.detach.default"
@@ -275,6 +297,18 @@ class ExportReader:
             references.append(Ref(label))
         results = tuple(reference.name for reference in references if isinstance(reference, Ref))
         return (tuple(references) if isinstance(value, tuple | list) else references[0]), results
+
+    def _module_of(self, node: Any) -> str:
+        """Name of the innermost module running, LOSS_SCOPE outside the model."""
+        stack = [entry[0] for entry in node.meta.get("nn_module_stack", {}).values()]
+        innermost = stack[-1] if stack else ""
+        if innermost == "model":
+            return ""
+        return self.first_name(innermost.removeprefix("model.")) if innermost.startswith("model.") else LOSS_SCOPE
+
+    def first_name(self, module: str) -> str:
+        """The name under which a module is planned."""
+        return self.module_names.get(module, module)
 
     def _fresh(self, name: str) -> str:
         """A name not used yet: graphs of higher-order ops number their nodes anew."""
@@ -326,7 +360,9 @@ class _Images:
             self.made.add(result)
             value = self.reader.values[result]
             self.reader.values[image] = replace(value, name=image, storage=self._storage(value.storage))
-        module = self.module + node.module.removeprefix(self.like)
+        module = node.module
+        if within(module, self.like):
+            module = self.reader.first_name(self.module + module.removeprefix(self.like))
         if isinstance(node, Boundary):
             return replace(node, name=name, module=module, operand=self.of(node.operand), result=name)
         args, kwargs = self._arguments(node.args), self._arguments(node.kwargs)
@@ -345,15 +381,6 @@ class _Images:
         if isinstance(argument, Ref):
             return Ref(self.of(argument.name))
         return tuple(map(self._arguments, argument)) if isinstance(argument, tuple) else argument
-
-
-def _module_of(node: Any) -> str:
-    """Name of the innermost module running, LOSS_SCOPE outside the model."""
-    stack = [entry[0] for entry in node.meta.get("nn_module_stack", {}).values()]
-    innermost = stack[-1] if stack else ""
-    if innermost == "model":
-        return ""
-    return innermost.removeprefix("model.") if innermost.startswith("model.") else LOSS_SCOPE
 
 
 def argument_of(value: Any, names: Mapping[str, Argument]) -> Argument:

@@ -14,7 +14,8 @@ from math import prod
 from rich.text import Text
 
 from tpplan.layout import ROWS, Layout, LayoutKind, Step
-from tpplan.plan import ROOT, BoundaryPlan, CrossingPlan, ParameterPlan, Plan, parse_ranges
+from tpplan.patterns import ROOT, parse_ranges
+from tpplan.plan import BoundaryPlan, CrossingPlan, ParameterPlan, Plan
 
 #: what ids come in
 _IDS = ("int64", "int32")

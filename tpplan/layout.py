@@ -51,6 +51,11 @@ class Layout:
         """True when every rank holds the whole value."""
         return self.kind in (LayoutKind.REPLICATE, LayoutKind.REPLICATE_PARTIAL_GRADIENT)
 
+    @property
+    def is_plain(self) -> bool:
+        """True for R and S(d): what a DTensor can say, at rest or handed to a user."""
+        return self.kind is LayoutKind.REPLICATE or (self.kind is LayoutKind.SHARD and not self.parts)
+
     def __str__(self) -> str:
         if self.kind is not LayoutKind.SHARD:
             return str(self.kind)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tpplan.convert import Converter, TpGroup, local_rows, mask_rows
 from tpplan.errors import PlanMismatchError, UsageError
 from tpplan.layout import ROWS, Conversion
-from tpplan.plan import ROOT
+from tpplan.patterns import ROOT
 from tpplan.read import ParameterReads
 from tpplan.reduce import Reducer
 from tpplan.rewrite import as_written

@@ -21,6 +21,7 @@ from tpplan.errors import PlanError, PlanMismatchError
 from tpplan.graph import within
 from tpplan.layout import LAYOUT_PATTERN, Conversion, Layout, parse_conversion, parse_layout
 from tpplan.mesh import Axis, Mesh
+from tpplan.patterns import ROOT, is_pattern, parse_ranges, substitute
 from tpplan.problem import Status
 from tpplan.strict import AtLeast, Text, decode, encode, read_json
 
@@ -303,11 +304,11 @@ class Plan:
         return {
             name: ParameterPlan(
                 placement=plan.placement,
-                reads={_substitute(reader, index): layout for reader, layout in plan.reads.items()},
+                reads={substitute(reader, index): layout for reader, layout in plan.reads.items()},
                 shape=plan.shape,
                 dtype=plan.dtype,
                 trainable=plan.trainable,
-                aliases=tuple(_substitute(alias, index) for alias in plan.aliases),
+                aliases=tuple(substitute(alias, index) for alias in plan.aliases),
             )
             for name, (plan, index) in self._expanded(self.parameters).items()
         }
@@ -342,18 +343,18 @@ class Plan:
 
     def expand(self, key: str) -> Iterator[tuple[str, int | None]]:
         """The names a key stands for, with the index put for `*`. Raises PlanError for a `*` outside a block."""
-        if not _is_pattern(key):
+        if not is_pattern(key):
             yield key, None
             return
         pattern = next((p for p in self.blocks if key == p or key.startswith(p + ".")), None)
-        if pattern is None or _is_pattern(_substitute(key, 0)):
+        if pattern is None or is_pattern(substitute(key, 0)):
             raise PlanError(f"{key!r} matches none of the blocks {sorted(self.blocks)}")
         for index in parse_ranges(self.blocks[pattern]):
-            yield _substitute(key, index), index
+            yield substitute(key, index), index
 
     def _expanded(self, table: Mapping[str, T]) -> dict[str, tuple[T, int | None]]:
         found: dict[str, tuple[T, int | None]] = {}
-        for key in sorted(table, key=_is_pattern, reverse=True):
+        for key in sorted(table, key=is_pattern, reverse=True):
             for name, index in self.expand(key):
                 found[name] = (table[key], index)
         return found
@@ -370,7 +371,7 @@ class Plan:
                 f"{batch.accumulation_steps} * {ranks} data-parallel ranks, got {batch.global_batch}"
             )
         for pattern, ranges in self.blocks.items():
-            if not _is_pattern(pattern) or _is_pattern(pattern[:-1]) or not pattern.endswith("*"):
+            if not is_pattern(pattern) or is_pattern(pattern[:-1]) or not pattern.endswith("*"):
                 raise PlanError(f"{origin}: blocks.{pattern}: expected a pattern that ends in its only '*'")
             try:
                 parse_ranges(ranges)
@@ -391,7 +392,7 @@ class Plan:
         for name, parameter in self.parameter_plans().items():
             if name in parameter.aliases:
                 raise PlanError(f"{origin}: parameters.{name}.aliases: a name cannot be its own alias")
-            starred = next(filter(_is_pattern, (*parameter.reads, *parameter.aliases)), None)
+            starred = next(filter(is_pattern, (*parameter.reads, *parameter.aliases)), None)
             if starred is not None:
                 raise PlanError(f"{origin}: parameters.{name}: {starred!r} has a '*' that the parameter's name has not")
         self._check_regions(origin)
@@ -403,52 +404,6 @@ class Plan:
                 raise PlanError(
                     f"{origin}: recompute.{region or ROOT}: {inner} in it is recomputed too; name one of them"
                 )
-
-
-#: how the root module is written where an empty key would be unclear
-ROOT = "<root>"
-
-
-#: indices a block may have; a range beyond it is a mistake, and would not fit in memory
-MAX_BLOCK_INDEX = 9_999
-
-
-def _is_pattern(key: str) -> bool:
-    return "*" in key.split(".")
-
-
-def _substitute(key: str, index: int | None) -> str:
-    if index is None:
-        return key
-    parts = key.split(".")
-    if "*" in parts:
-        parts[parts.index("*")] = str(index)
-    return ".".join(parts)
-
-
-def parse_ranges(text: str) -> tuple[int, ...]:
-    """`0-2,5` -> (0, 1, 2, 5). Raises ValueError for anything that is not ascending or beyond MAX_BLOCK_INDEX."""
-    indices: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", part)
-        if match is None:
-            raise ValueError(f"expected ranges up to {MAX_BLOCK_INDEX} such as '0-31' or '0-2,5', got {text!r}")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first or (indices and first <= indices[-1]):
-            raise ValueError(f"expected ascending ranges, got {text!r}")
-        indices += range(first, last + 1)
-    return tuple(indices)
-
-
-def format_ranges(indices: tuple[int, ...]) -> str:
-    """The inverse of parse_ranges."""
-    parts: list[list[int]] = []
-    for index in indices:
-        if parts and index == parts[-1][-1] + 1:
-            parts[-1].append(index)
-        else:
-            parts.append([index])
-    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def parameters_fingerprint(rows: Mapping[str, tuple[tuple[int, ...], bool]]) -> str:

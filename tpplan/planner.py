@@ -19,10 +19,9 @@ from tpplan.errors import InfeasibleError, ModelError, SolverError, UsageError
 from tpplan.exported import path_of
 from tpplan.formulate import Formulation, PricedSpace, Setting, price_space
 from tpplan.graph import Direction, ModelGraph
-from tpplan.layout import local_shape
 from tpplan.mesh import Mesh, meshes
+from tpplan.patterns import ROOT
 from tpplan.plan import (
-    ROOT,
     SCHEMA_VERSION,
     BatchPlan,
     BoundaryPlan,
@@ -330,7 +329,7 @@ class _Job:
     def _mistyped(self, plan: Plan, expanded: Expanded, formulation: Formulation) -> bool:
         """Derives every layout from the plan as its file says it, and does likewise."""
         as_read = Plan.from_dict(plan.to_dict())
-        found = typecheck(self.graph, as_read, local_shapes=_local_shapes(expanded))
+        found = typecheck(self.graph, as_read, local_shapes=expanded.local_shapes())
         if found is not None:
             self._forbid(found, expanded, formulation)
         return found is not None
@@ -456,13 +455,6 @@ class _Job:
             proof=ProofReport(status=status, rounds=rounds, cuts=tuple(self.cut_messages)),
             unruled_ops=expanded.unruled_ops(),
         )
-
-
-def _local_shapes(expanded: Expanded) -> dict[str, tuple[int, ...]]:
-    """One rank's shapes of computed values, as the retrace found them."""
-    values, tp = expanded.graph.values, expanded.formulation.mesh.tp
-    names = (result for node in expanded.graph.nodes for result in node.results)
-    return {name: local_shape(values[name].shape, expanded.layout(name), tp) for name in names}
 
 
 def _certificate(best: _Candidate, solved: dict[Mesh, _Candidate]) -> SolverReport:

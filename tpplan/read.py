@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from tpplan.convert import Converter, TpGroup
 from tpplan.errors import PlanError, PlanMismatchError
 from tpplan.layout import R_STAR, ROWS, Conversion, Layout, LayoutKind, R
-from tpplan.plan import ROOT
+from tpplan.patterns import ROOT
 from tpplan.reduce import Reducer, Slot
 from tpplan.rewrite import as_written
 

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tpplan.errors import PlanMismatchError
 from tpplan.localize import check_forward
-from tpplan.plan import ROOT, Recompute
+from tpplan.patterns import ROOT
+from tpplan.plan import Recompute
 from tpplan.subclass import subclass
 
 #: ops whose results selective recomputation keeps: they cost more to do again than their results take to keep

@@ -185,7 +185,7 @@ class _Builder:
         whole = [i for i, name in enumerate(decider.results) if name in self.whole_outputs]
         if _leaves_model(decider):
             # A user can be handed the whole or a slice, not a summand.
-            options = tuple(s for s in options if s.results[0] == R or s.results[0] == S(s.results[0].dim or 0))
+            options = tuple(s for s in options if s.results[0].is_plain)
         return tuple(
             s for s in options if all(s.operands[i] == R for i in fixed) and all(s.results[i] == R for i in whole)
         )

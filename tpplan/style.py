@@ -29,7 +29,8 @@ from tpplan.localize import (
     check_swappable,
     swap_class,
 )
-from tpplan.plan import ROOT, BoundaryPlan, ParameterPlan, Plan
+from tpplan.patterns import ROOT
+from tpplan.plan import BoundaryPlan, ParameterPlan, Plan
 from tpplan.read import ParameterReads, check_reads, placement_of, plan_reads
 from tpplan.reduce import Slot
 
@@ -160,9 +161,10 @@ class ModuleStyle(ParallelStyle):
         }
 
     def _add_name(self, module: nn.Module, site: Site) -> nn.Module:
-        """The same module in a second place: all its calls share one boundary."""
+        """The same module in a second place: all its calls share one boundary, planned under one of its names."""
         inputs = {path: c for argument in site.arguments for path, c in argument.crossings.items()}
-        for direction, known in (("input", inputs), ("output", site.outputs)):
+        known_crossings = (("input", inputs), ("output", site.outputs))
+        for direction, known in known_crossings if self.boundary is not _NO_CONVERSIONS else ():
             here = self._crossings(direction, site.shared.group)
             if {path: c.conversion for path, c in known.items()} == {path: c.conversion for path, c in here.items()}:
                 continue
@@ -204,7 +206,7 @@ def module_styles(plan: Plan) -> dict[str, ModuleStyle]:
             num_local_rows=_num_local_rows(name, boundaries.get(name, _NO_CONVERSIONS), plan),
             hands_rows_on=_hands_rows_on(name, boundaries),
         )
-        for name in sorted(names)
+        for name in sorted(names, key=lambda name: (name not in boundaries, name))
     }
 
 

@@ -24,8 +24,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source
-from tpplan.layout import R_STAR, ROWS, Conversion, Layout, P, R, S, fits, local_shape
-from tpplan.plan import ROOT, BoundaryPlan, ParameterPlan, Plan
+from tpplan.layout import R_STAR, ROWS, Conversion, Layout, P, R, fits, local_shape
+from tpplan.patterns import ROOT
+from tpplan.plan import BoundaryPlan, ParameterPlan, Plan
 from tpplan.rules import Call, Strategy, call_strategies, draws, find_fused_dims, fused_parts, written_operands
 
 EMBEDDING = "aten.embedding.default"
@@ -109,7 +110,7 @@ class _Checker:
             yield f"{plan.shape}, trainable {plan.trainable} in the plan; {shape}, trainable {source.trainable} here"
         if set(plan.aliases) != set(source.aliases):
             yield f"tied to {plan.aliases or 'nothing'} in the plan, to {source.aliases or 'nothing'} in the model"
-        if not _is_whole_or_slice(plan.placement) or not fits(shape, plan.placement, self.tp):
+        if not plan.placement.is_plain or not fits(shape, plan.placement, self.tp):
             yield f"{shape} cannot rest as {plan.placement} on {self.tp} ranks"
         consumers = self.graph.consumers.get(source.result, ())
         readers = {node.module for node in consumers if isinstance(node, Op)}
@@ -245,7 +246,7 @@ class _Checker:
         layouts: dict[str, Layout] = {}
         for title, value, wanted in self._ends():
             layouts[value] = wanted
-            if wanted not in self.possible[value] or not _is_whole_or_slice(wanted):
+            if wanted not in self.possible[value] or not wanted.is_plain:
                 message = f"{title} is {_either(self.possible[value])}, expected {wanted}"
                 producer = self.graph.producers.get(value)
                 yield Mistyped(message=message, blamed=(producer.name,) if producer is not None else ())
@@ -287,11 +288,6 @@ def _place(boundary: Boundary) -> Place:
 
 def _leaves_model(boundary: Boundary) -> bool:
     return boundary.module == "" and boundary.direction is Direction.OUTPUT
-
-
-def _is_whole_or_slice(layout: Layout) -> bool:
-    """What a parameter may rest as, and a user be handed: what a DTensor can say."""
-    return layout in (R, S(layout.dim or 0))
 
 
 def _is_one_of(strategy: Strategy, read: Iterable[tuple[Layout, ...]]) -> bool:
