@@ -37,7 +37,9 @@ WITHOUT_TORCH = (
 )
 WITH_TORCH = (
     "operators",
-    "exported",
+    "known",
+    "program",
+    "reader",
     "siblings",
     "trace",
     "costs",

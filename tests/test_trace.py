@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tpplan.errors import ModelError
-from tpplan.exported import LOSS_SCOPE
-from tpplan.graph import Direction, ModelGraph, Op, SourceKind, Value
+from tpplan.graph import LOSS_SCOPE, Direction, ModelGraph, Op, SourceKind, Value
 from tpplan.trace import trace
 
 B, D = 6, 4

@@ -143,7 +143,8 @@ class RepeatedBlock:
 class ModelGraph:
     """A traced model: sources, nodes in order, outputs, and the repeated blocks found in it.
 
-    `outputs` are (path, value name); `loss` is the scalar from which backward starts, if there is one.
+    `outputs` are (path, value name); `loss` is the scalar from which backward starts, if there is one. `is_exported`
+    says that the model could not be run on meta tensors, and was exported.
     """
 
     values: dict[str, Value] = field(hash=False)
@@ -152,6 +153,7 @@ class ModelGraph:
     outputs: tuple[tuple[str, str], ...]
     loss: str | None
     blocks: tuple[RepeatedBlock, ...] = ()
+    is_exported: bool = False
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:

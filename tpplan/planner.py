@@ -16,7 +16,6 @@ from tpplan import solvers
 from tpplan.assemble import Expanded, blocks_table, by_pattern, expand, rename_parameter
 from tpplan.costs.compute import Executor
 from tpplan.errors import InfeasibleError, ModelError, SolverError, UsageError
-from tpplan.exported import path_of
 from tpplan.formulate import Formulation, PricedSpace, Setting, price_space
 from tpplan.graph import Direction, ModelGraph
 from tpplan.mesh import Mesh, meshes
@@ -38,6 +37,7 @@ from tpplan.plan import (
 from tpplan.problem import Problem, Solution, Status, total
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.prove import Counterexample, Sizes, check_structure
+from tpplan.reader import path_of
 from tpplan.rules import Strategy
 from tpplan.space import build_space
 from tpplan.trace import Inputs, Loss, repeated_children, trace

@@ -22,10 +22,10 @@ from torch.utils import _pytree as pytree
 from tpplan import operators
 from tpplan.assemble import Expanded
 from tpplan.blocks import like_nodes
-from tpplan.exported import IGNORED, argument_of
 from tpplan.graph import LOSS_SCOPE, Argument, Boundary, Direction, ModelGraph, Op, Ref, within
 from tpplan.layout import LayoutKind, local_shape
 from tpplan.plan import SizePlan
+from tpplan.reader import IGNORED, argument_of
 from tpplan.rewrite import rewrite_calls
 from tpplan.rules import Call, localized_arguments, takes_sizes, written_sizes
 from tpplan.sizes import LocalSizes
@@ -93,7 +93,9 @@ def _retrace(
 
     try:
         key = functools.partial(_doings, sizes)
-        retraced = trace(local, inputs, loss=loss, cast=cast, resize=resize, resize_key=key)
+        retraced = trace(
+            local, inputs, loss=loss, cast=cast, resize=resize, resize_key=key, exported=expanded.graph.is_exported
+        )
     except TraceError as error:
         reason = f"the applied model cannot run: {str(error).splitlines()[0].partition(': ')[2]}"
         return _compare_so_far(expanded, error.ran or torch.fx.Graph(), reason)

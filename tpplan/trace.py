@@ -1,15 +1,15 @@
-"""From a torch model to a ModelGraph: `torch.export(strict=False)`, with every module boundary marked.
+"""From a torch model to a ModelGraph: one training forward on meta tensors, with every module boundary marked.
 
 Hooks on every module pass each tensor that enters or leaves its forward through the custom op `tpplan::boundary`, which
-is a view, so aliasing stays as it was. The exported graph is pre-dispatch: `aten.linear`, attention and views as the
-model wrote them. Nothing is computed: the model should stand on the meta device.
+is a view, so aliasing stays as it was. The model is run as training will run it; where that asks for values that meta
+tensors have not, it is exported (tpplan.program). Nothing is computed.
 """
 
 import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,17 @@ from torch.utils import _pytree as pytree
 
 from tpplan import operators
 from tpplan.errors import ModelError
-from tpplan.exported import ExportReader, NotAlikeError, path_of
 from tpplan.graph import Direction, ModelGraph, within
+from tpplan.program import (
+    Program,
+    Running,
+    StoppedError,
+    as_exported,
+    as_run,
+    naming_modules,
+    on_meta,
+)
+from tpplan.reader import GraphReader, NotAlikeError, path_of
 from tpplan.siblings import HookKey, standing_in
 
 logger = logging.getLogger(__name__)
@@ -29,6 +38,8 @@ BoundaryHook = Callable[[torch.Tensor, str, Direction, str], torch.Tensor]
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Inputs = Mapping[str, Any] | tuple[Any, ...]
+#: makes a program of module(*leaves), the leaves called by their paths
+AsProgram = Callable[[nn.Module, Sequence[Any], Sequence[str]], Program]
 
 
 def unchanged(tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
@@ -67,7 +78,10 @@ def repeated_children(model: nn.Module) -> tuple[str, ...]:
 
 
 class _Step(nn.Module):
-    """Model and loss as one module. Inputs come flat, so that export names each."""
+    """Model and loss as one module. Inputs come flat, so that each has a name."""
+
+    #: what stands before the names of modules and parameters
+    MODEL = "model"
 
     def __init__(self, model: nn.Module, loss: Loss | None, spec: pytree.TreeSpec) -> None:
         super().__init__()
@@ -156,65 +170,72 @@ def trace(
     cast: BoundaryHook = unchanged,
     resize: BoundaryHook = unchanged,
     resize_key: HookKey | None = None,
+    exported: bool | None = None,
 ) -> ModelGraph:
     """The graph of one training forward, loss included, at the shapes of `inputs`.
 
     `inputs` is what example_inputs gives: keyword arguments (those forward does not take go to the loss alone), or a
     tuple. `cast` changes a tensor before it crosses a boundary, as FSDP's mixed precision does, and `resize` behind it,
     as conversions do. Like layers are traced once; resize_key(module) says what `resize` does inside a module, where
-    that differs between layers. Raises ModelError where export fails, naming the module that was running and the
-    original error.
+    that differs between layers. `exported` settles whether the model is exported or run; None runs it where possible.
+    Raises TraceError where it stops, naming the module that was running and the original error.
     """
+
+    def attempt(as_program: AsProgram, siblings: contextlib.AbstractContextManager[None]) -> ModelGraph:
+        return _trace(model, inputs, loss, as_program, _marked(model, cast, resize), siblings)
+
+    def once(as_program: AsProgram) -> ModelGraph:
+        try:
+            return attempt(as_program, standing_in(model, resize_key))
+        except NotAlikeError as reason:
+            logger.info("every layer is traced: %s", reason)
+            return attempt(as_program, contextlib.nullcontext())
+
+    if exported is not None:
+        return once(as_exported if exported else as_run)
     try:
-        return _trace(model, inputs, loss, _marked(model, cast, resize), standing_in(model, resize_key))
-    except NotAlikeError as reason:
-        logger.info("every layer is traced: %s", reason)
-        return _trace(model, inputs, loss, _marked(model, cast, resize), contextlib.nullcontext())
+        return once(as_run)
+    except TraceError as stopped:
+        graph = once(as_exported)
+        logger.warning("%s; its exported program is planned, which need not be what runs", stopped)
+        return graph
 
 
 def _trace(
     model: nn.Module,
     inputs: Inputs,
     loss: Loss | None,
+    as_program: AsProgram,
     marked: contextlib.AbstractContextManager[None],
     siblings: contextlib.AbstractContextManager[None],
 ) -> ModelGraph:
     leaves, spec = pytree.tree_flatten(inputs)
     paths = [path_of(path) for path, _ in pytree.tree_flatten_with_path(inputs)[0]]
-    device = next((p.device for p in model.parameters()), torch.device("meta"))
-    placed = tuple(leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-    running: list[str] = []
-    with _training(model), siblings, marked, _call_stack(model, running), _quiet():
+    placed = [leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    running: Running = []
+    is_exported = as_program is as_exported
+    names = naming_modules(model, running, prefix=_Step.MODEL, on_nodes=not is_exported)
+    with on_meta(model), _training(model), siblings, marked, names, _quiet():
         try:
-            program = torch.export.export(_Step(model, loss, spec), placed, strict=False)
-        except Exception as error:
+            program = as_program(_Step(model, loss, spec), placed, paths)
+        except StoppedError as stopped:
             where = f"in module {running[-1]!r}" if running and running[-1] else "in the model's forward or loss"
+            error = stopped.__cause__
             reason = (str(error).strip() or "no message").splitlines()[0]
             raise TraceError(
                 f"the model could not be traced: {type(error).__name__} {where}: {reason}\n"
-                "torch.export(strict=False) must run it: look there for control flow on tensor values, .item(), numpy.",
-                ran=_graph_so_far(error),
+                "It must run on meta tensors: look there for control flow on tensor values, .item(), numpy.",
+                ran=stopped.ran,
             ) from error
-    return ExportReader(model, program, paths).read()
+        return GraphReader(model, program, is_exported=is_exported).read()
 
 
 class TraceError(ModelError):
-    """The trace stopped. `ran` is the graph of what had run until then, as far as the tracer's frame still holds it."""
+    """The trace stopped. `ran` is the graph of what had run until then, as far as it is known."""
 
     def __init__(self, message: str, *, ran: torch.fx.Graph | None) -> None:
         super().__init__(message)
         self.ran = ran
-
-
-def _graph_so_far(error: BaseException) -> torch.fx.Graph | None:
-    """The graph that the tracer was filling, from the frames that the error left."""
-    found = None
-    step = error.__traceback__
-    while step is not None:
-        graph = getattr(step.tb_frame.f_locals.get("tracer"), "graph", None)
-        found = graph if isinstance(graph, torch.fx.Graph) else found
-        step = step.tb_next
-    return found
 
 
 @contextlib.contextmanager
@@ -240,17 +261,3 @@ def _training(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-@contextlib.contextmanager
-def _call_stack(model: nn.Module, running: list[str]) -> Iterator[None]:
-    """Keeps the names of the modules whose forward is running; an error leaves them standing."""
-    handles = []
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(lambda _m, _a, name=name: running.append(name)))
-        handles.append(module.register_forward_hook(lambda _m, _a, _o: (running.pop(), None)[1]))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -1,4 +1,4 @@
-"""From an exported program to a ModelGraph: one walk over its nodes, higher-order ops entered, siblings written out."""
+"""From a program to a ModelGraph: one walk over its nodes, higher-order ops entered, siblings written out."""
 
 import operator
 from collections.abc import Mapping
@@ -25,10 +25,13 @@ from tpplan.graph import (
     Value,
     within,
 )
+from tpplan.program import Program
 from tpplan.rules import base_target
 from tpplan.units import FLOATING_DTYPES
 
-#: bookkeeping that export leaves in the graph and that computes nothing
+#: where autocast begins and ends; the results' dtypes say what it did
+_AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+#: bookkeeping in the graph that computes nothing
 IGNORED = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_size.int"})
 
 
@@ -53,12 +56,12 @@ def path_of(entries: tuple[Any, ...]) -> str:
 
 
 @dataclass
-class ExportReader:
-    """Walks an exported program once, into a ModelGraph."""
+class GraphReader:
+    """Walks a program once, into a ModelGraph."""
 
     model: nn.Module
-    program: Any
-    input_paths: list[str]
+    program: Program
+    is_exported: bool
     values: dict[str, Value] = field(default_factory=dict)
     sources: list[Source] = field(default_factory=list)
     nodes: list[Op | Boundary] = field(default_factory=list)
@@ -77,7 +80,8 @@ class ExportReader:
         """The whole program."""
         names = self._placeholders()
         outputs = self._walk(self.program.graph_module, names)
-        leaves = [(path_of(path), leaf) for path, leaf in pytree.tree_flatten_with_path(self._output_tree(outputs))[0]]
+        tree = pytree.tree_unflatten(outputs, self.program.out_spec)
+        leaves = [(path_of(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
         named = tuple((path or "output", leaf.name) for path, leaf in leaves if isinstance(leaf, Ref))
         scalars = [name for _, name in named if not self.values[name].shape and self.values[name].carries_gradient]
         graph = ModelGraph(
@@ -86,53 +90,42 @@ class ExportReader:
             nodes=tuple(self.nodes),
             outputs=named,
             loss=scalars[0] if scalars else None,
+            is_exported=self.is_exported,
         )
         return find_repeated_blocks(graph)
 
-    def _output_tree(self, outputs: list[Argument]) -> Any:
-        return pytree.tree_unflatten(outputs, self.program.call_spec.out_spec)
-
     def _placeholders(self) -> dict[str, Argument]:
         """Graph inputs by node name: parameters merged by identity, buffers, constants, the user's inputs in order."""
-        signature = self.program.graph_signature
         parameters: dict[int, list[str]] = {id(p): [] for p in self.model.parameters()}
-        for label, parameter in self.model.named_parameters(remove_duplicate=False):
-            parameters[id(parameter)].append(label)
         by_label = dict(self.model.named_parameters(remove_duplicate=False))
-        paths = iter(self.input_paths)
+        for label, parameter in by_label.items():
+            parameters[id(parameter)].append(label)
+        nodes = {node.name: node for node in self.program.graph_module.graph.nodes if node.op == "placeholder"}
         canonical: dict[str, str] = {}
         names: dict[str, Argument] = {}
-        for spec in signature.input_specs:
-            name, kind = getattr(spec.arg, "name", ""), spec.kind.name
-            node = next(n for n in self.program.graph.nodes if n.name == name)
-            if kind == "PARAMETER":
-                label = spec.target.removeprefix("model.")
-                labels = tuple(parameters[id(by_label[label])])
-                if labels[0] in canonical:
-                    names[name] = Ref(canonical[labels[0]])
-                    continue
-                canonical[labels[0]] = name
+        for given in self.program.given:
+            value = nodes[given.placeholder].meta.get("val")
+            label = given.label if given.kind is SourceKind.INPUT else given.label.removeprefix("model.")
+            aliases: tuple[str, ...] = ()
+            trainable = False
+            if given.kind is SourceKind.PARAMETER:
                 trainable = by_label[label].requires_grad
-                source = Source(
-                    kind=SourceKind.PARAMETER, result=name, label=labels[0], aliases=labels[1:], trainable=trainable
-                )
-            elif kind == "USER_INPUT":
-                path = next(paths)
-                if not isinstance(node.meta.get("val"), torch.Tensor):
-                    names[name] = argument_of(node.meta.get("val"), {})
+                label, *others = parameters[id(by_label[label])]
+                aliases = tuple(others)
+                if label in canonical:
+                    names[given.placeholder] = Ref(canonical[label])
                     continue
-                source = Source(kind=SourceKind.INPUT, result=name, label=path)
-                trainable = False
-            else:
-                target = str(spec.target or name).removeprefix("model.")
-                source_kind = SourceKind.BUFFER if kind == "BUFFER" else SourceKind.CONSTANT
-                source = Source(kind=source_kind, result=name, label=target)
-                trainable = False
-            if not isinstance(node.meta.get("val"), torch.Tensor):
-                raise ModelError(f"input {name} of the traced graph is a {kind}, which is not a tensor")
-            self._add_value(name, node.meta["val"], carries_gradient=trainable)
-            self.sources.append(source)
-            names[name] = Ref(name)
+            if not isinstance(value, torch.Tensor):
+                if given.kind is not SourceKind.INPUT:
+                    raise ModelError(f"input {label} of the traced graph is a {given.kind}, which is not a tensor")
+                names[given.placeholder] = argument_of(value, {})
+                continue
+            name = self._fresh(f"{given.kind}:{label}")
+            if given.kind is SourceKind.PARAMETER:
+                canonical[label] = name
+            self._add_value(name, value, carries_gradient=trainable)
+            self.sources.append(Source(kind=given.kind, result=name, label=label, aliases=aliases, trainable=trainable))
+            names[given.placeholder] = Ref(name)
         return names
 
     def _add_value(self, name: str, tensor: torch.Tensor, *, carries_gradient: bool) -> None:
@@ -177,6 +170,8 @@ class ExportReader:
             return container[node.args[1]] if isinstance(container, tuple) else None
         if node.target is torch._C._set_grad_enabled:
             self.with_gradient = bool(node.args[0])
+            return None
+        if node.target in _AUTOCAST:
             return None
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return self._higher_order(module, node, names)
@@ -322,7 +317,7 @@ class ExportReader:
 class _Images:
     """Names in a layer's frame and their images in a sibling's."""
 
-    def __init__(self, reader: ExportReader, like: str, module: str) -> None:
+    def __init__(self, reader: GraphReader, like: str, module: str) -> None:
         self.reader = reader
         self.like = like
         self.module = module
