@@ -19,6 +19,7 @@ from tpplan.mesh import Mesh
 from tpplan.plan import Plan, Precision
 from tpplan.problem import Status, total
 from tpplan.profile import HardwareProfile
+from tpplan.prove import Counterexample
 from tpplan.space import build_space
 from tpplan.trace import trace
 
@@ -312,6 +313,7 @@ def test_a_loss_of_its_own_meets_whole_outputs() -> None:
 def test_rounds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counterexamples cannot go on for ever."""
     monkeypatch.setattr(planner, "MAX_ROUNDS", 1)
-    monkeypatch.setattr(planner._Job, "_counterexample", lambda self, *_: self.cut_messages.append("made up") or True)
+    monkeypatch.setattr(planner, "check_structure", lambda *_, **__: Counterexample(message="made up", blamed=()))
+    monkeypatch.setattr(planner._Job, "_forbid", lambda self, found, *_: self.cut_messages.append(found.message))
     with pytest.raises(tpplan.errors.SolverError, match="made up"):  # type: ignore[attr-defined]
         solve_example("mlp", eager_to_shard(), gpus=2, tp=2)

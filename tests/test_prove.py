@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from examples import eager_to_shard
+from plans import handmade_plan
 from ranks import run_ranks
 from test_planner import formulate
 from torch import Tensor, nn
@@ -308,7 +309,13 @@ def test_a_trace_that_breaks_is_blamed_where_it_first_went_astray() -> None:
     assert choice is not None
     expanded = Expanded(formulation=expand(formulation, choice))
     assert expanded.layout(embedded) == S(1)
-    found = check_structure(model, inputs, expanded, loss=None, cast=unchanged)
+    plan = dataclasses.replace(
+        handmade_plan(model, Mesh(tp=2)),
+        parameters=expanded.parameter_plans(),
+        boundaries=expanded.boundary_plans(),
+        outputs=expanded.outputs(),
+    )
+    found = check_structure(model, inputs, expanded, plan, loss=None, cast=unchanged)
     assert isinstance(found, Counterexample)
     assert found.message == f"aten.arange.default in the root: the number {LENGTH} became {LENGTH // 2}"
     assert embedded in found.blamed

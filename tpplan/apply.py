@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from tpplan.convert import TpGroup
 from tpplan.draws import DrawByRank
 from tpplan.errors import PlanError, PlanMismatchError, TpplanError, UsageError
-from tpplan.localize import SITE, Site, check_forward
+from tpplan.localize import Site, check_forward
 from tpplan.losses import ShardedClasses
 from tpplan.mesh import Axis
 from tpplan.patterns import ROOT
@@ -33,7 +33,7 @@ from tpplan.reduce import Reducer
 from tpplan.rewrite import Rewriter, rewrite_calls
 from tpplan.sizes import LocalSizes
 from tpplan.style import module_styles
-from tpplan.subclass import is_generated
+from tpplan.subclass import SITE, is_generated
 
 #: what wrappers put into the names of the modules inside them; state_dict leaves them out, and so does a plan
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -62,15 +62,21 @@ def apply_plan(model: nn.Module, plan: Plan | str | os.PathLike[str], *, mesh: D
     if loaded.precision is Precision.BF16:
         _cast_parameters(model, torch.bfloat16)
     _move(model, device_type, with_parameters=loaded.mesh.tp == 1)
+    lay_out(model, loaded, mesh[Axis.TP])
     modules = modules_by_name(model)
-    rewrite_calls(_rewriters(loaded, modules, TpGroup.of(mesh.get_group(Axis.TP))))
-    for name, style in module_styles(loaded).items():
-        style._apply(_module(modules, name), mesh[Axis.TP])
     for module, mode in {_module(modules, name): mode for name, mode in loaded.recomputed_modules().items()}.items():
         recompute(module, mode)
     _broadcast_replicas(model, mesh)
     _shard_data(model, loaded, mesh)
     return model
+
+
+def lay_out(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """The tensor parallelism of a plan that fits, in place: parameters, conversions, calls. `mesh` is tp's."""
+    modules = modules_by_name(model)
+    rewrite_calls(_rewriters(plan, modules, TpGroup.of(mesh.get_group())))
+    for name, style in module_styles(plan).items():
+        style._apply(_module(modules, name), mesh)
 
 
 @contextlib.contextmanager

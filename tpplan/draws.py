@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpplan.rewrite import own_code
+
 _DROPOUT = (F.dropout, torch.dropout, torch.dropout_)
 
 
@@ -45,7 +47,7 @@ def _drops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 @contextlib.contextmanager
 def _own_state(rank: int, device: torch.device) -> Iterator[None]:
     """Another state of the device's generator; the seed comes from the CPU's, so no device is waited for."""
-    seed = int(torch.randint(2**62, (), device="cpu"))
+    seed = _next_seed()
     generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
     state = generator.get_state()
     generator.manual_seed(seed + rank)
@@ -53,3 +55,8 @@ def _own_state(rank: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         generator.set_state(state)
+
+
+@own_code
+def _next_seed() -> int:
+    return int(torch.randint(2**62, (), device="cpu"))

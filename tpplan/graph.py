@@ -52,6 +52,8 @@ class Value:
 
 #: the module that the loss's own ops stand in
 LOSS_SCOPE = "<loss>"
+#: the module that tpplan's own ops stand in, once a plan is applied
+OWN_SCOPE = "<tpplan>"
 
 
 class SourceKind(StrEnum):
@@ -143,8 +145,7 @@ class RepeatedBlock:
 class ModelGraph:
     """A traced model: sources, nodes in order, outputs, and the repeated blocks found in it.
 
-    `outputs` are (path, value name); `loss` is the scalar from which backward starts, if there is one. `is_exported`
-    says that the model could not be run on meta tensors, and was exported.
+    `outputs` are (path, value name); `loss` is the scalar from which backward starts, if there is one.
     """
 
     values: dict[str, Value] = field(hash=False)
@@ -153,7 +154,6 @@ class ModelGraph:
     outputs: tuple[tuple[str, str], ...]
     loss: str | None
     blocks: tuple[RepeatedBlock, ...] = ()
-    is_exported: bool = False
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:

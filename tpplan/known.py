@@ -3,7 +3,7 @@
 Code that runs eagerly may ask tensors for their values: are these positions consecutive, is that mask all true? On meta
 tensors there are none. While `KnownValues` is on, each tensor remembers the call that made it, and a question is
 answered by making it once more on the CPU, from constructors down. What depends on an input, a parameter, a buffer or a
-random number is not known, nor what has been written to.
+random number is not known, nor what has been written to. Code of tpplan's own draws on the CPU, and may ask.
 """
 
 from typing import Any
@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+
+from tpplan.rewrite import is_own_code_running
 
 #: what asks a tensor for its values
 _QUESTIONS = frozenset({"__bool__", "__contains__", "__float__", "__index__", "__int__", "item", "tolist"})
@@ -36,7 +38,7 @@ class KnownValues(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _QUESTIONS and isinstance(args[0], Tensor) and args[0].is_meta:
+        if name in _QUESTIONS and isinstance(args[0], Tensor) and (args[0].is_meta or is_own_code_running()):
             with disable_proxy_modes_tracing(), torch.no_grad(), torch.device("cpu"):
                 return func(self._value(args[0]), *args[1:], **kwargs)
         results = func(*args, **kwargs)

@@ -29,12 +29,9 @@ from tpplan.layout import ROWS, Conversion
 from tpplan.patterns import ROOT
 from tpplan.read import ParameterReads
 from tpplan.reduce import Reducer
-from tpplan.rewrite import as_written
-from tpplan.subclass import subclass
+from tpplan.rewrite import own_code
+from tpplan.subclass import SITE, subclass
 from tpplan.trace import named_tensors
-
-#: where a module keeps its Site; in __dict__, so neither a submodule nor in state_dict
-SITE = "_tpplan_site"
 
 
 @final
@@ -89,7 +86,7 @@ class Crossing:
         converter = None if rest.target == ROWS else Converter(rest, self.group, where=self.where)
         object.__setattr__(self, "converter", converter)
 
-    @as_written
+    @own_code
     def __call__(self, x: Tensor, frames: list[Frame]) -> Tensor:
         """The tensor on the other side."""
         if self.converter is None:
@@ -208,6 +205,7 @@ class Site:
             )
         return crossing(tensor, self.shared.frames)
 
+    @own_code
     def _wrap(self, output: Any) -> Any:
         """Outputs that stay sharded say so: the loss and the user see a DTensor."""
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tpplan import operators
 from tpplan.convert import TpGroup, all_reduce
 from tpplan.errors import UsageError
-from tpplan.rewrite import as_written, running_rewriters
+from tpplan.rewrite import own_code, running_rewriters
 
 #: what torch calls the target that counts for nothing
 IGNORE_INDEX = -100
@@ -72,6 +72,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE
     return loss
 
 
+@own_code
 def _of_dtensor(logits: DTensor, targets: Tensor, ignore_index: int) -> Tensor:
     placements = logits.placements
     if len(placements) == 1 and placements[0] == Shard(logits.dim() - 1):
@@ -86,7 +87,7 @@ def _of_dtensor(logits: DTensor, targets: Tensor, ignore_index: int) -> Tensor:
     )
 
 
-@as_written
+@own_code
 def _vocabulary_parallel(logits: Tensor, targets: Tensor, ignore_index: int, group: TpGroup) -> Tensor:
     local = logits.flatten(0, -2)
     loss: Tensor = _VocabularyParallel.apply(local, targets.flatten(), ignore_index, group)  # type: ignore[no-untyped-call]

@@ -3,7 +3,6 @@
 boundary  a tensor crosses into or out of a module's forward; a view, so aliasing stays as it was
 frame     a tensor enters or leaves the forward of a layer that its siblings may copy; a view
 sibling   a layer that is like one already traced: gives tensors like that one's outputs
-resize    a planned conversion, in a retrace on local shapes: a tensor of the shape behind it
 cross_entropy  torch's own, in one operator: F.cross_entropy in a model's forward is traced as this
 """
 
@@ -35,12 +34,6 @@ def sibling(inputs: list[Tensor], module: str, like: str) -> list[Tensor]:
     """Stands for a whole layer."""
     outputs: list[Tensor] = torch.ops.tpplan.sibling(inputs, module, like)
     return list(outputs)
-
-
-def resize(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """An empty tensor of other sizes."""
-    resized: Tensor = torch.ops.tpplan.resize(x, list(sizes))
-    return resized
 
 
 def _sibling(inputs: list[Tensor], module: str, like: str) -> list[Tensor]:
@@ -75,13 +68,11 @@ _LIBRARY: Any = torch.library.Library("tpplan", "FRAGMENT")  # type: ignore[no-u
 _LIBRARY.define("boundary(Tensor(a) x, str module, str direction, str path) -> Tensor(a)")
 _LIBRARY.define("frame(Tensor(a) x, str module, str side) -> Tensor(a)")
 _LIBRARY.define("sibling(Tensor[] inputs, str module, str like) -> Tensor[]")
-_LIBRARY.define("resize(Tensor x, int[] sizes) -> Tensor")
 _LIBRARY.define("cross_entropy(Tensor logits, Tensor targets, int ignore_index) -> Tensor")
 _LIBRARY.impl("cross_entropy", _cross_entropy, "CompositeImplicitAutograd")
 _LIBRARY.impl("boundary", lambda x, module, direction, path: x.view_as(x), "CompositeImplicitAutograd")
 _LIBRARY.impl("frame", lambda x, module, side: x.view_as(x), "CompositeImplicitAutograd")
 _LIBRARY.impl("sibling", _sibling, "CompositeExplicitAutograd")
-_LIBRARY.impl("resize", lambda x, sizes: x.new_empty(sizes), "CompositeExplicitAutograd")
 
 #: cross_entropy(logits [..., V], targets [...], ignore_index): the mean over targets that are not ignored
 cross_entropy = torch.ops.tpplan.cross_entropy

@@ -19,7 +19,6 @@ from tpplan.errors import InfeasibleError, ModelError, SolverError, UsageError
 from tpplan.formulate import Formulation, PricedSpace, Setting, price_space
 from tpplan.graph import Direction, ModelGraph
 from tpplan.mesh import Mesh, meshes
-from tpplan.patterns import ROOT
 from tpplan.plan import (
     SCHEMA_VERSION,
     BatchPlan,
@@ -36,7 +35,7 @@ from tpplan.plan import (
 )
 from tpplan.problem import Problem, Solution, Status, total
 from tpplan.profile import HardwareProfile, load_profile
-from tpplan.prove import Counterexample, Sizes, check_structure
+from tpplan.prove import Counterexample, check_structure
 from tpplan.reader import path_of
 from tpplan.rules import Strategy
 from tpplan.space import build_space
@@ -181,7 +180,6 @@ class _Job:
     spaces: dict[int, PricedSpace] = field(default_factory=dict)
     cuts: dict[tuple[int, str], set[Strategy]] = field(default_factory=dict)
     cut_messages: list[str] = field(default_factory=list)
-    sizes: Sizes = field(default_factory=dict)
     model: nn.Module = field(init=False)
     inputs: Inputs = field(init=False)
     units: tuple[str, ...] = field(init=False)
@@ -283,11 +281,14 @@ class _Job:
             if not prove:
                 return self.assemble(expanded, best, solved, ProofStatus.UNPROVEN, rounds)
             self.report("prove", rounds - 1, rounds)
-            if not self._counterexample(expanded, best.formulation):
-                plan = self.assemble(expanded, best, solved, ProofStatus.PROVEN, rounds)
-                if not self._mistyped(plan, expanded, best.formulation):
-                    self.report("prove", rounds, rounds)
-                    return plan
+            plan = self.assemble(expanded, best, solved, ProofStatus.PROVEN, rounds)
+            checked = check_structure(self.model, self.inputs, expanded, plan, loss=self.loss, cast=self.cast)
+            problem = checked if isinstance(checked, Counterexample) else self._mistyped(checked, expanded)
+            if problem is None:
+                assert isinstance(checked, Plan)
+                self.report("prove", rounds, rounds)
+                return checked
+            self._forbid(problem, expanded, best.formulation)
             self._solve_again(solved)
         raise SolverError(f"no plan could be proven in {MAX_ROUNDS} rounds; the last: {self.cut_messages[-1]}")
 
@@ -317,22 +318,9 @@ class _Job:
         price = formulation.problem.price(chosen)
         return _Candidate(formulation, replace(solution, choice=chosen, objective=price))
 
-    def _counterexample(self, expanded: Expanded, formulation: Formulation) -> bool:
-        """Retraces what will run; on a difference forbids what was chosen where it shows."""
-        found = check_structure(self.model, self.inputs, expanded, loss=self.loss, cast=self.cast)
-        if isinstance(found, Counterexample):
-            self._forbid(found, expanded, formulation)
-            return True
-        self.sizes = found
-        return False
-
-    def _mistyped(self, plan: Plan, expanded: Expanded, formulation: Formulation) -> bool:
-        """Derives every layout from the plan as its file says it, and does likewise."""
-        as_read = Plan.from_dict(plan.to_dict())
-        found = typecheck(self.graph, as_read, local_shapes=expanded.local_shapes())
-        if found is not None:
-            self._forbid(found, expanded, formulation)
-        return found is not None
+    def _mistyped(self, plan: Plan, expanded: Expanded) -> Mistyped | None:
+        """Derives every layout from the plan as its file says it."""
+        return typecheck(self.graph, Plan.from_dict(plan.to_dict()), local_shapes=expanded.local_shapes())
 
     def _forbid(self, found: Counterexample | Mistyped, expanded: Expanded, formulation: Formulation) -> None:
         """Cuts away what was chosen at the blamed decisions, in all like blocks."""
@@ -439,9 +427,7 @@ class _Job:
             parameters=by_pattern(graph, parameters, rename_parameter),
             boundaries=by_pattern(graph, expanded.boundary_plans(), lambda plan, rename: plan, empty),
             outputs=expanded.outputs(),
-            sizes=by_pattern(
-                graph, {module or ROOT: sizes for module, sizes in self.sizes.items()}, lambda sizes, rename: sizes, ()
-            ),
+            sizes={},
             losses=by_pattern(graph, expanded.sharded_losses(), lambda count, rename: count),
             draws=tuple(by_pattern(graph, dict.fromkeys(expanded.drawing_modules(), ""), lambda own, rename: own)),
             recompute={},

@@ -1,8 +1,8 @@
-"""One forward as a program: every op that runs, in order, with the shapes of its results, in a torch.fx graph.
+"""One forward as a program: every op that runs on meta tensors, in order, in a torch.fx graph.
 
-`as_run` runs the module on meta tensors and writes down what runs, before autograd takes it apart: `aten.linear`,
-attention and views as the code called them. `as_exported` is torch.export(strict=False): it knows more ways around
-values that are not there, but code can tell that it is being exported, and take another path than it does in training.
+The ops are written down before autograd takes them apart: `aten.linear`, attention and views as the code called them.
+Nothing but the tensors is different from a training step, so the code takes the way it takes there, which under
+torch.export it need not: code can tell, and transformers builds masks then that it does without in training.
 """
 
 import contextlib
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.fx.traceback
 from torch import Tensor, nn
+from torch._meta_registrations import meta_grouped_mm
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
@@ -20,13 +21,13 @@ from torch.utils import _pytree as pytree
 from tpplan.graph import SourceKind
 from tpplan.known import KnownValues
 
-#: names of the modules that run, the innermost last
-Running = list[str]
+#: the key in a node's meta under which stands what was running
+SCOPE = "tpplan_scope"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """A placeholder of the graph: a parameter or buffer by its name, an input by its path, a constant."""
+    """A placeholder of the graph: a parameter or buffer by its name, an input by its path."""
 
     placeholder: str
     kind: SourceKind
@@ -35,7 +36,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What ran. Nodes carry their results as meta["val"] and the modules that ran as meta["nn_module_stack"]."""
+    """What ran. Nodes carry their results as meta["val"], and as meta[SCOPE] what was running."""
 
     graph_module: torch.fx.GraphModule
     given: tuple[Given, ...]
@@ -43,17 +44,20 @@ class Program:
 
 
 class StoppedError(Exception):
-    """The module raised. `ran` is the graph until then, where it is known; the module's error is the cause."""
+    """The forward raised, which is the cause. `ran` is the graph until then."""
 
-    def __init__(self, error: Exception, ran: torch.fx.Graph | None) -> None:
-        super().__init__(str(error))
+    def __init__(self, ran: torch.fx.Graph) -> None:
+        super().__init__("the forward raised")
         self.ran = ran
 
 
-def as_run(module: nn.Module, leaves: Sequence[Any], paths: Sequence[str]) -> Program:
-    """module(*leaves) on meta tensors. Raises StoppedError, also for code that asks for values which are not there."""
-    names: list[tuple[SourceKind, str, Tensor]] = [
-        *((SourceKind.PARAMETER, name, value) for name, value in module.named_parameters()),
+def record(module: nn.Module, leaves: Sequence[Any], paths: Sequence[str], scope: Callable[[], str]) -> Program:
+    """module(*leaves), the leaves being called by their paths. Of a DTensor parameter, the local tensor is given.
+
+    Raises StoppedError where the forward raises, also for a question that only real data can answer.
+    """
+    given: list[tuple[SourceKind, str, Tensor]] = [
+        *((SourceKind.PARAMETER, name, _local(value)) for name, value in module.named_parameters()),
         *((SourceKind.BUFFER, name, value) for name, value in module.named_buffers()),
         *((SourceKind.INPUT, p, leaf) for p, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor)),
     ]
@@ -61,27 +65,31 @@ def as_run(module: nn.Module, leaves: Sequence[Any], paths: Sequence[str]) -> Pr
     graphs: list[torch.fx.Graph] = []
 
     def run(*_: Tensor) -> list[Any]:
-        """The tensors it is given are the module's own and those among the leaves."""
+        """What it is given are the module's own tensors and the leaves."""
         mode = get_proxy_mode()
         assert mode is not None
         graphs.append(mode.tracer.graph)
-        with KnownValues():
+        with KnownValues(), _noting(mode.tracer, scope):
             found, spec = pytree.tree_flatten(module(*leaves))
         specs.append(spec)
-        return found
+        return [_local(leaf) for leaf in found]
 
+    tensors = [value for _, _, value in given]
     try:
-        tensors = [value for _, _, value in names]
-        graph_module = make_fx(run, pre_dispatch=True)(*tensors)
-        _Results(graph_module).run(*tensors)
+        with _grouped_products():
+            graph_module = make_fx(run, pre_dispatch=True)(*tensors)
+            _Results(graph_module).run(*tensors)
     except Exception as error:
-        raise StoppedError(error, graphs[0] if graphs else None) from error
+        raise StoppedError(graphs[0] if graphs else torch.fx.Graph()) from error
     placeholders = [node.name for node in graph_module.graph.nodes if node.op == "placeholder"]
-    given = tuple(
-        Given(placeholder=placeholder, kind=kind, label=label)
-        for placeholder, (kind, label, _) in zip(placeholders, names, strict=True)
+    return Program(
+        graph_module=graph_module,
+        given=tuple(
+            Given(placeholder=placeholder, kind=kind, label=label)
+            for placeholder, (kind, label, _) in zip(placeholders, given, strict=True)
+        ),
+        out_spec=specs[0],
     )
-    return Program(graph_module=graph_module, given=given, out_spec=specs[0])
 
 
 class _Results(torch.fx.Interpreter):
@@ -97,67 +105,59 @@ class _Results(torch.fx.Interpreter):
             return super().run(*args, **kwargs)
 
 
-def as_exported(module: nn.Module, leaves: Sequence[Any], paths: Sequence[str]) -> Program:
-    """module(*leaves) by torch.export. Raises StoppedError."""
-    try:
-        exported = torch.export.export(module, tuple(leaves), strict=False)
-    except Exception as error:
-        raise StoppedError(error, _graph_so_far(error)) from error
-    remaining = iter(paths)
-    given = []
-    for spec in exported.graph_signature.input_specs:
-        kind = _KINDS.get(spec.kind.name, SourceKind.CONSTANT)
-        name = getattr(spec.arg, "name", "")
-        label = next(remaining) if kind is SourceKind.INPUT else str(spec.target or name)
-        given.append(Given(placeholder=name, kind=kind, label=label))
-    out_spec = exported.call_spec.out_spec
-    assert out_spec is not None
-    return Program(graph_module=exported.graph_module, given=tuple(given), out_spec=out_spec)
-
-
-_KINDS = {"PARAMETER": SourceKind.PARAMETER, "BUFFER": SourceKind.BUFFER, "USER_INPUT": SourceKind.INPUT}
-
-
-def _graph_so_far(error: BaseException) -> torch.fx.Graph | None:
-    """The graph that the tracer was filling, from the frames that the error left."""
-    found = None
-    step = error.__traceback__
-    while step is not None:
-        graph = getattr(step.tb_frame.f_locals.get("tracer"), "graph", None)
-        found = graph if isinstance(graph, torch.fx.Graph) else found
-        step = step.tb_next
-    return found
+def _local(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 @contextlib.contextmanager
-def naming_modules(model: nn.Module, running: Running, *, prefix: str, on_nodes: bool) -> Iterator[None]:
-    """Keeps in `running` the names of the modules that run; an error leaves them standing. `on_nodes` writes them, as
-    `prefix`.name, where export would."""
+def _noting(tracer: Any, scope: Callable[[], str]) -> Iterator[None]:
+    """Each node that the tracer creates is noted with what is running then."""
+    create_node = tracer.create_node
 
-    def note() -> None:
-        if on_nodes:
-            names = [f"{prefix}.{name}" if name else prefix for name in running]
-            torch.fx.traceback.current_meta["nn_module_stack"] = {name: (name, "") for name in names}
+    def create(*args: Any, **kwargs: Any) -> torch.fx.Node:
+        node: torch.fx.Node = create_node(*args, **kwargs)
+        node.meta[SCOPE] = scope()
+        return node
+
+    tracer.create_node = create
+    try:
+        yield
+    finally:
+        del tracer.create_node
+
+
+@contextlib.contextmanager
+def _grouped_products() -> Iterator[None]:
+    """torch's shapes of a grouped product are those of its CUDA kernel, bfloat16 alone; on a CPU any dtype will do."""
+
+    def of_any_dtype(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+        result: Tensor = meta_grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16), offs=offs, bias=bias)
+        return result.to(out_dtype or a.dtype)
+
+    library: Any = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
+    library.impl("_grouped_mm", of_any_dtype, allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+@contextlib.contextmanager
+def naming_modules(model: nn.Module, running: list[str]) -> Iterator[None]:
+    """Keeps in `running` the names of the modules that run, the innermost last. An error leaves them standing."""
 
     def enter(name: str) -> Callable[[nn.Module, Any], None]:
-        def hook(_module: nn.Module, _args: Any) -> None:
-            running.append(name)
-            note()
-
-        return hook
+        return lambda _module, _args: running.append(name)
 
     def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
         running.pop()
-        note()
 
     handles = []
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(enter(name), prepend=True))
         handles.append(module.register_forward_hook(leave))
     try:
-        with torch.fx.traceback.preserve_node_meta() if on_nodes else contextlib.nullcontext():
-            note()
-            yield
+        yield
     finally:
         for handle in handles:
             handle.remove()

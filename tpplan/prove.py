@@ -1,41 +1,48 @@
-"""The structure half of the proof: retrace what apply will run, on local shapes, and walk both graphs together.
+"""The structure half of the proof: what apply makes of a model runs the model's ops, and conversions alone beside them.
 
-The model is traced again with its parameters cut to one rank's shapes and every planned conversion resizing the tensor
-that crosses. Then the same ops must run in the same order, each value must have the one local shape that its layout
-implies, and each literal must be unchanged, except sizes that view and expand are given, which the shapes cover. That
-finds sizes baked into code (`view(B, T, self.n_heads, hd)`) and positions or masks built from a sharded length. Baked
-sizes have a remedy: the same retrace with each replaced by what a rank needs (tpplan.sizes), compared in the same way.
+The plan is applied, as on the first and on the last rank of the tp axis, and what it made is run on meta tensors and
+written down as the model was. Then the same ops must run in the same order on the same values, each value must have the
+one local shape that its layout implies, and each literal must be unchanged, except sizes that view and expand are
+given, which the shapes cover. Between them stands code of tpplan's own, which is known by its scope: it converts what
+the plan says is converted there, by the collectives that the conversion takes.
+
+That finds sizes baked into code (`view(B, T, self.n_heads, hd)`) and positions or masks built from a sharded length.
+Baked sizes have a remedy: the same with each replaced by what a rank needs (tpplan.sizes), compared in the same way.
 The rules themselves are validated by brute force; the other half of the proof is tpplan.typecheck.
 """
 
-import copy
 import functools
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tpplan import operators
-from tpplan.assemble import Expanded
+from tpplan.assemble import Expanded, by_pattern
 from tpplan.blocks import like_nodes
-from tpplan.graph import LOSS_SCOPE, Argument, Boundary, Direction, ModelGraph, Op, Ref, within
-from tpplan.layout import LayoutKind, local_shape
-from tpplan.plan import SizePlan
+from tpplan.bystander import applied_as
+from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Argument, Boundary, Direction, ModelGraph, Op, Ref, within
+from tpplan.layout import COLLECTIVE_STEPS, LayoutKind, Step, local_shape
+from tpplan.patterns import ROOT
+from tpplan.plan import Plan, SizePlan
+from tpplan.program import SCOPE
 from tpplan.reader import IGNORED, argument_of
-from tpplan.rewrite import rewrite_calls
 from tpplan.rules import Call, localized_arguments, takes_sizes, written_sizes
-from tpplan.sizes import LocalSizes
-from tpplan.space import Reading
+from tpplan.space import CROSS_ENTROPY, Reading, reading_conversion
 from tpplan.trace import BoundaryHook, Inputs, Loss, TraceError, trace
 
-BOUNDARY, FRAME = "tpplan.boundary.default", "tpplan.frame.default"
-RESIZE, SIBLING = "tpplan.resize.default", "tpplan.sibling.default"
+BOUNDARY, FRAME, SIBLING = "tpplan.boundary.default", "tpplan.frame.default", "tpplan.sibling.default"
 #: what a trace that stopped holds and a ModelGraph does not
-_PASSED = frozenset({FRAME, RESIZE, *IGNORED})
+_PASSED = frozenset({FRAME, *IGNORED})
+#: the collective of a step, by the op that runs
+_COLLECTIVES = {
+    "_c10d_functional.all_reduce.default": Step.ALL_REDUCE,
+    "_c10d_functional.all_gather_into_tensor.default": Step.ALL_GATHER,
+    "_c10d_functional.reduce_scatter_tensor.default": Step.REDUCE_SCATTER,
+    "_c10d_functional.all_to_all_single.default": Step.ALL_TO_ALL,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,27 +54,26 @@ class Counterexample:
     node: Op | Boundary | None = None
 
 
-#: sizes to replace, by module
-Sizes = Mapping[str, tuple[SizePlan, ...]]
-
-
 def check_structure(
-    model: nn.Module, inputs: Inputs, expanded: Expanded, *, loss: Loss | None, cast: BoundaryHook
-) -> Sizes | Counterexample:
-    """The sizes with which the applied model runs the original's ops on the planned local shapes, none where it does so
-    as it is; else the first difference that no size accounts for."""
+    model: nn.Module, inputs: Inputs, expanded: Expanded, plan: Plan, *, loss: Loss | None, cast: BoundaryHook
+) -> Plan | Counterexample:
+    """The plan, with the sizes to replace, which applied runs the original's ops on the planned local shapes; else the
+    first difference that no size accounts for. `model` is on the meta device."""
     written: dict[str, tuple[SizePlan, ...]] = {}
-    while True:
-        found = _retrace(model, inputs, expanded, written, loss=loss, cast=cast)
-        if found is None:
-            return written
-        more = _with_sizes_of(expanded, found.node, written)
-        if more == written:
-            return found
-        written = more
+    for rank in (0, plan.mesh.tp - 1) if plan.mesh.tp > 1 else ():
+        while found := _difference_on(rank, model, inputs, expanded, plan, loss=loss, cast=cast):
+            more = _with_sizes_of(expanded, found.node, written)
+            if more == written:
+                return found
+            written = more
+            named = {module or ROOT: sizes for module, sizes in written.items()}
+            plan = replace(plan, sizes=by_pattern(expanded.graph, named, lambda sizes, rename: sizes, ()))
+    return plan
 
 
-def _with_sizes_of(expanded: Expanded, node: Op | Boundary | None, written: Sizes) -> dict[str, tuple[SizePlan, ...]]:
+def _with_sizes_of(
+    expanded: Expanded, node: Op | Boundary | None, written: Mapping[str, tuple[SizePlan, ...]]
+) -> dict[str, tuple[SizePlan, ...]]:
     """The sizes so far and those of an op, and of its like in other blocks, whose code holds the whole's."""
     found = dict(written)
     graph, tp = expanded.graph, expanded.formulation.mesh.tp
@@ -79,61 +85,41 @@ def _with_sizes_of(expanded: Expanded, node: Op | Boundary | None, written: Size
     return {module: sizes for module, sizes in found.items() if sizes}
 
 
-def _retrace(
-    model: nn.Module, inputs: Inputs, expanded: Expanded, written: Sizes, *, loss: Loss | None, cast: BoundaryHook
+def _difference_on(
+    rank: int,
+    model: nn.Module,
+    inputs: Inputs,
+    expanded: Expanded,
+    plan: Plan,
+    *,
+    loss: Loss | None,
+    cast: BoundaryHook,
 ) -> Counterexample | None:
-    """Traces the model on one rank's shapes, with these sizes replaced, and compares."""
-    local = localized(model, expanded)
-    rewrite_calls({local.get_submodule(module): (LocalSizes(own),) for module, own in written.items()})
-    sizes = _boundary_sizes(expanded)
-
-    def resize(tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
-        wanted = sizes.get((module, direction, path))
-        return tensor if wanted is None else operators.resize(tensor, wanted)
-
+    """Applies the plan as a rank does, traces what it made, and compares."""
+    local = applied_as(model, plan, rank)
     try:
-        key = functools.partial(_doings, sizes)
-        retraced = trace(
-            local, inputs, loss=loss, cast=cast, resize=resize, resize_key=key, exported=expanded.graph.is_exported
-        )
+        applied = trace(local, inputs, loss=loss, cast=cast, doings=functools.partial(_doings, plan))
     except TraceError as error:
         reason = f"the applied model cannot run: {str(error).splitlines()[0].partition(': ')[2]}"
-        return _compare_so_far(expanded, error.ran or torch.fx.Graph(), reason)
-    return _compare(expanded, retraced)
+        return _compare_so_far(expanded, error.ran, reason)
+    return _compare(expanded, applied)
 
 
-def localized(model: nn.Module, expanded: Expanded) -> nn.Module:
-    """A copy of a meta model whose parameters have one rank's shapes; tied ones stay tied."""
-    local = copy.deepcopy(model)
-    tp = expanded.formulation.mesh.tp
-    for source in expanded.graph.parameters:
-        shape = local_shape(expanded.graph.values[source.result].shape, expanded.read_layout(source), tp)
-        original = local.get_parameter(source.label)
-        cut = nn.Parameter(torch.empty(shape, dtype=original.dtype, device="meta"), requires_grad=source.trainable)
-        for name in (source.label, *source.aliases):
-            owner, _, attribute = name.rpartition(".")
-            local.get_submodule(owner)._parameters[attribute] = cut
-    return local
-
-
-def _boundary_sizes(expanded: Expanded) -> dict[tuple[str, Direction, str], tuple[int, ...]]:
-    """Local shapes behind the conversions that change them."""
-    tp = expanded.formulation.mesh.tp
-    found = {}
-    for boundary, conversion in expanded.conversions():
-        shape = expanded.graph.values[boundary.operand].shape
-        before, after = (local_shape(shape, layout, tp) for layout in (conversion.source, conversion.target))
-        if before != after:
-            found[boundary.module, boundary.direction, boundary.path] = after
-    return found
-
-
-def _doings(sizes: Mapping[tuple[str, Direction, str], tuple[int, ...]], module: str) -> object:
-    """What resizes inside a module, by names relative to it."""
-    return frozenset(
-        (name.removeprefix(module), direction, path, shape)
-        for (name, direction, path), shape in sizes.items()
-        if within(name, module)
+def _doings(plan: Plan, module: str) -> object:
+    """What a plan does inside a module, by names relative to it."""
+    tables: tuple[Mapping[str, object], ...] = (
+        plan.boundary_plans(),
+        plan.size_plans(),
+        plan.sharded_losses(),
+        dict.fromkeys(plan.drawing_modules(), True),
+        {
+            name: (parameter.placement, tuple(parameter.reads.values()))
+            for name, parameter in plan.parameter_plans().items()
+        },
+    )
+    return tuple(
+        tuple(sorted((name.removeprefix(module), repr(entry)) for name, entry in table.items() if within(name, module)))
+        for table in tables
     )
 
 
@@ -146,32 +132,109 @@ class _Image:
     shapes: tuple[tuple[int, ...], ...]
 
 
-def _compare(expanded: Expanded, retraced: ModelGraph) -> Counterexample | None:
-    """Walks two whole graphs: the same nodes reading the same values, and nothing left over."""
+def _compare(expanded: Expanded, applied: ModelGraph) -> Counterexample | None:
+    """Walks two whole graphs: the same nodes reading the same values, and nothing left over but conversions."""
     graph = expanded.graph
-    if [(s.kind, s.label) for s in graph.sources] != [(s.kind, s.label) for s in retraced.sources]:
-        return Counterexample(message="the retrace has other inputs, parameters or constants", blamed=())
-    resized = {op.results[0]: op.operands[0] for op in retraced.ops if op.target == RESIZE}
-    nodes = [node for node in retraced.nodes if not (isinstance(node, Op) and node.target == RESIZE)]
-    images = {s.result: t.result for s, t in zip(graph.sources, retraced.sources, strict=True)}
-    for original, node in zip_longest(graph.nodes, nodes):
-        if original is None or node is None:
-            return _blame(expanded, original, f"one trace ends before {_title(original or node)}")
-        image = _image(retraced, node)
+    if [(s.kind, s.label) for s in graph.sources] != [(s.kind, s.label) for s in applied.sources]:
+        return Counterexample(message="the applied model has other inputs, parameters or constants", blamed=())
+    converted = _Converted(applied)
+    losses = _sharded_losses(expanded)
+    rest = iter(node for node in applied.nodes if node.name not in converted.own)
+    images = {s.result: t.result for s, t in zip(graph.sources, applied.sources, strict=True)}
+    for original in graph.nodes:
+        if original.name in losses:
+            images[original.results[0]] = converted.latest(images[value] for value in original.operands)
+            continue
+        node = next(rest, None)
+        if node is None:
+            return _blame(expanded, original, f"the applied model ends before {_title(original)}")
+        image = _image(applied, node)
         problem = _difference(expanded, original, image)
-        if problem is None and [resized.get(v, v) for v in node.operands] != [images.get(v) for v in original.operands]:
+        reads = [converted.origin(value) for value in node.operands]
+        if problem is None and reads != [images[value] for value in original.operands]:
             problem = f"{_title(original)} reads other values"
         if problem is not None:
             return _blame(expanded, original, problem, _strange(expanded, original, image))
         images.update(zip(original.results, node.results, strict=True))
+    if (left := next(rest, None)) is not None:
+        return _blame(expanded, None, f"the applied model goes on with {_title(left)}")
+    return _other_collectives(expanded, converted, images, losses)
+
+
+class _Converted:
+    """What tpplan's own code in an applied model makes of the model's values."""
+
+    def __init__(self, applied: ModelGraph) -> None:
+        self.own = frozenset(op.name for op in applied.ops if op.module == OWN_SCOPE)
+        #: collectives by the value that they convert
+        self.collectives: dict[str, Counter[Step]] = defaultdict(Counter)
+        self._order = {name: place for place, name in enumerate(applied.values)}
+        self._origin: dict[str, str] = {}
+        for op in applied.ops:
+            if op.name in self.own and op.operands:
+                origin = self.latest(map(self.origin, op.operands))
+                self._origin.update(dict.fromkeys(op.results, origin))
+                if op.target in _COLLECTIVES:
+                    self.collectives[origin][_COLLECTIVES[op.target]] += 1
+
+    def origin(self, value: str) -> str:
+        """The model's own value that this is a conversion of."""
+        return self._origin.get(value, value)
+
+    def latest(self, values: Iterable[str]) -> str:
+        """Of several, the one made last: what is looked up, not the ids, whose mask it meets."""
+        return max(values, key=lambda value: self._order[value])
+
+
+def _sharded_losses(expanded: Expanded) -> frozenset[str]:
+    """Cross entropies that run as code of ours."""
+    return frozenset(
+        op.name
+        for op in expanded.graph.ops
+        if op.target == CROSS_ENTROPY and expanded.strategy(op.name).operands[0].dim is not None
+    )
+
+
+def _other_collectives(
+    expanded: Expanded, converted: _Converted, images: Mapping[str, str], losses: frozenset[str]
+) -> Counterexample | None:
+    """The first value that is converted by other collectives than its conversions take."""
+    graph = expanded.graph
+    wanted: dict[str, Counter[Step]] = defaultdict(Counter)
+    for boundary, conversion in expanded.conversions():
+        value = boundary.result if boundary.direction is Direction.INPUT else boundary.operand
+        wanted[images[value]].update(step for step in conversion.forward if step in COLLECTIVE_STEPS)
+    for loss in graph.ops:
+        if loss.name in losses:  # the maximum of the logits, then the sums that the targets are needed for
+            operands = [images[value] for value in loss.operands]
+            for value in (operands[0], converted.latest(operands)):
+                wanted[value][Step.ALL_REDUCE] += 1
+    reads = {
+        images[source.result]: {
+            step
+            for reading in expanded.formulation.space.readings[source.label]
+            for step in reading_conversion(expanded.strategy(reading.name)).forward
+            if step in COLLECTIVE_STEPS
+        }
+        for source in graph.parameters
+    }
+    for value in dict.fromkeys((*wanted, *reads, *converted.collectives)):
+        found = converted.collectives.get(value, Counter())
+        # A parameter is converted wherever its module's code reads it, which may be more than once.
+        is_same = set(found) == reads[value] if value in reads else found == wanted[value]
+        if not is_same:
+            origin = next(name for name, image in images.items() if image == value)
+            return _blame(expanded, graph.producers.get(origin), f"{origin} is converted by {dict(found)}")
     return None
 
 
 def _compare_so_far(expanded: Expanded, ran: torch.fx.Graph, reason: str) -> Counterexample:
     """Walks a graph that stopped: the first difference, else what would have run next is what cannot run."""
-    originals = deque(expanded.graph.nodes)
+    losses = _sharded_losses(expanded)
+    originals = deque(node for node in expanded.graph.nodes if node.name not in losses)
     for node in ran.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload) or str(node.target) in _PASSED:
+        is_own = node.meta.get(SCOPE) == OWN_SCOPE
+        if is_own or not isinstance(node.target, torch._ops.OpOverload) or str(node.target) in _PASSED:
             continue
         if str(node.target) == SIBLING:
             while originals and within(originals[0].module, node.args[1]) and not _leaves(originals[0], node.args[1]):
@@ -224,8 +287,9 @@ def _difference(expanded: Expanded, original: Op | Boundary, image: _Image) -> s
         before, after = _first_change(wanted, image.literals)
         return f"{title}: the number {before} became {after}"
     strategy, tp = expanded.strategy(original.name), expanded.formulation.mesh.tp
-    # A boundary's own value is still in the layout in front of it.
-    layouts = strategy.operands if isinstance(original, Boundary) else strategy.results
+    # What enters a module is marked in front of its conversion, what leaves it behind.
+    is_entry = isinstance(original, Boundary) and original.direction is Direction.INPUT
+    layouts = strategy.operands if is_entry else strategy.results
     values = [expanded.graph.values[name] for name in original.results]
     shapes = tuple(local_shape(value.shape, layout, tp) for value, layout in zip(values, layouts, strict=True))
     if shapes and not image.shapes:

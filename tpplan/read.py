@@ -19,7 +19,7 @@ from tpplan.errors import PlanError, PlanMismatchError
 from tpplan.layout import R_STAR, ROWS, Conversion, Layout, LayoutKind, R
 from tpplan.patterns import ROOT
 from tpplan.reduce import Reducer, Slot
-from tpplan.rewrite import as_written
+from tpplan.rewrite import own_code
 
 
 def placement_of(layout: Layout, *, where: str) -> Placement:
@@ -50,7 +50,7 @@ class ParameterReads:
         agree = len(set(self.layouts.values())) == 1
         self.default = next(iter(self.layouts)) if agree else None
 
-    @as_written
+    @own_code
     def local(self, parameter: nn.Parameter, readers: tuple[str, ...]) -> Tensor:
         """The local tensor for a module. Raises PlanMismatchError where the plan leaves open how that one reads."""
         if not self.layouts:  # computed with nowhere; its dtype or device may be asked for

@@ -1,4 +1,4 @@
-"""From a program to a ModelGraph: one walk over its nodes, higher-order ops entered, siblings written out."""
+"""From a program to a ModelGraph: one walk over its nodes, siblings written out."""
 
 import operator
 from collections.abc import Mapping
@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 from tpplan.blocks import find_repeated_blocks
 from tpplan.errors import ModelError
 from tpplan.graph import (
-    LOSS_SCOPE,
     Argument,
     Boundary,
     Direction,
@@ -25,7 +24,7 @@ from tpplan.graph import (
     Value,
     within,
 )
-from tpplan.program import Program
+from tpplan.program import SCOPE, Program
 from tpplan.rules import base_target
 from tpplan.units import FLOATING_DTYPES
 
@@ -61,7 +60,6 @@ class GraphReader:
 
     model: nn.Module
     program: Program
-    is_exported: bool
     values: dict[str, Value] = field(default_factory=dict)
     sources: list[Source] = field(default_factory=list)
     nodes: list[Op | Boundary] = field(default_factory=list)
@@ -90,7 +88,6 @@ class GraphReader:
             nodes=tuple(self.nodes),
             outputs=named,
             loss=scalars[0] if scalars else None,
-            is_exported=self.is_exported,
         )
         return find_repeated_blocks(graph)
 
@@ -174,7 +171,7 @@ class GraphReader:
         if node.target in _AUTOCAST:
             return None
         if isinstance(node.target, torch._ops.HigherOrderOperator):
-            return self._higher_order(module, node, names)
+            raise ModelError(f"{node.target} in {node.meta[SCOPE] or 'the root'!r}: higher-order ops are not supported")
         target = str(node.target)
         if target in IGNORED or target.startswith("sym_"):
             return None
@@ -186,24 +183,6 @@ class GraphReader:
             case "tpplan.sibling.default":
                 return self._sibling(node, names)
         return self._op(node, target, names)
-
-    def _higher_order(self, module: Any, node: Any, names: dict[str, Argument]) -> Argument:
-        """Inlines wrap_with_set_grad_enabled, wrap_with_autocast, checkpoint and the like: the one graph they hold."""
-        graphs = [a for a in node.args if isinstance(a, torch.fx.Node) and str(names[a.name]).startswith("graph:")]
-        if len(graphs) != 1:
-            raise ModelError(
-                f"{node.target} in {self._module_of(node)!r} branches over {len(graphs)} graphs: not supported"
-            )
-        inner = operator.attrgetter(str(names[graphs[0].name]).removeprefix("graph:"))(module)
-        tensors = [argument_of(a, names) for a in node.args[node.args.index(graphs[0]) + 1 :]]
-        placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
-        before = self.with_gradient
-        if str(node.target) == "wrap_with_set_grad_enabled":
-            self.with_gradient = bool(node.args[0])
-        outer_names = {n.name: value for n, value in zip(placeholders, tensors[: len(placeholders)], strict=True)}
-        outputs = self._walk(inner, outer_names)
-        self.with_gradient = before
-        return tuple(outputs)
 
     def _boundary(self, node: Any, names: dict[str, Argument]) -> Argument:
         operand = names[node.args[0].name]
@@ -261,7 +240,9 @@ class GraphReader:
         name = self._fresh(node.name)
         args = tuple(argument_of(argument, names) for argument in node.args)
         kwargs = tuple((key, argument_of(value, names)) for key, value in node.kwargs.items())
-        op = Op(name=name, target=target, args=args, kwargs=kwargs, results=(), module=self._module_of(node))
+        op = Op(
+            name=name, target=target, args=args, kwargs=kwargs, results=(), module=self.first_name(node.meta[SCOPE])
+        )
         flows = self.with_gradient and base_target(target) != "aten.detach.default"
         carries = flows and any(self.values[operand].carries_gradient for operand in op.operands)
         writes = base_target(target) != target and base_target(target) != "aten.detach.default"
@@ -292,14 +273,6 @@ class GraphReader:
             references.append(Ref(label))
         results = tuple(reference.name for reference in references if isinstance(reference, Ref))
         return (tuple(references) if isinstance(value, tuple | list) else references[0]), results
-
-    def _module_of(self, node: Any) -> str:
-        """Name of the innermost module running, LOSS_SCOPE outside the model."""
-        stack = [entry[0] for entry in node.meta.get("nn_module_stack", {}).values()]
-        innermost = stack[-1] if stack else ""
-        if innermost == "model":
-            return ""
-        return self.first_name(innermost.removeprefix("model.")) if innermost.startswith("model.") else LOSS_SCOPE
 
     def first_name(self, module: str) -> str:
         """The name under which a module is planned."""

@@ -6,6 +6,7 @@ left alone, as the plan names the module whose code makes a call, and so is code
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum, auto
 from typing import Any, Protocol, TypeVar, cast
 
 from torch import nn
@@ -22,8 +23,15 @@ class Rewriter(Protocol):
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any: ...
 
 
-#: modes of the forwards that are running, the innermost last: it alone rewrites. None: code that is to be left alone
-_running: list["_Rewriting | None"] = []
+class _LeftAlone(Enum):
+    """Code in which nothing is rewritten."""
+
+    OF_THE_MODEL = auto()
+    OUR_OWN = auto()
+
+
+#: what is running, the innermost last: it alone rewrites
+_running: list["_Rewriting | _LeftAlone"] = []
 
 
 def rewrite_calls(rewriters: Mapping[nn.Module, Iterable[Rewriter]]) -> None:
@@ -35,25 +43,32 @@ def rewrite_calls(rewriters: Mapping[nn.Module, Iterable[Rewriter]]) -> None:
         child.__class__ = _as_written_class(type(child))  # type: ignore[arg-type]
 
 
-def as_written(function: F) -> F:
-    """The function with no calls in it rewritten, whichever forward it runs in."""
+def own_code(function: F) -> F:
+    """The function as code of tpplan's own that runs within a model's forwards: no call in it is rewritten, and a trace
+    of the applied model tells it from the model's."""
+    return _left_alone(function, _LeftAlone.OUR_OWN)
 
+
+def is_own_code_running() -> bool:
+    """True inside own_code."""
+    return bool(_running) and _running[-1] is _LeftAlone.OUR_OWN
+
+
+def running_rewriters() -> tuple[Rewriter, ...]:
+    """Those of the innermost forward."""
+    return _running[-1].rewriters if _running and isinstance(_running[-1], _Rewriting) else ()
+
+
+def _left_alone(function: F, whose: _LeftAlone) -> F:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not _running:
-            return function(*args, **kwargs)
-        _running.append(None)
+        _running.append(whose)
         try:
             return function(*args, **kwargs)
         finally:
             _running.pop()
 
     return cast(F, run)
-
-
-def running_rewriters() -> tuple[Rewriter, ...]:
-    """Those of the innermost forward."""
-    return _running[-1].rewriters if _running and _running[-1] is not None else ()
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
@@ -67,7 +82,7 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 @functools.cache
 def _as_written_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return subclass(cls, {"forward": as_written(cls.forward)}, _as_written_class)
+    return subclass(cls, {"forward": _left_alone(cls.forward, _LeftAlone.OF_THE_MODEL)}, _as_written_class)
 
 
 @functools.cache

@@ -16,16 +16,17 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tpplan import operators
+from tpplan.subclass import SITE
 
-#: what a tracing hook does inside a module, by its name; equal keys, equal doings
-HookKey = Callable[[str], object]
+#: what an applied plan does inside a module, by its name
+Doings = Callable[[str], object]
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 _HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 
 
 @contextlib.contextmanager
-def standing_in(model: nn.Module, hook_key: HookKey | None = None) -> Iterator[None]:
+def standing_in(model: nn.Module, doings: Doings | None = None) -> Iterator[None]:
     """While it lasts, layers that are alike run once in a trace; the others of their kind give the opaque op."""
     outputs: dict[str, list[torch.Tensor]] = {}
     wrapped: list[nn.Module] = []
@@ -35,7 +36,7 @@ def standing_in(model: nn.Module, hook_key: HookKey | None = None) -> Iterator[N
             traced: dict[object, str] = {}
             specs: dict[str, Any] = {}
             for name, layer in group:
-                key = hook_key(name) if hook_key is not None else None
+                key = doings(name) if doings is not None else None
                 layer.forward = _once(layer, name, key, traced, specs, outputs)
                 wrapped.append(layer)
         yield
@@ -133,7 +134,7 @@ def _modules_alike(first: nn.Module, second: nn.Module) -> bool:
     if any(module.get(name) for module in (ours, theirs) for name in _HOOKS) or "forward" in ours:
         return False
     return list(ours) == list(theirs) and all(
-        are_alike(ours[name], theirs[name]) for name in ours if name not in _HOOKS
+        are_alike(ours[name], theirs[name]) for name in ours if name not in _HOOKS and name != SITE
     )
 
 

@@ -21,7 +21,6 @@ from tpplan.errors import PlanError, PlanMismatchError
 from tpplan.graph import within
 from tpplan.layout import ROWS, LayoutKind, S, fits
 from tpplan.localize import (
-    SITE,
     Crossing,
     Site,
     TensorParallel,
@@ -33,6 +32,7 @@ from tpplan.patterns import ROOT
 from tpplan.plan import BoundaryPlan, ParameterPlan, Plan
 from tpplan.read import ParameterReads, check_reads, placement_of, plan_reads
 from tpplan.reduce import Slot
+from tpplan.subclass import SITE
 
 _NO_CONVERSIONS = BoundaryPlan(inputs={}, outputs={})
 _NO_GROUP = TpGroup(name="", size=1, rank=0)

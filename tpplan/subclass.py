@@ -8,6 +8,8 @@ import copyreg
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, cast
 
+#: where a module of a generated class keeps its part of a plan; in __dict__, so neither a submodule nor in state_dict
+SITE = "_tpplan_site"
 _RECIPE = "_tpplan_recipe"
 
 

@@ -1,35 +1,29 @@
 """From a torch model to a ModelGraph: one training forward on meta tensors, with every module boundary marked.
 
 Hooks on every module pass each tensor that enters or leaves its forward through the custom op `tpplan::boundary`, which
-is a view, so aliasing stays as it was. The model is run as training will run it; where that asks for values that meta
-tensors have not, it is exported (tpplan.program). Nothing is computed.
+is a view, so aliasing stays as it was. The model runs as it will in training (tpplan.program), on meta tensors: nothing
+is computed.
 """
 
 import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from tpplan import operators
 from tpplan.errors import ModelError
-from tpplan.graph import Direction, ModelGraph, within
-from tpplan.program import (
-    Program,
-    Running,
-    StoppedError,
-    as_exported,
-    as_run,
-    naming_modules,
-    on_meta,
-)
+from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, within
+from tpplan.program import StoppedError, naming_modules, on_meta, record
 from tpplan.reader import GraphReader, NotAlikeError, path_of
-from tpplan.siblings import HookKey, standing_in
+from tpplan.rewrite import is_own_code_running, own_code
+from tpplan.siblings import Doings, standing_in
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +32,6 @@ BoundaryHook = Callable[[torch.Tensor, str, Direction, str], torch.Tensor]
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Inputs = Mapping[str, Any] | tuple[Any, ...]
-#: makes a program of module(*leaves), the leaves called by their paths
-AsProgram = Callable[[nn.Module, Sequence[Any], Sequence[str]], Program]
 
 
 def unchanged(tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
@@ -79,9 +71,6 @@ def repeated_children(model: nn.Module) -> tuple[str, ...]:
 
 class _Step(nn.Module):
     """Model and loss as one module. Inputs come flat, so that each has a name."""
-
-    #: what stands before the names of modules and parameters
-    MODEL = "model"
 
     def __init__(self, model: nn.Module, loss: Loss | None, spec: pytree.TreeSpec) -> None:
         super().__init__()
@@ -129,14 +118,14 @@ def convert_arguments(
 
 
 @contextlib.contextmanager
-def _marked(model: nn.Module, cast: BoundaryHook, resize: BoundaryHook) -> Iterator[None]:
-    """Hooks that mark every crossing of every module, removed at the end. A conversion stands where the mark is."""
+def _marked(model: nn.Module, cast: BoundaryHook) -> Iterator[None]:
+    """Hooks that mark every crossing of every module, removed at the end."""
 
     def mark(name: str, direction: Direction) -> Callable[[str, torch.Tensor], torch.Tensor]:
         def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
-            tensor = cast(tensor, name, direction, path)
-            marked = operators.boundary(tensor, name, str(direction), path)
-            return resize(marked, name, direction, path)
+            if isinstance(tensor, DTensor):  # an output that an applied plan leaves sharded
+                return _again(tensor, operators.boundary(_local(tensor), name, str(direction), path))
+            return operators.boundary(cast(tensor, name, direction, path), name, str(direction), path)
 
         return change
 
@@ -168,56 +157,53 @@ def trace(
     *,
     loss: Loss | None = None,
     cast: BoundaryHook = unchanged,
-    resize: BoundaryHook = unchanged,
-    resize_key: HookKey | None = None,
-    exported: bool | None = None,
+    doings: Doings | None = None,
 ) -> ModelGraph:
     """The graph of one training forward, loss included, at the shapes of `inputs`.
 
     `inputs` is what example_inputs gives: keyword arguments (those forward does not take go to the loss alone), or a
-    tuple. `cast` changes a tensor before it crosses a boundary, as FSDP's mixed precision does, and `resize` behind it,
-    as conversions do. Like layers are traced once; resize_key(module) says what `resize` does inside a module, where
-    that differs between layers. `exported` settles whether the model is exported or run; None runs it where possible.
-    Raises TraceError where it stops, naming the module that was running and the original error.
+    tuple. `cast` changes a tensor before it crosses a boundary, as FSDP's mixed precision does. Like layers are traced
+    once; of a model that a plan was applied to, doings(module) says what the plan does inside one. Raises TraceError
+    where it stops, naming the module that was running and the original error.
     """
-
-    def attempt(as_program: AsProgram, siblings: contextlib.AbstractContextManager[None]) -> ModelGraph:
-        return _trace(model, inputs, loss, as_program, _marked(model, cast, resize), siblings)
-
-    def once(as_program: AsProgram) -> ModelGraph:
-        try:
-            return attempt(as_program, standing_in(model, resize_key))
-        except NotAlikeError as reason:
-            logger.info("every layer is traced: %s", reason)
-            return attempt(as_program, contextlib.nullcontext())
-
-    if exported is not None:
-        return once(as_exported if exported else as_run)
     try:
-        return once(as_run)
-    except TraceError as stopped:
-        graph = once(as_exported)
-        logger.warning("%s; its exported program is planned, which need not be what runs", stopped)
-        return graph
+        return _trace(model, inputs, loss, cast, standing_in(model, doings))
+    except NotAlikeError as reason:
+        logger.info("every layer is traced: %s", reason)
+        return _trace(model, inputs, loss, cast, contextlib.nullcontext())
+
+
+@own_code
+def _local(tensor: DTensor) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local()
+    return local
+
+
+@own_code
+def _again(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False)
 
 
 def _trace(
     model: nn.Module,
     inputs: Inputs,
     loss: Loss | None,
-    as_program: AsProgram,
-    marked: contextlib.AbstractContextManager[None],
+    cast: BoundaryHook,
     siblings: contextlib.AbstractContextManager[None],
 ) -> ModelGraph:
     leaves, spec = pytree.tree_flatten(inputs)
     paths = [path_of(path) for path, _ in pytree.tree_flatten_with_path(inputs)[0]]
     placed = [leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    running: Running = []
-    is_exported = as_program is as_exported
-    names = naming_modules(model, running, prefix=_Step.MODEL, on_nodes=not is_exported)
-    with on_meta(model), _training(model), siblings, marked, names, _quiet():
+    running: list[str] = []
+
+    def scope() -> str:
+        if is_own_code_running():
+            return OWN_SCOPE
+        return running[-1] if running else LOSS_SCOPE
+
+    with on_meta(model), _training(model), siblings, _marked(model, cast), naming_modules(model, running), _quiet():
         try:
-            program = as_program(_Step(model, loss, spec), placed, paths)
+            program = record(_Step(model, loss, spec), placed, paths, scope)
         except StoppedError as stopped:
             where = f"in module {running[-1]!r}" if running and running[-1] else "in the model's forward or loss"
             error = stopped.__cause__
@@ -227,13 +213,13 @@ def _trace(
                 "It must run on meta tensors: look there for control flow on tensor values, .item(), numpy.",
                 ran=stopped.ran,
             ) from error
-        return GraphReader(model, program, is_exported=is_exported).read()
+        return GraphReader(model, program).read()
 
 
 class TraceError(ModelError):
-    """The trace stopped. `ran` is the graph of what had run until then, as far as it is known."""
+    """The trace stopped. `ran` is the graph of what had run until then."""
 
-    def __init__(self, message: str, *, ran: torch.fx.Graph | None) -> None:
+    def __init__(self, message: str, *, ran: torch.fx.Graph) -> None:
         super().__init__(message)
         self.ran = ran
 
