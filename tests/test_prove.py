@@ -1,7 +1,9 @@
-"""The structure check finds what only a retrace can see, and the planner then keeps what can be kept."""
+"""The structure check finds what only running the applied model shows, and the planner then keeps what can be kept."""
 
 import dataclasses
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tpplan import solvers
+from tpplan import convert, localize, read, solvers
 from tpplan.assemble import Expanded, expand
+from tpplan.graph import ModelGraph
 from tpplan.layout import LayoutKind, S
 from tpplan.mesh import Mesh
 from tpplan.plan import Plan, ProofStatus, SizePlan
 from tpplan.problem import Expression, Term
 from tpplan.prove import Counterexample, check_structure
+from tpplan.rules import Strategy
 from tpplan.sizes import LocalSizes
 from tpplan.trace import trace, unchanged
 
@@ -319,6 +323,145 @@ def test_a_trace_that_breaks_is_blamed_where_it_first_went_astray() -> None:
     assert isinstance(found, Counterexample)
     assert found.message == f"aten.arange.default in the root: the number {LENGTH} became {LENGTH // 2}"
     assert embedded in found.blamed
+
+
+class Normed(nn.Module):
+    """Sequence parallelism around Megatron's pair: every kind of conversion at a boundary but one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, DIM)
+        self.norm = nn.LayerNorm(DIM)
+        self.mlp = MLP()
+        self.head = nn.Linear(DIM, 64, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return self.head(x + self.mlp(self.norm(x)))
+
+
+def megatron(model: nn.Module) -> Plan:
+    return handmade_plan(
+        model,
+        Mesh(tp=2),
+        parameters={
+            "embedding.weight": ("S(0)", "S(0)"),
+            "norm.weight": ("R", "R*"),
+            "norm.bias": ("R", "R*"),
+            "mlp.up_proj.weight": ("S(0)", "S(0)"),
+            "mlp.down_proj.weight": ("S(1)", "S(1)"),
+            "head.weight": ("R", "R"),
+        },
+        boundaries={
+            "embedding": ({"input": "R -> rows"}, {"output": "rows -> S(1)"}),
+            "mlp.up_proj": ({"input": "S(1) -> R*"}, {}),
+            "mlp.down_proj": ({}, {"output": "P -> S(1)"}),
+            "head": ({"input": "S(1) -> R"}, {}),
+        },
+    )
+
+
+def expanded_as(plan: Plan, graph: ModelGraph) -> Expanded:
+    """The choice of every decision that says what the plan says."""
+    formulation = formulate(graph, eager_to_shard(), Mesh(tp=2))
+    space = formulation.space
+    boundaries, parameters = plan.boundary_plans(), plan.parameter_plans()
+    fixed: dict[str, Callable[[Strategy], bool]] = {}
+    for boundary in graph.boundaries:
+        planned = boundaries.get(boundary.module)
+        crossings = {} if planned is None else planned.inputs if boundary.direction == "input" else planned.outputs
+        crossing = crossings.get(boundary.path)
+        fixed[boundary.name] = (
+            (lambda s: s.operands == s.results)
+            if crossing is None
+            else (lambda s, c=crossing: (s.operands, s.results) == ((c.conversion.source,), (c.conversion.target,)))
+        )
+    for name, readings in space.readings.items():
+        for reading in readings:
+            layout = parameters[name].reads[reading.op.module]
+            fixed[reading.name] = lambda s, layout=layout: s.results == (layout,)
+    penalties = tuple(
+        Term(
+            name="wish",
+            expressions=(Expression(terms=((name, tuple(float(not is_planned(s)) for s in space.strategies[name])),)),),
+        )
+        for name, is_planned in fixed.items()
+    )
+    solution = solvers.solve(dataclasses.replace(formulation.problem, objective=penalties))
+    assert solution.objective == 0.0
+    assert solution.choice is not None
+    return Expanded(formulation=expand(formulation, solution.choice))
+
+
+def structure_of_megatron() -> Plan | Counterexample:
+    inputs = {"tokens": torch.zeros(1, LENGTH, dtype=torch.long)}
+    with torch.device("meta"):
+        model = Normed()
+    plan = megatron(model)
+    expanded = expanded_as(plan, trace(model, inputs))
+    return check_structure(model, inputs, expanded, plan, loss=None, cast=unchanged)
+
+
+def test_what_apply_makes_of_megatron_s_plan_is_the_model() -> None:
+    assert isinstance(structure_of_megatron(), Plan)
+
+
+def on_the_last_rank_alone(wrong: Callable[..., Any], right: Callable[..., Any]) -> Callable[..., Any]:
+    """`wrong` where the group's rank is 1, and right elsewhere."""
+
+    def run(*args: Any) -> Any:
+        group = next(a.group if hasattr(a, "group") else a for a in args if hasattr(a, "group") or hasattr(a, "rank"))
+        return wrong(*args) if group.rank == 1 else right(*args)
+
+    return run
+
+
+def outputs_stay(self: localize.Site, output: object) -> object:
+    return output
+
+
+right_forward, right_reduce = convert.Converter.forward, convert._reduce_scatter
+right_call = localize.Crossing.__call__
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "sabotaged", "message"),
+    [
+        (localize.Site, "convert_outputs", outputs_stay, "expected the local shapes"),
+        (localize.Site, "convert_inputs", lambda self, args, kwargs: (args, kwargs), "expected the local shapes|run"),
+        (read.ParameterReads, "local", lambda self, parameter, readers: parameter.full_tensor(), "cannot run"),
+        (convert, "_reduce_scatter", lambda x, dim, group: x.chunk(2, dim)[0].clone(), "is converted by"),
+        (convert, "_all_gather", lambda x, dim, group: torch.cat([x, x], dim), "is converted by"),
+        (
+            convert,
+            "_reduce_scatter",
+            on_the_last_rank_alone(lambda x, dim, group: x.chunk(2, dim)[0].clone(), right_reduce),
+            "is converted by",
+        ),
+        (convert.Converter, "forward", lambda self, x: right_forward(self, right_forward(self, x)), "shapes|run"),
+        (localize.Crossing, "__call__", lambda self, x, frames: x, "shapes|run"),
+        (localize.Crossing, "__call__", lambda self, x, frames: right_call(self, x, frames) * 1, "aten.mul"),
+    ],
+    ids=[
+        "outputs stay",
+        "inputs stay",
+        "weights whole",
+        "no reduction",
+        "no gather",
+        "no reduction on the last rank",
+        "twice",
+        "no conversion",
+        "a product beside it",
+    ],
+)
+def test_what_apply_does_wrong_is_found(
+    monkeypatch: pytest.MonkeyPatch, place: object, name: str, sabotaged: Callable[..., Any], message: str
+) -> None:
+    """Shapes alone would not show a collective that is left out, nor the first rank alone what the last one does."""
+    monkeypatch.setattr(place, name, sabotaged)
+    found = structure_of_megatron()
+    assert isinstance(found, Counterexample)
+    assert re.search(message, found.message), found.message
 
 
 def equals_one_process(build: Callable[[], nn.Module], plan: Plan) -> None:

@@ -318,7 +318,7 @@ def test_a_mesh_of_fewer_gpus_than_there_are_says_so() -> None:
 def test_provenance_gives_bound_gap_proof_and_unruled_ops() -> None:
     text = " ".join(render(make_plan(), width=120).split())
     assert "highs: optimal, 500 ms, bound 495 ms, gap 1.00%, 12 meshes tried" in text
-    assert "proven: retraced on local shapes, op by op" in text
+    assert "proven: run as applied on the first and last rank" in text
     assert "forbidden on the way: attention: view [1, 4096, 32, 128]" in text
     assert "no rule for aten.foo.default" in text
 

@@ -555,3 +555,51 @@ def test_a_cast_changes_what_crosses_before_the_mark():
 def test_a_trace_is_deterministic():
     first, second = (trace(Stack(*(Layer(D, 8) for _ in range(3))), {"x": meta(B, D)}) for _ in range(2))
     assert first.fingerprint == second.fingerprint
+
+
+# Values that are asked for.
+
+
+def small(x: Tensor) -> bool:
+    return bool((torch.arange(3, device=x.device) < 2).sum().item() == 2)
+
+
+@pytest.mark.parametrize(
+    ("asks", "runs"),
+    [
+        (lambda x: small(x), "relu"),
+        (lambda x: bool((torch.diff(torch.arange(x.shape[0], device=x.device)) == 1).all()), "relu"),
+        (lambda x: torch.linspace(0, 1, 5, device=x.device).tolist()[-1] == 1.0, "relu"),
+        (lambda x: int(torch.full((2,), 3, device=x.device)[1]) == 4, "sigmoid"),
+        (lambda x: 7 in torch.arange(5, device=x.device), "sigmoid"),
+        (lambda x: bool(torch.tensor(0.5) > 0), "relu"),
+        (lambda x: torch.compiler.is_compiling() or torch.compiler.is_exporting(), "sigmoid"),
+    ],
+)
+def test_what_depends_on_no_data_is_known(asks: Callable[[Tensor], bool], runs: str) -> None:
+    """And code that asks whether it is being compiled is not."""
+    graph = traced(lambda x, w: (x * w).relu() if asks(x) else (x * w).sigmoid())
+    assert ops(graph)[-1] == runs
+
+
+def overwritten(x: Tensor) -> Tensor:
+    flags = torch.zeros(2, device=x.device)
+    flags[0] = 1
+    return flags
+
+
+@pytest.mark.parametrize(
+    "makes",
+    [
+        lambda x: x.sum(),
+        lambda x: torch.arange(3, device=x.device) * x[0, 0],
+        lambda x: torch.rand(3, device=x.device),
+        lambda x: torch.rand(3) < 0.5,
+        lambda x: overwritten(x),
+        lambda x: overwritten(x).view(1, 2)[0],
+        lambda x: torch.zeros(2, device=x.device).add_(1),
+    ],
+)
+def test_what_depends_on_data_or_chance_is_not(makes: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(ModelError, match="could not be traced"):
+        traced(lambda x, w: x * w if makes(x).sum() > 0 else w)

@@ -571,7 +571,7 @@ def test_the_loss_is_not_a_summand() -> None:
 
 
 def test_numbers_read_off_a_local_shape_are_the_other_half() -> None:
-    """Every layout is right where a module divides by the width it sees: that the retrace finds."""
+    """Every layout is right where a module divides by the width it sees: that the proof's other half finds."""
     build: Callable[[], nn.Module] = lambda: ProveModel(Scaled())  # noqa: E731
     graph = trace(build(), {"x": torch.randn(1, LENGTH, PROVE_DIM)})
     unproven = solve_prove(build, prove=False)

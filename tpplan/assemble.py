@@ -75,7 +75,7 @@ class Expanded:
         return self.strategy(place[0]).results[place[1]] if place is not None else R
 
     def local_shapes(self) -> dict[str, tuple[int, ...]]:
-        """One rank's shapes of computed values under the layouts chosen; a retrace that agrees has seen these."""
+        """One rank's shapes of computed values under the layouts chosen; a proof has seen these."""
         tp, values = self.formulation.mesh.tp, self.graph.values
         names = (result for node in self.graph.nodes for result in node.results)
         return {name: local_shape(values[name].shape, self.layout(name), tp) for name in names}

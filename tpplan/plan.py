@@ -207,8 +207,9 @@ class Fingerprints:
 
 
 class ProofStatus(StrEnum):
-    """proven: the applied model was retraced on every op's local shapes and literals, and the layout of every value and
-    gradient was derived from the plan alone. unproven: nothing was."""
+    """proven: what apply makes of the model, on the first and the last rank, runs the model's ops on the local shapes and
+    literals of the plan, and the layout of every value and gradient was derived from the plan alone. unproven: nothing
+    was checked."""
 
     UNPROVEN = "unproven"
     PROVEN = "proven"

@@ -47,7 +47,7 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counterexample:
-    """Where the retrace differs: the op, what was expected and seen, and the decisions whose sharding is to blame."""
+    """Where what runs differs: the op, what was expected and seen, and the decisions whose sharding is to blame."""
 
     message: str
     blamed: tuple[str, ...]
@@ -125,7 +125,7 @@ def _doings(plan: Plan, module: str) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Image:
-    """What a node of a retrace shows of itself."""
+    """What a node of an applied model's graph shows of itself."""
 
     title: str
     literals: object

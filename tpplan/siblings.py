@@ -1,4 +1,4 @@
-"""Like layers are traced once: in the export, a sibling that must give the same graph is one opaque op.
+"""Like layers are traced once: in a trace, a sibling that must give the same graph is one opaque op.
 
 Two modules are alike when they run the same code on the same data: equal class, equal attributes all the way down,
 parameters and buffers equal in shape, dtype and requires_grad, no hooks. A layer that knows its own index differs from

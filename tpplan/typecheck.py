@@ -16,8 +16,8 @@ ranks and both directions) and the conversions of tpplan.layout. Of decisions, c
 
 What an op gives follows from what it reads, with two exceptions: a dim that is stretched may be whole or a slice, as
 far as it is told to stretch, and a tensor made of nothing and written to later may be R or R*. So `_forward` keeps what
-is possible, and `_backward` takes what the readers need. How far a rank really stretches is seen by a retrace: every
-layout must have its `local_shapes`.
+is possible, and `_backward` takes what the readers need. How far a rank really stretches is seen where the applied
+model runs: every layout must have its `local_shapes`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,7 +49,7 @@ class Mistyped:
 def typecheck(graph: ModelGraph, plan: Plan, *, local_shapes: Mapping[str, Shape] | None = None) -> Mistyped | None:
     """None when every value of the graph has a layout under the plan, else the first problem.
 
-    `local_shapes` are the shapes of computed values on one rank, where a retrace has seen them.
+    `local_shapes` are the shapes of computed values on one rank, where the applied model was seen to run.
     """
     return next(_Checker(graph, plan, local_shapes or {}).problems(), None)
 
