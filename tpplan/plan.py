@@ -207,8 +207,8 @@ class Fingerprints:
 
 
 class ProofStatus(StrEnum):
-    """proven: what apply makes of the model, on the first and the last rank, runs the model's ops on the local shapes and
-    literals of the plan, and the layout of every value and gradient was derived from the plan alone. unproven: nothing
+    """proven: what apply makes of the model, on the first and the last rank, runs the model's ops on local shapes and
+    literals as planned, and the layout of every value and gradient was derived from the plan alone. unproven: nothing
     was checked."""
 
     UNPROVEN = "unproven"

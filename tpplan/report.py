@@ -35,7 +35,7 @@ _RECOMPUTE = {
 }
 _PROOF = {
     ProofStatus.UNPROVEN: "nothing was checked",
-    ProofStatus.PROVEN: "run as applied on the first and last rank, op by op; every layout derived again from the plan alone",
+    ProofStatus.PROVEN: "run as applied on the first and last rank; every layout derived again from the plan alone",
 }
 _AXES = {
     Axis.REPLICATE: "{ranks} replicas split the batch; gradients are all-reduced",
