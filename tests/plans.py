@@ -100,7 +100,7 @@ def handmade_plan(
             graph="none",
             inputs={},
         ),
-        proof=ProofReport(status=ProofStatus.UNPROVEN, rounds=0, cuts=()),
+        proof=ProofReport(status=ProofStatus.UNPROVEN, rounds=0, cuts=(), assumptions=()),
         unruled_ops={},
     )
 

@@ -114,7 +114,7 @@ EXAMPLE = Plan(
     ),
     solver=SolverReport(name="highs", status=Status.OPTIMAL, objective_s=0.5, bound_s=0.5, gap=0.0, meshes_tried=4),
     fingerprints=Fingerprints(parameters="sha256:1", graph="sha256:2", inputs={"tokens": "int64[2, 128]"}),
-    proof=ProofReport(status=ProofStatus.PROVEN, rounds=1, cuts=("layers.0.up: S(1)",)),
+    proof=ProofReport(status=ProofStatus.PROVEN, rounds=1, cuts=("layers.0.up: S(1)",), assumptions=()),
     unruled_ops={"aten.diagonal.default": 0.001},
 )
 

@@ -123,7 +123,12 @@ def make_plan(
             name="highs", status=Status.OPTIMAL, objective_s=0.5, bound_s=0.495, gap=0.01, meshes_tried=12
         ),
         fingerprints=Fingerprints(parameters="sha256:1", graph="sha256:2", inputs={"tokens": "int64[1, 4096]"}),
-        proof=ProofReport(status=ProofStatus.PROVEN, rounds=2, cuts=("attention: view [1, 4096, 32, 128]",)),
+        proof=ProofReport(
+            status=ProofStatus.PROVEN,
+            rounds=2,
+            cuts=("attention: view [1, 4096, 32, 128]",),
+            assumptions=("masks.py:7: if mask.all(): is True",),
+        ),
         unruled_ops={"aten.foo.default": 0.02},
     )  # fmt: skip
 
@@ -319,6 +324,7 @@ def test_provenance_gives_bound_gap_proof_and_unruled_ops() -> None:
     text = " ".join(render(make_plan(), width=120).split())
     assert "highs: optimal, 500 ms, bound 495 ms, gap 1.00%, 12 meshes tried" in text
     assert "proven: run as applied on the first and last rank" in text
+    assert "masks.py:7: if mask.all(): is True, as for the example inputs" in text
     assert "forbidden on the way: attention: view [1, 4096, 32, 128]" in text
     assert "no rule for aten.foo.default" in text
 

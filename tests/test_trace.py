@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tpplan.errors import ModelError
 from tpplan.graph import LOSS_SCOPE, Direction, ModelGraph, Op, SourceKind, Value
-from tpplan.trace import trace
+from tpplan.trace import assumptions, trace
 
 B, D = 6, 4
 
@@ -591,7 +591,7 @@ def overwritten(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "makes",
     [
-        lambda x: x.sum(),
+        lambda x: x.sum(),  # the example itself has no values here
         lambda x: torch.arange(3, device=x.device) * x[0, 0],
         lambda x: torch.rand(3, device=x.device),
         lambda x: torch.rand(3) < 0.5,
@@ -603,3 +603,37 @@ def overwritten(x: Tensor) -> Tensor:
 def test_what_depends_on_data_or_chance_is_not(makes: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(ModelError, match="could not be traced"):
         traced(lambda x, w: x * w if makes(x).sum() > 0 else w)
+
+
+def raising(x: Tensor) -> Tensor:
+    if (x < 0).any():
+        raise ValueError("negative")
+    return x
+
+
+@pytest.mark.parametrize(
+    ("function", "target", "expected"),
+    [
+        (lambda x, w: (x * w).relu() if x.sum() > 0 else x * w, "relu", [True]),
+        (lambda x, w: (x * w).relu() if -1.0 in x else (x * w).sigmoid(), "sigmoid", [False]),
+        (lambda x, w: raising(x) * w, "mul", []),
+        (lambda x, w: (x * w, x.all() and None)[0], "all", []),
+        (lambda x, w: (x * w).mul(int(x.sum())), "mul", [B * D]),
+        (lambda x, w: (x * w).mul(float(x.detach().view(-1)[0] + 1)), "mul", [2.0]),
+    ],
+    ids=["matters", "matters, contained", "raises", "does not matter", "a number", "another number"],
+)
+def test_the_examples_answer_for_the_inputs_and_what_that_decides_is_told(
+    function: Callable[[Tensor, Tensor], object], target: str, expected: list[object]
+) -> None:
+    model, inputs = Model(function), {"x": torch.ones(B, D)}
+    graph = trace(model, inputs)
+    assert ops(graph)[-1] == target
+    found = assumptions(graph, model, inputs)
+    assert [text.rpartition(" is ")[2] for text in found] == list(map(repr, expected))
+    assert all(text.startswith("test_trace.py:") for text in found)
+
+
+def test_weights_answer_nothing() -> None:
+    with pytest.raises(ModelError, match="depend on weights"):
+        trace(Model(lambda x, w: x * w if w.sum() > 0 else x), {"x": torch.ones(B, D)})

@@ -8,7 +8,7 @@ where a layout may change.
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from math import prod
@@ -146,6 +146,7 @@ class ModelGraph:
     """A traced model: sources, nodes in order, outputs, and the repeated blocks found in it.
 
     `outputs` are (path, value name); `loss` is the scalar from which backward starts, if there is one.
+    `questions` are the lines of code that asked for values of inputs, and what they were told.
     """
 
     values: dict[str, Value] = field(hash=False)
@@ -154,6 +155,7 @@ class ModelGraph:
     outputs: tuple[tuple[str, str], ...]
     loss: str | None
     blocks: tuple[RepeatedBlock, ...] = ()
+    questions: tuple[tuple[str, object], ...] = ()
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:
@@ -199,8 +201,8 @@ class ModelGraph:
         return graph
 
     def to_json(self) -> str:
-        """The whole graph as JSON with sorted keys; the fingerprint is taken over it."""
-        return json.dumps(asdict(self), sort_keys=True, default=str)
+        """The graph as JSON with sorted keys, without the questions; the fingerprint is taken over it."""
+        return json.dumps(asdict(replace(self, questions=())), sort_keys=True, default=str)
 
     @cached_property
     def fingerprint(self) -> str:

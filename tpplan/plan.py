@@ -217,11 +217,13 @@ class ProofStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofReport:
-    """How the plan was checked, after how many rounds of solving, and what was forbidden on the way."""
+    """How the plan was checked, after how many rounds of solving, and what was forbidden on the way. `assumptions` are
+    answers that the model's code had from the values of its example inputs, and would go another way without."""
 
     status: ProofStatus
     rounds: Size
     cuts: tuple[str, ...]
+    assumptions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

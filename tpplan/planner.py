@@ -39,7 +39,7 @@ from tpplan.prove import Counterexample, check_structure
 from tpplan.reader import path_of
 from tpplan.rules import Strategy
 from tpplan.space import build_space
-from tpplan.trace import Inputs, Loss, repeated_children, trace
+from tpplan.trace import Inputs, Loss, assumptions, repeated_children, trace
 from tpplan.typecheck import Mistyped, typecheck
 from tpplan.units import format_bytes
 
@@ -184,6 +184,7 @@ class _Job:
     inputs: Inputs = field(init=False)
     units: tuple[str, ...] = field(init=False)
     graph: ModelGraph = field(init=False)
+    assumptions: tuple[str, ...] = ()
 
     def candidates(self, *, tp: int | None, fsdp: int | None) -> list[Mesh]:
         """Meshes whose data-parallel ranks divide the global batch. Raises UsageError where none does."""
@@ -218,6 +219,9 @@ class _Job:
             self.inputs = pytree.tree_map(_to_bfloat16, self.inputs)
         # A forward may leave tensors of the trace on its module; the proof copies a model that has none.
         self.graph = trace(copy.deepcopy(self.model), self.inputs, loss=self.loss, cast=self.cast)
+        if self.graph.questions:
+            model = copy.deepcopy(self.model)
+            self.assumptions = assumptions(self.graph, model, self.inputs, loss=self.loss, cast=self.cast)
         self.report("trace", 1, 1)
 
     def cast(self, tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
@@ -438,7 +442,9 @@ class _Job:
             fingerprints=Fingerprints(
                 parameters=parameters_fingerprint(rows), graph=graph.fingerprint, inputs=_input_shapes(self.inputs)
             ),
-            proof=ProofReport(status=status, rounds=rounds, cuts=tuple(self.cut_messages)),
+            proof=ProofReport(
+                status=status, rounds=rounds, cuts=tuple(self.cut_messages), assumptions=self.assumptions
+            ),
             unruled_ops=expanded.unruled_ops(),
         )
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._meta_registrations import meta_grouped_mm
+from torch._dispatch.python import enable_python_dispatcher
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from tpplan.graph import SourceKind
-from tpplan.known import KnownValues
+from tpplan.known import KnownValues, Question
 
 #: the key in a node's meta under which stands what was running
 SCOPE = "tpplan_scope"
@@ -41,6 +41,7 @@ class Program:
     graph_module: torch.fx.GraphModule
     given: tuple[Given, ...]
     out_spec: pytree.TreeSpec
+    questions: tuple[Question, ...]
 
 
 class StoppedError(Exception):
@@ -51,16 +52,25 @@ class StoppedError(Exception):
         self.ran = ran
 
 
-def record(module: nn.Module, leaves: Sequence[Any], paths: Sequence[str], scope: Callable[[], str]) -> Program:
-    """module(*leaves), the leaves being called by their paths. Of a DTensor parameter, the local tensor is given.
+def record(
+    module: nn.Module,
+    leaves: Sequence[Any],
+    paths: Sequence[str],
+    scope: Callable[[], str],
+    otherwise: frozenset[int] = frozenset(),
+) -> Program:
+    """module(*leaves) on meta tensors, the leaves being called by their paths. Of a DTensor parameter, the local tensor
+    is given. Questions about the leaves' values are answered, those in `otherwise` (by number) the other way.
 
     Raises StoppedError where the forward raises, also for a question that only real data can answer.
     """
+    placed = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     given: list[tuple[SourceKind, str, Tensor]] = [
         *((SourceKind.PARAMETER, name, _local(value)) for name, value in module.named_parameters()),
         *((SourceKind.BUFFER, name, value) for name, value in module.named_buffers()),
-        *((SourceKind.INPUT, p, leaf) for p, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor)),
+        *((SourceKind.INPUT, p, leaf) for p, leaf in zip(paths, placed, strict=True) if isinstance(leaf, Tensor)),
     ]
+    known = KnownValues(((p, v) for p, v in zip(placed, leaves, strict=True) if isinstance(v, Tensor)), otherwise)
     specs: list[pytree.TreeSpec] = []
     graphs: list[torch.fx.Graph] = []
 
@@ -69,8 +79,8 @@ def record(module: nn.Module, leaves: Sequence[Any], paths: Sequence[str], scope
         mode = get_proxy_mode()
         assert mode is not None
         graphs.append(mode.tracer.graph)
-        with KnownValues(), _noting(mode.tracer, scope):
-            found, spec = pytree.tree_flatten(module(*leaves))
+        with known, _noting(mode.tracer, scope):
+            found, spec = pytree.tree_flatten(module(*placed))
         specs.append(spec)
         return [_local(leaf) for leaf in found]
 
@@ -89,6 +99,7 @@ def record(module: nn.Module, leaves: Sequence[Any], paths: Sequence[str], scope
             for placeholder, (kind, label, _) in zip(placeholders, given, strict=True)
         ),
         out_spec=specs[0],
+        questions=tuple(known.questions),
     )
 
 
@@ -128,18 +139,26 @@ def _noting(tracer: Any, scope: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _grouped_products() -> Iterator[None]:
-    """torch's shapes of a grouped product are those of its CUDA kernel, bfloat16 alone; on a CPU any dtype will do."""
+    """torch knows the shapes of a grouped product for its CUDA kernel: bfloat16, rows of whole 16 bytes. Other kernels,
+    of a CPU or of the code's own, take others, and the code that chose this one knows its device."""
 
-    def of_any_dtype(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
-        result: Tensor = meta_grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16), offs=offs, bias=bias)
-        return result.to(out_dtype or a.dtype)
+    def product(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+        groups = (offs.shape[0],) if a.dim() == b.dim() == 2 else a.shape[:1] if a.dim() == b.dim() else ()
+        return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
 
-    library: Any = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
-    library.impl("_grouped_mm", of_any_dtype, allow_override=True)
+    operator = torch.ops.aten._grouped_mm.default
+    before = operator.py_kernels[torch._C.DispatchKey.Meta]
+    _set_meta(operator, product)
     try:
-        yield
+        with enable_python_dispatcher():
+            yield
     finally:
-        library._destroy()
+        _set_meta(operator, before)
+
+
+def _set_meta(operator: torch._ops.OpOverload[Any, Any], kernel: Callable[..., Any]) -> None:
+    operator.py_kernels[torch._C.DispatchKey.Meta] = kernel
+    operator._dispatch_cache.clear()
 
 
 @contextlib.contextmanager

@@ -88,6 +88,7 @@ class GraphReader:
             nodes=tuple(self.nodes),
             outputs=named,
             loss=scalars[0] if scalars else None,
+            questions=tuple((question.where, question.answer) for question in self.program.questions),
         )
         return find_repeated_blocks(graph)
 

@@ -259,6 +259,8 @@ def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{_plural(solver.meshes_tried, 'mesh', 'meshes')} tried",
     )
     yield "proof", f"{proof.status}: {_PROOF[proof.status]} ({_plural(proof.rounds, 'round')})"
+    for assumption in proof.assumptions:
+        yield "assuming", f"{assumption}, as for the example inputs"
     for key, sizes in sorted(plan.sizes.items()):
         numbers = ", ".join(f"{s.call} {s.written} as {s.local}" for s in dict.fromkeys(sizes))
         yield "sizes", f"{key}: {numbers}"

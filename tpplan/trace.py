@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 #: changes a tensor at a boundary while tracing, by (module, direction, path)
 BoundaryHook = Callable[[torch.Tensor, str, Direction, str], torch.Tensor]
 
+#: questions about inputs that are answered otherwise, to see whether it matters; others are taken to matter
+MOST_TRIED = 8
+
 Loss = Callable[[Any, Any], torch.Tensor]
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 
@@ -158,19 +161,21 @@ def trace(
     loss: Loss | None = None,
     cast: BoundaryHook = unchanged,
     doings: Doings | None = None,
+    otherwise: frozenset[int] = frozenset(),
 ) -> ModelGraph:
     """The graph of one training forward, loss included, at the shapes of `inputs`.
 
     `inputs` is what example_inputs gives: keyword arguments (those forward does not take go to the loss alone), or a
     tuple. `cast` changes a tensor before it crosses a boundary, as FSDP's mixed precision does. Like layers are traced
-    once; of a model that a plan was applied to, doings(module) says what the plan does inside one. Raises TraceError
-    where it stops, naming the module that was running and the original error.
+    once; of a model that a plan was applied to, doings(module) says what the plan does inside one. Questions about the
+    inputs' values are answered by them, those in `otherwise` the other way. Raises TraceError where it stops, naming
+    the module that was running and the original error.
     """
     try:
-        return _trace(model, inputs, loss, cast, standing_in(model, doings))
+        return _trace(model, inputs, loss, cast, standing_in(model, doings), otherwise)
     except NotAlikeError as reason:
         logger.info("every layer is traced: %s", reason)
-        return _trace(model, inputs, loss, cast, contextlib.nullcontext())
+        return _trace(model, inputs, loss, cast, contextlib.nullcontext(), otherwise)
 
 
 @own_code
@@ -184,16 +189,36 @@ def _again(tensor: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False)
 
 
+def assumptions(
+    graph: ModelGraph, model: nn.Module, inputs: Inputs, *, loss: Loss | None = None, cast: BoundaryHook = unchanged
+) -> tuple[str, ...]:
+    """What the trace of a model took from the values of its inputs, and would be another without.
+
+    A question that could have been answered otherwise, and with the same graph or an error, is none.
+    """
+    found: dict[str, None] = {}
+    for number, (where, answer) in enumerate(graph.questions):
+        if isinstance(answer, bool) and number < MOST_TRIED:
+            try:
+                other = trace(model, inputs, loss=loss, cast=cast, otherwise=frozenset({number}))
+            except TraceError:
+                continue
+            if other.fingerprint == graph.fingerprint:
+                continue
+        found[f"{where} is {answer!r}"] = None
+    return tuple(found)
+
+
 def _trace(
     model: nn.Module,
     inputs: Inputs,
     loss: Loss | None,
     cast: BoundaryHook,
     siblings: contextlib.AbstractContextManager[None],
+    otherwise: frozenset[int],
 ) -> ModelGraph:
     leaves, spec = pytree.tree_flatten(inputs)
     paths = [path_of(path) for path, _ in pytree.tree_flatten_with_path(inputs)[0]]
-    placed = [leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     running: list[str] = []
 
     def scope() -> str:
@@ -203,7 +228,7 @@ def _trace(
 
     with on_meta(model), _training(model), siblings, _marked(model, cast), naming_modules(model, running), _quiet():
         try:
-            program = record(_Step(model, loss, spec), placed, paths, scope)
+            program = record(_Step(model, loss, spec), leaves, paths, scope, otherwise)
         except StoppedError as stopped:
             where = f"in module {running[-1]!r}" if running and running[-1] else "in the model's forward or loss"
             error = stopped.__cause__
