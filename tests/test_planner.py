@@ -256,12 +256,14 @@ def test_models_that_cannot_be_planned_say_why() -> None:
     cluster = tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard())
     options = {"cluster": cluster, "global_batch": 2, "seq_len": 1}
 
-    class Branches(nn.Module):
+    class Branches(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return x if x.sum() > 0 else -x
+            return x if self.weight.sum() > 0 else -x
 
-    with pytest.raises(ModelError, match="could not be traced"):
-        tpplan.solve(Branches, lambda batch, seq_len: (torch.zeros(batch),), **options)
+    with pytest.raises(ModelError, match="could not be traced.*depend on weights"):
+        tpplan.solve(lambda: Branches(1, 1), lambda batch, seq_len: (torch.zeros(batch, 1),), **options)
+    with pytest.raises(ModelError, match="Identity has no parameters"):
+        tpplan.solve(nn.Identity, lambda batch, seq_len: (torch.zeros(batch),), **options)
     with pytest.raises(ModelError, match=r"expected a torch\.nn\.Module"):
         tpplan.solve(lambda: 3, lambda batch, seq_len: (torch.zeros(batch),), **options)  # type: ignore[arg-type,return-value]
 

@@ -209,6 +209,8 @@ class _Job:
             self.model = self.build_model()
         if not isinstance(self.model, nn.Module):
             raise ModelError(f"the builder returned {type(self.model).__name__}, expected a torch.nn.Module")
+        if next(self.model.parameters(), None) is None:
+            raise ModelError(f"{type(self.model).__name__} has no parameters: there is nothing to train or to shard")
         self.units = repeated_children(self.model)
         if self.precision is not Precision.FP32:
             for parameter in self.model.parameters():
