@@ -24,7 +24,7 @@ from tpplan.assemble import Expanded
 from tpplan.blocks import like_nodes
 from tpplan.exported import IGNORED, argument_of
 from tpplan.graph import LOSS_SCOPE, Argument, Boundary, Direction, ModelGraph, Op, Ref, within
-from tpplan.layout import LayoutKind, local_shape
+from tpplan.layout import local_shape
 from tpplan.plan import SizePlan
 from tpplan.rewrite import rewrite_calls
 from tpplan.rules import Call, localized_arguments, takes_sizes, written_sizes
@@ -301,7 +301,7 @@ def _local_sizes(expanded: Expanded, name: str) -> set[int]:
     values = [expanded.graph.values[result] for result in node.results]
     tp = expanded.formulation.mesh.tp
     return {
-        value.shape[layout.dim] // tp
+        local_shape(value.shape, layout, tp)[layout.dim]
         for value, layout in zip(values, expanded.strategy(name).results, strict=True)
         if layout.dim is not None
     }
@@ -331,5 +331,5 @@ def _parent(expanded: Expanded, module: str) -> str:
 def _sharded(expanded: Expanded, nodes: Iterable[Op | Boundary]) -> Iterator[str]:
     for node in nodes:
         strategy = expanded.strategy(node.name)
-        if any(layout.kind is LayoutKind.SHARD for layout in (*strategy.operands, *strategy.results)):
+        if any(layout.dim is not None for layout in (*strategy.operands, *strategy.results)):
             yield node.name
