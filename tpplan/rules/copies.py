@@ -15,7 +15,9 @@ from tpplan.rules.views import EXPANDS, RESHAPES
 Extra = Mapping[str, frozenset[Layout]]
 
 #: ops that read heads which ranks share, and give each rank its own
-_SHARING = frozenset({"aten.scaled_dot_product_attention.default", "aten.repeat_interleave.self_int", *RESHAPES})
+_SHARING = frozenset({"aten.scaled_dot_product_attention.default", "aten.repeat_interleave.self_int"})
+#: ops between the stretching of a dim and the reshape that joins it to the heads'
+_BETWEEN = frozenset({"aten.clone.default", "aten.contiguous.default"})
 _COPIES = frozenset({LayoutKind.COPIED, LayoutKind.JOINT})
 
 
@@ -37,5 +39,9 @@ def copied_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strateg
 
 def _shares(graph: ModelGraph, op: Op) -> bool:
     """True where heads may be shared; a reshape that makes one dim of two does so where the second was stretched."""
-    producer = graph.producers.get(op.operands[0]) if op.target in RESHAPES else None
-    return op.target in _SHARING if producer is None else isinstance(producer, Op) and producer.target in EXPANDS
+    if op.target not in RESHAPES:
+        return op.target in _SHARING
+    producer = graph.producers.get(op.operands[0])
+    while isinstance(producer, Op) and producer.target in _BETWEEN:
+        producer = graph.producers.get(producer.operands[0])
+    return isinstance(producer, Op) and producer.target in EXPANDS
