@@ -3,6 +3,7 @@
 B batch, T sequence, D model, H query heads, K key and value heads, E head size.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,12 +12,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from examples import eager_to_shard
+from plans import Boundaries, Parameters, handmade_plan
 from ranks import run_ranks
 from test_examples import TOLERANCE, part, relative_errors
 from torch import Tensor, nn
 
 import tpplan
-from tpplan.plan import Plan
+from tpplan.graph import ModelGraph
+from tpplan.mesh import Mesh
+from tpplan.plan import Plan, SizePlan
+from tpplan.trace import trace
+from tpplan.typecheck import typecheck
 
 D, H, E, V = 64, 8, 8, 64
 BATCH, SEQ_LEN = 4, 16
@@ -177,3 +183,109 @@ def test_heads_are_shared_by_ranks_as_in_one_process(form: str, num_kv_heads: in
         errors = relative_errors(applied_gradients, gradients)
         worst = max(errors, key=lambda name: errors[name])
         assert errors[worst] < TOLERANCE, (worst, errors[worst])
+
+
+# ---- wrong plans
+
+
+def by_hand(
+    form: str = "grouped",
+    num_kv_heads: int = 2,
+    *,
+    tp: int = 4,
+    read: str = "S(0)/2",
+    sizes: int = 0,
+    changes: Parameters | None = None,
+    boundary: Boundaries | None = None,
+) -> Plan:
+    """Megatron's, with `read` for keys and values; `sizes` replaces the number of their heads in the code."""
+    attentions = [f"layers.{i}.attention" for i in range(2)]
+    column, row, shared = ("S(0)", "S(0)"), ("S(1)", "S(1)"), ("R", read)
+    weights = {"q_proj.weight": column, "q_proj.bias": column, "o_proj.weight": row, "o_proj.bias": ("R", "P")}
+    weights |= {f"{name}_proj.{kind}": shared for name in "kv" for kind in ("weight", "bias")}
+    if form == "normed":
+        weights |= {"q_norm.weight": ("R", "R*"), "k_norm.weight": ("R", "R*")}
+    plan = handmade_plan(
+        build(form, num_kv_heads),
+        Mesh(tp=tp),
+        parameters={f"{a}.{name}": plan for a in attentions for name, plan in (weights | dict(changes or {})).items()},
+        boundaries={a: ({"x": "R -> R*"}, {"output": "P -> R"}) for a in attentions} | dict(boundary or {}),
+    )
+    places = (("view", 4, 2), ("unflatten", 2, 0))
+    local = tuple(
+        SizePlan(call=call, count=count, position=position, written=num_kv_heads, local=sizes)
+        for call, count, position in places
+    )
+    return dataclasses.replace(plan, sizes=dict.fromkeys(attentions, local) if sizes else {})
+
+
+def graph_of(form: str, num_kv_heads: int) -> ModelGraph:
+    return trace(build(form, num_kv_heads), example_inputs(1, SEQ_LEN), loss=loss_of)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_plans_by_hand_type(form: str) -> None:
+    graph = graph_of(form, 2)
+    assert typecheck(graph, by_hand(form)) is None
+    assert typecheck(graph, by_hand(form, tp=8)) is None
+    assert typecheck(graph_of(form, 4), by_hand(form, 4, tp=8, read="S(0)/4")) is None
+    assert typecheck(graph_of(form, 1), by_hand(form, 1, read="R*")) is None
+    assert typecheck(graph_of(form, 4), by_hand(form, 4, read="S(0)/2")) is not None
+
+
+OUTSIDE: Boundaries = {"layers.0.attention": ({}, {"output": "P -> R"})}
+KV = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
+#: by name: form, heads of keys and values, and what differs; the op or the parameter that is refused
+REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
+    "two heads on each rank": ("grouped", 4, {}, "aten.scaled_dot_product_attention.default"),
+    "more slices than heads": ("grouped", 2, {"tp": 8, "read": "S(0)/4"}, "aten.view.default"),
+    "keys in two slices, values in four": (
+        "grouped", 4, {"tp": 8, "read": "S(0)/4", "changes": dict.fromkeys(KV[:2], ("R", "S(0)/2"))},
+        "aten.scaled_dot_product_attention.default"),
+    "keys shared, values whole": (
+        "grouped", 2, {"changes": dict.fromkeys(KV[2:], ("R", "R*"))},
+        "aten.scaled_dot_product_attention.default"),
+    "a weight shared, its bias whole": (
+        "grouped", 2, {"changes": {"k_proj.bias": ("R", "R*")}}, "aten.linear.default"),
+    "a weight that rests in slices": (
+        "grouped", 2, {"changes": {"k_proj.weight": ("S(0)", "S(0)/2")}}, "parameter layers.0.attention.k_proj.weight"),
+    "slices that do not divide the ranks": (
+        "grouped", 2, {"read": "S(0)/3"}, "parameter layers.0.attention.k_proj.weight"),
+    "as many slices as ranks": ("grouped", 4, {"read": "S(0)/4"}, "parameter layers.0.attention.k_proj.weight"),
+    "stretched with two heads on each rank": ("stretched", 4, {}, "aten.scaled_dot_product_attention.default"),
+    "the input's gradient taken whole": (
+        "grouped", 2, {"boundary": OUTSIDE}, "aten.linear.default"),
+    "a norm's weight with a whole gradient": (
+        "normed", 2, {"changes": {"k_norm.weight": ("R", "R")}}, "aten.rms_norm.default"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_sharing_is_refused(name: str) -> None:
+    form, num_kv_heads, changes, title = REFUSED[name]
+    found = typecheck(graph_of(form, num_kv_heads), by_hand(form, num_kv_heads, **changes))
+    assert found is not None
+    assert found.message.startswith(f"{title} in layers.0.attention" if title.startswith("aten") else title)
+
+
+#: those of them that run on every rank, with sizes to suit
+RUNNING = {
+    "two heads on each rank": 2,
+    "the input's gradient taken whole": 1,
+    "a norm's weight with a whole gradient": 1,
+}
+
+
+def test_what_is_refused_is_wrong() -> None:
+    """The checker would prove nothing if it were right; beside each, the right plan is."""
+    for name, sizes in RUNNING.items():
+        form, num_kv_heads, changes, _ = REFUSED[name]
+        loss, gradients = one_process(form, num_kv_heads)
+        found_loss, found = run_ranks(
+            4, applied, form, num_kv_heads, by_hand(form, num_kv_heads, sizes=sizes, **changes)
+        )[0]
+        errors = (abs(found_loss / loss - 1), *relative_errors(found, gradients).values())
+        assert max(errors) > 1e-3, name
+    loss, gradients = one_process("normed", 2)
+    _, found = run_ranks(4, applied, "normed", 2, by_hand("normed", 2, sizes=1))[0]
+    assert max(relative_errors(found, gradients).values()) < TOLERANCE

@@ -68,7 +68,9 @@ class _Checker:
         self.draws = frozenset(plan.drawing_modules())
         self.modules = boundaries.keys() | plan.size_plans().keys() | self.losses.keys() | self.draws
         self.crossings = _crossings(boundaries)
-        self.extra = frozenset[Layout]().union(*find_extra_layouts(graph, self.tp).values())
+        named = {layout for parameter in self.plans.values() for layout in parameter.reads.values()}
+        named |= {conversion.target for conversion in self.crossings.values()}
+        self.extra = named.union(*find_extra_layouts(graph, self.tp).values())
         self.parameters = {source.result: source for source in graph.parameters}
         self.written = {graph.values[name].storage for op in graph.ops for name in written_operands(op)}
         self.possible: dict[str, tuple[Layout, ...]] = {
