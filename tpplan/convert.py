@@ -143,9 +143,8 @@ def _take(step: Step, x: Tensor, source: Layout, target: Layout, group: TpGroup)
             moved = _all_to_all(_rank_by_rank(x, target, group), _dim(source), _dim(target), group)
             return _in_order(moved, source, group)
         case Step.SLICE:
-            own = held(target.parts or (x.shape[_dim(target)],), target.num_slices(group.size))[
-                _slice_of(target, group)
-            ]
+            slices = held(target.parts or (x.shape[_dim(target)],), target.num_slices(group.size))
+            own = slices[_slice_of(target, group)]
             part = _laid(x, _dim(target), own)
             return part if len(own) > 1 else part.clone(memory_format=torch.contiguous_format)
         case Step.PAD:

@@ -69,7 +69,7 @@ def gather(call: Call) -> Iterable[Strategy]:
 def repeat_interleave(call: Call) -> Iterable[Strategy]:
     """Each element n times in a row: slices stay contiguous, in the repeated dim too.
 
-    A rank may repeat the one element that it has less often, which others have too.
+    An element that several ranks have, and each of them alone, is repeated by each less often.
     """
     shape = call.operands[0].shape
     letters = dim_letters(len(shape))

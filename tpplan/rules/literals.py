@@ -44,9 +44,8 @@ def localized_arguments(call: Call, strategy: Strategy, tp: int) -> tuple[Argume
             sizes = result[dim : dim + 1 + len(result) - rank]
         changed[_SIZES[call.target]] = sizes
     elif call.target in GROUPS and _shards_groups(call, strategy):
-        changed[GROUPS[call.target]] = call.integer(GROUPS[call.target], "groups", 1) // strategy.results[0].num_slices(
-            tp
-        )
+        num_slices = strategy.results[0].num_slices(tp)
+        changed[GROUPS[call.target]] = call.integer(GROUPS[call.target], "groups", 1) // num_slices
     elif call.target == REPEATS and isinstance(repeated := call.argument(2, "dim"), int):
         given = local_shape(call.operands[0].shape, strategy.operands[0], tp)[repeated]
         changed[1] = result[repeated] // given if given else call.argument(1, "repeats")

@@ -38,7 +38,7 @@ def nonlinear(call: Call) -> Iterable[Strategy]:
     "aten.negative.default", "aten.lift_fresh_copy.default",
 )  # fmt: skip
 def linear_unary(call: Call) -> Iterable[Strategy]:
-    """A sum of summands stays one, and so does a slice of two dims as one."""
+    """A sum of summands stays one, and a slice of two dims as one too."""
     yield from elementwise(call, linear_in=(_FIRST,))
     for dim in range(len(call.results[0].shape) - 1):
         yield Strategy((joint(dim),), (joint(dim),))
