@@ -1,10 +1,11 @@
 """The structure half of the proof: retrace what apply will run, on local shapes, and walk both graphs together.
 
 The model is traced again with its parameters cut to one rank's shapes and every planned conversion resizing the tensor
-that crosses. Then the same ops must run in the same order, each value must have the one local shape that its layout
-implies, and each literal must be unchanged, except sizes that view and expand are given, which the shapes cover. That
-finds sizes baked into code (`view(B, T, self.n_heads, hd)`) and positions or masks built from a sharded length. Baked
-sizes have a remedy: the same retrace with each replaced by what a rank needs (tpplan.sizes), compared in the same way.
+that crosses. Then the same ops must run in the same order (save copies that are needless on a rank), each value must
+have the one local shape that its layout implies, and each literal must be unchanged, except sizes that view and expand
+are given, which the shapes cover. That finds sizes baked into code (`view(B, T, self.n_heads, hd)`) and positions or
+masks built from a sharded length. Baked sizes have a remedy: the same retrace with each replaced by what a rank needs
+(tpplan.sizes), compared in the same way.
 The rules themselves are validated by brute force; the other half of the proof is tpplan.typecheck.
 """
 
@@ -13,7 +14,6 @@ import functools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 from torch import nn
@@ -27,12 +27,13 @@ from tpplan.graph import LOSS_SCOPE, Argument, Boundary, Direction, ModelGraph, 
 from tpplan.layout import local_shape
 from tpplan.plan import SizePlan
 from tpplan.rewrite import rewrite_calls
-from tpplan.rules import Call, localized_arguments, takes_sizes, written_sizes
+from tpplan.rules import Call, localized_arguments, takes_sizes, written_operands, written_sizes
 from tpplan.sizes import LocalSizes
 from tpplan.space import Reading
 from tpplan.trace import BoundaryHook, Inputs, Loss, TraceError, trace
 
 BOUNDARY, FRAME = "tpplan.boundary.default", "tpplan.frame.default"
+CONTIGUOUS = "aten.contiguous.default"
 RESIZE, SIBLING = "tpplan.resize.default", "tpplan.sibling.default"
 #: what a trace that stopped holds and a ModelGraph does not
 _PASSED = frozenset({FRAME, RESIZE, *IGNORED})
@@ -152,9 +153,14 @@ def _compare(expanded: Expanded, retraced: ModelGraph) -> Counterexample | None:
     resized = {op.results[0]: op.operands[0] for op in retraced.ops if op.target == RESIZE}
     nodes = [node for node in retraced.nodes if not (isinstance(node, Op) and node.target == RESIZE)]
     images = {s.result: t.result for s, t in zip(graph.sources, retraced.sources, strict=True)}
-    for original, node in zip_longest(graph.nodes, nodes):
-        if original is None or node is None:
-            return _blame(expanded, original, f"one trace ends before {_title(original or node)}")
+    remaining = deque(nodes)
+    for original in graph.nodes:
+        if _is_needless(expanded, original, _title(remaining[0]) if remaining else ""):
+            images[original.results[0]] = images[original.operands[0]]
+            continue
+        if not remaining:
+            return _blame(expanded, original, f"one trace ends before {_title(original)}")
+        node = remaining.popleft()
         image = _image(retraced, node)
         problem = _difference(expanded, original, image)
         if problem is None and [resized.get(v, v) for v in node.operands] != [images.get(v) for v in original.operands]:
@@ -162,7 +168,19 @@ def _compare(expanded: Expanded, retraced: ModelGraph) -> Counterexample | None:
         if problem is not None:
             return _blame(expanded, original, problem, _strange(expanded, original, image))
         images.update(zip(original.results, node.results, strict=True))
-    return None
+    return _blame(expanded, None, f"one trace ends before {_title(remaining[0])}") if remaining else None
+
+
+def _is_needless(expanded: Expanded, original: Op | Boundary, found: str) -> bool:
+    """True for a copy that a rank does not make, as what it holds is contiguous: one head, moved before the sequence.
+
+    `found` is what runs there instead. Where either side of the copy is written to, it matters.
+    """
+    if not isinstance(original, Op) or original.target != CONTIGUOUS or found.startswith(CONTIGUOUS):
+        return False
+    graph = expanded.graph
+    written = {graph.values[name].storage for op in graph.ops for name in written_operands(op)}
+    return written.isdisjoint(graph.values[name].storage for name in (*original.operands, *original.results))
 
 
 def _compare_so_far(expanded: Expanded, ran: torch.fx.Graph, reason: str) -> Counterexample:
@@ -175,8 +193,10 @@ def _compare_so_far(expanded: Expanded, ran: torch.fx.Graph, reason: str) -> Cou
             while originals and within(originals[0].module, node.args[1]) and not _leaves(originals[0], node.args[1]):
                 originals.popleft()
             continue
-        original = originals.popleft() if originals else None
         image = _fx_image(node)
+        while originals and _is_needless(expanded, originals[0], image.title):
+            originals.popleft()
+        original = originals.popleft() if originals else None
         problem = "more ran than before" if original is None else _difference(expanded, original, image)
         if problem is not None:
             return _blame(expanded, original, problem, _strange(expanded, original, image))

@@ -85,7 +85,8 @@ def call_strategies(call: Call, tp: int) -> tuple[Strategy, ...]:
     proposed = (*whole_operands(call), *(rule(call) if rule and call.results else ()))
     if not call.target.startswith(_POSITIONAL):
         by_parts = (variant for strategy in proposed for variant in strategy.part_by_part(call))
-        copies = (variant for strategy in proposed if not draws(call) for variant in strategy.with_copies(call))
+        shared = proposed if call.slices and not draws(call) else ()
+        copies = (variant for strategy in shared for variant in strategy.with_copies(call))
         proposed = (*proposed, *by_parts, *copies)
     found: dict[Strategy, None] = {}
     for strategy in proposed:
