@@ -18,9 +18,12 @@ from test_examples import TOLERANCE, part, relative_errors
 from torch import Tensor, nn
 
 import tpplan
+from tpplan.errors import PlanError
 from tpplan.graph import ModelGraph
+from tpplan.layout import S, copied
 from tpplan.mesh import Mesh
 from tpplan.plan import Plan, SizePlan
+from tpplan.read import check_reads
 from tpplan.trace import trace
 from tpplan.typecheck import typecheck
 
@@ -173,6 +176,7 @@ CASES = [(form, 2, TP) for form in FORMS] + [(form, 1, TP) for form in ("grouped
 def test_heads_are_shared_by_ranks_as_in_one_process(form: str, num_kv_heads: int, mesh: dict[str, int]) -> None:
     plan = solve(form, num_kv_heads, **mesh)
     assert plan.proof.status == "proven"
+    assert Plan.from_dict(plan.to_dict()) == plan
     assert (reads(plan, "q_proj.weight"), reads(plan, "o_proj.weight")) == ("S(0)", "S(1)")
     names = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
     assert {reads(plan, name) for name in names} == {"S(0)/2" if num_kv_heads == 2 else "R*"}
@@ -266,6 +270,11 @@ def test_wrong_sharing_is_refused(name: str) -> None:
     found = typecheck(graph_of(form, num_kv_heads), by_hand(form, num_kv_heads, **changes))
     assert found is not None
     assert found.message.startswith(f"{title} in layers.0.attention" if title.startswith("aten") else title)
+
+
+def test_what_rests_in_slices_is_not_read_in_fewer() -> None:
+    with pytest.raises(PlanError, match=r"what rests as S\(0\) cannot be read as S\(0\)/2"):
+        check_reads("k_proj.weight", S(0), {"k_proj": copied(0, 2)})
 
 
 #: those of them that run on every rank, with sizes to suit
