@@ -157,11 +157,13 @@ def pattern_of(name: str) -> str:
 
 
 def sharded_names(plan: Plan) -> dict[str, tuple[int | None, int]]:
-    """Which dim of a parameter the plan shards, and in how many parts, by every name of those it shards."""
+    """Which dim of a parameter the plan shards, and in how many parts, by every name of those it shards: at rest, or as
+    they are read where ranks share slices."""
     return {
-        label: (parameter.placement.dim, len(parameter.placement.parts))
+        label: (layout.dim, len(layout.parts))
         for name, parameter in plan.parameter_plans().items()
-        if parameter.placement.kind is LayoutKind.SHARD
+        for layout in (parameter.placement, *(x for x in parameter.reads.values() if x.kind is LayoutKind.COPIED))
+        if layout.dim is not None
         for label in (name, *parameter.aliases)
     }
 

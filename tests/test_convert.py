@@ -25,6 +25,7 @@ from tpplan.layout import (
     S,
     Step,
     conversions_between,
+    copied,
     fits,
     layouts_of,
 )
@@ -149,6 +150,29 @@ def every_conversion() -> int:
 def test_conversions_move_value_and_gradient_as_the_layouts_say(num_ranks: int) -> None:
     # From each layout to each: R, R*, P, shards of three dims and three of parts; two and two in the second shape.
     assert run_ranks(num_ranks, every_conversion) == [9 * 9 + 7 * 7] * num_ranks
+
+
+def shared_slices() -> None:
+    """R* -> S(d)/m: neighbours get the same slice, and the sum over all ranks of what comes back is the gradient."""
+    num_ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    value, gradient = random(1, 12, 24), random(2, 12, 24)
+    for dim in (0, 1):
+        for num_slices in (n for n in range(2, num_ranks) if num_ranks % n == 0):
+            copies = num_ranks // num_slices
+            x = value.clone().requires_grad_()
+            with CollectiveCounter() as counter:
+                y = convert(x, Conversion(R_STAR, copied(dim, num_slices)), group)
+                assert torch.equal(y, value.chunk(num_slices, dim)[rank // copies])
+                y.backward(summand(gradient.chunk(num_slices, dim)[rank // copies], rank % copies, copies))
+            assert not counter.seen
+            torch.testing.assert_close(total(x.grad), gradient, **EXACT)
+            with pytest.raises(PlanMismatchError):
+                convert(torch.zeros(7, 7), Conversion(R_STAR, copied(dim, num_slices)), group)
+
+
+@pytest.mark.parametrize("num_ranks", [4, 6])
+def test_neighbours_share_slices_whose_gradients_add_up(num_ranks: int) -> None:
+    run_ranks(num_ranks, shared_slices)
 
 
 def rows_of_an_embedding() -> None:

@@ -3,7 +3,7 @@
 import pytest
 from examples import eager_to_shard, example, machine, solve_example
 
-from tpplan.layout import P, R, S
+from tpplan.layout import P, R, S, copied
 from tpplan.plan import Plan
 
 
@@ -47,6 +47,32 @@ def test_planner_rediscovers_megatron_attention() -> None:
         assert found[f"layers.*.{name}.weight"] == str(S(0)), name
     for name in ("attention.o_proj", "feed_forward.down_proj"):
         assert found[f"layers.*.{name}.weight"] == str(S(1)), name
+
+
+def test_planner_shares_the_heads_of_keys_and_values_among_ranks() -> None:
+    """Layers as wide as Llama 3 8B's, 32 heads of queries on 16 ranks: the 8 of keys and values are on two each."""
+    llama = example("llama")
+    sizes = {"model_dim": 4096, "hidden_dim": 14336, "num_heads": 32, "num_kv_heads": 8, "vocab_size": 4096}
+    plan = solve_example(
+        "llama",
+        machine(gpus_per_node=16),
+        gpus=16,
+        tp=16,
+        builder=lambda: llama.Llama(llama.Config(num_layers=2, max_seq_len=8192, **sizes)),
+        global_batch=1,
+        micro_batch=1,
+        seq_len=4096,
+    )
+    found = {name: plan.parameters[f"layers.*.attention.{name}_proj.weight"] for name in "qkvo"}
+    assert {name: str(parameter.placement) for name, parameter in found.items()} == {
+        "q": "S(0)", "k": "R", "v": "R", "o": "S(1)",
+    }  # fmt: skip
+    for name in "kv":
+        assert found[name].reads == {f"layers.*.attention.{name}_proj": copied(0, 8)}
+    # Once per step, beside the norms' and whole: no rank knows what its neighbour's queries have added.
+    reduced = sum(c.num_bytes * c.count for c in plan.collectives if c.axis == "tp" and c.during == "step")
+    keys_and_values, norms = 2 * 2 * (8 * 128) * 4096, (2 * 2 + 1) * 4096
+    assert reduced == 4 * (keys_and_values + norms)
 
 
 def test_planner_shards_the_vocabulary_of_the_head() -> None:
@@ -113,7 +139,7 @@ def test_planner_keeps_tp_inside_the_node() -> None:
     )
     assert plan.mesh_degrees.tp == 8
     assert plan.mesh.group("tp", 8).nodes == 1  # type: ignore[arg-type]
-    # Four kv heads do not divide by 8, so attention may stay whole; the MLP must not.
+    # Four heads of keys and values are on two ranks each, or attention stays whole; the MLP must not.
     assert placements(plan)["layers.*.feed_forward.up_proj.weight"] != str(R)
 
 

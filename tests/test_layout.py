@@ -1,6 +1,7 @@
 """The layout algebra: texts, shapes, and each conversion against its meaning, rank by rank, in both directions."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -19,8 +20,11 @@ from tpplan.layout import (
     R,
     S,
     Step,
+    can_convert,
     conversions_between,
+    copied,
     fits,
+    joint,
     layouts_of,
     local_shape,
     parse_conversion,
@@ -214,7 +218,11 @@ def test_without_a_gradient_nothing_happens_backward_and_nothing_is_partial():
     assert {(c.source, c.target) for c in found} == set(itertools.product(layouts, layouts))
 
 
-layouts = st.sampled_from([R, R_STAR, P, ROWS]) | st.integers(0, 99).map(S)
+layouts = (
+    st.sampled_from([R, R_STAR, P, ROWS])
+    | st.integers(0, 99).map(S)
+    | st.builds(copied, st.integers(0, 99), st.integers(2, 99))
+)
 
 
 @given(layouts)
@@ -233,9 +241,17 @@ def test_conversion_text_round_trip(source, target):
         assert parse_conversion(str(conversion)) == conversion
 
 
-@given(st.text(max_size=8) | st.sampled_from(["", "S", "S()", "S(-1)", "S(1) ", "S(01)", "S(٣)", "r", "R**", "S(100)"]))
+NO_LAYOUTS = [
+    *("", "S", "S()", "S(-1)", "S(1) ", "S(01)", "S(٣)", "r", "R**", "S(100)"),
+    *("S(0)/", "S(0)/1", "S(0)/0", "S(0)/02", "S(0) / 2", "S(0)/2/2", "S(0; 2, 2)/2", "R/2", "S(0, 1)"),
+]
+
+
+@given(st.text(max_size=8) | st.sampled_from(NO_LAYOUTS))
 def test_other_text_is_no_layout(text):
-    if text in {"R", "R*", "P", "rows", *(f"S({dim})" for dim in range(100))}:
+    if text in {"R", "R*", "P", "rows", *(f"S({dim})" for dim in range(100))} or re.fullmatch(
+        r"S\([0-9]\)/[2-9]", text
+    ):
         return
     with pytest.raises(PlanError, match="expected a layout"):
         parse_layout(text)
@@ -245,6 +261,62 @@ def test_other_text_is_no_layout(text):
 def test_other_text_is_no_conversion(text):
     with pytest.raises(PlanError):
         parse_conversion(text)
+
+
+def test_shared_slices_are_cut_and_padded_without_a_collective():
+    conversion = Conversion(R_STAR, copied(0, 2))
+    assert (conversion.forward, conversion.backward) == ((Step.SLICE,), (Step.PAD,))
+
+
+def test_shared_slices_and_pairs_of_dims_are_converted_from_whole_summands_alone():
+    special = (copied(0, 2), copied(0, 3), copied(1, 2), joint(0))
+    every = (*LAYOUTS, ROWS, *special)
+    possible = {(a, b) for a in every for b in every if {a, b} & set(special) and a != b and can_convert(a, b)}
+    assert possible == {(R_STAR, layout) for layout in special[:3]}
+    for layout in special:
+        assert not layout.is_plain
+        assert not layout.is_whole
+        with pytest.raises(ValueError, match="no conversion"):
+            Conversion(ROWS, layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"kind": LayoutKind.COPIED, "dim": 0},
+        {"kind": LayoutKind.COPIED, "slices": 2},
+        {"kind": LayoutKind.COPIED, "dim": 0, "slices": 1},
+        {"kind": LayoutKind.COPIED, "dim": 0, "slices": 2, "parts": (2, 2)},
+        {"kind": LayoutKind.SHARD, "dim": 0, "slices": 2},
+        {"kind": LayoutKind.JOINT},
+        {"kind": LayoutKind.JOINT, "dim": 0, "parts": (2, 2)},
+    ],
+    ids=str,
+)
+def test_slices_belong_to_shared_ones_alone(layout):
+    with pytest.raises(ValueError, match="layout"):
+        Layout(**layout)
+
+
+def test_local_shapes_of_what_is_shared():
+    assert local_shape((6, 4), copied(1, 2), 4) == (6, 2)
+    assert local_shape((6, 4), copied(0, 3), 6) == (2, 4)
+    assert local_shape((2, 8, 5), joint(0), 4) == (1, 4, 5)
+    assert (str(copied(0, 8)), str(joint(1))) == ("S(0)/8", "S(1, 2)")
+    for shape, layout, tp in (
+        ((6, 4), copied(1, 4), 4),  # as many slices as ranks are S(d)
+        ((6, 4), copied(1, 2), 3),  # ranks must share alike
+        ((6, 5), copied(1, 2), 4),
+        ((6,), copied(1, 2), 4),
+        ((4, 8), joint(0), 4),  # S(0)
+        ((1, 8), joint(0), 4),  # S(1)
+        ((3, 8), joint(0), 4),
+        ((2, 3), joint(0), 4),
+        ((4, 2), joint(1), 8),
+    ):
+        assert not fits(shape, layout, tp), layout
+        with pytest.raises(ValueError, match="on"):
+            local_shape(shape, layout, tp)
 
 
 @pytest.mark.parametrize("layout", [(LayoutKind.SHARD, None), (LayoutKind.SHARD, -1), (LayoutKind.PARTIAL, 0)])

@@ -260,7 +260,7 @@ def test_models_that_cannot_be_planned_say_why() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x if self.weight.sum() > 0 else -x
 
-    with pytest.raises(ModelError, match="could not be traced.*depend on weights"):
+    with pytest.raises(ModelError, match=r"could not be traced.*depend on weights"):
         tpplan.solve(lambda: Branches(1, 1), lambda batch, seq_len: (torch.zeros(batch, 1),), **options)
     with pytest.raises(ModelError, match="Identity has no parameters"):
         tpplan.solve(nn.Identity, lambda batch, seq_len: (torch.zeros(batch),), **options)

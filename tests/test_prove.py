@@ -116,6 +116,30 @@ def test_baked_head_counts_are_replaced_by_a_rank_s_own(split: Callable[[Tensor]
     equals_one_process(build, plan)
 
 
+class OneHead(Attention):
+    """A head for each rank, where what one process copies to make it contiguous is so already."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__(lambda t: t.view(t.shape[0], t.shape[1], -1, DIM // 2))
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(p(x)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        if self.writes:
+            v = v.contiguous().add_(v)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous()
+        return self.o_proj(y.view(*x.shape[:2], -1))
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_copies_that_are_needless_on_a_rank_matter_where_they_are_written_to(writes: bool) -> None:
+    build = lambda: Model(OneHead(writes=writes))  # noqa: E731
+    plan = solve(build)
+    assert plan.proof.status is ProofStatus.PROVEN
+    assert head_parallel(plan) == (not writes)
+    equals_one_process(build, plan)
+
+
 class Fused(nn.Module):
     """nanoGPT's attention: one projection, the width and the number of heads written into the code."""
 

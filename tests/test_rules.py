@@ -1,5 +1,6 @@
 """Every sharding rule against brute force over ranks, both directions; and the brute force against planted mistakes."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +10,11 @@ from rule_samples import SAMPLES, const, ids, x
 from validate import STAND_INS, Sample, WrongStrategyError, check_gradient, check_value, missing_strategies, violation
 
 from tpplan import rules
-from tpplan.layout import R_STAR, ROWS, Layout, P, R, S
+from tpplan.layout import R_STAR, ROWS, Layout, P, R, S, copied, joint
 from tpplan.rules import Call, Strategy, call_strategies
 from tpplan.rules.call import base_target
 
-RANKS = (2, 3)
+RANKS = (2, 3, 4)
 
 #: rules for ops that communicate, which one process cannot run
 VALIDATED_WITH_REAL_RANKS = {"tpplan.cross_entropy.default": "tests/test_cross_entropy.py"}
@@ -35,10 +36,12 @@ def _one_thread():
 
 
 def fused(call: Call, tp: int) -> Call:
-    """The call where every dim may consist of parts: two unequal ones, and as many equal ones as there can be."""
+    """The call where every dim may consist of parts, two unequal ones and as many equal ones as there can be, or be cut
+    into fewer slices than ranks."""
     sizes = {size for value in (*call.operands, *call.results) for size in value.shape if size % tp == 0}
     parts = {(tp, size - tp) for size in sizes} | {(size // n,) * n for size in sizes for n in range(2, size // tp + 1)}
-    return replace(call, parts=frozenset(p for p in parts if min(p) > 0 and sum(p) in sizes))
+    slices = frozenset(m for m in range(2, tp) if tp % m == 0)
+    return replace(call, parts=frozenset(p for p in parts if min(p) > 0 and sum(p) in sizes), slices=slices)
 
 
 def is_drawn_by_rank(call: Call, strategy: Strategy) -> bool:
@@ -143,10 +146,12 @@ WRONG = {
 
 def parse_strategy(text: str) -> Strategy:
     """`S(1), R => P` -> the strategy."""
-    letters = {"R": R, "R*": R_STAR, "P": P, "rows": ROWS} | {f"S({dim})": S(dim) for dim in range(4)}
+    letters = {"R": R, "R*": R_STAR, "P": P, "rows": ROWS} | {
+        str(layout): layout for dim in range(4) for layout in (S(dim), copied(dim, 2), copied(dim, 3), joint(dim))
+    }
 
     def layouts(side: str) -> tuple[Layout, ...]:
-        return tuple(letters[word] for word in side.split(", "))
+        return tuple(letters[word] for word in re.split(r", (?![0-9])", side))
 
     operands, results = text.split(" => ")
     return Strategy(layouts(operands), layouts(results))
@@ -162,6 +167,65 @@ def test_planted_mistake_is_caught_and_not_offered(name):
     assert text in problem
     assert "rank" in problem
     assert strategy not in call_strategies(sample.call, 2)
+
+
+def heads(num_heads: int) -> torch.Tensor:
+    return x(2, num_heads, 6, 4)
+
+
+#: heads of keys and values that ranks share: the call, the ranks, the strategy
+SHARED = {
+    "attention": (call(ATTENTION, heads(8), heads(2), heads(2), enable_gqa=True), 4, "S(1), S(1)/2, S(1)/2 => S(1)"),
+    "attention of three heads": (
+        call(ATTENTION, heads(12), heads(3), heads(3), enable_gqa=True), 6, "S(1), S(1)/3, S(1)/3 => S(1)"),
+    "attention with a mask for each head": (
+        call(ATTENTION, heads(8), heads(2), heads(2), const(8, 6, 6), enable_gqa=True), 8,
+        "S(1), S(1)/2, S(1)/2, S(0) => S(1)"),
+    "attention of one head": (
+        call(ATTENTION, heads(8), heads(1), heads(1), enable_gqa=True), 4, "S(1), R*, R* => S(1)"),
+    "one head stretched": (call("aten.expand.default", x(2, 1, 1, 6), [2, 1, 8, 6]), 4, "R* => S(2)"),
+    "heads stretched": (call("aten.expand.default", x(2, 2, 1, 6), [2, 2, 4, 6]), 4, "S(1)/2 => S(1, 2)"),
+    "stretched heads joined": (call("aten.reshape.default", x(2, 2, 4, 6), [2, 8, 6]), 4, "S(1, 2) => S(1)"),
+    "heads repeated": (call("aten.repeat_interleave.self_int", heads(2), 4, 1), 4, "S(1)/2 => S(1)"),
+    "one head repeated": (call("aten.repeat_interleave.self_int", heads(1), 8, 1), 4, "R* => S(1)"),
+}  # fmt: skip
+WRONG_SHARED = {
+    "two key heads on a rank": (
+        call(ATTENTION, heads(8), heads(4), heads(4), enable_gqa=True), "S(1), S(1)/2, S(1)/2 => S(1)"),
+    "a key head for each query": (
+        call(ATTENTION, heads(4), heads(4), heads(4)), "S(1), S(1)/2, S(1)/2 => S(1)"),
+    "two heads on a rank repeated": (call("aten.repeat_interleave.self_int", heads(4), 4, 1), "S(1)/2 => S(1)"),
+    "two heads on a rank stretched": (
+        call("aten.expand.default", x(2, 4, 1, 6), [2, 4, 4, 6]), "S(1)/2 => S(2)"),
+    "stretched heads joined into few slices": (
+        call("aten.reshape.default", x(2, 2, 4, 6), [2, 8, 6]), "S(1, 2) => S(1)/2"),
+    "slices and shared slices added": (call("aten.add.Tensor", x(4, 4), x(4, 4)), "S(0), S(0)/2 => S(0)"),
+    "keys shared, values not": (
+        call(ATTENTION, heads(8), heads(2), heads(2), enable_gqa=True), "S(1), S(1)/2, R* => S(1)"),
+    "input R of shared columns": (call("aten.linear.default", x(6, 4), x(4, 4)), "R, S(0)/2 => S(1)/2"),
+    "a norm's weight R beside shared heads": (
+        call("aten.layer_norm.default", x(6, 4, 6), [6], x(6)), "S(1)/2, R => S(1)/2"),
+    "shared columns whose gradient is taken whole": (
+        call("aten.linear.default", x(6, 4), x(4, 4)), "R*, S(0)/2 => S(1)"),
+    "a sum over shared slices": (call("aten.sum.dim_IntList", x(4, 6), [0]), "S(0)/2 => P"),
+    "row-parallel on shared slices": (call("aten.linear.default", x(6, 4), x(4, 4)), "S(1)/2, S(1)/2 => P"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_heads_that_ranks_share_are_offered_and_right(name):
+    sample, tp, text = SHARED[name]
+    strategy = parse_strategy(text)
+    assert strategy in call_strategies(sample.call, tp)
+    assert violation(sample, strategy, tp) is None
+
+
+@pytest.mark.parametrize("name", WRONG_SHARED)
+def test_planted_mistake_in_sharing_is_caught_and_not_offered(name):
+    sample, text = WRONG_SHARED[name]
+    strategy = parse_strategy(text)
+    assert text in (violation(sample, strategy, 4) or "")
+    assert strategy not in call_strategies(fused(sample.call, 4), 4)
 
 
 def test_validator_names_the_half_and_the_rank():

@@ -229,9 +229,14 @@ def summands(tensor: Tensor, tp: int, noise: torch.Generator) -> list[Tensor]:
 
 
 def slices(tensor: Tensor, layout: Layout, tp: int) -> list[Tensor]:
-    """Each rank's slice of a dim, or of each of its parts."""
+    """Each rank's slice of a dim, of each of its parts, or of two dims as one; those of neighbours are copies."""
     assert layout.dim is not None
     dim = layout.dim
+    if layout.kind is LayoutKind.COPIED:
+        assert layout.slices is not None
+        return [own for own in tensor.chunk(layout.slices, dim) for _ in range(tp // layout.slices)]
+    if layout.kind is LayoutKind.JOINT:
+        return [own.unsqueeze(dim) for own in tensor.flatten(dim, dim + 1).chunk(tp, dim)]
     parts = tensor.split(list(layout.parts or (tensor.shape[dim],)), dim)
     return [torch.cat(pieces, dim) for pieces in zip(*(part.chunk(tp, dim) for part in parts), strict=True)]
 
@@ -245,6 +250,11 @@ def place_value(tensor: Tensor, layout: Layout, tp: int, noise: torch.Generator)
 
 def place_gradient(gradient: Tensor, layout: Layout, tp: int, noise: torch.Generator) -> list[Tensor]:
     """What each rank holds of the gradient of a value."""
+    if layout.kind is LayoutKind.COPIED:
+        assert layout.slices is not None
+        assert layout.dim is not None
+        copies = tp // layout.slices
+        return [part for own in gradient.chunk(layout.slices, layout.dim) for part in summands(own, copies, noise)]
     if layout.dim is not None:
         return slices(gradient, layout, tp)
     partial = layout.kind is LayoutKind.REPLICATE_PARTIAL_GRADIENT
@@ -263,6 +273,12 @@ def check_gradient(ranks: list[Tensor], whole: Tensor, layout: Layout, what: str
     """Raises where the ranks do not hold the gradient as the layout says."""
     if layout.kind is LayoutKind.REPLICATE_PARTIAL_GRADIENT:
         _equal([_total(ranks, what)], [whole], what)
+    elif layout.kind is LayoutKind.COPIED:
+        assert layout.slices is not None
+        assert layout.dim is not None
+        copies = len(ranks) // layout.slices
+        owners = [ranks[first : first + copies] for first in range(0, len(ranks), copies)]
+        _equal([_total(own, what) for own in owners], list(whole.chunk(layout.slices, layout.dim)), what)
     else:
         _equal(ranks, place_gradient(whole, layout, len(ranks), torch.Generator()), what)
 

@@ -96,7 +96,7 @@ class Converter:
             raise PlanMismatchError(f"{self.where}: {self.conversion}: shape {list(x.shape)} has no dim {source.dim}")
         whole = list(x.shape)
         if source.dim is not None:
-            whole[source.dim] *= self.group.size
+            whole[source.dim] *= source.num_slices(self.group.size)
             if source.parts and sum(source.parts) != whole[source.dim]:
                 raise PlanMismatchError(f"{self.where}: {self.conversion}: shape {list(x.shape)} is no rank's part")
         if not fits(tuple(whole), target, self.group.size):
@@ -143,11 +143,12 @@ def _take(step: Step, x: Tensor, source: Layout, target: Layout, group: TpGroup)
             moved = _all_to_all(_rank_by_rank(x, target, group), _dim(source), _dim(target), group)
             return _in_order(moved, source, group)
         case Step.SLICE:
-            own = held(target.parts or (x.shape[_dim(target)],), group.size)[group.rank]
+            slices = held(target.parts or (x.shape[_dim(target)],), target.num_slices(group.size))
+            own = slices[_slice_of(target, group)]
             part = _laid(x, _dim(target), own)
             return part if len(own) > 1 else part.clone(memory_format=torch.contiguous_format)
         case Step.PAD:
-            return _in_order(_pad(x, _dim(source), group), source, group)
+            return _in_order(_pad(x, source, group), source, group)
         case Step.LOCAL_ROWS | Step.MASK:
             raise ValueError(f"{step} is not a step of one tensor")
         case _:
@@ -237,10 +238,16 @@ def _join_blocks(blocks: Tensor, dim: int, num_blocks: int) -> Tensor:
     return torch.cat(blocks.chunk(num_blocks), dim)
 
 
-def _pad(x: Tensor, dim: int, group: TpGroup) -> Tensor:
+def _slice_of(layout: Layout, group: TpGroup) -> int:
+    """Which of the layout's slices this rank holds: neighbours hold the same where they are fewer than ranks."""
+    return group.rank * layout.num_slices(group.size) // group.size
+
+
+def _pad(x: Tensor, layout: Layout, group: TpGroup) -> Tensor:
+    dim = _dim(layout)
     length = x.shape[dim]
-    padded = x.new_zeros(*x.shape[:dim], length * group.size, *x.shape[dim + 1 :])
-    padded.narrow(dim, group.rank * length, length).copy_(x)
+    padded = x.new_zeros(*x.shape[:dim], length * layout.num_slices(group.size), *x.shape[dim + 1 :])
+    padded.narrow(dim, _slice_of(layout, group) * length, length).copy_(x)
     return padded
 
 

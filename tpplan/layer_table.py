@@ -25,6 +25,8 @@ _LEGEND = {
     LayoutKind.REPLICATE: "R whole",
     LayoutKind.REPLICATE_PARTIAL_GRADIENT: "R* whole, its gradient a summand",
     LayoutKind.SHARD: "S(d) slice of dim d",
+    LayoutKind.COPIED: "S(d)/m slice of dim d that neighbours share, its gradient a summand",
+    LayoutKind.JOINT: "S(d, d+1) slice of two dims as one",
     LayoutKind.PARTIAL: "P summand",
     LayoutKind.ROWS: "rows lookup in this rank's rows",
 }

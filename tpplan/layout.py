@@ -6,8 +6,14 @@
 | R*      | the whole                        | a summand          |
 | S(d)    | slice of dim d                   | slice of dim d     |
 | S(d; a, b) | slices of the parts a and b that lie side by side in dim d, one after the other | the same slices |
+| S(d)/m  | one of m slices of dim d, of which t/m neighbours hold the same | a summand of that slice's |
+| S(d, d+1) | slice of dims d and d + 1 as if they were one | the same slice |
 | P       | a summand                        | the whole          |
 | rows    | what a lookup in a slice of rows gives: right where the id is a local row, else garbage to be masked |
+
+Heads of keys and values that are fewer than the t ranks are S(d)/m: the ranks whose queries share a head share its
+slice. Repeated for each query, with the heads of a group in a dim of their own, they are S(d, d+1), until a reshape
+makes one dim of both: a layout within a module, which no plan names.
 
 A value that carries no gradient has only the first half. A layout changes only by a conversion at a module boundary;
 one choice of conversion fixes its collective forward and its collective backward (Megatron's f is R -> R*, its g is
@@ -17,6 +23,7 @@ P -> R).
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
 
 from tpplan.errors import PlanError
 from tpplan.intervals import Parts
@@ -28,23 +35,31 @@ class LayoutKind(StrEnum):
     REPLICATE = "R"
     REPLICATE_PARTIAL_GRADIENT = "R*"
     SHARD = "S"
+    COPIED = "S/m"
+    JOINT = "S, S"
     PARTIAL = "P"
     ROWS = "rows"
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A layout; `dim` (not negative) is set for SHARD alone, and with it `parts` where each of them is sharded."""
+    """A layout; `dim` (not negative) is set for SHARD, COPIED and JOINT (the first of its two).
+
+    `parts` are set for a SHARD where each of them is sharded, `slices` for COPIED alone: how many there are.
+    """
 
     kind: LayoutKind
     dim: int | None = None
     parts: Parts = ()
+    slices: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.dim is not None) != (self.kind is LayoutKind.SHARD) or (self.dim or 0) < 0:
+        if (self.dim is not None) != (self.kind in _SLICED) or (self.dim or 0) < 0:
             raise ValueError(f"layout {self.kind} with dim {self.dim}")
-        if self.parts and (self.dim is None or len(self.parts) < 2 or min(self.parts) < 1):
+        if self.parts and (self.kind is not LayoutKind.SHARD or len(self.parts) < 2 or min(self.parts) < 1):
             raise ValueError(f"layout {self.kind} of dim {self.dim} with parts {self.parts}")
+        if (self.slices is not None) != (self.kind is LayoutKind.COPIED) or (self.slices or 2) < 2:
+            raise ValueError(f"layout {self.kind} of dim {self.dim} with {self.slices} slices")
 
     @property
     def is_whole(self) -> bool:
@@ -56,12 +71,25 @@ class Layout:
         """True for R and S(d): what a DTensor can say, at rest or handed to a user."""
         return self.kind is LayoutKind.REPLICATE or (self.kind is LayoutKind.SHARD and not self.parts)
 
-    def __str__(self) -> str:
-        if self.kind is not LayoutKind.SHARD:
-            return str(self.kind)
-        parts = f"; {', '.join(map(str, self.parts))}" if self.parts else ""
-        return f"S({self.dim}{parts})"
+    def num_slices(self, tp: int) -> int:
+        """Into how many slices a value is cut on tp ranks."""
+        return 1 if self.dim is None else self.slices or tp
 
+    def __str__(self) -> str:
+        match self.kind:
+            case LayoutKind.SHARD:
+                parts = f"; {', '.join(map(str, self.parts))}" if self.parts else ""
+                return f"S({self.dim}{parts})"
+            case LayoutKind.COPIED:
+                return f"S({self.dim})/{self.slices}"
+            case LayoutKind.JOINT:
+                return f"S({self.dim}, {(self.dim or 0) + 1})"
+            case _:
+                return str(self.kind)
+
+
+#: kinds under which a rank holds a slice
+_SLICED = frozenset({LayoutKind.SHARD, LayoutKind.COPIED, LayoutKind.JOINT})
 
 R = Layout(LayoutKind.REPLICATE)
 R_STAR = Layout(LayoutKind.REPLICATE_PARTIAL_GRADIENT)
@@ -74,19 +102,33 @@ def S(dim: int, *parts: int) -> Layout:  # noqa: N802 - the field's notation
     return Layout(LayoutKind.SHARD, dim, parts)
 
 
-#: what str() writes of a layout, as a regular expression
-LAYOUT_PATTERN = r"R\*?|P|rows|S\((?:0|[1-9][0-9]?)(?:; [1-9][0-9]*(?:, [1-9][0-9]*)+)?\)"
+def copied(dim: int, slices: int) -> Layout:
+    """Slices of one dim, fewer than ranks."""
+    return Layout(LayoutKind.COPIED, dim, slices=slices)
+
+
+def joint(dim: int) -> Layout:
+    """Shard of a dim and the next one as if they were one."""
+    return Layout(LayoutKind.JOINT, dim)
+
+
+_DIM, _COUNT, _SIZE = r"(?:0|[1-9][0-9]?)", r"(?:[2-9]|[1-9][0-9]+)", r"[1-9][0-9]*"
+#: what str() writes of a layout that a plan may name, as a regular expression
+LAYOUT_PATTERN = rf"R\*?|P|rows|S\({_DIM}(?:\)|\)/{_COUNT}|; {_SIZE}(?:, {_SIZE})+\))"
 
 
 def parse_layout(text: str) -> Layout:
-    """The layout that str() wrote. Raises PlanError for anything else."""
+    """The layout that str() wrote. Raises PlanError for anything else, and for what no plan names."""
     if re.fullmatch(LAYOUT_PATTERN, text) and text.startswith("S"):
-        dim, _, parts = text[2:-1].partition("; ")
+        inner, _, slices = text[2:].partition(")")
+        dim, _, parts = inner.partition("; ")
+        if slices:
+            return copied(int(dim), int(slices[1:]))
         return S(int(dim), *map(int, filter(None, parts.split(", "))))
     for layout in (R, R_STAR, P, ROWS):
         if text == str(layout):
             return layout
-    raise PlanError(f"expected a layout (R, R*, S(dim), S(dim; part, part), P or rows), got {text!r}")
+    raise PlanError(f"expected a layout (R, R*, S(dim), S(dim; part, part), S(dim)/slices, P or rows), got {text!r}")
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, tp: int) -> tuple[int, ...]:
@@ -95,7 +137,10 @@ def local_shape(shape: tuple[int, ...], layout: Layout, tp: int) -> tuple[int, .
         return shape
     if not fits(shape, layout, tp):
         raise ValueError(f"{shape} cannot be {layout} on {tp} ranks")
-    return (*shape[: layout.dim], shape[layout.dim] // tp, *shape[layout.dim + 1 :])
+    if layout.kind is LayoutKind.JOINT:
+        pair = (1, shape[layout.dim] * shape[layout.dim + 1] // tp)
+        return (*shape[: layout.dim], *pair, *shape[layout.dim + 2 :])
+    return (*shape[: layout.dim], shape[layout.dim] // layout.num_slices(tp), *shape[layout.dim + 1 :])
 
 
 def fits(shape: tuple[int, ...], layout: Layout, tp: int) -> bool:
@@ -104,6 +149,11 @@ def fits(shape: tuple[int, ...], layout: Layout, tp: int) -> bool:
         return True
     if layout.dim >= len(shape) or (layout.parts and sum(layout.parts) != shape[layout.dim]):
         return False
+    if layout.slices is not None:
+        return layout.slices < tp and tp % layout.slices == 0 == shape[layout.dim] % layout.slices
+    if layout.kind is LayoutKind.JOINT:
+        pair = shape[layout.dim : layout.dim + 2]
+        return len(pair) == 2 and 1 < pair[0] < tp and tp % pair[0] == 0 == prod(pair) % tp
     return all(part % tp == 0 for part in layout.parts or (shape[layout.dim],))
 
 
@@ -133,6 +183,7 @@ _STEPS: dict[tuple[LayoutKind, LayoutKind], tuple[Step, Step]] = {
     (_K.REPLICATE, _K.PARTIAL): (Step.DIVIDE, Step.NONE),
     (_K.REPLICATE_PARTIAL_GRADIENT, _K.REPLICATE): (Step.NONE, Step.DIVIDE),
     (_K.REPLICATE_PARTIAL_GRADIENT, _K.SHARD): (Step.SLICE, Step.PAD),
+    (_K.REPLICATE_PARTIAL_GRADIENT, _K.COPIED): (Step.SLICE, Step.PAD),
     (_K.REPLICATE_PARTIAL_GRADIENT, _K.PARTIAL): (Step.DIVIDE, Step.DIVIDE),
     (_K.SHARD, _K.REPLICATE_PARTIAL_GRADIENT): (Step.ALL_GATHER, Step.REDUCE_SCATTER),
     (_K.SHARD, _K.REPLICATE): (Step.ALL_GATHER, Step.SLICE),
@@ -144,6 +195,11 @@ _STEPS: dict[tuple[LayoutKind, LayoutKind], tuple[Step, Step]] = {
 }
 
 
+def can_convert(source: Layout, target: Layout) -> bool:
+    """True where nothing changes, or steps lead from one to the other."""
+    return source == target or (source.kind, target.kind) in _STEPS
+
+
 @dataclass(frozen=True, slots=True)
 class Conversion:
     """A change of layout at a boundary. `rows -> x` masks first and then is `P -> x`."""
@@ -152,8 +208,8 @@ class Conversion:
     target: Layout
 
     def __post_init__(self) -> None:
-        possible = self.source == self.target or (self.source.kind, self.target.kind) in _STEPS
-        if not possible and ROWS not in (self.source, self.target):
+        source = P if self.source == ROWS else self.source
+        if self.target != ROWS and not can_convert(source, self.target):
             raise ValueError(f"no conversion {self}")
         if self.target == ROWS and self.source != R:
             raise ValueError(f"no conversion {self}: ids become local rows from R alone")
@@ -218,6 +274,6 @@ def conversions_between(
         for target in targets:
             if not carries_gradient and LayoutKind.PARTIAL in (source.kind, target.kind):
                 continue
-            if source == target or (source.kind, target.kind) in _STEPS:
+            if can_convert(source, target):
                 found.append(Conversion(source, target))
     return tuple(found)

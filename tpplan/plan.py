@@ -139,9 +139,9 @@ class BoundaryPlan:
 class SizePlan:
     """A number written in a module's code that counts elements, and the one that a rank needs instead.
 
-    `call` is view (reshape too), unflatten, expand, split, slice, narrow or groups (of a convolution), given `count`
-    sizes, of which `position` counts from 0. What is sliced or narrowed has `count` dims, and `position` is twice the
-    dim for a start, one more for an end or a length.
+    `call` is view (reshape too), unflatten, expand, repeat_interleave, split, slice, narrow or groups (of a
+    convolution), given `count` sizes, of which `position` counts from 0. What is sliced or narrowed has `count` dims,
+    and `position` is twice the dim for a start, one more for an end or a length.
     """
 
     call: str

@@ -1,10 +1,11 @@
 """The structure half of the proof: what apply makes of a model runs the model's ops, and conversions alone beside them.
 
 The plan is applied, as on the first and on the last rank of the tp axis, and what it made is run on meta tensors and
-written down as the model was. Then the same ops must run in the same order on the same values, each value must have the
-one local shape that its layout implies, and each literal must be unchanged, except sizes that view and expand are
-given, which the shapes cover. Between them stands code of tpplan's own, which is known by its scope: it converts what
-the plan says is converted there, by the collectives that the conversion takes.
+written down as the model was. Then the same ops must run in the same order on the same values (save copies that are
+needless on a rank), each value must have the one local shape that its layout implies, and each literal must be
+unchanged, except sizes that view and expand are given, which the shapes cover. Between them stands code of tpplan's
+own, which is known by its scope: it converts what the plan says is converted there, by the collectives that the
+conversion takes.
 
 That finds sizes baked into code (`view(B, T, self.n_heads, hd)`) and positions or masks built from a sharded length.
 Baked sizes have a remedy: the same with each replaced by what a rank needs (tpplan.sizes), compared in the same way.
@@ -24,15 +25,16 @@ from tpplan.assemble import Expanded, by_pattern
 from tpplan.blocks import like_nodes
 from tpplan.bystander import applied_as
 from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Argument, Boundary, Direction, ModelGraph, Op, Ref, within
-from tpplan.layout import COLLECTIVE_STEPS, LayoutKind, Step, local_shape
+from tpplan.layout import COLLECTIVE_STEPS, Step, local_shape
 from tpplan.patterns import ROOT
 from tpplan.plan import Plan, SizePlan
 from tpplan.program import SCOPE
 from tpplan.reader import IGNORED, argument_of
-from tpplan.rules import Call, localized_arguments, takes_sizes, written_sizes
+from tpplan.rules import Call, localized_arguments, takes_sizes, written_operands, written_sizes
 from tpplan.space import CROSS_ENTROPY, Reading, reading_conversion
 from tpplan.trace import BoundaryHook, Inputs, Loss, TraceError, trace
 
+CONTIGUOUS = "aten.contiguous.default"
 BOUNDARY, FRAME, SIBLING = "tpplan.boundary.default", "tpplan.frame.default", "tpplan.sibling.default"
 #: what a trace that stopped holds and a ModelGraph does not
 _PASSED = frozenset({FRAME, *IGNORED})
@@ -139,15 +141,18 @@ def _compare(expanded: Expanded, applied: ModelGraph) -> Counterexample | None:
         return Counterexample(message="the applied model has other inputs, parameters or constants", blamed=())
     converted = _Converted(applied)
     losses = _sharded_losses(expanded)
-    rest = iter(node for node in applied.nodes if node.name not in converted.own)
+    rest = deque(node for node in applied.nodes if node.name not in converted.own)
     images = {s.result: t.result for s, t in zip(graph.sources, applied.sources, strict=True)}
     for original in graph.nodes:
         if original.name in losses:
             images[original.results[0]] = converted.latest(images[value] for value in original.operands)
             continue
-        node = next(rest, None)
-        if node is None:
+        if _is_needless(expanded, original, _title(rest[0]) if rest else ""):
+            images[original.results[0]] = images[original.operands[0]]
+            continue
+        if not rest:
             return _blame(expanded, original, f"the applied model ends before {_title(original)}")
+        node = rest.popleft()
         image = _image(applied, node)
         problem = _difference(expanded, original, image)
         reads = [converted.origin(value) for value in node.operands]
@@ -156,9 +161,21 @@ def _compare(expanded: Expanded, applied: ModelGraph) -> Counterexample | None:
         if problem is not None:
             return _blame(expanded, original, problem, _strange(expanded, original, image))
         images.update(zip(original.results, node.results, strict=True))
-    if (left := next(rest, None)) is not None:
-        return _blame(expanded, None, f"the applied model goes on with {_title(left)}")
+    if rest:
+        return _blame(expanded, None, f"the applied model goes on with {_title(rest[0])}")
     return _other_collectives(expanded, converted, images, losses)
+
+
+def _is_needless(expanded: Expanded, original: Op | Boundary, found: str) -> bool:
+    """True for a copy that a rank does not make, as what it holds is contiguous: one head, moved before the sequence.
+
+    `found` is what runs there instead. Where either side of the copy is written to, it matters.
+    """
+    if not isinstance(original, Op) or original.target != CONTIGUOUS or found.startswith(CONTIGUOUS):
+        return False
+    graph = expanded.graph
+    written = {graph.values[name].storage for op in graph.ops for name in written_operands(op)}
+    return written.isdisjoint(graph.values[name].storage for name in (*original.operands, *original.results))
 
 
 class _Converted:
@@ -240,8 +257,10 @@ def _compare_so_far(expanded: Expanded, ran: torch.fx.Graph, reason: str) -> Cou
             while originals and within(originals[0].module, node.args[1]) and not _leaves(originals[0], node.args[1]):
                 originals.popleft()
             continue
-        original = originals.popleft() if originals else None
         image = _fx_image(node)
+        while originals and _is_needless(expanded, originals[0], image.title):
+            originals.popleft()
+        original = originals.popleft() if originals else None
         problem = "more ran than before" if original is None else _difference(expanded, original, image)
         if problem is not None:
             return _blame(expanded, original, problem, _strange(expanded, original, image))
@@ -367,7 +386,7 @@ def _local_sizes(expanded: Expanded, name: str) -> set[int]:
     values = [expanded.graph.values[result] for result in node.results]
     tp = expanded.formulation.mesh.tp
     return {
-        value.shape[layout.dim] // tp
+        local_shape(value.shape, layout, tp)[layout.dim]
         for value, layout in zip(values, expanded.strategy(name).results, strict=True)
         if layout.dim is not None
     }
@@ -397,5 +416,5 @@ def _parent(expanded: Expanded, module: str) -> str:
 def _sharded(expanded: Expanded, nodes: Iterable[Op | Boundary]) -> Iterator[str]:
     for node in nodes:
         strategy = expanded.strategy(node.name)
-        if any(layout.kind is LayoutKind.SHARD for layout in (*strategy.operands, *strategy.results)):
+        if any(layout.dim is not None for layout in (*strategy.operands, *strategy.results)):
             yield node.name

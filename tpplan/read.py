@@ -2,7 +2,8 @@
 
 A parameter at rest has base layout S(d), or R, or R* when any module reads it as R* or a slice of it: then its gradient
 is made of summands, and a read as R must give a summand too (R* -> R divides its gradient by t). A read converts
-base -> read; a fused weight rests in its own order, and is read part by part: S(0) -> S(0; q, k, v).
+base -> read; a fused weight rests in its own order, and is read part by part: S(0) -> S(0; q, k, v). A weight whose
+slices are fewer than ranks rests whole: R* -> S(0)/m.
 """
 
 import copy
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tpplan.convert import Converter, TpGroup
 from tpplan.errors import PlanError, PlanMismatchError
-from tpplan.layout import R_STAR, ROWS, Conversion, Layout, LayoutKind, R
+from tpplan.layout import R_STAR, ROWS, Conversion, Layout, LayoutKind, R, can_convert
 from tpplan.patterns import ROOT
 from tpplan.reduce import Reducer, Slot
 from tpplan.rewrite import own_code
@@ -27,7 +28,7 @@ def placement_of(layout: Layout, *, where: str) -> Placement:
     match layout.kind:
         case LayoutKind.REPLICATE:
             return Replicate()
-        case LayoutKind.SHARD if not layout.parts:
+        case LayoutKind.SHARD if layout.is_plain:
             assert layout.dim is not None
             return Shard(layout.dim)
         case _:
@@ -80,6 +81,8 @@ def check_reads(name: str, placement: Layout, layouts: Mapping[str, Layout]) -> 
             raise PlanError(f"{where}: a parameter is never read as rows")
         if layout == R_STAR and placement != R:
             raise PlanError(f"{where}: what rests as {placement} cannot be read as R*")
+        if not can_convert(R_STAR if placement == R else placement, layout):
+            raise PlanError(f"{where}: what rests as {placement} cannot be read as {layout}")
 
 
 def plan_reads(

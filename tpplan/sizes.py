@@ -23,11 +23,12 @@ _TAKES: dict[Any, tuple[str, int]] = {
     **dict.fromkeys(_UNFLATTEN, ("unflatten", 2)),
     **dict.fromkeys(_SPLIT, ("split", 1)),
     **dict.fromkeys(_NARROW, ("narrow", 1)),
+    **dict.fromkeys((Tensor.repeat_interleave, torch.repeat_interleave), ("repeat_interleave", 1)),
     **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), ("groups", 6)),
     Tensor.__getitem__: ("slice", 1),
 }
 #: what sizes are called
-_NAMES = ("size", "sizes", "shape", "split_size", "split_size_or_sections", "split_sizes", "groups")
+_NAMES = ("size", "sizes", "shape", "split_size", "split_size_or_sections", "split_sizes", "groups", "repeats")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class LocalSizes:
             place = 2 * (arguments["dim"] % args[0].dim())
             bounds = (self._local(call, args[0].dim(), place + i, arguments[name]) for i, name in enumerate(names[1:]))
             return (args[0], arguments["dim"], *bounds), {}
-        sizes = args[first : first + 1] if call == "split" else args[first:]
+        sizes = args[first : first + 1] if call in ("split", "repeat_interleave") else args[first:]
         named = [name for name in _NAMES if name in kwargs]
         given = [*sizes, *(kwargs[name] for name in named)]
         flat = [size for item in given for size in (item if isinstance(item, tuple | list) else (item,))]

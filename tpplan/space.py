@@ -14,8 +14,8 @@ from functools import cached_property
 from tpplan.blocks import members
 from tpplan.errors import ModelError
 from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, SourceKind, Value
-from tpplan.layout import R_STAR, ROWS, Conversion, Layout, P, R, S, conversions_between, fits, layouts_of
-from tpplan.rules import Strategy, find_fused_dims, strategies, written_operands
+from tpplan.layout import R_STAR, ROWS, Conversion, Layout, P, R, S, can_convert, conversions_between, fits, layouts_of
+from tpplan.rules import Strategy, find_extra_layouts, strategies, written_operands
 
 #: forbids a strategy of a decision: given the decision's name and the strategy
 Cut = Callable[[str, Strategy], bool]
@@ -154,7 +154,7 @@ class _Builder:
         self.fixed = {source.result for source in graph.sources if source.kind is not SourceKind.PARAMETER}
         self.whole_outputs = _whole_outputs(graph, unused_outputs)
         self.converting = _converting_boundaries(graph)
-        self.fused = find_fused_dims(graph) if tp > 1 else {}
+        self.extra = find_extra_layouts(graph, tp) if tp > 1 else {}
         self.mutated = _mutated_storages(graph)
         self.deciders = dict(self._deciders())
 
@@ -170,7 +170,7 @@ class _Builder:
     def options(self, decider: Decider) -> tuple[Strategy, ...]:
         match decider:
             case Op():
-                options = strategies(self.graph, decider, self.tp, self.fused)
+                options = strategies(self.graph, decider, self.tp, self.extra)
                 return tuple(s for s in options if self._rows_are_masked(decider, s) and _fits_the_loss(decider, s))
             case Boundary():
                 return self._boundary_options(decider)
@@ -193,15 +193,15 @@ class _Builder:
     def _boundary_options(self, boundary: Boundary) -> tuple[Strategy, ...]:
         value = self.graph.values[boundary.operand]
         layouts = layouts_of(value.shape, carries_gradient=value.carries_gradient, tp=self.tp)
-        if self.tp > 1:
-            layouts = (*layouts, *(layout for dim in range(len(value.shape)) for layout in self._by_parts(value, dim)))
+        layouts = (*layouts, *self._extra(value))
         conversions = conversions_between(layouts, layouts, carries_gradient=value.carries_gradient)
         if boundary.name not in self.converting or value.storage in self.mutated:
             conversions = tuple(c for c in conversions if c.is_identity)
         elif self._feeds_lookup(boundary):
             conversions = (*conversions, Conversion(R, ROWS))
         elif self._follows_lookup(boundary):
-            conversions = (*conversions, *(Conversion(ROWS, layout) for layout in layouts))
+            masked = (layout for layout in layouts if can_convert(P, layout))
+            conversions = (*conversions, *(Conversion(ROWS, layout) for layout in masked))
         return tuple(Strategy((c.source,), (c.target,)) for c in conversions)
 
     def _reading_options(self, reading: Reading) -> tuple[Strategy, ...]:
@@ -209,18 +209,18 @@ class _Builder:
         value = self.graph.values[source.result]
         reads = (R, R_STAR, P) if source.trainable else (R, P)
         found = [Strategy((R,), (read,)) for read in reads]
-        for dim, size in enumerate(value.shape) if self.tp > 1 else ():
-            if size % self.tp == 0:
-                # At rest a fused weight keeps its own order; a vector is not worth an exchange, and rests whole.
-                found.append(Strategy((S(dim),), (S(dim),)))
-                rest = S(dim) if len(value.shape) > 1 else R
-                if rest != R or len(self.graph.consumers.get(source.result, ())) == 1:
-                    found += (Strategy((rest,), (layout,)) for layout in self._by_parts(value, dim))
+        if self.tp > 1:
+            found += (Strategy((S(dim),), (S(dim),)) for dim, size in enumerate(value.shape) if size % self.tp == 0)
+        for layout in self._extra(value):
+            # At rest a fused weight keeps its own order; a vector is not worth an exchange, and rests whole.
+            rest = S(layout.dim or 0) if layout.parts and len(value.shape) > 1 else R
+            if rest != R or len(self.graph.consumers.get(source.result, ())) == 1:
+                found.append(Strategy((rest,), (layout,)))
         return tuple(found)
 
-    def _by_parts(self, value: Value, dim: int) -> Iterator[Layout]:
-        layouts = (S(dim, *parts) for parts in sorted(self.fused.get(value.name, {}).get(dim, ())))
-        return (layout for layout in layouts if fits(value.shape, layout, self.tp))
+    def _extra(self, value: Value) -> tuple[Layout, ...]:
+        layouts = sorted(self.extra.get(value.name, ()), key=str)
+        return tuple(layout for layout in layouts if fits(value.shape, layout, self.tp))
 
     def _feeds_lookup(self, boundary: Boundary) -> bool:
         """The ids enter an embedding module and go nowhere else."""

@@ -224,7 +224,7 @@ def _sharded_outputs(plan: Plan) -> dict[str, int]:
         match layout.kind:
             case LayoutKind.REPLICATE:
                 continue
-            case LayoutKind.SHARD if not layout.parts:
+            case LayoutKind.SHARD if layout.is_plain:
                 assert layout.dim is not None
                 dims[path] = layout.dim
             case _:

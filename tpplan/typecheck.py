@@ -24,10 +24,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source
-from tpplan.layout import R_STAR, ROWS, Conversion, Layout, P, R, fits, local_shape
+from tpplan.layout import R_STAR, ROWS, Conversion, Layout, P, R, can_convert, fits, local_shape
 from tpplan.patterns import ROOT
 from tpplan.plan import BoundaryPlan, ParameterPlan, Plan
-from tpplan.rules import Call, Strategy, call_strategies, draws, find_fused_dims, fused_parts, written_operands
+from tpplan.rules import Call, Strategy, call_strategies, draws, find_extra_layouts, written_operands
 
 EMBEDDING = "aten.embedding.default"
 #: the one op of a user's loss that takes a sharded output and plain tensors together
@@ -68,7 +68,9 @@ class _Checker:
         self.draws = frozenset(plan.drawing_modules())
         self.modules = boundaries.keys() | plan.size_plans().keys() | self.losses.keys() | self.draws
         self.crossings = _crossings(boundaries)
-        self.parts = fused_parts(find_fused_dims(graph))
+        named = {layout for parameter in self.plans.values() for layout in parameter.reads.values()}
+        named |= {conversion.target for conversion in self.crossings.values()}
+        self.extra = named.union(*find_extra_layouts(graph, self.tp).values())
         self.parameters = {source.result: source for source in graph.parameters}
         self.written = {graph.values[name].storage for op in graph.ops for name in written_operands(op)}
         self.possible: dict[str, tuple[Layout, ...]] = {
@@ -128,7 +130,10 @@ class _Checker:
             return False
         if layout == R_STAR and not (placement == R and source.trainable):
             return False
-        return value.storage not in self.written or not Conversion(placement, layout).forward
+        start = R_STAR if placement == R and layout.dim is not None else placement
+        if not can_convert(start, layout):
+            return False
+        return value.storage not in self.written or not Conversion(start, layout).forward
 
     # From the sources on: (2), (3)
 
@@ -152,7 +157,7 @@ class _Checker:
     def _op(self, op: Op) -> tuple[Strategy, ...] | str:
         allowed = [
             s
-            for s in call_strategies(Call.of(self.graph, op, self.parts), self.tp)
+            for s in call_strategies(Call.of(self.graph, op, self.extra), self.tp)
             if self._fits_the_loss(op, s) and self._draws_in_step(op, s)
         ]
         read = [self._read(op, name) for name in op.operands]

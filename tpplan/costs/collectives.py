@@ -22,10 +22,10 @@ def step_time(
 
     A collective takes what the profile says for n bytes; gathering or scattering a dim that is not the outermost, or
     that has parts, also copies the whole value (read and write), since collectives concatenate along the outermost.
-    Slices copy their part; pads write n bytes and read n/p; divisions and masks read and write n; local ids take two
-    passes over the ids.
+    Slices copy their part; pads write n bytes and read n/p (n/m of m slices that neighbours share); divisions and masks
+    read and write n; local ids take two passes over the ids.
     """
-    whole, local = float(value.num_bytes), value.num_bytes / group.ranks
+    whole, local = float(value.num_bytes), value.num_bytes / (conversion.target.slices or group.ranks)
     match step:
         case Step.NONE:
             return Estimate.zero()

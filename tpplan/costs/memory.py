@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tpplan.costs.compute import Executor
 from tpplan.graph import Boundary, Op, SourceKind, Value
-from tpplan.layout import Conversion, Layout, LayoutKind, R, local_shape
+from tpplan.layout import Conversion, Layout, R, local_shape
 from tpplan.problem import Expression, Term
 from tpplan.rules import Call, Strategy
 from tpplan.space import Reading, Space, reading_conversion
@@ -157,7 +157,7 @@ def _kept(space: Space, segments: dict[str, _Segment], segment: _Segment) -> tup
 
 def _local(space: Space, value: Value, layout: Layout) -> float:
     """A rank's part of a storage. The layout may be that of a view, whose dims are others, but not how many parts."""
-    return value.num_bytes / (space.tp if layout.kind is LayoutKind.SHARD else 1)
+    return value.num_bytes / layout.num_slices(space.tp)
 
 
 def _is_wanted(segments: dict[str, _Segment], boundary: str) -> bool:

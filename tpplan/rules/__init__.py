@@ -11,21 +11,22 @@ import pkgutil
 from functools import cache
 
 from tpplan.graph import ModelGraph, Op
+from tpplan.layout import S
 from tpplan.rules.call import Call, Rule, Strategy, base_target, registered_rules, written_operands
+from tpplan.rules.copies import Extra, copied_dims
 from tpplan.rules.equation import whole_operands
 from tpplan.rules.literals import groups_divide, localized_arguments, takes_sizes, written_sizes
-from tpplan.rules.parts import Fused, fused_dims, fused_parts
+from tpplan.rules.parts import fused_dims
 from tpplan.rules.random import draws
 
 __all__ = [
     "Call",
-    "Fused",
+    "Extra",
     "Strategy",
     "base_target",
     "call_strategies",
     "draws",
-    "find_fused_dims",
-    "fused_parts",
+    "find_extra_layouts",
     "has_rule",
     "localized_arguments",
     "registered_rules",
@@ -48,27 +49,34 @@ def has_rule(target: str) -> bool:
     return base_target(target) in _load_families()
 
 
-def strategies(graph: ModelGraph, op: Op, tp: int, fused: Fused | None = None) -> tuple[Strategy, ...]:
+def strategies(graph: ModelGraph, op: Op, tp: int, extra: Extra | None = None) -> tuple[Strategy, ...]:
     """Every way to run `op` on tp ranks, without duplicates, the replicated one first.
 
-    What is sharded part by part is what `fused` says consists of these parts.
+    Dims are cut part by part, or into fewer slices than ranks, as `extra` says of each value.
     """
     names = (*op.operands, *op.results)
-    marks = {name: fused[name] for name in names if fused is not None and name in fused}
-    found = call_strategies(Call.of(graph, op, fused_parts(marks)), tp)
+    own = {name: extra[name] for name in names if extra is not None and name in extra}
+    found = call_strategies(Call.of(graph, op, frozenset().union(*own.values())), tp)
     return tuple(
         strategy
         for strategy in found
         if all(
-            not layout.parts or layout.parts in marks.get(name, {}).get(layout.dim or 0, ())
+            layout.dim is None or layout.is_plain or layout in own.get(name, ())
             for name, layout in zip(names, (*strategy.operands, *strategy.results), strict=True)
         )
     )
 
 
-def find_fused_dims(graph: ModelGraph) -> Fused:
-    """Dims of the graph's values that consist of parts, and of which."""
-    return fused_dims(graph, lambda call: call_strategies(call, 1))
+def find_extra_layouts(graph: ModelGraph, tp: int) -> Extra:
+    """Of the graph's values, the layouts that are not every value's: slices of parts, and slices with copies."""
+    fused = fused_dims(graph, lambda call: call_strategies(call, 1))
+    copied = copied_dims(graph, lambda call: call_strategies(call, tp))
+    by_parts = {
+        name: frozenset(S(dim, *parts) for dim, found in dims.items() for parts in found)
+        for name, dims in fused.items()
+    }
+    names = (*by_parts, *(name for name in copied if name not in by_parts))
+    return {name: by_parts.get(name, frozenset()) | copied.get(name, frozenset()) for name in names}
 
 
 def call_strategies(call: Call, tp: int) -> tuple[Strategy, ...]:
@@ -76,7 +84,10 @@ def call_strategies(call: Call, tp: int) -> tuple[Strategy, ...]:
     rule = _load_families().get(base_target(call.target))
     proposed = (*whole_operands(call), *(rule(call) if rule and call.results else ()))
     if not call.target.startswith(_POSITIONAL):
-        proposed = (*proposed, *(variant for strategy in proposed for variant in strategy.part_by_part(call)))
+        by_parts = (variant for strategy in proposed for variant in strategy.part_by_part(call))
+        shared = proposed if call.slices and not draws(call) else ()
+        copies = (variant for strategy in shared for variant in strategy.with_copies(call))
+        proposed = (*proposed, *by_parts, *copies)
     found: dict[Strategy, None] = {}
     for strategy in proposed:
         for variant in strategy.without_idle_gradients(call):
@@ -87,5 +98,5 @@ def call_strategies(call: Call, tp: int) -> tuple[Strategy, ...]:
     return tuple(found)
 
 
-#: ops of ours that communicate: they count positions from the first rank's
+#: ops of ours that communicate: they count positions from the first rank's, and know of as many slices as ranks
 _POSITIONAL = "tpplan."

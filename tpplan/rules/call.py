@@ -5,14 +5,15 @@ from dataclasses import dataclass
 
 from tpplan.graph import Argument, ModelGraph, Op, Ref, Value, references
 from tpplan.intervals import Parts
-from tpplan.layout import R_STAR, ROWS, Layout, P, R, S, fits
+from tpplan.layout import R_STAR, ROWS, Layout, P, R, S, copied, fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """An operator with its arguments. `operands` are the tensors in argument order, one entry per reading.
 
-    `parts` are those that dims of the graph may be made of: a dim of their sum may be sharded part by part.
+    `parts` are those that dims of the graph may be made of: a dim of their sum may be sharded part by part. `slices`
+    are numbers of slices, fewer than ranks, into which dims of the graph may be cut.
     """
 
     target: str
@@ -21,17 +22,20 @@ class Call:
     operands: tuple[Value, ...]
     results: tuple[Value, ...]
     parts: frozenset[Parts] = frozenset()
+    slices: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, graph: ModelGraph, op: Op, parts: frozenset[Parts] = frozenset()) -> "Call":
-        """The call an op of a graph makes."""
+    def of(cls, graph: ModelGraph, op: Op, layouts: Iterable[Layout] = ()) -> "Call":
+        """The call an op of a graph makes, with parts and slices as some of `layouts` have them."""
+        layouts = tuple(layouts)
         return cls(
             target=op.target,
             args=op.args,
             kwargs=op.kwargs,
             operands=tuple(graph.values[name] for name in op.operands),
             results=tuple(graph.values[name] for name in op.results),
-            parts=parts,
+            parts=frozenset(layout.parts for layout in layouts if layout.parts),
+            slices=frozenset(layout.slices for layout in layouts if layout.slices is not None),
         )
 
     @property
@@ -115,7 +119,8 @@ class Strategy:
         sizes = {
             value.shape[layout.dim] for value, layout in zip(values, layouts, strict=True) if layout.dim is not None
         }
-        if len(sizes) != 1 or ROWS in layouts or any(layout.parts for layout in layouts):
+        is_plain = all(layout.dim is None or layout.is_plain for layout in layouts)
+        if len(sizes) != 1 or ROWS in layouts or not is_plain:
             return
         for parts in sorted(call.parts):
             if {sum(parts)} == sizes:
@@ -124,6 +129,25 @@ class Strategy:
                     for side in (self.operands, self.results)
                 )
                 yield Strategy(*sides)
+
+    def with_copies(self, call: Call) -> Iterator["Strategy"]:
+        """The same on fewer slices than ranks, each of which neighbours share.
+
+        Backward is linear: from summands of one slice's gradient it makes summands of another's, and of the whole's.
+        So this is right where every gradient is a slice or a summand, and none is the whole.
+        """
+        layouts = (*self.operands, *self.results)
+        values = (*call.operands, *call.results)
+        whole = [v.carries_gradient for v, layout in zip(values, layouts, strict=True) if layout == R]
+        is_plain = all(layout == R_STAR or layout.is_plain for layout in layouts)
+        if not is_plain or any(whole) or all(layout.is_whole for layout in layouts):
+            return
+        for slices in sorted(call.slices):
+            sides = (
+                tuple(layout if layout.dim is None else copied(layout.dim, slices) for layout in side)
+                for side in (self.operands, self.results)
+            )
+            yield Strategy(*sides)
 
     def __str__(self) -> str:
         return f"{', '.join(map(str, self.operands))} => {', '.join(map(str, self.results))}"

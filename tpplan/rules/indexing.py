@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from tpplan.graph import Ref
+from tpplan.layout import S, copied
 from tpplan.rules.call import Call, Strategy, op_rule
 from tpplan.rules.equation import NEVER, Equation, Letters, dim_letters, einsum, elementwise
 
@@ -66,14 +67,25 @@ def gather(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.repeat_interleave.self_int")
 def repeat_interleave(call: Call) -> Iterable[Strategy]:
-    """Each element n times in a row: slices stay contiguous, in the repeated dim too."""
-    letters = dim_letters(len(call.operands[0].shape))
+    """Each element n times in a row: slices stay contiguous, in the repeated dim too.
+
+    An element that several ranks have, and each of them alone, is repeated by each less often.
+    """
+    shape = call.operands[0].shape
+    letters = dim_letters(len(shape))
     dim = call.argument(2, "dim")
     if not isinstance(dim, int):
-        return Equation(operands=((NEVER,) * len(letters),), results=((NEVER,),), linear_in=_FIRST).strategies()
+        yield from Equation(operands=((NEVER,) * len(letters),), results=((NEVER,),), linear_in=_FIRST).strategies()
+        return
+    dim %= len(shape)
+    own = list(letters)
     if call.argument(3, "output_size") is not None:
-        letters[dim] = NEVER
-    return Equation(operands=(tuple(letters),), results=(tuple(letters),), linear_in=_FIRST).strategies()
+        own[dim] = letters[dim] = NEVER
+    elif shape[dim] == 1:
+        own[dim] = NEVER
+    elif shape[dim] > 1:
+        yield Strategy((copied(dim, shape[dim]),), (S(dim),))
+    yield from Equation(operands=(tuple(own),), results=(tuple(letters),), linear_in=_FIRST).strategies()
 
 
 @op_rule("aten.repeat.default")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from tpplan.graph import Argument
-from tpplan.layout import local_shape
+from tpplan.layout import LayoutKind, local_shape
 from tpplan.plan import SizePlan
 from tpplan.rules.call import Call, Strategy
 
@@ -22,6 +22,7 @@ SLICES = {"aten.slice.Tensor": 1, "aten.narrow.default": 1}
 
 #: convolutions, with the position of their number of groups
 GROUPS = {f"aten.conv{dims}d.{overload}": 6 for dims in (1, 2, 3) for overload in ("default", "padding")}
+REPEATS = "aten.repeat_interleave.self_int"
 
 
 def takes_sizes(target: str) -> bool:
@@ -43,7 +44,11 @@ def localized_arguments(call: Call, strategy: Strategy, tp: int) -> tuple[Argume
             sizes = result[dim : dim + 1 + len(result) - rank]
         changed[_SIZES[call.target]] = sizes
     elif call.target in GROUPS and _shards_groups(call, strategy):
-        changed[GROUPS[call.target]] = call.integer(GROUPS[call.target], "groups", 1) // tp
+        num_slices = strategy.results[0].num_slices(tp)
+        changed[GROUPS[call.target]] = call.integer(GROUPS[call.target], "groups", 1) // num_slices
+    elif call.target == REPEATS and isinstance(repeated := call.argument(2, "dim"), int):
+        given = local_shape(call.operands[0].shape, strategy.operands[0], tp)[repeated]
+        changed[1] = result[repeated] // given if given else call.argument(1, "repeats")
     elif call.target in SPLITS or call.target in SLICES:
         changed = _local_cuts(call, strategy, tp)
     return tuple(changed.get(i, argument) for i, argument in enumerate(call.args))
@@ -76,7 +81,7 @@ def groups_divide(call: Call, strategy: Strategy, tp: int) -> bool:
     if call.target not in GROUPS or not _shards_groups(call, strategy):
         return True
     groups, channels = call.integer(GROUPS[call.target], "groups", 1), call.operands[1].shape[0]
-    return groups % tp == 0 and (not strategy.results[0].parts or groups == channels)
+    return groups % strategy.results[0].num_slices(tp) == 0 and (not strategy.results[0].parts or groups == channels)
 
 
 def _shards_groups(call: Call, strategy: Strategy) -> bool:
@@ -91,6 +96,7 @@ _CALLS = {
     "aten.unflatten.int": "unflatten", "aten.expand.default": "expand", "aten.broadcast_to.default": "expand",
     "aten.split.Tensor": "split", "aten.split.sizes": "split", "aten.split_with_sizes.default": "split",
     "aten.slice.Tensor": "slice", "aten.narrow.default": "narrow", **dict.fromkeys(GROUPS, "groups"),
+    REPEATS: "repeat_interleave",
 }  # fmt: skip
 
 
@@ -110,9 +116,13 @@ def written_sizes(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]
     if call.target in SLICES:
         count = len(call.operands[0].shape)
         first = 2 * (call.integer(SLICES[call.target], "dim", 0) % count)
+    # Code that multiplies by a number of heads has that number from the code, or from the shape of the one it is given.
+    joined = strategy.operands[0].dim if strategy.operands[0].kind is LayoutKind.JOINT else None
+    factors = (1,) if joined is None else (1, call.operands[0].shape[joined])
     for position, (written, local) in enumerate(pairs, first):
         if isinstance(written, int) and isinstance(local, int) and written not in (local, -1):
-            yield SizePlan(call=_CALLS[call.target], count=count, position=position, written=written, local=local)
+            for number in (written // factor for factor in factors):
+                yield SizePlan(call=_CALLS[call.target], count=count, position=position, written=number, local=local)
 
 
 def slice_bounds(call: Call) -> tuple[int, int]:

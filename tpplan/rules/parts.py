@@ -41,11 +41,6 @@ def fused_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy
     }
 
 
-def fused_parts(fused: Fused) -> frozenset[Parts]:
-    """All parts of any dim."""
-    return frozenset(parts for dims in fused.values() for found in dims.values() for parts in found)
-
-
 def _before(
     graph: ModelGraph,
     node: Op | Boundary,

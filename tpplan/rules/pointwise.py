@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from tpplan.layout import joint
 from tpplan.rules.call import Call, Strategy, base_target, op_rule
 from tpplan.rules.equation import NEVER, Equation, dim_letters, elementwise
 
@@ -37,8 +38,10 @@ def nonlinear(call: Call) -> Iterable[Strategy]:
     "aten.negative.default", "aten.lift_fresh_copy.default",
 )  # fmt: skip
 def linear_unary(call: Call) -> Iterable[Strategy]:
-    """A sum of summands stays one."""
-    return elementwise(call, linear_in=(_FIRST,))
+    """A sum of summands stays one, and a slice of two dims as one too."""
+    yield from elementwise(call, linear_in=(_FIRST,))
+    for dim in range(len(call.results[0].shape) - 1):
+        yield Strategy((joint(dim),), (joint(dim),))
 
 
 @op_rule("aten.to.other", "aten.type_as.default")

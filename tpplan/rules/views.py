@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from tpplan.intervals import Parts
-from tpplan.layout import S
+from tpplan.layout import S, copied, joint
 from tpplan.rules.call import Call, Strategy, op_rule
 from tpplan.rules.equation import NEVER, Equation, Letters, dim_letters
 from tpplan.rules.literals import SLICES, SPLITS, slice_bounds
@@ -30,8 +30,8 @@ RESHAPES = (
 
 @op_rule(*RESHAPES)
 def reshape(call: Call) -> Iterable[Strategy]:
-    """Dims fall into groups with equal products; within a group only the outermost dim's slices stay contiguous, unless
-    it stacks parts: `n * c -> n, c` for n parts in one dim."""
+    """Dims fall into groups with equal products; within a group only the outermost dim's slices stay contiguous, or
+    those of the two outermost as one, unless it stacks parts: `n * c -> n, c` for n parts in one dim."""
     shapes = (call.operands[0].shape, call.results[0].shape)
     yield from _moved(*reshape_letters(*shapes))
     for joined, stack, is_stacked in stacks(*shapes):
@@ -39,6 +39,8 @@ def reshape(call: Call) -> Iterable[Strategy]:
         fused, member = S(joined, *[size // count] * count), S(stack[1])
         if fused.parts in call.parts:
             yield Strategy((fused,), (member,)) if is_stacked else Strategy((member,), (fused,))
+        if not is_stacked and stack[1] == stack[0] + 1:
+            yield Strategy((joint(stack[0]),), (S(joined),))
 
 
 @op_rule("aten.view_as.default", "aten.reshape_as.default")
@@ -144,21 +146,29 @@ def view_as_real(call: Call) -> Iterable[Strategy]:
     return _moved(letters, (*letters, NEVER))
 
 
-@op_rule("aten.expand.default", "aten.broadcast_to.default", "aten.expand_as.default")
+EXPANDS = ("aten.expand.default", "aten.broadcast_to.default", "aten.expand_as.default")
+
+
+@op_rule(*EXPANDS)
 def expand(call: Call) -> Iterable[Strategy]:
-    """A stretched dim may be sharded in the result alone: each rank stretches less far.
+    """A stretched dim may be sharded in the result alone: each rank stretches less far, and so it may what is
+    repeated for each element of a dim before, of which it has one.
 
     expand_as reads its second operand for its shape, which is the result's.
     """
     operand, result = call.operands[0].shape, call.results[0].shape
     letters = tuple(dim_letters(len(result)))
-    aligned = letters[len(result) - len(operand) :]
+    first = len(result) - len(operand)
     own = tuple(
         NEVER if size == 1 and target > 1 else letter
-        for letter, size, target in zip(aligned, operand, result[len(result) - len(operand) :], strict=True)
+        for letter, size, target in zip(letters[first:], operand, result[first:], strict=True)
     )
     operands = (own, letters)[: len(call.operands)]
-    return Equation(operands=operands, results=(letters,), linear_in=_FIRST).strategies()
+    yield from Equation(operands=operands, results=(letters,), linear_in=_FIRST).strategies()
+    for dim, (size, stretched) in enumerate(pairwise(operand)):
+        if size > 1 == stretched < result[first + dim + 1]:
+            pair = joint(first + dim)
+            yield Strategy((copied(dim, size), pair)[: len(call.operands)], (pair,))
 
 
 @op_rule(*SLICES)
