@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch._dynamo  # before the forks
 import torch.nn.functional as F
 from examples import eager_to_shard
 from ranks import run_ranks
@@ -196,16 +197,31 @@ def loss(outputs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def run(
-    build: Callable[[], nn.Module], inputs: dict[str, Tensor], plan: Plan | None
+    build: Callable[[], nn.Module], inputs: dict[str, Tensor], plan: Plan | None, is_compiled: bool = False
 ) -> tuple[float, dict[str, Tensor]]:
     torch.manual_seed(0)
     model = build()
     if plan is not None:
         model = tpplan.apply_plan(model, plan)
-    value = loss(model(**tpplan.forward_inputs(model, inputs)), inputs)
+    forward = torch.compile(model, backend="aot_eager") if is_compiled else model
+    value = loss(forward(**tpplan.forward_inputs(model, inputs)), inputs)
     value.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return value.item(), {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
+
+
+def solve_for_two(build: Callable[[], nn.Module], inputs: Callable[[int, int], dict[str, Tensor]]) -> Plan:
+    return tpplan.solve(
+        build,
+        inputs,
+        loss=loss,
+        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
+        global_batch=BATCH,
+        micro_batch=BATCH,
+        seq_len=LENGTH,
+        tp=2,
+        precision="fp32",
+    )
 
 
 @pytest.mark.parametrize(
@@ -220,17 +236,7 @@ def run(
 def test_plans_of_ordinary_models_equal_one_process(
     build: Callable[[], nn.Module], inputs: Callable[[int, int], dict[str, Tensor]], sharded: set[str]
 ) -> None:
-    plan = tpplan.solve(
-        build,
-        inputs,
-        loss=loss,
-        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
-        global_batch=BATCH,
-        micro_batch=BATCH,
-        seq_len=LENGTH,
-        tp=2,
-        precision="fp32",
-    )
+    plan = solve_for_two(build, inputs)
     assert plan.proof.status is ProofStatus.PROVEN
     assert sharded <= {name for name, p in plan.parameters.items() if p.placement.kind is LayoutKind.SHARD}
     assert ("aten.batch_norm.default" in plan.unruled_ops) == (build is Convolutions)
@@ -238,4 +244,14 @@ def test_plans_of_ordinary_models_equal_one_process(
     for applied_value, applied in run_ranks(2, run, build, inputs(BATCH, LENGTH), plan):
         assert applied_value == pytest.approx(value, rel=1e-5)
         assert applied.keys() == gradients.keys()
+        assert max(relative_errors(applied, gradients).values()) < 1e-4
+
+
+@pytest.mark.slow
+def test_sizes_and_fused_weights_under_torch_compile() -> None:
+    plan = solve_for_two(NanoGPT, text)
+    assert plan.sizes
+    value, gradients = run(NanoGPT, text(BATCH, LENGTH), None)
+    for applied_value, applied in run_ranks(2, run, NanoGPT, text(BATCH, LENGTH), plan, True, timeout_s=300):
+        assert applied_value == pytest.approx(value, rel=1e-5)
         assert max(relative_errors(applied, gradients).values()) < 1e-4
