@@ -67,7 +67,7 @@ def run_ranks(num_ranks: int, function: Callable[..., Result], *args: object, ti
                 raise late(list(waiting.values()), timeout_s)
             for connection in ready:
                 rank = waiting.pop(connection)
-                results[rank.number] = receive(rank)
+                results[rank.number] = receive(rank, ranks)
     return [results[number] for number in range(num_ranks)]
 
 
@@ -144,13 +144,15 @@ def join_group(number: int, num_ranks: int, store: Path, timeout_s: float) -> No
     )
 
 
-def receive(rank: Rank) -> object:
-    """What a rank sent. Raises RankError for a traceback, and where it died without a word."""
+def receive(rank: Rank, ranks: Sequence[Rank]) -> object:
+    """What a rank sent. Raises RankError for a traceback, and where it died without a word, with what became of all."""
     try:
         succeeded, outcome = pickle.loads(rank.connection.recv_bytes())
     except EOFError:
         rank.process.join()
-        raise RankError(rank.number, f"died with exit code {rank.process.exitcode}", rank.stack.read_text()) from None
+        time.sleep(STACK_GRACE_S)  # a fault that others share shows by then
+        fates = "\n".join(f"rank {r.number}: exit code {r.process.exitcode}\n{r.stack.read_text()}" for r in ranks)
+        raise RankError(rank.number, f"died with exit code {rank.process.exitcode}", fates) from None
     if not succeeded:
         raise RankError(rank.number, "failed", outcome)
     return outcome
