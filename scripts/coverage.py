@@ -286,12 +286,12 @@ def _module(name: str) -> str:
 
 
 def _local_size(size: SizePlan, module: str, numbers: Correspondence, wide_tp: int, tp: int) -> SizePlan:
-    """Of the twin's number, the rank's share is tp / wide_tp times as large as the wide one's."""
+    """Of the twin's number, the rank's share is tp / wide_tp times as large as the wide one's. Any shape will do."""
     written = numbers.in_twin(module, size.written)
     local, rest = divmod(written * size.local * wide_tp, size.written * tp)
     if rest:
         raise ValueError(f"{size.written} in {module or ROOT} is {written} in the twin, which {tp} does not divide")
-    return replace(size, written=written, local=local)
+    return replace(size, of=(0,) * len(size.of), written=written, local=local)
 
 
 def _layouts(

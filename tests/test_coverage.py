@@ -124,8 +124,8 @@ def test_sizes_of_configurations_correspond(models: ModuleType) -> None:
 
 def test_a_written_size_keeps_its_share(script: ModuleType, models: ModuleType) -> None:
     numbers = correspondence(models, Block(64, 16), Block(8, 4))
-    size = SizePlan(call="view", count=4, position=2, written=16, local=2)  # on 8 ranks
-    assert script._local_size(size, "attention", numbers, 8, 4) == replace(size, written=4, local=1)
+    size = SizePlan(call="view", of=(0, 0, 64), count=4, position=2, written=16, local=2)  # on 8 ranks
+    assert script._local_size(size, "attention", numbers, 8, 4) == replace(size, of=(0, 0, 0), written=4, local=1)
     with pytest.raises(ValueError, match="16 in attention is 4 in the twin, which 8 does not divide"):
         script._local_size(size, "attention", numbers, 8, 8)
 

@@ -87,7 +87,7 @@ EXAMPLE = Plan(
         "layers.*.up": BoundaryPlan(inputs={"input": CrossingPlan(Conversion(S(1), R_STAR), "bfloat16")}, outputs={}),
     },
     outputs={"output": S(2)},
-    sizes={"layers.*.up": (SizePlan(call="view", count=4, position=2, written=8, local=4),)},
+    sizes={"layers.*.up": (SizePlan(call="view", of=(0, 0, 16), count=4, position=2, written=8, local=4),)},
     losses={"<root>": 64},
     draws=("layers.*.up",),
     recompute={"layers.*": Recompute.SELECTIVE, "layers.1": Recompute.FULL, "layers.2": Recompute.NONE},

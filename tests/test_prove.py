@@ -180,8 +180,8 @@ def test_fused_projections_are_sharded_part_by_part(take: Callable[[Tensor], tup
 
 def test_slices_are_replaced_in_the_dim_that_the_plan_names() -> None:
     x = torch.arange(4 * 4 * 8).reshape(4, 4, 8)
-    end = LocalSizes((SizePlan(call="slice", count=3, position=5, written=4, local=2),))
-    length = LocalSizes((SizePlan(call="narrow", count=3, position=5, written=4, local=2),))
+    end = LocalSizes((SizePlan(call="slice", of=(0, 0, 8), count=3, position=5, written=4, local=2),))
+    length = LocalSizes((SizePlan(call="narrow", of=(0, 0, 8), count=3, position=5, written=4, local=2),))
 
     def sliced(index: object) -> Tensor:
         return end(Tensor.__getitem__, (x, index), {})
@@ -238,21 +238,47 @@ def test_grouped_convolutions_are_sharded_by_groups(groups: int) -> None:
 
 
 class TwoMeanings(Attention):
-    """The same number in the same place counts groups of the whole once, and a rank's heads once."""
+    """The same number in the same place counts groups of a whole once, and a rank's heads once."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(lambda t: t.view(t.shape[0], t.shape[1], HEADS, DIM // HEADS))
+        self.width = width
 
     def forward(self, x: Tensor) -> Tensor:
-        groups = x.view(x.shape[0], x.shape[1], HEADS, DIM // HEADS).amax(3, keepdim=True)
+        groups = x[..., : self.width].view(x.shape[0], x.shape[1], HEADS, self.width // HEADS).amax(3, keepdim=True)
         x = (x.unflatten(2, (HEADS, -1)) - groups).flatten(2)
         return super().forward(x)
 
 
-def test_a_number_with_two_meanings_is_not_replaced() -> None:
-    build = lambda: Model(TwoMeanings(lambda t: t.view(t.shape[0], t.shape[1], HEADS, DIM // HEADS)))  # noqa: E731
+@pytest.mark.parametrize("width", [DIM, DIM // 2])
+def test_a_number_with_two_meanings_is_replaced_where_shapes_tell_them_apart(width: int) -> None:
+    """Half the width is what a rank has of the projections, too."""
+    build = lambda: Model(TwoMeanings(width))  # noqa: E731
     plan = solve(build)
-    assert plan.proof.cuts
-    assert plan.sizes == {}
+    assert bool(plan.proof.cuts) == (width == DIM // 2)
+    assert head_parallel(plan) == (width == DIM)
     assert plan.parameters["mlp.up_proj.weight"].placement.kind is LayoutKind.SHARD  # what is not to blame stays
     equals_one_process(build, plan)
+
+
+class Coinciding(Attention):
+    """A number of heads stands where the length stands in another call: alike at a length of HEADS."""
+
+    def __init__(self) -> None:
+        super().__init__(open_sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(p(x)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        v = v[:, :, None].reshape(x.shape[0], HEADS, x.shape[1], DIM // HEADS)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.o_proj(y.flatten(2))
+
+
+def test_a_length_that_happens_to_be_a_number_of_heads_is_left_alone() -> None:
+    plan = solve(lambda: Model(Coinciding()))
+    assert head_parallel(plan)
+    assert [(s.count, s.position, s.written, s.local) for s in plan.sizes["first"]] == [(4, 1, HEADS, HEADS // 2)]
+    equals_one_process(lambda: Model(Coinciding()), plan, length=HEADS)
 
 
 def test_an_unproven_plan_says_so() -> None:
@@ -488,14 +514,14 @@ def test_what_apply_does_wrong_is_found(
     assert re.search(message, found.message), found.message
 
 
-def equals_one_process(build: Callable[[], nn.Module], plan: Plan) -> None:
+def equals_one_process(build: Callable[[], nn.Module], plan: Plan, length: int = LENGTH) -> None:
     """Loss and every gradient on two real ranks."""
 
     def run(on: Plan | None) -> tuple[Tensor, dict[str, Tensor]]:
         torch.manual_seed(0)
         model = build()
         model = model if on is None else tpplan.apply_plan(model, on)
-        x = torch.randn(1, LENGTH, DIM, generator=torch.Generator().manual_seed(1))
+        x = torch.randn(1, length, DIM, generator=torch.Generator().manual_seed(1))
         loss = model(x)
         loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}

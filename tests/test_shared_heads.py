@@ -217,7 +217,7 @@ def by_hand(
     )
     places = (("view", 4, 2), ("unflatten", 2, 0))
     local = tuple(
-        SizePlan(call=call, count=count, position=position, written=num_kv_heads, local=sizes)
+        SizePlan(call=call, of=(0, 0, 0), count=count, position=position, written=num_kv_heads, local=sizes)
         for call, count, position in places
     )
     return dataclasses.replace(plan, sizes=dict.fromkeys(attentions, local) if sizes else {})

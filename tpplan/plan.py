@@ -141,10 +141,13 @@ class SizePlan:
 
     `call` is view (reshape too), unflatten, expand, repeat_interleave, split, slice, narrow or groups (of a
     convolution), given `count` sizes, of which `position` counts from 0. What is sliced or narrowed has `count` dims,
-    and `position` is twice the dim for a start, one more for an end or a length.
+    and `position` is twice the dim for a start, one more for an end or a length. `of` is the shape of the tensor that
+    the call is about, on a rank, 0 where any size will do: a batch or a length that happens to be `written`, in a
+    call about another tensor, is left alone.
     """
 
     call: str
+    of: tuple[Size, ...]
     count: Count
     position: Size
     written: int

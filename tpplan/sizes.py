@@ -1,6 +1,7 @@
 """Sizes written into a model's code, replaced by one rank's: `x.view(b, t, self.num_heads, d)` on a slice of the heads.
 
-A call with another number in that place is left alone, so what follows from `x.shape` stays as it is.
+A call with another number in that place, or about a tensor of another shape, is left alone, so what follows from
+`x.shape` stays as it is.
 """
 
 from dataclasses import dataclass
@@ -38,9 +39,12 @@ class LocalSizes:
     sizes: tuple[SizePlan, ...]
 
     @cached_property
-    def table(self) -> dict[tuple[str, int, int, int], int]:
-        """Local sizes by kind of call, number of sizes, position and written size."""
-        return {(size.call, size.count, size.position, size.written): size.local for size in self.sizes}
+    def table(self) -> dict[tuple[str, int, int, int], list[SizePlan]]:
+        """Sizes by kind of call, number of sizes, position and written size."""
+        found: dict[tuple[str, int, int, int], list[SizePlan]] = {}
+        for size in self.sizes:
+            found.setdefault((size.call, size.count, size.position, size.written), []).append(size)
+        return found
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
         place = _TAKES.get(func)
@@ -50,19 +54,20 @@ class LocalSizes:
         return func(*args, **kwargs)
 
     def _replaced(self, call: str, first: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
         if call == "slice":
-            return (args[0], self._sliced(args[0], args[1])), kwargs
+            return (x, self._sliced(x, args[1])), kwargs
         if call == "narrow" and args:
             names = ("dim", "start", "length")
             arguments = dict(zip(names, args[1:], strict=False)) | kwargs
-            place = 2 * (arguments["dim"] % args[0].dim())
-            bounds = (self._local(call, args[0].dim(), place + i, arguments[name]) for i, name in enumerate(names[1:]))
-            return (args[0], arguments["dim"], *bounds), {}
+            place = 2 * (arguments["dim"] % x.dim())
+            bounds = (self._local(call, x, x.dim(), place + i, arguments[name]) for i, name in enumerate(names[1:]))
+            return (x, arguments["dim"], *bounds), {}
         sizes = args[first : first + 1] if call in ("split", "repeat_interleave") else args[first:]
         named = [name for name in _NAMES if name in kwargs]
         given = [*sizes, *(kwargs[name] for name in named)]
         flat = [size for item in given for size in (item if isinstance(item, tuple | list) else (item,))]
-        local = iter([self._local(call, len(flat), position, size) for position, size in enumerate(flat)])
+        local = iter([self._local(call, x, len(flat), position, size) for position, size in enumerate(flat)])
         found = [tuple(next(local) for _ in item) if isinstance(item, tuple | list) else next(local) for item in given]
         args = (*args[:first], *found[: len(sizes)], *args[first + len(sizes) :])
         return args, kwargs | dict(zip(named, found[len(sizes) :], strict=True))
@@ -74,18 +79,24 @@ class LocalSizes:
         taken = [_num_dims(item) for item in items]
         dim, found = 0, []
         for item, num_dims in zip(items, taken, strict=True):
-            found.append(self._slice(item, x.dim(), dim) if isinstance(item, slice) else item)
+            found.append(self._slice(item, x, dim) if isinstance(item, slice) else item)
             dim += x.dim() - sum(taken) if item is Ellipsis else num_dims
         return tuple(found)
 
-    def _slice(self, item: slice, count: int, dim: int) -> slice:
+    def _slice(self, item: slice, x: Tensor, dim: int) -> slice:
         if item.step not in (None, 1):
             return item
-        start, end = (self._local("slice", count, 2 * dim + i, size) for i, size in enumerate((item.start, item.stop)))
+        bounds = enumerate((item.start, item.stop))
+        start, end = (self._local("slice", x, x.dim(), 2 * dim + i, size) for i, size in bounds)
         return slice(start, end, item.step)
 
-    def _local(self, call: str, count: int, position: int, size: Any) -> Any:
-        return self.table.get((call, count, position, size), size) if type(size) is int else size
+    def _local(self, call: str, x: Tensor, count: int, position: int, size: Any) -> Any:
+        planned = self.table.get((call, count, position, size), ()) if type(size) is int else ()
+        return next((own.local for own in planned if _is_shape(x.shape, own.of)), size)
+
+
+def _is_shape(shape: torch.Size, of: tuple[int, ...]) -> bool:
+    return len(shape) == len(of) and all(wanted in (0, size) for size, wanted in zip(shape, of, strict=True))
 
 
 def _num_dims(item: Any) -> int:

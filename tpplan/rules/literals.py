@@ -116,13 +116,24 @@ def written_sizes(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]
     if call.target in SLICES:
         count = len(call.operands[0].shape)
         first = 2 * (call.integer(SLICES[call.target], "dim", 0) % count)
+    of = _sharded_sizes(call, strategy, tp)
     # Code that multiplies by a number of heads has that number from the code, or from the shape of the one it is given.
     joined = strategy.operands[0].dim if strategy.operands[0].kind is LayoutKind.JOINT else None
     factors = (1,) if joined is None else (1, call.operands[0].shape[joined])
     for position, (written, local) in enumerate(pairs, first):
         if isinstance(written, int) and isinstance(local, int) and written not in (local, -1):
             for number in (written // factor for factor in factors):
-                yield SizePlan(call=_CALLS[call.target], count=count, position=position, written=number, local=local)
+                yield SizePlan(
+                    call=_CALLS[call.target], of=of, count=count, position=position, written=number, local=local
+                )
+
+
+def _sharded_sizes(call: Call, strategy: Strategy, tp: int) -> tuple[int, ...]:
+    """Sizes on a rank of the first operand's sharded dims, which no batch or length changes; 0 for the others."""
+    whole, layout = call.operands[0].shape, strategy.operands[0]
+    own = {layout.dim} | ({(layout.dim or 0) + 1} if layout.kind is LayoutKind.JOINT else set())
+    local = local_shape(whole, layout, tp)
+    return tuple(size if dim in own else 0 for dim, size in enumerate(local))
 
 
 def slice_bounds(call: Call) -> tuple[int, int]:
