@@ -582,6 +582,25 @@ def test_what_depends_on_no_data_is_known(asks: Callable[[Tensor], bool], runs: 
     assert ops(graph)[-1] == runs
 
 
+def incremented(x: Tensor) -> Tensor:
+    flags = torch.zeros(2, device=x.device)
+    flags += 1
+    return flags
+
+
+def written_through_a_view(x: Tensor) -> Tensor:
+    flags = torch.zeros(2, device=x.device)
+    view = flags.view(1, 2)
+    view += 1
+    return flags
+
+
+def written_behind_autograd(x: Tensor) -> Tensor:
+    flags = torch.zeros(2, device=x.device)
+    flags.data.fill_(1)
+    return flags
+
+
 def overwritten(x: Tensor) -> Tensor:
     flags = torch.zeros(2, device=x.device)
     flags[0] = 1
@@ -598,6 +617,14 @@ def overwritten(x: Tensor) -> Tensor:
         lambda x: overwritten(x),
         lambda x: overwritten(x).view(1, 2)[0],
         lambda x: torch.zeros(2, device=x.device).add_(1),
+        lambda x: incremented(x),
+        lambda x: incremented(x).view(1, 2),
+        lambda x: written_through_a_view(x),
+        lambda x: written_behind_autograd(x),
+        lambda x: torch.zeros_like(x).normal_(),
+        lambda x: F.dropout(torch.ones(4, device=x.device)),
+        lambda x: torch.bernoulli(torch.full((2,), 0.5, device=x.device)),
+        lambda x: torch.empty(2, device=x.device),
     ],
 )
 def test_what_depends_on_data_or_chance_is_not(makes: Callable[[Tensor], Tensor]) -> None:

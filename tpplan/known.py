@@ -56,6 +56,9 @@ class KnownValues(TorchFunctionMode):
         self._inputs = {id(tensor): (tensor, value) for tensor, value in inputs if not value.is_meta}
         #: by id: the tensor, which keeps the id taken, its place among a call's results, and the call
         self._made: dict[int, tuple[Tensor, int, Any, tuple[Any, ...], dict[str, Any]]] = {}
+        #: by id: a tensor's version, which counts writes through it or any view, when it was first seen
+        self._versions = {key: tensor._version for key, (tensor, _) in self._inputs.items()}
+        #: storages that were written to through `.data` or the like, which counts as a version of its own
         self._written: set[int] = set()
         self._reads_inputs = False
 
@@ -72,6 +75,7 @@ class KnownValues(TorchFunctionMode):
         for place, result in enumerate(pytree.tree_leaves(results)):
             if isinstance(result, Tensor) and result.is_meta:
                 self._made.setdefault(id(result), (result, place, func, args, kwargs))
+                self._versions.setdefault(id(result), result._version)
         return results
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -88,7 +92,8 @@ class KnownValues(TorchFunctionMode):
         """The tensor on the CPU. Raises UnknownValueError."""
         if not tensor.is_meta:
             return tensor
-        is_written = tensor.untyped_storage()._cdata in self._written
+        is_old = self._versions.get(id(tensor)) == tensor._version
+        is_written = not is_old or tensor.untyped_storage()._cdata in self._written
         if id(tensor) in self._inputs and not is_written:
             self._reads_inputs = True
             return self._inputs[id(tensor)][1]

@@ -115,7 +115,7 @@ def _doings(plan: Plan, module: str) -> object:
         plan.sharded_losses(),
         dict.fromkeys(plan.drawing_modules(), True),
         {
-            name: (parameter.placement, tuple(parameter.reads.values()))
+            name: (parameter.placement, sorted((r.removeprefix(module), str(x)) for r, x in parameter.reads.items()))
             for name, parameter in plan.parameter_plans().items()
         },
     )
