@@ -173,11 +173,13 @@ def expand(call: Call) -> Iterable[Strategy]:
 
 @op_rule(*SLICES)
 def sliced(call: Call) -> Iterable[Strategy]:
-    """A slice's dim stays whole, unless the slice is all of it (`x[:, :n]` with n the size) or some of its parts."""
+    """A slice's dim stays whole, unless the slice is all of it (`x[:, :n]` with n the size), every n-th element (of a
+    rank's own, as many as of the whole where they divide) or some of its parts."""
     shape = call.operands[0].shape
     letters = dim_letters(len(shape))
     dim = call.integer(SLICES[call.target], "dim", 0) % len(shape)
-    if call.results[0].shape != shape or call.argument(2, "start") not in (None, 0):
+    is_all = call.results[0].shape == shape and call.argument(2, "start") in (None, 0)
+    if not is_all and not _takes_every_nth(call, shape[dim]):
         letters[dim] = NEVER
     yield from _moved(tuple(letters), tuple(letters))
     bounds = slice_bounds(call)
@@ -186,6 +188,17 @@ def sliced(call: Call) -> Iterable[Strategy]:
     for parts in sorted(call.parts):
         if sum(parts) == shape[dim] and (taken := _taken(parts, (bounds,))) is not None:
             yield Strategy((S(dim, *parts),), tuple(S(dim, *own) if len(own) > 1 else S(dim) for own in taken))
+
+
+def _takes_every_nth(call: Call, size: int) -> bool:
+    """True for `x[i::n]` where n divides the size: slices that n divides take theirs."""
+    if call.target != "aten.slice.Tensor":
+        return False
+    start, end, step = (call.argument(place, name) for place, name in ((2, "start"), (3, "end"), (4, "step")))
+    first, last, every = start or 0, size if end is None else end, 1 if step is None else step
+    if not all(isinstance(number, int) for number in (first, last, every)):
+        return False
+    return every > 1 and size % every == 0 and 0 <= first < every and last >= size  # type: ignore[operator]
 
 
 def _taken(parts: Parts, intervals: tuple[tuple[int, int], ...]) -> tuple[Parts, ...] | None:
