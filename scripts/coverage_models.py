@@ -49,6 +49,7 @@ TINY: Values = {
     "num_key_value_heads": KEY_VALUE_HEADS,
     "vocab_size": VOCABULARY,
     "sliding_window": 16,
+    "rotary_dim": 4,
     "qk_nope_head_dim": 16,
     "q_lora_rank": 48,
     "kv_lora_rank": 32,
