@@ -85,11 +85,6 @@ class Expanded:
         readings = self.formulation.space.readings[source.label]
         return self.strategy(readings[0].name).operands[0] if readings else R
 
-    def read_layout(self, source: Source) -> Layout:
-        """How ops read a parameter; where their layouts differ, their shapes do not."""
-        readings = self.formulation.space.readings[source.label]
-        return self.strategy(readings[0].name).results[0] if readings else R
-
     def conversions(self) -> Iterator[tuple[Boundary, Conversion]]:
         """Every boundary where the layout changes."""
         for boundary in self.graph.boundaries:
