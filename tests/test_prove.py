@@ -19,7 +19,7 @@ import tpplan
 from tpplan import convert, localize, read, solvers
 from tpplan.assemble import Expanded, expand
 from tpplan.graph import ModelGraph
-from tpplan.layout import LayoutKind, S
+from tpplan.layout import R_STAR, Conversion, LayoutKind, R, S
 from tpplan.mesh import Mesh
 from tpplan.plan import Plan, ProofStatus, SizePlan
 from tpplan.problem import Expression, Term
@@ -383,11 +383,12 @@ class Normed(nn.Module):
         self.embedding = nn.Embedding(64, DIM)
         self.norm = nn.LayerNorm(DIM)
         self.mlp = MLP()
-        self.head = nn.Linear(DIM, 64, bias=False)
+        self.head = nn.Linear(DIM, DIM, bias=False)
+        self.second = MLP()
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        return self.head(x + self.mlp(self.norm(x)))
+        return self.second(self.head(x + self.mlp(self.norm(x))))
 
 
 def megatron(model: nn.Module) -> Plan:
@@ -401,12 +402,16 @@ def megatron(model: nn.Module) -> Plan:
             "mlp.up_proj.weight": ("S(0)", "S(0)"),
             "mlp.down_proj.weight": ("S(1)", "S(1)"),
             "head.weight": ("R", "R"),
+            "second.up_proj.weight": ("S(0)", "S(0)"),
+            "second.down_proj.weight": ("S(1)", "S(1)"),
         },
         boundaries={
             "embedding": ({"input": "R -> rows"}, {"output": "rows -> S(1)"}),
             "mlp.up_proj": ({"input": "S(1) -> R*"}, {}),
             "mlp.down_proj": ({}, {"output": "P -> S(1)"}),
             "head": ({"input": "S(1) -> R"}, {}),
+            "second.up_proj": ({"input": "R -> R*"}, {}),
+            "second.down_proj": ({}, {"output": "P -> R"}),
         },
     )
 
@@ -474,6 +479,11 @@ right_forward, right_reduce = convert.Converter.forward, convert._reduce_scatter
 right_call = localize.Crossing.__call__
 
 
+def without_f(self: localize.Crossing, x: Tensor, frames: list[localize.Frame]) -> Tensor:
+    """What Megatron calls f does nothing forward."""
+    return x if self.conversion == Conversion(R, R_STAR) else right_call(self, x, frames)
+
+
 @pytest.mark.parametrize(
     ("place", "name", "sabotaged", "message"),
     [
@@ -489,8 +499,10 @@ right_call = localize.Crossing.__call__
             "is converted by",
         ),
         (convert.Converter, "forward", lambda self, x: right_forward(self, right_forward(self, x)), "shapes|run"),
-        (localize.Crossing, "__call__", lambda self, x, frames: x, "shapes|run"),
+        (localize.Crossing, "__call__", lambda self, x, frames: x, "shapes|run|reads what entered"),
         (localize.Crossing, "__call__", lambda self, x, frames: right_call(self, x, frames) * 1, "aten.mul"),
+        (convert.Converter, "forward", lambda self, x: right_forward(self, x) * 2, "converted by .*mul"),
+        (localize.Crossing, "__call__", without_f, "reads what entered"),
     ],
     ids=[
         "outputs stay",
@@ -502,6 +514,8 @@ right_call = localize.Crossing.__call__
         "twice",
         "no conversion",
         "a product beside it",
+        "a product in it",
+        "no f",
     ],
 )
 def test_what_apply_does_wrong_is_found(

@@ -169,7 +169,7 @@ def _agreed_plan(model: nn.Module, plan: Plan | str | os.PathLike[str]) -> Plan:
 
 
 def _all_gather(outcome: tuple[str, str]) -> list[tuple[str, str]]:
-    if dist.get_world_size() == 1 or dist.get_backend() == "fake":  # a fake group, in proofs, has one real rank
+    if dist.get_world_size() == 1 or dist.get_backend() == "fake":  # a fake group has one real rank
         return [outcome]
     gathered: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
     dist.all_gather_object(gathered, outcome)

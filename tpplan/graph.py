@@ -146,7 +146,7 @@ class ModelGraph:
     """A traced model: sources, nodes in order, outputs, and the repeated blocks found in it.
 
     `outputs` are (path, value name); `loss` is the scalar from which backward starts, if there is one.
-    `questions` are the lines of code that asked for values of inputs, and what they were told.
+    `questions` are the lines of code that asked for values of inputs, what they were told, and if it was yes or no.
     """
 
     values: dict[str, Value] = field(hash=False)
@@ -155,7 +155,7 @@ class ModelGraph:
     outputs: tuple[tuple[str, str], ...]
     loss: str | None
     blocks: tuple[RepeatedBlock, ...] = ()
-    questions: tuple[tuple[str, object], ...] = ()
+    questions: tuple[tuple[str, str, bool], ...] = ()
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:

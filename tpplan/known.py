@@ -3,31 +3,37 @@
 Code that runs eagerly may ask tensors for their values: are these positions consecutive, is that mask all true? On meta
 tensors there are none. While `KnownValues` is on, each tensor remembers the call that made it, and a question is
 answered by making it once more on the CPU, from constructors and inputs down. What depends on a parameter, a buffer or
-a random number is not known, nor what has been written to. An answer that depends on the inputs is one of several: such
-questions are noted, and can be answered the other way in another run.
+a random number is not known, nor what has been written to, nor what a plan has converted. An answer that depends on the
+inputs is one of several: such questions are noted, and can be answered the other way in another run.
 """
 
+import hashlib
 import linecache
+import os
+import reprlib
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from tpplan.errors import ModelError
 from tpplan.rewrite import is_own_code_running
 
 #: what asks a tensor for its values
-_QUESTIONS = frozenset({"__bool__", "__contains__", "__float__", "__index__", "__int__", "item", "tolist"})
-#: constructors that give other values each time
-_RANDOM = ("rand", "normal", "bernoulli", "multinomial", "dropout", "empty")
-#: code that asks on behalf of other code
-_NOT_ASKING = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
+_QUESTIONS = frozenset({"__bool__", "__contains__", "__float__", "__index__", "__int__", "item", "tolist",
+                        "equal", "allclose", "is_nonzero"})  # fmt: skip
+#: calls that are given the values of a tensor by the code
+_CONSTANTS = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", "from_numpy", "scalar_tensor"})
+#: where code asks on behalf of other code
+_NOT_ASKING = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
 
 
 class UnknownValueError(RuntimeError):
@@ -39,87 +45,147 @@ class Question:
     """Something that code asked of what depends on the inputs, and what it was told. `where` is a line of code."""
 
     where: str
-    answer: object
+    answer: str
+    is_choice: bool
+
+
+def is_foreign(file: str) -> bool:
+    """True for a file of code that is neither torch's nor tpplan's."""
+    return not file.startswith(_NOT_ASKING)
 
 
 class KnownValues(TorchFunctionMode):
     """While it is on, questions about tensors that depend on no weights and no chance are answered.
 
     `inputs` are (meta tensor, its value); the questions in `otherwise` (by their number, and only those with two
-    answers) are answered the other way.
+    answers) are answered the other way. `constant` is a digest of the values that a running call was given by the code.
     """
+
+    #: questions ever answered, of whatever kind
+    num_answered: ClassVar[int] = 0
 
     def __init__(self, inputs: Iterable[tuple[Tensor, Tensor]] = (), otherwise: frozenset[int] = frozenset()) -> None:
         super().__init__()
         self.questions: list[Question] = []
+        self.constant = ""
         self._otherwise = otherwise
         self._inputs = {id(tensor): (tensor, value) for tensor, value in inputs if not value.is_meta}
         #: by id: the tensor, which keeps the id taken, its place among a call's results, and the call
         self._made: dict[int, tuple[Tensor, int, Any, tuple[Any, ...], dict[str, Any]]] = {}
         #: by id: a tensor's version, which counts writes through it or any view, when it was first seen
-        self._versions = {key: tensor._version for key, (tensor, _) in self._inputs.items()}
-        #: storages that were written to through `.data` or the like, which counts as a version of its own
-        self._written: set[int] = set()
+        self._versions = {key: _version(tensor) for key, (tensor, _) in self._inputs.items()}
+        #: storages that `.data` reaches, past the count of versions
+        self._laid_bare: set[int] = set()
+        #: what has been made for the question at hand
+        self._values: dict[int, Tensor] = {}
         self._reads_inputs = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if is_own_code_running():
+            return self._ask_as_it_is(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        if name in _QUESTIONS and isinstance(args[0], Tensor) and (args[0].is_meta or is_own_code_running()):
+        if name in _QUESTIONS and args and isinstance(args[0], Tensor):
             return self._answer(func, args, kwargs)
-        results = func(*args, **kwargs)
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
-            written = [leaf for leaf in (*args[:1], kwargs.get("out")) if isinstance(leaf, Tensor)]
-            self._written.update(tensor.untyped_storage()._cdata for tensor in written)
-            return results
+        if name == "register_hook":
+            raise ModelError(f"{_asking_line()}: a hook on a gradient is code that no plan can follow; remove it")
+        if getattr(func, "__self__", None) is torch.Tensor.data:
+            self._laid_bare.add(args[0].untyped_storage()._cdata)
+        before, self.constant = self.constant, _digest((args, kwargs)) if name in _CONSTANTS else self.constant
+        try:
+            results = func(*args, **kwargs)
+        finally:
+            self.constant = before
+        call = pytree.tree_map(_kept, (args, kwargs))
         for place, result in enumerate(pytree.tree_leaves(results)):
-            if isinstance(result, Tensor) and result.is_meta:
-                self._made.setdefault(id(result), (result, place, func, args, kwargs))
-                self._versions.setdefault(id(result), result._version)
+            if isinstance(result, Tensor) and id(result) not in self._made:
+                self._made[id(result)] = (result, place, func, *call)
+                self._versions.setdefault(id(result), _version(result))
         return results
 
+    def _ask_as_it_is(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Code of ours draws seeds on the CPU."""
+        if getattr(func, "__name__", "") not in _QUESTIONS:
+            return func(*args, **kwargs)
+        with disable_proxy_modes_tracing():
+            return func(*args, **kwargs)
+
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        self._reads_inputs = False
-        with disable_proxy_modes_tracing(), torch.no_grad(), torch.device("cpu"):
-            answer: object = func(self._value(args[0]), *map(self._on_cpu, args[1:]), **kwargs)
+        self._reads_inputs, self._values = False, {}
+        with disable_proxy_modes_tracing(), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=()):
+            state = torch.get_rng_state()
+            try:
+                given = pytree.tree_map(self._on_cpu, (args, kwargs))
+            except RecursionError:
+                raise UnknownValueError("a tensor was asked for its values, which too many calls have made") from None
+            answer: object = func(*given[0], **given[1])
+            if not torch.equal(state, torch.get_rng_state()):
+                raise UnknownValueError("a tensor was asked for its values, which chance gives")
+        KnownValues.num_answered += 1
         if not self._reads_inputs:
             return answer
         is_other = len(self.questions) in self._otherwise and isinstance(answer, bool)
-        self.questions.append(Question(_asking_line(), answer))
+        self.questions.append(Question(_asking_line(), reprlib.repr(answer), isinstance(answer, bool)))
         return not answer if is_other else answer
 
     def _value(self, tensor: Tensor) -> Tensor:
         """The tensor on the CPU. Raises UnknownValueError."""
-        if not tensor.is_meta:
-            return tensor
-        is_old = self._versions.get(id(tensor)) == tensor._version
-        is_written = not is_old or tensor.untyped_storage()._cdata in self._written
-        if id(tensor) in self._inputs and not is_written:
+        if id(tensor) in self._values:
+            return self._values[id(tensor)]
+        if id(tensor) in self._inputs:
+            self._check_unwritten(tensor)
             self._reads_inputs = True
             return self._inputs[id(tensor)][1]
-        if id(tensor) not in self._made or is_written:
-            raise UnknownValueError(
-                "a tensor was asked for its values, which depend on weights, buffers or what was written to it"
-            )
+        if id(tensor) not in self._made:
+            if tensor.is_meta:
+                raise UnknownValueError("a tensor was asked for its values, which depend on weights or buffers")
+            return tensor
+        self._check_unwritten(tensor)
         _, place, func, args, kwargs = self._made[id(tensor)]
-        if any(word in getattr(func, "__name__", "") for word in _RANDOM):
-            raise UnknownValueError(f"a tensor was asked for its values, which {func.__name__} gives")
+        if "empty" in getattr(func, "__name__", ""):
+            raise UnknownValueError(f"a tensor was asked for its values, which {func.__name__} leaves open")
         args, kwargs = pytree.tree_map(self._on_cpu, (args, kwargs))
         value = pytree.tree_leaves(func(*args, **kwargs))[place]
         assert isinstance(value, Tensor)
+        self._values[id(tensor)] = value
         return value
+
+    def _check_unwritten(self, tensor: Tensor) -> None:
+        version = _version(tensor)
+        is_seen = version is not None and self._versions.get(id(tensor)) == version
+        if not is_seen or tensor.untyped_storage()._cdata in self._laid_bare:
+            raise UnknownValueError("a tensor was asked for its values, which have been written to")
 
     def _on_cpu(self, argument: Any) -> Any:
         if isinstance(argument, Tensor):
             return self._value(argument)
-        is_meta = argument == "meta" or (isinstance(argument, torch.device) and argument.type == "meta")
+        is_meta = (isinstance(argument, str) and argument == "meta") or (
+            isinstance(argument, torch.device) and argument.type == "meta"
+        )
         return torch.device("cpu") if is_meta else argument
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor was written to, through any view; inference tensors do not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _kept(argument: Any) -> Any:
+    """An argument as it is now; containers are new already."""
+    return argument.copy() if isinstance(argument, np.ndarray) else argument
+
+
+def _digest(arguments: Any) -> str:
+    """Of the numbers in a constructor's arguments."""
+    leaves = [leaf for leaf in pytree.tree_leaves(arguments) if not isinstance(leaf, Tensor)]
+    data = [leaf.tobytes() if isinstance(leaf, np.ndarray) else repr(leaf).encode() for leaf in leaves]
+    return hashlib.sha256(b"\0".join(data)).hexdigest()[:16]
 
 
 def _asking_line() -> str:
     """The innermost line of code that is neither torch's nor ours."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_ASKING):
+    while frame.f_back is not None and not is_foreign(frame.f_code.co_filename):
         frame = frame.f_back
     file, line = frame.f_code.co_filename, frame.f_lineno
     return f"{Path(file).name}:{line}: {linecache.getline(file, line).strip()}"

@@ -3,6 +3,7 @@
 boundary  a tensor crosses into or out of a module's forward; a view, so aliasing stays as it was
 frame     a tensor enters or leaves the forward of a layer that its siblings may copy; a view
 sibling   a layer that is like one already traced: gives tensors like that one's outputs
+whole     a tensor goes into a function with a backward of its own, or comes out of it; a view
 cross_entropy  torch's own, in one operator: F.cross_entropy in a model's forward is traced as this
 """
 
@@ -34,6 +35,12 @@ def sibling(inputs: list[Tensor], module: str, like: str) -> list[Tensor]:
     """Stands for a whole layer."""
     outputs: list[Tensor] = torch.ops.tpplan.sibling(inputs, module, like)
     return list(outputs)
+
+
+def whole(x: Tensor, carries_gradient: bool) -> Tensor:
+    """Marks what must be whole on every rank, and so its gradient."""
+    marked: Tensor = torch.ops.tpplan.whole(x, carries_gradient)
+    return marked
 
 
 def _sibling(inputs: list[Tensor], module: str, like: str) -> list[Tensor]:
@@ -68,6 +75,8 @@ _LIBRARY: Any = torch.library.Library("tpplan", "FRAGMENT")  # type: ignore[no-u
 _LIBRARY.define("boundary(Tensor(a) x, str module, str direction, str path) -> Tensor(a)")
 _LIBRARY.define("frame(Tensor(a) x, str module, str side) -> Tensor(a)")
 _LIBRARY.define("sibling(Tensor[] inputs, str module, str like) -> Tensor[]")
+_LIBRARY.define("whole(Tensor(a) x, bool carries_gradient) -> Tensor(a)")
+_LIBRARY.impl("whole", lambda x, carries_gradient: x.view_as(x), "CompositeImplicitAutograd")
 _LIBRARY.define("cross_entropy(Tensor logits, Tensor targets, int ignore_index) -> Tensor")
 _LIBRARY.impl("cross_entropy", _cross_entropy, "CompositeImplicitAutograd")
 _LIBRARY.impl("boundary", lambda x, module, direction, path: x.view_as(x), "CompositeImplicitAutograd")

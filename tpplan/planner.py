@@ -39,7 +39,7 @@ from tpplan.prove import Counterexample, check_structure
 from tpplan.reader import path_of
 from tpplan.rules import Strategy
 from tpplan.space import build_space
-from tpplan.trace import Inputs, Loss, assumptions, repeated_children, trace
+from tpplan.trace import Inputs, Loss, assumptions, check_backward_hooks, repeated_children, trace
 from tpplan.typecheck import Mistyped, typecheck
 from tpplan.units import format_bytes
 
@@ -219,10 +219,11 @@ class _Job:
         self.inputs = self.example_inputs(self.batch.micro_batch, self.batch.seq_len)
         if self.precision is Precision.BF16:
             self.inputs = pytree.tree_map(_to_bfloat16, self.inputs)
+        check_backward_hooks(self.model)
         # A forward may leave tensors of the trace on its module; the proof copies a model that has none.
-        self.graph = trace(copy.deepcopy(self.model), self.inputs, loss=self.loss, cast=self.cast)
+        self.graph = trace(_copied(self.model), self.inputs, loss=self.loss, cast=self.cast)
         if self.graph.questions:
-            model = copy.deepcopy(self.model)
+            model = _copied(self.model)
             self.assumptions = assumptions(self.graph, model, self.inputs, loss=self.loss, cast=self.cast)
         self.report("trace", 1, 1)
 
@@ -449,6 +450,16 @@ class _Job:
             ),
             unruled_ops=expanded.unruled_ops(),
         )
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as error:
+        raise ModelError(
+            "the model cannot be copied: a module holds a tensor that was computed from a weight when it was built (a "
+            f"view, torch.nn.utils.weight_norm); compute it in forward\n{str(error).splitlines()[0]}"
+        ) from error
 
 
 def _certificate(best: _Candidate, solved: dict[Mesh, _Candidate]) -> SolverReport:

@@ -12,17 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dispatch.python import enable_python_dispatcher
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
+from tpplan import operators
+from tpplan.errors import ModelError
 from tpplan.graph import SourceKind
 from tpplan.known import KnownValues, Question
+from tpplan.rewrite import is_own_code_running
 
-#: the key in a node's meta under which stands what was running
-SCOPE = "tpplan_scope"
+#: the keys in a node's meta under which stand what was running, and a digest of values that the code gave
+SCOPE, CONSTANT = "tpplan_scope", "tpplan_constant"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +82,7 @@ def record(
         mode = get_proxy_mode()
         assert mode is not None
         graphs.append(mode.tracer.graph)
-        with known, _noting(mode.tracer, scope):
+        with known, _plainly(mode), _noting(mode.tracer, scope, known), _functions_in_the_open():
             found, spec = pytree.tree_flatten(module(*placed))
         specs.append(spec)
         return [_local(leaf) for leaf in found]
@@ -88,6 +91,7 @@ def record(
     try:
         with _grouped_products():
             graph_module = make_fx(run, pre_dispatch=True)(*tensors)
+            _drop_failed(graph_module.graph)
             _Results(graph_module).run(*tensors)
     except Exception as error:
         raise StoppedError(graphs[0] if graphs else torch.fx.Graph()) from error
@@ -101,6 +105,13 @@ def record(
         out_spec=specs[0],
         questions=tuple(known.questions),
     )
+
+
+def _drop_failed(graph: torch.fx.Graph) -> None:
+    """Removes what raised an error that the code caught: it was written down, and has no result."""
+    for node in list(graph.nodes):
+        if isinstance(node.target, torch._ops.OpOverload) and "val" not in node.meta and not node.users:
+            graph.erase_node(node)
 
 
 class _Results(torch.fx.Interpreter):
@@ -121,13 +132,31 @@ def _local(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _noting(tracer: Any, scope: Callable[[], str]) -> Iterator[None]:
+def _plainly(mode: Any) -> Iterator[None]:
+    """What the mode writes down runs as it would without it: torch's Python kernels, which a mode turns on, give other
+    shapes (0 dims for a cross entropy that is not reduced, in torch 2.13)."""
+    dispatch = mode.__torch_dispatch__
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._DisablePythonDispatcher():
+            return dispatch(*args, **kwargs)
+
+    mode.__torch_dispatch__ = plain
+    try:
+        yield
+    finally:
+        del mode.__torch_dispatch__
+
+
+@contextlib.contextmanager
+def _noting(tracer: Any, scope: Callable[[], str], known: KnownValues) -> Iterator[None]:
     """Each node that the tracer creates is noted with what is running then."""
     create_node = tracer.create_node
 
     def create(*args: Any, **kwargs: Any) -> torch.fx.Node:
         node: torch.fx.Node = create_node(*args, **kwargs)
         node.meta[SCOPE] = scope()
+        node.meta[CONSTANT] = known.constant
         return node
 
     tracer.create_node = create
@@ -135,6 +164,34 @@ def _noting(tracer: Any, scope: Callable[[], str]) -> Iterator[None]:
         yield
     finally:
         del tracer.create_node
+
+
+@contextlib.contextmanager
+def _functions_in_the_open() -> Iterator[None]:
+    """A backward that the model brings along may be anything, and a trace sees forwards: what goes into such a function
+    and what comes out of it is marked, and stays whole."""
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def marked(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if is_own_code_running():
+            return apply.__func__(cls, *args, **kwargs)
+        if cls is CheckpointFunction:
+            raise ModelError(
+                "torch.utils.checkpoint with use_reentrant=True hides gradients; use use_reentrant=False, or let the "
+                "plan recompute"
+            )
+        given, named = pytree.tree_map(_whole, (args, kwargs))
+        return pytree.tree_map(_whole, apply.__func__(cls, *given, **named))
+
+    torch.autograd.Function.apply = classmethod(marked)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+
+def _whole(argument: Any) -> Any:
+    return operators.whole(argument, argument.requires_grad) if isinstance(argument, Tensor) else argument
 
 
 @contextlib.contextmanager
@@ -146,19 +203,12 @@ def _grouped_products() -> Iterator[None]:
         groups = (offs.shape[0],) if a.dim() == b.dim() == 2 else a.shape[:1] if a.dim() == b.dim() else ()
         return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
 
-    operator = torch.ops.aten._grouped_mm.default
-    before = operator.py_kernels[torch._C.DispatchKey.Meta]
-    _set_meta(operator, product)
+    library: Any = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
+    library.impl("_grouped_mm", product, allow_override=True)
     try:
-        with enable_python_dispatcher():
-            yield
+        yield
     finally:
-        _set_meta(operator, before)
-
-
-def _set_meta(operator: torch._ops.OpOverload[Any, Any], kernel: Callable[..., Any]) -> None:
-    operator.py_kernels[torch._C.DispatchKey.Meta] = kernel
-    operator._dispatch_cache.clear()
+        library._destroy()
 
 
 @contextlib.contextmanager
@@ -168,13 +218,17 @@ def naming_modules(model: nn.Module, running: list[str]) -> Iterator[None]:
     def enter(name: str) -> Callable[[nn.Module, Any], None]:
         return lambda _module, _args: running.append(name)
 
-    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-        running.pop()
+    def leave(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, _args: Any, _output: Any) -> None:
+            while running.pop() != name:  # those inside whose error was caught
+                pass
+
+        return hook
 
     handles = []
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(enter(name), prepend=True))
-        handles.append(module.register_forward_hook(leave))
+        handles.append(module.register_forward_hook(leave(name)))
     try:
         yield
     finally:

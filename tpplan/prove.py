@@ -16,6 +16,7 @@ import functools
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 from torch import nn
@@ -38,6 +39,15 @@ CONTIGUOUS = "aten.contiguous.default"
 BOUNDARY, FRAME, SIBLING = "tpplan.boundary.default", "tpplan.frame.default", "tpplan.sibling.default"
 #: what a trace that stopped holds and a ModelGraph does not
 _PASSED = frozenset({FRAME, *IGNORED})
+#: what conversions are made of besides collectives: they move elements
+_MOVES = frozenset({"view", "view_as", "clone", "contiguous", "chunk", "cat", "narrow", "movedim", "new_zeros", "copy_",
+                    "wait_tensor"})  # fmt: skip
+#: and what else a step takes
+_ALSO = {
+    Step.DIVIDE: frozenset({"div"}),
+    Step.LOCAL_ROWS: frozenset({"sub", "lt", "ge", "__or__", "masked_fill_"}),
+    Step.MASK: frozenset({"masked_fill"}),
+}
 #: the collective of a step, by the op that runs
 _COLLECTIVES = {
     "_c10d_functional.all_reduce.default": Step.ALL_REDUCE,
@@ -137,8 +147,15 @@ class _Image:
 def _compare(expanded: Expanded, applied: ModelGraph) -> Counterexample | None:
     """Walks two whole graphs: the same nodes reading the same values, and nothing left over but conversions."""
     graph = expanded.graph
-    if [(s.kind, s.label) for s in graph.sources] != [(s.kind, s.label) for s in applied.sources]:
-        return Counterexample(message="the applied model has other inputs, parameters or constants", blamed=())
+    for source, other in zip_longest(graph.sources, applied.sources):
+        if source is None or other is None or (source.kind, source.label) != (other.kind, other.label):
+            label = (source or other).label
+            readers = graph.consumers.get(source.result, ()) if source is not None else ()
+            return _blame(expanded, next(iter(readers), None), f"{label}: the applied model has another, or none")
+    if graph.questions != applied.questions:
+        return _blame(expanded, None, "the applied model asks other questions of its inputs, or is told other answers")
+    entries = {b.name for b, _ in expanded.conversions() if b.direction is Direction.INPUT}
+    unconverted: set[str] = set()
     converted = _Converted(applied)
     losses = _sharded_losses(expanded)
     rest = deque(node for node in applied.nodes if node.name not in converted.own)
@@ -158,12 +175,16 @@ def _compare(expanded: Expanded, applied: ModelGraph) -> Counterexample | None:
         reads = [converted.origin(value) for value in node.operands]
         if problem is None and reads != [images[value] for value in original.operands]:
             problem = f"{_title(original)} reads other values"
+        if problem is None and not unconverted.isdisjoint(node.operands):
+            problem = f"{_title(original)} reads what entered a module, and not what it was converted to"
         if problem is not None:
             return _blame(expanded, original, problem, _strange(expanded, original, image))
         images.update(zip(original.results, node.results, strict=True))
+        if original.name in entries:
+            unconverted.add(node.results[0])
     if rest:
         return _blame(expanded, None, f"the applied model goes on with {_title(rest[0])}")
-    return _other_collectives(expanded, converted, images, losses)
+    return _other_conversions(expanded, converted, images, losses)
 
 
 def _is_needless(expanded: Expanded, original: Op | Boundary, found: str) -> bool:
@@ -183,16 +204,15 @@ class _Converted:
 
     def __init__(self, applied: ModelGraph) -> None:
         self.own = frozenset(op.name for op in applied.ops if op.module == OWN_SCOPE)
-        #: collectives by the value that they convert
-        self.collectives: dict[str, Counter[Step]] = defaultdict(Counter)
+        #: ops by the value that they convert
+        self.ops: dict[str, Counter[str]] = defaultdict(Counter)
         self._order = {name: place for place, name in enumerate(applied.values)}
         self._origin: dict[str, str] = {}
         for op in applied.ops:
             if op.name in self.own and op.operands:
                 origin = self.latest(map(self.origin, op.operands))
                 self._origin.update(dict.fromkeys(op.results, origin))
-                if op.target in _COLLECTIVES:
-                    self.collectives[origin][_COLLECTIVES[op.target]] += 1
+                self.ops[origin][op.target] += 1
 
     def origin(self, value: str) -> str:
         """The model's own value that this is a conversion of."""
@@ -212,36 +232,44 @@ def _sharded_losses(expanded: Expanded) -> frozenset[str]:
     )
 
 
-def _other_collectives(
+def _other_conversions(
     expanded: Expanded, converted: _Converted, images: Mapping[str, str], losses: frozenset[str]
 ) -> Counterexample | None:
-    """The first value that is converted by other collectives than its conversions take."""
+    """The first value that is converted by other steps than its conversions take, as far as their ops tell.
+
+    Parameters are converted wherever their modules' code reads them, which may be more than once.
+    """
     graph = expanded.graph
-    wanted: dict[str, Counter[Step]] = defaultdict(Counter)
+    steps: dict[str, list[Step]] = defaultdict(list)
     for boundary, conversion in expanded.conversions():
         value = boundary.result if boundary.direction is Direction.INPUT else boundary.operand
-        wanted[images[value]].update(step for step in conversion.forward if step in COLLECTIVE_STEPS)
+        steps[images[value]] += conversion.forward or (Step.NONE,)
+    reads: dict[str, set[Step]] = {}
+    for source in graph.parameters:
+        readings = expanded.formulation.space.readings[source.label]
+        found = (reading_conversion(expanded.strategy(reading.name)).forward for reading in readings)
+        reads[images[source.result]] = {step for taken in found for step in taken}
     for loss in graph.ops:
         if loss.name in losses:  # the maximum of the logits, then the sums that the targets are needed for
             operands = [images[value] for value in loss.operands]
-            for value in (operands[0], converted.latest(operands)):
-                wanted[value][Step.ALL_REDUCE] += 1
-    reads = {
-        images[source.result]: {
-            step
-            for reading in expanded.formulation.space.readings[source.label]
-            for step in reading_conversion(expanded.strategy(reading.name)).forward
-            if step in COLLECTIVE_STEPS
-        }
-        for source in graph.parameters
-    }
-    for value in dict.fromkeys((*wanted, *reads, *converted.collectives)):
-        found = converted.collectives.get(value, Counter())
-        # A parameter is converted wherever its module's code reads it, which may be more than once.
-        is_same = set(found) == reads[value] if value in reads else found == wanted[value]
-        if not is_same:
+            steps[operands[0]].append(Step.ALL_REDUCE)
+            steps[converted.latest(operands)].append(Step.ALL_REDUCE)
+    of_losses = {images[value] for loss in graph.ops if loss.name in losses for value in loss.operands}
+    for value in dict.fromkeys((*steps, *reads, *converted.ops)):
+        wanted, found_ops = steps[value], converted.ops.get(value, Counter())
+        collectives = Counter({step: found_ops[op] for op, step in _COLLECTIVES.items() if found_ops[op]})
+        also = frozenset().union(*(_ALSO.get(step, ()) for step in (*wanted, *reads.get(value, ()))))
+        names = {op.split(".")[1] for op in found_ops if op not in _COLLECTIVES}
+        is_same = (
+            set(collectives) == reads[value] & COLLECTIVE_STEPS
+            if value in reads
+            else collectives == Counter(step for step in wanted if step in COLLECTIVE_STEPS)
+        )
+        is_left_out = bool(wanted) and not found_ops
+        if not is_same or is_left_out or (value not in of_losses and not names <= _MOVES | also):
             origin = next(name for name, image in images.items() if image == value)
-            return _blame(expanded, graph.producers.get(origin), f"{origin} is converted by {dict(found)}")
+            shown = ", ".join(f"{op.split('.')[1]} x{count}" for op, count in found_ops.items()) or "nothing"
+            return _blame(expanded, graph.producers.get(origin), f"{origin} is converted by {shown}")
     return None
 
 

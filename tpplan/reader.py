@@ -1,5 +1,6 @@
 """From a program to a ModelGraph: one walk over its nodes, siblings written out."""
 
+import hashlib
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from tpplan.graph import (
     Value,
     within,
 )
-from tpplan.program import SCOPE, Program
+from tpplan.program import CONSTANT, SCOPE, Program
 from tpplan.rules import base_target
 from tpplan.units import FLOATING_DTYPES
 
@@ -88,7 +89,7 @@ class GraphReader:
             nodes=tuple(self.nodes),
             outputs=named,
             loss=scalars[0] if scalars else None,
-            questions=tuple((question.where, question.answer) for question in self.program.questions),
+            questions=tuple((q.where, q.answer, q.is_choice) for q in self.program.questions),
         )
         return find_repeated_blocks(graph)
 
@@ -137,7 +138,7 @@ class GraphReader:
         )
 
     def _walk(self, module: Any, names: dict[str, Argument]) -> list[Argument]:
-        """One graph, inlining the graphs of higher-order ops. Returns its outputs."""
+        """One graph. Returns its outputs."""
         for node in module.graph.nodes:
             match node.op:
                 case "placeholder":
@@ -154,13 +155,20 @@ class GraphReader:
 
     def _attribute(self, module: Any, node: Any) -> Argument:
         value = operator.attrgetter(node.target)(module)
-        if isinstance(value, torch.Tensor):
-            name = f"constant_{node.name}"
-            if name not in self.values:
-                self._add_value(name, value, carries_gradient=False)
-                self.sources.append(Source(kind=SourceKind.CONSTANT, result=name, label=node.target))
-            return Ref(name)
-        return f"graph:{node.target}"
+        if not isinstance(value, torch.Tensor):
+            raise ModelError(f"traced graph: {node.target} is a {type(value).__name__}, not a tensor")
+        if value.requires_grad:
+            where, shape = node.meta[SCOPE] or "the root", list(value.shape)
+            raise ModelError(
+                f"module {where} reads a parameter of shape {shape} that is none of the model's (it is in a "
+                "closure, or in a plain list): register it"
+            )
+        name = f"constant_{node.name}"
+        if name not in self.values:
+            self._add_value(name, value, carries_gradient=False)
+            label = f"{node.target} {node.meta[CONSTANT] or _digest(value)}".strip()
+            self.sources.append(Source(kind=SourceKind.CONSTANT, result=name, label=label))
+        return Ref(name)
 
     def _call(self, module: Any, node: Any, names: dict[str, Argument]) -> Argument:
         if node.target is operator.getitem:
@@ -247,6 +255,8 @@ class GraphReader:
         flows = self.with_gradient and base_target(target) != "aten.detach.default"
         carries = flows and any(self.values[operand].carries_gradient for operand in op.operands)
         writes = base_target(target) != target and base_target(target) != "aten.detach.default"
+        if target == "tpplan.whole.default":
+            carries = bool(args[1])
         if writes:
             carries |= self.values[op.operands[0]].carries_gradient
         result, results = self._results(name, node.meta.get("val"), carries=carries)
@@ -280,7 +290,7 @@ class GraphReader:
         return self.module_names.get(module, module)
 
     def _fresh(self, name: str) -> str:
-        """A name not used yet: graphs of higher-order ops number their nodes anew."""
+        """A name not used yet."""
         candidate, number = name, 1
         while candidate in self.values:
             number += 1
@@ -350,6 +360,13 @@ class _Images:
         if isinstance(argument, Ref):
             return Ref(self.of(argument.name))
         return tuple(map(self._arguments, argument)) if isinstance(argument, tuple) else argument
+
+
+def _digest(constant: torch.Tensor) -> str:
+    """Of a constant's values, where there are any."""
+    if constant.is_meta:
+        return ""
+    return hashlib.sha256(repr(constant.tolist()).encode()).hexdigest()[:16]
 
 
 def argument_of(value: Any, names: Mapping[str, Argument]) -> Argument:

@@ -3,7 +3,8 @@
 Two modules are alike when they run the same code on the same data: equal class, equal attributes all the way down,
 parameters and buffers equal in shape, dtype and requires_grad, no hooks. A layer that knows its own index differs from
 its sibling, and is traced. A sibling stands for the first one it is like only where it is also called alike: tensors of
-the same shape, stride and dtype, other arguments equal, gradients and autocast on or off alike.
+the same shape, stride and dtype, other arguments equal, gradients and autocast on or off alike. A layer that asked
+tensors for values, or left something behind on itself, stands for nobody.
 """
 
 import contextlib
@@ -16,6 +17,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tpplan import operators
+from tpplan.errors import ModelError
+from tpplan.known import KnownValues
 from tpplan.subclass import SITE
 
 #: what an applied plan does inside a module, by its name
@@ -69,8 +72,12 @@ def _once(
             return pytree.tree_unflatten(operators.sibling(tensors, name, like), specs[like])
         entered = [operators.frame(leaf, name, "enter") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(entered, spec)
+        num_answered, before = KnownValues.num_answered, _contents(layer)
         found, specs[name] = pytree.tree_flatten(forward(layer, *args, **kwargs))
-        if not found or not all(isinstance(leaf, torch.Tensor) for leaf in found):
+        if pytree.tree_structure((args, kwargs)) != spec:
+            raise ModelError(f"module {name} changes a list or dict that it is given: return it instead")
+        is_alone = KnownValues.num_answered != num_answered or not _are_the_same(_contents(layer), before)
+        if is_alone or not found or not all(isinstance(leaf, torch.Tensor) for leaf in found):
             del traced[call]
             return pytree.tree_unflatten(found, specs[name])
         outputs[name] = found
@@ -79,6 +86,15 @@ def _once(
 
     run.__signature__ = own_signature  # type: ignore[attr-defined]
     return run
+
+
+def _contents(layer: nn.Module) -> list[object]:
+    """What the attributes of a layer's modules hold: code may leave something there for others to read."""
+    return [leaf for module in layer.modules() for leaf in pytree.tree_leaves(vars(module))]
+
+
+def _are_the_same(first: list[object], second: list[object]) -> bool:
+    return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
 
 
 def alike_layers(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:

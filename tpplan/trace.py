@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from tpplan import operators
 from tpplan.errors import ModelError
 from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, within
+from tpplan.known import UnknownValueError, is_foreign
 from tpplan.program import StoppedError, naming_modules, on_meta, record
 from tpplan.reader import GraphReader, NotAlikeError, path_of
 from tpplan.rewrite import is_own_code_running, own_code
@@ -132,21 +133,29 @@ def _marked(model: nn.Module, cast: BoundaryHook) -> Iterator[None]:
 
         return change
 
+    given: dict[str, list[tuple[Any, pytree.TreeSpec]]] = {}
+
+    def enter(module: nn.Module, args: Any, kwargs: Any, name: str) -> Any:
+        changed = convert_arguments(module, args, kwargs, mark(name, Direction.INPUT))
+        given.setdefault(name, []).append((changed, pytree.tree_structure(changed)))
+        return changed
+
+    def leave(output: Any, name: str) -> Any:
+        changed, structure = given[name].pop()
+        if pytree.tree_structure(changed) != structure:
+            raise ModelError(f"module {name or 'the root'} changes a list or dict that it is given: return it instead")
+        return named_tensors({"output": output}, mark(name, Direction.OUTPUT))["output"]
+
     handles = []
     for name, module in model.named_modules():
         if type(module).forward is nn.Module.forward:  # a container: nothing crosses it
             continue
-        enter, leave = mark(name, Direction.INPUT), mark(name, Direction.OUTPUT)
         handles.append(
             module.register_forward_pre_hook(
-                lambda m, args, kwargs, enter=enter: convert_arguments(m, args, kwargs, enter), with_kwargs=True
+                lambda m, args, kwargs, name=name: enter(m, args, kwargs, name), with_kwargs=True
             )
         )
-        handles.append(
-            module.register_forward_hook(
-                lambda m, args, out, leave=leave: named_tensors({"output": out}, leave)["output"]
-            )
-        )
+        handles.append(module.register_forward_hook(lambda _m, _args, out, name=name: leave(out, name)))
     try:
         yield
     finally:
@@ -196,17 +205,31 @@ def assumptions(
 
     A question that could have been answered otherwise, and with the same graph or an error, is none.
     """
-    found: dict[str, None] = {}
-    for number, (where, answer) in enumerate(graph.questions):
-        if isinstance(answer, bool) and number < MOST_TRIED:
+    numbers: dict[tuple[str, str, bool], list[int]] = {}
+    for number, question in enumerate(graph.questions):
+        numbers.setdefault(question, []).append(number)
+    found = []
+    for place, ((where, answer, is_choice), asked) in enumerate(numbers.items()):
+        if is_choice and place < MOST_TRIED:
             try:
-                other = trace(model, inputs, loss=loss, cast=cast, otherwise=frozenset({number}))
-            except TraceError:
-                continue
-            if other.fingerprint == graph.fingerprint:
-                continue
-        found[f"{where} is {answer!r}"] = None
+                other = trace(model, inputs, loss=loss, cast=cast, otherwise=frozenset(asked))
+            except TraceError as error:
+                if _is_raised_by_model(error.__cause__):
+                    continue
+            else:
+                if other.fingerprint == graph.fingerprint:
+                    continue
+        found.append(f"{where} is {answer}")
     return tuple(found)
+
+
+def _is_raised_by_model(error: BaseException | None) -> bool:
+    """True for an error that the model's own code raises: it would in training, too."""
+    step = error.__traceback__ if error is not None else None
+    while step is not None and step.tb_next is not None:
+        step = step.tb_next
+    is_open = isinstance(error, NotImplementedError | UnknownValueError)
+    return step is not None and not is_open and is_foreign(step.tb_frame.f_code.co_filename)
 
 
 def _trace(
@@ -239,6 +262,17 @@ def _trace(
                 ran=stopped.ran,
             ) from error
         return GraphReader(model, program).read()
+
+
+def check_backward_hooks(model: nn.Module) -> None:
+    """Raises ModelError where code would see a slice of a gradient, or a summand, where it was written for all of it; a
+    parameter's hook would stay behind when the parameter is distributed, too."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise ModelError(f"module {name or 'the root'} has a backward hook, which no plan can follow: remove it")
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ModelError(f"parameter {name} has a gradient hook: register it after the plan is applied")
 
 
 class TraceError(ModelError):

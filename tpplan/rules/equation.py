@@ -63,11 +63,11 @@ def dim_letters(rank: int) -> list[str]:
     return [f".{i}" for i in range(rank)]
 
 
-def whole_operands(call: Call) -> tuple[Strategy, Strategy]:
-    """What any op may do: all R, or all R* (backward is linear in the gradient, so summands stay summands)."""
-    return tuple(  # type: ignore[return-value]
-        Strategy((whole,) * len(call.operands), (whole,) * len(call.results)) for whole in (R, R_STAR)
-    )
+def whole_operands(call: Call) -> tuple[Strategy, ...]:
+    """What any op may do: all R, or all R* (backward is linear in the gradient, so summands stay summands; a backward
+    that the model brings along need not be)."""
+    layouts = (R,) if call.target == "tpplan.whole.default" else (R, R_STAR)
+    return tuple(Strategy((whole,) * len(call.operands), (whole,) * len(call.results)) for whole in layouts)
 
 
 def parse(equation: str, ranks: Sequence[int]) -> tuple[tuple[Letters, ...], tuple[Letters, ...]]:
