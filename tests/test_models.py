@@ -169,6 +169,22 @@ class OneBlock(nn.Module):
         return self.head(self.closing(x))
 
 
+class TwoKinds(nn.Module):
+    """Layers of two kinds by turns, under one name: what stands in one place of both is not alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        kinds = (lambda: FeedForward(nn.Dropout(0.0)), lambda: nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, DIM)))
+        self.layers = nn.ModuleList(kinds[i % 2]() for i in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
 class FeedForward(nn.Module):
     """Up and down with a dropout between."""
 
@@ -231,6 +247,7 @@ def solve_for_two(build: Callable[[], nn.Module], inputs: Callable[[int, int], d
         (Convolutions, pictures, {"second.weight", "head.weight"}),
         (NanoGPT, text, {"up.weight", "down.weight", "embedding.weight"}),
         (OneBlock, text, {"blocks.0.up.weight", "blocks.0.down.weight"}),
+        (TwoKinds, text, {"layers.0.up.weight", "layers.2.down.weight", "layers.3.1.weight"}),
     ],
 )
 def test_plans_of_ordinary_models_equal_one_process(

@@ -334,10 +334,11 @@ def _leaves_lookup(graph: ModelGraph, boundary: Boundary) -> bool:
 
 def _classes(graph: ModelGraph, deciders: dict[str, Decider]) -> dict[str, str]:
     """Decision -> the decision that stands for it."""
-    position: dict[str, tuple[str, int]] = {}
+    position: dict[str, tuple[str, tuple[int, ...], int]] = {}
     for block in graph.blocks:
         for name in block.names:
-            position.update({node.name: (block.pattern, i) for i, node in enumerate(members(graph, name))})
+            place = enumerate(members(graph, name))  # two kinds of layers may share a pattern
+            position.update({node.name: (block.pattern, block.indices, i) for i, node in place})
     representatives: dict[object, str] = {}
     classes: dict[str, str] = {}
 
