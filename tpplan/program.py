@@ -6,6 +6,7 @@ torch.export it need not: code can tell, and transformers builds masks then that
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,10 @@ from tpplan.rewrite import is_own_code_running
 
 #: the keys in a node's meta under which stand what was running, and a digest of values that the code gave
 SCOPE, CONSTANT = "tpplan_scope", "tpplan_constant"
+
+
+#: a tracer's modes belong to the process, and so does what is changed in torch while one runs
+_ONE_AT_A_TIME = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +94,7 @@ def record(
 
     tensors = [value for _, _, value in given]
     try:
-        with _grouped_products():
+        with _ONE_AT_A_TIME, _grouped_products():
             graph_module = make_fx(run, pre_dispatch=True)(*tensors)
             _drop_failed(graph_module.graph)
             _Results(graph_module).run(*tensors)
