@@ -30,6 +30,8 @@ Result = TypeVar("Result")
 
 #: for a signalled rank to write its stack
 STACK_GRACE_S = 0.3
+#: for a death that made a peer fail to show: a dying rank's sockets close a moment before it can be seen to be dead
+DEATH_GRACE_S = 1.0
 
 
 class RankError(AssertionError):
@@ -145,17 +147,26 @@ def join_group(number: int, num_ranks: int, store: Path, timeout_s: float) -> No
 
 
 def receive(rank: Rank, ranks: Sequence[Rank]) -> object:
-    """What a rank sent. Raises RankError for a traceback, and where it died without a word, with what became of all."""
+    """What a rank sent. Raises RankError for a traceback, unless that comes of a rank that died: then for the death."""
     try:
         succeeded, outcome = pickle.loads(rank.connection.recv_bytes())
     except EOFError:
-        rank.process.join()
-        time.sleep(STACK_GRACE_S)  # a fault that others share shows by then
-        fates = "\n".join(f"rank {r.number}: exit code {r.process.exitcode}\n{r.stack.read_text()}" for r in ranks)
-        raise RankError(rank.number, f"died with exit code {rank.process.exitcode}", fates) from None
-    if not succeeded:
-        raise RankError(rank.number, "failed", outcome)
-    return outcome
+        raise dead(rank, ranks) from None
+    if succeeded:
+        return outcome
+    dying = wait([r.process.sentinel for r in ranks], timeout=DEATH_GRACE_S)
+    for other in ranks:
+        if other.process.sentinel in dying:
+            raise dead(other, ranks)
+    raise RankError(rank.number, "failed", outcome)
+
+
+def dead(rank: Rank, ranks: Sequence[Rank]) -> RankError:
+    """The error for a rank that died without a word, with what became of all."""
+    rank.process.join()
+    time.sleep(STACK_GRACE_S)  # a fault that others share shows by then
+    fates = "\n".join(f"rank {r.number}: exit code {r.process.exitcode}\n{r.stack.read_text()}" for r in ranks)
+    return RankError(rank.number, f"died with exit code {rank.process.exitcode}", fates)
 
 
 def late(ranks: Sequence[Rank], timeout_s: float) -> RankError:
