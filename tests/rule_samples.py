@@ -399,6 +399,9 @@ def _norms() -> list[Sample]:
         _named(rms, x(2, 6, 6), [6], x(6), 1e-5),
         _named(rms, x(6, 6), [6]),
         _named(rms, x(6, 6), [6], const(6)),
+        _named("aten._weight_norm.default", x(6, 6), x(6, 1)),
+        _named("aten._weight_norm.default", x(6, 4, 6), x(1, 1, 6), 2),
+        _named("aten._weight_norm.default", x(6, 6), x(), -1),
     ]
 
 

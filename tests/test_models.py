@@ -14,6 +14,7 @@ from ranks import run_ranks
 from test_examples import relative_errors
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrizations
 
 import tpplan
 from tpplan.layout import LayoutKind
@@ -185,6 +186,31 @@ class TwoKinds(nn.Module):
         return self.head(x)
 
 
+class Reparametrized(nn.Module):
+    """Weights computed from others by modules of torch's, which get them as arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.up = parametrizations.weight_norm(nn.Linear(DIM, 4 * DIM))
+        self.down = parametrizations.spectral_norm(nn.Linear(4 * DIM, DIM))
+        self.convolution = parametrizations.weight_norm(nn.Conv1d(DIM, DIM, 3, padding=1, groups=2), dim=2)
+        self.score = Score()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.down(F.gelu(self.up(x)))
+        x = x + self.convolution(x.transpose(1, 2)).transpose(1, 2)
+        return self.score(self.head(x), self.head.bias)
+
+
+class Score(nn.Module):
+    """Is given a parameter of another module's, which that one reads too."""
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return x + bias.tanh()
+
+
 class FeedForward(nn.Module):
     """Up and down with a dropout between."""
 
@@ -248,6 +274,7 @@ def solve_for_two(build: Callable[[], nn.Module], inputs: Callable[[int, int], d
         (NanoGPT, text, {"up.weight", "down.weight", "embedding.weight"}),
         (OneBlock, text, {"blocks.0.up.weight", "blocks.0.down.weight"}),
         (TwoKinds, text, {"layers.0.up.weight", "layers.2.down.weight"}),
+        (Reparametrized, text, {f"up.parametrizations.weight.original{i}" for i in range(2)} | {"head.weight"}),
     ],
 )
 def test_plans_of_ordinary_models_equal_one_process(

@@ -36,6 +36,8 @@ from tpplan.space import CROSS_ENTROPY, Reading, reading_conversion
 from tpplan.trace import BoundaryHook, Inputs, Loss, TraceError, trace
 
 CONTIGUOUS = "aten.contiguous.default"
+#: what stands for the reading of a parameter that is passed to a module, or out of one
+ALIAS = "aten.alias.default"
 BOUNDARY, FRAME, SIBLING = "tpplan.boundary.default", "tpplan.frame.default", "tpplan.sibling.default"
 #: what a trace that stopped holds and a ModelGraph does not
 _PASSED = frozenset({FRAME, *IGNORED})
@@ -188,15 +190,20 @@ def _compare(expanded: Expanded, applied: ModelGraph) -> Counterexample | None:
 
 
 def _is_needless(expanded: Expanded, original: Op | Boundary, found: str) -> bool:
-    """True for a copy that a rank does not make, as what it holds is contiguous: one head, moved before the sequence.
+    """True for what a rank does not run: the mark of a parameter that is read to be passed on, for what is passed is no
+    parameter then; a copy of what a rank holds contiguous, such as one head moved before the sequence.
 
-    `found` is what runs there instead. Where either side of the copy is written to, it matters.
+    `found` is what runs there instead. Where either side of a copy is written to, it matters.
     """
-    if not isinstance(original, Op) or original.target != CONTIGUOUS or found.startswith(CONTIGUOUS):
+    if not isinstance(original, Op) or found.startswith(original.target):
         return False
     graph = expanded.graph
+    if original.target == ALIAS:
+        return any(source.result == original.operands[0] for source in graph.parameters)
     written = {graph.values[name].storage for op in graph.ops for name in written_operands(op)}
-    return written.isdisjoint(graph.values[name].storage for name in (*original.operands, *original.results))
+    return original.target == CONTIGUOUS and written.isdisjoint(
+        graph.values[name].storage for name in (*original.operands, *original.results)
+    )
 
 
 class _Converted:

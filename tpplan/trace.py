@@ -122,14 +122,24 @@ def convert_arguments(
 
 
 @contextlib.contextmanager
-def _marked(model: nn.Module, cast: BoundaryHook) -> Iterator[None]:
-    """Hooks that mark every crossing of every module, removed at the end."""
+def _marked(model: nn.Module, cast: BoundaryHook, running: list[str]) -> Iterator[None]:
+    """Hooks that mark every crossing of every module, removed at the end. A parameter that crosses is read before, by
+    the module whose code hands it on: `running` holds those that run."""
+
+    def read(tensor: torch.Tensor, direction: Direction) -> torch.Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor
+        entered = [running.pop()] if direction is Direction.INPUT else []
+        passed: torch.Tensor = torch.ops.aten.alias(tensor)
+        running.extend(entered)
+        return passed
 
     def mark(name: str, direction: Direction) -> Callable[[str, torch.Tensor], torch.Tensor]:
         def change(path: str, tensor: torch.Tensor) -> torch.Tensor:
             if isinstance(tensor, DTensor):  # an output that an applied plan leaves sharded
                 return _again(tensor, operators.boundary(_local(tensor), name, str(direction), path))
-            return operators.boundary(cast(tensor, name, direction, path), name, str(direction), path)
+            tensor = cast(read(tensor, direction), name, direction, path)
+            return operators.boundary(tensor, name, str(direction), path)
 
         return change
 
@@ -249,7 +259,7 @@ def _trace(
             return OWN_SCOPE
         return running[-1] if running else LOSS_SCOPE
 
-    with on_meta(model), _training(model), siblings, _marked(model, cast), naming_modules(model, running), _quiet():
+    with on_meta(model), _training(model), siblings, _marked(model, cast, running), naming_modules(model, running), _quiet():
         try:
             program = record(_Step(model, loss, spec), leaves, paths, scope, otherwise)
         except StoppedError as stopped:

@@ -21,3 +21,21 @@ def group_norm(call: Call) -> Iterable[Strategy]:
     rest = " ".join(("c", *(f"s{i}" for i in range(len(call.operands[0].shape) - 2))))
     affine = ", c" * (len(call.operands) - 1)
     return einsum(call, f"b {rest}{affine} -> b {rest}", whole=rest)
+
+
+@op_rule("aten._weight_norm.default")
+def weight_norm(call: Call) -> Iterable[Strategy]:
+    """`k n1 ..., k u1 ... -> k n1 ...`: directions v and lengths g, one for each slice along dim; -1 means one for all."""
+    dim = call.integer(2, "dim", 0)
+    if dim == -1:
+        return ()
+    others = [i for i in range(len(call.operands[0].shape)) if i != dim]
+    directions, lengths = (_with_k(dim, (f"{name}{i}" for i in others)) for name in ("n", "u"))
+    whole = (f"{name}{i}" for name in ("n", "u") for i in others)
+    return einsum(call, f"{directions}, {lengths} -> {directions}", whole=" ".join(whole))
+
+
+def _with_k(dim: int, others: Iterable[str]) -> str:
+    names = list(others)
+    names.insert(dim, "k")
+    return " ".join(names)
