@@ -40,6 +40,7 @@ WITH_TORCH = (
     "subclass",
     "rewrite",
     "known",
+    "branches",
     "program",
     "reader",
     "siblings",

@@ -211,6 +211,24 @@ class Score(nn.Module):
         return x + bias.tanh()
 
 
+class Choosing(nn.Module):
+    """What happens to a value depends on it; the module's code holds the sizes of its heads, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+        self.feed_forward = FeedForward(nn.Dropout(0.0))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        scale = x.square().mean()
+        x = torch.cond(x.sum() > 0, lambda y: (y.sin() * scale).view(BATCH, -1, DIM), lambda y: y.cos(), (x,))
+        heads = self.up(x).view(BATCH, -1, 4, DIM)
+        x = torch.cond(x.sum() < 0, lambda y: y.tanh(), lambda y: y * scale, (x,))
+        return self.head(self.feed_forward(x + self.down(F.gelu(heads).flatten(2))))
+
+
 class FeedForward(nn.Module):
     """Up and down with a dropout between."""
 
@@ -274,6 +292,7 @@ def solve_for_two(build: Callable[[], nn.Module], inputs: Callable[[int, int], d
         (NanoGPT, text, {"up.weight", "down.weight", "embedding.weight"}),
         (OneBlock, text, {"blocks.0.up.weight", "blocks.0.down.weight"}),
         (TwoKinds, text, {"layers.0.up.weight", "layers.2.down.weight"}),
+        (Choosing, text, {"up.weight", "down.weight", "head.weight"}),
         (Reparametrized, text, {f"up.parametrizations.weight.original{i}" for i in range(2)} | {"head.weight"}),
     ],
 )

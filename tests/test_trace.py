@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
 from tpplan.errors import ModelError
@@ -509,6 +510,24 @@ class Failing(nn.Module):
         return self.body(self.linear(x))
 
 
+class Choosing(nn.Module):
+    """Calls a module in a branch of torch.cond."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, self.linear, lambda y: y, (x,))
+
+
+class Looping(nn.Module):
+    """A higher-order op that is not followed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return while_loop(lambda y: y.sum() < 9, lambda y: (2 * y,), (x,))[0]
+
+
 def hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
@@ -516,6 +535,16 @@ def hooks(model: nn.Module) -> int:
 def test_a_model_that_cannot_be_traced_is_named_by_module():
     with pytest.raises(ModelError, match=r"in module 'body.1'"):
         trace(Failing(), {"x": meta(B, D)})
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [(Choosing(), "a branch of torch.cond reads a parameter"), (Looping(), "while_loop: of torch's")],
+)
+def test_a_higher_order_op_that_is_not_followed_is_named(model, message):
+    with pytest.raises(ModelError, match=message) as error:
+        trace(model, {"x": meta(B, D)})
+    assert "meta tensors" not in str(error.value)  # it runs on those
 
 
 def test_a_failing_loss_is_told_apart():

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from tpplan import operators
+from tpplan.branches import branches_in_the_open
 from tpplan.errors import ModelError
 from tpplan.graph import SourceKind
 from tpplan.known import KnownValues, Question
@@ -87,7 +88,13 @@ def record(
         mode = get_proxy_mode()
         assert mode is not None
         graphs.append(mode.tracer.graph)
-        with known, _plainly(mode), _noting(mode.tracer, scope, known), _functions_in_the_open():
+        with (
+            known,
+            _plainly(mode),
+            _noting(mode.tracer, scope, known),
+            _functions_in_the_open(),
+            branches_in_the_open(),
+        ):
             found, spec = pytree.tree_flatten(module(*placed))
         specs.append(spec)
         return [_local(leaf) for leaf in found]

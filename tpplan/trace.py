@@ -259,16 +259,24 @@ def _trace(
             return OWN_SCOPE
         return running[-1] if running else LOSS_SCOPE
 
-    with on_meta(model), _training(model), siblings, _marked(model, cast, running), naming_modules(model, running), _quiet():
+    with (
+        on_meta(model),
+        _training(model),
+        siblings,
+        _marked(model, cast, running),
+        naming_modules(model, running),
+        _quiet(),
+    ):
         try:
             program = record(_Step(model, loss, spec), leaves, paths, scope, otherwise)
         except StoppedError as stopped:
             where = f"in module {running[-1]!r}" if running and running[-1] else "in the model's forward or loss"
             error = stopped.__cause__
             reason = (str(error).strip() or "no message").splitlines()[0]
+            hint = "It must run on meta tensors: look there for control flow on tensor values, .item(), numpy."
             raise TraceError(
-                f"the model could not be traced: {type(error).__name__} {where}: {reason}\n"
-                "It must run on meta tensors: look there for control flow on tensor values, .item(), numpy.",
+                f"the model could not be traced: {type(error).__name__} {where}: {reason}"
+                + (f"\n{hint}" if not isinstance(error, ModelError) else ""),
                 ran=stopped.ran,
             ) from error
         return GraphReader(model, program).read()

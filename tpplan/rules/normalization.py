@@ -25,7 +25,7 @@ def group_norm(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten._weight_norm.default")
 def weight_norm(call: Call) -> Iterable[Strategy]:
-    """`k n1 ..., k u1 ... -> k n1 ...`: directions v and lengths g, one for each slice along dim; -1 means one for all."""
+    """`k n1 ..., k u1 ... -> k n1 ...`: directions and lengths, one for each slice along dim, or for all: -1."""
     dim = call.integer(2, "dim", 0)
     if dim == -1:
         return ()
