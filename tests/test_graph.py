@@ -131,6 +131,7 @@ def test_json_holds_the_whole_graph():
         "dtype": "float32",
         "carries_gradient": True,
         "storage": "w",
+        "varying": [],
     }
     assert [node["name"] for node in data["nodes"]] == [node.name for node in GRAPH.nodes]
     assert data["sources"][1]["aliases"] == ["tied.weight"]

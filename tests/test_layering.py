@@ -41,6 +41,7 @@ WITH_TORCH = (
     "rewrite",
     "known",
     "branches",
+    "counts",
     "program",
     "reader",
     "siblings",

@@ -229,6 +229,29 @@ class Choosing(nn.Module):
         return self.head(self.feed_forward(x + self.down(F.gelu(heads).flatten(2))))
 
 
+class Experts(nn.Module):
+    """A mixture of experts as it is first written: each gets the rows that are routed to it, and one gets none. Which
+    rows are used in the end, the inputs say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.router = nn.Linear(DIM, 4)
+        self.experts = nn.ModuleList(FeedForward(nn.Dropout(0.0)) for _ in range(4))
+        with torch.no_grad():
+            self.router.bias[2] = -100
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens).flatten(0, 1)
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, places = torch.where(chosen == number)
+            result.index_add_(0, rows, expert(x[rows]) * weights[rows, places, None])
+        result = (x + result).view(*tokens.shape, DIM)
+        return self.head(torch.where((tokens > 8)[..., None], result, 0.0) + result[tokens > 8].mean(0))
+
+
 class FeedForward(nn.Module):
     """Up and down with a dropout between."""
 
@@ -293,6 +316,7 @@ def solve_for_two(build: Callable[[], nn.Module], inputs: Callable[[int, int], d
         (OneBlock, text, {"blocks.0.up.weight", "blocks.0.down.weight"}),
         (TwoKinds, text, {"layers.0.up.weight", "layers.2.down.weight"}),
         (Choosing, text, {"up.weight", "down.weight", "head.weight"}),
+        (Experts, text, {"experts.*.up.weight", "experts.*.down.weight", "head.weight"}),
         (Reparametrized, text, {f"up.parametrizations.weight.original{i}" for i in range(2)} | {"head.weight"}),
     ],
 )

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tpplan.errors import ModelError
 from tpplan.graph import LOSS_SCOPE, Direction, ModelGraph, Op, SourceKind, Value
+from tpplan.layout import S
 from tpplan.trace import assumptions, trace
 
 B, D = 6, 4
@@ -659,6 +660,75 @@ def overwritten(x: Tensor) -> Tensor:
 def test_what_depends_on_data_or_chance_is_not(makes: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(ModelError, match="could not be traced"):
         traced(lambda x, w: x * w if makes(x).sum() > 0 else w)
+
+
+@pytest.mark.parametrize(
+    ("picks", "shape", "varying"),
+    [
+        (lambda x: x[x > 0], (B * D,), (0,)),
+        (lambda x: x[x.sum(1) > 0], (B, D), (0,)),
+        (lambda x: x[:, x.sum(0) > 0].transpose(0, 1), (D, B), (0,)),
+        (lambda x: x[torch.where(x.sum(1) > 0)[0]].unflatten(1, (2, -1)), (B, 2, D // 2), (0,)),
+        (lambda x: x.nonzero(), (B * D, 2), (0,)),
+        (lambda x: torch.argwhere(x[0]), (D, 1), (0,)),
+        (lambda x: x.masked_select(x[0] > 0), (B * D,), (0,)),
+        (lambda x: torch.unique(x, return_counts=True)[1], (B * D,), (0,)),
+        (lambda x: torch.unique(x, dim=1), (B, D), (1,)),
+        (lambda x: torch.unique_consecutive(x, return_inverse=True, dim=0)[1], (B,), ()),
+        (lambda x: torch.bincount(x[0].argsort(), minlength=D), (D,), (0,)),
+        (lambda x: x.repeat_interleave(x[:, 0].argsort(), dim=0), (B, D), (0,)),
+        (lambda x: torch.cat([x[x.sum(1) > 0][1:], x[:1]]), (B, D), (0,)),
+        (lambda x: x[torch.arange(B, device=x.device) > 0], (B - 1, D), ()),
+        (lambda x: x.repeat_interleave(torch.arange(B, device=x.device), 0), (B * (B - 1) // 2, D), ()),
+    ],
+)
+def test_sizes_that_data_decides_are_all_there_can_be(
+    picks: Callable[[Tensor], Tensor], shape: tuple[int, ...], varying: tuple[int, ...]
+) -> None:
+    """And what is known is counted."""
+    graph = traced(lambda x, w: (x * w, picks(x)))
+    found = graph.values[graph.outputs[1][1]]
+    assert (found.shape, found.varying) == (shape, varying)
+    assert bool(graph.questions) == any(value.varying for value in graph.values.values())
+    assert not any(found.can_be(S(dim), tp) for dim in varying for tp in (1, 2, shape[dim]))
+
+
+def test_a_size_that_the_inputs_decide_is_counted_and_varies() -> None:
+    model, real = Picking(lambda x, m: x[m]), {"x": meta(B, D), "m": torch.arange(B) > 0}
+    graph = trace(model, real)
+    found = graph.values[graph.outputs[0][1]]
+    assert (found.shape, found.varying) == ((B - 1, D), (0,))
+    assert [answer for _, answer, _ in graph.questions] == [f"{B - 1} elements"]
+
+
+def test_code_that_needs_the_very_number_that_the_inputs_give_gets_it() -> None:
+    model, real = Picking(lambda x, m: x[m].view(2, -1)), {"x": meta(B, D), "m": torch.arange(B) < 2}
+    assert graph_shape(trace(model, real)) == (2, D)
+
+
+def test_code_that_needs_a_number_that_weights_decide_is_refused() -> None:
+    with pytest.raises(ModelError, match="could not be traced"):
+        traced(lambda x, w: x[x.sum(1) > 0].view(B, D) * w)
+
+
+def test_what_runs_may_not_hang_on_a_number_that_weights_decide() -> None:
+    with pytest.raises(ModelError, match="decides what runs: test_trace"):
+        traced(lambda x, w: x * w if len(x[x.sum(1) > 0]) > B else x)
+
+
+class Picking(nn.Module):
+    """Any code with a mask."""
+
+    def __init__(self, code: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.code = code
+
+    def forward(self, x: Tensor, m: Tensor) -> Tensor:
+        return self.code(x, m)
+
+
+def graph_shape(graph: ModelGraph) -> tuple[int, ...]:
+    return graph.values[graph.outputs[0][1]].shape
 
 
 def raising(x: Tensor) -> Tensor:

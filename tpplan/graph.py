@@ -15,6 +15,7 @@ from math import prod
 
 import networkx as nx
 
+from tpplan.layout import Layout, LayoutKind, fits
 from tpplan.units import DTYPE_BYTES
 
 
@@ -31,13 +32,20 @@ Argument = Ref | None | bool | int | float | str | tuple["Argument", ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A tensor. `carries_gradient`: backward reaches it. `storage`: the value it is a view of, itself if none."""
+    """A tensor. `carries_gradient`: backward reaches it. `storage`: the value it is a view of, itself if none.
+    `varying`: dims whose size data decides, which is another on the day."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     carries_gradient: bool
     storage: str
+    varying: tuple[int, ...] = ()
+
+    def can_be(self, layout: Layout, tp: int) -> bool:
+        """True when tp ranks can hold it so, whatever sizes data decides."""
+        cut = () if layout.dim is None else range(layout.dim, layout.dim + (layout.kind is LayoutKind.JOINT) + 1)
+        return fits(self.shape, layout, tp) and not any(dim in cut for dim in self.varying)
 
     @property
     def num_elements(self) -> int:

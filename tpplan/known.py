@@ -88,7 +88,7 @@ class KnownValues(TorchFunctionMode):
         if name in _QUESTIONS and args and isinstance(args[0], Tensor):
             return self._answer(func, args, kwargs)
         if name == "register_hook":
-            raise ModelError(f"{_asking_line()}: a hook on a gradient is code that no plan can follow; remove it")
+            raise ModelError(f"{asking_line()}: a hook on a gradient is code that no plan can follow; remove it")
         if getattr(func, "__self__", None) is torch.Tensor.data:
             self._laid_bare.add(args[0].untyped_storage()._cdata)
         before, self.constant = self.constant, _digest((args, kwargs)) if name in _CONSTANTS else self.constant
@@ -110,7 +110,28 @@ class KnownValues(TorchFunctionMode):
         with disable_proxy_modes_tracing():
             return func(*args, **kwargs)
 
+    def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> tuple[int, bool]:
+        """The size of dim of a call's first result, and whether inputs decide it; then it is noted as an answer.
+
+        Raises UnknownValueError.
+        """
+        size = pytree.tree_leaves(self._on_real(func, args, kwargs))[0].shape[dim]
+        KnownValues.num_answered += 1
+        if self._reads_inputs:
+            self.questions.append(Question(asking_line(), f"{size} elements", False))
+        return size, self._reads_inputs
+
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        answer: object = self._on_real(func, args, kwargs)
+        KnownValues.num_answered += 1
+        if not self._reads_inputs:
+            return answer
+        is_other = len(self.questions) in self._otherwise and isinstance(answer, bool)
+        self.questions.append(Question(asking_line(), reprlib.repr(answer), isinstance(answer, bool)))
+        return not answer if is_other else answer
+
+    def _on_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call with its tensors made on the CPU. Raises UnknownValueError."""
         self._reads_inputs, self._values = False, {}
         with disable_proxy_modes_tracing(), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=()):
             state = torch.get_rng_state()
@@ -118,15 +139,10 @@ class KnownValues(TorchFunctionMode):
                 given = pytree.tree_map(self._on_cpu, (args, kwargs))
             except RecursionError:
                 raise UnknownValueError("a tensor was asked for its values, which too many calls have made") from None
-            answer: object = func(*given[0], **given[1])
+            found = func(*given[0], **given[1])
             if not torch.equal(state, torch.get_rng_state()):
                 raise UnknownValueError("a tensor was asked for its values, which chance gives")
-        KnownValues.num_answered += 1
-        if not self._reads_inputs:
-            return answer
-        is_other = len(self.questions) in self._otherwise and isinstance(answer, bool)
-        self.questions.append(Question(_asking_line(), reprlib.repr(answer), isinstance(answer, bool)))
-        return not answer if is_other else answer
+        return found
 
     def _value(self, tensor: Tensor) -> Tensor:
         """The tensor on the CPU. Raises UnknownValueError."""
@@ -182,7 +198,7 @@ def _digest(arguments: Any) -> str:
     return hashlib.sha256(b"\0".join(data)).hexdigest()[:16]
 
 
-def _asking_line() -> str:
+def asking_line() -> str:
     """The innermost line of code that is neither torch's nor ours."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not is_foreign(frame.f_code.co_filename):

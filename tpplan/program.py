@@ -7,7 +7,7 @@ torch.export it need not: code can tell, and transformers builds masks then that
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from tpplan import operators
 from tpplan.branches import branches_in_the_open
+from tpplan.counts import COUNTING, Counts, counting_by
 from tpplan.errors import ModelError
 from tpplan.graph import SourceKind
 from tpplan.known import KnownValues, Question
@@ -51,6 +52,10 @@ class Program:
     given: tuple[Given, ...]
     out_spec: pytree.TreeSpec
     questions: tuple[Question, ...]
+    #: lines of code, and how many elements there can be at most where data decides: so many there are here
+    guessed: Mapping[str, int]
+    #: some sizes are decided by data
+    varies: bool
 
 
 class StoppedError(Exception):
@@ -67,9 +72,11 @@ def record(
     paths: Sequence[str],
     scope: Callable[[], str],
     otherwise: frozenset[int] = frozenset(),
+    extra: int = 0,
 ) -> Program:
     """module(*leaves) on meta tensors, the leaves being called by their paths. Of a DTensor parameter, the local tensor
     is given. Questions about the leaves' values are answered, those in `otherwise` (by number) the other way.
+    Where data decides how many elements there are, and it is not known, there are all there can be; `extra` are added.
 
     Raises StoppedError where the forward raises, also for a question that only real data can answer.
     """
@@ -80,6 +87,7 @@ def record(
         *((SourceKind.INPUT, p, leaf) for p, leaf in zip(paths, placed, strict=True) if isinstance(leaf, Tensor)),
     ]
     known = KnownValues(((p, v) for p, v in zip(placed, leaves, strict=True) if isinstance(v, Tensor)), otherwise)
+    counts = Counts(known, extra)
     specs: list[pytree.TreeSpec] = []
     graphs: list[torch.fx.Graph] = []
 
@@ -101,7 +109,7 @@ def record(
 
     tensors = [value for _, _, value in given]
     try:
-        with _ONE_AT_A_TIME, _grouped_products():
+        with _ONE_AT_A_TIME, _grouped_products(), counting_by(counts):
             graph_module = make_fx(run, pre_dispatch=True)(*tensors)
             _drop_failed(graph_module.graph)
             _Results(graph_module).run(*tensors)
@@ -116,6 +124,8 @@ def record(
         ),
         out_spec=specs[0],
         questions=tuple(known.questions),
+        guessed=counts.guessed,
+        varies=counts.varies,
     )
 
 
@@ -130,13 +140,19 @@ class _Results(torch.fx.Interpreter):
     """Runs the graph once more to see which results share storage; a tracer only notes their shapes."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        result = super().run_node(n)
-        n.meta["val"] = result
-        return result
+        if n.target in COUNTING:  # counted once already, and nobody shares it
+            n.meta["val"] = pytree.tree_map_only(Tensor, _on_meta, n.meta["val"])
+        else:
+            n.meta["val"] = super().run_node(n)
+        return n.meta["val"]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             return super().run(*args, **kwargs)
+
+
+def _on_meta(noted: Tensor) -> Tensor:
+    return torch.empty_strided(noted.shape, noted.stride(), dtype=noted.dtype, device="meta")
 
 
 def _local(value: Any) -> Any:

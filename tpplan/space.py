@@ -14,7 +14,7 @@ from functools import cached_property
 from tpplan.blocks import members
 from tpplan.errors import ModelError
 from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, SourceKind, Value
-from tpplan.layout import R_STAR, ROWS, Conversion, Layout, P, R, S, can_convert, conversions_between, fits, layouts_of
+from tpplan.layout import R_STAR, ROWS, Conversion, Layout, P, R, S, can_convert, conversions_between, layouts_of
 from tpplan.rules import Strategy, find_extra_layouts, strategies, written_operands
 
 #: forbids a strategy of a decision: given the decision's name and the strategy
@@ -193,7 +193,7 @@ class _Builder:
     def _boundary_options(self, boundary: Boundary) -> tuple[Strategy, ...]:
         value = self.graph.values[boundary.operand]
         layouts = layouts_of(value.shape, carries_gradient=value.carries_gradient, tp=self.tp)
-        layouts = (*layouts, *self._extra(value))
+        layouts = (*(layout for layout in layouts if value.can_be(layout, self.tp)), *self._extra(value))
         conversions = conversions_between(layouts, layouts, carries_gradient=value.carries_gradient)
         if boundary.name not in self.converting or value.storage in self.mutated:
             conversions = tuple(c for c in conversions if c.is_identity)
@@ -220,7 +220,7 @@ class _Builder:
 
     def _extra(self, value: Value) -> tuple[Layout, ...]:
         layouts = sorted(self.extra.get(value.name, ()), key=str)
-        return tuple(layout for layout in layouts if fits(value.shape, layout, self.tp))
+        return tuple(layout for layout in layouts if value.can_be(layout, self.tp))
 
     def _feeds_lookup(self, boundary: Boundary) -> bool:
         """The ids enter an embedding module and go nowhere else."""

@@ -10,6 +10,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from tpplan import operators
 from tpplan.errors import ModelError
 from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, within
 from tpplan.known import UnknownValueError, is_foreign
-from tpplan.program import StoppedError, naming_modules, on_meta, record
+from tpplan.program import Program, StoppedError, naming_modules, on_meta, record
 from tpplan.reader import GraphReader, NotAlikeError, path_of
 from tpplan.rewrite import is_own_code_running, own_code
 from tpplan.siblings import Doings, standing_in
@@ -190,11 +191,38 @@ def trace(
     inputs' values are answered by them, those in `otherwise` the other way. Raises TraceError where it stops, naming
     the module that was running and the original error.
     """
+
+    def run(extra: int) -> tuple[ModelGraph, Program]:
+        try:
+            return _trace(model, inputs, loss, cast, standing_in(model, doings), otherwise, extra)
+        except NotAlikeError as reason:
+            logger.info("every layer is traced: %s", reason)
+            return _trace(model, inputs, loss, cast, contextlib.nullcontext(), otherwise, extra)
+
+    graph, program = run(0)
+    if not program.varies:
+        return graph
     try:
-        return _trace(model, inputs, loss, cast, standing_in(model, doings), otherwise)
-    except NotAlikeError as reason:
-        logger.info("every layer is traced: %s", reason)
-        return _trace(model, inputs, loss, cast, contextlib.nullcontext(), otherwise)
+        return _with_varying(graph, run(1)[0], program.guessed)
+    except TraceError:
+        if program.guessed:
+            raise
+        return graph  # made for as many as the inputs say, which stands among the assumptions
+
+
+def _with_varying(graph: ModelGraph, other: ModelGraph, guessed: Mapping[str, int]) -> ModelGraph:
+    """The graph with the dims marked that differ where data gives one element more, and with what was guessed.
+
+    Raises ModelError where other ops run then.
+    """
+    if graph.values.keys() != other.values.keys():
+        raise ModelError(f"how many elements there are decides what runs: {', '.join(guessed)}")
+    values = {
+        name: replace(value, varying=tuple(i for i, size in enumerate(value.shape) if size != there.shape[i]))
+        for (name, value), there in zip(graph.values.items(), other.values.values(), strict=True)
+    }
+    found = ((line, f"{count} elements, all there can be", False) for line, count in guessed.items())
+    return replace(graph, values=values, questions=(*graph.questions, *found))
 
 
 @own_code
@@ -249,7 +277,8 @@ def _trace(
     cast: BoundaryHook,
     siblings: contextlib.AbstractContextManager[None],
     otherwise: frozenset[int],
-) -> ModelGraph:
+    extra: int,
+) -> tuple[ModelGraph, Program]:
     leaves, spec = pytree.tree_flatten(inputs)
     paths = [path_of(path) for path, _ in pytree.tree_flatten_with_path(inputs)[0]]
     running: list[str] = []
@@ -268,7 +297,7 @@ def _trace(
         _quiet(),
     ):
         try:
-            program = record(_Step(model, loss, spec), leaves, paths, scope, otherwise)
+            program = record(_Step(model, loss, spec), leaves, paths, scope, otherwise, extra)
         except StoppedError as stopped:
             where = f"in module {running[-1]!r}" if running and running[-1] else "in the model's forward or loss"
             error = stopped.__cause__
@@ -279,7 +308,7 @@ def _trace(
                 + (f"\n{hint}" if not isinstance(error, ModelError) else ""),
                 ran=stopped.ran,
             ) from error
-        return GraphReader(model, program).read()
+        return GraphReader(model, program).read(), program
 
 
 def check_backward_hooks(model: nn.Module) -> None:

@@ -126,7 +126,7 @@ class _Checker:
 
     def _can_be_read(self, source: Source, placement: Layout, layout: Layout) -> bool:
         value = self.graph.values[source.result]
-        if layout == ROWS or not fits(value.shape, layout, self.tp):
+        if layout == ROWS or not value.can_be(layout, self.tp):
             return False
         if layout == R_STAR and not (placement == R and source.trainable):
             return False
@@ -213,8 +213,8 @@ class _Checker:
         value = self.graph.values[boundary.operand]
         if value.storage in self.written:
             return "what crosses is written to"
-        if not fits(value.shape, planned.target, self.tp):
-            return f"{value.shape} does not divide by {self.tp}"
+        if not value.can_be(planned.target, self.tp):
+            return f"{value.shape} does not divide by {self.tp}" + (", or only today" if value.varying else "")
         if not value.carries_gradient and planned.target in (R_STAR, P):
             return "what crosses carries no gradient"
         if planned.target == ROWS and not self._is_looked_up(boundary):

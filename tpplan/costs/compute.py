@@ -5,6 +5,7 @@ Which tensors autograd saves comes from the same run, by storage. Runs are cache
 target, literals and local operands costs the same wherever it stands.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tpplan.counts import COUNTING, counting_by
 from tpplan.errors import ModelError
 from tpplan.graph import Argument, Ref
 from tpplan.layout import local_shape
@@ -216,7 +218,8 @@ def _run(call: Call, args: tuple[Argument, ...], shapes: tuple[tuple[int, ...], 
 
     carries = any(value.carries_gradient for value in call.results)
     try:
-        with torch.set_grad_enabled(carries), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), log:
+        saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with _counting_as(call), torch.set_grad_enabled(carries), saving, log:
             output = _callable(call)(*real_args, **real_kwargs)
         forward = tuple(log.kernels) or _hidden_copy(call, output)
         log.kernels = []
@@ -229,6 +232,16 @@ def _run(call: Call, args: tuple[Argument, ...], shapes: tuple[tuple[int, ...], 
         shown = ", ".join(f"{value.dtype}{list(shape)}" for value, shape in zip(call.operands, shapes, strict=True))
         raise ModelError(f"{call.target} on ({shown}) cannot be costed on meta tensors: {error}") from error
     return _execution(forward, tuple(log.kernels), saved, operands, list(_tensors(output)))
+
+
+def _counting_as(call: Call) -> contextlib.AbstractContextManager[None]:
+    """Data decides how large a result is: it is as large as in the model."""
+    if _operator(call) not in COUNTING:
+        return contextlib.nullcontext()
+    indices = call.argument(1, "indices") if call.target == "aten.index.Tensor" else ()
+    dim = next((i for i, index in enumerate(indices) if isinstance(index, Ref)), 0) if isinstance(indices, tuple) else 0
+    sizes = call.results[0].shape
+    return counting_by(lambda _op, counting, args, kwargs: sizes[dim or counting.dim(*args, **kwargs)])
 
 
 def _hidden_copy(call: Call, output: Any) -> tuple[Kernel, ...]:
@@ -283,6 +296,10 @@ def _callable(call: Call) -> Callable[..., Any]:
             return _fused_rms_norm
         case target if target in GROUPED_PRODUCTS:
             return _grouped_product
+    return _operator(call)
+
+
+def _operator(call: Call) -> Callable[..., Any]:
     namespace, name, overload = call.target.split(".")
     operator: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     return operator

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tpplan.graph import Argument, ModelGraph, Op, Ref, Value, references
 from tpplan.intervals import Parts
-from tpplan.layout import R_STAR, ROWS, Layout, P, R, S, copied, fits
+from tpplan.layout import R_STAR, ROWS, Layout, P, R, S, copied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Strategy:
     def fits(self, call: Call, tp: int) -> bool:
         """True when every shard divides by tp, and what is partial carries a gradient (booleans do not add up)."""
         pairs = (*zip(call.operands, self.operands, strict=True), *zip(call.results, self.results, strict=True))
-        return all(fits(value.shape, layout, tp) and (layout != P or value.carries_gradient) for value, layout in pairs)
+        return all(value.can_be(layout, tp) and (layout != P or value.carries_gradient) for value, layout in pairs)
 
     def without_idle_gradients(self, call: Call) -> tuple["Strategy", ...]:
         """R* written as R where no gradient flows; where no result carries one, operands may be R or R* alike."""

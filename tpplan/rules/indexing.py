@@ -8,6 +8,8 @@ from tpplan.rules.call import Call, Strategy, op_rule
 from tpplan.rules.equation import NEVER, Equation, Letters, dim_letters, einsum, elementwise
 
 _FIRST = (frozenset({0}),)
+#: what is added to, and what is added
+_BOTH = (frozenset({0, 2}),)
 
 
 @op_rule("aten.topk.default", "aten.sort.default", "aten.argsort.default")
@@ -31,12 +33,48 @@ def index_select(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.index.Tensor")
 def index(call: Call) -> Iterable[Strategy]:
-    """`x[:, index]` with one tensor of integers: the dim it picks from becomes the index's dims."""
+    """`x[:, index]` with one tensor: the dim that integers pick from becomes their dims, those under a mask one dim."""
     indices = call.argument(1, "indices")
     dims = [i for i, item in enumerate(indices) if isinstance(item, Ref)] if isinstance(indices, tuple) else []
-    if len(dims) != 1 or call.operands[1].dtype == "bool":
+    if len(dims) != 1:
         return ()
-    return _picked(call, dims[0], len(call.operands[1].shape))
+    index_rank = len(call.operands[1].shape)
+    if call.operands[1].dtype != "bool":
+        return _picked(call, dims[0], index_rank)
+    letters = dim_letters(len(call.operands[0].shape))
+    before, under, behind = letters[: dims[0]], (NEVER,) * index_rank, letters[dims[0] + index_rank :]
+    result = (*before, NEVER, *behind)
+    return Equation(operands=((*before, *under, *behind), under), results=(result,), linear_in=_FIRST).strategies()
+
+
+@op_rule("aten.masked_select.default")
+def masked_select(call: Call) -> Iterable[Strategy]:
+    """All dims become one."""
+    terms = tuple((NEVER,) * len(value.shape) for value in call.operands)
+    return Equation(operands=terms, results=((NEVER,),), linear_in=_FIRST).strategies()
+
+
+@op_rule("aten.index_add.default")
+def index_add(call: Call) -> Iterable[Strategy]:
+    """`x[index] += source` along a dim: the others pass."""
+    letters = dim_letters(len(call.operands[0].shape))
+    if letters:
+        letters[call.integer(1, "dim") % len(letters)] = NEVER
+    term, index = tuple(letters), (NEVER,) * len(call.operands[1].shape)
+    return Equation(operands=(term, index, term), results=(term,), linear_in=_BOTH).strategies()
+
+
+@op_rule("aten.scatter_add.default")
+def scatter_add(call: Call) -> Iterable[Strategy]:
+    """Elements added along a dim; the other dims pass where the index covers all of them."""
+    target, picks, source = (value.shape for value in call.operands)
+    letters = dim_letters(len(target))
+    dim = call.integer(1, "dim") % max(1, len(target))
+    for i in range(len(letters)):
+        if i == dim or not target[i] == picks[i] == source[i]:
+            letters[i] = NEVER
+    terms = (tuple(letters),) * 3
+    return Equation(operands=terms, results=terms[:1], linear_in=_BOTH).strategies()
 
 
 def _picked(call: Call, dim: int, index_rank: int) -> Iterable[Strategy]:
