@@ -212,21 +212,21 @@ class Score(nn.Module):
 
 
 class Choosing(nn.Module):
-    """What happens to a value depends on it; the module's code holds the sizes of its heads, too."""
+    """What happens to a value depends on it, and which weights it meets. Sizes of heads are written into the code."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
         self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
-        self.feed_forward = FeedForward(nn.Dropout(0.0))
+        self.feed_forward, self.weight = FeedForward(nn.Dropout(0.0)), nn.Parameter(torch.ones(DIM))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         scale = x.square().mean()
         x = torch.cond(x.sum() > 0, lambda y: (y.sin() * scale).view(BATCH, -1, DIM), lambda y: y.cos(), (x,))
         heads = self.up(x).view(BATCH, -1, 4, DIM)
-        x = torch.cond(x.sum() < 0, lambda y: y.tanh(), lambda y: y * scale, (x,))
-        return self.head(self.feed_forward(x + self.down(F.gelu(heads).flatten(2))))
+        x = x + self.down(F.gelu(heads).flatten(2))
+        return self.head(torch.cond(x.sum() < 0, lambda y: y.tanh() * self.weight, self.feed_forward, (x,)))
 
 
 class Experts(nn.Module):
@@ -315,7 +315,7 @@ def solve_for_two(build: Callable[[], nn.Module], inputs: Callable[[int, int], d
         (NanoGPT, text, {"up.weight", "down.weight", "embedding.weight"}),
         (OneBlock, text, {"blocks.0.up.weight", "blocks.0.down.weight"}),
         (TwoKinds, text, {"layers.0.up.weight", "layers.2.down.weight"}),
-        (Choosing, text, {"up.weight", "down.weight", "head.weight"}),
+        (Choosing, text, {"up.weight", "down.weight", "feed_forward.up.weight", "head.weight"}),
         (Experts, text, {"experts.*.up.weight", "experts.*.down.weight", "head.weight"}),
         (Reparametrized, text, {f"up.parametrizations.weight.original{i}" for i in range(2)} | {"head.weight"}),
     ],

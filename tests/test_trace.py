@@ -512,14 +512,14 @@ class Failing(nn.Module):
 
 
 class Choosing(nn.Module):
-    """Calls a module in a branch of torch.cond."""
+    """Calls a layer in a function of torch.cond."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(D, D, device="meta")
+        self.layers = nn.ModuleList(Layer(D, 8) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, self.linear, lambda y: y, (x,))
+        return torch.cond(x.sum() > 0, self.layers[0], self.layers[1], (x,))
 
 
 class Looping(nn.Module):
@@ -540,7 +540,7 @@ def test_a_model_that_cannot_be_traced_is_named_by_module():
 
 @pytest.mark.parametrize(
     ("model", "message"),
-    [(Choosing(), "a branch of torch.cond reads a parameter"), (Looping(), "while_loop: of torch's")],
+    [(Choosing(), "a function of torch.cond calls a layer"), (Looping(), "while_loop: of torch's")],
 )
 def test_a_higher_order_op_that_is_not_followed_is_named(model, message):
     with pytest.raises(ModelError, match=message) as error:
