@@ -40,7 +40,9 @@ def expand(formulation: Formulation, choice: Mapping[str, int]) -> Formulation:
         classes={name: name for name in space.deciders},
     )
     setting = formulation.setting
-    priced = price_space(untied, setting.profile, setting.gpus_per_node, formulation.priced.executor)
+    priced = price_space(
+        untied, setting.profile, setting.gpus_per_node, formulation.priced.executor, formulation.priced.regions
+    )
     expanded = replace(formulation, priced=priced)
     tied = formulation.problem
     everything = dict.fromkeys(untied.deciders, 0)
@@ -172,7 +174,7 @@ class Expanded:
         """Units by pattern, the root last."""
         names = [unit.name or ROOT for unit in self.formulation.units] if self.formulation.uses_fsdp else []
         patterns = dict.fromkeys(self._pattern_of(name) for name in names)
-        return FsdpPlan(units=tuple(patterns), reshard_after_forward=True)
+        return FsdpPlan(units=tuple(patterns), reshard_after_forward=self.formulation.setting.reshard_after_forward)
 
     def unruled_ops(self) -> dict[str, float]:
         """Ops that no rule covers and that therefore run whole, though they read gradient-carrying tensors: seconds."""
@@ -180,7 +182,9 @@ class Expanded:
         for op in self.graph.ops:
             if not has_rule(op.target) and any(self.graph.values[name].carries_gradient for name in op.operands):
                 times = self.formulation.table[op.name][0]
-                seconds = (times.forward + times.backward).seconds * self.formulation.setting.accumulation_steps
+                seconds = (
+                    times.forward + times.backward + times.again
+                ).seconds * self.formulation.setting.accumulation_steps
                 found[op.target] += seconds  # type: ignore[assignment]
         return {target: float(seconds) for target, seconds in sorted(found.items())}
 
@@ -287,7 +291,7 @@ class Expanded:
             estimate
             for times in formulation.table.values()
             for t in times
-            for estimate in (t.forward, t.backward, t.forward_collectives, t.backward_collectives)
+            for estimate in (t.forward, t.backward, t.forward_collectives, t.backward_collectives, t.again)
         ]
         error = sum(e.error_s for e in estimates) * formulation.setting.accumulation_steps
         extrapolated = any(e.extrapolated for e in estimates)

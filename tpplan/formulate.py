@@ -18,12 +18,13 @@ from itertools import pairwise
 
 from tpplan.costs.compute import Executor
 from tpplan.costs.memory import activation_terms
+from tpplan.costs.regions import NO_REGIONS, Regions
 from tpplan.costs.table import StrategyTime, time_table
 from tpplan.errors import UsageError
 from tpplan.graph import Boundary, Source, within
 from tpplan.layout import Layout, LayoutKind
 from tpplan.mesh import Axis, Mesh
-from tpplan.plan import Precision
+from tpplan.plan import Precision, Recompute
 from tpplan.problem import Edge, Expression, Node, Problem, Resource, Term
 from tpplan.profile import Collective, Estimate, HardwareProfile
 from tpplan.rules import Strategy
@@ -60,6 +61,10 @@ class Setting:
     memory_limit_bytes: float
     accumulation_steps: int
     units: tuple[str, ...]
+    #: what of every unit but the root runs again in backward
+    recompute: Recompute = Recompute.NONE
+    #: ZeRO-3; False keeps units gathered until their backward (ZeRO-2)
+    reshard_after_forward: bool = True
 
     def master_bytes(self, dtype: str) -> int:
         """Bytes per element of a parameter at rest and of its gradient; the trace has the compute dtype."""
@@ -85,16 +90,20 @@ class PricedSpace:
     times: Mapping[str, tuple[StrategyTime, ...]]
     activations: tuple[Term, ...]
     executor: Executor
+    regions: Regions
 
 
-def price_space(space: Space, profile: HardwareProfile, gpus_per_node: int, executor: Executor) -> PricedSpace:
+def price_space(
+    space: Space, profile: HardwareProfile, gpus_per_node: int, executor: Executor, regions: Regions = NO_REGIONS
+) -> PricedSpace:
     """Times and activations of every decision."""
     group = Mesh(tp=space.tp).group(Axis.TP, gpus_per_node)
     return PricedSpace(
         space=space,
-        times=time_table(space, profile, group, executor),
-        activations=activation_terms(space, executor),
+        times=time_table(space, profile, group, executor, regions),
+        activations=activation_terms(space, executor, regions),
         executor=executor,
+        regions=regions,
     )
 
 
@@ -194,8 +203,11 @@ class Formulation:
             times = self.table[name]
             weight = float(steps * len(members))
             for part, seconds in (
-                (COMPUTE, [(t.forward + t.backward).seconds for t in times]),
-                (TENSOR_PARALLEL, [(t.forward_collectives + t.backward_collectives).seconds for t in times]),
+                (COMPUTE, [(t.forward + t.backward + t.again).seconds for t in times]),
+                (
+                    TENSOR_PARALLEL,
+                    [(t.forward_collectives + t.backward_collectives + t.again_collectives).seconds for t in times],
+                ),
             ):
                 if any(seconds):
                     yield _linear(part, name, seconds, weight)
@@ -239,20 +251,30 @@ class Formulation:
                 yield Term(name=DATA_PARALLEL, expressions=(reduce,), weight=float(count))
                 continue
             forward, backward = self._hidden_time(unit)
-            idle = Expression()
-            repeated = _sum(gather, scatter)
-            yield Term(name=DATA_PARALLEL, expressions=(idle, _minus(gather, forward)), weight=float(steps * count))
+            repeated = _sum(gather, scatter) if self.setting.reshard_after_forward else scatter
+            yield from self._beside(gather, forward, float(steps * count))
             if steps > 1:
-                weight = float((steps - 1) * count)
-                yield Term(name=DATA_PARALLEL, expressions=(idle, _minus(repeated, backward)), weight=weight)
-            last = _sum(repeated, reduce)
-            yield Term(name=DATA_PARALLEL, expressions=(idle, _minus(last, backward)), weight=float(count))
+                yield from self._beside(repeated, backward, float((steps - 1) * count))
+            yield from self._beside(_sum(repeated, reduce), backward, float(count))
+
+    def _beside(self, transfer: Expression, compute: Expression, weight: float) -> Iterator[Term]:
+        """Communication beside compute: what does not hide behind it, and by how much it slows what it hides behind.
+
+        c + s m where m is the part that hides, c the rest and s the slowdown: (1 - s) max(0, T - C) + s T.
+        """
+        slowdown = self.setting.profile.overlap_slowdown
+        exposed = (Expression(), _minus(transfer, compute))
+        yield Term(name=DATA_PARALLEL, expressions=exposed, weight=weight * (1 - slowdown))
+        if slowdown:
+            yield Term(name=DATA_PARALLEL, expressions=(transfer,), weight=weight * slowdown)
 
     def _hidden_time(self, unit: Unit) -> tuple[Expression, Expression]:
         """A unit's own forward and backward compute. Collectives of the tp axis hide nothing: links are shared."""
         counts = Counter(unit.hides)
         forward = tuple((name, tuple(n * t.forward.seconds for t in self.table[name])) for name, n in counts.items())
-        backward = tuple((name, tuple(n * t.backward.seconds for t in self.table[name])) for name, n in counts.items())
+        backward = tuple(
+            (name, tuple(n * (t.backward + t.again).seconds for t in self.table[name])) for name, n in counts.items()
+        )
         return Expression(terms=forward), Expression(terms=backward)
 
     def _transfer(self, unit: Unit, kind: Collective, axis: Axis, bytes_of: BytesOf) -> Expression:
@@ -301,8 +323,13 @@ class Formulation:
                 name="unsharded parameters",
                 expressions=(self._bytes_expression(unit.parameters, self._compute_bytes),),
             )
-        if gathered:
+        if gathered and self.setting.reshard_after_forward:
             yield Term(name="unsharded parameters", expressions=tuple(gathered), weight=2.0)
+        elif gathered:
+            for unit, count in self.distinct_units:
+                if unit.name:
+                    every = self._bytes_expression(unit.parameters, self._compute_bytes)
+                    yield Term(name="unsharded parameters", expressions=(every,), weight=float(count))
         gradients = tuple(
             _sum(
                 self._bytes_expression(unit.parameters, self._compute_bytes),

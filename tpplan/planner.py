@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from tpplan import solvers
 from tpplan.assemble import Expanded, blocks_table, by_pattern, expand, rename_parameter
 from tpplan.costs.compute import Executor
+from tpplan.costs.regions import Regions
 from tpplan.errors import InfeasibleError, ModelError, SolverError, UsageError
 from tpplan.formulate import Formulation, PricedSpace, Setting, price_space
 from tpplan.graph import Direction, ModelGraph
@@ -30,6 +31,7 @@ from tpplan.plan import (
     Precision,
     ProofReport,
     ProofStatus,
+    Recompute,
     SolverReport,
     parameters_fingerprint,
 )
@@ -89,6 +91,8 @@ def solve(
     fsdp: int | None = None,
     precision: Precision | str | None = None,
     optimizer: str = "adamw",
+    recompute: Recompute | str = Recompute.NONE,
+    reshard_after_forward: bool = True,
     memory_limit_bytes: float | None = None,
     solver: str | None = None,
     time_limit_s: float | None = None,
@@ -99,7 +103,9 @@ def solve(
 
     build_model() gives the model (it is called under the meta device: no weights are made), example_inputs(micro_batch,
     seq_len) its inputs. The mesh is enumerated, the layouts of each are an ILP. `tp` and `fsdp` pin a degree,
-    `precision` defaults to bf16-mixed on a GPU profile and fp32 else. time_limit_s holds for each mesh.
+    `precision` defaults to bf16-mixed on a GPU profile and fp32 else. `recompute` says what of each repeated layer runs
+    again in backward ("none", "selective", "full"), reshard_after_forward=False keeps FSDP's layers gathered until then
+    (ZeRO-2). time_limit_s holds for each mesh.
     Raises ModelError, ProfileError, UsageError, SolverError, and InfeasibleError with what would fit.
     """
     profile = cluster.load_profile()
@@ -115,6 +121,8 @@ def solve(
         batch=_Batch(global_batch, micro_batch, seq_len),
         precision=_precision(precision),
         optimizer=optimizer,
+        recompute=_recompute(recompute),
+        reshard_after_forward=reshard_after_forward,
         limit=profile.usable_bytes if memory_limit_bytes is None else memory_limit_bytes,
         solver=solver,
         time_limit_s=time_limit_s,
@@ -130,6 +138,13 @@ def _precision(name: Precision | str) -> Precision:
         return Precision(name)
     except ValueError:
         raise UsageError(f"unknown precision {name!r}; known: {', '.join(Precision)}") from None
+
+
+def _recompute(name: Recompute | str) -> Recompute:
+    try:
+        return Recompute(name)
+    except ValueError:
+        raise UsageError(f"unknown recomputation {name!r}; known: {', '.join(Recompute)}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +187,8 @@ class _Job:
     batch: _Batch
     precision: Precision
     optimizer: str
+    recompute: Recompute
+    reshard_after_forward: bool
     limit: float
     solver: str | None
     time_limit_s: float | None
@@ -239,8 +256,13 @@ class _Job:
         """Decisions and their costs on tp ranks, under the cuts so far."""
         if tp not in self.spaces:
             space = build_space(self.graph, tp, unused_outputs=self.unused_outputs, cut=self._is_cut(tp))
-            self.spaces[tp] = price_space(space, self.profile, self.cluster.gpus_per_node, self.executor)
+            self.spaces[tp] = price_space(space, self.profile, self.cluster.gpus_per_node, self.executor, self.regions)
         return self.spaces[tp]
+
+    @property
+    def regions(self) -> Regions:
+        """The repeated layers, if they are recomputed."""
+        return Regions(self.units, self.recompute)
 
     def _is_cut(self, tp: int) -> Callable[[str, Strategy], bool]:
         return lambda name, strategy: strategy in self.cuts.get((tp, name), ())
@@ -258,6 +280,8 @@ class _Job:
                 memory_limit_bytes=self.limit if limit is None else limit,
                 accumulation_steps=self.batch.accumulation_steps(mesh) or 1,
                 units=self.units,
+                recompute=self.recompute,
+                reshard_after_forward=self.reshard_after_forward,
             ),
         )
 
@@ -437,7 +461,9 @@ class _Job:
             sizes={},
             losses=by_pattern(graph, expanded.sharded_losses(), lambda count, rename: count),
             draws=tuple(by_pattern(graph, dict.fromkeys(expanded.drawing_modules(), ""), lambda own, rename: own)),
-            recompute={},
+            recompute=by_pattern(graph, dict.fromkeys(self.regions.modules, self.recompute), lambda own, rename: own)
+            if self.recompute is not Recompute.NONE
+            else {},
             fsdp=expanded.fsdp_plan(),
             collectives=expanded.collectives(),
             predicted=expanded.prediction(),

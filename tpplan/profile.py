@@ -100,6 +100,11 @@ class HardwareProfile:
         return self.memory.memory_bytes - self.memory.reserved_bytes
 
     @property
+    def overlap_slowdown(self) -> float:
+        """Of the time of a collective that runs beside kernels, how much these take longer."""
+        return 0.0
+
+    @property
     def launch_s(self) -> float:
         """The least time of a kernel, in seconds."""
         return self.launch.launch_s

@@ -16,7 +16,7 @@ from tpplan.commands._output import print_plan
 from tpplan.errors import ModelError, PlanError, UsageError
 from tpplan.load import ModelSpec, load_model_file
 from tpplan.mesh import meshes
-from tpplan.plan import Plan, Precision
+from tpplan.plan import Plan, Precision, Recompute
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.solvers import SOLVERS
 from tpplan.units import GIB, KIB, MIB
@@ -68,6 +68,19 @@ def _add_training(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--precision", choices=[str(p) for p in Precision], help="default: bf16-mixed on GPUs, else fp32"
     )
+    group.add_argument(
+        "--recompute",
+        choices=[*Recompute],
+        default=Recompute.NONE,
+        help="what of repeated layers runs again in backward",
+    )
+    group.add_argument(
+        "--zero",
+        type=int,
+        choices=(2, 3),
+        default=3,
+        help="FSDP's layers: resharded after forward (3, default) or kept",
+    )
     group.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")
 
 
@@ -115,6 +128,8 @@ def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile)
             fsdp=args.fsdp,
             precision=args.precision,
             optimizer=args.optimizer,
+            recompute=args.recompute,
+            reshard_after_forward=args.zero == 3,
             memory_limit_bytes=args.memory_limit,
             solver=args.solver,
             time_limit_s=args.time_limit,

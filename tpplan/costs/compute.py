@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tpplan.counts import COUNTING, counting_by
 from tpplan.errors import ModelError
 from tpplan.graph import Argument, Ref
-from tpplan.layout import local_shape
+from tpplan.layout import R, local_shape
 from tpplan.profile import Estimate, HardwareProfile
 from tpplan.rules import Call, Strategy, localized_arguments
 from tpplan.rules.matmul import GROUPED_PRODUCTS
@@ -339,6 +339,11 @@ def _fused_rms_norm(
 def _grouped_product(rows: torch.Tensor, experts: torch.Tensor, _offsets: torch.Tensor) -> torch.Tensor:
     """As many products as there are rows, whosever they are: rows [N, K], experts [E, K, J]. It needs no bfloat16."""
     return rows @ experts[0]
+
+
+def whole_strategy(call: Call) -> Strategy:
+    """Every rank does all of it."""
+    return Strategy((R,) * len(call.operands), (R,) * len(call.results))
 
 
 def kernel_time(profile: HardwareProfile, kernel: Kernel) -> Estimate:

@@ -9,9 +9,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tpplan.costs.compute import Executor
+from tpplan.costs.compute import Executor, whole_strategy
+from tpplan.costs.regions import NO_REGIONS, Regions
 from tpplan.graph import Boundary, Op, SourceKind, Value
-from tpplan.layout import Conversion, Layout, R, local_shape
+from tpplan.layout import Conversion, Layout, local_shape
 from tpplan.problem import Expression, Term
 from tpplan.rules import Call, Strategy
 from tpplan.space import Reading, Space, reading_conversion
@@ -40,9 +41,20 @@ class _Segment:
     exits: list[str]
 
 
-def activation_terms(space: Space, executor: Executor) -> tuple[Term, ...]:
-    """Terms whose sum is the bytes of a micro-batch on one rank: saved activations, and the largest op's gradients."""
+def activation_terms(space: Space, executor: Executor, regions: Regions = NO_REGIONS) -> tuple[Term, ...]:
+    """Terms whose sum is the bytes of a micro-batch on one rank: saved activations, and the largest op's gradients.
+
+    What is recomputed is there for one layer of each kind at a time.
+    """
     segments = _segments(space, executor)
+    for name, decider in space.deciders.items():
+        if regions.is_entry(decider):
+            segments[f"{name}:0"].is_kept = True
+
+    def is_there(segment: _Segment) -> bool:
+        is_entry = any(_leads_into(space, segments, regions, name) for name in segment.exits)
+        return is_entry or regions.is_there(space.graph, space.deciders[segment.maker], executor)
+
     # Like layers keep alike, but for the last, which others read: counted by who makes, who reads, what is kept.
     kinds: dict[object, list[_Segment]] = defaultdict(list)
     for segment in segments.values():
@@ -51,10 +63,17 @@ def activation_terms(space: Space, executor: Executor) -> tuple[Term, ...]:
             maker = space.classes[segment.maker]
             kinds[maker, segment.position, segment.is_kept or readers].append(segment)
     terms = [
-        Term(name=SAVED, expressions=_kept(space, segments, alike[0]), weight=float(len(alike)))
+        Term(name=SAVED, expressions=_kept(space, segments, alike[0]), weight=float(sum(map(is_there, alike))))
         for alike in kinds.values()
     ]
-    return (*terms, *_extra_terms(space, executor), _largest_op(space))
+    return (*terms, *_extra_terms(space, executor, regions), _largest_op(space))
+
+
+def _leads_into(space: Space, segments: dict[str, _Segment], regions: Regions, boundary: str) -> bool:
+    """True where what crosses a boundary, and maybe further ones, enters a region."""
+    if regions.is_entry(space.deciders[boundary]):
+        return True
+    return any(_leads_into(space, segments, regions, name) for name in segments[f"{boundary}:0"].exits)
 
 
 def _largest_op(space: Space) -> Term:
@@ -80,10 +99,6 @@ def _largest_op(space: Space) -> Term:
     return Term(name=LARGEST_OP, expressions=tuple(expressions) or (Expression(),))
 
 
-def _whole(call: Call) -> Strategy:
-    return Strategy((R,) * len(call.operands), (R,) * len(call.results))
-
-
 def _segments(space: Space, executor: Executor) -> dict[str, _Segment]:
     """Segments by maker; an op with several results has one for each that is new."""
     graph = space.graph
@@ -103,7 +118,7 @@ def _segments(space: Space, executor: Executor) -> dict[str, _Segment]:
                 segments[segment_of[node.operand]].exits.append(node.name)
             start(node, 0)
             continue
-        execution = executor.execute(call := Call.of(graph, node), _whole(call), 1)
+        execution = executor.execute(call := Call.of(graph, node), whole_strategy(call), 1)
         for position, result in enumerate(node.results):
             alias = _aliased_operand(space, node, result, segment_of)
             if alias is None:
@@ -173,12 +188,13 @@ def _renames(space: Space, name: str, strategy: Strategy) -> bool:
     return not Conversion(strategy.operands[0], strategy.results[0]).forward
 
 
-def _extra_terms(space: Space, executor: Executor) -> Iterator[Term]:
+def _extra_terms(space: Space, executor: Executor, regions: Regions) -> Iterator[Term]:
     """Tensors that are neither operands nor results: statistics, masks, log-probabilities."""
     for name, members in space.members.items():
         op = space.deciders[name]
+        count = sum(regions.is_there(space.graph, space.deciders[member], executor) for member in members)
         if isinstance(op, Reading):
-            yield from _copies_read(space, name, op, len(members))
+            yield from _copies_read(space, name, op, count)
         if not isinstance(op, Op):
             continue
         call = Call.of(space.graph, op)
@@ -187,7 +203,7 @@ def _extra_terms(space: Space, executor: Executor) -> Iterator[Term]:
             yield Term(
                 name=SAVED,
                 expressions=(Expression(terms=((name, vector),)),),
-                weight=float(len(members)),
+                weight=float(count),
             )
 
 

@@ -1,14 +1,15 @@
 """Time of every strategy of every decision, forward and backward, as estimates: the numbers the problem is made of."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpplan.costs.collectives import collectives_of, conversion_time
-from tpplan.costs.compute import Executor, kernel_time
+from tpplan.costs.compute import Executor, MemoryBound, kernel_time
+from tpplan.costs.regions import NO_REGIONS, Regions
 from tpplan.graph import Boundary, Op, Value
 from tpplan.layout import Conversion, LayoutKind
 from tpplan.mesh import GroupShape
-from tpplan.plan import Pass
+from tpplan.plan import Pass, Recompute
 from tpplan.profile import Collective, Estimate, HardwareProfile
 from tpplan.rules import Call, Strategy
 from tpplan.space import CROSS_ENTROPY, Space, reading_conversion
@@ -24,26 +25,50 @@ class Transfer:
     dtype: str
 
 
+ZERO = Estimate.zero()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyTime:
-    """Seconds of one strategy per micro-batch, kernels apart from what moves between ranks."""
+    """Seconds of one strategy per micro-batch, kernels apart from what moves between ranks.
+
+    `again` and `again_collectives` are what of the forward runs a second time where it is recomputed.
+    """
 
     forward: Estimate
     backward: Estimate
     forward_collectives: Estimate
     backward_collectives: Estimate
     transfers: tuple[Transfer, ...]
+    again: Estimate = ZERO
+    again_collectives: Estimate = ZERO
 
 
-ZERO = Estimate.zero()
 FREE = StrategyTime(forward=ZERO, backward=ZERO, forward_collectives=ZERO, backward_collectives=ZERO, transfers=())
 
 
 def time_table(
-    space: Space, profile: HardwareProfile, group: GroupShape, executor: Executor
+    space: Space, profile: HardwareProfile, group: GroupShape, executor: Executor, regions: Regions = NO_REGIONS
 ) -> dict[str, tuple[StrategyTime, ...]]:
     """Times by deciding decision (one per class), in the order of its strategies."""
-    return {name: tuple(strategy_times(space, name, profile, group, executor)) for name in space.members}
+    again = regions.run_again(space, executor)
+    found = {}
+    for name in space.members:
+        times = tuple(strategy_times(space, name, profile, group, executor))
+        found[name] = (
+            tuple(_recomputed(time, regions.mode, profile, group) for time in times) if name in again else times
+        )
+    return found
+
+
+def _recomputed(time: StrategyTime, mode: Recompute, profile: HardwareProfile, group: GroupShape) -> StrategyTime:
+    """Full recomputation repeats all of a forward; selective what it does not keep: gathers, and all but products,
+    attention and sums over ranks."""
+    if mode is Recompute.FULL:
+        return replace(time, again=time.forward, again_collectives=time.forward_collectives)
+    gathers = (t for t in time.transfers if t.during is Pass.FORWARD and t.kind is Collective.ALL_GATHER)
+    repeated = sum((profile.collective(t.kind, group, t.num_bytes) for t in gathers), ZERO)
+    return replace(time, again=time.again, again_collectives=repeated)
 
 
 def strategy_times(
@@ -70,6 +95,7 @@ def _op_time(
     execution = executor.execute(call, strategy, group.ranks)
     transfers = _cross_entropy_transfers(call, strategy)
     return StrategyTime(
+        again=sum((kernel_time(profile, k) for k in execution.forward if isinstance(k, MemoryBound)), ZERO),
         forward=sum((kernel_time(profile, kernel) for kernel in execution.forward), ZERO),
         backward=sum((kernel_time(profile, kernel) for kernel in execution.backward), ZERO),
         forward_collectives=sum((profile.collective(t.kind, group, t.num_bytes) for t in transfers), ZERO),
@@ -106,6 +132,7 @@ def _conversion_time(conversion: Conversion, value: Value, profile: HardwareProf
     # A local step is a kernel; a conversion with a collective counts whole as communication.
     moves = {transfer.during for transfer in transfers}
     return StrategyTime(
+        again=ZERO if Pass.FORWARD in moves else forward,
         forward=ZERO if Pass.FORWARD in moves else forward,
         backward=ZERO if Pass.BACKWARD in moves else backward,
         forward_collectives=forward if Pass.FORWARD in moves else ZERO,
