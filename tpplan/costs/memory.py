@@ -47,13 +47,15 @@ def activation_terms(space: Space, executor: Executor, regions: Regions = NO_REG
     What is recomputed is there for one layer of each kind at a time.
     """
     segments = _segments(space, executor)
-    for name, decider in space.deciders.items():
-        if regions.is_entry(decider):
-            segments[f"{name}:0"].is_kept = True
+    for node in space.graph.nodes:
+        if regions.is_entry(node) or regions.keeps(space.graph, node, executor):
+            for key in (f"{node.name}:{position}" for position in range(len(node.results))):
+                if key in segments:
+                    segments[key].is_kept = True
 
     def is_there(segment: _Segment) -> bool:
-        is_entry = any(_leads_into(space, segments, regions, name) for name in segment.exits)
-        return is_entry or regions.is_there(space.graph, space.deciders[segment.maker], executor)
+        crosses = any(_crosses(space, segments, regions, name) for name in segment.exits)
+        return crosses or regions.is_there(space.graph, space.deciders[segment.maker], executor)
 
     # Like layers keep alike, but for the last, which others read: counted by who makes, who reads, what is kept.
     kinds: dict[object, list[_Segment]] = defaultdict(list)
@@ -69,11 +71,11 @@ def activation_terms(space: Space, executor: Executor, regions: Regions = NO_REG
     return (*terms, *_extra_terms(space, executor, regions), _largest_op(space))
 
 
-def _leads_into(space: Space, segments: dict[str, _Segment], regions: Regions, boundary: str) -> bool:
-    """True where what crosses a boundary, and maybe further ones, enters a region."""
-    if regions.is_entry(space.deciders[boundary]):
+def _crosses(space: Space, segments: dict[str, _Segment], regions: Regions, boundary: str) -> bool:
+    """True where what crosses a boundary, and maybe further ones, enters or leaves a region and is wanted behind it."""
+    if regions.is_border(space.deciders[boundary]) and _is_wanted(segments, boundary):
         return True
-    return any(_leads_into(space, segments, regions, name) for name in segments[f"{boundary}:0"].exits)
+    return any(_crosses(space, segments, regions, name) for name in segments[f"{boundary}:0"].exits)
 
 
 def _largest_op(space: Space) -> Term:

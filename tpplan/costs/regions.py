@@ -2,7 +2,8 @@
 
 A region is a module whose forward is run again when its backward begins. It keeps what entered it; selective
 recomputation also keeps the results of products and attention. It stops as soon as all that backward needs is there:
-what comes after the last op that keeps anything (the last reduce-scatter of a layer, say) does not run again.
+the last op that keeps anything does not run again if it keeps what it was given, nor does what comes after it (the last
+reduce-scatter of a layer, say).
 """
 
 from dataclasses import dataclass
@@ -22,17 +23,19 @@ class Regions:
     mode: Recompute = Recompute.NONE
 
     def around(self, decider: Decider) -> str | None:
-        """The region that a decision is in. What enters it is outside."""
-        if self.mode is Recompute.NONE or self.is_entry(decider):
+        """The region that a decision is in. What enters or leaves it is outside."""
+        if self.mode is Recompute.NONE or self.is_border(decider):
             return None
         module = decider.op.module if isinstance(decider, Reading) else decider.module
         return next((region for region in self.modules if within(module, region)), None)
 
+    def is_border(self, decider: Decider) -> bool:
+        """True where a tensor enters or leaves a region."""
+        return self.mode is not Recompute.NONE and isinstance(decider, Boundary) and decider.module in self.modules
+
     def is_entry(self, decider: Decider) -> bool:
         """True where a tensor enters a region, which keeps it."""
-        if self.mode is Recompute.NONE or not isinstance(decider, Boundary):
-            return False
-        return decider.direction is Direction.INPUT and decider.module in self.modules
+        return self.is_border(decider) and isinstance(decider, Boundary) and decider.direction is Direction.INPUT
 
     def is_there(self, graph: ModelGraph, decider: Decider, executor: Executor) -> bool:
         """True where what a decision makes is there at the peak: it is kept, or is in the region that is running, which
@@ -40,12 +43,16 @@ class Regions:
         region = self.around(decider)
         if region is None or region not in {name for block in graph.blocks for name in block.names[1:]}:
             return True
-        if self.mode is not Recompute.SELECTIVE or not isinstance(decider, Op):
+        return self.keeps(graph, decider, executor)
+
+    def keeps(self, graph: ModelGraph, decider: Decider, executor: Executor) -> bool:
+        """True for an op in a region whose results are kept, whether backward needs them or not."""
+        if self.mode is not Recompute.SELECTIVE or not isinstance(decider, Op) or self.around(decider) is None:
             return False
         return any(not isinstance(kernel, MemoryBound) for kernel in _execution(graph, decider, executor).forward)
 
     def run_again(self, space: Space, executor: Executor) -> frozenset[str]:
-        """Decisions in regions up to the last op of each that keeps anything for backward."""
+        """Decisions in regions before the last op of each that keeps anything, and it too if that is a result."""
         graph = space.graph
         inside = {name: self.around(decider) for name, decider in space.deciders.items()}
         last: dict[str, int] = {}
@@ -54,11 +61,11 @@ class Regions:
             if region is not None and isinstance(decider, Op):
                 execution = _execution(graph, decider, executor)
                 if execution.saves or execution.saves_results or execution.saved_bytes:
-                    last[region] = place
+                    last[region] = place + bool(execution.saves_results or execution.saved_bytes)
         return frozenset(
             name
             for place, (name, region) in enumerate(inside.items())
-            if region is not None and place <= last.get(region, -1)
+            if region is not None and place < last.get(region, 0)
         )
 
 

@@ -1,0 +1,161 @@
+"""Recomputation and ZeRO-2 as they are priced, against what a model keeps and runs."""
+
+import gc
+
+import pytest
+import torch
+from examples import eager_to_shard
+from ranks import run_ranks
+from test_examples import relative_errors
+from test_models import loss, run, text
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import tpplan
+from tpplan.costs.compute import Executor, Matmul, whole_strategy
+from tpplan.costs.regions import Regions
+from tpplan.errors import UsageError
+from tpplan.plan import Plan, Recompute
+from tpplan.recompute import recompute
+from tpplan.rules import Call
+from tpplan.space import build_space
+from tpplan.trace import trace
+
+BATCH, LENGTH, LAYERS = 2, 16, 4
+MODES = ("none", "selective", "full")
+
+
+class Block(nn.Module):
+    """Two products with something light between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Like blocks between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def solved(mode: str, **options: object) -> Plan:
+    pinned = {"tp": 1, "cluster": tpplan.Cluster(gpus=1, gpus_per_node=1, profile="cpu-gloo")} | options
+    return tpplan.solve(
+        Stack,
+        text,
+        loss=loss,
+        global_batch=8,
+        micro_batch=BATCH,
+        seq_len=LENGTH,
+        precision="fp32",
+        recompute=mode,
+        **pinned,
+    )
+
+
+def kept_bytes(mode: str) -> int:
+    """What a forward leaves for its backward, by storage, besides parameters and inputs."""
+    model, inputs = Stack(), text(BATCH, LENGTH)
+    for layer in model.layers if mode != "none" else ():
+        recompute(layer, Recompute(mode))
+    kept: list[Tensor] = []
+    before = {id(tensor) for tensor in tensors_alive()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        value = loss(model(inputs["tokens"]), inputs)
+    # A region's own are behind its own hooks, and its states of random numbers are bytes.
+    kept += [t for t in tensors_alive() if id(t) not in before and t is not value and t.dtype is not torch.uint8]
+    given = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *inputs.values())}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept if t.is_floating_point()}
+    return sum(size for pointer, size in storages.items() if pointer not in given)
+
+
+def tensors_alive() -> list[Tensor]:
+    gc.collect()
+    return [found for found in gc.get_objects() if type(found) is Tensor]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_kept_is_counted(mode: str) -> None:
+    """Of layers that are recomputed, one is there as a whole. A product's result may be kept that no backward needs."""
+    whole, kept = kept_bytes("none"), kept_bytes(mode)
+    unneeded = LAYERS * BATCH * LENGTH * 32 * 4 if mode == "selective" else 0
+    predicted = solved(mode).predicted.memory_bytes["saved activations"]
+    assert predicted == pytest.approx(kept + (whole - (kept - unneeded)) / LAYERS, abs=64)
+    assert (kept < whole) == (mode != "none")
+
+
+def flop(mode: str) -> int:
+    model, inputs = Stack(), text(BATCH, LENGTH)
+    for layer in model.layers if mode != "none" else ():
+        recompute(layer, Recompute(mode))
+    with FlopCounterMode(display=False) as counter:
+        loss(model(inputs["tokens"]), inputs).backward()
+    return counter.get_total_flops()
+
+
+def test_what_runs_again_is_priced() -> None:
+    """The last product of a layer does not: all that it keeps is there before it."""
+    model = Stack().to("meta")
+    graph = trace(model, text(BATCH, LENGTH), loss=loss)
+    space, executor = build_space(graph, 1, unused_outputs=frozenset({"output"})), Executor()
+    again = Regions(tuple(f"layers.{i}" for i in range(LAYERS)), Recompute.FULL).run_again(space, executor)
+    ops = [op for op in graph.ops if op.name in again]
+    assert {op.target.split(".")[1] for op in ops} == {"layer_norm", "linear", "gelu"}
+    calls = [Call.of(graph, op) for op in ops]
+    kernels = [kernel for call in calls for kernel in executor.execute(call, whole_strategy(call), 1).forward]
+    products = [kernel for kernel in kernels if isinstance(kernel, Matmul)]
+    assert sum(2 * k.m * k.n * k.k * k.batch for k in products) == flop("full") - flop("none")
+
+
+def test_time_and_memory_are_traded() -> None:
+    plans = [solved(mode).predicted for mode in MODES]
+    none, selective, full = plans
+    assert none.time_s["compute"] <= selective.time_s["compute"] < full.time_s["compute"]
+    assert none.peak_memory_bytes > selective.peak_memory_bytes > full.peak_memory_bytes
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_a_plan_that_recomputes_equals_one_process(mode: str) -> None:
+    options = {"tp": 2, "cluster": tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard())}
+    plan = solved(mode, **options)
+    assert plan.recompute == {"layers.*": Recompute(mode)}
+    value, gradients = run(Stack, text(BATCH, LENGTH), None)
+    for applied_value, applied in run_ranks(2, run, Stack, text(BATCH, LENGTH), plan):
+        assert applied_value == pytest.approx(value, rel=1e-5)
+        assert max(relative_errors(applied, gradients).values()) < 1e-4
+
+
+def test_zero_2_keeps_layers_gathered_and_gathers_once() -> None:
+    cluster = tpplan.Cluster(gpus=4, gpus_per_node=4, profile="cpu-gloo")
+    three, two = (solved("none", cluster=cluster, fsdp=4, reshard_after_forward=reshard) for reshard in (True, False))
+    assert (three.fsdp.reshard_after_forward, two.fsdp.reshard_after_forward) == (True, False)
+    assert (
+        two.predicted.time_s.get("exposed data-parallel collectives", 0.0)
+        < three.predicted.time_s["exposed data-parallel collectives"]
+    )
+    gathered = [plan.predicted.memory_bytes["unsharded parameters"] for plan in (three, two)]
+    layer = sum(p.numel() * 4 for p in Block().parameters())
+    assert gathered[1] - gathered[0] == (LAYERS - 2) * layer
+
+
+def test_an_unknown_mode_is_named() -> None:
+    with pytest.raises(UsageError, match="unknown recomputation 'some'; known: none, full, selective"):
+        solved("some")
