@@ -39,15 +39,20 @@ def expand(formulation: Formulation, choice: Mapping[str, int]) -> Formulation:
         strategies={name: (formulation.strategy(choice, name),) for name in space.deciders},
         classes={name: name for name in space.deciders},
     )
-    setting = formulation.setting
+    setting, tied = formulation.setting, formulation.priced
     priced = price_space(
-        untied, setting.profile, setting.gpus_per_node, formulation.priced.executor, formulation.priced.regions
+        untied,
+        setting.profile,
+        setting.gpus_per_node,
+        tied.executor,
+        tied.regions,
+        is_compiled=tied.is_compiled,
     )
     expanded = replace(formulation, priced=priced)
-    tied = formulation.problem
+    problem = formulation.problem
     everything = dict.fromkeys(untied.deciders, 0)
-    pairs = [(tied.price(choice), expanded.problem.price(everything))]
-    pairs.append((total(tied.resources[0].terms, choice), total(expanded.problem.resources[0].terms, everything)))
+    pairs = [(problem.price(choice), expanded.problem.price(everything))]
+    pairs.append((total(problem.resources[0].terms, choice), total(expanded.problem.resources[0].terms, everything)))
     for before, after in pairs:
         assert abs(before - after) <= PRICE_TOLERANCE * max(before, after), (
             f"the tied problem prices its solution at {before}, the expanded plan costs {after}"

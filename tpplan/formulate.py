@@ -83,6 +83,26 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """A collective and the compute it runs beside, if any, in seconds; it happens `weight` times a step."""
+
+    transfer: Expression
+    compute: Expression | None
+    weight: float
+
+    def terms(self, slowdown: float) -> Iterator[Term]:
+        """What a step takes longer for it: T where nothing runs beside it, else what does not hide behind the compute,
+        and what hides by as much as it slows that: max(0, T - C) + s min(T, C) = (1 - s) max(0, T - C) + s T."""
+        if self.compute is None:
+            yield Term(name=DATA_PARALLEL, expressions=(self.transfer,), weight=self.weight)
+            return
+        exposed = (Expression(), _minus(self.transfer, self.compute))
+        yield Term(name=DATA_PARALLEL, expressions=exposed, weight=self.weight * (1 - slowdown))
+        if slowdown:
+            yield Term(name=DATA_PARALLEL, expressions=(self.transfer,), weight=self.weight * slowdown)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PricedSpace:
     """A decision space with what its strategies cost per micro-batch: the same for every mesh of its tp degree."""
 
@@ -91,19 +111,27 @@ class PricedSpace:
     activations: tuple[Term, ...]
     executor: Executor
     regions: Regions
+    is_compiled: bool
 
 
 def price_space(
-    space: Space, profile: HardwareProfile, gpus_per_node: int, executor: Executor, regions: Regions = NO_REGIONS
+    space: Space,
+    profile: HardwareProfile,
+    gpus_per_node: int,
+    executor: Executor,
+    regions: Regions = NO_REGIONS,
+    *,
+    is_compiled: bool = False,
 ) -> PricedSpace:
     """Times and activations of every decision."""
     group = Mesh(tp=space.tp).group(Axis.TP, gpus_per_node)
     return PricedSpace(
         space=space,
-        times=time_table(space, profile, group, executor, regions),
+        times=time_table(space, profile, group, executor, regions, is_compiled=is_compiled),
         activations=activation_terms(space, executor, regions),
         executor=executor,
         regions=regions,
+        is_compiled=is_compiled,
     )
 
 
@@ -214,7 +242,8 @@ class Formulation:
         yield from self._tp_gradient_reductions()
         yield from self._optimizer()
         if self.mesh.data_parallel > 1:
-            yield from self._fsdp()
+            for overlap in self.overlaps():
+                yield from overlap.terms(self.setting.profile.overlap_slowdown)
 
     def _tp_gradient_reductions(self) -> Iterator[Term]:
         """R* readings: gradients summed over tp once per step, in buckets, each rank its FSDP shard."""
@@ -240,33 +269,23 @@ class Formulation:
         for expression in self._parameter_bytes(self._gradient_bytes):
             yield Term(name=OPTIMIZER, expressions=(expression,), weight=moved * rate / self.shards)
 
-    def _fsdp(self) -> Iterator[Term]:
+    def overlaps(self) -> Iterator[Beside]:
+        """FSDP's collectives, each with the compute that it runs beside; nothing runs beside the root's."""
         steps = self.setting.accumulation_steps
         for unit, count in self.distinct_units:
             gather = self._transfer(unit, Collective.ALL_GATHER, Axis.SHARD, self._compute_bytes)
             scatter = self._transfer(unit, Collective.REDUCE_SCATTER, Axis.SHARD, self._gradient_bytes)
             reduce = self._transfer(unit, Collective.ALL_REDUCE, Axis.REPLICATE, self._sharded_gradient_bytes)
             if unit.name == "":
-                yield Term(name=DATA_PARALLEL, expressions=(_sum(gather, scatter),), weight=float(steps * count))
-                yield Term(name=DATA_PARALLEL, expressions=(reduce,), weight=float(count))
+                yield Beside(transfer=_sum(gather, scatter), compute=None, weight=float(steps * count))
+                yield Beside(transfer=reduce, compute=None, weight=float(count))
                 continue
             forward, backward = self._hidden_time(unit)
             repeated = _sum(gather, scatter) if self.setting.reshard_after_forward else scatter
-            yield from self._beside(gather, forward, float(steps * count))
+            yield Beside(transfer=gather, compute=forward, weight=float(steps * count))
             if steps > 1:
-                yield from self._beside(repeated, backward, float((steps - 1) * count))
-            yield from self._beside(_sum(repeated, reduce), backward, float(count))
-
-    def _beside(self, transfer: Expression, compute: Expression, weight: float) -> Iterator[Term]:
-        """Communication beside compute: what does not hide behind it, and by how much it slows what it hides behind.
-
-        c + s m where m is the part that hides, c the rest and s the slowdown: (1 - s) max(0, T - C) + s T.
-        """
-        slowdown = self.setting.profile.overlap_slowdown
-        exposed = (Expression(), _minus(transfer, compute))
-        yield Term(name=DATA_PARALLEL, expressions=exposed, weight=weight * (1 - slowdown))
-        if slowdown:
-            yield Term(name=DATA_PARALLEL, expressions=(transfer,), weight=weight * slowdown)
+                yield Beside(transfer=repeated, compute=backward, weight=float((steps - 1) * count))
+            yield Beside(transfer=_sum(repeated, reduce), compute=backward, weight=float(count))
 
     def _hidden_time(self, unit: Unit) -> tuple[Expression, Expression]:
         """A unit's own forward and backward compute. Collectives of the tp axis hide nothing: links are shared."""

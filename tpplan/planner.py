@@ -93,6 +93,7 @@ def solve(
     optimizer: str = "adamw",
     recompute: Recompute | str = Recompute.NONE,
     reshard_after_forward: bool = True,
+    compile: bool = False,
     memory_limit_bytes: float | None = None,
     solver: str | None = None,
     time_limit_s: float | None = None,
@@ -105,7 +106,7 @@ def solve(
     seq_len) its inputs. The mesh is enumerated, the layouts of each are an ILP. `tp` and `fsdp` pin a degree,
     `precision` defaults to bf16-mixed on a GPU profile and fp32 else. `recompute` says what of each repeated layer runs
     again in backward ("none", "selective", "full"), reshard_after_forward=False keeps FSDP's layers gathered until then
-    (ZeRO-2). time_limit_s holds for each mesh.
+    (ZeRO-2), compile=True prices elementwise ops as torch.compile fuses them. time_limit_s holds for each mesh.
     Raises ModelError, ProfileError, UsageError, SolverError, and InfeasibleError with what would fit.
     """
     profile = cluster.load_profile()
@@ -123,6 +124,7 @@ def solve(
         optimizer=optimizer,
         recompute=_recompute(recompute),
         reshard_after_forward=reshard_after_forward,
+        is_compiled=compile,
         limit=profile.usable_bytes if memory_limit_bytes is None else memory_limit_bytes,
         solver=solver,
         time_limit_s=time_limit_s,
@@ -189,6 +191,7 @@ class _Job:
     optimizer: str
     recompute: Recompute
     reshard_after_forward: bool
+    is_compiled: bool
     limit: float
     solver: str | None
     time_limit_s: float | None
@@ -256,7 +259,14 @@ class _Job:
         """Decisions and their costs on tp ranks, under the cuts so far."""
         if tp not in self.spaces:
             space = build_space(self.graph, tp, unused_outputs=self.unused_outputs, cut=self._is_cut(tp))
-            self.spaces[tp] = price_space(space, self.profile, self.cluster.gpus_per_node, self.executor, self.regions)
+            self.spaces[tp] = price_space(
+                space,
+                self.profile,
+                self.cluster.gpus_per_node,
+                self.executor,
+                self.regions,
+                is_compiled=self.is_compiled,
+            )
         return self.spaces[tp]
 
     @property

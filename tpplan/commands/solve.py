@@ -81,6 +81,7 @@ def _add_training(group: "argparse._ArgumentGroup") -> None:
         default=3,
         help="FSDP's layers: resharded after forward (3, default) or kept",
     )
+    group.add_argument("--compile", action="store_true", help="price elementwise ops as torch.compile fuses them")
     group.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")
 
 
@@ -130,6 +131,7 @@ def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile)
             optimizer=args.optimizer,
             recompute=args.recompute,
             reshard_after_forward=args.zero == 3,
+            compile=args.compile,
             memory_limit_bytes=args.memory_limit,
             solver=args.solver,
             time_limit_s=args.time_limit,

@@ -1,10 +1,11 @@
 """Time of every strategy of every decision, forward and backward, as estimates: the numbers the problem is made of."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from tpplan.costs.collectives import collectives_of, conversion_time
-from tpplan.costs.compute import Executor, MemoryBound, kernel_time
+from tpplan.costs.compute import Executor, Kernel, MemoryBound, kernel_time
+from tpplan.costs.fusion import moved_shares
 from tpplan.costs.regions import NO_REGIONS, Regions
 from tpplan.graph import Boundary, Op, Value
 from tpplan.layout import Conversion, LayoutKind
@@ -48,13 +49,20 @@ FREE = StrategyTime(forward=ZERO, backward=ZERO, forward_collectives=ZERO, backw
 
 
 def time_table(
-    space: Space, profile: HardwareProfile, group: GroupShape, executor: Executor, regions: Regions = NO_REGIONS
+    space: Space,
+    profile: HardwareProfile,
+    group: GroupShape,
+    executor: Executor,
+    regions: Regions = NO_REGIONS,
+    *,
+    is_compiled: bool = False,
 ) -> dict[str, tuple[StrategyTime, ...]]:
     """Times by deciding decision (one per class), in the order of its strategies."""
     again = regions.run_again(space, executor)
+    shares = moved_shares(space.graph) if is_compiled else {}
     found = {}
     for name in space.members:
-        times = tuple(strategy_times(space, name, profile, group, executor))
+        times = tuple(strategy_times(space, name, profile, group, executor, shares.get(name, 1.0)))
         found[name] = (
             tuple(_recomputed(time, regions.mode, profile, group) for time in times) if name in again else times
         )
@@ -72,14 +80,14 @@ def _recomputed(time: StrategyTime, mode: Recompute, profile: HardwareProfile, g
 
 
 def strategy_times(
-    space: Space, name: str, profile: HardwareProfile, group: GroupShape, executor: Executor
+    space: Space, name: str, profile: HardwareProfile, group: GroupShape, executor: Executor, moved: float = 1.0
 ) -> Iterator[StrategyTime]:
-    """The times of one decision's strategies, in order."""
+    """The times of one decision's strategies, in order; `moved` is the share of an op's bytes that fusion leaves."""
     decider = space.deciders[name]
     for strategy in space.strategies[name]:
         match decider:
             case Op():
-                yield _op_time(Call.of(space.graph, decider), strategy, profile, group, executor)
+                yield _op_time(Call.of(space.graph, decider), strategy, profile, group, executor, moved)
             case Boundary():
                 value = space.graph.values[decider.operand]
                 yield _conversion_time(Conversion(strategy.operands[0], strategy.results[0]), value, profile, group)
@@ -90,14 +98,18 @@ def strategy_times(
 
 
 def _op_time(
-    call: Call, strategy: Strategy, profile: HardwareProfile, group: GroupShape, executor: Executor
+    call: Call, strategy: Strategy, profile: HardwareProfile, group: GroupShape, executor: Executor, moved: float
 ) -> StrategyTime:
     execution = executor.execute(call, strategy, group.ranks)
     transfers = _cross_entropy_transfers(call, strategy)
+
+    def time(kernels: Iterable[Kernel]) -> Estimate:
+        return sum((kernel_time(profile, k) * (moved if isinstance(k, MemoryBound) else 1.0) for k in kernels), ZERO)
+
     return StrategyTime(
-        again=sum((kernel_time(profile, k) for k in execution.forward if isinstance(k, MemoryBound)), ZERO),
-        forward=sum((kernel_time(profile, kernel) for kernel in execution.forward), ZERO),
-        backward=sum((kernel_time(profile, kernel) for kernel in execution.backward), ZERO),
+        again=time(kernel for kernel in execution.forward if isinstance(kernel, MemoryBound)),
+        forward=time(execution.forward),
+        backward=time(execution.backward),
         forward_collectives=sum((profile.collective(t.kind, group, t.num_bytes) for t in transfers), ZERO),
         backward_collectives=ZERO,
         transfers=transfers,

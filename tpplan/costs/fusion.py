@@ -1,0 +1,94 @@
+"""What a compiler saves: memory-bound ops that follow each other become one kernel.
+
+torch.compile's inductor fuses elementwise ops, norms and reductions that read each other's results. What stays inside
+such a kernel is neither written nor read, so of each op's bytes only those count that come from elsewhere or go there.
+Views lie in between for nothing; products, attention, lookups and whatever crosses ranks end a kernel.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from tpplan.blocks import members
+from tpplan.graph import Boundary, ModelGraph, Op
+from tpplan.rules import base_target
+
+#: reductions that take elementwise ops into their kernel
+_REDUCTIONS = frozenset({"layer_norm", "rms_norm", "softmax", "log_softmax", "sum", "mean", "amax", "var", "var_mean",
+                         "dropout", "native_dropout", "_to_copy", "to", "cat", "clone", "contiguous"})  # fmt: skip
+
+
+def moved_shares(graph: ModelGraph) -> dict[str, float]:
+    """Of the bytes that each op reads and writes alone, the share that is left when neighbours are fused; 1 for what is
+    no part of a larger kernel."""
+    kernels = _kernels(graph)
+    shares = dict.fromkeys((op.name for op in graph.ops), 1.0)
+    for op in graph.ops:
+        if op.name in kernels:
+            own = kernels[op.name]
+            read = (v for v in op.operands if (maker := _maker(graph, v)) is None or kernels.get(maker.name) != own)
+            written = (v for v in op.results if _is_read_elsewhere(graph, v, kernels, own))
+            whole = sum(graph.values[v].num_bytes for v in (*op.operands, *op.results))
+            shares[op.name] = sum(graph.values[v].num_bytes for v in (*read, *written)) / whole if whole else 1.0
+    return _alike(graph, shares)
+
+
+def _alike(graph: ModelGraph, shares: Mapping[str, float]) -> dict[str, float]:
+    """Like ops of repeated blocks have the share of the one in the middle. The first and the last have other neighbours,
+    and are not worth telling apart."""
+    found = dict(shares)
+    for block in graph.blocks:
+        for alike in zip(*(members(graph, name) for name in block.names), strict=True):
+            share = shares.get(alike[len(alike) // 2].name, 1.0)
+            found.update(dict.fromkeys((node.name for node in alike if node.name in shares), share))
+    return found
+
+
+def _kernels(graph: ModelGraph) -> dict[str, int]:
+    """Fusible ops with a number that ops of one kernel share: how many others, one after the other, must run before.
+
+    An op that waits for a product cannot be in a kernel that the product waits for.
+    """
+    before: dict[str, int] = {}
+    found: dict[str, int] = {}
+    for node in graph.nodes:
+        depth = max((before.get(operand, 0) for operand in node.operands), default=0)
+        is_transparent = isinstance(node, Boundary) or _is_view(graph, node)
+        if not is_transparent and isinstance(node, Op) and _is_fusible(node):
+            found[node.name] = depth
+        elif not is_transparent:
+            depth += 1
+        before.update(dict.fromkeys(node.results, depth))
+    return found
+
+
+def _is_fusible(op: Op) -> bool:
+    namespace, name, overload = base_target(op.target).split(".")
+    if name in _REDUCTIONS:
+        return True
+    operator = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
+    return operator is not None and torch.Tag.pointwise in operator.tags
+
+
+def _is_view(graph: ModelGraph, op: Op) -> bool:
+    return bool(op.results) and graph.values[op.results[0]].storage != op.results[0] and not _is_fusible(op)
+
+
+def _maker(graph: ModelGraph, value: str) -> Op | None:
+    """The op that made a value's elements, views and modules' boundaries aside."""
+    producer = graph.producers.get(value)
+    while producer is not None and (isinstance(producer, Boundary) or _is_view(graph, producer)):
+        producer = graph.producers.get(producer.operands[0])
+    return producer
+
+
+def _is_read_elsewhere(graph: ModelGraph, value: str, kernels: Mapping[str, int], own: int) -> bool:
+    """True where a value leaves its kernel: something else reads it, or nothing does."""
+
+    def leaves(reader: Op | Boundary) -> bool:
+        if isinstance(reader, Boundary) or _is_view(graph, reader):
+            return any(_is_read_elsewhere(graph, result, kernels, own) for result in reader.results)
+        return kernels.get(reader.name) != own
+
+    readers = graph.consumers.get(value, ())
+    return not readers or any(map(leaves, readers))
