@@ -34,7 +34,7 @@ def moved_shares(graph: ModelGraph) -> dict[str, float]:
 
 
 def _alike(graph: ModelGraph, shares: Mapping[str, float]) -> dict[str, float]:
-    """Like ops of repeated blocks have the share of the one in the middle. The first and the last have other neighbours,
+    """Like ops of repeated blocks share what the middle one has. The first and the last have other neighbours,
     and are not worth telling apart."""
     found = dict(shares)
     for block in graph.blocks:
