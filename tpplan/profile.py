@@ -7,6 +7,7 @@ measured. What a profile does not cover is a ProfileError that names the missing
 A machine is a JSON file (profiles/), read strictly; each table names its sources, and says where it was inferred.
 """
 
+import datetime
 import difflib
 import hashlib
 import importlib.resources
@@ -14,40 +15,51 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Annotated, cast
 
 from tpplan.errors import ProfileError
 from tpplan.interpolate import multilinear
 from tpplan.mesh import GroupShape
 from tpplan.profile_tables import (
+    MOST_FITTED,
     AttentionRate,
+    AttentionSizes,
+    AttentionTable,
     Bandwidth,
     Collective,
     CollectiveTable,
     Count,
     Estimate,
+    Fitted,
     GroupExtrapolation,
     Launch,
     MatmulTable,
     Memory,
+    MemoryBoundTable,
+    Overlap,
     Source,
     bottleneck_traffic,
     check_unique,
     latency_steps,
 )
-from tpplan.strict import decode, encode, read_json
+from tpplan.strict import Text, decode, encode, read_json
 from tpplan.units import DTYPE_BYTES
 
-__all__ = ["Collective", "Estimate", "HardwareProfile", "load_profile", "shipped_profiles"]
+__all__ = ["AttentionSizes", "Collective", "Estimate", "HardwareProfile", "load_profile", "shipped_profiles"]
 
 SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
-    """A machine: its memory, its kernels and its network, as measured. Its fields are the keys of its JSON file."""
+    """A machine: its memory, its kernels and its network, as measured. Its fields are the keys of its JSON file.
+
+    What may be absent: software (versions by name: torch, cuda, nccl, driver, python) and the date of the measurement;
+    attention_tables, in whose place attention_rates stand; memory_bound_table, in whose place the bandwidth stands;
+    overlap; and fitted, numbers that no benchmark gave, at most two.
+    """
 
     schema_version: int
     name: str
@@ -63,6 +75,12 @@ class HardwareProfile:
     attention_rates: tuple[AttentionRate, ...]
     group_extrapolation: GroupExtrapolation
     collectives: tuple[CollectiveTable, ...]
+    software: Mapping[str, str] | None = field(default=None, hash=False)
+    date: Annotated[datetime.date, Text(datetime.date.fromisoformat, r"\d{4}-\d{2}-\d{2}")] | None = None
+    attention_tables: tuple[AttentionTable, ...] | None = None
+    memory_bound_table: MemoryBoundTable | None = None
+    overlap: Overlap | None = None
+    fitted: tuple[Fitted, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.schema_version != SCHEMA_VERSION:
@@ -73,6 +91,10 @@ class HardwareProfile:
         check_unique("matmuls", [table.dtype for table in self.matmuls])
         check_unique("attention_rates", [rate.dtype for rate in self.attention_rates])
         check_unique("collectives", [(table.kind, table.ranks, table.ranks_per_node) for table in self.collectives])
+        check_unique("attention_tables", [(t.dtype, t.causal, t.backward) for t in self.attention_tables or ()])
+        check_unique("fitted", [number.name for number in self.fitted or ()])
+        if len(self.fitted or ()) > MOST_FITTED:
+            raise ProfileError(f"fitted: expected at most {MOST_FITTED} numbers, got {len(self.fitted or ())}")
         self._check_sources()
 
     @classmethod
@@ -83,6 +105,10 @@ class HardwareProfile:
     def to_dict(self) -> dict[str, object]:
         """The content of the profile's JSON file; from_dict's inverse."""
         return cast(dict[str, object], encode(self))
+
+    def dumps(self) -> str:
+        """The text of the profile's file: a line for each number and for each array of numbers."""
+        return _lines(self.to_dict(), "") + "\n"
 
     @property
     def fingerprint(self) -> str:
@@ -114,7 +140,8 @@ class HardwareProfile:
 
         T_c is the measured time, interpolated, of the sizes clamped to the table; f the FLOP over those of T_c, 1 in
         the table; L the launch time, which does not grow with the work; M the time to read the operands and write the
-        result once, below which a matmul that is thinner than the table cannot fall. dtype is torch's name.
+        result once, as memory_bound has it, below which a matmul that is thinner than the table cannot fall. dtype is
+        torch's name.
         """
         sizes = (batch, m, n, k)
         if min(sizes) < 1:
@@ -125,15 +152,21 @@ class HardwareProfile:
         clamped = [min(max(size, grid[0]), grid[-1]) for size, grid in zip(sizes, table.grids, strict=True)]
         inside = multilinear(table.grids, table.time_s, clamped)
         fixed = min(self.launch_s, inside)
-        moved_s = batch * (m * k + k * n + m * n) * DTYPE_BYTES[dtype] / self.bandwidth.hbm_bytes_per_s
+        moved_s = self.memory_bound(num_bytes=batch * (m * k + k * n + m * n) * DTYPE_BYTES[dtype]).seconds
         work = math.prod(sizes) / math.prod(clamped)
         seconds = max(fixed + (inside - fixed) * work, min(moved_s, inside)) if work != 1 else inside
         extrapolated = tuple(clamped) != sizes
         error = math.hypot(table.relative_error, table.extrapolation_relative_error if extrapolated else 0.0)
         return Estimate(seconds=seconds, error_s=seconds * error, extrapolated=extrapolated)
 
-    def attention(self, *, flop: float, dtype: str, backward: bool) -> Estimate:
-        """Fused attention: T = max(L, flop / rate). flop is what is executed: half of it where causal."""
+    def attention(self, *, flop: float, dtype: str, backward: bool, sizes: AttentionSizes | None = None) -> Estimate:
+        """Fused attention, from the table of this dtype, direction and mask where sizes are given and there is one.
+
+        Else T = max(L, flop / rate), where flop is what is executed: half of it where causal.
+        """
+        for table in self.attention_tables or () if sizes is not None else ():
+            if sizes and (table.dtype, table.backward, table.causal) == (dtype, backward, sizes.causal):
+                return table.time(sizes, self.launch_s)
         rate = next((rate for rate in self.attention_rates if rate.dtype == dtype), None)
         if rate is None:
             raise self._missing(f"attention measurement for dtype {dtype}", [r.dtype for r in self.attention_rates])
@@ -141,8 +174,14 @@ class HardwareProfile:
         return self._at_least_launch(seconds, rate.relative_error)
 
     def memory_bound(self, *, num_bytes: float) -> Estimate:
-        """A kernel that only moves memory: T = max(L, bytes / bandwidth), bytes read plus bytes written."""
-        return self._at_least_launch(num_bytes / self.bandwidth.hbm_bytes_per_s, self.bandwidth.relative_error)
+        """A kernel that only moves memory, bytes read plus bytes written: from the table, else L or bytes / bandwidth.
+
+        Never below L, the launch time.
+        """
+        if self.memory_bound_table is None:
+            return self._at_least_launch(num_bytes / self.bandwidth.hbm_bytes_per_s, self.bandwidth.relative_error)
+        measured = self.memory_bound_table.time(num_bytes)
+        return measured if measured.seconds >= self.launch_s else self._at_least_launch(measured.seconds, 0.0)
 
     def collective(self, kind: Collective, group: GroupShape, num_bytes: float) -> Estimate:
         """Time of a collective; num_bytes is n, the bytes of the WHOLE value over all ranks of the group.
@@ -206,6 +245,11 @@ class HardwareProfile:
         cited |= {f"matmuls[{i}]": table.sources for i, table in enumerate(self.matmuls)}
         cited |= {f"attention_rates[{i}]": rate.sources for i, rate in enumerate(self.attention_rates)}
         cited |= {f"collectives[{i}]": table.sources for i, table in enumerate(self.collectives)}
+        cited |= {f"attention_tables[{i}]": table.sources for i, table in enumerate(self.attention_tables or ())}
+        if self.memory_bound_table is not None:
+            cited["memory_bound_table"] = self.memory_bound_table.sources
+        if self.overlap is not None:
+            cited["overlap"] = self.overlap.sources
         for path, ids in cited.items():
             unknown = [id_ for id_ in ids if id_ not in known]
             if unknown or not ids:
@@ -232,6 +276,17 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ProfileError(f"unknown profile {text!r}{hint} (shipped: {', '.join(shipped) or 'none'}; or give a path)")
     return _load_file(_profile_folder() / f"{text}.json", origin=f"profiles/{text}.json")
+
+
+def _lines(value: object, indent: str) -> str:
+    """JSON with one line per scalar and per array of numbers or ids."""
+    inner = indent + "  "
+    if isinstance(value, dict) and value:
+        members = (f"{inner}{json.dumps(key)}: {_lines(member, inner)}" for key, member in value.items())
+        return "{\n" + ",\n".join(members) + f"\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(item, dict | list) or len(str(item)) > 40 for item in value):
+        return "[\n" + ",\n".join(inner + _lines(item, inner) for item in value) + f"\n{indent}]"
+    return json.dumps(value)
 
 
 def _load_file(path: Path, *, origin: str) -> HardwareProfile:

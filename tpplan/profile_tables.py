@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Annotated, assert_never
 
 from tpplan.errors import ProfileError
-from tpplan.interpolate import blend, bracket
+from tpplan.interpolate import blend, bracket, multilinear
 from tpplan.mesh import GroupShape
 from tpplan.strict import Above, AtLeast
 from tpplan.units import DTYPE_BYTES
@@ -21,6 +21,10 @@ from tpplan.units import DTYPE_BYTES
 Positive = Annotated[float, Above(0)]
 NonNegative = Annotated[float, AtLeast(0)]
 Count = Annotated[int, AtLeast(1)]
+Index = Annotated[int, AtLeast(0)]
+
+#: a profile may hold so many numbers that were fitted to training runs
+MOST_FITTED = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +105,27 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How far apart the repeats of each point lay: the middle half of them over their median, (q75 - q25) / q50.
+
+    relative: in the order of the table's time_s. noisy: where in it they exceed noisy_above, ascending: such a point
+    is used like any other, and whoever reads the profile is told.
+    """
+
+    relative: tuple[NonNegative, ...]
+    noisy_above: Positive
+    noisy: tuple[Index, ...]
+
+    def __post_init__(self) -> None:
+        above = tuple(i for i, spread in enumerate(self.relative) if spread > self.noisy_above)
+        if self.noisy != above:
+            raise ProfileError(
+                f"noisy: expected the points whose relative spread exceeds {self.noisy_above:g}, {list(above)},"
+                f" got {list(self.noisy)}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Device memory, and what of it is never the model's: CUDA context, NCCL buffers, allocator slack."""
 
@@ -126,18 +151,51 @@ class Bandwidth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBoundTable:
+    """Time of a kernel that only moves memory, by bytes read plus bytes written, never decreasing.
+
+    What stays in a cache is faster than what does not: one bandwidth is not true of both.
+    """
+
+    bytes: tuple[Count, ...]
+    time_s: tuple[Positive, ...]
+    relative_error: tuple[NonNegative, ...]
+    sources: tuple[str, ...]
+    spread: Spread | None = None
+    inferred: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_curve(self.bytes, self.time_s, self.relative_error, self.spread)
+
+    def time(self, num_bytes: float) -> Estimate:
+        """Linear in logarithms between points; below the first its time; above the last T_last n/n_last."""
+        seconds, error = _along(self.bytes, self.time_s, self.relative_error, num_bytes)
+        seconds *= max(1.0, num_bytes / self.bytes[-1])
+        return Estimate(seconds=seconds, error_s=seconds * error, extrapolated=num_bytes > self.bytes[-1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """The least time a kernel takes, however little it does."""
+    """launch_s: the least time a kernel takes on the device, however little it does.
+
+    issue_s: what the CPU needs to issue one, where the device works while the CPU goes on; else a kernel's time holds
+    it already. relative_error is that of both.
+    """
 
     launch_s: Positive
     relative_error: NonNegative
     sources: tuple[str, ...]
+    issue_s: Positive | None = None
     inferred: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulTable:
-    """Time of batched (m, k) @ (k, n) over a grid: time_s is row-major over batch, m, n, k and never decreases."""
+    """Time of batched (m, k) @ (k, n) over a grid: time_s is row-major over batch, m, n, k and never decreases.
+
+    A measured one is the mean of a product's three forms in training, forward and both gradients, which differ in how
+    their operands lie in memory: a step runs each once. Their differences are in the error.
+    """
 
     dtype: str
     batch: tuple[Count, ...]
@@ -148,6 +206,7 @@ class MatmulTable:
     relative_error: NonNegative
     extrapolation_relative_error: NonNegative
     sources: tuple[str, ...]
+    spread: Spread | None = None
     inferred: str | None = None
 
     @property
@@ -156,20 +215,74 @@ class MatmulTable:
         return self.batch, self.m, self.n, self.k
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
-            raise ProfileError(f"dtype: expected one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
-        for name, grid in zip(("batch", "m", "n", "k"), self.grids, strict=True):
-            check_ascending(name, grid, strictly=True)
-        check_length("time_s", self.time_s, math.prod(len(grid) for grid in self.grids))
-        stride = 1
-        for name, grid in zip(("k", "n", "m", "batch"), reversed(self.grids), strict=True):
-            for i, time in enumerate(self.time_s):
-                if i // stride % len(grid) and time < self.time_s[i - stride]:
-                    raise ProfileError(
-                        f"time_s[{i}]: expected >= time_s[{i - stride}] = {self.time_s[i - stride]:g}"
-                        f" (time never decreases with {name}), got {time:g}"
-                    )
-            stride *= len(grid)
+        check_dtype(self.dtype)
+        _check_grid(("batch", "m", "n", "k"), self.grids, self.time_s, self.spread)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSizes:
+    """The sizes of one fused attention: query [batch_heads, queries, head_dim], keys and values [.., keys, head_dim].
+
+    batch_heads counts the heads of queries; head_dim is the mean of keys' and values' where these differ.
+    """
+
+    batch_heads: int
+    queries: int
+    keys: int
+    head_dim: float
+    causal: bool
+
+    @property
+    def sequence(self) -> float:
+        """Of as many queries as keys, with as much work."""
+        return math.sqrt(self.queries * self.keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionTable:
+    """Time of fused attention, one way, causal or not, on sequence queries and as many keys.
+
+    time_s is row-major over batch_heads, sequence, head_dim and never decreases.
+    """
+
+    dtype: str
+    causal: bool
+    backward: bool
+    batch_heads: tuple[Count, ...]
+    sequence: tuple[Count, ...]
+    head_dim: tuple[Count, ...]
+    time_s: tuple[Positive, ...]
+    relative_error: NonNegative
+    extrapolation_relative_error: NonNegative
+    sources: tuple[str, ...]
+    spread: Spread | None = None
+    inferred: str | None = None
+
+    @property
+    def grids(self) -> tuple[tuple[int, ...], ...]:
+        """The three axes of the table, in the order of time_s."""
+        return self.batch_heads, self.sequence, self.head_dim
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        _check_grid(("batch_heads", "sequence", "head_dim"), self.grids, self.time_s, self.spread)
+
+    def time(self, sizes: AttentionSizes, launch_s: float) -> Estimate:
+        """T = L + (T_c - L) f: T_c is the interpolated time of the sizes clamped to the table, f the FLOP over T_c's.
+
+        L is launch_s, which does not grow with the work. Other numbers of queries than of keys count as the sequence
+        with as much work, and as extrapolated.
+        """
+        point = (sizes.batch_heads, sizes.sequence, sizes.head_dim)
+        clamped = [min(max(size, grid[0]), grid[-1]) for size, grid in zip(point, self.grids, strict=True)]
+        inside = multilinear(self.grids, self.time_s, clamped)
+        heads, sequence, dim = (size / within for size, within in zip(point, clamped, strict=True))
+        work = heads * sequence**2 * dim
+        fixed = min(launch_s, inside)
+        seconds = fixed + (inside - fixed) * work if work != 1 else inside
+        extrapolated = tuple(clamped) != point or sizes.queries != sizes.keys
+        error = math.hypot(self.relative_error, self.extrapolation_relative_error if extrapolated else 0.0)
+        return Estimate(seconds=seconds, error_s=seconds * error, extrapolated=extrapolated)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,15 +312,13 @@ class CollectiveTable:
     time_s: tuple[Positive, ...]
     relative_error: tuple[NonNegative, ...]
     sources: tuple[str, ...]
+    spread: Spread | None = None
     inferred: str | None = None
 
     def __post_init__(self) -> None:
         if self.ranks_per_node > self.ranks:
             raise ProfileError(f"ranks_per_node: expected <= ranks {self.ranks}, got {self.ranks_per_node}")
-        check_ascending("bytes", self.bytes, strictly=True)
-        check_length("time_s", self.time_s, len(self.bytes))
-        check_length("relative_error", self.relative_error, len(self.bytes))
-        check_ascending("time_s", self.time_s, strictly=False)
+        _check_curve(self.bytes, self.time_s, self.relative_error, self.spread)
         if self.latency_s > self.time_s[0]:
             raise ProfileError(f"latency_s: expected <= time_s[0] = {self.time_s[0]:g}, got {self.latency_s:g}")
 
@@ -218,16 +329,13 @@ class CollectiveTable:
 
     def time(self, num_bytes: float) -> Estimate:
         """Linear in logarithms between points; below the first L + (T_0 - L) n/n_0; above the last T_last n/n_last."""
-        cell = bracket(self.bytes, num_bytes)
-        i, w = cell
-        seconds = blend(self.time_s, cell)
+        seconds, error = _along(self.bytes, self.time_s, self.relative_error, num_bytes)
         if num_bytes < self.bytes[0]:
             seconds = self.latency_s + (self.time_s[0] - self.latency_s) * num_bytes / self.bytes[0]
         seconds *= max(1.0, num_bytes / self.bytes[-1])
-        left, right = self.relative_error[i], self.relative_error[min(i + 1, len(self.bytes) - 1)]
         return Estimate(
             seconds=seconds,
-            error_s=seconds * ((1 - w) * left + w * right),
+            error_s=seconds * error,
             extrapolated=num_bytes > self.bytes[-1] or not self.shows_latency(num_bytes),
         )
 
@@ -242,6 +350,70 @@ class GroupExtrapolation:
 
     in_node_relative_error: NonNegative
     across_nodes_relative_error: NonNegative
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """What running at once costs: a matmul beside a collective takes 1 + matmul_slowdown times as long as alone, the
+    collective beside it 1 + collective_slowdown times. relative_error is that of these factors."""
+
+    matmul_slowdown: NonNegative
+    collective_slowdown: NonNegative
+    relative_error: NonNegative
+    sources: tuple[str, ...]
+    inferred: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """A number that was fitted to training runs: to how many, with which residual (relative, RMS), and what it is."""
+
+    name: str
+    value: float
+    residual: NonNegative
+    runs: Count
+    what: str
+
+
+def check_dtype(dtype: str) -> None:
+    if dtype not in DTYPE_BYTES:
+        raise ProfileError(f"dtype: expected one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
+
+
+def _along(grid: Sequence[float], times: Sequence[float], errors: Sequence[float], size: float) -> tuple[float, float]:
+    """Time and relative error at a size clamped to the grid: linear in logarithms, and linear between these."""
+    i, w = cell = bracket(grid, size)
+    return blend(times, cell), (1 - w) * errors[i] + w * errors[min(i + 1, len(grid) - 1)]
+
+
+def _check_curve(grid: Sequence[float], times: Sequence[float], errors: Sequence[float], spread: Spread | None) -> None:
+    """bytes ascend; time_s is as long and never decreases; so is relative_error, and the spread where there is one."""
+    check_ascending("bytes", grid, strictly=True)
+    check_length("time_s", times, len(grid))
+    check_length("relative_error", errors, len(grid))
+    check_ascending("time_s", times, strictly=False)
+    if spread is not None:
+        check_length("spread.relative", spread.relative, len(grid))
+
+
+def _check_grid(
+    names: Sequence[str], grids: Sequence[Sequence[int]], times: Sequence[float], spread: Spread | None
+) -> None:
+    """Axes ascend; time_s covers their product, row-major, and decreases along none; the spread is as long."""
+    for name, grid in zip(names, grids, strict=True):
+        check_ascending(name, grid, strictly=True)
+    check_length("time_s", times, math.prod(len(grid) for grid in grids))
+    if spread is not None:
+        check_length("spread.relative", spread.relative, len(times))
+    stride = 1
+    for name, grid in zip(reversed(names), reversed(grids), strict=True):
+        for i, time in enumerate(times):
+            if i // stride % len(grid) and time < times[i - stride]:
+                raise ProfileError(
+                    f"time_s[{i}]: expected >= time_s[{i - stride}] = {times[i - stride]:g}"
+                    f" (time never decreases with {name}), got {time:g}"
+                )
+        stride *= len(grid)
 
 
 def check_ascending(name: str, values: Sequence[float], *, strictly: bool) -> None:

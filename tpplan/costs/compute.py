@@ -18,7 +18,7 @@ from tpplan.counts import COUNTING, counting_by
 from tpplan.errors import ModelError
 from tpplan.graph import Argument, Ref
 from tpplan.layout import R, local_shape
-from tpplan.profile import Estimate, HardwareProfile
+from tpplan.profile import AttentionSizes, Estimate, HardwareProfile
 from tpplan.rules import Call, Strategy, localized_arguments
 from tpplan.rules.matmul import GROUPED_PRODUCTS
 
@@ -41,6 +41,7 @@ class Attention:
     flop: float
     dtype: str
     is_backward: bool
+    sizes: AttentionSizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +136,15 @@ class _KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         products = _ATTENTION_BACKWARD_PRODUCTS if is_backward else 1.0
         width = query.shape[-1] + value.shape[-1]
         flop = 2.0 * prod(query.shape[:-1]) * key.shape[-2] * width * products
-        return Attention(flop=flop / 2 if self.causal else flop, dtype=_name(query.dtype), is_backward=is_backward)
+        sizes = AttentionSizes(
+            batch_heads=prod(query.shape[:-2]),
+            queries=query.shape[-2],
+            keys=key.shape[-2],
+            head_dim=width / 2,
+            causal=self.causal,
+        )
+        flop = flop / 2 if self.causal else flop
+        return Attention(flop=flop, dtype=_name(query.dtype), is_backward=is_backward, sizes=sizes)
 
 
 def _is_view(func: Any) -> bool:
@@ -351,7 +360,7 @@ def kernel_time(profile: HardwareProfile, kernel: Kernel) -> Estimate:
     match kernel:
         case Matmul(m=m, n=n, k=k, batch=batch, dtype=dtype):
             return profile.matmul(m=m, n=n, k=k, batch=batch, dtype=dtype)
-        case Attention(flop=flop, dtype=dtype, is_backward=is_backward):
-            return profile.attention(flop=flop, dtype=dtype, backward=is_backward)
+        case Attention(flop=flop, dtype=dtype, is_backward=is_backward, sizes=sizes):
+            return profile.attention(flop=flop, dtype=dtype, backward=is_backward, sizes=sizes)
         case MemoryBound(num_bytes=num_bytes):
             return profile.memory_bound(num_bytes=num_bytes)
