@@ -4,7 +4,6 @@ import copy
 import functools
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -376,12 +375,3 @@ def test_usable_memory_leaves_out_what_is_reserved() -> None:
     # nvidia-smi shows 81559 MiB.
     assert H100.memory_bytes == 81559 * 2**20
     assert H100.usable_bytes == H100.memory_bytes - H100.memory.reserved_bytes
-
-
-@pytest.mark.skipif("TPPLAN_DATA" not in os.environ, reason="TPPLAN_DATA names no folder of measurements")
-def test_the_shipped_profile_is_what_the_script_makes(tmp_path: Path) -> None:
-    made = tmp_path / "made.json"
-    script = REPOSITORY / "scripts" / "make_profiles.py"
-    command = [sys.executable, str(script), os.environ["TPPLAN_DATA"], "--output", str(made)]
-    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)})
-    assert made.read_text() == SHIPPED_FILE.read_text()
