@@ -12,13 +12,13 @@ from tpplan import planner, solvers
 from tpplan.assemble import expand
 from tpplan.costs.compute import Executor
 from tpplan.errors import InfeasibleError, ModelError, UsageError
-from tpplan.formulate import Formulation, Setting, price_space
+from tpplan.formulate import DATA_PARALLEL, Formulation, Setting, price_space
 from tpplan.graph import ModelGraph
 from tpplan.layout import S
-from tpplan.mesh import Mesh
+from tpplan.mesh import GroupShape, Mesh
 from tpplan.plan import Plan, Precision
 from tpplan.problem import Status, total
-from tpplan.profile import HardwareProfile
+from tpplan.profile import Collective, HardwareProfile
 from tpplan.prove import Counterexample
 from tpplan.space import build_space
 from tpplan.trace import trace
@@ -319,3 +319,20 @@ def test_rounds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner._Job, "_forbid", lambda self, found, *_: self.cut_messages.append(found.message))
     with pytest.raises(tpplan.errors.SolverError, match="made up"):  # type: ignore[attr-defined]
         solve_example("mlp", eager_to_shard(), gpus=2, tp=2)
+
+
+def test_a_cpu_hides_no_collective_behind_compute() -> None:
+    """FSDP's collectives run beside compute on streams of their own, which a CPU has none of."""
+    gpu = machine(flop_per_s=1e8, launch_s=1e-9)
+    cpu = dataclasses.replace(gpu, device_type="cpu")
+    hidden, waited_for = (
+        solve_example("llama", profile, gpus=4, tp=1, fsdp=4, global_batch=4, micro_batch=1, prove=False)
+        for profile in (gpu, cpu)
+    )
+    assert waited_for.collectives == hidden.collectives
+    issued_s = sum(
+        c.count * cpu.collective(Collective(c.kind), GroupShape(ranks=4, ranks_per_node=4), c.num_bytes).seconds
+        for c in waited_for.collectives
+    )
+    assert waited_for.predicted.time_s[DATA_PARALLEL] == pytest.approx(issued_s, rel=1e-9)
+    assert hidden.predicted.time_s[DATA_PARALLEL] < issued_s / 2

@@ -5,7 +5,8 @@ Objective: seconds of one optimizer step on one rank,
     A * (compute + tp collectives) + exposed FSDP communication + gradient reductions + optimizer
 
 with A accumulation steps. FSDP prefetches: a unit's gather hides behind the compute of its neighbour, so of a unit only
-max(0, communication - compute) is exposed; the root's is all exposed, for nothing runs before or after it.
+max(0, communication - compute) is exposed; the root's is all exposed, for nothing runs before or after it. A device
+without streams hides nothing: on a CPU each of FSDP's collectives is waited for where it is issued.
 Resource: peak bytes of one rank = parameters + gradients + optimizer states (each over its FSDP shard) + saved
 activations + unsharded units + the largest op's gradients.
 """
@@ -289,6 +290,8 @@ class Formulation:
 
     def _hidden_time(self, unit: Unit) -> tuple[Expression, Expression]:
         """A unit's own forward and backward compute. Collectives of the tp axis hide nothing: links are shared."""
+        if self.setting.profile.device_type == "cpu":
+            return Expression(), Expression()
         counts = Counter(unit.hides)
         forward = tuple((name, tuple(n * t.forward.seconds for t in self.table[name])) for name, n in counts.items())
         backward = tuple(
