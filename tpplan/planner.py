@@ -3,7 +3,7 @@
 import copy
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -109,30 +109,109 @@ def solve(
     (ZeRO-2), compile=True prices elementwise ops as torch.compile fuses them. time_limit_s holds for each mesh.
     Raises ModelError, ProfileError, UsageError, SolverError, and InfeasibleError with what would fit.
     """
-    profile = cluster.load_profile()
+    options = Options(
+        loss=loss,
+        unused_outputs=tuple(unused_outputs),
+        tp=tp,
+        fsdp=fsdp,
+        precision=precision,
+        optimizer=optimizer,
+        recompute=recompute,
+        reshard_after_forward=reshard_after_forward,
+        compile=compile,
+        memory_limit_bytes=memory_limit_bytes,
+        solver=solver,
+        time_limit_s=time_limit_s,
+    )
+    batch = _Batch(global_batch, micro_batch, seq_len)
+    job, candidates = _prepare(build_model, example_inputs, cluster, batch, options, progress)
+    return job.search(candidates, prove=prove)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What solve takes besides the model, the cluster and the batch, under the same names."""
+
+    loss: Loss | None = None
+    unused_outputs: tuple[str, ...] = ()
+    tp: int | None = None
+    fsdp: int | None = None
+    precision: Precision | str | None = None
+    optimizer: str = "adamw"
+    recompute: Recompute | str = Recompute.NONE
+    reshard_after_forward: bool = True
+    compile: bool = False
+    memory_limit_bytes: float | None = None
+    solver: str | None = None
+    time_limit_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """The optimum of one mesh as numbers: its problem, and what was chosen."""
+
+    formulation: Formulation
+    choice: Mapping[str, int]
+
+    @property
+    def peak_bytes(self) -> float:
+        """Predicted peak memory of a rank."""
+        return total(self.formulation.problem.resources[0].terms, self.choice)
+
+
+def price_mesh(
+    build_model: BuildModel,
+    example_inputs: ExampleInputs,
+    *,
+    cluster: Cluster,
+    global_batch: int,
+    seq_len: int,
+    micro_batch: int,
+    options: Options,
+) -> Priced:
+    """What the best plan on one mesh costs, whether it fits or not; `options` pins both degrees. Nothing is proven."""
+    batch = _Batch(global_batch, micro_batch, seq_len)
+    unlimited = replace(options, memory_limit_bytes=float("inf"))
+    job, candidates = _prepare(build_model, example_inputs, cluster, batch, unlimited, None)
+    candidate = job.solve_mesh(candidates[0])
+    if candidate.solution.choice is None:
+        raise SolverError(f"{candidates[0]}: {candidate.solution.status}")
+    return Priced(formulation=candidate.formulation, choice=candidate.solution.choice)
+
+
+def _prepare(
+    build_model: BuildModel,
+    example_inputs: ExampleInputs,
+    cluster: Cluster,
+    batch: "_Batch",
+    options: Options,
+    progress: Progress | None,
+) -> tuple["_Job", list[Mesh]]:
+    """The job, its model traced, and the meshes to try."""
+    profile, precision, limit = cluster.load_profile(), options.precision, options.memory_limit_bytes
     if precision is None:
         precision = Precision.BF16_MIXED if profile.device_type == "cuda" else Precision.FP32
     job = _Job(
         build_model=build_model,
         example_inputs=example_inputs,
-        loss=loss,
-        unused_outputs=frozenset(unused_outputs),
+        loss=options.loss,
+        unused_outputs=frozenset(options.unused_outputs),
         cluster=cluster,
         profile=profile,
-        batch=_Batch(global_batch, micro_batch, seq_len),
+        batch=batch,
         precision=_precision(precision),
-        optimizer=optimizer,
-        recompute=_recompute(recompute),
-        reshard_after_forward=reshard_after_forward,
-        is_compiled=compile,
-        limit=profile.usable_bytes if memory_limit_bytes is None else memory_limit_bytes,
-        solver=solver,
-        time_limit_s=time_limit_s,
+        optimizer=options.optimizer,
+        recompute=_recompute(options.recompute),
+        reshard_after_forward=options.reshard_after_forward,
+        is_compiled=options.compile,
+        limit=profile.usable_bytes if limit is None else limit,
+        solver=options.solver,
+        time_limit_s=options.time_limit_s,
         report=progress or (lambda stage, done, total: None),
     )
-    candidates = job.candidates(tp=tp, fsdp=fsdp)
+    candidates = job.candidates(tp=options.tp, fsdp=options.fsdp)
     job.trace_model()
-    return job.search(candidates, prove=prove)
+    return job, candidates
 
 
 def _precision(name: Precision | str) -> Precision:

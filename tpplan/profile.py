@@ -126,9 +126,17 @@ class HardwareProfile:
         return self.memory.memory_bytes - self.memory.reserved_bytes
 
     @property
+    def matmul_slowdown(self) -> float:
+        """How many times as long matmuls take in training as alone, in a benchmark: fitted, or 1."""
+        return self._fitted("matmul_slowdown", 1.0)
+
+    @property
     def overlap_slowdown(self) -> float:
-        """Of the time of a collective that runs beside kernels, how much these take longer."""
-        return 0.0
+        """Of the time of a collective that runs beside kernels, how much these take longer: fitted, or as measured."""
+        return self._fitted("overlap_slowdown", self.overlap.matmul_slowdown if self.overlap is not None else 0.0)
+
+    def _fitted(self, name: str, default: float) -> float:
+        return next((number.value for number in self.fitted or () if number.name == name), default)
 
     @property
     def launch_s(self) -> float:
