@@ -74,7 +74,9 @@ def from_best(figures: BestAttention, shapes: PublishedAttention, float32_share:
     )
 
 
-def scaled(like: tuple[AttentionRate, ...], factor: float, error: float, how: str) -> list[AttentionRate]:
+def scaled(
+    like: tuple[AttentionRate, ...], factor: float, error: float, how: str, sources: tuple[str, ...]
+) -> list[AttentionRate]:
     """The like machine's rates times factor, with an error more."""
     return [
         AttentionRate(
@@ -82,7 +84,7 @@ def scaled(like: tuple[AttentionRate, ...], factor: float, error: float, how: st
             forward_flop_per_s=digits(rate.forward_flop_per_s * factor, 3),
             backward_flop_per_s=digits(rate.backward_flop_per_s * factor, 3),
             relative_error=digits(float(np.hypot(rate.relative_error, error)), 2),
-            sources=rate.sources,
+            sources=tuple(dict.fromkeys(rate.sources + sources)),
             inferred=f"{how} ({rate.inferred})" if rate.inferred else how,
         )
         for rate in like

@@ -241,7 +241,7 @@ def bandwidth_of(data: Data, machine: Machine) -> Bandwidth:
             return Bandwidth(
                 hbm_bytes_per_s=digits(peak * share, 3),
                 relative_error=digits(math.hypot(farthest, LEAST_BANDWIDTH_ERROR), 2),
-                sources=(source, *(other.source for other in others)),
+                sources=tuple(dict.fromkeys((source, ML_ENGINEERING, *(other.source for other in others)))),
                 inferred=f"{share:.3f} of a peak of {peak / TERA:g} TB/s, the median share of the {len(shares)}"
                 " machines whose copy was measured; relative_error: the farthest, with that of other kernels",
             )
@@ -269,8 +269,8 @@ def matmuls_of(
     else:
         error, seen = matmuls.UNCHECKED_RELATIVE_ERROR, "assumed: no product was measured"
     how = (
-        f"{like.name}'s, along the roofline: {rate.how} against {like.rate.flop_per_s / TERA:.4g} TFLOP/s,"
-        f" {roofline.bytes_per_s / TERA:.3g} against {like.roofline.bytes_per_s / TERA:.3g} TB/s;"
+        f"{like.name}'s, along the roofline: {rate.how}, there {like.rate.flop_per_s / TERA:.4g} TFLOP/s;"
+        f" {roofline.bytes_per_s / TERA:.3g} TB/s, there {like.roofline.bytes_per_s / TERA:.3g};"
         f" relative_error: its own there, with {error:.2g}, {seen}"
     )
     if rate.relative_error:
@@ -323,7 +323,8 @@ def attention_of(data: Data, machine: Machine, like: Built | None, rate: Rate) -
             like = like_of(machine, like)
             factor = rate.flop_per_s / like.rate.flop_per_s
             how = f"{like.name}'s times {factor:.3g}, as large matmuls"
-            return attention.scaled(like.profile.attention_rates, factor, rate.relative_error, how)
+            sources = (ML_ENGINEERING, *rate.sources)
+            return attention.scaled(like.profile.attention_rates, factor, rate.relative_error, how, sources)
 
 
 def float32_share(data: Data, machine: Machine, like: Built | None) -> float:
