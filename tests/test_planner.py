@@ -1,6 +1,7 @@
 """The planner's own promises: the ILP's optimum is the optimum, prices are the expanded plan's, results repeat."""
 
 import dataclasses
+from math import prod
 
 import pytest
 import torch
@@ -222,12 +223,13 @@ def test_nothing_fits_says_how_much_is_missing_and_what_would_fit() -> None:
 
 def test_memory_is_within_the_limit_and_time_never_improves_as_it_falls() -> None:
     options = {"gpus": 4, "global_batch": 16, "micro_batch": 4, "prove": False}
-    plan = solve_example("mlp", eager_to_shard(), **options)
+    replicating = machine(intra_bytes_per_s=1e8, latency_s=1e-4)
+    plan = solve_example("mlp", replicating, **options)
     times = [plan.predicted.step_time_s]
     for _ in range(4):
         limit = plan.predicted.peak_memory_bytes * 0.9
         try:
-            plan = solve_example("mlp", eager_to_shard(), memory_limit_bytes=limit, **options)
+            plan = solve_example("mlp", replicating, memory_limit_bytes=limit, **options)
         except InfeasibleError:
             break
         assert plan.predicted.peak_memory_bytes <= limit
@@ -336,3 +338,19 @@ def test_a_cpu_hides_no_collective_behind_compute() -> None:
     )
     assert waited_for.predicted.time_s[DATA_PARALLEL] == pytest.approx(issued_s, rel=1e-9)
     assert hidden.predicted.time_s[DATA_PARALLEL] < issued_s / 2
+
+
+def test_fsdp_copies_what_it_gathers_and_reduces() -> None:
+    """float32 on four ranks, for a weight of n bytes in a layer: two gathers, each n/4 read and written on the way in
+    and n on the way out, and a reduction's way in; replicated: two copies of n, a reduction's way in, a single rank's
+    copy. The root is gathered once."""
+    profile = machine(hbm_bytes_per_s=1e9)
+    copied = {}
+    for degree in (4, 1):
+        plan = solve_example("mlp", profile, gpus=4, tp=1, fsdp=degree, micro_batch=2, prove=False)
+        copied[degree] = plan.predicted.time_s["copies of FSDP"] * 1e9
+        assert plan.batch.accumulation_steps == 1
+    in_layers = 4 * sum(prod(p.shape) for name, p in plan.parameter_plans().items() if name.startswith("layers."))
+    in_root = 4 * sum(prod(p.shape) for name, p in plan.parameter_plans().items() if not name.startswith("layers."))
+    assert copied[4] == pytest.approx(in_layers * (2 * (2 / 4 + 2) + 2) + in_root * ((2 / 4 + 2) + 2))
+    assert copied[1] == pytest.approx(in_layers * (2 * 2 + 2 + 2) + in_root * (2 + 2 + 2))

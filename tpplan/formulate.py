@@ -2,7 +2,7 @@
 
 Objective: seconds of one optimizer step on one rank,
 
-    A * (compute + tp collectives) + exposed FSDP communication + gradient reductions + optimizer
+    A * (compute + tp collectives) + exposed FSDP communication + FSDP's copies + gradient reductions + optimizer
 
 with A accumulation steps. FSDP prefetches: a unit's gather hides behind the compute of its neighbour, so of a unit only
 max(0, communication - compute) is exposed; the root's is all exposed, for nothing runs before or after it. A device
@@ -38,6 +38,7 @@ BytesOf = Callable[[Source], float]
 #: parts of the step's time
 COMPUTE, TENSOR_PARALLEL, DATA_PARALLEL = "compute", "tensor-parallel collectives", "exposed data-parallel collectives"
 TP_REDUCTION, OPTIMIZER = "tensor-parallel gradient reduction", "optimizer"
+FSDP_COPIES = "copies of FSDP"
 
 #: optimizer states per parameter element, in the parameter's own dtype
 OPTIMIZER_STATES = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
@@ -245,6 +246,8 @@ class Formulation:
         if self.mesh.data_parallel > 1:
             for overlap in self.overlaps():
                 yield from overlap.terms(self.setting.profile.overlap_slowdown)
+        if self.uses_fsdp:
+            yield from self._fsdp_copies()
 
     def _tp_gradient_reductions(self) -> Iterator[Term]:
         """R* readings: gradients summed over tp once per step, in buckets, each rank its FSDP shard."""
@@ -287,6 +290,33 @@ class Formulation:
             if steps > 1:
                 yield Beside(transfer=repeated, compute=backward, weight=float((steps - 1) * count))
             yield Beside(transfer=_sum(repeated, reduce), compute=backward, weight=float(count))
+
+    def _fsdp_copies(self) -> Iterator[Term]:
+        """FSDP2 gathers and reduces in flat buffers, into which and out of which it copies, one rank's shard too.
+
+        A gather: in from a rank's own shard, which it casts, and out. A reduction: in from a unit's gradients; a single
+        rank's are copied where several's are scattered. [torch 2.13, fsdp/_fully_shard/_fsdp_collectives.py]
+        """
+        rate = self.setting.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
+        steps = self.setting.accumulation_steps
+        is_alone = self.shards == 1
+        copies_in = 0.0 if is_alone and self.setting.precision is not Precision.BF16_MIXED else 1 / self.shards
+
+        def gathered(source: Source) -> float:
+            return 2 * self._compute_bytes(source) + copies_in * (self._master(source) + self._compute_bytes(source))
+
+        def reduced(source: Source) -> float:
+            copied_in = self._compute_bytes(source) * _trainable(source) + self._gradient_bytes(source)
+            return copied_in + (2 * self._gradient_bytes(source) if is_alone else 0.0)
+
+        for unit, count in self.distinct_units:
+            gathers = 2 if unit.name and self.setting.reshard_after_forward else 1
+
+            def moved(source: Source, gathers: int = gathers) -> float:
+                return gathers * gathered(source) + reduced(source)
+
+            weight = rate * steps * count
+            yield Term(name=FSDP_COPIES, expressions=(self._bytes_expression(unit.parameters, moved),), weight=weight)
 
     def _hidden_time(self, unit: Unit) -> tuple[Expression, Expression]:
         """A unit's own forward and backward compute. Collectives of the tp axis hide nothing: links are shared."""
