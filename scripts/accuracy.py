@@ -65,7 +65,7 @@ FITTED = {
     "overlap_slowdown": "seconds that kernels take longer for each second of an FSDP collective beside them",
 }
 #: numbers tried, coarse to fine
-MATMUL_SLOWDOWNS, OVERLAP_SLOWDOWNS = np.linspace(0.8, 2.0, 25), np.linspace(0.0, 2.0, 21)
+MATMUL_SLOWDOWNS, OVERLAP_SLOWDOWNS = np.linspace(0.8, 2.0, 25), np.linspace(0.0, 1.0, 21)
 REFINEMENTS = 3
 
 
@@ -298,8 +298,14 @@ def fit(runs: Sequence[Run], priced: Mapping[int, Parts]) -> tuple[tuple[float, 
     grids, best = [MATMUL_SLOWDOWNS, OVERLAP_SLOWDOWNS], BENCHMARK
     for _ in range(REFINEMENTS):
         best = min(itertools.product(*grids), key=lambda numbers: sum(map(abs, errors(numbers))))
-        grids = [np.linspace(max(0.0, b - g[1] + g[0]), b + g[1] - g[0], 11) for b, g in zip(best, grids, strict=True)]
+        grids = [_around(value, grid) for value, grid in zip(best, grids, strict=True)]
     return (float(best[0]), float(best[1])), float(np.sqrt(np.mean(np.square(errors(best)))))
+
+
+def _around(value: float, grid: np.ndarray) -> np.ndarray:
+    """Finer numbers between the neighbours of one, none outside of the grid."""
+    step = grid[1] - grid[0]
+    return np.clip(np.linspace(value - step, value + step, 11), grid[0], grid[-1])
 
 
 def predict(run: Run, runs: Sequence[Run], priced: Mapping[int, Parts]) -> Prediction:
@@ -430,8 +436,11 @@ def main() -> int:
         runs = read_runs(table)
         priced = {}
         for run in track(runs, description="price", console=Console(stderr=True), disable=not sys.stderr.isatty()):
-            priced[run.row] = price(run)
-    except (ValueError, TpplanError) as error:
+            try:
+                priced[run.row] = price(run)
+            except (ValueError, TpplanError) as error:
+                raise ValueError(f"row {run.row + 2}: {error}") from error
+    except ValueError as error:
         print(f"accuracy: {arguments.data}: {error}", file=sys.stderr)
         return 2
     predicted = with_predictions(table, runs, priced)

@@ -132,8 +132,12 @@ class HardwareProfile:
 
     @property
     def overlap_slowdown(self) -> float:
-        """Of the time of a collective that runs beside kernels, how much these take longer: fitted, or as measured."""
-        return self._fitted("overlap_slowdown", self.overlap.matmul_slowdown if self.overlap is not None else 0.0)
+        """Of the time of a collective that runs beside kernels, how much these take longer: fitted, or as measured.
+
+        At most 1, where the two may as well run one after the other.
+        """
+        measured = self.overlap.matmul_slowdown if self.overlap is not None else 0.0
+        return min(1.0, self._fitted("overlap_slowdown", measured))
 
     def _fitted(self, name: str, default: float) -> float:
         return next((number.value for number in self.fitted or () if number.name == name), default)
