@@ -13,7 +13,14 @@ from numpy.typing import ArrayLike, NDArray
 from tpplan.errors import ProfileError
 from tpplan.mesh import GroupShape
 from tpplan.profile import Collective, HardwareProfile
-from tpplan.profile_tables import CollectiveTable, GroupExtrapolation, MatmulTable
+from tpplan.profile_tables import (
+    AttentionTable,
+    CollectiveTable,
+    GroupExtrapolation,
+    MatmulTable,
+    MemoryBoundTable,
+    Spread,
+)
 
 Array = NDArray[np.float64]
 
@@ -23,6 +30,11 @@ LEAST_RELATIVE_ERROR = 0.01
 UNKNOWN_RELATIVE_ERROR = 1.0
 #: significant digits of a time
 TIME_DIGITS = 4
+#: a point is marked as noisy where the middle half of its repeats covers more than this part of their median
+NOISY_RELATIVE_SPREAD = 0.2
+#: time grows with this power of each axis where work outweighs all else, axes by number
+MATMUL_POWERS = {1: 1, 2: 1, 3: 1}
+ATTENTION_POWERS = {0: 1, 1: 2, 2: 1}
 
 
 def isotonic_median(values: ArrayLike) -> Array:
@@ -67,14 +79,34 @@ def neighbour_errors(sizes: ArrayLike, times: Array, sample_sizes: ArrayLike, sa
     return [digits(max(LEAST_RELATIVE_ERROR, rms(values)), 2) for values in near]
 
 
-def interpolation_error(axes: Sequence[Sequence[int]], times: Array) -> float:
-    """RMS log error of a plane m, n or k of the table, predicted from its two neighbours, linear in logarithms.
+def spread(samples: Sequence[Array] | Array) -> Spread:
+    """How far apart the repeats of each point lie: samples are (*points, repeat)."""
+    low, middle, high = np.quantile(np.asarray(samples), (0.25, 0.5, 0.75), axis=-1)
+    return _spread((high - low) / middle)
 
-    axes are batch, m, n, k. The neighbours are twice as far from each other, in logarithms, as the table's own points:
-    what is asked lies nearer. UNKNOWN_RELATIVE_ERROR where no axis has three points.
+
+def widest(samples: Array) -> Spread:
+    """The same for samples (*points, form, repeat): that of the form whose repeats lie farthest apart."""
+    low, middle, high = np.quantile(samples, (0.25, 0.5, 0.75), axis=-1)
+    return _spread(((high - low) / middle).max(axis=-1))
+
+
+def _spread(relative: Array) -> Spread:
+    rounded = tuple(digits(float(value), 2) for value in relative.ravel())
+    noisy = tuple(i for i, value in enumerate(rounded) if value > NOISY_RELATIVE_SPREAD)
+    return Spread(relative=rounded, noisy_above=NOISY_RELATIVE_SPREAD, noisy=noisy)
+
+
+def interpolation_error(
+    axes: Sequence[Sequence[int]], times: Array, powers: Mapping[int, int] = MATMUL_POWERS
+) -> float:
+    """RMS log error of a plane of the table (a matmul's m, n or k), predicted from its two neighbours in logarithms.
+
+    powers names the axes that count. The neighbours are twice as far from each other, in logarithms, as the table's
+    own points: what is asked lies nearer. UNKNOWN_RELATIVE_ERROR where no axis has three points.
     """
     errors = []
-    for axis in (1, 2, 3):
+    for axis in powers:
         places = np.log(axes[axis])
         weight = (places[1:-1] - places[:-2]) / (places[2:] - places[:-2])
         along = np.moveaxis(np.log(times), axis, -1)
@@ -83,18 +115,20 @@ def interpolation_error(axes: Sequence[Sequence[int]], times: Array) -> float:
     return rms(found) if len(found) else UNKNOWN_RELATIVE_ERROR
 
 
-def beyond_error(axes: Sequence[Sequence[int]], times: Array, launch_s: float) -> float:
-    """RMS log error of the last plane of m, n or k, predicted from the one before it, as profile.matmul does beyond.
+def beyond_error(
+    axes: Sequence[Sequence[int]], times: Array, launch_s: float, powers: Mapping[int, int] = MATMUL_POWERS
+) -> float:
+    """RMS log error of the last plane of an axis, predicted from the one before it, as the profile does beyond.
 
-    UNKNOWN_RELATIVE_ERROR where every axis has one point.
+    powers says with which power of an axis the work grows. UNKNOWN_RELATIVE_ERROR where every axis has one point.
     """
     errors = []
-    for axis in (1, 2, 3):
+    for axis, power in powers.items():
         if len(axes[axis]) < 2:
             continue
         along = np.moveaxis(times, axis, 0)
         fixed = np.minimum(launch_s, along[-2])
-        growth = axes[axis][-1] / axes[axis][-2]
+        growth = (axes[axis][-1] / axes[axis][-2]) ** power
         errors.append(np.log((fixed + (along[-2] - fixed) * growth) / along[-1]).ravel())
     return rms(np.concatenate(errors)) if errors else UNKNOWN_RELATIVE_ERROR
 
@@ -125,11 +159,19 @@ def group_extrapolation(profile: HardwareProfile) -> GroupExtrapolation:
 
 
 def matmul_table(
-    dtype: str, axes: Sequence[tuple[int, ...]], samples: Array, launch_s: float, sources: tuple[str, ...]
+    dtype: str,
+    axes: Sequence[tuple[int, ...]],
+    samples: Array,
+    launch_s: float,
+    sources: tuple[str, ...],
+    inferred: str | None = None,
 ) -> MatmulTable:
-    """The table of samples (batch, m, n, k, repeat) in seconds over axes (batch, m, n, k)."""
-    times = isotonic_grid(np.median(samples, axis=-1))
-    smoothed = rms(np.log(samples / times[..., None]))
+    """The table of samples (batch, m, n, k, form, repeat) in seconds over axes (batch, m, n, k).
+
+    A point is the mean over the forms of a product, each at its median; how much they differ is in the error.
+    """
+    times = isotonic_grid(np.median(samples, axis=-1).mean(axis=-1))
+    smoothed = rms(np.log(samples / times[..., None, None]))
     batch, m, n, k = axes
     return MatmulTable(
         dtype=dtype,
@@ -140,6 +182,56 @@ def matmul_table(
         time_s=tuple(digits(seconds, TIME_DIGITS) for seconds in times.ravel()),
         relative_error=digits(max(LEAST_RELATIVE_ERROR, math.hypot(smoothed, interpolation_error(axes, times))), 2),
         extrapolation_relative_error=digits(beyond_error(axes, times, launch_s), 2),
+        spread=widest(samples),
+        sources=sources,
+        inferred=inferred,
+    )
+
+
+def attention_table(
+    dtype: str,
+    *,
+    causal: bool,
+    backward: bool,
+    axes: Sequence[tuple[int, ...]],
+    samples: Array,
+    launch_s: float,
+    sources: tuple[str, ...],
+) -> AttentionTable:
+    """The table of samples (batch_heads, sequence, head_dim, repeat) in seconds over axes of these names."""
+    times = isotonic_grid(np.median(samples, axis=-1))
+    smoothed = rms(np.log(samples / times[..., None]))
+    between = interpolation_error(axes, times, ATTENTION_POWERS)
+    batch_heads, sequence, head_dim = axes
+    return AttentionTable(
+        dtype=dtype,
+        causal=causal,
+        backward=backward,
+        batch_heads=batch_heads,
+        sequence=sequence,
+        head_dim=head_dim,
+        time_s=tuple(digits(seconds, TIME_DIGITS) for seconds in times.ravel()),
+        relative_error=digits(max(LEAST_RELATIVE_ERROR, math.hypot(smoothed, between)), 2),
+        extrapolation_relative_error=digits(beyond_error(axes, times, launch_s, ATTENTION_POWERS), 2),
+        spread=spread(samples),
+        sources=sources,
+    )
+
+
+def memory_bound_table(samples: Mapping[int, Array], sources: tuple[str, ...]) -> MemoryBoundTable:
+    """The table of samples (kind of kernel, repeat) in seconds, by bytes read plus written.
+
+    A point is the mean over the kinds, each at its median; how much they differ is in the error.
+    """
+    sizes = sorted(samples)
+    by_size = np.stack([samples[size] for size in sizes])
+    times = isotonic_median(np.median(by_size, axis=-1).mean(axis=-1))
+    sample_sizes = np.repeat(sizes, by_size[0].size)
+    return MemoryBoundTable(
+        bytes=tuple(sizes),
+        time_s=tuple(digits(seconds, TIME_DIGITS) for seconds in times),
+        relative_error=tuple(neighbour_errors(sizes, times, sample_sizes, by_size.ravel())),
+        spread=widest(by_size),
         sources=sources,
     )
 
@@ -162,5 +254,6 @@ def collective_table(
         relative_error=tuple(
             neighbour_errors(sizes, times, sample_sizes, np.concatenate([samples[size] for size in sizes]))
         ),
+        spread=spread([samples[size] for size in sizes]),
         sources=sources,
     )

@@ -1,25 +1,22 @@
-"""Benchmarks on this machine -> HardwareProfile.
+"""Benchmarks of one device -> the tables of a HardwareProfile, and the profile of all tables.
 
 Every rank of the default process group, where there is one, does the same work at the same time, and a repeat takes as
 long as its slowest rank takes: what ranks of one machine share (cores, memory bandwidth, links) is in the numbers.
 A repeat is a window of many calls in a row, long against a scheduler's time slice, so that a core shared by two ranks
 counts as half a core for small kernels too. Medians of repeats after a warm-up become the tables, made monotone as
-tpplan.fit says; the spread of the repeats becomes the error bars.
+tpplan.fit says; the spread of the repeats becomes the error bars, and marks the points that are noisy.
 
-Kernels allocate their results and find their operands in the caches that hold them, as most do in a model. Collectives
-are the functional ones that an applied plan issues; all groups of a size that partition the ranks run at once.
+Kernels allocate their results and find their operands in the caches that hold them, as most do in a model. Operands
+are random: a GPU is faster, and draws less power, on numbers that are all alike.
 """
 
 import dataclasses
+import math
 import os
-import platform
-import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import product
-from pathlib import Path
-from typing import assert_never
 
 import numpy as np
 import torch
@@ -33,30 +30,36 @@ from tpplan.fit import (
     TIME_DIGITS,
     UNKNOWN_RELATIVE_ERROR,
     Array,
-    collective_table,
+    attention_table,
     digits,
     group_extrapolation,
     matmul_table,
+    memory_bound_table,
     relative_error,
 )
-from tpplan.mesh import GroupShape, divisors
-from tpplan.profile import SCHEMA_VERSION, Collective, HardwareProfile
+from tpplan.machine import device_name, dtype_name, dtype_of, memory, software
+from tpplan.measure_groups import measure_collectives
+from tpplan.profile import SCHEMA_VERSION, HardwareProfile
 from tpplan.profile_tables import (
     AttentionRate,
+    AttentionTable,
     Bandwidth,
     CollectiveTable,
     GroupExtrapolation,
     Launch,
     MatmulTable,
-    Memory,
+    MemoryBoundTable,
+    Overlap,
     Source,
 )
 from tpplan.stopwatch import (
     NUM_REPEATS,
     SHORTEST_USEFUL_WINDOW_S,
+    WINDOWS_BESIDE,
     WINDOWS_PER_POINT,
     Progress,
     Stopwatch,
+    overhead_s,
     paced,
     silent,
 )
@@ -68,20 +71,37 @@ __all__ = [
     "ComputeTables",
     "default_grid",
     "make_profile",
+    "measure_attention",
     "measure_collectives",
     "measure_compute",
+    "measure_launch",
+    "measure_matmuls",
+    "measure_memory_bound",
 ]
 
 SOURCES = ("measured",)
-#: beyond a GPU's caches; on a CPU those of a small model's activations: from 32 MiB on glibc returns memory to the
-#: system each time, and page faults, not copies, are measured
-GPU_COPIED_KIB, CPU_COPIED_KIB = (64 * KIB, 256 * KIB, 1024 * KIB), (256, 1024, 4096, 16384)
+#: from what a cache holds to what none does; on a CPU below 32 MiB, from where on glibc returns memory to the system
+#: each time, and page faults, not copies, are measured
+GPU_COPIED_KIB, CPU_COPIED_KIB = tuple(4**i for i in range(3, 11)), tuple(4**i for i in range(1, 8))
+#: token counts, and widths of models whole and split by up to 8: 14336 / 8 = 1792, 28672 / 8 = 3584
+GPU_MATMUL_SIZES = (64, 128, 256, 512, 1024, 1792, 3584, 4096, 8192, 14336, 16384, 28672)
+CPU_MATMUL_SIZES = tuple(2**i for i in range(4, 11))
+#: batched products of larger matrices fill a device as one does
+LARGEST_BATCHED = {"cpu": 256, "cuda": 1024}
 #: fewest sizes per axis that a matmul table is thinned to; three of them give an interpolation error
 FEWEST_MATMUL_SIZES = 4
+FEWEST_SEQUENCES = 2
+#: how the operands of x w^T, dy w and dy^T x lie, rows first: whether the left and whether the right is transposed
+MATMUL_FORMS = ((False, True), (False, False), (True, False))
+MATMUL_REPEATS = 3
+#: largest sizes are left out where one call of each point in its windows would take more than this of the budget
+LARGEST_PART = 0.5
 #: of the time for compute; matmuls have the rest
-LAUNCH_SHARE, BANDWIDTH_SHARE, ATTENTION_SHARE = 0.02, 0.05, 0.13
+LAUNCH_SHARE, MEMORY_BOUND_SHARE, ATTENTION_SHARE = 0.02, 0.05, 0.13
+MATMUL_SHARE = 1 - LAUNCH_SHARE - MEMORY_BOUND_SHARE - ATTENTION_SHARE
 #: backward of flash attention recomputes the scores: 5 products against the forward's 2 [Dao 2023, section 3.1]
 ATTENTION_BACKWARD_PRODUCTS = 2.5
+PROBE_REPEATS = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,33 +120,42 @@ class AttentionShape:
         flop = 4.0 * self.batch * self.heads * self.sequence**2 * self.head_dim
         return flop / 2 if self.causal else flop
 
+    @property
+    def point(self) -> tuple[int, int, int]:
+        """Its place in a table: batch * heads, sequence, head_dim."""
+        return self.batch * self.heads, self.sequence, self.head_dim
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeGrid:
-    """Which points to measure: sizes ascend and serve M, N and K; bytes are those of the tensor that is copied."""
+    """Which points to measure: sizes ascend and serve M, N and K; bytes are those of the tensor that is copied.
+
+    Batches above 1 are measured where no size exceeds largest_batched, and elsewhere are as many single products. The
+    attention shapes of one mask make a table where they are all combinations of batch * heads, sequence and head_dim.
+    """
 
     matmul_batches: tuple[int, ...]
     matmul_sizes: tuple[int, ...]
     copied_bytes: tuple[int, ...]
     attention: tuple[AttentionShape, ...]
+    largest_batched: int | None = None
 
 
 def default_grid(device_type: str) -> ComputeGrid:
-    """Sizes that show a device's plateau: to 1,024 on a CPU's core, to 8,192 on a GPU."""
+    """What training at tp 1 to 8 asks of a GPU: products to 28,672, attention to 16,384. A CPU's core: 1,024, 512."""
     on_gpu = device_type == "cuda"
-    # (batch, heads, sequence, head_dim)
-    shapes = [(2, 16, 1024, 64), (2, 16, 2048, 128), (1, 16, 4096, 128), (1, 16, 8192, 128)]
-    if not on_gpu:
-        shapes = [(8, 4, 128, 32), (4, 4, 128, 64), (1, 4, 256, 64), (1, 4, 512, 64)]
+    heads: tuple[int, ...] = (4, 16, 64) if on_gpu else (4, 16)
+    sequences = tuple(2**i for i in (range(9, 15) if on_gpu else range(6, 10)))
+    head_dims = (64, 128) if on_gpu else (32, 64)
     return ComputeGrid(
         matmul_batches=(1, 4),
-        matmul_sizes=tuple(2**i for i in (range(6, 14) if on_gpu else range(4, 11))),
+        matmul_sizes=GPU_MATMUL_SIZES if on_gpu else CPU_MATMUL_SIZES,
         copied_bytes=tuple(size * KIB for size in (GPU_COPIED_KIB if on_gpu else CPU_COPIED_KIB)),
         attention=tuple(
-            AttentionShape(batch=batch, heads=heads, sequence=sequence, head_dim=head_dim, causal=causal)
-            for batch, heads, sequence, head_dim in shapes
-            for causal in (False, True)
+            AttentionShape(batch=1, heads=num_heads, sequence=sequence, head_dim=head_dim, causal=causal)
+            for causal, num_heads, sequence, head_dim in product((False, True), heads, sequences, head_dims)
         ),
+        largest_batched=LARGEST_BATCHED["cuda" if on_gpu else "cpu"],
     )
 
 
@@ -136,11 +165,10 @@ class ComputeTables:
 
     bandwidth: Bandwidth
     launch: Launch
+    memory_bound_table: MemoryBoundTable
     matmuls: tuple[MatmulTable, ...]
     attention_rates: tuple[AttentionRate, ...]
-
-
-# --- compute -------------------------------------------------------------------------------------------------------
+    attention_tables: tuple[AttentionTable, ...]
 
 
 def measure_compute(
@@ -151,114 +179,210 @@ def measure_compute(
     grid: ComputeGrid | None = None,
     progress: Progress = silent,
 ) -> ComputeTables:
-    """Launch cost, bandwidth, attention and matmul times of a device, in about budget_s seconds.
+    """Launch cost, memory-bound, attention and matmul times of a device, in about budget_s seconds.
 
-    dtypes are torch's names. With little time every other matmul size is left out; work whose single call outlasts its
-    share takes longer. Every rank of the default group, if any, must call this. Raises UsageError for an unknown dtype.
+    dtypes are torch's names. With little time the largest sizes of matmuls and attention are left out, if they would
+    take most of it, and matmul sizes between others. Every rank of the default group, if any, must call this. Raises
+    UsageError for an unknown dtype.
     """
     if not dtypes or budget_s <= 0:
         raise UsageError(f"measure_compute: expected dtypes and a budget, got {list(dtypes)} and {budget_s} s")
-    torch_dtypes = [_dtype(name) for name in dtypes]
+    torch_dtypes = [dtype_of(name) for name in dtypes]
     grid = grid or default_grid(device.type)
-    matmul_share = 1 - LAUNCH_SHARE - BANDWIDTH_SHARE - ATTENTION_SHARE
-    attention_budget_s = ATTENTION_SHARE * budget_s / len(dtypes)
-    matmul_budget_s = matmul_share * budget_s / len(dtypes)
-    launch = _launch(device, LAUNCH_SHARE * budget_s)
+    share_s = budget_s / len(dtypes)
+    launch = measure_launch(device, LAUNCH_SHARE * budget_s)
+    bandwidth, memory_bound = measure_memory_bound(device, grid.copied_bytes, MEMORY_BOUND_SHARE * budget_s, progress)
+    attention = [
+        measure_attention(device, dtype, grid.attention, ATTENTION_SHARE * share_s, launch.launch_s, progress)
+        for dtype in torch_dtypes
+    ]
     return ComputeTables(
         launch=launch,
-        bandwidth=_bandwidth(device, grid.copied_bytes, BANDWIDTH_SHARE * budget_s, progress),
-        attention_rates=tuple(
-            _attention_rate(device, dtype, grid.attention, attention_budget_s, progress) for dtype in torch_dtypes
-        ),
+        bandwidth=bandwidth,
+        memory_bound_table=memory_bound,
+        attention_rates=tuple(rate for rate, _ in attention),
+        attention_tables=tuple(table for _, tables in attention for table in tables),
         matmuls=tuple(
-            _matmul_table(device, dtype, grid, matmul_budget_s, launch.launch_s, progress) for dtype in torch_dtypes
+            measure_matmuls(device, dtype, grid, MATMUL_SHARE * share_s, launch.launch_s, progress)
+            for dtype in torch_dtypes
         ),
     )
 
 
-def _launch(device: torch.device, budget_s: float) -> Launch:
-    """The smallest kernel: one number plus itself."""
+# --- launch and memory ---------------------------------------------------------------------------------------------
+
+
+def measure_launch(device: torch.device, budget_s: float) -> Launch:
+    """The smallest kernel, one number plus itself: its time, and on a GPU what the CPU needs to issue it."""
     number = torch.ones(1, device=device)
     stopwatch = Stopwatch(device=device, window_s=budget_s / WINDOWS_PER_POINT)
     samples = stopwatch.samples(lambda: number + number)
     launch_s = float(np.median(samples))
+    ratios, issue_s = samples / launch_s, None
+    if device.type == "cuda":
+        issued = stopwatch.issue_samples(lambda: number + number)
+        issue_s = float(np.median(issued))
+        ratios = np.concatenate([ratios, issued / issue_s])
     return Launch(
-        launch_s=digits(launch_s, TIME_DIGITS), relative_error=relative_error(samples / launch_s), sources=SOURCES
-    )
-
-
-def _bandwidth(device: torch.device, sizes: Sequence[int], budget_s: float, progress: Progress) -> Bandwidth:
-    """Median rate of copies into new tensors, read plus written; the spread is that between the sizes too."""
-    rates = []
-    for num_bytes, stopwatch in paced(device, sizes, "bandwidth", budget_s, progress):
-        tensor = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-        rates.append(2 * num_bytes / stopwatch.samples(tensor.clone))
-    median = float(np.median([np.median(rate) for rate in rates]))
-    return Bandwidth(
-        hbm_bytes_per_s=digits(median, TIME_DIGITS),
-        relative_error=relative_error(np.concatenate(rates) / median),
+        launch_s=digits(launch_s, TIME_DIGITS),
+        issue_s=None if issue_s is None else digits(issue_s, TIME_DIGITS),
+        relative_error=relative_error(ratios),
         sources=SOURCES,
     )
 
 
-def _matmul_table(
-    device: torch.device, dtype: torch.dtype, grid: ComputeGrid, budget_s: float, launch_s: float, progress: Progress
+def measure_memory_bound(
+    device: torch.device, copied_bytes: Sequence[int], budget_s: float, progress: Progress = silent
+) -> tuple[Bandwidth, MemoryBoundTable]:
+    """Copies into new tensors, and sums of two tensors into a third, that read and write as many bytes.
+
+    The bandwidth is that of the largest.
+    """
+    points = list(product(copied_bytes, (2, 3)))
+    samples: dict[int, list[Array]] = {}
+    for (size, num_tensors), stopwatch in paced(device, points, "memory", budget_s, progress):
+        # As many bytes in all: a copy moves two tensors, a sum three.
+        numbers = 2 * size // num_tensors // DTYPE_BYTES["float32"]
+        left, right = (torch.rand(numbers, device=device) for _ in range(2))
+        work = left.clone if num_tensors == 2 else lambda left=left, right=right: left + right
+        samples.setdefault(2 * size, []).append(stopwatch.samples(work))
+    table = memory_bound_table({size: np.stack(kinds) for size, kinds in samples.items()}, SOURCES)
+    bandwidth = Bandwidth(
+        hbm_bytes_per_s=digits(table.bytes[-1] / table.time_s[-1], TIME_DIGITS),
+        relative_error=table.relative_error[-1],
+        sources=SOURCES,
+    )
+    return bandwidth, table
+
+
+# --- matmuls -------------------------------------------------------------------------------------------------------
+
+
+def measure_matmuls(
+    device: torch.device,
+    dtype: torch.dtype,
+    grid: ComputeGrid,
+    budget_s: float,
+    launch_s: float,
+    progress: Progress = silent,
 ) -> MatmulTable:
-    """(m, k) @ (k, n), batched where the batch is above one, over the grid."""
-    batches = grid.matmul_batches
-    sizes = _thinned(grid.matmul_sizes, len(batches), budget_s)
+    """(m, k) @ (k, n) in the forms of MATMUL_FORMS, batched where the batch is above one, over the grid."""
+    batches, largest = grid.matmul_batches, grid.largest_batched or grid.matmul_sizes[-1]
+    windows = len(MATMUL_FORMS) * (MATMUL_REPEATS + WINDOWS_BESIDE)
+    sizes = _affordable_sizes(device, dtype, grid.matmul_sizes, LARGEST_PART * budget_s / windows)
+    most_points = budget_s / windows / (SHORTEST_USEFUL_WINDOW_S[device.type] + overhead_s(device))
+    sizes = _thinned(sizes, lambda sizes: sum(1 for _ in _measured_points(batches, sizes, largest)) <= most_points)
+    measured = list(_measured_points(batches, sizes, largest))
+    operands = _Operands.of(device, dtype, max(math.prod(point) // min(point[1:]) for point in measured))
+    samples: dict[tuple[int, ...], list[Array]] = {}
+    points, section = list(product(measured, MATMUL_FORMS)), f"matmul {dtype_name(dtype)}"
+    for (point, form), stopwatch in paced(device, points, section, budget_s, progress, repeats=MATMUL_REPEATS):
+        samples.setdefault(point, []).append(stopwatch.samples(operands.product(point, form)))
     axes = (batches, sizes, sizes, sizes)
-    points = list(product(*axes))
-    samples = []
-    for (batch, m, n, k), stopwatch in paced(device, points, f"matmul {_name(dtype)}", budget_s, progress):
-        samples.append(stopwatch.samples(_matmul(device, dtype, batch, m, n, k)))
-    table = np.stack(samples).reshape(*(len(axis) for axis in axes), NUM_REPEATS)
-    return matmul_table(_name(dtype), axes, table, launch_s, SOURCES)
+    table = np.stack([_of_batch(samples, point, batches[0]) for point in product(*axes)])
+    table = table.reshape(*(len(axis) for axis in axes), len(MATMUL_FORMS), MATMUL_REPEATS)
+    how = f"batches above {batches[0]} with a size above {largest}: so many times the time of batch {batches[0]}"
+    return matmul_table(
+        dtype_name(dtype), axes, table, launch_s, SOURCES, how if len(samples) < math.prod(table.shape[:4]) else None
+    )
 
 
-def _matmul(device: torch.device, dtype: torch.dtype, batch: int, m: int, n: int, k: int) -> Callable[[], Tensor]:
-    """mm where there is one matrix, as linear layers issue it, else bmm."""
-    leading = (batch,) if batch > 1 else ()
-    left = torch.ones(*leading, m, k, dtype=dtype, device=device)
-    right = torch.ones(*leading, k, n, dtype=dtype, device=device)
-    return lambda: left @ right
+def _measured_points(
+    batches: Sequence[int], sizes: Sequence[int], largest_batched: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """(batch, m, n, k): all of the smallest batch, and of the others what is small."""
+    for batch, m, n, k in product(batches, sizes, sizes, sizes):
+        if batch == batches[0] or max(m, n, k) <= largest_batched:
+            yield batch, m, n, k
 
 
-def _thinned(sizes: tuple[int, ...], num_batches: int, budget_s: float) -> tuple[int, ...]:
-    """Every other size left out, the largest kept, until windows are long enough or few sizes are left."""
-    while (len(sizes) + 1) // 2 >= FEWEST_MATMUL_SIZES:
-        points = num_batches * len(sizes) ** 3
-        if points * WINDOWS_PER_POINT * SHORTEST_USEFUL_WINDOW_S <= budget_s:
-            break
-        sizes = sizes[::-1][::2][::-1]
+def _of_batch(samples: Mapping[tuple[int, ...], list[Array]], point: tuple[int, ...], smallest: int) -> Array:
+    """Samples (form, repeat) of a point; of a batch that was not measured those of the smallest, as often."""
+    if point in samples:
+        return np.stack(samples[point])
+    return np.stack(samples[(smallest, *point[1:])]) * (point[0] / smallest)
+
+
+def _affordable_sizes(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], budget_s: float
+) -> tuple[int, ...]:
+    """The largest left out until a call of every product fits the budget, by the rate of one of middling size."""
+    middle = sizes[len(sizes) // 2]
+    work = _Operands.of(device, dtype, middle**2).product((1, middle, middle, middle), MATMUL_FORMS[0])
+    window_s = SHORTEST_USEFUL_WINDOW_S[device.type]
+    (seconds,) = Stopwatch(device=device, window_s=window_s, repeats=PROBE_REPEATS).samples(work)
+    while len(sizes) > FEWEST_MATMUL_SIZES and sum(sizes) ** 3 / middle**3 * seconds > budget_s:
+        sizes = sizes[:-1]
     return sizes
 
 
-def _attention_rate(
+def _thinned(sizes: tuple[int, ...], fits: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...]:
+    """Fewer sizes, as evenly apart as they can be, the first and the last kept, until they fit or few are left."""
+    all_of_them = sizes
+    while not fits(sizes) and len(sizes) > FEWEST_MATMUL_SIZES:
+        count = len(sizes) - 1
+        sizes = tuple(all_of_them[round(i * (len(all_of_them) - 1) / (count - 1))] for i in range(count))
+    return sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Operands:
+    """Random numbers that the operands of all products are views of."""
+
+    left: Tensor
+    right: Tensor
+
+    @classmethod
+    def of(cls, device: torch.device, dtype: torch.dtype, numbers: int) -> "_Operands":
+        left, right = (torch.randn(numbers, dtype=dtype, device=device) for _ in range(2))
+        return cls(left=left, right=right)
+
+    def product(self, point: tuple[int, int, int, int], form: tuple[bool, bool]) -> Callable[[], Tensor]:
+        """mm where there is one matrix, as linear layers issue it, else bmm; operands lie as the form says."""
+        batch, m, n, k = point
+        left, right = _matrices(self.left, batch, m, k, form[0]), _matrices(self.right, batch, k, n, form[1])
+        return lambda: left @ right
+
+
+def _matrices(numbers: Tensor, batch: int, rows: int, columns: int, transposed: bool) -> Tensor:
+    """A view [batch, rows, columns], without the batch where it is 1, contiguous or the transpose of what is."""
+    shape = (batch, columns, rows) if transposed else (batch, rows, columns)
+    matrices = numbers[: math.prod(shape)].view(shape if batch > 1 else shape[1:])
+    return matrices.mT if transposed else matrices
+
+
+# --- attention -----------------------------------------------------------------------------------------------------
+
+
+def measure_attention(
     device: torch.device,
     dtype: torch.dtype,
     shapes: Sequence[AttentionShape],
     budget_s: float,
-    progress: Progress,
-) -> AttentionRate:
-    """Median rates of the fused kernel over the shapes; the spread is that between the shapes too."""
+    launch_s: float,
+    progress: Progress = silent,
+) -> tuple[AttentionRate, tuple[AttentionTable, ...]]:
+    """The fused kernel over the shapes, forward and backward: a table for each mask whose shapes fill one, and the
+    median rates of all; the rates' spread is that between the shapes too."""
+    shapes = _affordable_shapes(device, dtype, shapes, LARGEST_PART * budget_s / WINDOWS_PER_POINT)
     points = list(product((False, True), shapes))
-    rates: dict[bool, list[Array]] = {False: [], True: []}
-    for (is_backward, shape), stopwatch in paced(device, points, f"attention {_name(dtype)}", budget_s, progress):
-        size = (shape.batch, shape.heads, shape.sequence, shape.head_dim)
-        inputs = [torch.randn(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
-            work = (_attention_backward if is_backward else _attention)(inputs, shape.causal)
-            flop = shape.forward_flop * (ATTENTION_BACKWARD_PRODUCTS if is_backward else 1.0)
-            rates[is_backward].append(flop / stopwatch.samples(work))
-    medians = {way: float(np.median(np.median(samples, axis=1))) for way, samples in rates.items()}
-    return AttentionRate(
-        dtype=_name(dtype),
-        forward_flop_per_s=digits(medians[False], TIME_DIGITS),
-        backward_flop_per_s=digits(medians[True], TIME_DIGITS),
-        relative_error=relative_error(np.stack([np.stack(rates[way]) / medians[way] for way in rates])),
-        sources=SOURCES,
+    samples: dict[tuple[bool, AttentionShape], Array] = {}
+    for (backward, shape), stopwatch in paced(device, points, f"attention {dtype_name(dtype)}", budget_s, progress):
+        samples[backward, shape] = _attention_samples(device, dtype, backward, shape, stopwatch)
+    tables = (
+        _attention_table(dtype, causal, backward, samples, launch_s)
+        for causal, backward in product((False, True), (False, True))
     )
+    return _attention_rate(dtype, samples), tuple(table for table in tables if table is not None)
+
+
+def _attention_samples(
+    device: torch.device, dtype: torch.dtype, backward: bool, shape: AttentionShape, stopwatch: Stopwatch
+) -> Array:
+    size = (shape.batch, shape.heads, shape.sequence, shape.head_dim)
+    inputs = [torch.randn(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+        return stopwatch.samples((_attention_backward if backward else _attention)(inputs, shape.causal))
 
 
 def _attention(inputs: Sequence[Tensor], causal: bool) -> Callable[[], object]:
@@ -273,78 +397,56 @@ def _attention_backward(inputs: Sequence[Tensor], causal: bool) -> Callable[[], 
     return lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)
 
 
-# --- collectives ---------------------------------------------------------------------------------------------------
+def _affordable_shapes(
+    device: torch.device, dtype: torch.dtype, shapes: Sequence[AttentionShape], budget_s: float
+) -> Sequence[AttentionShape]:
+    """The longest sequences left out until one of every kernel fits the budget, by the rate of the middle shape."""
+    sequences = sorted({shape.sequence for shape in shapes})
+    middle = sequences[len(sequences) // 2]
+    probed = max((shape for shape in shapes if shape.sequence == middle), key=lambda shape: shape.forward_flop)
+    stopwatch = Stopwatch(device=device, window_s=SHORTEST_USEFUL_WINDOW_S[device.type], repeats=PROBE_REPEATS)
+    (seconds,) = _attention_samples(device, dtype, False, probed, stopwatch)
+    per_flop = (1 + ATTENTION_BACKWARD_PRODUCTS) * seconds / probed.forward_flop
+    while len(sequences) > FEWEST_SEQUENCES and per_flop * sum(s.forward_flop for s in shapes) > budget_s:
+        sequences.pop()
+        shapes = [shape for shape in shapes if shape.sequence in sequences]
+    return shapes
 
 
-def measure_collectives(
-    group_sizes: Sequence[int],
-    sizes: Sequence[int],
-    *,
-    device: torch.device,
-    ranks_per_node: int,
-    budget_s: float,
-    progress: Progress = silent,
-) -> tuple[CollectiveTable, ...]:
-    """All four collectives on consecutive ranks of the default group, whose every rank must call this.
-
-    sizes are bytes of the whole value, rounded to what divides among the ranks. Needs a process group. Raises
-    UsageError for a group size that does not divide the world, and where nothing was initialised.
-    """
-    if not dist.is_initialized():
-        raise UsageError("measure_collectives: no process group; start with torchrun --nproc-per-node 4")
-    world = dist.get_world_size()
-    wrong = [ranks for ranks in group_sizes if ranks not in divisors(world)[1:]]
-    if wrong:
-        raise UsageError(
-            f"measure_collectives: group sizes {wrong} do not divide a world of {world} ranks;"
-            f" sizes that do: {list(divisors(world)[1:])}"
-        )
-    groups = {ranks: _subgroup(ranks) for ranks in group_sizes}
-    points = [
-        (kind, ranks, num_bytes)
-        for kind, ranks in product(Collective, group_sizes)
-        for num_bytes in _divisible(sizes, ranks)
-    ]
-    samples: dict[tuple[Collective, int], dict[int, Array]] = {}
-    for (kind, ranks, num_bytes), stopwatch in paced(device, points, "collectives", budget_s, progress):
-        work = _collective(kind, device, num_bytes, ranks, groups[ranks])
-        samples.setdefault((kind, ranks), {})[num_bytes] = stopwatch.samples(work)
-    return tuple(
-        collective_table(kind, GroupShape(ranks=ranks, ranks_per_node=min(ranks, ranks_per_node)), by_size, SOURCES)
-        for (kind, ranks), by_size in samples.items()
+def _attention_rate(dtype: torch.dtype, samples: Mapping[tuple[bool, AttentionShape], Array]) -> AttentionRate:
+    rates: dict[bool, list[Array]] = {False: [], True: []}
+    for (backward, shape), seconds in samples.items():
+        rates[backward].append(shape.forward_flop * (ATTENTION_BACKWARD_PRODUCTS if backward else 1.0) / seconds)
+    medians = {way: float(np.median(np.median(found, axis=1))) for way, found in rates.items()}
+    return AttentionRate(
+        dtype=dtype_name(dtype),
+        forward_flop_per_s=digits(medians[False], TIME_DIGITS),
+        backward_flop_per_s=digits(medians[True], TIME_DIGITS),
+        relative_error=relative_error(np.stack([np.stack(rates[way]) / medians[way] for way in rates])),
+        sources=SOURCES,
     )
 
 
-def _subgroup(ranks: int) -> str:
-    """Name of this rank's group of consecutive ranks. torch keeps the group until the default one is destroyed."""
-    group, _ = dist.new_subgroups(ranks)  # type: ignore[no-untyped-call]
-    name: str = group.group_name
-    return name
-
-
-def _divisible(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Sizes rounded down, but not to zero, to ranks^2 numbers: all-to-all splits a rank's share once more."""
-    block = DTYPE_BYTES["float32"] * ranks**2
-    return sorted({max(1, size // block) * block for size in sizes})
-
-
-def _collective(kind: Collective, device: torch.device, num_bytes: int, ranks: int, group: str) -> Callable[[], object]:
-    """One call on n = num_bytes of the whole value, waited for, with its result in a new tensor."""
-    ops = torch.ops._c10d_functional
-    whole = torch.ones(num_bytes // DTYPE_BYTES["float32"], device=device)
-    local = torch.ones(len(whole) // ranks, device=device)
-    lengths = [len(local) // ranks] * ranks
-    match kind:
-        case Collective.ALL_REDUCE:
-            return lambda: ops.wait_tensor(ops.all_reduce(whole, "sum", group))
-        case Collective.ALL_GATHER:
-            return lambda: ops.wait_tensor(ops.all_gather_into_tensor(local, ranks, group))
-        case Collective.REDUCE_SCATTER:
-            return lambda: ops.wait_tensor(ops.reduce_scatter_tensor(whole, "sum", ranks, group))
-        case Collective.ALL_TO_ALL:
-            return lambda: ops.wait_tensor(ops.all_to_all_single(local, lengths, lengths, group))
-        case _:
-            assert_never(kind)
+def _attention_table(
+    dtype: torch.dtype,
+    causal: bool,
+    backward: bool,
+    samples: Mapping[tuple[bool, AttentionShape], Array],
+    launch_s: float,
+) -> AttentionTable | None:
+    """None where the shapes of this mask are not all combinations of their sizes."""
+    by_point: dict[tuple[int, ...], Array] = {
+        shape.point: seconds for (way, shape), seconds in samples.items() if way == backward and shape.causal == causal
+    }
+    axes = [tuple(sorted({point[axis] for point in by_point})) for axis in range(3)]
+    wanted = list(product(*axes))
+    if not by_point or any(point not in by_point for point in wanted):
+        return None
+    table = np.stack([by_point[point] for point in wanted]).reshape(*(len(axis) for axis in axes), NUM_REPEATS)
+    return attention_table(
+        dtype_name(dtype), causal=causal, backward=backward, axes=axes, samples=table, launch_s=launch_s,
+        sources=SOURCES,
+    )  # fmt: skip
 
 
 # --- the profile ---------------------------------------------------------------------------------------------------
@@ -357,11 +459,12 @@ def make_profile(
     compute: ComputeTables,
     collectives: tuple[CollectiveTable, ...],
     gpus_per_node: int,
+    overlap: Overlap | None = None,
     notes: Sequence[str] = (),
 ) -> HardwareProfile:
     """The profile of what was measured, on this machine, today; gpus_per_node is the number of ranks per machine."""
-    description = _device_name(device)
-    today = datetime.now(UTC).date().isoformat()
+    description = device_name(device)
+    today = datetime.now(UTC).date()
     profile = HardwareProfile(
         schema_version=SCHEMA_VERSION,
         name=name,
@@ -369,8 +472,14 @@ def make_profile(
         device_type=device.type,
         gpus_per_node=gpus_per_node,
         notes=(*_notes(device, gpus_per_node), *notes),
-        sources=(Source(id="measured", licence="own measurement", source=f"tpplan.measure, {today}, {description}"),),
-        memory=_memory(device, gpus_per_node),
+        sources=(
+            Source(
+                id="measured",
+                licence="own measurement",
+                source=f"tpplan profile, {today.isoformat()}, {description}",
+            ),
+        ),
+        memory=memory(device, gpus_per_node, SOURCES),
         bandwidth=compute.bandwidth,
         launch=compute.launch,
         matmuls=compute.matmuls,
@@ -379,55 +488,28 @@ def make_profile(
             in_node_relative_error=UNKNOWN_RELATIVE_ERROR, across_nodes_relative_error=UNKNOWN_RELATIVE_ERROR
         ),
         collectives=collectives,
+        software=software(device),
+        date=today,
+        attention_tables=compute.attention_tables or None,
+        memory_bound_table=compute.memory_bound_table,
+        overlap=overlap,
     )
     return dataclasses.replace(profile, group_extrapolation=group_extrapolation(profile))
 
 
-def _memory(device: torch.device, ranks_per_machine: int) -> Memory:
-    """A GPU's memory, or a rank's part of the machine's; reserved is what is taken before there is a model."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        reserved = total - free - torch.cuda.memory_reserved(device)
-        how = "reserved_bytes: context and communicators after the measurement; no allocator slack"
-    else:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks_per_machine
-        reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
-        how = "memory_bytes: the machine's, divided by its ranks; reserved_bytes: this process at its largest"
-    return Memory(memory_bytes=total, reserved_bytes=reserved, sources=SOURCES, inferred=how)
-
-
 def _notes(device: torch.device, ranks_per_machine: int) -> Iterator[str]:
     """What a reader of the file must know of how it was made."""
-    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     if dist.is_initialized():
-        versions += f", {dist.get_backend()}"
         yield (
             f"all {dist.get_world_size()} ranks did the same work at the same time and the slowest counts: what"
-            f" {ranks_per_machine} ranks of a machine share is in the numbers; collectives ran in all groups at once"
+            f" {ranks_per_machine} ranks of a machine share is in the numbers; collectives, on {dist.get_backend()},"
+            " ran in all groups at once"
         )
     if device.type == "cuda":
-        yield f"{versions}, CUDA {torch.version.cuda}, float32 matmuls: {torch.get_float32_matmul_precision()}"
+        yield f"float32 matmuls: {torch.get_float32_matmul_precision()}"
     else:
-        yield f"{versions}, {torch.get_num_threads()} thread(s) per rank, {os.cpu_count()} cores"
-    yield f"medians of {NUM_REPEATS} windows of many calls after a warm-up; collectives: bytes of the whole value"
-
-
-def _device_name(device: torch.device) -> str:
-    """The device as its vendor calls it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(models, platform.machine())
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or name not in DTYPE_BYTES:
-        raise UsageError(f"unknown dtype {name!r}; known: {', '.join(DTYPE_BYTES)}")
-    return dtype
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        yield f"{torch.get_num_threads()} thread(s) per rank, {os.cpu_count()} cores"
+    yield (
+        f"medians of {NUM_REPEATS} windows of many calls after a warm-up; matmuls: the mean of forward and both"
+        f" gradients' operand layouts, {MATMUL_REPEATS} windows each; collectives: bytes of the whole value"
+    )

@@ -14,7 +14,7 @@ import importlib.resources
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, cast
@@ -39,6 +39,7 @@ from tpplan.profile_tables import (
     Memory,
     MemoryBoundTable,
     Overlap,
+    Part,
     Source,
     bottleneck_traffic,
     check_unique,
@@ -251,20 +252,27 @@ class HardwareProfile:
     def _missing(self, what: str, covered: Sequence[str]) -> ProfileError:
         return ProfileError(f"profile {self.name}: no {what}; covered: {', '.join(covered) or 'nothing'}")
 
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        """Everything that names its sources, with the path of its key."""
+        yield from (("memory", self.memory), ("bandwidth", self.bandwidth), ("launch", self.launch))
+        if self.memory_bound_table is not None:
+            yield "memory_bound_table", self.memory_bound_table
+        tables: dict[str, Sequence[Part]] = {
+            "matmuls": self.matmuls,
+            "attention_rates": self.attention_rates,
+            "attention_tables": self.attention_tables or (),
+            "collectives": self.collectives,
+        }
+        for name, entries in tables.items():
+            yield from ((f"{name}[{i}]", entry) for i, entry in enumerate(entries))
+        if self.overlap is not None:
+            yield "overlap", self.overlap
+
     def _check_sources(self) -> None:
         known = {source.id for source in self.sources}
-        cited = {"memory": self.memory.sources, "bandwidth": self.bandwidth.sources, "launch": self.launch.sources}
-        cited |= {f"matmuls[{i}]": table.sources for i, table in enumerate(self.matmuls)}
-        cited |= {f"attention_rates[{i}]": rate.sources for i, rate in enumerate(self.attention_rates)}
-        cited |= {f"collectives[{i}]": table.sources for i, table in enumerate(self.collectives)}
-        cited |= {f"attention_tables[{i}]": table.sources for i, table in enumerate(self.attention_tables or ())}
-        if self.memory_bound_table is not None:
-            cited["memory_bound_table"] = self.memory_bound_table.sources
-        if self.overlap is not None:
-            cited["overlap"] = self.overlap.sources
-        for path, ids in cited.items():
-            unknown = [id_ for id_ in ids if id_ not in known]
-            if unknown or not ids:
+        for path, part in self.parts():
+            unknown = [id_ for id_ in part.sources if id_ not in known]
+            if unknown or not part.sources:
                 raise ProfileError(f"{path}.sources: expected ids listed in sources, got {unknown or 'none'}")
 
 

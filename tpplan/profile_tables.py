@@ -364,6 +364,20 @@ class Overlap:
     inferred: str | None = None
 
 
+#: what names its sources, and how it was inferred where it was
+Part = (
+    Memory
+    | Bandwidth
+    | Launch
+    | MemoryBoundTable
+    | MatmulTable
+    | AttentionRate
+    | AttentionTable
+    | CollectiveTable
+    | Overlap
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
     """A number that was fitted to training runs: to how many, with which residual (relative, RMS), and what it is."""

@@ -1,4 +1,8 @@
-"""Times work on a device: windows of many calls, on all ranks at once, within a budget."""
+"""Times work on a device: windows of many calls, on all ranks at once, within a budget.
+
+On a CPU a call is timed with what it takes to issue it. On a GPU it is not: the calls of a window are queued behind a
+pause, and run back to back between two events, however long Python took to issue them.
+"""
 
 import math
 import time
@@ -18,15 +22,22 @@ Progress = Callable[[str, int, int], None]
 Point = TypeVar("Point")
 
 NUM_REPEATS = 5
-#: windows that a point costs: its repeats, a warm-up and the search for the number of calls
-WINDOWS_PER_POINT = NUM_REPEATS + 2
-#: several time slices of a scheduler (Linux: 3 to 4 ms)
-SHORTEST_USEFUL_WINDOW_S = 0.02
+#: windows beside its repeats that a point costs: a warm-up and the search for the number of calls
+WINDOWS_BESIDE = 2
+WINDOWS_PER_POINT = NUM_REPEATS + WINDOWS_BESIDE
+#: several time slices of a scheduler (Linux: 3 to 4 ms); a GPU has its own clock, and one user
+SHORTEST_USEFUL_WINDOW_S = {"cpu": 0.02, "cuda": 0.001}
 LONGEST_WINDOW_S = 0.2
 #: the number of calls in a window is known well enough once they fill this part of it
 CALIBRATED_PART = 0.25
 #: one slow call must not make a window seem full: calls grow at most by this from one trial to the next
 MOST_GROWTH = 16
+#: a GPU's queue holds about a thousand kernels, and a call may launch several
+MOST_QUEUED_CALLS = 100
+#: the pause outlasts the queueing by this
+PAUSE_MARGIN = 1.5
+#: no GPU's clock is faster: pauses are given in cycles, and must not be too short
+HIGHEST_CLOCK_HZ = 3e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,38 +46,83 @@ class Stopwatch:
 
     device: torch.device
     window_s: float
+    repeats: int = NUM_REPEATS
 
     def samples(self, work: Callable[[], object]) -> Array:
         """Seconds per call of the slowest rank, one for each repeat. Every rank must call this for the same work."""
-        self._elapsed(work, 1)  # warm-up: lazy initialisation, first touch
-        calls = self._calls(work)
-        elapsed = [self._elapsed(work, calls) for _ in range(NUM_REPEATS)]
+        self._elapsed(work, 1, 0.0)  # warm-up: lazy initialisation, first touch
+        issue_s = 0.0 if self.device.type == "cpu" else float(self.issue_samples(work, calls=1).min())
+        calls = self._calls(work, issue_s)
+        elapsed = [self._elapsed(work, calls, issue_s) for _ in range(self.repeats)]
         return np.array(slowest(self.device, elapsed)) / calls
 
-    def _calls(self, work: Callable[[], object]) -> int:
-        """How many calls fill the window, the same number on every rank."""
+    def issue_samples(self, work: Callable[[], object], *, calls: int = MOST_QUEUED_CALLS) -> Array:
+        """Seconds that the CPU of the slowest rank needs to issue a call, one for each repeat, while none waits."""
+        elapsed = []
+        for _ in range(self.repeats):
+            synchronize(self.device)
+            start = time.perf_counter()
+            for _ in range(calls):
+                work()
+            elapsed.append((time.perf_counter() - start) / calls)
+        synchronize(self.device)
+        return np.array(slowest(self.device, elapsed))
+
+    def _calls(self, work: Callable[[], object], issue_s: float) -> int:
+        """How many calls fill the window, pause included, the same number on every rank."""
+        most = math.inf if self.device.type == "cpu" else MOST_QUEUED_CALLS
         calls = 1
         while True:
-            (elapsed,) = slowest(self.device, [self._elapsed(work, calls)])
-            filling = calls * self.window_s / elapsed
-            if elapsed >= CALIBRATED_PART * self.window_s:
+            (elapsed,) = slowest(self.device, [self._elapsed(work, calls, issue_s)])
+            call_s = elapsed / calls + PAUSE_MARGIN * issue_s
+            filling = min(self.window_s / call_s, most)
+            if calls * call_s >= CALIBRATED_PART * self.window_s or calls >= most:
                 return max(1, round(filling))
             calls = math.ceil(min(filling, calls * MOST_GROWTH))
 
-    def _elapsed(self, work: Callable[[], object], calls: int) -> float:
+    def _elapsed(self, work: Callable[[], object], calls: int, issue_s: float) -> float:
         """Seconds of this rank, from a common start."""
         if dist.is_initialized():
             dist.barrier()
-        self._synchronize()
+        synchronize(self.device)
+        if self.device.type == "cuda":
+            return self._elapsed_between_events(work, calls, calls * issue_s * PAUSE_MARGIN)
         start = time.perf_counter()
         for _ in range(calls):
             work()
-        self._synchronize()
         return time.perf_counter() - start
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def _elapsed_between_events(self, work: Callable[[], object], calls: int, pause_s: float) -> float:
+        """Seconds that a GPU needs for the calls, all of which are queued before the pause ends."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(int(pause_s * HIGHEST_CLOCK_HZ))  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(calls):
+            work()
+        end.record()
+        end.synchronize()
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds / 1000
+
+
+def overhead_s(device: torch.device) -> float:
+    """Seconds that a window costs beside its calls: ranks wait for each other before it, and compare times after."""
+    if not dist.is_initialized():
+        return 0.0
+    elapsed = []
+    for _ in range(NUM_REPEATS):
+        start = time.perf_counter()
+        dist.barrier()
+        synchronize(device)
+        slowest(device, [start])
+        elapsed.append(time.perf_counter() - start)
+    return float(np.median(slowest(device, elapsed)))
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for what this thread's stream was given."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def slowest(device: torch.device, seconds: Sequence[float]) -> list[float]:
@@ -79,14 +135,21 @@ def slowest(device: torch.device, seconds: Sequence[float]) -> list[float]:
 
 
 def paced(
-    device: torch.device, points: Sequence[Point], section: str, budget_s: float, progress: Progress
+    device: torch.device,
+    points: Sequence[Point],
+    section: str,
+    budget_s: float,
+    progress: Progress,
+    *,
+    repeats: int = NUM_REPEATS,
 ) -> Iterator[tuple[Point, Stopwatch]]:
     """The points, each with a stopwatch whose windows share out what is left of the budget."""
-    start = time.perf_counter()
+    start, beside_s = time.perf_counter(), overhead_s(device)
     for done, point in enumerate(points):
         (spent_s,) = slowest(device, [time.perf_counter() - start])
         share_s = max(0.0, budget_s - spent_s) / (len(points) - done)
-        yield point, Stopwatch(device=device, window_s=min(share_s / WINDOWS_PER_POINT, LONGEST_WINDOW_S))
+        window_s = min(max(0.0, share_s / (repeats + WINDOWS_BESIDE) - beside_s), LONGEST_WINDOW_S)
+        yield point, Stopwatch(device=device, window_s=window_s, repeats=repeats)
         progress(section, done + 1, len(points))
 
 

@@ -1,0 +1,219 @@
+"""`tpplan profile -o FILE` measures this machine; `check FILE` and `show FILE` tell what a profile holds.
+
+Alone it measures one device. Under torchrun it also measures collectives, on every group that a mesh on these nodes can
+have, with all ranks at work at the same time:
+
+    tpplan profile -o profiles/mine.json --budget 5m
+    torchrun --nproc-per-node 8 -m tpplan profile -o profiles/mine.json
+
+Finished sections are kept in FILE.partial until all are: the same command goes on after an interruption.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from tpplan.errors import ProfileError, UsageError
+from tpplan.plan import write_atomically
+from tpplan.profile import HardwareProfile, load_profile
+from tpplan.profile_check import warnings
+from tpplan.profile_report import DEFAULT_WIDTH, as_data, render, to_html
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    import torch
+
+_SECONDS_PER_UNIT = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+#: on shorter lines nothing is left of the tables, longer ones are hard to read
+_MIN_WIDTH, _MAX_WIDTH = 60, 160
+
+
+def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the verb, and those under it."""
+    parser = subparsers.add_parser(
+        "profile",
+        help="measure this machine, check or show a profile",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="measure, and write the profile here")
+    parser.add_argument("--name", help="the profile's name (default: the file's, without its ending)")
+    parser.add_argument("--budget", type=duration, default=300.0, metavar="TIME", help="such as 90s, 5m (default), 1h")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        default=[],
+        metavar="DTYPE",
+        help="default: float32 on a CPU; bfloat16 float16 float32 on a GPU",
+    )
+    parser.add_argument("--note", action="append", default=[], metavar="TEXT", help="a line for the profile's notes")
+    parser.set_defaults(run=run_measure)
+    actions = parser.add_subparsers(metavar="check|show", required=False)
+    check = actions.add_parser("check", help="say whether a profile is valid, and what it lacks", allow_abbrev=False)
+    check.set_defaults(run=run_check)
+    show = actions.add_parser("show", help="print a profile's tables", allow_abbrev=False)
+    show.add_argument("--html", type=Path, metavar="FILE", help="write one page with charts here")
+    show.set_defaults(run=run_show)
+    for action in (check, show):
+        action.add_argument("profile", metavar="FILE", help="a profile's path, or the name of a shipped one")
+        action.add_argument("--json", action="store_true", help="print as JSON")
+
+
+# --- check and show ------------------------------------------------------------------------------------------------
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Loads strictly, which raises ProfileError where it must, and prints the warnings."""
+    profile = load_profile(args.profile)
+    found = warnings(profile)
+    if args.json:
+        content = {"name": profile.name, "fingerprint": profile.fingerprint, "warnings": found}
+        print(json.dumps(content, indent=2))
+        return 0
+    for warning in found:
+        print(f"warning: {warning}")
+    count = "no warnings" if not found else f"{len(found)} warning{'s' if len(found) > 1 else ''}"
+    print(f"{args.profile}: valid, {count} ({profile.name}, {profile.fingerprint[:12]})")
+    return 0
+
+
+def run_show(args: argparse.Namespace) -> int:
+    """Prints the tables; with --html writes the page too."""
+    profile = load_profile(args.profile)
+    if args.html is not None:
+        _check_writable(args.html)
+        write_atomically(args.html, to_html(profile))
+    _print_profile(profile, as_json=args.json)
+    if args.html is not None:
+        print(f"wrote {args.html}", file=sys.stderr)
+    return 0
+
+
+def _print_profile(profile: HardwareProfile, *, as_json: bool = False) -> None:
+    if as_json:
+        text = json.dumps(as_data(profile), indent=2) + "\n"
+    else:
+        columns = shutil.get_terminal_size(fallback=(DEFAULT_WIDTH, 0)).columns
+        text = render(profile, width=max(_MIN_WIDTH, min(columns, _MAX_WIDTH)), color=sys.stdout.isatty())
+    sys.stdout.write(text)
+
+
+# --- measure -------------------------------------------------------------------------------------------------------
+
+
+def run_measure(args: argparse.Namespace) -> int:
+    """Measures, writes, removes the partial file, prints; on ranks but the first it only measures."""
+    if args.output is None:
+        raise UsageError("profile: expected -o FILE to measure this machine, or check FILE, or show FILE")
+    _check_writable(args.output)
+    partial = args.output.with_name(args.output.name + ".partial")
+    start = time.perf_counter()
+    with _device(args.device) as device, _progress() as progress:
+        profile = _measure(args, device, partial, progress)
+    if not _is_first_rank():
+        return 0
+    write_atomically(args.output, profile.dumps())
+    partial.unlink(missing_ok=True)
+    _print_profile(load_profile(args.output))
+    print(f"wrote {args.output} after {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return 0
+
+
+def _measure(
+    args: argparse.Namespace, device: "torch.device", partial: Path, progress: Callable[[str, int, int], None]
+) -> HardwareProfile:
+    from tpplan.survey import measure_machine, survey_of
+
+    return measure_machine(
+        survey_of(device, dtypes=args.dtypes, progress=progress),
+        name=args.name or args.output.name.removesuffix(".json"),
+        budget_s=args.budget,
+        notes=args.note,
+        partial=partial,
+        say=lambda text: print(f"tpplan: {text}", file=sys.stderr),
+    )
+
+
+def _is_first_rank() -> bool:
+    """Of those that torchrun started, or alone."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+@contextlib.contextmanager
+def _device(wanted: str | None) -> "Iterator[torch.device]":
+    """This rank's device, in the default process group if torchrun started it. A CPU's rank has one thread.
+
+    Raises UsageError where a GPU is asked for and torch sees none.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no GPU")
+    if (wanted or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu":
+        torch.set_num_threads(1)
+        device = torch.device("cpu")
+    else:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_torchelastic_launched():
+        yield device
+        return
+    dist.init_process_group(**{"backend": "gloo"} if device.type == "cpu" else {"backend": "nccl", "device_id": device})
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar per section on a terminal's stderr, of the first rank; else nothing."""
+    if not (_is_first_rank() and sys.stderr.isatty()):
+        yield lambda section, done, total: None
+        return
+    columns = TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def advance(section: str, done: int, total: int) -> None:
+            if section not in tasks:
+                tasks[section] = bars.add_task(section, total=total)
+            bars.update(tasks[section], completed=done)
+
+        yield advance
+
+
+def _check_writable(path: Path) -> None:
+    """Measuring takes minutes: raises ProfileError before, where its result could not be written."""
+    folder, problem = path.parent, None
+    if path.is_dir():
+        problem = "it is a folder"
+    elif not folder.is_dir():
+        problem = f"{folder} is not a folder"
+    elif not os.access(folder, os.W_OK):
+        problem = f"{folder} is not writable"
+    if problem:
+        raise ProfileError(f"{path}: cannot be written: {problem}")
+
+
+def duration(text: str) -> float:
+    """Seconds of 90, 90s, 5m or 1h."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"expected a time above 0 such as 90s, 5m or 1h, got {text!r}")
+    return float(match[1]) * _SECONDS_PER_UNIT[match[2]]
