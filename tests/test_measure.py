@@ -15,22 +15,28 @@ from tpplan.errors import ProfileError, UsageError
 from tpplan.fit import (
     LEAST_RELATIVE_ERROR,
     UNKNOWN_RELATIVE_ERROR,
+    attention_table,
     collective_table,
     group_extrapolation,
     isotonic_grid,
     isotonic_median,
     matmul_table,
+    memory_bound_table,
 )
 from tpplan.measure import (
+    MATMUL_FORMS,
     AttentionShape,
     ComputeGrid,
+    _measured_points,
+    _of_batch,
+    _Operands,
     default_grid,
     make_profile,
     measure_collectives,
     measure_compute,
 )
 from tpplan.mesh import GroupShape
-from tpplan.profile import Collective, Estimate, HardwareProfile, load_profile
+from tpplan.profile import AttentionSizes, Collective, Estimate, HardwareProfile, load_profile
 
 CPU = torch.device("cpu")
 NUM_RANKS = 2
@@ -77,7 +83,10 @@ def test_a_measured_profile_loads_and_tells_how_it_was_made(profile: HardwarePro
     assert (profile.name, profile.device_type, profile.gpus_per_node) == ("toy", "cpu", NUM_RANKS)
     assert [source.id for source in profile.sources] == ["measured"]
     notes = " ".join(profile.notes)
-    assert f"torch {torch.__version__}" in notes
+    assert profile.software is not None
+    assert profile.software["torch"] == torch.__version__
+    assert profile.date is not None
+    assert profile.sources[0].source.startswith(f"tpplan profile, {profile.date}, ")
     assert "gloo" in notes
     assert "same work at the same time" in notes
     assert "a note" in notes
@@ -93,6 +102,11 @@ def test_every_rank_has_the_same_tables(per_rank: list[dict[str, object]]) -> No
 def test_every_point_of_the_grid_was_measured(profile: HardwareProfile) -> None:
     (matmuls,) = profile.matmuls
     assert (matmuls.dtype, matmuls.grids) == ("float32", (TOY.matmul_batches, SIZES, SIZES, SIZES))
+    assert [(table.causal, table.backward, table.grids) for table in profile.attention_tables or ()] == [
+        (True, backward, ((2,), (16,), (8,))) for backward in (False, True)
+    ]
+    assert profile.memory_bound_table is not None
+    assert profile.memory_bound_table.bytes == tuple(2 * size for size in TOY.copied_bytes)  # read and written
     assert {table.kind for table in profile.collectives} == set(Collective)
     assert {(table.group, table.bytes) for table in profile.collectives} == {(PAIR, MESSAGES)}
 
@@ -102,6 +116,10 @@ def test_predictions_at_measured_points_are_the_table(profile: HardwareProfile) 
     points = itertools.product(*matmuls.grids)
     for (batch, m, n, k), seconds in zip(points, matmuls.time_s, strict=True):
         assert profile.matmul(m=m, n=n, k=k, batch=batch, dtype="float32").seconds == seconds
+    for table in profile.attention_tables or ():
+        sizes = AttentionSizes(batch_heads=2, queries=16, keys=16, head_dim=8, causal=True)
+        estimate = profile.attention(flop=1.0, dtype="float32", backward=table.backward, sizes=sizes)
+        assert estimate.seconds == table.time_s[0]
     for table in profile.collectives:
         for num_bytes, seconds, error in zip(table.bytes, table.time_s, table.relative_error, strict=True):
             estimate = Estimate(seconds=seconds, error_s=seconds * error)
@@ -113,6 +131,8 @@ def test_every_number_has_an_error_bar(profile: HardwareProfile) -> None:
     errors = [part.relative_error for part in (profile.launch, profile.bandwidth, matmuls, attention)]
     errors += [error for table in profile.collectives for error in table.relative_error]
     assert min(errors) >= LEAST_RELATIVE_ERROR
+    spreads = [table.spread for table in (matmuls, profile.memory_bound_table, *(profile.attention_tables or ()))]
+    assert [len(spread.relative) for spread in spreads] == [27, 2, 1, 1]  # 3^3 products
     # One group alone: nothing says how well it predicts another.
     assert profile.group_extrapolation.in_node_relative_error == UNKNOWN_RELATIVE_ERROR
 
@@ -146,13 +166,45 @@ def test_progress_ends_with_every_section_done() -> None:
     measure_compute(
         CPU, dtypes=["float32"], budget_s=0.1, grid=TOY, progress=lambda what, *count: last.update({what: count})
     )
-    assert last == {"bandwidth": (2, 2), "attention float32": (2, 2), "matmul float32": (27, 27)}  # 3^3
+    # Copies and sums of 2 sizes; forward and backward; 3^3 products, each forward and for both gradients.
+    assert last == {"memory": (4, 4), "attention float32": (2, 2), "matmul float32": (81, 81)}
 
 
-def test_little_time_leaves_out_every_other_matmul_size() -> None:
+def test_little_time_leaves_out_matmul_sizes_evenly() -> None:
     few = dataclasses.replace(TOY, matmul_sizes=(1, 2, 3, 4, 5, 6, 7))
     (table,) = measure_compute(CPU, dtypes=["float32"], budget_s=0.1, grid=few).matmuls
     assert table.m == table.n == table.k == (1, 3, 5, 7)
+
+
+def test_large_batched_products_are_told_by_single_ones() -> None:
+    measured = list(_measured_points((1, 3), SIZES, 8))
+    assert len(measured) == 3**3 + 2**3
+    assert (3, 8, 8, 16) not in measured
+    samples = {(1, 8, 8, 16): [np.array([1.0, 2.0])], (3, 8, 8, 8): [np.array([5.0, 5.0])]}
+    assert _of_batch(samples, (3, 8, 8, 16), 1).tolist() == [[3.0, 6.0]]
+    assert _of_batch(samples, (3, 8, 8, 8), 1).tolist() == [[5.0, 5.0]]
+    grid = dataclasses.replace(TOY, matmul_batches=(1, 3), largest_batched=8)
+    (table,) = measure_compute(CPU, dtypes=["float32"], budget_s=0.1, grid=grid).matmuls
+    assert table.inferred == "batches above 1 with a size above 8: so many times the time of batch 1"
+    assert len(table.time_s) == 2 * 3**3
+
+
+def test_operands_lie_as_in_the_three_products_of_a_layer() -> None:
+    tokens, outputs, inputs = 2, 3, 5
+    x, weight, gradient = torch.randn(tokens, inputs), torch.randn(outputs, inputs), torch.randn(tokens, outputs)
+    operands = _Operands.of(CPU, torch.float32, outputs * inputs)
+    for form, (left, right) in zip(MATMUL_FORMS, ((x, weight.T), (gradient, weight), (gradient.T, x)), strict=True):
+        assert form == (not left.is_contiguous(), not right.is_contiguous())
+        (m, k), n = left.shape, right.shape[1]
+        assert operands.product((1, m, n, k), form)().shape == (left @ right).shape
+
+
+def test_shapes_that_fill_no_table_give_a_rate_alone() -> None:
+    shape = TOY.attention[0]
+    scattered = (shape, dataclasses.replace(shape, heads=4, sequence=32))
+    compute = measure_compute(CPU, dtypes=["float32"], budget_s=0.1, grid=dataclasses.replace(TOY, attention=scattered))
+    assert compute.attention_tables == ()
+    assert compute.attention_rates[0].forward_flop_per_s > 0
 
 
 def test_default_grids_ascend() -> None:
@@ -210,11 +262,48 @@ def test_matmul_samples_become_their_medians() -> None:
     flop = np.array([2.0 * b * m * n * k for b, m, n, k in itertools.product(*axes)]).reshape(2, 3, 3, 3)
     rate, launch_s = 1e9, 1e-6
     seconds = launch_s + flop / rate
-    samples = seconds[..., None] * np.array([0.9, 1.0, 1.0, 1.0, 5.0])
+    samples = seconds[..., None, None] * np.array([[0.9, 1.0, 1.0, 1.0, 5.0]])
     table = matmul_table("float32", axes, samples, launch_s, ("measured",))
     assert table.time_s == pytest.approx(seconds.ravel(), rel=ROUNDING)
     assert table.extrapolation_relative_error == pytest.approx(0, abs=1e-9)  # launch plus work is how matmul() goes on
     assert table.relative_error > np.log(5) / np.sqrt(5)  # one sample of five is off by ln 5
+
+
+def test_a_product_counts_as_the_mean_of_its_forms_and_their_difference_is_in_the_error_bar() -> None:
+    axes = ((1,), (1,), (1,), (1,))
+    samples = np.array([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [3.0, 3.0, 3.0]]).reshape(1, 1, 1, 1, 3, 3)
+    table = matmul_table("float32", axes, samples, 1e-6, ("measured",))
+    assert table.time_s == (2.0,)
+    assert table.relative_error > np.log(2) / np.sqrt(3)  # one form of three takes half of the mean
+    assert table.spread is not None
+    assert table.spread.relative == (0.0,)  # each form repeats itself
+
+
+def test_points_whose_repeats_lie_apart_are_marked() -> None:
+    steady, noisy = [1.0, 1.0, 1.01, 1.02, 9.0], [1.0, 1.0, 1.1, 1.5, 1.6]
+    arrays = {1024: np.array(steady), 4096: 2 * np.array(noisy)}
+    spread = collective_table(Collective.ALL_REDUCE, PAIR, arrays, ("measured",)).spread
+    assert spread is not None
+    assert spread.relative == pytest.approx([0.02, 0.5 / 1.1], rel=0.02)  # (q75 - q25) / q50: one slow repeat is none
+    assert spread.noisy == (1,)
+    kinds = {1024: np.array([steady, noisy])}
+    table = memory_bound_table(kinds, ("measured",))
+    assert table.spread is not None
+    assert table.spread.noisy == (0,)
+    assert table.time_s == pytest.approx([(1.01 + 1.1) / 2], rel=ROUNDING)
+
+
+def test_attention_samples_become_a_table_that_goes_on_as_the_work_does() -> None:
+    axes = ((4, 16), (64, 128, 256), (32, 64))
+    seconds = np.array([1e-6 + 1e-13 * h * s**2 * d for h, s, d in itertools.product(*axes)]).reshape(2, 3, 2)
+    table = attention_table(
+        "float32", causal=False, backward=False, axes=axes, samples=np.repeat(seconds[..., None], 3, -1),
+        launch_s=1e-6, sources=("measured",),
+    )  # fmt: skip
+    assert table.time_s == pytest.approx(seconds.ravel(), rel=ROUNDING)
+    assert table.extrapolation_relative_error == pytest.approx(0, abs=ROUNDING)
+    twice = AttentionSizes(batch_heads=32, queries=256, keys=256, head_dim=64, causal=False)
+    assert table.time(twice, 1e-6).seconds == pytest.approx(1e-6 + 1e-13 * 32 * 256**2 * 64, rel=ROUNDING)
 
 
 def test_monotone_fits_leave_monotone_values_alone() -> None:

@@ -6,11 +6,10 @@ same time: what they share, a node's network port too, is in the numbers. Collec
 applied plan issues.
 """
 
+import math
 import os
-import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
 import numpy as np
@@ -34,15 +33,17 @@ from tpplan.stopwatch import (
 )
 from tpplan.units import DTYPE_BYTES, MIB
 
-#: what a table tells nothing about is predicted in proportion to its last size: that must have been seen to take this
-#: many times as long as the one before, or else cost this many seconds, before sizes are left out
+#: what a table does not reach is predicted in proportion to its last size: sizes are left out only once time was seen
+#: to grow this many times from one to the next, or where the next one would cost more than so many seconds
 VISIBLE_GROWTH, DEAR_S = 2.0, 2.0
-#: what runs beside what is timed lasts so many times as long, alone: neither may be slowed by more and be seen so
-LOAD_WINDOWS = 3
+#: and none that costs less than this
+CHEAP_S = 0.5
 OVERLAP_REPEATS = 3
-#: windows of an overlap's repeat: two alone, two with a load, which stretches both
-WINDOWS_PER_OVERLAP = 2 + 2 * 2 * LOAD_WINDOWS
-#: large enough to keep a device and a link busy: M = N = K of the matmul, bytes of the whole value that is gathered
+#: windows of an overlap's repeat: the collectives alone, and beside matmuls that slow them
+WINDOWS_PER_OVERLAP = 4
+#: fewest matmuls that a window of collectives has room for
+FEWEST_MATMULS = 5
+#: large enough to keep a device and a link busy: M = N = K of the matmul, bytes that are reduced
 OVERLAP_SIZES = {"cpu": (256, MIB), "cuda": (4096, 64 * MIB)}
 
 
@@ -153,8 +154,7 @@ def measure_collective(
     for done, num_bytes in enumerate(rounded):
         (spent_s,) = slowest(device, [time.perf_counter() - start])
         left_s = max(0.0, budget_s - spent_s)
-        before = [float(np.median(samples[size])) for size in rounded[:done][-2:]]
-        if len(before) == 2 and _is_too_dear(before[0], before[1], left_s):
+        if done >= 2 and _is_too_dear(samples, rounded[done - 2 : done + 1], left_s):
             break
         window_s = min(left_s / (len(rounded) - done) / WINDOWS_PER_POINT, LONGEST_WINDOW_S)
         work = _collective(kind, device, num_bytes, shape.ranks, group)
@@ -162,11 +162,13 @@ def measure_collective(
     return collective_table(kind, shape, samples, ("measured",))
 
 
-def _is_too_dear(before_s: float, last_s: float, left_s: float) -> bool:
-    """Whether the next size, if it takes longer than the last as that did than the one before, is left out."""
-    growth = max(1.0, last_s / before_s)
+def _is_too_dear(samples: Mapping[int, Array], sizes: Sequence[int], left_s: float) -> bool:
+    """Whether the last of three sizes is left out, if time grows towards it as it did between the two before."""
+    before, last, size = sizes
+    before_s, last_s = (float(np.median(samples[measured])) for measured in (before, last))
+    growth = min(max(1.0, last_s / before_s), size / last)
     cost_s = last_s * growth * WINDOWS_PER_POINT
-    return cost_s > left_s and (growth >= VISIBLE_GROWTH or cost_s > DEAR_S)
+    return cost_s > max(left_s, CHEAP_S) and (growth >= VISIBLE_GROWTH or cost_s > DEAR_S)
 
 
 def _divisible(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -200,77 +202,56 @@ def _collective(kind: Collective, device: torch.device, num_bytes: int, ranks: i
 def measure_overlap(
     device: torch.device, *, dtype: str, budget_s: float, sizes: tuple[int, int] | None = None
 ) -> Overlap:
-    """How much a matmul and an all-gather over all ranks slow each other, in about budget_s seconds.
+    """How much matmuls and all-reduces over all ranks slow each other, in about budget_s seconds.
 
-    sizes: M = N = K, and the bytes of the whole value. What is timed runs beside a load that is made to outlast it.
-    Every rank of the default group must call this.
+    sizes: M = N = K, and the bytes that are reduced. Matmuls run one by one for as long as a fixed number of
+    all-reduces is under way. Every rank of the default group must call this.
     """
     size, num_bytes = sizes or OVERLAP_SIZES[device.type]
-    left, right = (torch.rand(size, size, device=device).to(dtype_of(dtype)) for _ in range(2))
-    world = dist.get_world_size()
-    whole_bytes = _divisible([num_bytes], world)[0]
-    everyone = subgroup(GroupShape(ranks=world, ranks_per_node=world), world)
-    gather = _collective(Collective.ALL_GATHER, device, whole_bytes, world, everyone)
+    left, right = (torch.randn(size, size, dtype=dtype_of(dtype), device=device) for _ in range(2))
+    gradients = torch.zeros(num_bytes // DTYPE_BYTES["float32"], device=device)
 
-    def multiply() -> object:
-        return left @ right
+    def multiply() -> None:
+        torch.matmul(left, right)
+        synchronize(device)
 
-    window_s = budget_s / (WINDOWS_PER_OVERLAP * OVERLAP_REPEATS)
-    once = Stopwatch(device=device, window_s=min(window_s, LONGEST_WINDOW_S), repeats=OVERLAP_REPEATS)
-    multiply_s, gather_s = (float(np.median(once.samples(work))) for work in (multiply, gather))
-    window_s = max(window_s, multiply_s, gather_s)
-    calls = {multiply: round(window_s / multiply_s), gather: round(window_s / gather_s)}
+    def reduce(calls: int) -> list[dist.Work]:
+        under_way = (dist.all_reduce(gradients, async_op=True) for _ in range(calls))
+        return [work for work in under_way if work is not None]
 
-    def slowdown(work: Callable[[], object], load: Callable[[], object]) -> Array:
-        alone = [_timed_beside(device, work, calls[work], nothing, 0) for _ in range(OVERLAP_REPEATS)]
-        beside = [
-            _timed_beside(device, work, calls[work], load, LOAD_WINDOWS * calls[load]) for _ in range(OVERLAP_REPEATS)
-        ]
-        return np.array(slowest(device, beside)) / float(np.median(slowest(device, alone)))
-
-    factors = slowdown(multiply, gather), slowdown(gather, multiply)
-    middle = [float(np.median(factor)) for factor in factors]
+    window_s = min(budget_s / (WINDOWS_PER_OVERLAP * OVERLAP_REPEATS), LONGEST_WINDOW_S)
+    stopwatch = Stopwatch(device=device, window_s=window_s / WINDOWS_PER_POINT)
+    matmul_s = float(np.median(stopwatch.samples(multiply)))
+    (reduce_s,) = slowest(device, [_until_done(device, reduce, 2, None)[0] / 2])
+    calls = math.ceil(max(window_s, FEWEST_MATMULS * matmul_s) / reduce_s)
+    alone = np.array(slowest(device, [_until_done(device, reduce, calls, None)[0] for _ in range(OVERLAP_REPEATS)]))
+    together = [_until_done(device, reduce, calls, multiply) for _ in range(OVERLAP_REPEATS)]
+    reductions = np.array(slowest(device, [elapsed for elapsed, _ in together])) / float(np.median(alone))
+    matmuls = np.array(slowest(device, [elapsed / done for elapsed, done in together])) / matmul_s
+    spread = np.concatenate([factors / np.median(factors) for factors in (matmuls, reductions)])
     return Overlap(
-        matmul_slowdown=digits(max(0.0, middle[0] - 1), TIME_DIGITS),
-        collective_slowdown=digits(max(0.0, middle[1] - 1), TIME_DIGITS),
-        relative_error=relative_error(np.concatenate([f / m for f, m in zip(factors, middle, strict=True)])),
+        matmul_slowdown=digits(max(0.0, float(np.median(matmuls)) - 1), TIME_DIGITS),
+        collective_slowdown=digits(max(0.0, float(np.median(reductions)) - 1), TIME_DIGITS),
+        relative_error=relative_error(spread),
         sources=("measured",),
     )
 
 
-def nothing() -> None:
-    """No load."""
-
-
-def _timed_beside(
-    device: torch.device, work: Callable[[], object], calls: int, load: Callable[[], object], load_calls: int
-) -> float:
-    """Seconds of the calls on this rank from a common start, while a thread runs the load on a stream of its own."""
+def _until_done(
+    device: torch.device,
+    reduce: Callable[[int], Sequence[dist.Work]],
+    calls: int,
+    multiply: Callable[[], None] | None,
+) -> tuple[float, int]:
+    """Seconds from a common start until this rank's reductions are done, and how many matmuls were done meanwhile."""
     dist.barrier()
     synchronize(device)
-    started = threading.Event()
-
-    def run_load() -> None:
-        with _own_stream(device):
-            started.set()
-            for _ in range(load_calls):
-                load()
-            synchronize(device)
-
-    thread = threading.Thread(target=run_load)
-    thread.start()
-    started.wait()
     start = time.perf_counter()
-    for _ in range(calls):
-        work()
+    under_way, done = reduce(calls), 0
+    while multiply is not None and not (done and under_way[-1].is_completed()):
+        multiply()
+        done += 1
+    for work in under_way:
+        work.wait()
     synchronize(device)
-    elapsed = time.perf_counter() - start
-    thread.join()
-    return elapsed
-
-
-def _own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """A new stream as the current one of this thread; nothing on a CPU."""
-    if device.type != "cuda":
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    return time.perf_counter() - start, done

@@ -216,7 +216,7 @@ def _attention_charts(profile: HardwareProfile) -> Iterator[Chart]:
         rates = [_attention_rate(table, *point)[0] for table in tables for point in product(*table.grids)]
         unit, scale = _unit(rates)
         yield Chart(
-            title=f"attention {dtype}, batch x heads = {tables[0].batch_heads[-1]}",
+            title=f"attention {dtype}: by head dim, batch x heads {tables[0].batch_heads[-1]}",
             x_label="sequence",
             y_label=f"{unit}FLOP/s",
             series=tuple(
