@@ -6,6 +6,8 @@ from tpplan.profile_tables import Collective, bottleneck_traffic
 #: close enough that straight lines in logarithms follow latency + n / bandwidth within 3 %
 BYTES = [2**i for i in range(10, 35)]
 SIZES = [2**i for i in range(6, 13)]
+HEADS, SEQUENCES, DIMS = [4, 16], [512, 1024, 2048], [64, 128]
+OWN = {"sources": ["made-up"]}
 
 
 def synthetic_profile(
@@ -68,4 +70,40 @@ def synthetic_profile(
         "attention_rates": [{"dtype": dtype} | rates for dtype in dtypes],
         "group_extrapolation": {"in_node_relative_error": 0.2, "across_nodes_relative_error": 0.3},
         "collectives": [collective(kind, group) for kind in Collective for group in groups],
+    }
+
+
+def attention_content(causal: bool, backward: bool, flop_per_s: float) -> dict[str, object]:
+    """4 b s^2 d FLOP, half where causal, 2.5 times as many backward, at a rate."""
+    points = [(b, n, d) for b in HEADS for n in SEQUENCES for d in DIMS]
+    factor = 4.0 * (0.5 if causal else 1.0) * (2.5 if backward else 1.0)
+    return {
+        "dtype": "bfloat16",
+        "causal": causal,
+        "backward": backward,
+        "batch_heads": HEADS,
+        "sequence": SEQUENCES,
+        "head_dim": DIMS,
+        "time_s": [5e-6 + factor * b * n**2 * d / flop_per_s for b, n, d in points],
+        "relative_error": 0.05,
+        "extrapolation_relative_error": 0.1,
+        "spread": {"relative": [0.01] * 11 + [0.3], "noisy_above": 0.2, "noisy": [11]},
+        **OWN,
+    }
+
+
+def full_profile() -> dict[str, object]:
+    """A profile with all that one may hold."""
+    content = synthetic_profile(hbm_bytes_per_s=2e12, launch_s=5e-6)
+    cached = {"bytes": [2**14, 2**20, 2**30], "time_s": [6e-6, 7e-6, 5e-4], "relative_error": [0.2, 0.1, 0.05], **OWN}
+    return content | {
+        "software": {"torch": "2.13.0", "cuda": "13.0", "nccl": "2.28.3", "driver": "580.65", "python": "3.12.3"},
+        "date": "2026-03-01",
+        "attention_tables": [attention_content(True, backward, 4e14) for backward in (False, True)],
+        "memory_bound_table": cached,
+        "launch": {"launch_s": 5e-6, "issue_s": 8e-6, "relative_error": 0.1, **OWN},
+        "overlap": {"matmul_slowdown": 0.15, "collective_slowdown": 0.3, "relative_error": 0.1, **OWN},
+        "fitted": [
+            {"name": "step_factor", "value": 1.07, "residual": 0.05, "runs": 40, "what": "all that is not priced"}
+        ],
     }

@@ -1,7 +1,11 @@
 """A profile gives back what was measured, says so where it guesses, and refuses what it does not know."""
 
 import copy
+import dataclasses
+import datetime
 import functools
+import hashlib
+import itertools
 import json
 import math
 import subprocess
@@ -14,10 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tpplan
-from profiles import synthetic_profile
+from profiles import full_profile, synthetic_profile
 from tpplan.errors import ProfileError
 from tpplan.mesh import GroupShape
-from tpplan.profile import Collective, Estimate, HardwareProfile, load_profile, shipped_profiles
+from tpplan.profile import AttentionSizes, Collective, Estimate, HardwareProfile, load_profile, shipped_profiles
+from tpplan.profile_tables import MemoryBoundTable
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHIPPED_FILE = REPOSITORY / "profiles" / "h100-sxm.json"
@@ -82,6 +87,110 @@ def test_memory_bound_and_attention_follow_their_formulas() -> None:
     assert profile.attention(flop=1e12, dtype="float32", backward=True).seconds == 1e-2
     assert profile.memory_bound(num_bytes=1).seconds == 5e-6 == profile.launch_s
     assert profile.attention(flop=1, dtype="bfloat16", backward=False).seconds == 5e-6
+
+
+# --- what a profile may hold beside ---------------------------------------------------------------------------------
+
+SQUARE = AttentionSizes(batch_heads=16, queries=1024, keys=1024, head_dim=128, causal=True)
+FULL = HardwareProfile.from_dict(full_profile(), "full")
+
+
+def test_attention_comes_from_its_table_and_is_exact_there() -> None:
+    for backward in (False, True):
+        table = next(table for table in FULL.attention_tables or () if table.backward == backward)
+        for (heads, length, dim), time in zip(itertools.product(*table.grids), table.time_s, strict=True):
+            sizes = AttentionSizes(batch_heads=heads, queries=length, keys=length, head_dim=dim, causal=True)
+            estimate = FULL.attention(flop=1.0, dtype="bfloat16", backward=backward, sizes=sizes)
+            assert (estimate.seconds, estimate.extrapolated) == (time, False)
+            assert estimate.error_s == pytest.approx(0.05 * time)
+
+
+@pytest.mark.parametrize("change", [{"dtype": "float16"}, {"sizes": dataclasses.replace(SQUARE, causal=False)}, {}])
+def test_attention_without_a_table_goes_by_its_rate(change: dict[str, object]) -> None:
+    asked = {"flop": 4e12, "dtype": "bfloat16", "backward": False, "sizes": SQUARE} | change
+    if not change:
+        asked.pop("sizes")
+    assert FULL.attention(**asked).seconds == 4e12 / 4e14
+    without_tables = dataclasses.replace(FULL, attention_tables=None)
+    assert without_tables.attention(**asked) == FULL.attention(**asked)
+
+
+def test_attention_beyond_its_table_grows_as_its_work() -> None:
+    def estimate(**sizes: float) -> Estimate:
+        asked = dataclasses.replace(SQUARE, **sizes)
+        return FULL.attention(flop=1.0, dtype="bfloat16", backward=False, sizes=asked)
+
+    longer = estimate(queries=8192, keys=8192)
+    assert longer.extrapolated
+    assert longer.seconds == pytest.approx(5e-6 + 2 * 16 * 8192**2 * 128 / 4e14)
+    assert longer.error_s == pytest.approx(longer.seconds * math.hypot(0.05, 0.1))
+    crossed = estimate(queries=512, keys=2048)  # as much work as 1024 by 1024
+    assert crossed.seconds == pytest.approx(estimate().seconds)
+    assert crossed.extrapolated
+
+
+@given(
+    sizes=st.builds(
+        AttentionSizes, batch_heads=sizes, queries=sizes, keys=sizes, head_dim=st.integers(1, 512), causal=st.just(True)
+    ),
+    grown=st.sampled_from(["batch_heads", "queries", "keys", "head_dim"]),
+    more=st.integers(1, 5000),
+)
+def test_attention_time_never_decreases_with_a_size(sizes: AttentionSizes, grown: str, more: int) -> None:
+    larger = dataclasses.replace(sizes, **{grown: getattr(sizes, grown) + more})
+    before, after = (FULL.attention(flop=1.0, dtype="bfloat16", backward=True, sizes=s) for s in (sizes, larger))
+    assert after.seconds >= before.seconds * (1 - ROUNDING)
+    assert before.seconds >= FULL.launch_s * (1 - ROUNDING)
+
+
+def test_memory_bound_kernels_come_from_their_table() -> None:
+    assert [FULL.memory_bound(num_bytes=n).seconds for n in (2**14, 2**20, 2**30)] == [6e-6, 7e-6, 5e-4]
+    assert FULL.memory_bound(num_bytes=1).seconds == 6e-6
+    beyond = FULL.memory_bound(num_bytes=2**32)
+    assert (beyond.seconds, beyond.extrapolated) == (4 * 5e-4, True)
+    between = FULL.memory_bound(num_bytes=2**25)
+    assert between.seconds == pytest.approx(math.sqrt(7e-6 * 5e-4))
+    assert between.error_s == pytest.approx(between.seconds * 0.075)
+
+
+def test_no_kernel_is_shorter_than_a_launch() -> None:
+    slow = dataclasses.replace(FULL, launch=dataclasses.replace(FULL.launch, launch_s=1e-4))
+    assert slow.memory_bound(num_bytes=2**20).seconds == 1e-4
+    assert slow.memory_bound(num_bytes=2**30).seconds == 5e-4
+
+
+def test_a_thin_matmul_reads_its_operands_at_the_rate_of_their_size() -> None:
+    # 1 row against a weight of 2^25 bytes: 64 rows, the fewest of the table, take 10 us.
+    cached = MemoryBoundTable(
+        bytes=(2**25, 2**26), time_s=(8e-6, 9e-6), relative_error=(0.1, 0.1), sources=("made-up",)
+    )
+    profile = dataclasses.replace(FULL, memory_bound_table=cached)
+    assert profile.matmul(m=1, n=4096, k=4096, dtype="bfloat16").seconds == pytest.approx(8e-6, rel=0.001)
+    slow = dataclasses.replace(FULL, memory_bound_table=None)  # 2^25 bytes at 2 TB/s are 17 us
+    rows_64 = slow.matmul(m=64, n=4096, k=4096, dtype="bfloat16").seconds
+    assert slow.matmul(m=1, n=4096, k=4096, dtype="bfloat16").seconds == rows_64
+
+
+def test_a_full_profile_round_trips_and_names_everything_in_its_fingerprint() -> None:
+    again = HardwareProfile.from_dict(json.loads(FULL.dumps()), "again")
+    assert again == FULL
+    assert again.fingerprint == FULL.fingerprint
+    assert FULL.date == datetime.date(2026, 3, 1)
+    changed = [
+        dataclasses.replace(FULL, date=datetime.date(2026, 3, 2)),
+        dataclasses.replace(FULL, software={"torch": "2.11.0"}),
+        dataclasses.replace(FULL, fitted=None),
+        dataclasses.replace(FULL, overlap=None),
+    ]
+    assert len({FULL.fingerprint, *(profile.fingerprint for profile in changed)}) == 5
+
+
+def test_what_an_older_file_does_not_hold_stays_absent() -> None:
+    for name in ("cpu-gloo", "h100-sxm"):
+        content = json.loads((REPOSITORY / "profiles" / f"{name}.json").read_text())
+        assert json.loads(load_profile(name).dumps()) == content
+        text = json.dumps(HardwareProfile.from_dict(content, name).to_dict(), sort_keys=True)
+        assert load_profile(name).fingerprint == hashlib.sha256(text.encode()).hexdigest()
 
 
 # --- what lies between and beyond ----------------------------------------------------------------------------------
@@ -307,6 +416,77 @@ def test_a_wrong_file_is_refused_with_the_path_of_the_key(name: str) -> None:
     with pytest.raises(ProfileError) as caught:
         HardwareProfile.from_dict(content, "profiles/h100-sxm.json")
     assert str(caught.value).startswith("profiles/h100-sxm.json: ")
+    assert message in str(caught.value)
+
+
+FULL_MUTATIONS: dict[str, tuple[Edit, str]] = {
+    "no date": (lambda d: d.update(date="last week"), "date: Invalid isoformat string: 'last week'"),
+    "a number as version": (lambda d: d["software"].update(torch=2.13), "software.torch: expected text, got a number"),
+    "unknown beside": (lambda d: d.update(overlaps={}), "overlaps: unknown key; did you mean 'overlap'?"),
+    "falling attention": (
+        lambda d: d["attention_tables"][1]["time_s"].reverse(),
+        "attention_tables[1].time_s[1]: expected >= time_s[0]",
+    ),
+    "missing attention": (
+        lambda d: d["attention_tables"][0]["time_s"].pop(),
+        "attention_tables[0].time_s: expected 12 values, got 11",
+    ),
+    "attention twice": (
+        lambda d: d["attention_tables"][1].update(backward=False),
+        "attention_tables[1]: expected one entry for ('bfloat16', True, False)",
+    ),
+    "attention in a strange dtype": (
+        lambda d: d["attention_tables"][1].update(dtype="half"),
+        "attention_tables[1].dtype: expected one of ",
+    ),
+    "neither true nor false": (
+        lambda d: d["attention_tables"][0].update(causal=1),
+        "attention_tables[0].causal: expected true or false, got an integer 1",
+    ),
+    "spread too short": (
+        lambda d: d["attention_tables"][0].update(spread={"relative": [0.1], "noisy_above": 0.2, "noisy": []}),
+        "attention_tables[0].spread.relative: expected 12 values, got 1",
+    ),
+    "noise unmarked": (
+        lambda d: d["attention_tables"][0]["spread"].update(noisy=[]),
+        "attention_tables[0].spread.noisy: expected the points whose relative spread exceeds 0.2, [11], got []",
+    ),
+    "falling memory": (
+        lambda d: d["memory_bound_table"]["time_s"].reverse(),
+        "memory_bound_table.time_s[1]: expected >= time_s[0] = 0.0005, got 7e-06",
+    ),
+    "memory without a source": (
+        lambda d: d["memory_bound_table"].update(sources=[]),
+        "memory_bound_table.sources: expected ids listed in sources, got none",
+    ),
+    "attention of another source": (
+        lambda d: d["attention_tables"][0].update(sources=["S9"]),
+        "attention_tables[0].sources: expected ids listed in sources, got ['S9']",
+    ),
+    "overlap of another source": (
+        lambda d: d["overlap"].update(sources=["S9"]),
+        "overlap.sources: expected ids listed in sources, got ['S9']",
+    ),
+    "free issue": (lambda d: d["launch"].update(issue_s=0), "launch.issue_s: expected > 0, got 0"),
+    "a speedup": (lambda d: d["overlap"].update(matmul_slowdown=-0.1), "overlap.matmul_slowdown: expected >= 0"),
+    "fitted twice": (lambda d: d["fitted"].append(d["fitted"][0]), "fitted[1]: expected one entry for step_factor"),
+    "fitted to nothing": (lambda d: d["fitted"][0].update(runs=0), "fitted[0].runs: expected >= 1, got 0"),
+    "no residual": (lambda d: d["fitted"][0].pop("residual"), "fitted[0].residual: missing key"),
+    "too many fitted": (
+        lambda d: d["fitted"].extend([d["fitted"][0] | {"name": name} for name in "ab"]),
+        "fitted: expected at most 2 numbers, got 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FULL_MUTATIONS)
+def test_a_wrong_full_file_is_refused_with_the_path_of_the_key(name: str) -> None:
+    edit, message = FULL_MUTATIONS[name]
+    content = copy.deepcopy(full_profile())
+    edit(content)
+    with pytest.raises(ProfileError) as caught:
+        HardwareProfile.from_dict(content, "mine.json")
+    assert str(caught.value).startswith("mine.json: ")
     assert message in str(caught.value)
 
 
