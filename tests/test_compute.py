@@ -5,9 +5,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tpplan.costs.compute import Executor, Kernel, Matmul
+from profiles import full_profile
+from tpplan.costs.compute import Attention, Executor, Kernel, Matmul, kernel_time
 from tpplan.graph import Argument, Ref, Value
 from tpplan.layout import R
+from tpplan.profile import AttentionSizes, HardwareProfile
 from tpplan.rules import Call, Strategy
 
 X = (2, 8, 12, 12)
@@ -46,6 +48,40 @@ def test_products_have_the_flop_that_torch_counts(
     assert flop(execution.backward) == 2 * forward.get_total_flops()
     if weight[1] == x[1] or target == "aten.linear.default":
         assert flop(execution.backward) == backward.get_total_flops()
+
+
+def attention_kernels(*, causal: bool, mask: bool = False) -> tuple[Kernel, ...]:
+    """Forward and backward of attention: query [2, 8, 32, 16], keys and values [2, 2, 48, 16], grouped."""
+    q, kv = (2, 8, 32, 16), (2, 2, 48, 16)
+    keys = kv if not mask else (2, 8, 48, 16)
+    shapes = (q, keys, keys, *([(32, 48)] if mask else []))
+    operands = tuple(
+        Value(name=n, shape=s, dtype="bfloat16", carries_gradient=n != "mask", storage=n)
+        for n, s in zip(("q", "k", "v", "mask"), shapes, strict=False)
+    )
+    result = Value(name="y", shape=q, dtype="bfloat16", carries_gradient=True, storage="y")
+    refs = tuple(Ref(value.name) for value in operands)
+    args = (*refs, *(() if mask else (None,)), 0.0, causal)
+    call = Call(
+        target="aten.scaled_dot_product_attention.default", args=args, kwargs=(), operands=operands, results=(result,)
+    )
+    execution = Executor().execute(call, Strategy((R,) * len(operands), (R,)), 1)
+    return (*execution.forward, *execution.backward)
+
+
+@pytest.mark.parametrize(("causal", "mask"), [(False, False), (True, False), (False, True)])
+def test_attention_carries_the_sizes_that_its_table_asks_for(causal: bool, mask: bool) -> None:
+    expected = AttentionSizes(batch_heads=16, queries=32, keys=48, head_dim=16, causal=causal)
+    found = [kernel for kernel in attention_kernels(causal=causal, mask=mask) if isinstance(kernel, Attention)]
+    assert [(kernel.is_backward, kernel.sizes) for kernel in found] == [(False, expected), (True, expected)]
+    assert found[0].flop == 4 * 16 * 32 * 48 * 16 / (2 if causal else 1)
+
+
+def test_attention_is_priced_by_its_table() -> None:
+    profile = HardwareProfile.from_dict(full_profile(), "full")
+    sizes = AttentionSizes(batch_heads=16, queries=1024, keys=1024, head_dim=64, causal=True)
+    kernel = Attention(flop=1.0, dtype="bfloat16", is_backward=True, sizes=sizes)
+    assert kernel_time(profile, kernel).seconds == 5e-6 + 5 * 16 * 1024**2 * 64 / 4e14
 
 
 def flop(kernels: tuple[Kernel, ...]) -> int:
