@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 BuildModel = Callable[[], nn.Module]
 ExampleInputs = Callable[[int, int], Inputs]
+#: whether a decision may choose a strategy
+Allows = Callable[[str, Strategy], bool]
 
 #: counterexamples before giving up; each forbids at least one strategy of finitely many
 MAX_ROUNDS = 50
@@ -130,7 +132,10 @@ def solve(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What solve takes besides the model, the cluster and the batch, under the same names."""
+    """What solve takes besides the model, the cluster and the batch, under the same names.
+
+    `allows`, given the graph, says which strategies of a decision may be chosen: for plans that are to be compared.
+    """
 
     loss: Loss | None = None
     unused_outputs: tuple[str, ...] = ()
@@ -144,6 +149,7 @@ class Options:
     memory_limit_bytes: float | None = None
     solver: str | None = None
     time_limit_s: float | None = None
+    allows: Callable[[ModelGraph], Allows] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +210,7 @@ def _prepare(
         recompute=_recompute(options.recompute),
         reshard_after_forward=options.reshard_after_forward,
         is_compiled=options.compile,
+        wishes=options.allows,
         limit=profile.usable_bytes if limit is None else limit,
         solver=options.solver,
         time_limit_s=options.time_limit_s,
@@ -271,6 +278,7 @@ class _Job:
     recompute: Recompute
     reshard_after_forward: bool
     is_compiled: bool
+    wishes: Callable[[ModelGraph], Allows] | None
     limit: float
     solver: str | None
     time_limit_s: float | None
@@ -354,7 +362,8 @@ class _Job:
         return Regions(self.units, self.recompute)
 
     def _is_cut(self, tp: int) -> Callable[[str, Strategy], bool]:
-        return lambda name, strategy: strategy in self.cuts.get((tp, name), ())
+        allows = self.wishes(self.graph) if self.wishes is not None else lambda name, strategy: True
+        return lambda name, strategy: strategy in self.cuts.get((tp, name), ()) or not allows(name, strategy)
 
     def formulate(self, mesh: Mesh, *, limit: float | None = None) -> Formulation:
         """The problem of one mesh."""
