@@ -1,0 +1,217 @@
+"""What the testbed trains: three models of the example Llama, and the plans that practitioners would write for them."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tpplan
+from tpplan import planner
+from tpplan.errors import TpplanError
+from tpplan.graph import Boundary, Direction, ModelGraph, Op
+from tpplan.layout import R_STAR, Layout, R, S
+from tpplan.mesh import divisors
+from tpplan.plan import Plan
+from tpplan.profile import HardwareProfile
+from tpplan.rules import Strategy
+from tpplan.space import reading_name
+
+sys.path.append(str(Path(__file__).resolve().parent / "examples"))
+
+import llama  # noqa: E402
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A model and a batch: `global_batch` samples of `seq_len` tokens a step."""
+
+    name: str
+    config: llama.Config
+    global_batch: int
+    seq_len: int
+
+    def build_model(self) -> llama.Llama:
+        """The model; seed torch before where the weights matter."""
+        return llama.Llama(self.config)
+
+
+WORKLOADS = (
+    Workload(
+        name="wide",
+        config=llama.Config(
+            num_layers=2, model_dim=768, hidden_dim=2048, num_heads=12, num_kv_heads=12, vocab_size=512
+        ),
+        global_batch=4,
+        seq_len=64,
+    ),
+    Workload(
+        name="narrow",
+        config=llama.Config(num_layers=4, model_dim=256, hidden_dim=768, num_heads=4, num_kv_heads=4, vocab_size=512),
+        global_batch=4,
+        seq_len=512,
+    ),
+    Workload(
+        name="vocabulary",
+        config=llama.Config(
+            num_layers=2, model_dim=256, hidden_dim=768, num_heads=4, num_kv_heads=4, vocab_size=16_384
+        ),
+        global_batch=4,
+        seq_len=128,
+    ),
+)
+
+
+def workload_named(name: str) -> Workload:
+    """A workload of this name, the tests' own among them. Raises KeyError."""
+    return {workload.name: workload for workload in (*WORKLOADS, TINY)}[name]
+
+
+#: for tests
+TINY = Workload(name="tiny", config=llama.Config(num_layers=2), global_batch=4, seq_len=32)
+
+#: whether a strategy of a decision may be chosen; False forbids it
+Allows = Callable[[str, Strategy], bool]
+
+COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROW_PARALLEL = ("o_proj", "down_proj")
+SEQUENCE_DIM = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """What a practitioner would write without a planner: degrees, and for Megatron's plans where norms run."""
+
+    name: str
+    tp: int
+    fsdp: int
+    #: layout of what norms read, whose weights and projections are then Megatron's; None leaves layouts to the solver
+    norms: Layout | None = None
+
+
+def rivals(num_nodes: int, ranks_per_node: int) -> tuple[Rival, ...]:
+    """The alternatives on a cluster."""
+    ranks = num_nodes * ranks_per_node
+    return (
+        Rival(name="DDP", tp=1, fsdp=1),
+        Rival(name="FSDP", tp=1, fsdp=ranks),
+        Rival(name="TP", tp=ranks, fsdp=1, norms=R),
+        Rival(name="TP+SP", tp=ranks, fsdp=1, norms=S(SEQUENCE_DIM)),
+        Rival(name="TP in, DP across", tp=ranks_per_node, fsdp=1),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Megatron:
+    """Allows Megatron's layouts alone: columns then rows, whole or on slices of the sequence between the pairs."""
+
+    graph: ModelGraph
+    norms: Layout
+
+    def __call__(self, decision: str, strategy: Strategy) -> bool:
+        label = self.parameters.get(decision)
+        if label is not None:
+            return self._allows_reading(label.removesuffix(".weight").rpartition(".")[2], strategy)
+        return decision not in self.norm_inputs or strategy.results[0] == self.norms
+
+    def _allows_reading(self, owner: str, strategy: Strategy) -> bool:
+        placement, read = strategy.operands[0], strategy.results[0]
+        if owner in COLUMN_PARALLEL:
+            return placement == S(0)
+        if owner in ROW_PARALLEL:
+            return placement == S(1)
+        # A slice's part of the gradient is a summand.
+        return "norm" not in owner or read == (R if self.norms == R else R_STAR)
+
+    @cached_property
+    def parameters(self) -> Mapping[str, str]:
+        """Parameter names by the decision that reads them."""
+        labels = {source.result: source.label for source in self.graph.parameters}
+        return {
+            reading_name(op, i): labels[operand]
+            for op in self.graph.nodes
+            if isinstance(op, Op)
+            for i, operand in enumerate(op.operands)
+            if operand in labels
+        }
+
+    @cached_property
+    def norm_inputs(self) -> frozenset[str]:
+        """Where activations enter norms."""
+        return frozenset(
+            node.name
+            for node in self.graph.nodes
+            if isinstance(node, Boundary) and node.direction is Direction.INPUT and node.module.endswith("norm")
+        )
+
+
+@contextlib.contextmanager
+def layouts_of(norms: Layout | None) -> Iterator[None]:
+    """While it lasts, tpplan.solve chooses among Megatron's layouts alone; among all where there is no such wish.
+
+    There is no option for this: a plan by hand is for comparison, and what it costs must come from the same pricing.
+    """
+    if norms is None:
+        yield
+        return
+    build_space = planner.build_space
+
+    def build_restricted(graph: ModelGraph, tp: int, *, cut: Allows | None, **options: Any) -> Any:
+        allows = Megatron(graph=graph, norms=norms)
+
+        def forbids(decision: str, strategy: Strategy) -> bool:
+            return not allows(decision, strategy) or (cut is not None and cut(decision, strategy))
+
+        return build_space(graph, tp, cut=forbids, **options)
+
+    planner.build_space = build_restricted
+    try:
+        yield
+    finally:
+        planner.build_space = build_space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """A cluster as it was measured."""
+
+    num_nodes: int
+    ranks_per_node: int
+    profile: HardwareProfile
+
+    @property
+    def cluster(self) -> tpplan.Cluster:
+        """For tpplan.solve."""
+        ranks = self.num_nodes * self.ranks_per_node
+        return tpplan.Cluster(gpus=ranks, gpus_per_node=self.ranks_per_node, profile=self.profile)
+
+    def solve(self, workload: Workload, **options: Any) -> Plan:
+        """tpplan.solve for a workload."""
+        return tpplan.solve(
+            workload.build_model,
+            llama.example_inputs,
+            loss=llama.loss,
+            cluster=self.cluster,
+            global_batch=workload.global_batch,
+            seq_len=workload.seq_len,
+            **options,
+        )
+
+    def rival_plan(self, workload: Workload, rival: Rival) -> Plan:
+        """An alternative, with as large a micro-batch as its ranks have samples for."""
+        data_parallel = self.cluster.gpus // rival.tp
+        with layouts_of(rival.norms):
+            return self.solve(
+                workload, tp=rival.tp, fsdp=rival.fsdp, micro_batch=workload.global_batch // data_parallel
+            )
+
+    def chosen_plan(self, workload: Workload) -> Plan:
+        """The plan of least predicted time over micro-batches, tensor parallelism inside nodes or over all ranks."""
+        found = []
+        for micro_batch in divisors(workload.global_batch):
+            for tp in (None, self.cluster.gpus):
+                with contextlib.suppress(TpplanError):  # batches that do not divide among the ranks
+                    found.append(self.solve(workload, tp=tp, micro_batch=micro_batch))
+        return min(found, key=lambda plan: plan.predicted.step_time_s)
