@@ -21,7 +21,7 @@ from tpplan.space import reading_name
 
 sys.path.append(str(Path(__file__).resolve().parent / "examples"))
 
-import llama  # noqa: E402
+import llama
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,16 @@ BURST_BYTES = 65_536
 #: what may wait; more than TCP keeps in a queue below it, so that nothing is dropped
 QUEUE_BYTES = 16 * 2**20
 COMMAND_TIMEOUT_S = 20.0
+#: One thread per rank. glibc keeps freed memory, as a GPU's caching allocator does: else every large tensor costs page
+#: faults, which are not what is tested here. One arena, for large blocks are only kept in the main one.
+RANK_ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": INTERFACE,
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
 #: for processes to end when they are asked to
 GRACE_S = 5.0
 POLL_S = 0.05
@@ -133,7 +143,7 @@ def run_on_nodes(
 
     Raises RanksError where a node fails, or is still running after timeout_s.
     """
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | RANK_ENVIRONMENT
     started: list[subprocess.Popen[bytes]] = []
     deadline = time.monotonic() + timeout_s
     with log.open("wb") as output:
