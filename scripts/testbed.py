@@ -227,7 +227,8 @@ def summary(cases: Sequence[Case]) -> str:
     worst = max(case.regret for case in cases)
     return (
         f"median error {median_error(cases):.1%} over {num_plans} plans (bar {ERROR_BAR:.0%}); regret at most "
-        f"{worst:.3f} over {len(cases)} cases (bar {REGRET_BAR} or the spread), beyond it: {', '.join(beyond) or 'none'}"
+        f"{worst:.3f} over {len(cases)} cases (bar {REGRET_BAR} or the spread), beyond it: "
+        f"{', '.join(beyond) or 'none'}"
     )
 
 
@@ -269,7 +270,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [workload.name for workload in WORKLOADS]
     parser.add_argument("--models", nargs="+", default=names, help=f"of {', '.join(names)}; tiny is for tests")
     parser.add_argument("--profile-budget", type=float, default=60.0, help="seconds for each profile (%(default)s)")
-    parser.add_argument("--case-budget", type=float, default=60.0, help="seconds of steps for each case (%(default)s)")
+    parser.add_argument("--case-budget", type=float, default=40.0, help="seconds of steps for each case (%(default)s)")
     parser.add_argument("--parts", action="store_true", help="also print where the time of each step goes")
     parser.add_argument("--folder", type=Path, help="keep profiles, plans, steps and logs here")
     parser.add_argument("-o", "--output", type=Path, help="write everything as JSON")

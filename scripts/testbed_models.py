@@ -10,7 +10,7 @@ from typing import Any
 
 import tpplan
 from tpplan import planner
-from tpplan.errors import TpplanError
+from tpplan.errors import UsageError
 from tpplan.graph import Boundary, Direction, ModelGraph, Op
 from tpplan.layout import R_STAR, Layout, R, S
 from tpplan.mesh import divisors
@@ -41,9 +41,7 @@ class Workload:
 WORKLOADS = (
     Workload(
         name="wide",
-        config=llama.Config(
-            num_layers=2, model_dim=768, hidden_dim=2048, num_heads=12, num_kv_heads=12, vocab_size=512
-        ),
+        config=llama.Config(num_layers=2, model_dim=512, hidden_dim=1408, num_heads=8, num_kv_heads=8, vocab_size=512),
         global_batch=4,
         seq_len=64,
     ),
@@ -55,9 +53,7 @@ WORKLOADS = (
     ),
     Workload(
         name="vocabulary",
-        config=llama.Config(
-            num_layers=2, model_dim=256, hidden_dim=768, num_heads=4, num_kv_heads=4, vocab_size=16_384
-        ),
+        config=llama.Config(num_layers=2, model_dim=256, hidden_dim=768, num_heads=4, num_kv_heads=4, vocab_size=8192),
         global_batch=4,
         seq_len=128,
     ),
@@ -209,9 +205,10 @@ class Nodes:
 
     def chosen_plan(self, workload: Workload) -> Plan:
         """The plan of least predicted time over micro-batches, tensor parallelism inside nodes or over all ranks."""
-        found = []
+        found: list[tuple[float, dict[str, Any]]] = []
         for micro_batch in divisors(workload.global_batch):
             for tp in (None, self.cluster.gpus):
-                with contextlib.suppress(TpplanError):  # batches that do not divide among the ranks
-                    found.append(self.solve(workload, tp=tp, micro_batch=micro_batch))
-        return min(found, key=lambda plan: plan.predicted.step_time_s)
+                options = {"tp": tp, "micro_batch": micro_batch}
+                with contextlib.suppress(UsageError):  # the batch does not divide among the ranks
+                    found.append((self.solve(workload, prove=False, **options).predicted.step_time_s, options))
+        return self.solve(workload, **min(found, key=lambda row: row[0])[1])

@@ -35,6 +35,8 @@ from tpplan.units import KIB
 CPU = torch.device("cpu")
 #: of the time to measure: compute, groups of neighbours, groups across nodes
 COMPUTE_SHARE, NEIGHBOURS_SHARE, ACROSS_SHARE = 0.5, 0.35, 0.15
+#: M, N and K of the models' matmuls lie between these; they have no batch
+MATMUL_SIZES = (64, 128, 256, 512, 1024)
 #: sizes of whole values that collectives are measured at
 MESSAGE_BYTES = tuple(KIB * 4**i for i in range(8))
 #: behind the port where torchrun meets
@@ -42,8 +44,8 @@ SECOND_STORE_PORT = 1
 SEED = 0
 LEARNING_RATE = 1e-4
 #: steps of a plan in a round, the first of which is not counted: caches hold another plan's weights
-STEPS_PER_ROUND = 4
-WARM_UP_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 1, 3, 12
+STEPS_PER_ROUND = 3
+MIN_ROUNDS, MAX_ROUNDS = 3, 12
 PARTS = ("forward", "backward", "optimizer")
 
 
@@ -63,7 +65,8 @@ class Steps:
 def measure(name: str, budget_s: float) -> HardwareProfile:
     """Every group that a mesh of these ranks can have. The default process group is there, and is not afterwards."""
     world, per_node = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
-    compute = measure_compute(CPU, dtypes=["float32"], budget_s=budget_s * COMPUTE_SHARE, grid=default_grid("cpu"))
+    grid = dataclasses.replace(default_grid("cpu"), matmul_batches=(1,), matmul_sizes=MATMUL_SIZES)
+    compute = measure_compute(CPU, dtypes=["float32"], budget_s=budget_s * COMPUTE_SHARE, grid=grid)
     neighbours = measure_collectives(
         divisors(world)[1:],
         MESSAGE_BYTES,
@@ -151,16 +154,12 @@ def train(workload: Workload, plans: Sequence[Plan], budget_s: float) -> list[St
     rounds: list[list[list[float]]] = [[] for _ in plans]
     parts: list[list[dict[str, float]]] = [[] for _ in plans]
     start = time.perf_counter()
-    for number in range(WARM_UP_ROUNDS + MAX_ROUNDS):
-        if number == WARM_UP_ROUNDS:
-            start = time.perf_counter()
+    for done in range(1, MAX_ROUNDS + 1):
         for i, trainee in enumerate(trainees):
             counted = [timed_step(trainee) for _ in range(STEPS_PER_ROUND)][1:]
-            if number >= WARM_UP_ROUNDS:
-                rounds[i].append(slowest(CPU, [sum(seconds.values()) for seconds in counted]))
-                parts[i] += counted
+            rounds[i].append(slowest(CPU, [sum(seconds.values()) for seconds in counted]))
+            parts[i] += counted
         (spent_s,) = slowest(CPU, [time.perf_counter() - start])
-        done = number + 1 - WARM_UP_ROUNDS
         if done >= MIN_ROUNDS and spent_s * (done + 1) / done > budget_s:
             break
     return [
