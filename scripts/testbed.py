@@ -14,6 +14,7 @@ Exit codes: 0 the bars are met, 4 they are not, 1 a failure, 77 skipped (no root
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -165,7 +166,7 @@ def measure_case(
 
 def check_same_function(losses: Sequence[float], names: Sequence[tuple[str, ...]]) -> None:
     """The first loss is the same under every plan: they train one model. Raises RanksError where it is not."""
-    middle = statistics.median(losses)
+    middle = statistics.median([loss for loss in losses if math.isfinite(loss)] or [math.nan])
     for loss, group in zip(losses, names, strict=True):
         if not abs(loss - middle) <= SAME_LOSS * abs(middle):
             raise RanksError(f"{group[0]}: first loss {loss:.5f}, under the other plans {middle:.5f}")

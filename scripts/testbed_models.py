@@ -195,13 +195,12 @@ class Nodes:
             **options,
         )
 
-    def rival_plan(self, workload: Workload, rival: Rival) -> Plan:
+    def rival_plan(self, workload: Workload, rival: Rival, *, prove: bool = True) -> Plan:
         """An alternative, with as large a micro-batch as its ranks have samples for."""
         data_parallel = self.cluster.gpus // rival.tp
+        micro_batch = workload.global_batch // data_parallel
         with layouts_of(rival.norms):
-            return self.solve(
-                workload, tp=rival.tp, fsdp=rival.fsdp, micro_batch=workload.global_batch // data_parallel
-            )
+            return self.solve(workload, tp=rival.tp, fsdp=rival.fsdp, micro_batch=micro_batch, prove=prove)
 
     def chosen_plan(self, workload: Workload) -> Plan:
         """The plan of least predicted time over micro-batches, tensor parallelism inside nodes or over all ranks."""
