@@ -7,7 +7,8 @@ Two network namespaces are the nodes, a shaped link between them the network, an
 on either. At each bandwidth the cluster is profiled; for each model tpplan solves for it, and the plan it chose and
 those that practitioners would write (DDP, FSDP, Megatron's tensor parallelism with and without sequence parallelism,
 tensor parallelism inside nodes with data parallelism across) train in turns. Printed are predicted and measured time of
-a step, and the regret: measured time of the chosen plan over that of the fastest.
+a step, and the regret: measured time of the chosen plan over that of the fastest. A machine that is busier with other
+work than while it was profiled is told by how much: then the errors are not the predictions'.
 
 Exit codes: 0 the bars are met, 4 they are not, 1 a failure, 77 skipped (no root, no iproute2, no namespaces).
 """
@@ -19,17 +20,18 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from testbed_models import WORKLOADS, Nodes, Workload, rivals, workload_named
 from testbed_network import Network, NotPermittedError, RanksError, run_on_nodes, shape, two_nodes
+from testbed_ranks import REFERENCE_BYTES, REFERENCE_SIZE
 
 from tpplan.errors import TpplanError
-from tpplan.mesh import Axis
+from tpplan.mesh import Axis, GroupShape
 from tpplan.plan import Plan
-from tpplan.profile import HardwareProfile, load_profile
+from tpplan.profile import Collective, HardwareProfile, load_profile
 
 OK, FAILED, BAR_MISSED, SKIPPED = 0, 1, 4, 77
 NUM_NODES, RANKS_PER_NODE = 2, 2
@@ -86,6 +88,8 @@ class Case:
     workload: str
     gbit_per_s: float
     rows: tuple[Row, ...]
+    #: how many times as long as in the profile these took while the plans trained: the machine was so much busier
+    drift: dict[str, float]
 
     @property
     def chosen(self) -> Row:
@@ -159,9 +163,25 @@ def measure_case(
     script = [RANKS_SCRIPT, "train", str(output), "--workload", workload.name, "--budget", str(budget_s)]
     _run(network, [*script, "--plans", *map(str, files)], output, budget_s)
     measured = json.loads(output.read_text(encoding="utf-8"))
-    check_same_function([steps["first_loss"] for steps in measured], list(plans))
-    rows = [row_of(names, plan, steps) for (names, plan), steps in zip(plans.items(), measured, strict=True)]
-    return Case(workload=workload.name, gbit_per_s=gbit_per_s, rows=tuple(rows))
+    steps = measured["steps"]
+    check_same_function([found["first_loss"] for found in steps], list(plans))
+    return Case(
+        workload=workload.name,
+        gbit_per_s=gbit_per_s,
+        rows=tuple(row_of(*pair, found) for pair, found in zip(plans.items(), steps, strict=True)),
+        drift=drift_of(measured["references"], nodes),
+    )
+
+
+def drift_of(references: Mapping[str, float], nodes: Nodes) -> dict[str, float]:
+    """What was measured beside the training over what the profile says of it."""
+    size, profile = REFERENCE_SIZE, nodes.profile
+    group = GroupShape(ranks=nodes.cluster.gpus, ranks_per_node=nodes.ranks_per_node)
+    profiled = {
+        "matmul": profile.matmul(m=size, n=size, k=size, dtype="float32").seconds,
+        "all_reduce": profile.collective(Collective.ALL_REDUCE, group, REFERENCE_BYTES).seconds,
+    }
+    return {name: references[name] / seconds for name, seconds in profiled.items()}
 
 
 def check_same_function(losses: Sequence[float], names: Sequence[tuple[str, ...]]) -> None:
@@ -202,7 +222,8 @@ def case_table(case: Case) -> str:
             f"  {', '.join(row.names):28}{row.mesh:22}{row.micro_batch:5}{predicted:>16}{row.measured_s * 1e3:10.0f}"
             f"{row.spread:8.0%}{row.error:+8.0%}"
         )
-    lines.append(f"  regret {case.regret:.3f}, allowed {case.allowed_regret:.3f}")
+    drift = ", ".join(f"{name} {factor:.2f}" for name, factor in case.drift.items())
+    lines.append(f"  regret {case.regret:.3f}, allowed {case.allowed_regret:.3f}; times as long as profiled: {drift}")
     return "\n".join(lines)
 
 
@@ -254,6 +275,7 @@ def as_data(cases: Sequence[Case], seconds: float) -> str:
             "round_s": list(row.round_s),
             "measured_parts_s": row.measured_parts_s,
             "regret": case.regret,
+            "drift": case.drift,
         }
         for case in cases
         for row in case.rows

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import statistics
 import sys
@@ -28,8 +29,8 @@ from tpplan.fit import group_extrapolation
 from tpplan.measure import default_grid, make_profile, measure_collectives, measure_compute
 from tpplan.mesh import divisors
 from tpplan.plan import Plan, write_atomically
-from tpplan.profile import HardwareProfile
-from tpplan.stopwatch import slowest
+from tpplan.profile import Collective, HardwareProfile
+from tpplan.stopwatch import Stopwatch, slowest
 from tpplan.units import KIB
 
 CPU = torch.device("cpu")
@@ -47,6 +48,9 @@ LEARNING_RATE = 1e-4
 STEPS_PER_ROUND = 3
 MIN_ROUNDS, MAX_ROUNDS = 3, 12
 PARTS = ("forward", "backward", "optimizer")
+#: what tells how busy the machine is: a matmul (M = N = K) and a message, both points of the profile's tables
+REFERENCE_SIZE, REFERENCE_BYTES = 256, KIB * 4**5
+REFERENCE_WINDOW_S, REFERENCE_BUDGET_S = 0.1, 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,14 @@ class Steps:
     rounds: tuple[tuple[float, ...], ...]
     parts: dict[str, float]
     first_loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What was measured under each plan, and beside it what the profile had measured once: seconds by name."""
+
+    steps: tuple[Steps, ...]
+    references: dict[str, float]
 
 
 # --- profile
@@ -143,13 +155,29 @@ def timed(seconds: dict[str, float], part: str) -> Iterator[None]:
     seconds[part] += time.perf_counter() - start
 
 
-def train(workload: Workload, plans: Sequence[Plan], budget_s: float) -> list[Steps]:
+def references() -> dict[str, float]:
+    """Seconds of the matmul and of an all-reduce over all ranks, now."""
+    left, right = torch.ones(2, REFERENCE_SIZE, REFERENCE_SIZE)
+    matmul = Stopwatch(device=CPU, window_s=REFERENCE_WINDOW_S).samples(lambda: left @ right)
+    tables = measure_collectives(
+        [dist.get_world_size()],
+        [REFERENCE_BYTES],
+        device=CPU,
+        ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]),
+        budget_s=REFERENCE_BUDGET_S,
+    )
+    all_reduce = next(table for table in tables if table.kind is Collective.ALL_REDUCE)
+    return {"matmul": statistics.median(matmul), "all_reduce": all_reduce.time_s[0]}
+
+
+def train(workload: Workload, plans: Sequence[Plan], budget_s: float) -> Training:
     """Rounds of some steps under each plan in turn, so that what changes on the machine changes for all of them.
 
     As many rounds as fit in budget_s, at least MIN_ROUNDS. Every rank must call this.
     """
     rank = dist.get_rank()
     trainees = [Trainee(workload, plan, rank) for plan in plans]
+    before = references()
     first_losses = [mean_over_ranks(trainee.step()[1]) for trainee in trainees]
     rounds: list[list[list[float]]] = [[] for _ in plans]
     parts: list[list[dict[str, float]]] = [[] for _ in plans]
@@ -162,14 +190,18 @@ def train(workload: Workload, plans: Sequence[Plan], budget_s: float) -> list[St
         (spent_s,) = slowest(CPU, [time.perf_counter() - start])
         if done >= MIN_ROUNDS and spent_s * (done + 1) / done > budget_s:
             break
-    return [
-        Steps(
-            rounds=tuple(map(tuple, rounds[i])),
-            parts={part: statistics.median(step[part] for step in parts[i]) for part in PARTS},
-            first_loss=first_losses[i],
-        )
-        for i in range(len(plans))
-    ]
+    after = references()
+    return Training(
+        steps=tuple(
+            Steps(
+                rounds=tuple(map(tuple, rounds[i])),
+                parts={part: statistics.median(step[part] for step in parts[i]) for part in PARTS},
+                first_loss=first_losses[i],
+            )
+            for i in range(len(plans))
+        ),
+        references={name: math.sqrt(before[name] * after[name]) for name in before},
+    )
 
 
 def timed_step(trainee: Trainee) -> dict[str, float]:
@@ -216,7 +248,7 @@ def main() -> int:
         else:
             plans = [Plan.load(path) for path in options.plans]
             found = train(workload_named(options.workload), plans, options.budget)
-            text = json.dumps([dataclasses.asdict(steps) for steps in found])
+            text = json.dumps(dataclasses.asdict(found))
         if rank == 0:
             write_atomically(options.output, text)
         dist.barrier()  # whoever is done first would close the connections of the others

@@ -16,7 +16,9 @@ import pytest
 from examples import machine
 
 from tpplan.layout import R_STAR, P, R, S
+from tpplan.mesh import GroupShape
 from tpplan.plan import Plan
+from tpplan.profile import Collective
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 SKIPPED = 77
@@ -62,7 +64,7 @@ def row(testbed: ModuleType, *names: str, predicted_s: float = 1.0, round_s: tup
 
 
 def case(testbed: ModuleType, *rows: object):
-    return testbed.Case(workload="wide", gbit_per_s=1.0, rows=rows)
+    return testbed.Case(workload="wide", gbit_per_s=1.0, rows=rows, drift={"matmul": 1.25})
 
 
 # --- what is concluded
@@ -103,7 +105,7 @@ def test_the_table_has_every_plan_fastest_first_and_the_regret(testbed: ModuleTy
     assert lines[0] == "wide at 1 Gbit/s"
     assert lines[2].split() == ["chosen,", "TP", "tp", "4", "4", "250", "+-", "100", "200", "0%", "+25%"]
     assert lines[3].split()[0] == "DDP"
-    assert lines[-1] == "  regret 1.000, allowed 1.050"
+    assert lines[-1] == "  regret 1.000, allowed 1.050; times as long as profiled: matmul 1.25"
     data = json.loads(testbed.as_data([found], 12.3))
     assert [entry["plan"] for entry in data["rows"]] == [["chosen", "TP"], ["DDP"]]
     assert data["rows"][0]["regret"] == 1.0
@@ -116,6 +118,18 @@ def test_plans_that_train_another_model_are_found(testbed: ModuleType) -> None:
         testbed.check_same_function([5.55, 5.551, 5.6], names)
     with pytest.raises(testbed.RanksError, match="DDP: first loss nan"):
         testbed.check_same_function([5.55, float("nan"), 5.55], names)
+
+
+def test_drift_is_relative_to_the_profile(testbed: ModuleType, models: ModuleType) -> None:
+    profile = machine(gpus_per_node=2)
+    nodes = models.Nodes(num_nodes=2, ranks_per_node=2, profile=profile)
+    size, num_bytes = testbed.REFERENCE_SIZE, testbed.REFERENCE_BYTES
+    group = GroupShape(ranks=4, ranks_per_node=2)
+    references = {
+        "matmul": 2 * profile.matmul(m=size, n=size, k=size, dtype="float32").seconds,
+        "all_reduce": 3 * profile.collective(Collective.ALL_REDUCE, group, num_bytes).seconds,
+    }
+    assert testbed.drift_of(references, nodes) == pytest.approx({"matmul": 2.0, "all_reduce": 3.0})
 
 
 # --- the plans
