@@ -26,7 +26,7 @@ from pathlib import Path
 
 from testbed_models import WORKLOADS, Nodes, Workload, rivals, workload_named
 from testbed_network import Network, NotPermittedError, RanksError, run_on_nodes, shape, two_nodes
-from testbed_ranks import REFERENCE_BYTES, REFERENCE_SIZE
+from testbed_ranks import FEWEST_STEPS, REFERENCE_BYTES, REFERENCE_SIZE
 
 from tpplan.errors import TpplanError
 from tpplan.mesh import Axis, GroupShape
@@ -42,7 +42,7 @@ ERROR_BAR, REGRET_BAR = 0.12, 1.05
 PORT = 29_533
 #: for torchrun and its ranks to start, build their models and end
 START_S = 90.0
-#: how many times its budget a job may take before it is ended; it runs three rounds whatever they take
+#: how many times as long as planned a job may take before it is ended
 PATIENCE = 4.0
 RANKS_SCRIPT = str(Path(__file__).resolve().parent / "testbed_ranks.py")
 SAME_LOSS = 1e-3
@@ -119,18 +119,18 @@ def profile_cluster(network: Network, gbit_per_s: float, folder: Path, budget_s:
     """The cluster's profile, measured inside it."""
     output = folder / f"profile-{gbit_per_s:g}.json"
     script = [RANKS_SCRIPT, "profile", str(output), "--name", f"testbed-{gbit_per_s:g}", "--budget", str(budget_s)]
-    _run(network, script, output, budget_s)
+    _run(network, script, output, PATIENCE * budget_s)
     return load_profile(output)
 
 
-def _run(network: Network, script: Sequence[str], output: Path, budget_s: float) -> None:
+def _run(network: Network, script: Sequence[str], output: Path, longest_s: float) -> None:
     run_on_nodes(
         network,
         script,
         port=PORT,
         ranks_per_node=RANKS_PER_NODE,
         log=output.with_suffix(".log"),
-        timeout_s=START_S + PATIENCE * budget_s,
+        timeout_s=START_S + longest_s,
     )
 
 
@@ -161,7 +161,8 @@ def measure_case(
         plan.dump(file)
     output = folder / f"{stem}-steps.json"
     script = [RANKS_SCRIPT, "train", str(output), "--workload", workload.name, "--budget", str(budget_s)]
-    _run(network, [*script, "--plans", *map(str, files)], output, budget_s)
+    least_s = FEWEST_STEPS * sum(plan.predicted.step_time_s for plan in plans.values())
+    _run(network, [*script, "--plans", *map(str, files)], output, PATIENCE * max(budget_s, least_s))
     measured = json.loads(output.read_text(encoding="utf-8"))
     steps = measured["steps"]
     check_same_function([found["first_loss"] for found in steps], list(plans))
@@ -307,20 +308,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def measure_all(network: Network, options: argparse.Namespace, folder: Path) -> list[Case]:
-    """Every case, each printed as soon as it is there."""
-    cases = []
+def measure_all(network: Network, options: argparse.Namespace, folder: Path) -> tuple[list[Case], int]:
+    """Every case, each printed as soon as it is there, and how many failed: the others go on."""
+    cases, failed = [], 0
     for gbit_per_s in options.bandwidths:
         shape(network, gbit_per_s)
         profile = profile_cluster(network, gbit_per_s, folder, options.profile_budget)
         nodes = Nodes(num_nodes=NUM_NODES, ranks_per_node=RANKS_PER_NODE, profile=profile)
         for workload in options.models:
-            case = measure_case(network, workload, gbit_per_s, nodes, folder, options.case_budget)
+            try:
+                case = measure_case(network, workload, gbit_per_s, nodes, folder, options.case_budget)
+            except RanksError as error:
+                print(f"testbed: {workload.name} at {gbit_per_s:g} Gbit/s: {error}", file=sys.stderr)
+                failed += 1
+                continue
             cases.append(case)
             print(case_table(case), flush=True)
             if options.parts:
                 print(parts_table(case), flush=True)
-    return cases
+    return cases, failed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -331,16 +337,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="testbed-") as temporary, two_nodes() as network:
             folder = options.folder or Path(temporary)
             folder.mkdir(parents=True, exist_ok=True)
-            cases = measure_all(network, options, folder)
+            cases, failed = measure_all(network, options, folder)
     except NotPermittedError as error:
         print(f"skipped: no cluster can be made here: {error}", file=sys.stderr)
         return SKIPPED
     except (RanksError, TpplanError) as error:
         print(f"testbed: {error}", file=sys.stderr)
         return FAILED
+    if not cases:
+        return FAILED
     print(summary(cases))
     if options.output:
         options.output.write_text(as_data(cases, time.perf_counter() - start), encoding="utf-8")
+    if failed:
+        return FAILED
     return OK if bars_met(cases) else BAR_MISSED
 
 

@@ -47,7 +47,7 @@ WORKLOADS = (
     ),
     Workload(
         name="narrow",
-        config=llama.Config(num_layers=4, model_dim=256, hidden_dim=768, num_heads=4, num_kv_heads=4, vocab_size=512),
+        config=llama.Config(num_layers=2, model_dim=256, hidden_dim=768, num_heads=4, num_kv_heads=4, vocab_size=512),
         global_batch=4,
         seq_len=512,
     ),

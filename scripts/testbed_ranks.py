@@ -47,6 +47,8 @@ LEARNING_RATE = 1e-4
 #: steps of a plan in a round, the first of which is not counted: caches hold another plan's weights
 STEPS_PER_ROUND = 3
 MIN_ROUNDS, MAX_ROUNDS = 3, 12
+#: of a plan, with the one that its loss is taken from
+FEWEST_STEPS = 1 + MIN_ROUNDS * STEPS_PER_ROUND
 PARTS = ("forward", "backward", "optimizer")
 #: what tells how busy the machine is: a matmul (M = N = K) and a message, both points of the profile's tables
 REFERENCE_SIZE, REFERENCE_BYTES = 256, KIB * 4**5
