@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -131,7 +132,7 @@ def remove(network: Network) -> None:
 
 def node_command(network: Network, node: int, port: int, ranks_per_node: int, script: Sequence[str]) -> list[str]:
     """torchrun on one node, as a user would type it."""
-    torchrun = ["torchrun", f"--nnodes={len(network.nodes)}", f"--node-rank={node}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(network.nodes)}", f"--node-rank={node}"]
     torchrun += [f"--nproc-per-node={ranks_per_node}", f"--master-addr={ADDRESSES[0]}", f"--master-port={port}"]
     return ["ip", "netns", "exec", network.nodes[node], *torchrun, *script]
 

@@ -35,9 +35,10 @@ from tpplan.units import KIB
 
 CPU = torch.device("cpu")
 #: of the time to measure: compute, groups of neighbours, groups across nodes
-COMPUTE_SHARE, NEIGHBOURS_SHARE, ACROSS_SHARE = 0.5, 0.35, 0.15
-#: M, N and K of the models' matmuls lie between these; they have no batch
-MATMUL_SIZES = (64, 128, 256, 512, 1024)
+COMPUTE_SHARE, NEIGHBOURS_SHARE, ACROSS_SHARE = 0.6, 0.28, 0.12
+#: M, N and K of the models' matmuls lie between these, and have no batch. They are few, so that each is timed for long
+#: against a scheduler's time slice: ranks that share a core else take turns, and each seems to have it alone.
+MATMUL_SIZES = (64, 256, 1024)
 #: sizes of whole values that collectives are measured at
 MESSAGE_BYTES = tuple(KIB * 4**i for i in range(8))
 #: behind the port where torchrun meets
