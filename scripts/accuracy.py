@@ -27,9 +27,11 @@ import pandas as pd
 from accuracy_models import Sizes, architecture, example_inputs, loss
 from rich.console import Console
 from rich.progress import track
+from testbed_models import Megatron
 
 from tpplan.errors import TpplanError
 from tpplan.formulate import COMPUTE, DATA_PARALLEL, OPTIMIZER, Formulation, price_space
+from tpplan.layout import S
 from tpplan.plan import Precision, Recompute, write_atomically
 from tpplan.planner import Cluster, Options, Priced, price_mesh
 from tpplan.profile import HardwareProfile, load_profile
@@ -49,6 +51,8 @@ PEAK_FLOP_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
 #: runs of this software have FlashAttention 1, about half as fast as the second version [FlashAttention-2,
 #: arXiv:2307.08691: "around 2x"], which profiles hold
 FIRST_FLASH_ATTENTION, SECOND_OVER_FIRST = "llm-foundry v0.0.4", 2.0
+#: torchtitan's "selective op" keeps every second matmul, and attention [torchtitan, models/llama/parallelize_llama.py]
+EVERY_OTHER_MATMUL = "selective op"
 #: of a normal distribution
 WITHIN_90_PERCENT = 1.645
 #: where there is nothing to fit to
@@ -89,6 +93,7 @@ class Run:
     is_compiled: bool
     precision: Precision
     has_first_flash_attention: bool
+    recomputes_every_other_matmul: bool
     tokens_per_s: float
     peak_bytes: float | None
 
@@ -173,7 +178,6 @@ def _run(row: int, entry: "pd.Series[object]") -> Run:
     gpus, tp, notes = int(entry["n_gpus"]), int(entry["tp"]), str(entry["notes"])
     if int(entry["pp"]) != 1:
         raise ValueError(f"pp {entry['pp']}: pipeline parallelism is not planned")
-    is_first = FIRST_FLASH_ATTENTION in notes
     return Run(
         row=row,
         source=str(entry["source_id"]),
@@ -193,7 +197,8 @@ def _run(row: int, entry: "pd.Series[object]") -> Run:
         recompute=_recompute(str(entry["activation_checkpointing"])),
         is_compiled=str(entry["compile"]) == "yes",
         precision=_precision(str(entry["precision"])),
-        has_first_flash_attention=is_first,
+        has_first_flash_attention=FIRST_FLASH_ATTENTION in notes,
+        recomputes_every_other_matmul=str(entry["activation_checkpointing"]) == EVERY_OTHER_MATMUL,
         tokens_per_s=float(entry["tokens_per_s_per_gpu"]),
         peak_bytes=float(entry["peak_mem_gib"]) * GIB if pd.notna(entry["peak_mem_gib"]) else None,
     )
@@ -228,7 +233,32 @@ def benchmark(machine: str, has_first_flash_attention: bool) -> HardwareProfile:
 
 
 def price(run: Run) -> Parts:
-    """The run's step, layouts chosen by tpplan where the mesh leaves a choice."""
+    """The run's step."""
+    if not run.recomputes_every_other_matmul:
+        return _price(run, run.recompute)
+    selective, full = (_price(run, mode) for mode in (Recompute.SELECTIVE, Recompute.FULL))
+    return halfway(selective, full)
+
+
+def halfway(selective: Parts, full: Parts) -> Parts:
+    """Half of the matmuls that full recomputation repeats, and of the memory that it saves."""
+
+    def between(one: Kernels, other: Kernels) -> Kernels:
+        return Kernels((one.matmuls + other.matmuls) / 2, one.others)
+
+    return Parts(
+        kernels=between(selective.kernels, full.kernels),
+        alone=selective.alone,
+        beside=tuple(
+            (transfer, between(kernels, other), weight)
+            for (transfer, kernels, weight), (_, other, _) in zip(selective.beside, full.beside, strict=True)
+        ),
+        peak_bytes=(selective.peak_bytes + full.peak_bytes) / 2,
+    )
+
+
+def _price(run: Run, recompute: Recompute) -> Parts:
+    """With Megatron's layouts and sequence parallelism on the tp axis, as all of these runs have it."""
     priced = price_mesh(
         architecture(run.sizes),
         example_inputs,
@@ -246,9 +276,10 @@ def price(run: Run) -> Parts:
             tp=run.tp,
             fsdp=run.shard,
             precision=run.precision,
-            recompute=run.recompute,
+            recompute=recompute,
             reshard_after_forward=run.reshard,
             compile=run.is_compiled,
+            allows=(lambda graph: Megatron(graph=graph, norms=S(1))) if run.tp > 1 else None,
         ),
     )
     return parts(priced)
