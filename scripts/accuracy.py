@@ -46,6 +46,8 @@ MACHINES = {
     "H100 SXM 96GB HBM2e 500W": ("h100-96gb-hbm2e", "h100-sxm"),
     "H200 SXM": ("h200-sxm", "h100-sxm"),
 }
+#: machines without published runs, and the one each is most like
+UNPUBLISHED = {"b200": "h100-sxm"}
 #: dense bfloat16 FLOP/s that published MFU is relative to
 PEAK_FLOP_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
 #: runs of this software have FlashAttention 1, about half as fast as the second version [FlashAttention-2,
@@ -319,7 +321,7 @@ def _at(formulation: Formulation, matmul_slowdown: float) -> Formulation:
 
 
 def fit(runs: Sequence[Run], priced: Mapping[int, Parts]) -> tuple[tuple[float, float], float]:
-    """The two numbers of least summed |log error|, and the RMS of the log errors that they leave."""
+    """The two numbers of least squared log error, and the root of its mean."""
     measured = [run.step_tokens / run.tokens_per_s for run in runs]
 
     def errors(numbers: tuple[float, float]) -> list[float]:
@@ -328,7 +330,7 @@ def fit(runs: Sequence[Run], priced: Mapping[int, Parts]) -> tuple[tuple[float, 
 
     grids, best = [MATMUL_SLOWDOWNS, OVERLAP_SLOWDOWNS], BENCHMARK
     for _ in range(REFINEMENTS):
-        best = min(itertools.product(*grids), key=lambda numbers: sum(map(abs, errors(numbers))))
+        best = min(itertools.product(*grids), key=lambda numbers: sum(error**2 for error in errors(numbers)))
         grids = [_around(value, grid) for value, grid in zip(best, grids, strict=True)]
     return (float(best[0]), float(best[1])), float(np.sqrt(np.mean(np.square(errors(best)))))
 
@@ -433,17 +435,19 @@ def _ordered(table: pd.DataFrame, runs: Sequence[Run]) -> tuple[int, int]:
 
 
 def fitted(runs: Sequence[Run], priced: Mapping[int, Parts]) -> dict[str, tuple[Fitted, ...]]:
-    """The two numbers of each machine with runs enough, fitted to all of them."""
+    """The two numbers of each machine with runs enough, fitted to all of them, and of machines that are like those."""
     found = {}
     for machine in sorted({run.machine for run in runs}):
         own = [run for run in runs if run.machine == machine]
-        if len(own) < FEWEST_RUNS:
-            continue
-        numbers, residual = fit(own, priced)
-        found[machine] = tuple(
-            Fitted(name=name, value=round(value, 3), residual=round(residual, 3), runs=len(own), what=what)
-            for (name, what), value in zip(FITTED.items(), numbers, strict=True)
-        )
+        if len(own) >= FEWEST_RUNS:
+            numbers, residual = fit(own, priced)
+            found[machine] = tuple(
+                Fitted(name=name, value=round(value, 3), residual=round(residual, 3), runs=len(own), what=what)
+                for (name, what), value in zip(FITTED.items(), numbers, strict=True)
+            )
+    for machine, like in (*MACHINES.values(), *UNPUBLISHED.items()):
+        if machine not in found and like in found:
+            found[machine] = tuple(replace(n, what=f"{n.what}; fitted to runs on {like}") for n in found[like])
     return found
 
 

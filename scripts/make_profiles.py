@@ -7,7 +7,7 @@ The machines are data: profile_data/machines.py. What nobody measured is scaled 
 """
 
 import argparse
-import json
+from dataclasses import replace
 from pathlib import Path
 
 from profile_data.build import build_all
@@ -16,25 +16,9 @@ from profile_data.read import Data
 from profile_data.report import print_report
 
 from tpplan.plan import write_atomically
+from tpplan.profile import load_profile
 
 OUTPUT = Path(__file__).resolve().parent.parent / "profiles"
-
-
-def render(content: object) -> str:
-    """JSON with one line per scalar and per array of numbers or ids."""
-
-    def lines(value: object, indent: str) -> str:
-        inner = indent + "  "
-        if isinstance(value, dict) and value:
-            members = (f"{inner}{json.dumps(key)}: {lines(member, inner)}" for key, member in value.items())
-            return "{\n" + ",\n".join(members) + f"\n{indent}}}"
-        if isinstance(value, list) and any(
-            isinstance(element, dict | list) or len(str(element)) > 40 for element in value
-        ):
-            return "[\n" + ",\n".join(inner + lines(element, inner) for element in value) + f"\n{indent}]"
-        return json.dumps(value)
-
-    return lines(content, "") + "\n"
 
 
 def main() -> None:
@@ -47,7 +31,10 @@ def main() -> None:
     arguments = parser.parse_args()
     for name, built in build_all(Data.read(arguments.data)).items():
         if arguments.only in (None, name):
-            write_atomically(arguments.output / f"{name}.json", render(built.profile.to_dict()))
+            path = arguments.output / f"{name}.json"
+            # What scripts/accuracy.py fitted stays.
+            fitted = load_profile(path).fitted if path.exists() else None
+            write_atomically(path, replace(built.profile, fitted=fitted).dumps())
             if arguments.report:
                 print_report(built)
 

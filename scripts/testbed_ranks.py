@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from make_profiles import render
 from testbed_models import Workload, llama, workload_named
 from torch import nn
 
@@ -247,7 +246,7 @@ def main() -> int:
     dist.init_process_group("gloo")
     try:
         if options.verb == "profile":
-            text = render(measure(options.name, options.budget).to_dict())
+            text = measure(options.name, options.budget).dumps()
         else:
             plans = [Plan.load(path) for path in options.plans]
             found = train(workload_named(options.workload), plans, options.budget)
