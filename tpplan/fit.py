@@ -5,7 +5,7 @@ All deviations are logarithmic: ln(sample / table), which for small ones is the 
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -79,20 +79,24 @@ def neighbour_errors(sizes: ArrayLike, times: Array, sample_sizes: ArrayLike, sa
     return [digits(max(LEAST_RELATIVE_ERROR, rms(values)), 2) for values in near]
 
 
-def spread(samples: Sequence[Array] | Array) -> Spread:
+def spread(samples: Array) -> Spread:
     """How far apart the repeats of each point lie: samples are (*points, repeat)."""
-    low, middle, high = np.quantile(np.asarray(samples), (0.25, 0.5, 0.75), axis=-1)
-    return _spread((high - low) / middle)
+    return _spread(_middle_half(samples).ravel())
 
 
 def widest(samples: Array) -> Spread:
     """The same for samples (*points, form, repeat): that of the form whose repeats lie farthest apart."""
+    return _spread(_middle_half(samples).max(axis=-1).ravel())
+
+
+def _middle_half(samples: Array) -> Array:
+    """(q75 - q25) / q50 over the last axis."""
     low, middle, high = np.quantile(samples, (0.25, 0.5, 0.75), axis=-1)
-    return _spread(((high - low) / middle).max(axis=-1))
+    return np.asarray((high - low) / middle)
 
 
-def _spread(relative: Array) -> Spread:
-    rounded = tuple(digits(float(value), 2) for value in relative.ravel())
+def _spread(relative: Iterable[float]) -> Spread:
+    rounded = tuple(digits(float(value), 2) for value in relative)
     noisy = tuple(i for i, value in enumerate(rounded) if value > NOISY_RELATIVE_SPREAD)
     return Spread(relative=rounded, noisy_above=NOISY_RELATIVE_SPREAD, noisy=noisy)
 
@@ -254,6 +258,6 @@ def collective_table(
         relative_error=tuple(
             neighbour_errors(sizes, times, sample_sizes, np.concatenate([samples[size] for size in sizes]))
         ),
-        spread=spread([samples[size] for size in sizes]),
+        spread=_spread(float(_middle_half(samples[size])) for size in sizes),
         sources=sources,
     )

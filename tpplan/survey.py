@@ -122,7 +122,7 @@ class Survey:
             "ranks": f"{self.world}, {self.ranks_per_node} per node",
             "backend": dist.get_backend() if dist.is_initialized() else "none",
             "threads": str(torch.get_num_threads()),
-            "grid": hashlib.sha256(points.encode()).hexdigest(),
+            "grid": hashlib.sha256(points.encode()).hexdigest()[:12],
             **software(self.device),
         }
 
@@ -229,6 +229,8 @@ def survey_of(
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise UsageError(f"dtypes: expected each once, got {', '.join(repeated)} more often")
+    if device.type == "cuda" and "float64" in names:
+        raise UsageError("dtypes: float64 has no fused attention on a GPU, and cannot be measured there")
     return Survey(
         device=device,
         dtypes=tuple(dtype_name(dtype_of(name)) for name in names),
