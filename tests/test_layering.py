@@ -57,6 +57,7 @@ WITH_TORCH = (
     "draws",
     "stopwatch",
     "machine",
+    "measure_attention",
     "measure_groups",
     "measure",
     "survey",

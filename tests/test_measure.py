@@ -30,6 +30,7 @@ from tpplan.measure import (
     _measured_points,
     _of_batch,
     _Operands,
+    _thinned,
     default_grid,
     make_profile,
     measure_collectives,
@@ -173,7 +174,13 @@ def test_progress_ends_with_every_section_done() -> None:
 def test_little_time_leaves_out_matmul_sizes_evenly() -> None:
     few = dataclasses.replace(TOY, matmul_sizes=(1, 2, 3, 4, 5, 6, 7))
     (table,) = measure_compute(CPU, dtypes=["float32"], budget_s=0.1, grid=few).matmuls
-    assert table.m == table.n == table.k == (1, 3, 5, 7)
+    assert table.m == table.n == table.k
+    assert len(table.m) == 4  # the fewest
+    assert [_thinned((1, 2, 3, 4, 5, 6, 7), lambda sizes, most=most: len(sizes) <= most) for most in (7, 5, 1)] == [
+        (1, 2, 3, 4, 5, 6, 7),
+        (1, 3, 4, 5, 7),
+        (1, 3, 5, 7),
+    ]
 
 
 def test_large_batched_products_are_told_by_single_ones() -> None:

@@ -12,6 +12,8 @@ from tpplan.errors import UsageError
 from tpplan.profile_tables import Memory
 from tpplan.units import KIB
 
+#: the source that tables of a measurement name
+MEASURED = ("measured",)
 #: what random numbers, matrix products and attention exist in
 MEASURED_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -46,7 +48,7 @@ def _driver_version() -> str | None:
     return found[1] if found else None
 
 
-def memory(device: torch.device, ranks_per_machine: int, sources: tuple[str, ...]) -> Memory:
+def memory(device: torch.device, ranks_per_machine: int) -> Memory:
     """A GPU's memory, or a rank's part of the machine's; reserved is what is taken before there is a model."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -56,7 +58,7 @@ def memory(device: torch.device, ranks_per_machine: int, sources: tuple[str, ...
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks_per_machine
         reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
         how = "memory_bytes: the machine's, divided by its ranks; reserved_bytes: this process at its largest"
-    return Memory(memory_bytes=total, reserved_bytes=reserved, sources=sources, inferred=how)
+    return Memory(memory_bytes=total, reserved_bytes=reserved, sources=MEASURED, inferred=how)
 
 
 def dtype_of(name: str) -> torch.dtype:

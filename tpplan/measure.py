@@ -22,22 +22,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from tpplan.errors import UsageError
 from tpplan.fit import (
     TIME_DIGITS,
     UNKNOWN_RELATIVE_ERROR,
     Array,
-    attention_table,
     digits,
     group_extrapolation,
     matmul_table,
     memory_bound_table,
     relative_error,
 )
-from tpplan.machine import device_name, dtype_name, dtype_of, memory, software
+from tpplan.machine import MEASURED, device_name, dtype_name, dtype_of, memory, software
+from tpplan.measure_attention import AttentionShape, measure_attention
 from tpplan.measure_groups import measure_collectives
 from tpplan.profile import SCHEMA_VERSION, HardwareProfile
 from tpplan.profile_tables import (
@@ -53,7 +51,9 @@ from tpplan.profile_tables import (
     Source,
 )
 from tpplan.stopwatch import (
+    LARGEST_PART,
     NUM_REPEATS,
+    PROBE_REPEATS,
     SHORTEST_USEFUL_WINDOW_S,
     WINDOWS_BESIDE,
     WINDOWS_PER_POINT,
@@ -79,7 +79,6 @@ __all__ = [
     "measure_memory_bound",
 ]
 
-SOURCES = ("measured",)
 #: from what a cache holds to what none does; on a CPU below 32 MiB, from where on glibc returns memory to the system
 #: each time, and page faults, not copies, are measured
 GPU_COPIED_KIB, CPU_COPIED_KIB = tuple(4**i for i in range(3, 11)), tuple(4**i for i in range(1, 8))
@@ -90,40 +89,12 @@ CPU_MATMUL_SIZES = tuple(2**i for i in range(4, 11))
 LARGEST_BATCHED = {"cpu": 256, "cuda": 1024}
 #: fewest sizes per axis that a matmul table is thinned to; three of them give an interpolation error
 FEWEST_MATMUL_SIZES = 4
-FEWEST_SEQUENCES = 2
 #: how the operands of x w^T, dy w and dy^T x lie, rows first: whether the left and whether the right is transposed
 MATMUL_FORMS = ((False, True), (False, False), (True, False))
 MATMUL_REPEATS = 3
-#: largest sizes are left out where one call of each point in its windows would take more than this of the budget
-LARGEST_PART = 0.5
 #: of the time for compute; matmuls have the rest
 LAUNCH_SHARE, MEMORY_BOUND_SHARE, ATTENTION_SHARE = 0.02, 0.05, 0.13
 MATMUL_SHARE = 1 - LAUNCH_SHARE - MEMORY_BOUND_SHARE - ATTENTION_SHARE
-#: backward of flash attention recomputes the scores: 5 products against the forward's 2 [Dao 2023, section 3.1]
-ATTENTION_BACKWARD_PRODUCTS = 2.5
-PROBE_REPEATS = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
-    """Query, key and value are each (batch, heads, sequence, head_dim)."""
-
-    batch: int
-    heads: int
-    sequence: int
-    head_dim: int
-    causal: bool
-
-    @property
-    def forward_flop(self) -> float:
-        """Executed FLOP of Q K^T and of the product with V; half of them where causal."""
-        flop = 4.0 * self.batch * self.heads * self.sequence**2 * self.head_dim
-        return flop / 2 if self.causal else flop
-
-    @property
-    def point(self) -> tuple[int, int, int]:
-        """Its place in a table: batch * heads, sequence, head_dim."""
-        return self.batch * self.heads, self.sequence, self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +198,7 @@ def measure_launch(device: torch.device, budget_s: float) -> Launch:
         launch_s=digits(launch_s, TIME_DIGITS),
         issue_s=None if issue_s is None else digits(issue_s, TIME_DIGITS),
         relative_error=relative_error(ratios),
-        sources=SOURCES,
+        sources=MEASURED,
     )
 
 
@@ -246,11 +217,11 @@ def measure_memory_bound(
         left, right = (torch.rand(numbers, device=device) for _ in range(2))
         work = left.clone if num_tensors == 2 else lambda left=left, right=right: left + right
         samples.setdefault(2 * size, []).append(stopwatch.samples(work))
-    table = memory_bound_table({size: np.stack(kinds) for size, kinds in samples.items()}, SOURCES)
+    table = memory_bound_table({size: np.stack(kinds) for size, kinds in samples.items()}, MEASURED)
     bandwidth = Bandwidth(
         hbm_bytes_per_s=digits(table.bytes[-1] / table.time_s[-1], TIME_DIGITS),
         relative_error=table.relative_error[-1],
-        sources=SOURCES,
+        sources=MEASURED,
     )
     return bandwidth, table
 
@@ -283,7 +254,7 @@ def measure_matmuls(
     table = table.reshape(*(len(axis) for axis in axes), len(MATMUL_FORMS), MATMUL_REPEATS)
     how = f"batches above {batches[0]} with a size above {largest}: so many times the time of batch {batches[0]}"
     return matmul_table(
-        dtype_name(dtype), axes, table, launch_s, SOURCES, how if len(samples) < math.prod(table.shape[:4]) else None
+        dtype_name(dtype), axes, table, launch_s, MEASURED, how if len(samples) < math.prod(table.shape[:4]) else None
     )
 
 
@@ -351,104 +322,6 @@ def _matrices(numbers: Tensor, batch: int, rows: int, columns: int, transposed: 
     return matrices.mT if transposed else matrices
 
 
-# --- attention -----------------------------------------------------------------------------------------------------
-
-
-def measure_attention(
-    device: torch.device,
-    dtype: torch.dtype,
-    shapes: Sequence[AttentionShape],
-    budget_s: float,
-    launch_s: float,
-    progress: Progress = silent,
-) -> tuple[AttentionRate, tuple[AttentionTable, ...]]:
-    """The fused kernel over the shapes, forward and backward: a table for each mask whose shapes fill one, and the
-    median rates of all; the rates' spread is that between the shapes too."""
-    shapes = _affordable_shapes(device, dtype, shapes, LARGEST_PART * budget_s / WINDOWS_PER_POINT)
-    points = list(product((False, True), shapes))
-    samples: dict[tuple[bool, AttentionShape], Array] = {}
-    for (backward, shape), stopwatch in paced(device, points, f"attention {dtype_name(dtype)}", budget_s, progress):
-        samples[backward, shape] = _attention_samples(device, dtype, backward, shape, stopwatch)
-    tables = (
-        _attention_table(dtype, causal, backward, samples, launch_s)
-        for causal, backward in product((False, True), (False, True))
-    )
-    return _attention_rate(dtype, samples), tuple(table for table in tables if table is not None)
-
-
-def _attention_samples(
-    device: torch.device, dtype: torch.dtype, backward: bool, shape: AttentionShape, stopwatch: Stopwatch
-) -> Array:
-    size = (shape.batch, shape.heads, shape.sequence, shape.head_dim)
-    inputs = [torch.randn(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
-        return stopwatch.samples((_attention_backward if backward else _attention)(inputs, shape.causal))
-
-
-def _attention(inputs: Sequence[Tensor], causal: bool) -> Callable[[], object]:
-    query, key, value = inputs
-    return lambda: scaled_dot_product_attention(query, key, value, is_causal=causal)
-
-
-def _attention_backward(inputs: Sequence[Tensor], causal: bool) -> Callable[[], object]:
-    query, key, value = inputs
-    result = scaled_dot_product_attention(query, key, value, is_causal=causal)
-    gradient = torch.ones_like(result)
-    return lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)
-
-
-def _affordable_shapes(
-    device: torch.device, dtype: torch.dtype, shapes: Sequence[AttentionShape], budget_s: float
-) -> Sequence[AttentionShape]:
-    """The longest sequences left out until one of every kernel fits the budget, by the rate of the middle shape."""
-    sequences = sorted({shape.sequence for shape in shapes})
-    middle = sequences[len(sequences) // 2]
-    probed = max((shape for shape in shapes if shape.sequence == middle), key=lambda shape: shape.forward_flop)
-    stopwatch = Stopwatch(device=device, window_s=SHORTEST_USEFUL_WINDOW_S[device.type], repeats=PROBE_REPEATS)
-    (seconds,) = _attention_samples(device, dtype, False, probed, stopwatch)
-    per_flop = (1 + ATTENTION_BACKWARD_PRODUCTS) * seconds / probed.forward_flop
-    while len(sequences) > FEWEST_SEQUENCES and per_flop * sum(s.forward_flop for s in shapes) > budget_s:
-        sequences.pop()
-        shapes = [shape for shape in shapes if shape.sequence in sequences]
-    return shapes
-
-
-def _attention_rate(dtype: torch.dtype, samples: Mapping[tuple[bool, AttentionShape], Array]) -> AttentionRate:
-    rates: dict[bool, list[Array]] = {False: [], True: []}
-    for (backward, shape), seconds in samples.items():
-        rates[backward].append(shape.forward_flop * (ATTENTION_BACKWARD_PRODUCTS if backward else 1.0) / seconds)
-    medians = {way: float(np.median(np.median(found, axis=1))) for way, found in rates.items()}
-    return AttentionRate(
-        dtype=dtype_name(dtype),
-        forward_flop_per_s=digits(medians[False], TIME_DIGITS),
-        backward_flop_per_s=digits(medians[True], TIME_DIGITS),
-        relative_error=relative_error(np.stack([np.stack(rates[way]) / medians[way] for way in rates])),
-        sources=SOURCES,
-    )
-
-
-def _attention_table(
-    dtype: torch.dtype,
-    causal: bool,
-    backward: bool,
-    samples: Mapping[tuple[bool, AttentionShape], Array],
-    launch_s: float,
-) -> AttentionTable | None:
-    """None where the shapes of this mask are not all combinations of their sizes."""
-    by_point: dict[tuple[int, ...], Array] = {
-        shape.point: seconds for (way, shape), seconds in samples.items() if way == backward and shape.causal == causal
-    }
-    axes = [tuple(sorted({point[axis] for point in by_point})) for axis in range(3)]
-    wanted = list(product(*axes))
-    if not by_point or any(point not in by_point for point in wanted):
-        return None
-    table = np.stack([by_point[point] for point in wanted]).reshape(*(len(axis) for axis in axes), NUM_REPEATS)
-    return attention_table(
-        dtype_name(dtype), causal=causal, backward=backward, axes=axes, samples=table, launch_s=launch_s,
-        sources=SOURCES,
-    )  # fmt: skip
-
-
 # --- the profile ---------------------------------------------------------------------------------------------------
 
 
@@ -479,7 +352,7 @@ def make_profile(
                 source=f"tpplan profile, {today.isoformat()}, {description}",
             ),
         ),
-        memory=memory(device, gpus_per_node, SOURCES),
+        memory=memory(device, gpus_per_node),
         bandwidth=compute.bandwidth,
         launch=compute.launch,
         matmuls=compute.matmuls,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tpplan.errors import UsageError
 from tpplan.fit import TIME_DIGITS, Array, collective_table, digits, relative_error
-from tpplan.machine import dtype_of
+from tpplan.machine import MEASURED, dtype_of
 from tpplan.mesh import GroupShape, divisors
 from tpplan.profile import Collective
 from tpplan.profile_tables import CollectiveTable, Overlap
@@ -159,7 +159,7 @@ def measure_collective(
         window_s = min(left_s / (len(rounded) - done) / WINDOWS_PER_POINT, LONGEST_WINDOW_S)
         work = _collective(kind, device, num_bytes, shape.ranks, group)
         samples[num_bytes] = Stopwatch(device=device, window_s=window_s).samples(work)
-    return collective_table(kind, shape, samples, ("measured",))
+    return collective_table(kind, shape, samples, MEASURED)
 
 
 def _is_too_dear(samples: Mapping[int, Array], sizes: Sequence[int], left_s: float) -> bool:
@@ -233,7 +233,7 @@ def measure_overlap(
         matmul_slowdown=digits(max(0.0, float(np.median(matmuls)) - 1), TIME_DIGITS),
         collective_slowdown=digits(max(0.0, float(np.median(reductions)) - 1), TIME_DIGITS),
         relative_error=relative_error(spread),
-        sources=("measured",),
+        sources=MEASURED,
     )
 
 

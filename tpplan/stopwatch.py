@@ -28,6 +28,9 @@ WINDOWS_PER_POINT = NUM_REPEATS + WINDOWS_BESIDE
 #: several time slices of a scheduler (Linux: 3 to 4 ms); a GPU has its own clock, and one user
 SHORTEST_USEFUL_WINDOW_S = {"cpu": 0.02, "cuda": 0.001}
 LONGEST_WINDOW_S = 0.2
+#: the largest sizes are left out where one call of each point in each window would take more than this of the budget,
+#: by the rate of a middling one, timed so often
+LARGEST_PART, PROBE_REPEATS = 0.5, 1
 #: the number of calls in a window is known well enough once they fill this part of it
 CALIBRATED_PART = 0.25
 #: one slow call must not make a window seem full: calls grow at most by this from one trial to the next
