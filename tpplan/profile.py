@@ -177,9 +177,10 @@ class HardwareProfile:
 
         Else T = max(L, flop / rate), where flop is what is executed: half of it where causal.
         """
-        for table in self.attention_tables or () if sizes is not None else ():
-            if sizes and (table.dtype, table.backward, table.causal) == (dtype, backward, sizes.causal):
-                return table.time(sizes, self.launch_s)
+        if sizes is not None:
+            for table in self.attention_tables or ():
+                if (table.dtype, table.backward, table.causal) == (dtype, backward, sizes.causal):
+                    return table.time(sizes, self.launch_s)
         rate = next((rate for rate in self.attention_rates if rate.dtype == dtype), None)
         if rate is None:
             raise self._missing(f"attention measurement for dtype {dtype}", [r.dtype for r in self.attention_rates])
@@ -193,8 +194,8 @@ class HardwareProfile:
         """
         if self.memory_bound_table is None:
             return self._at_least_launch(num_bytes / self.bandwidth.hbm_bytes_per_s, self.bandwidth.relative_error)
-        measured = self.memory_bound_table.time(num_bytes)
-        return measured if measured.seconds >= self.launch_s else self._at_least_launch(measured.seconds, 0.0)
+        least = Estimate(seconds=self.launch_s, error_s=self.launch_s * self.launch.relative_error)
+        return max(self.memory_bound_table.time(num_bytes), least, key=lambda estimate: estimate.seconds)
 
     def collective(self, kind: Collective, group: GroupShape, num_bytes: float) -> Estimate:
         """Time of a collective; num_bytes is n, the bytes of the WHOLE value over all ranks of the group.
