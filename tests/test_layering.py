@@ -53,6 +53,8 @@ WITH_TORCH = (
     "costs",
     "formulate",
     "assemble",
+    "reruns",
+    "pricing",
     "sizes",
     "draws",
     "stopwatch",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tpplan.plan import Plan as Plan
     from tpplan.plan import Precision as Precision
     from tpplan.planner import Cluster as Cluster
+    from tpplan.planner import price as price
     from tpplan.planner import solve as solve
     from tpplan.profile import HardwareProfile as HardwareProfile
     from tpplan.profile import load_profile as load_profile
@@ -37,6 +38,7 @@ _HOME = {
     "forward_inputs": "trace",
     "load_profile": "profile",
     "no_sync": "apply",
+    "price": "planner",
     "solve": "planner",
     "styles": "style",
 }

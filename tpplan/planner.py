@@ -33,8 +33,10 @@ from tpplan.plan import (
     ProofStatus,
     Recompute,
     SolverReport,
+    check_parameters,
     parameters_fingerprint,
 )
+from tpplan.pricing import price_plan
 from tpplan.problem import Problem, Solution, Status, total
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.prove import Counterexample, check_structure
@@ -56,6 +58,8 @@ Allows = Callable[[str, Strategy], bool]
 
 #: counterexamples before giving up; each forbids at least one strategy of finitely many
 MAX_ROUNDS = 50
+#: the solver of a plan whose price alone was asked for
+PRICED = "none, only priced"
 #: how many times as many GPUs are tried when nothing fits
 LARGER_CLUSTERS = (2, 4, 8, 16, 32, 64)
 
@@ -219,6 +223,60 @@ def _prepare(
     candidates = job.candidates(tp=options.tp, fsdp=options.fsdp)
     job.trace_model()
     return job, candidates
+
+
+def price(
+    plan: Plan | str | os.PathLike[str],
+    build_model: BuildModel,
+    example_inputs: ExampleInputs,
+    *,
+    profile: str | os.PathLike[str] | HardwareProfile,
+    gpus_per_node: int | None = None,
+    loss: Loss | None = None,
+) -> Plan:
+    """The plan as it would be on another machine: the same choices, and what they cost there.
+
+    build_model, example_inputs and loss are those the plan was made with; gpus_per_node is the plan's, as far as the
+    profile has so many. Nothing is solved, and no solver need be installed: the bound is 0. What the plan names under
+    `recompute` is priced, too. Raises ModelError, ProfileError, PlanError for a plan that cannot be read, and
+    PlanMismatchError where it does not fit the model.
+    """
+    loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
+    machine = profile if isinstance(profile, HardwareProfile) else load_profile(profile)
+    per_node = gpus_per_node or min(loaded.cluster.gpus_per_node, machine.gpus_per_node)
+    batch = loaded.batch
+    job = _Job(
+        build_model=build_model,
+        example_inputs=example_inputs,
+        loss=loss,
+        unused_outputs=frozenset(),
+        cluster=Cluster(gpus=loaded.cluster.gpus, gpus_per_node=per_node, profile=machine),
+        profile=machine,
+        batch=_Batch(batch.global_batch, batch.micro_batch, batch.seq_len),
+        precision=loaded.precision,
+        optimizer=loaded.optimizer,
+        limit=machine.usable_bytes,
+        solver=None,
+        time_limit_s=None,
+        report=lambda stage, done, total: None,
+    )
+    job.trace_model()
+    named = job.model.named_parameters(remove_duplicate=False)
+    check_parameters(loaded, {name: (tuple(weight.shape), weight.requires_grad) for name, weight in named})
+    priced = price_plan(job.graph, loaded, machine, per_node)
+    seconds = priced.predicted.step_time_s
+    return replace(
+        loaded,
+        cluster=replace(
+            loaded.cluster, gpus_per_node=per_node, profile=machine.name, profile_fingerprint=machine.fingerprint
+        ),
+        collectives=priced.collectives,
+        predicted=priced.predicted,
+        solver=SolverReport(
+            name=PRICED, status=Status.FEASIBLE, objective_s=seconds, bound_s=0.0, gap=1.0, meshes_tried=1
+        ),
+        unruled_ops=priced.unruled_ops,
+    )
 
 
 def _precision(name: Precision | str) -> Precision:

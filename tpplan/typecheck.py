@@ -54,8 +54,14 @@ def typecheck(graph: ModelGraph, plan: Plan, *, local_shapes: Mapping[str, Shape
     return next(_Checker(graph, plan, local_shapes or {}).problems(), None)
 
 
+def implied_strategies(graph: ModelGraph, plan: Plan) -> dict[str, Strategy] | Mistyped:
+    """The strategy of every node of the graph that the plan implies, by the node's name, or the first problem."""
+    checker = _Checker(graph, plan, {})
+    return next(checker.problems(), None) or checker.taken
+
+
 class _Checker:
-    """The layouts `possible` for each value so far, and for each node the strategies that fit them."""
+    """The layouts `possible` for each value so far, for each node the strategies that fit them, and the one `taken`."""
 
     def __init__(self, graph: ModelGraph, plan: Plan, local_shapes: Mapping[str, Shape]) -> None:
         self.graph = graph
@@ -77,6 +83,7 @@ class _Checker:
             source.result: (R,) for source in graph.sources if source.result not in self.parameters
         }
         self.strategies: dict[str, tuple[Strategy, ...]] = {}
+        self.taken: dict[str, Strategy] = {}
 
     def problems(self) -> Iterator[Mistyped]:
         """In the order in which they show; what comes after the first may only follow from it."""
@@ -256,12 +263,14 @@ class _Checker:
                 producer = self.graph.producers.get(value)
                 yield Mistyped(message=message, blamed=(producer.name,) if producer is not None else ())
         for node in reversed(self.graph.nodes):
-            named = (self._named(node, strategy) for strategy in self.strategies[node.name])
-            taken = next((names for names in named if all(layouts.get(n, x) == x for n, x in names.items())), None)
+            named = ((strategy, self._named(node, strategy)) for strategy in self.strategies[node.name])
+            fitting = ((s, names) for s, names in named if all(layouts.get(n, x) == x for n, x in names.items()))
+            taken = next(fitting, None)
             if taken is None:
                 yield Mistyped(message=f"{_title(node)}: what reads it needs several layouts", blamed=(node.name,))
                 return
-            layouts |= taken
+            self.taken[node.name] = taken[0]
+            layouts |= taken[1]
 
     def _named(self, node: Op | Boundary, strategy: Strategy) -> dict[str, Layout]:
         """A strategy's layouts by the names of the values, parameters aside."""

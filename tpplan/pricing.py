@@ -1,0 +1,133 @@
+"""What a given plan costs: its choices put back onto the graph, priced under any profile. Nothing is solved.
+
+The checker of tpplan.typecheck derives the strategy of every op from the plan; with those as the only choice, the
+formulation that a solver would have minimized is a sum of constants.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tpplan.assemble import Expanded
+from tpplan.costs.compute import Executor
+from tpplan.costs.memory import SAVED
+from tpplan.errors import PlanMismatchError, UsageError
+from tpplan.formulate import TENSOR_PARALLEL, Formulation, Setting, price_space
+from tpplan.graph import ModelGraph, within
+from tpplan.mesh import Axis
+from tpplan.patterns import ROOT, parse_ranges, substitute
+from tpplan.plan import CollectivePlan, Pass, Plan, Prediction
+from tpplan.profile import HardwareProfile
+from tpplan.reruns import Rerun, rerun
+from tpplan.rules import Strategy
+from tpplan.space import Reading, build_space
+from tpplan.typecheck import Mistyped, implied_strategies
+
+#: parts of a prediction that only a plan with recomputation has
+RECOMPUTATION, REMADE = "recomputation", "remade activations"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """The sections of a plan that a profile decides."""
+
+    predicted: Prediction
+    collectives: tuple[CollectivePlan, ...]
+    unruled_ops: Mapping[str, float]
+
+
+def price_plan(graph: ModelGraph, plan: Plan, profile: HardwareProfile, gpus_per_node: int) -> Priced:
+    """Prices a plan that types on the graph. Raises PlanMismatchError for another, with what does not fit, and
+    ProfileError for what the profile does not cover."""
+    expanded = Expanded(formulation=_fixed(graph, plan, profile, gpus_per_node))
+    priced = Priced(
+        predicted=expanded.prediction(), collectives=expanded.collectives(), unruled_ops=expanded.unruled_ops()
+    )
+    modes = plan.recomputed_modules()
+    return _with_reruns(priced, rerun(expanded.formulation, modes), plan) if modes else priced
+
+
+def _fixed(graph: ModelGraph, plan: Plan, profile: HardwareProfile, gpus_per_node: int) -> Formulation:
+    """The formulation in which every decision has the plan's strategy and no other."""
+    if plan.mesh.shard > 1 and not plan.fsdp.reshard_after_forward:
+        raise UsageError("fsdp.reshard_after_forward is false: units that stay gathered cannot be priced")
+    implied = implied_strategies(graph, plan)
+    if isinstance(implied, Mistyped):
+        raise PlanMismatchError(f"the plan does not fit the model: {implied.message}")
+    parameters = plan.parameter_plans()
+    space = build_space(graph, plan.mesh.tp)
+
+    def strategy(name: str) -> Strategy:
+        decider = space.deciders[name]
+        if not isinstance(decider, Reading):
+            return implied[name]
+        parameter = parameters[decider.parameter.label]
+        return Strategy((parameter.placement,), (parameter.reads[decider.op.module],))
+
+    fixed = replace(
+        space,
+        strategies={name: (strategy(name),) for name in space.deciders},
+        classes={name: name for name in space.deciders},
+    )
+    setting = Setting(
+        profile=profile,
+        gpus_per_node=gpus_per_node,
+        precision=plan.precision,
+        optimizer=plan.optimizer,
+        memory_limit_bytes=profile.usable_bytes,
+        accumulation_steps=plan.batch.accumulation_steps,
+        units=tuple(unit for unit in plan.fsdp_units() if unit),
+    )
+    priced = price_space(fixed, profile, gpus_per_node, Executor())
+    formulation = Formulation(priced=priced, mesh=plan.mesh, setting=setting)
+    everything = dict.fromkeys(fixed.deciders, 0)
+    assert formulation.problem.is_consistent(everything), "what the checker derived disagrees along an edge"
+    return formulation
+
+
+def _with_reruns(priced: Priced, again: Rerun, plan: Plan) -> Priced:
+    """The prices with what recomputation adds and frees."""
+    steps, before = plan.batch.accumulation_steps, priced.predicted
+    time_s, memory_bytes = dict(before.time_s), dict(before.memory_bytes)
+    time_s[RECOMPUTATION] = steps * again.compute.seconds
+    time_s[TENSOR_PARALLEL] = time_s.get(TENSOR_PARALLEL, 0.0) + steps * again.collectives.seconds
+    memory_bytes[SAVED] = memory_bytes.get(SAVED, 0.0) - again.freed_bytes
+    memory_bytes[REMADE] = again.remade_bytes
+    predicted = replace(
+        before,
+        step_time_s=sum(time_s.values()),
+        step_time_error_s=before.step_time_error_s + steps * (again.compute.error_s + again.collectives.error_s),
+        is_extrapolated=before.is_extrapolated or again.compute.extrapolated or again.collectives.extrapolated,
+        time_s=time_s,
+        peak_memory_bytes=sum(memory_bytes.values()),
+        memory_bytes=memory_bytes,
+    )
+    return replace(priced, predicted=predicted, collectives=_repeated(priced.collectives, again, plan))
+
+
+def _repeated(collectives: tuple[CollectivePlan, ...], again: Rerun, plan: Plan) -> tuple[CollectivePlan, ...]:
+    """A step's collectives with those that run again, which do so in backward."""
+    counts = Counter({replace(collective, count=1): collective.count for collective in collectives})
+    for module, transfer in again.transfers:
+        where = _pattern_of(plan, module) or ROOT
+        collective = CollectivePlan(
+            where=where,
+            kind=str(transfer.kind),
+            axis=Axis.TP,
+            during=Pass.BACKWARD,
+            dtype=transfer.dtype,
+            num_bytes=transfer.num_bytes,
+            count=1,
+        )
+        counts[collective] += plan.batch.accumulation_steps
+    found = (replace(collective, count=count) for collective, count in counts.items())
+    return tuple(sorted(found, key=lambda c: (c.where, c.kind, c.axis, c.during, c.dtype, c.num_bytes)))
+
+
+def _pattern_of(plan: Plan, module: str) -> str:
+    """A module's name as the plan's blocks write it."""
+    for pattern, ranges in plan.blocks.items():
+        for index in parse_ranges(ranges):
+            if within(module, own := substitute(pattern, index)):
+                return pattern + module.removeprefix(own)
+    return module
