@@ -47,7 +47,7 @@ class ShardedClasses:
         plain = operators.plain_cross_entropy(func, args, kwargs)
         if plain is None or not self.holds(plain[0]):
             return NotImplemented
-        return _vocabulary_parallel(*plain, self.group)
+        return vocabulary_parallel(*plain, self.group)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
@@ -67,7 +67,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE
         return _of_dtensor(logits, targets, ignore_index)
     for rewriter in running_rewriters():
         if isinstance(rewriter, ShardedClasses) and rewriter.holds(logits):
-            return _vocabulary_parallel(logits, targets, ignore_index, rewriter.group)
+            return vocabulary_parallel(logits, targets, ignore_index, rewriter.group)
     loss: Tensor = operators.cross_entropy(logits, targets, ignore_index)
     return loss
 
@@ -77,7 +77,7 @@ def _of_dtensor(logits: DTensor, targets: Tensor, ignore_index: int) -> Tensor:
     placements = logits.placements
     if len(placements) == 1 and placements[0] == Shard(logits.dim() - 1):
         group = TpGroup.of(logits.device_mesh.get_group())
-        return _vocabulary_parallel(logits.to_local(), targets, ignore_index, group)
+        return vocabulary_parallel(logits.to_local(), targets, ignore_index, group)
     if all(placement == Replicate() for placement in placements):
         whole: Tensor = operators.cross_entropy(logits.to_local(), targets, ignore_index)
         return whole
@@ -88,7 +88,8 @@ def _of_dtensor(logits: DTensor, targets: Tensor, ignore_index: int) -> Tensor:
 
 
 @own_code
-def _vocabulary_parallel(logits: Tensor, targets: Tensor, ignore_index: int, group: TpGroup) -> Tensor:
+def vocabulary_parallel(logits: Tensor, targets: Tensor, ignore_index: int, group: TpGroup) -> Tensor:
+    """The loss of the module docstring: logits [..., V/t], targets [...] -> a scalar, the same on every rank."""
     local = logits.flatten(0, -2)
     loss: Tensor = _VocabularyParallel.apply(local, targets.flatten(), ignore_index, group)  # type: ignore[no-untyped-call]
     return loss.to(_result_dtype(local))
@@ -114,9 +115,8 @@ class _VocabularyParallel(torch.autograd.Function):
         elsewhere = ignored | (local_targets < 0) | (local_targets >= num_classes)
         local_targets = local_targets.masked_fill_(elsewhere, 0)
 
-        z = logits.to(_compute_dtype(logits))
-        maximum = all_reduce(z.amax(1), "max", group)
-        shifted = z - maximum.unsqueeze(1)
+        maximum = all_reduce(logits.amax(1).to(_compute_dtype(logits)), "max", group)
+        shifted = logits - maximum.unsqueeze(1)  # in the wider dtype, without a copy of the logits in it
         target_logit = shifted.gather(1, local_targets.unsqueeze(1)).squeeze(1).masked_fill_(elsewhere, 0)
         # One all-reduce for both sums.
         total, target_logit = all_reduce(torch.stack((shifted.exp_().sum(1), target_logit)), "sum", group).unbind()
@@ -130,7 +130,7 @@ class _VocabularyParallel(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         logits, log_total, local_targets, elsewhere, ignored, num_counted = ctx.saved_tensors
-        softmax = (logits.to(log_total.dtype) - log_total.unsqueeze(1)).exp_()
+        softmax = (logits - log_total.unsqueeze(1)).exp_()
         here = elsewhere.logical_not().to(softmax.dtype)
         softmax.scatter_add_(1, local_targets.unsqueeze(1), -here.unsqueeze(1))
         softmax.mul_((gradient / num_counted).masked_fill(ignored, 0).unsqueeze(1))
