@@ -16,6 +16,17 @@ TIME_BAR = 0.10
 MEMORY_BAR = (0.0, 0.05)
 
 
+def splits_sequence(plan: Plan) -> bool:
+    """True where a slice of the sequence enters an attention, from x [B, T, D]."""
+    crossings = (
+        crossing
+        for module, boundary in plan.boundary_plans().items()
+        if module.endswith(".attention")
+        for crossing in boundary.inputs.values()
+    )
+    return any(crossing.conversion.source.dim == 1 for crossing in crossings)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """Seconds of each timed step, those in which a kernel of a step ran (None: the device cannot tell), and the most
@@ -59,24 +70,13 @@ class Row:
         """Relative; above 0 where less was allocated than predicted."""
         return self.plan.predicted.peak_memory_bytes / self.measured.peak_bytes - 1
 
-    @property
-    def splits_sequence(self) -> bool:
-        """A slice of the sequence enters an attention."""
-        crossings = (
-            crossing
-            for module, boundary in self.plan.boundary_plans().items()
-            if module.endswith(".attention")
-            for crossing in boundary.inputs.values()
-        )
-        return any(crossing.conversion.source.dim == 1 for crossing in crossings)
-
     def to_dict(self) -> dict[str, object]:
         """The row of results.json."""
         return {
             "name": self.name,
             "plan": f"plans/{self.name}.json",
             "tp": self.plan.mesh.tp,
-            "sequence_parallel": self.splits_sequence,
+            "sequence_parallel": splits_sequence(self.plan),
             "recompute": {name: str(mode) for name, mode in self.plan.recompute.items()},
             "predicted_s": self.predicted_s,
             "predicted_error_s": self.plan.predicted.step_time_error_s,

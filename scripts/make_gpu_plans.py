@@ -3,7 +3,7 @@
     python scripts/make_gpu_plans.py [--output scripts/gpu_plans]
 
 On that machine the optimum of this model shards no sequence. It does where memory binds: plans called -sp are the
-optima under a share of the memory that the optimum without a limit needs. Recomputation is added to what was solved.
+optima under the mildest limit that makes them do it. Recomputation is added to what was solved.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpu import FULL, GPUS_PER_NODE, PLANS, llama
+from gpu_results import splits_sequence
 
 import tpplan
 from tpplan.plan import Plan, Recompute
@@ -21,15 +22,17 @@ PROFILE = "h100-sxm"
 #: two micro-batches: gradients of the first are there while the second runs, as predictions assume
 NUM_MICRO_BATCHES = 2
 LAYERS = "layers.*"
+#: of what the optimum needs
+MEMORY_SHARES = tuple(1 - percent / 100 for percent in range(1, 20))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A plan to make: its degree, the share of memory that forces the sequence apart, what is recomputed."""
+    """A plan to make: its degree, whether the sequence must be sharded, what is recomputed."""
 
     name: str
     tp: int
-    memory_share: float | None = None
+    splits_sequence: bool = False
     recompute: Recompute = Recompute.NONE
 
 
@@ -37,22 +40,28 @@ CASES = (
     Case(name="tp1", tp=1),
     Case(name="tp1-recompute", tp=1, recompute=Recompute.FULL),
     Case(name="tp2", tp=2),
-    Case(name="tp4-sp", tp=4, memory_share=0.95),
+    Case(name="tp4-sp", tp=4, splits_sequence=True),
     Case(name="tp8", tp=8),
-    Case(name="tp8-sp-recompute", tp=8, memory_share=0.9, recompute=Recompute.FULL),
+    Case(name="tp8-sp-recompute", tp=8, splits_sequence=True, recompute=Recompute.FULL),
 )
 
 
 def make(case: Case) -> Plan:
     """The plan, solved and proven, with its recomputation priced."""
-    plan = solve(case.tp)
-    if case.memory_share is not None:
-        plan = solve(case.tp, case.memory_share * plan.predicted.peak_memory_bytes)
+    plan = solve_split(case.tp) if case.splits_sequence else solve(case.tp)
     if case.recompute is Recompute.NONE:
         return plan
     again = dataclasses.replace(plan, recompute={LAYERS: case.recompute})
     priced = tpplan.price(again, FULL.build_model, llama.example_inputs, profile=PROFILE, loss=llama.loss)
     return dataclasses.replace(priced, solver=plan.solver)
+
+
+def solve_split(tp: int) -> Plan:
+    """The optimum under the first of the limits under which a slice of the sequence enters the attentions. Raises
+    InfeasibleError where there is none."""
+    peak_bytes = solve(tp).predicted.peak_memory_bytes
+    plans = (solve(tp, share * peak_bytes) for share in MEMORY_SHARES)
+    return next(plan for plan in plans if splits_sequence(plan))
 
 
 def solve(tp: int, memory_limit_bytes: float | None = None) -> Plan:

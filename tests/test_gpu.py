@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from gpu_scripts import SCRIPTS, gpu, gpu_results, make_gpu_plans
 
 from tpplan.plan import Plan, ProofStatus, Recompute
 from tpplan.profile import load_profile
 
 CPU = torch.device("cpu")
-UNMEASURED = gpu_results.Measured(steps_s=(1.0,), kernels_s=None, peak_bytes=1)
 #: an interpreter to which pulp and highspy are not installed
 WITHOUT_SOLVERS = """
 import importlib.machinery, runpy, sys
@@ -83,12 +83,12 @@ def test_the_plans_are_those_that_were_to_be_made() -> None:
     plans = gpu.plans(gpu.FULL)
     assert list(plans) == [case.name for case in make_gpu_plans.CASES]
     for case in make_gpu_plans.CASES:
-        row = gpu_results.Row(name=case.name, plan=plans[case.name], measured=UNMEASURED)
-        assert row.plan.mesh.tp == case.tp
-        assert row.splits_sequence == (case.memory_share is not None) == ("-sp" in case.name)
-        assert set(row.plan.recomputed_modules().values()) <= {case.recompute}
-        assert bool(row.plan.recompute) == ("-recompute" in case.name) == (case.recompute is Recompute.FULL)
-        assert row.plan.proof.status is ProofStatus.PROVEN
+        plan = plans[case.name]
+        assert plan.mesh.tp == case.tp
+        assert gpu_results.splits_sequence(plan) == case.splits_sequence == ("-sp" in case.name)
+        assert set(plan.recomputed_modules().values()) <= {case.recompute}
+        assert bool(plan.recompute) == ("-recompute" in case.name) == (case.recompute is Recompute.FULL)
+        assert plan.proof.status is ProofStatus.PROVEN
     assert {case.tp for case in make_gpu_plans.CASES} == {1, 2, 4, 8}
 
 
@@ -185,3 +185,25 @@ def test_bars(times: tuple[float, ...], memory: tuple[float, ...], kept: tuple[b
     assert rows[0].to_dict()["time_relative_error"] == pytest.approx(0.05 if times[0] > 1 else 0.0)
     assert summary.lines(judges=True).count("missed") == kept.count(False)
     assert "missed" not in summary.lines(judges=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [case.name for case in make_gpu_plans.CASES])
+def test_the_peak_at_full_size_is_the_tracked_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On meta tensors in full width, with the fused kernels of a GPU where meta tensors would take other paths."""
+    plan = gpu.plans(gpu.FULL, [name])[name]
+    priced = gpu.tpplan.price(
+        plan, gpu.FULL.build_model, gpu.llama.example_inputs, profile="h100-sxm", loss=gpu.llama.loss
+    )
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    norm = torch.nn.functional.layer_norm
+    monkeypatch.setattr(gpu.llama.F, "scaled_dot_product_attention", lambda q, k, v, **_: flash(q, k, v, 0.0, True)[0])
+    monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: norm(x, self.normalized_shape, self.weight, None, 1e-5))
+    with gpu.fake_group(plan.mesh.num_gpus):
+        with torch.device("meta"):
+            model = gpu.FULL.build_model()
+        model = gpu.tpplan.apply_plan(model, priced)
+        tokens = torch.empty(1, gpu.FULL.seq_len, dtype=torch.long, device="meta")
+        tracked = gpu.tracked_peak(gpu.step_of(model, priced, {"tokens": tokens, "targets": tokens}), model)
+    low, high = gpu_results.MEMORY_BAR
+    assert low <= priced.predicted.peak_memory_bytes / tracked - 1 <= high

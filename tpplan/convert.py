@@ -189,7 +189,9 @@ def _exchange(x: Tensor, source: Layout, target: Layout, group: TpGroup) -> Tens
 
 
 def all_reduce(x: Tensor, operation: str, group: TpGroup) -> Tensor:
-    """Sum ("sum") or maximum ("max") over the ranks, in a new tensor."""
+    """Sum ("sum") or maximum ("max") over the ranks, in a new tensor. One rank needs no process group."""
+    if group.size == 1:
+        return x.clone()
     return _wait(torch.ops._c10d_functional.all_reduce(x, operation, group.name))
 
 

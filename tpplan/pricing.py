@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from tpplan.assemble import Expanded
 from tpplan.costs.compute import Executor
 from tpplan.costs.memory import SAVED
-from tpplan.errors import PlanMismatchError, UsageError
+from tpplan.errors import PlanMismatchError
 from tpplan.formulate import TENSOR_PARALLEL, Formulation, Setting, price_space
 from tpplan.graph import ModelGraph, within
 from tpplan.mesh import Axis
@@ -49,8 +49,6 @@ def price_plan(graph: ModelGraph, plan: Plan, profile: HardwareProfile, gpus_per
 
 def _fixed(graph: ModelGraph, plan: Plan, profile: HardwareProfile, gpus_per_node: int) -> Formulation:
     """The formulation in which every decision has the plan's strategy and no other."""
-    if plan.mesh.shard > 1 and not plan.fsdp.reshard_after_forward:
-        raise UsageError("fsdp.reshard_after_forward is false: units that stay gathered cannot be priced")
     implied = implied_strategies(graph, plan)
     if isinstance(implied, Mistyped):
         raise PlanMismatchError(f"the plan does not fit the model: {implied.message}")
@@ -77,6 +75,7 @@ def _fixed(graph: ModelGraph, plan: Plan, profile: HardwareProfile, gpus_per_nod
         memory_limit_bytes=profile.usable_bytes,
         accumulation_steps=plan.batch.accumulation_steps,
         units=tuple(unit for unit in plan.fsdp_units() if unit),
+        reshard_after_forward=plan.fsdp.reshard_after_forward,
     )
     priced = price_space(fixed, profile, gpus_per_node, Executor())
     formulation = Formulation(priced=priced, mesh=plan.mesh, setting=setting)

@@ -1,23 +1,28 @@
 """Compute cost of an op, executed: run it on meta tensors of the local shapes, forward and backward, and log kernels.
 
 A kernel is a matmul (M, N, K), an attention (FLOP), or memory-bound (bytes read plus written). Views launch nothing.
-Which tensors autograd saves comes from the same run, by storage. Runs are cached by signature: an op of the same
-target, literals and local operands costs the same wherever it stands.
+Which tensors autograd saves comes from the same run, by storage, and so does what the op holds for itself while it
+runs. Runs are cached by signature: an op of the same target, literals and local operands costs the same wherever it
+stands.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
+from tpplan.convert import TpGroup
 from tpplan.counts import COUNTING, counting_by
 from tpplan.errors import ModelError
 from tpplan.graph import Argument, Ref
-from tpplan.layout import R, local_shape
+from tpplan.layout import LayoutKind, R, local_shape
+from tpplan.losses import vocabulary_parallel
 from tpplan.profile import AttentionSizes, Estimate, HardwareProfile
 from tpplan.rules import Call, Strategy, localized_arguments
 from tpplan.rules.matmul import GROUPED_PRODUCTS
@@ -57,13 +62,19 @@ Kernel = Matmul | Attention | MemoryBound
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
     """What running an op showed. `saves`: indices of operands whose storage autograd keeps; `saves_results`: of
-    results; `saved_bytes`: of tensors that are neither (statistics, masks, log-probabilities)."""
+    results; `saved_bytes`: of tensors that are neither (statistics, masks, log-probabilities).
+
+    `forward_bytes` are the most that forward held besides what it leaves behind, `backward_bytes` the most that
+    backward held, the gradients of results and operands among them.
+    """
 
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
     saves: frozenset[int]
     saves_results: frozenset[int]
     saved_bytes: int
+    forward_bytes: int
+    backward_bytes: int
 
 
 _VIEW_LIKE = frozenset({"aten.empty_like.default", "aten.new_empty.default", "aten.empty.memory_format",
@@ -91,18 +102,38 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 class _KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Turns each operator below autograd into the kernel it launches."""
+    """Turns each operator below autograd into the kernel it launches; adds up the storages made, while they live."""
 
-    def __init__(self, causal: bool) -> None:
+    def __init__(self, causal: bool, operands: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []
         self.causal = causal
+        self.live_bytes = self.peak_bytes = 0
+        self._known = WeakIdKeyDictionary({operand.untyped_storage(): True for operand in operands})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not _is_view(func):
             self.kernels.extend(self._kernels(str(func), args, result))
+        for tensor in _tensors(result):
+            self._hold(tensor.untyped_storage())
         return result
+
+    def restart(self) -> None:
+        """Forgets kernels and peak; what lives counts on."""
+        self.kernels = []
+        self.peak_bytes = self.live_bytes
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            return
+        self._known[storage] = True
+        self.live_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._release, storage.nbytes())
+
+    def _release(self, num_bytes: int) -> None:
+        self.live_bytes -= num_bytes
 
     def _kernels(self, name: str, args: Any, result: Any) -> Iterator[Kernel]:
         match name:
@@ -126,6 +157,8 @@ class _KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _LOOKUPS:
             indices = [tensor for tensor in _tensors(args) if not tensor.is_floating_point()]
             return MemoryBound(num_bytes=2 * _bytes(_tensors(result)) + _bytes(iter(indices)))
+        if name == "aten.scatter_add_.default":
+            return MemoryBound(num_bytes=_bytes(iter(args[2:3])) + 3 * _bytes(iter(args[3:4])))
         if "_scaled_dot_product_" in name or "_flash_attention_" in name:
             return self._attention(name, args)
         return MemoryBound(num_bytes=_bytes(_tensors(args)) + _bytes(_tensors(result)))
@@ -194,9 +227,10 @@ class Executor:
         flags = tuple((value.dtype, value.carries_gradient) for value in call.operands)
         carries = tuple(value.carries_gradient for value in call.results)
         structure = _anonymous((args, call.kwargs))
-        key = (call.target, structure, shapes, flags, carries)
+        function = _callable(call, strategy)
+        key = (function, structure, shapes, flags, carries)
         if key not in self._cache:
-            self._cache[key] = _run(call, args, shapes)
+            self._cache[key] = _run(call, function, args, shapes)
         return self._cache[key]
 
 
@@ -207,7 +241,9 @@ def _anonymous(argument: object) -> object:
     return tuple(map(_anonymous, argument)) if isinstance(argument, tuple) else argument
 
 
-def _run(call: Call, args: tuple[Argument, ...], shapes: tuple[tuple[int, ...], ...]) -> Execution:
+def _run(
+    call: Call, function: Callable[..., Any], args: tuple[Argument, ...], shapes: tuple[tuple[int, ...], ...]
+) -> Execution:
     leaves = [
         torch.empty(shape, dtype=getattr(torch, value.dtype), device="meta", requires_grad=value.carries_gradient)
         for shape, value in zip(shapes, call.operands, strict=True)
@@ -218,7 +254,7 @@ def _run(call: Call, args: tuple[Argument, ...], shapes: tuple[tuple[int, ...], 
     real_args = tuple(_materialize(argument, supply) for argument in args)
     real_kwargs = {name: _materialize(value, supply) for name, value in call.kwargs}
     is_causal = bool(call.target.startswith("aten.scaled_dot_product_attention") and call.argument(5, "is_causal"))
-    log = _KernelLog(is_causal)
+    log = _KernelLog(is_causal, operands)
     saved: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -229,9 +265,10 @@ def _run(call: Call, args: tuple[Argument, ...], shapes: tuple[tuple[int, ...], 
     try:
         saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         with _counting_as(call), torch.set_grad_enabled(carries), saving, log:
-            output = _callable(call)(*real_args, **real_kwargs)
+            output = function(*real_args, **real_kwargs)
         forward = tuple(log.kernels) or _hidden_copy(call, output)
-        log.kernels = []
+        left_bytes, forward_bytes = log.live_bytes, log.peak_bytes - log.live_bytes
+        log.restart()
         results = [tensor for tensor in _tensors(output) if tensor.requires_grad]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         if carries and results and wanted:
@@ -240,7 +277,8 @@ def _run(call: Call, args: tuple[Argument, ...], shapes: tuple[tuple[int, ...], 
     except Exception as error:
         shown = ", ".join(f"{value.dtype}{list(shape)}" for value, shape in zip(call.operands, shapes, strict=True))
         raise ModelError(f"{call.target} on ({shown}) cannot be costed on meta tensors: {error}") from error
-    return _execution(forward, tuple(log.kernels), saved, operands, list(_tensors(output)))
+    execution = _execution(forward, tuple(log.kernels), saved, operands, list(_tensors(output)))
+    return replace(execution, forward_bytes=forward_bytes, backward_bytes=log.peak_bytes - left_bytes)
 
 
 def _counting_as(call: Call) -> contextlib.AbstractContextManager[None]:
@@ -279,6 +317,8 @@ def _execution(
         saves=frozenset(own[key] for key in kept if key in own),
         saves_results=frozenset(made[key] for key in kept if key in made),
         saved_bytes=sum(tensor.untyped_storage().nbytes() for tensor in extra),
+        forward_bytes=0,
+        backward_bytes=0,
     )
 
 
@@ -296,9 +336,12 @@ def _materialize(argument: Argument, operands: Iterator[torch.Tensor]) -> Any:
             return argument
 
 
-def _callable(call: Call) -> Callable[..., Any]:
-    """The operator, or the fused kernel that a GPU runs for it where meta tensors would take a decomposed path."""
+def _callable(call: Call, strategy: Strategy) -> Callable[..., Any]:
+    """The operator, or what runs for it: the fused kernel of a GPU where meta tensors would take a decomposed path, the
+    loss on slices of the classes where they are sharded."""
     match call.target:
+        case "tpplan.cross_entropy.default" if strategy.operands[0].kind is LayoutKind.SHARD:
+            return _sharded_cross_entropy
         case "aten.scaled_dot_product_attention.default":
             return _fused_attention
         case "aten.rms_norm.default":
@@ -343,6 +386,11 @@ def _fused_rms_norm(
     """GPUs run one kernel each way (aten._fused_rms_norm); it moves what layer norm's kernel moves."""
     normalized: torch.Tensor = torch.ops.aten.layer_norm(x, normalized_shape, weight, None, eps or 1e-6)
     return normalized
+
+
+def _sharded_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """The collectives apart, which are priced by their bytes."""
+    return vocabulary_parallel(logits, targets, ignore_index, TpGroup(name="", size=1, rank=0))
 
 
 def _grouped_product(rows: torch.Tensor, experts: torch.Tensor, _offsets: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from tpplan.space import Reading, Space, reading_conversion
 from tpplan.units import DTYPE_BYTES
 
 #: parts of the peak
-SAVED, LARGEST_OP = "saved activations", "largest op"
+SAVED, LARGEST_OP, SOURCES = "saved activations", "largest op", "inputs and buffers"
 
 
 def local_bytes(value: Value, layout: Layout, tp: int) -> int:
@@ -42,7 +42,8 @@ class _Segment:
 
 
 def activation_terms(space: Space, executor: Executor, regions: Regions = NO_REGIONS) -> tuple[Term, ...]:
-    """Terms whose sum is the bytes of a micro-batch on one rank: saved activations, and the largest op's gradients.
+    """Terms whose sum is the bytes of a micro-batch on one rank: saved activations, what the largest op holds while it
+    runs, and the model's inputs and buffers.
 
     What is recomputed is there for one layer of each kind at a time.
     """
@@ -68,7 +69,7 @@ def activation_terms(space: Space, executor: Executor, regions: Regions = NO_REG
         Term(name=SAVED, expressions=_kept(space, segments, alike[0]), weight=float(sum(map(is_there, alike))))
         for alike in kinds.values()
     ]
-    return (*terms, *_extra_terms(space, executor, regions), _largest_op(space))
+    return (*terms, *_extra_terms(space, executor, regions), _largest_op(space, executor), _sources(space))
 
 
 def _crosses(space: Space, segments: dict[str, _Segment], regions: Regions, boundary: str) -> bool:
@@ -78,27 +79,38 @@ def _crosses(space: Space, segments: dict[str, _Segment], regions: Regions, boun
     return any(_crosses(space, segments, regions, name) for name in segments[f"{boundary}:0"].exits)
 
 
-def _largest_op(space: Space) -> Term:
-    """Gradients of an op's results are alive while those of its operands are made."""
+def _sources(space: Space) -> Term:
+    values = [space.graph.values[s.result] for s in space.graph.sources if s.kind is not SourceKind.PARAMETER]
+    return Term(name=SOURCES, expressions=(Expression(constant=float(sum(value.num_bytes for value in values))),))
+
+
+def _largest_op(space: Space, executor: Executor) -> Term:
+    """What an op holds while it runs: forward what it drops again, backward gradients and what it makes of them.
+
+    Gradients of parameters count elsewhere.
+    """
     parameters = {source.result for source in space.graph.parameters}
     expressions = []
     for name in space.members:
         op = space.deciders[name]
         if not isinstance(op, Op):
             continue
-        values = [space.graph.values[v] for v in (*op.operands, *op.results)]
+        call = Call.of(space.graph, op)
         vector = tuple(
-            float(
-                sum(
-                    local_bytes(value, layout, space.tp)
-                    for value, layout in zip(values, (*strategy.operands, *strategy.results), strict=True)
-                    if value.carries_gradient and value.name not in parameters
-                )
-            )
-            for strategy in space.strategies[name]
+            _held_bytes(call, strategy, parameters, space.tp, executor) for strategy in space.strategies[name]
         )
         expressions.append(Expression(terms=((name, vector),)))
     return Term(name=LARGEST_OP, expressions=tuple(expressions) or (Expression(),))
+
+
+def _held_bytes(call: Call, strategy: Strategy, parameters: set[str], tp: int, executor: Executor) -> float:
+    execution = executor.execute(call, strategy, tp)
+    counted = sum(
+        local_bytes(value, layout, tp)
+        for value, layout in zip(call.operands, strategy.operands, strict=True)
+        if value.name in parameters and value.carries_gradient
+    )
+    return float(max(execution.forward_bytes, execution.backward_bytes - counted))
 
 
 def _segments(space: Space, executor: Executor) -> dict[str, _Segment]:
@@ -200,13 +212,20 @@ def _extra_terms(space: Space, executor: Executor, regions: Regions) -> Iterator
         if not isinstance(op, Op):
             continue
         call = Call.of(space.graph, op)
-        vector = tuple(float(executor.execute(call, s, space.tp).saved_bytes) for s in space.strategies[name])
+        vector = tuple(_extra_bytes(call, s, space.tp, executor) for s in space.strategies[name])
         if any(vector):
             yield Term(
                 name=SAVED,
                 expressions=(Expression(terms=((name, vector),)),),
                 weight=float(count),
             )
+
+
+def _extra_bytes(call: Call, strategy: Strategy, tp: int, executor: Executor) -> float:
+    """What an op keeps besides the values that it keeps where nothing is sharded."""
+    execution, whole = executor.execute(call, strategy, tp), executor.execute(call, whole_strategy(call), 1)
+    more = execution.saves - whole.saves
+    return execution.saved_bytes + sum(local_bytes(call.operands[i], strategy.operands[i], tp) for i in more)
 
 
 def _copies_read(space: Space, name: str, reading: Reading, count: int) -> Iterator[Term]:
