@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from gpu_scripts import SCRIPTS, gpu, gpu_results, make_gpu_plans
+from torch import nn
 
 from tpplan.plan import Plan, ProofStatus, Recompute
 from tpplan.profile import load_profile
