@@ -22,7 +22,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,10 +190,15 @@ def run(plan: Plan, size: Size, device: torch.device) -> Measured:
             model = size.build_model()
         model = tpplan.apply_plan(model, plan)
         fill_weights(model)
-        step = step_of(model, plan, batch(size, plan, device))
+        inputs = batch(size, plan, device)
+        step = step_of(model, plan, inputs)
         for _ in range(size.warm_up_steps):
             step()
-        peak_bytes = cuda_peak(step, device) if device.type == "cuda" else tracked_peak(step, model)
+        peak_bytes = (
+            cuda_peak(step, device)
+            if device.type == "cuda"
+            else tracked_peak(step, (*held_by(model), *inputs.values()))
+        )
         steps_s = [elapsed(step, device) for _ in range(size.timed_steps)]
         kernels_s = kernel_seconds(step) if device.type == "cuda" else None
     return Measured(steps_s=tuple(steps_s), kernels_s=kernels_s, peak_bytes=peak_bytes - bytes_before)
@@ -254,14 +259,20 @@ def cuda_peak(step: Callable[[], None], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device)
 
 
-def tracked_peak(step: Callable[[], None], model: nn.Module) -> int:
-    """The same where the allocator does not say: bytes of the parameters and of all that operators make."""
+def tracked_peak(step: Callable[[], None], held: Iterable[Tensor]) -> int:
+    """The same where the allocator does not say: bytes of what is held throughout and of all that operators make."""
     tracker = Tracker()
-    for parameter in model.parameters():
-        tracker.add(parameter)
+    for tensor in held:
+        tracker.add(tensor)
     with tracker:
         step()
     return tracker.peak_bytes
+
+
+def held_by(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers."""
+    yield from model.parameters()
+    yield from model.buffers()
 
 
 class Tracker(TorchDispatchMode):

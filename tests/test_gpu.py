@@ -146,7 +146,7 @@ def test_a_step_with_a_planted_tensor_is_seen() -> None:
     with gpu.fake_group(2), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = gpu.tpplan.apply_plan(gpu.TOY.build_model(), plan)
-        step = gpu.step_of(model, plan, gpu.batch(gpu.TOY, plan, CPU))
+        step, held = gpu.step_of(model, plan, gpu.batch(gpu.TOY, plan, CPU)), list(gpu.held_by(model))
         step()
 
         def wasteful() -> None:
@@ -154,7 +154,7 @@ def test_a_step_with_a_planted_tensor_is_seen() -> None:
             step()
             assert more.numel()
 
-        assert gpu.tracked_peak(wasteful, model) - gpu.tracked_peak(step, model) == 4_000_000
+        assert gpu.tracked_peak(wasteful, held) - gpu.tracked_peak(step, held) == 4_000_000
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -204,6 +204,7 @@ def test_the_peak_at_full_size_is_the_tracked_one(name: str, monkeypatch: pytest
             model = gpu.FULL.build_model()
         model = gpu.tpplan.apply_plan(model, priced)
         tokens = torch.empty(1, gpu.FULL.seq_len, dtype=torch.long, device="meta")
-        tracked = gpu.tracked_peak(gpu.step_of(model, priced, {"tokens": tokens, "targets": tokens}), model)
+        step = gpu.step_of(model, priced, {"tokens": tokens, "targets": tokens})
+        tracked = gpu.tracked_peak(step, (*gpu.held_by(model), tokens))
     low, high = gpu_results.MEMORY_BAR
     assert low <= priced.predicted.peak_memory_bytes / tracked - 1 <= high
