@@ -130,7 +130,7 @@ def measure_profile(size: Size, device: torch.device) -> HardwareProfile:
     """What the device does alone, in the dtype that the plans compute in."""
     grid = default_grid(device.type)
     if size is TOY:
-        grid = dataclasses.replace(grid, matmul_batches=(1,), matmul_sizes=(16, 64, 128))
+        grid = dataclasses.replace(grid, matmul_batches=(1,), matmul_sizes=(16, 64, 128), attention=grid.attention[:1])
     compute = measure_compute(device, dtypes=[size.dtype], budget_s=size.compute_budget_s, grid=grid, progress=announce)
     return make_profile(
         name=f"gpu-script-{device.type}",
@@ -395,6 +395,7 @@ def compare(out: Path, profile_name: str | None, chosen: Mapping[str, Plan], siz
     profile = load_profile(profile_name) if profile_name else measure_profile(size, device)
     write_json(out / "profile.json", profile.to_dict())
     machine = with_fake_collectives(profile, size, device)
+    make_workspaces(size, device)
     rows = []
     for name, plan in chosen.items():
         priced = tpplan.price(plan, size.build_model, llama.example_inputs, profile=machine, loss=llama.loss)
@@ -420,6 +421,12 @@ def compare(out: Path, profile_name: str | None, chosen: Mapping[str, Plan], siz
 def versions() -> dict[str, str | None]:
     """Of what ran."""
     return {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
+
+
+def make_workspaces(size: Size, device: torch.device) -> None:
+    """What matmul libraries allocate once for forward's thread and for backward's is no model's."""
+    matrix = torch.ones(64, 64, dtype=getattr(torch, size.dtype), device=device, requires_grad=True)
+    (matrix @ matrix).sum().backward()
 
 
 def release(device: torch.device) -> None:
