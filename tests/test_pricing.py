@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tpplan
 from tpplan.costs.memory import SAVED
-from tpplan.errors import PlanMismatchError, ProfileError, UsageError
+from tpplan.errors import PlanMismatchError, ProfileError
 from tpplan.plan import Pass, Plan, Recompute
 from tpplan.pricing import RECOMPUTATION, REMADE
 from tpplan.profile import Estimate, HardwareProfile
@@ -108,11 +108,23 @@ def test_a_plan_that_does_not_type_is_refused(mlp: Plan) -> None:
         price("mlp", broken, machine())
 
 
-def test_units_that_stay_gathered_are_refused() -> None:
-    plan = solve_example("mlp", eager_to_shard(), gpus=2, tp=1, fsdp=2, prove=False)
-    kept = dataclasses.replace(plan, fsdp=dataclasses.replace(plan.fsdp, reshard_after_forward=False))
-    with pytest.raises(UsageError, match="reshard_after_forward"):
-        price("mlp", kept, machine())
+def test_units_that_stay_gathered_are_priced_as_solve_prices_them() -> None:
+    options = {"gpus": 2, "tp": 1, "fsdp": 2, "prove": False}
+    plan = solve_example("mlp", eager_to_shard(), reshard_after_forward=False, **options)
+    resharded = solve_example("mlp", eager_to_shard(), **options)
+    assert_same_price("mlp", plan)
+    assert plan.predicted != resharded.predicted
+
+
+@pytest.mark.parametrize("mode", [Recompute.SELECTIVE, Recompute.FULL])
+def test_solve_and_price_agree_on_recomputation(mode: Recompute) -> None:
+    """One is linear in the choices, the other follows one choice through backward."""
+    plan = solve_example("gpt", eager_to_shard(), gpus=2, tp=2, recompute=mode, prove=False)
+    priced = price("gpt", plan, eager_to_shard())
+    assert plan.recompute == {"layers.*": mode}
+    assert priced.collectives == plan.collectives
+    assert priced.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=0.02)
+    assert priced.predicted.peak_memory_bytes == pytest.approx(plan.predicted.peak_memory_bytes, rel=0.05)
 
 
 # Recomputation, against what torch does

@@ -36,11 +36,12 @@ from tpplan.plan import (
     check_parameters,
     parameters_fingerprint,
 )
-from tpplan.pricing import price_plan
+from tpplan.pricing import price_plan, with_repeats
 from tpplan.problem import Problem, Solution, Status, total
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.prove import Counterexample, check_structure
 from tpplan.reader import path_of
+from tpplan.reruns import rerun
 from tpplan.rules import Strategy
 from tpplan.space import build_space
 from tpplan.trace import Inputs, Loss, assumptions, check_backward_hooks, repeated_children, trace
@@ -595,7 +596,7 @@ class _Job:
         rows = {
             name: (plan.shape, plan.trainable) for label, plan in parameters.items() for name in (label, *plan.aliases)
         }
-        return Plan(
+        plan = Plan(
             schema_version=SCHEMA_VERSION,
             tpplan_version=_version(),
             torch_version=torch.__version__.partition("+")[0],
@@ -636,6 +637,10 @@ class _Job:
             ),
             unruled_ops=expanded.unruled_ops(),
         )
+        if self.recompute is Recompute.NONE:
+            return plan
+        again = rerun(expanded.formulation, plan.recomputed_modules())
+        return replace(plan, collectives=with_repeats(plan.collectives, again, plan))
 
 
 def _copied(model: nn.Module) -> nn.Module:

@@ -101,10 +101,10 @@ def _with_reruns(priced: Priced, again: Rerun, plan: Plan) -> Priced:
         peak_memory_bytes=sum(memory_bytes.values()),
         memory_bytes=memory_bytes,
     )
-    return replace(priced, predicted=predicted, collectives=_repeated(priced.collectives, again, plan))
+    return replace(priced, predicted=predicted, collectives=with_repeats(priced.collectives, again, plan))
 
 
-def _repeated(collectives: tuple[CollectivePlan, ...], again: Rerun, plan: Plan) -> tuple[CollectivePlan, ...]:
+def with_repeats(collectives: tuple[CollectivePlan, ...], again: Rerun, plan: Plan) -> tuple[CollectivePlan, ...]:
     """A step's collectives with those that run again, which do so in backward."""
     counts = Counter({replace(collective, count=1): collective.count for collective in collectives})
     for module, transfer in again.transfers:
