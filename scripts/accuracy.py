@@ -19,7 +19,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -281,7 +281,7 @@ def _price(run: Run, recompute: Recompute) -> Parts:
             recompute=recompute,
             reshard_after_forward=run.reshard,
             compile=run.is_compiled,
-            allows=(lambda graph: Megatron(graph=graph, norms=S(1))) if run.tp > 1 else None,
+            allows=partial(Megatron.of, S(1)) if run.tp > 1 else None,
         ),
     )
     return parts(priced)

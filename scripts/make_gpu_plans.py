@@ -2,28 +2,28 @@
 
     python scripts/make_gpu_plans.py [--output scripts/gpu_plans]
 
-On that machine the optimum of this model shards no sequence. It does where memory binds: plans called -sp are the
-optima under the mildest limit that makes them do it. Recomputation is added to what was solved.
+On tensor-parallel ranks they are Megatron's, those called -sp with sequence parallelism. Recomputation is added to what
+was solved.
 """
 
 import argparse
 import dataclasses
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from gpu import FULL, GPUS_PER_NODE, PLANS, llama
-from gpu_results import splits_sequence
+from testbed_models import Megatron
 
 import tpplan
+from tpplan.layout import R, S
 from tpplan.plan import Plan, Recompute
 
 PROFILE = "h100-sxm"
 #: two micro-batches: gradients of the first are there while the second runs, as predictions assume
 NUM_MICRO_BATCHES = 2
 LAYERS = "layers.*"
-#: of what the optimum needs
-MEMORY_SHARES = tuple(1 - percent / 100 for percent in range(1, 20))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,38 +47,25 @@ CASES = (
 
 
 def make(case: Case) -> Plan:
-    """The plan, solved and proven, with its recomputation priced."""
-    plan = solve_split(case.tp) if case.splits_sequence else solve(case.tp)
+    """The plan, solved among Megatron's layouts and proven, with its recomputation priced. No optimizer runs."""
+    plan = tpplan.solve(
+        FULL.build_model,
+        llama.example_inputs,
+        cluster=tpplan.Cluster(gpus=case.tp, gpus_per_node=GPUS_PER_NODE, profile=PROFILE),
+        global_batch=NUM_MICRO_BATCHES,
+        seq_len=FULL.seq_len,
+        loss=llama.loss,
+        unused_outputs=("output",),
+        tp=case.tp,
+        precision=FULL.precision,
+        optimizer="sgd",
+        allows=partial(Megatron.of, S(1) if case.splits_sequence else R) if case.tp > 1 else None,
+    )
     if case.recompute is Recompute.NONE:
         return plan
     again = dataclasses.replace(plan, recompute={LAYERS: case.recompute})
     priced = tpplan.price(again, FULL.build_model, llama.example_inputs, profile=PROFILE, loss=llama.loss)
     return dataclasses.replace(priced, solver=plan.solver)
-
-
-def solve_split(tp: int) -> Plan:
-    """The optimum under the first of the limits under which a slice of the sequence enters the attentions. Raises
-    InfeasibleError where there is none."""
-    peak_bytes = solve(tp).predicted.peak_memory_bytes
-    plans = (solve(tp, share * peak_bytes) for share in MEMORY_SHARES)
-    return next(plan for plan in plans if splits_sequence(plan))
-
-
-def solve(tp: int, memory_limit_bytes: float | None = None) -> Plan:
-    """The optimum on tp GPUs of a node, without an optimizer's states: none runs."""
-    return tpplan.solve(
-        FULL.build_model,
-        llama.example_inputs,
-        cluster=tpplan.Cluster(gpus=tp, gpus_per_node=GPUS_PER_NODE, profile=PROFILE),
-        global_batch=NUM_MICRO_BATCHES,
-        seq_len=FULL.seq_len,
-        loss=llama.loss,
-        unused_outputs=("output",),
-        tp=tp,
-        precision=FULL.precision,
-        optimizer="sgd",
-        memory_limit_bytes=memory_limit_bytes,
-    )
 
 
 def main() -> int:

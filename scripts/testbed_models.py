@@ -1,15 +1,14 @@
-"""What the testbed trains: three models of the example Llama, and the plans that practitioners would write for them."""
+"""What the testbed trains: three models of the example GPT, and the plans that practitioners would write for them."""
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import tpplan
-from tpplan import planner
 from tpplan.errors import UsageError
 from tpplan.graph import Boundary, Direction, ModelGraph, Op
 from tpplan.layout import R_STAR, Layout, R, S
@@ -21,7 +20,7 @@ from tpplan.space import reading_name
 
 sys.path.append(str(Path(__file__).resolve().parent / "examples"))
 
-import llama
+import gpt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,31 +28,31 @@ class Workload:
     """A model and a batch: `global_batch` samples of `seq_len` tokens a step."""
 
     name: str
-    config: llama.Config
+    config: gpt.Config
     global_batch: int
     seq_len: int
 
-    def build_model(self) -> llama.Llama:
+    def build_model(self) -> gpt.GPT:
         """The model; seed torch before where the weights matter."""
-        return llama.Llama(self.config)
+        return gpt.GPT(self.config)
 
 
 WORKLOADS = (
     Workload(
         name="wide",
-        config=llama.Config(num_layers=2, model_dim=512, hidden_dim=1408, num_heads=8, num_kv_heads=8, vocab_size=512),
+        config=gpt.Config(num_layers=2, model_dim=512, hidden_dim=2048, num_heads=8, vocab_size=512),
         global_batch=4,
         seq_len=64,
     ),
     Workload(
         name="narrow",
-        config=llama.Config(num_layers=2, model_dim=256, hidden_dim=768, num_heads=4, num_kv_heads=4, vocab_size=512),
+        config=gpt.Config(num_layers=2, model_dim=256, hidden_dim=1024, num_heads=4, vocab_size=512),
         global_batch=4,
         seq_len=512,
     ),
     Workload(
         name="vocabulary",
-        config=llama.Config(num_layers=2, model_dim=256, hidden_dim=768, num_heads=4, num_kv_heads=4, vocab_size=8192),
+        config=gpt.Config(num_layers=2, model_dim=256, hidden_dim=1024, num_heads=4, vocab_size=8192),
         global_batch=4,
         seq_len=128,
     ),
@@ -66,12 +65,12 @@ def workload_named(name: str) -> Workload:
 
 
 #: for tests
-TINY = Workload(name="tiny", config=llama.Config(num_layers=2), global_batch=4, seq_len=32)
+TINY = Workload(name="tiny", config=gpt.Config(num_layers=2), global_batch=4, seq_len=32)
 
 #: whether a strategy of a decision may be chosen; False forbids it
 Allows = Callable[[str, Strategy], bool]
 
-COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "up_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
 SEQUENCE_DIM = 1
 
@@ -106,18 +105,24 @@ class Megatron:
     graph: ModelGraph
     norms: Layout
 
+    @classmethod
+    def of(cls, norms: Layout, graph: ModelGraph) -> "Megatron":
+        """What solve asks of a graph."""
+        return cls(graph=graph, norms=norms)
+
     def __call__(self, decision: str, strategy: Strategy) -> bool:
         label = self.parameters.get(decision)
         if label is not None:
-            return self._allows_reading(label.removesuffix(".weight").rpartition(".")[2], strategy)
+            *_, owner, name = label.split(".")
+            return self._allows_reading(owner, name, strategy)
         return decision not in self.norm_inputs or strategy.results[0] == self.norms
 
-    def _allows_reading(self, owner: str, strategy: Strategy) -> bool:
+    def _allows_reading(self, owner: str, name: str, strategy: Strategy) -> bool:
         placement, read = strategy.operands[0], strategy.results[0]
         if owner in COLUMN_PARALLEL:
             return placement == S(0)
         if owner in ROW_PARALLEL:
-            return placement == S(1)
+            return name == "bias" or placement == S(1)
         # A slice's part of the gradient is a summand.
         return "norm" not in owner or read == (R if self.norms == R else R_STAR)
 
@@ -143,32 +148,6 @@ class Megatron:
         )
 
 
-@contextlib.contextmanager
-def layouts_of(norms: Layout | None) -> Iterator[None]:
-    """While it lasts, tpplan.solve chooses among Megatron's layouts alone; among all where there is no such wish.
-
-    There is no option for this: a plan by hand is for comparison, and what it costs must come from the same pricing.
-    """
-    if norms is None:
-        yield
-        return
-    build_space = planner.build_space
-
-    def build_restricted(graph: ModelGraph, tp: int, *, cut: Allows | None, **options: Any) -> Any:
-        allows = Megatron(graph=graph, norms=norms)
-
-        def forbids(decision: str, strategy: Strategy) -> bool:
-            return not allows(decision, strategy) or (cut is not None and cut(decision, strategy))
-
-        return build_space(graph, tp, cut=forbids, **options)
-
-    planner.build_space = build_restricted
-    try:
-        yield
-    finally:
-        planner.build_space = build_space
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
     """A cluster as it was measured."""
@@ -187,8 +166,8 @@ class Nodes:
         """tpplan.solve for a workload."""
         return tpplan.solve(
             workload.build_model,
-            llama.example_inputs,
-            loss=llama.loss,
+            gpt.example_inputs,
+            loss=gpt.loss,
             cluster=self.cluster,
             global_batch=workload.global_batch,
             seq_len=workload.seq_len,
@@ -199,8 +178,8 @@ class Nodes:
         """An alternative, with as large a micro-batch as its ranks have samples for."""
         data_parallel = self.cluster.gpus // rival.tp
         micro_batch = workload.global_batch // data_parallel
-        with layouts_of(rival.norms):
-            return self.solve(workload, tp=rival.tp, fsdp=rival.fsdp, micro_batch=micro_batch, prove=prove)
+        allows = partial(Megatron.of, rival.norms) if rival.norms is not None else None
+        return self.solve(workload, tp=rival.tp, fsdp=rival.fsdp, micro_batch=micro_batch, prove=prove, allows=allows)
 
     def chosen_plan(self, workload: Workload) -> Plan:
         """The plan of least predicted time over micro-batches, tensor parallelism inside nodes or over all ranks."""

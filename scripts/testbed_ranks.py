@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from testbed_models import Workload, llama, workload_named
+from testbed_models import Workload, gpt, workload_named
 from torch import nn
 
 import tpplan
@@ -126,7 +126,7 @@ class Trainee:
         self.model: nn.Module = tpplan.apply_plan(workload.build_model(), plan)
         # Fused: one kernel for a group of parameters. A loop of small kernels is what the profile does not time.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
-        batch = llama.example_inputs(workload.global_batch, workload.seq_len, seed=SEED)
+        batch = gpt.example_inputs(workload.global_batch, workload.seq_len, seed=SEED)
         size, steps = plan.batch.micro_batch, plan.batch.accumulation_steps
         first = plan.mesh.data_rank(rank) * steps * size
         starts = range(first, first + steps * size, size)
@@ -139,7 +139,7 @@ class Trainee:
         for i, inputs in enumerate(self.micro_batches):
             with contextlib.nullcontext() if i + 1 == count else tpplan.no_sync(self.model):
                 with timed(seconds, "forward"):
-                    loss = llama.loss(self.model(**tpplan.forward_inputs(self.model, inputs)), inputs) / count
+                    loss = gpt.loss(self.model(**tpplan.forward_inputs(self.model, inputs)), inputs) / count
                 with timed(seconds, "backward"):
                     loss.backward()
             losses.append(loss.detach())

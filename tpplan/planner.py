@@ -104,6 +104,7 @@ def solve(
     memory_limit_bytes: float | None = None,
     solver: str | None = None,
     time_limit_s: float | None = None,
+    allows: Callable[[ModelGraph], Allows] | None = None,
     prove: bool = True,
     progress: Progress | None = None,
 ) -> Plan:
@@ -114,6 +115,7 @@ def solve(
     `precision` defaults to bf16-mixed on a GPU profile and fp32 else. `recompute` says what of each repeated layer runs
     again in backward ("none", "selective", "full"), reshard_after_forward=False keeps FSDP's layers gathered until then
     (ZeRO-2), compile=True prices elementwise ops as torch.compile fuses them. time_limit_s holds for each mesh.
+    `allows`, given the graph, says which strategies of a decision may be chosen: for plans that are to be compared.
     Raises ModelError, ProfileError, UsageError, SolverError, and InfeasibleError with what would fit.
     """
     options = Options(
@@ -129,6 +131,7 @@ def solve(
         memory_limit_bytes=memory_limit_bytes,
         solver=solver,
         time_limit_s=time_limit_s,
+        allows=allows,
     )
     batch = _Batch(global_batch, micro_batch, seq_len)
     job, candidates = _prepare(build_model, example_inputs, cluster, batch, options, progress)
@@ -137,10 +140,7 @@ def solve(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What solve takes besides the model, the cluster and the batch, under the same names.
-
-    `allows`, given the graph, says which strategies of a decision may be chosen: for plans that are to be compared.
-    """
+    """What solve takes besides the model, the cluster and the batch, under the same names."""
 
     loss: Loss | None = None
     unused_outputs: tuple[str, ...] = ()
