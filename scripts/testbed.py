@@ -1,6 +1,6 @@
 """Predicted against measured on a cluster of two nodes that stands on one machine.
 
-    sudo python scripts/testbed.py                                  all models at 0.2, 1 and 5 Gbit/s, about 25 minutes
+    sudo python scripts/testbed.py                                  all models at 0.2, 1 and 5 Gbit/s, half an hour
     sudo python scripts/testbed.py --bandwidths 1 --models wide
 
 Two network namespaces are the nodes, a shaped link between them the network, and two gloo ranks of one thread each run
