@@ -71,8 +71,7 @@ def listed(plan: Plan) -> Issued:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("links", ["free", "slow"])
+@pytest.mark.parametrize(("links", "ranks"), [("free", 4), ("slow", 2)])
 @pytest.mark.parametrize("name", NAMES)
 def test_listed_collectives_are_those_issued(name: str, links: str, ranks: int) -> None:
     """Kind, bytes, dtype and count over a step of two micro-batches, reduction of R* gradients included."""

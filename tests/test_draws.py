@@ -69,7 +69,7 @@ def solve(layer: type[nn.Module]) -> Plan:
     return tpplan.solve(
         lambda: Model(layer()),
         inputs,
-        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
+        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard(hbm_bytes_per_s=1e11)),
         global_batch=1,
         seq_len=LENGTH,
         tp=2,

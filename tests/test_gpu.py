@@ -108,7 +108,7 @@ def choices(plan: Plan) -> Plan:
     return dataclasses.replace(plan, **{name: getattr(reference, name) for name in fields})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("case", make_gpu_plans.CASES, ids=lambda case: case.name)
 def test_the_plans_are_what_the_script_makes(case: make_gpu_plans.Case) -> None:
     """Where a change to costs or rules changes an optimum, run scripts/make_gpu_plans.py again."""
@@ -187,7 +187,7 @@ def test_bars(times: tuple[float, ...], memory: tuple[float, ...], kept: tuple[b
     assert "missed" not in summary.lines(judges=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [case.name for case in make_gpu_plans.CASES])
 def test_the_peak_at_full_size_is_the_tracked_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On meta tensors in full width, with the fused kernels of a GPU where meta tensors would take other paths."""

@@ -174,7 +174,7 @@ def test_a_small_llama_is_planned(name: str) -> None:
     assert plan.predicted.memory_limit_bytes == shipped(name).usable_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("gpus", [8, 16])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_small_llama_is_planned_on_every_mesh(name: str, gpus: int) -> None:

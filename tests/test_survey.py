@@ -270,7 +270,7 @@ def test_an_overlap_is_the_same_on_all_ranks_and_no_speedup() -> None:
     assert min(first) >= 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchrun_measures_with_the_default_grid(tmp_path: Path) -> None:
     out = tmp_path / "mine.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tpplan"]

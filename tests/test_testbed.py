@@ -261,7 +261,7 @@ def test_what_runs_inside_ends_with_the_network(network: ModuleType) -> None:
     assert f"tpplan-testbed-{os.getpid()}" not in namespaces()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("permitted")
 @pytest.mark.timeout(600)
 def test_a_tiny_model_trains_under_every_plan(testbed: ModuleType, tmp_path: Path) -> None:

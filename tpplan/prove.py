@@ -392,9 +392,21 @@ def _strange(expanded: Expanded, node: Op | Boundary | None, image: _Image) -> f
     tp, strategy = expanded.formulation.mesh.tp, expanded.strategy(node.name)
     call = Call.of(expanded.graph, node)
     pairs = zip(call.results, strategy.results, strict=True)
-    expected = {size for value, layout in pairs for size in local_shape(value.shape, layout, tp)}
+    shapes = [local_shape(value.shape, layout, tp) for value, layout in pairs]
+    expected = {size for shape in shapes for size in shape}
     found = {leaf for leaf in pytree.tree_leaves((image.literals, image.shapes)) if isinstance(leaf, int)}
-    return frozenset(found - expected - {-1} - set(pytree.tree_leaves(call.args)))
+    strange = found - expected - {-1} - set(pytree.tree_leaves(call.args))
+    return frozenset(strange | _misplaced(image.literals, (call.args, call.kwargs), shapes[0]))
+
+
+def _misplaced(literals: object, written: object, shape: tuple[int, ...]) -> set[int]:
+    """Sizes in a list of them, one for each dim of a shape, that are neither that dim's nor what stands there."""
+    if not isinstance(literals, tuple) or not isinstance(written, tuple) or len(literals) != len(written):
+        return set()
+    if len(literals) == len(shape) and all(isinstance(size, int) for size in (*literals, *written)):
+        triples = zip(literals, written, shape, strict=True)
+        return {found for found, own, size in triples if found not in (own, size, -1)}
+    return {size for one, other in zip(literals, written, strict=True) for size in _misplaced(one, other, shape)}
 
 
 def _blame(
@@ -405,6 +417,9 @@ def _blame(
     module = node.module if node is not None else ""
     visible = tuple(_visible(expanded, module))
     blamed = tuple(name for name in visible if _local_sizes(expanded, name) & strange)
+    if not blamed and strange:  # made of others: `dim // heads` of an input's dim
+        entries = (b for b in expanded.graph.boundaries if (b.module, b.direction) == (module, Direction.INPUT))
+        blamed = tuple(_sharded(expanded, entries))
     if not blamed:
         is_sharded = isinstance(node, Op) and node.name in _sharded(expanded, (node,))
         blamed = (node.name,) if node is not None and is_sharded else visible
