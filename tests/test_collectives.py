@@ -71,8 +71,7 @@ def listed(plan: Plan) -> Issued:
     return found
 
 
-@pytest.mark.parametrize(("links", "ranks"), [("free", 4), ("slow", 2)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "links", "ranks"), [*((name, "free", 4) for name in NAMES), ("llama", "slow", 2)])
 def test_listed_collectives_are_those_issued(name: str, links: str, ranks: int) -> None:
     """Kind, bytes, dtype and count over a step of two micro-batches, reduction of R* gradients included."""
     slow = machine(flop_per_s=1e9, hbm_bytes_per_s=1e9, launch_s=1e-9, intra_bytes_per_s=1e9, latency_s=1e-5)

@@ -195,7 +195,7 @@ def test_the_bars(script: ModuleType) -> None:
     assert not script.Row(model="m").is_right_and_sharded
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_llama_meets_all_bars(script: ModuleType, models: ModuleType) -> None:
     options = script.Options(
         degrees=(2,), numeric_degrees=(2,), profile=models.machine(), precision="bf16-mixed", budget_s=240.0

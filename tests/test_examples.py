@@ -107,7 +107,9 @@ def test_applied_plans_equal_one_process(name: str, ranks: int) -> None:
             assert errors[worst] < TOLERANCE, (mesh, worst, errors[worst])
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 2, "fsdp": 1}, {"tp": 2, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param({"tp": 2, "fsdp": 1}, marks=pytest.mark.long), {"tp": 2, "fsdp": 2}], ids=str
+)
 def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(mesh: dict[str, int]) -> None:
     """bfloat16 has 8 bits: gradients within a few percent of float32's. Also with tp alone, where FSDP only casts."""
     loss, gradients, _ = one_process("llama")

@@ -176,7 +176,7 @@ def flop_of(step: Any) -> int:
     return sum(flop for op, flop in counts.items() if str(op) in ("aten.mm", "aten.addmm", "aten.bmm"))
 
 
-@pytest.mark.parametrize("mode", [Recompute.FULL, pytest.param(Recompute.SELECTIVE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", [Recompute.FULL, pytest.param(Recompute.SELECTIVE, marks=pytest.mark.long)])
 def test_what_runs_again_is_what_torch_runs_again(gpt: Plan, mode: Recompute) -> None:
     again = recomputing(gpt, mode)
     predicted = price("gpt", again, counts_flop()).predicted.time_s
@@ -209,7 +209,7 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("mode", [Recompute.FULL, pytest.param(Recompute.SELECTIVE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", [Recompute.FULL, pytest.param(Recompute.SELECTIVE, marks=pytest.mark.long)])
 def test_collectives_that_run_again_are_listed(gpt: Plan, mode: Recompute) -> None:
     priced = price("gpt", recomputing(gpt, mode), machine())
     listed: Counter[str] = Counter()

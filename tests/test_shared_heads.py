@@ -169,7 +169,7 @@ def reads(plan: Plan, name: str) -> str:
 
 
 TP, TP_AND_FSDP = {"tp": 4, "fsdp": 1}, {"tp": 2, "fsdp": 2}
-CASES = [(form, 2, TP) for form in FORMS] + [(form, 1, TP) for form in ("grouped", "stretched", "repeated")]
+CASES = [(form, 2, TP) for form in FORMS] + [("repeated", 1, TP)]
 
 
 @pytest.mark.parametrize(("form", "num_kv_heads", "mesh"), [*CASES, ("stretched", 1, TP_AND_FSDP)], ids=str)
