@@ -215,13 +215,13 @@ class Score(nn.Module):
 
 
 class Choosing(nn.Module):
-    """What happens to a value depends on it, and which weights it meets. Sizes of heads are written into the code."""
+    """What happens to a value depends on it; sizes of heads are written into the code, too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
         self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
-        self.feed_forward, self.weight = FeedForward(nn.Dropout(0.0)), nn.Parameter(torch.ones(DIM))
+        self.feed_forward = FeedForward(nn.Dropout(0.0))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -229,7 +229,8 @@ class Choosing(nn.Module):
         x = torch.cond(x.sum() > 0, lambda y: (y.sin() * scale).view(BATCH, -1, DIM), lambda y: y.cos(), (x,))
         heads = self.up(x).view(BATCH, -1, 4, DIM)
         x = x + self.down(F.gelu(heads).flatten(2))
-        return self.head(torch.cond(x.sum() < 0, lambda y: y.tanh() * self.weight, self.feed_forward, (x,)))
+        x = torch.cond(x.sum() < 0, lambda y: y.tanh(), lambda y: y * scale, (x,))
+        return self.head(self.feed_forward(x))
 
 
 class Experts(nn.Module):

@@ -540,7 +540,7 @@ def test_a_model_that_cannot_be_traced_is_named_by_module():
 
 @pytest.mark.parametrize(
     ("model", "message"),
-    [(Choosing(), "a function of torch.cond calls a layer"), (Looping(), "while_loop: of torch's")],
+    [(Choosing(), "a branch of torch.cond reads a parameter"), (Looping(), "while_loop: of torch's")],
 )
 def test_a_higher_order_op_that_is_not_followed_is_named(model, message):
     with pytest.raises(ModelError, match=message) as error:

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from tpplan.branches import run_branches_eagerly
 from tpplan.convert import TpGroup
 from tpplan.draws import DrawByRank
 from tpplan.errors import PlanError, PlanMismatchError, TpplanError, UsageError
@@ -75,7 +74,6 @@ def apply_plan(model: nn.Module, plan: Plan | str | os.PathLike[str], *, mesh: D
 def lay_out(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """The tensor parallelism of a plan that fits, in place: parameters, conversions, calls. `mesh` is tp's."""
     modules = modules_by_name(model)
-    run_branches_eagerly()
     rewrite_calls(_rewriters(plan, modules, TpGroup.of(mesh.get_group())))
     for name, style in module_styles(plan).items():
         style._apply(_module(modules, name), mesh)

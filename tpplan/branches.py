@@ -1,8 +1,7 @@
-"""torch.cond, which picks one of two functions by a tensor's value.
+"""torch.cond in a trace: both branches run, and what the condition chooses is a `where` of their results.
 
-Eager torch.cond compiles both functions when it is called, and a plan's code cannot be compiled into them. So a model
-that a plan is applied to runs the one that is picked, as Python's `if` would. All ranks of a tp group hold the same
-condition, and pick the same. A trace runs both, and the result is a `where`: what holds for both holds for either.
+In training torch.cond compiles its branches when it is called, and code of a plan's cannot be compiled into them. So
+what a branch reads is whole on every rank, and a branch calls no module and reads no parameter.
 """
 
 import contextlib
@@ -10,70 +9,74 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from tpplan import operators
 from tpplan.errors import ModelError
 
 #: the functions through which torch compiles and calls a higher-order op from eager code live here
 _HIGHER_ORDER_OPS = "torch._higher_order_ops."
 
-Condition = bool | int | float | Tensor
-Operands = tuple[Any, ...] | list[Any]
-
-_cond = torch.cond
-#: how many functions of torch.cond are being traced, one inside another
-_num_open = 0
-
-
-def run_picked(
-    pred: Condition, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Operands = ()
-) -> Any:
-    """torch.cond that compiles nothing, unless it is being compiled itself."""
-    if isinstance(pred, Tensor) and not torch.compiler.is_dynamo_compiling():
-        pred = bool(pred)
-    return _cond(pred, true_fn, false_fn, operands)
-
-
-def run_branches_eagerly() -> None:
-    """From now on torch.cond is run_picked."""
-    torch.cond = run_picked
-
 
 @contextlib.contextmanager
 def branches_in_the_open() -> Iterator[None]:
-    """While it lasts, torch.cond runs both functions. Other higher-order ops raise ModelError."""
-    before = torch.cond, torch.compile
+    """While it lasts, torch.cond runs both of its branches. Other higher-order ops raise ModelError."""
+    compile_ = torch.compile
 
-    def compile_(model: Any = None, **options: Any) -> Any:
+    def opened(model: Any = None, **options: Any) -> Any:
         if not getattr(model, "__module__", "").startswith(_HIGHER_ORDER_OPS):
-            return before[1](model, **options)
+            return compile_(model, **options)
+        if model.__name__ == "_cond_op_wrapper":
+            return _choose
         name = model.__module__.removeprefix(_HIGHER_ORDER_OPS)
-        raise ModelError(f"{name}: of torch's higher-order ops, tpplan follows torch.cond alone, called by that name")
+        raise ModelError(f"{name}: of torch's higher-order ops, tpplan follows torch.cond alone")
 
-    torch.cond, torch.compile = _run_both, compile_
+    torch.compile = opened
     try:
         yield
     finally:
-        torch.cond, torch.compile = before
+        torch.compile = compile_
 
 
-def is_in_branch() -> bool:
-    """True while a function of torch.cond is traced."""
-    return _num_open > 0
-
-
-def _run_both(
-    pred: Condition, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Operands = ()
+def _choose(
+    condition: Tensor, if_true: Callable[..., Any], if_false: Callable[..., Any], operands: tuple[Any, ...]
 ) -> Any:
-    if not isinstance(pred, Tensor):
-        return _cond(pred, true_fn, false_fn, operands)
-    global _num_open
-    _num_open += 1
-    try:
-        one, spec = pytree.tree_flatten(true_fn(*operands))
-        other = pytree.tree_leaves(false_fn(*operands))
-    finally:
-        _num_open -= 1
-    chosen = [torch.where(pred, a, b) if isinstance(a, Tensor) else a for a, b in zip(one, other, strict=True)]
-    return pytree.tree_unflatten(chosen, spec)
+    """What torch.cond gives."""
+    with _Whole() as whole:
+        one, spec = pytree.tree_flatten(if_true(*operands))
+        other = pytree.tree_leaves(if_false(*operands))
+        chosen = [a if a is None else torch.where(condition, a, b) for a, b in zip(one, other, strict=True)]
+        return pytree.tree_unflatten([leaf if leaf is None else whole.made(leaf) for leaf in chosen], spec)
+
+
+class _Whole(TorchFunctionMode):
+    """While it is on, every call is given whole tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: by id: the tensor, which keeps the id taken, and the same marked as whole
+        self._marked: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def made(self, argument: Any) -> Any:
+        """The argument, marked if it is a tensor. Raises ModelError for a parameter."""
+        if not isinstance(argument, Tensor):
+            return argument
+        if isinstance(argument, nn.Parameter):
+            raise ModelError(
+                "a branch of torch.cond reads a parameter, or calls a module that does: compute with parameters "
+                "before, and choose among what comes out (torch.where)"
+            )
+        marked = self._marked.get(id(argument))
+        if marked is None:
+            marked = self._marked[id(argument)] = (argument, operators.whole(argument, argument.requires_grad))
+        return marked[1]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map(self.made, (args, kwargs or {}))
+        results = func(*args, **kwargs)
+        for result in pytree.tree_leaves(results):
+            if isinstance(result, Tensor):
+                self._marked[id(result)] = (result, result)
+        return results

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from tpplan import operators
-from tpplan.branches import is_in_branch
 from tpplan.errors import ModelError
 from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, within
 from tpplan.known import UnknownValueError, is_foreign
@@ -146,11 +145,8 @@ def _marked(model: nn.Module, cast: BoundaryHook, running: list[str]) -> Iterato
         return change
 
     given: dict[str, list[tuple[Any, pytree.TreeSpec]]] = {}
-    layers = repeated_children(model)
 
     def enter(module: nn.Module, args: Any, kwargs: Any, name: str) -> Any:
-        if is_in_branch() and name in layers:
-            raise ModelError("a function of torch.cond calls a layer that FSDP gathers: ranks may pick differently")
         changed = convert_arguments(module, args, kwargs, mark(name, Direction.INPUT))
         given.setdefault(name, []).append((changed, pytree.tree_structure(changed)))
         return changed
