@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from tpplan import operators
 from tpplan.branches import branches_in_the_open
-from tpplan.counts import COUNTING, Counts, counting_by
+from tpplan.counts import Counts, counting_by
 from tpplan.errors import ModelError
 from tpplan.graph import SourceKind
 from tpplan.known import KnownValues, Question
@@ -109,10 +110,9 @@ def record(
 
     tensors = [value for _, _, value in given]
     try:
-        with _ONE_AT_A_TIME, _grouped_products(), counting_by(counts):
+        with _ONE_AT_A_TIME, _grouped_products(), counting_by(counts), _keeping_results():
             graph_module = make_fx(run, pre_dispatch=True)(*tensors)
             _drop_failed(graph_module.graph)
-            _Results(graph_module).run(*tensors)
     except Exception as error:
         raise StoppedError(graphs[0] if graphs else torch.fx.Graph()) from error
     placeholders = [node.name for node in graph_module.graph.nodes if node.op == "placeholder"]
@@ -136,23 +136,25 @@ def _drop_failed(graph: torch.fx.Graph) -> None:
             graph.erase_node(node)
 
 
-class _Results(torch.fx.Interpreter):
-    """Runs the graph once more to see which results share storage; a tracer only notes their shapes."""
+@contextlib.contextmanager
+def _keeping_results() -> Iterator[None]:
+    """A node's meta["val"] is an alias of its result, so that results which share storage are seen to. torch notes a
+    fake tensor of its own for each, which shares nothing, and takes longer than the op."""
+    extract = proxy_tensor.extract_val
 
-    def run_node(self, n: torch.fx.Node) -> Any:
-        if n.target in COUNTING:  # counted once already, and nobody shares it
-            n.meta["val"] = pytree.tree_map_only(Tensor, _on_meta, n.meta["val"])
-        else:
-            n.meta["val"] = super().run_node(n)
-        return n.meta["val"]
+    def keep(value: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)([keep(item, *args, **kwargs) for item in value])
+        if type(value) not in (Tensor, nn.Parameter):
+            return extract(value, *args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return value.detach()  # a view: code may change the shape of the result itself
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            return super().run(*args, **kwargs)
-
-
-def _on_meta(noted: Tensor) -> Tensor:
-    return torch.empty_strided(noted.shape, noted.stride(), dtype=noted.dtype, device="meta")
+    proxy_tensor.extract_val = keep  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        proxy_tensor.extract_val = extract
 
 
 def _local(value: Any) -> Any:
