@@ -32,8 +32,9 @@ from testbed_models import Megatron
 from tpplan.errors import TpplanError
 from tpplan.formulate import COMPUTE, DATA_PARALLEL, OPTIMIZER, Formulation, price_space
 from tpplan.layout import S
+from tpplan.options import Cluster, Options
 from tpplan.plan import Precision, Recompute, write_atomically
-from tpplan.planner import Cluster, Options, Priced, price_mesh
+from tpplan.planner import Priced, price_mesh
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.profile_tables import Fitted
 from tpplan.units import GIB

@@ -52,9 +52,10 @@ from torch.distributed.tensor import DTensor
 from tpplan.apply import apply_plan, plan_name
 from tpplan.graph import ModelGraph
 from tpplan.layout import Conversion, Layout, LayoutKind, S, fits
+from tpplan.options import Cluster
 from tpplan.patterns import ROOT
 from tpplan.plan import BoundaryPlan, CrossingPlan, MeshPlan, ParameterPlan, Plan, Precision, ProofStatus, SizePlan
-from tpplan.planner import Cluster, solve
+from tpplan.planner import solve
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.trace import trace
 from tpplan.typecheck import typecheck

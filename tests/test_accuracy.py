@@ -13,8 +13,9 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
 import accuracy
 from accuracy_models import ARCHITECTURES, Sizes, _count
 
+from tpplan.options import Cluster, Options
 from tpplan.plan import Recompute
-from tpplan.planner import Cluster, Options, price_mesh
+from tpplan.planner import price_mesh
 from tpplan.profile_tables import Fitted
 
 SIZES = Sizes(layers=2, hidden=256, ffn=1024, heads=4, kv_heads=4, vocab=512, seq_len=128, num_parameters=1)

@@ -9,7 +9,7 @@ from examples import eager_to_shard, example, machine, solve_example
 from torch import Tensor, nn
 
 import tpplan
-from tpplan import planner, solvers
+from tpplan import search, solvers
 from tpplan.assemble import expand
 from tpplan.costs.compute import Executor
 from tpplan.errors import InfeasibleError, ModelError, UsageError
@@ -316,9 +316,9 @@ def test_a_loss_of_its_own_meets_whole_outputs() -> None:
 
 def test_rounds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counterexamples cannot go on for ever."""
-    monkeypatch.setattr(planner, "MAX_ROUNDS", 1)
-    monkeypatch.setattr(planner, "check_structure", lambda *_, **__: Counterexample(message="made up", blamed=()))
-    monkeypatch.setattr(planner._Job, "_forbid", lambda self, found, *_: self.cut_messages.append(found.message))
+    monkeypatch.setattr(search, "MAX_ROUNDS", 1)
+    monkeypatch.setattr(search, "check_structure", lambda *_, **__: Counterexample(message="made up", blamed=()))
+    monkeypatch.setattr(search, "_forbid", lambda job, found, *_: job.cut_messages.append(found.message))
     with pytest.raises(tpplan.errors.SolverError, match="made up"):  # type: ignore[attr-defined]
         solve_example("mlp", eager_to_shard(), gpus=2, tp=2)
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tpplan import planner
+from tpplan import search
 from tpplan.errors import ModelError
 from tpplan.graph import ModelGraph
 from tpplan.layout import R_STAR, ROWS, Conversion, P, R, S
@@ -667,7 +667,7 @@ def test_a_plan_with_one_entry_changed_is_refused_or_right() -> None:
 
 def test_what_does_not_type_is_cut_and_solved_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that the planner believes and the checker does not is a counterexample like any other."""
-    original = planner.typecheck
+    original = search.typecheck
 
     def strict(graph: ModelGraph, plan: Plan, **options: Any) -> Mistyped | None:
         assert original(graph, plan, **options) is None
@@ -675,7 +675,7 @@ def test_what_does_not_type_is_cut_and_solved_again(monkeypatch: pytest.MonkeyPa
         sharded = plan.parameters["mlp.up_proj.weight"].placement == S(0)
         return Mistyped(message="relu is not believed", blamed=(relu.name,)) if sharded else None
 
-    monkeypatch.setattr(planner, "typecheck", strict)
+    monkeypatch.setattr(search, "typecheck", strict)
     plan = solve_prove(lambda: ProveModel(nn.Identity()))
     assert plan.proof.status is ProofStatus.PROVEN
     assert set(plan.proof.cuts) == {"relu is not believed"}
@@ -683,7 +683,7 @@ def test_what_does_not_type_is_cut_and_solved_again(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_plan_that_is_another_graph_s_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "typecheck", lambda graph, plan, **options: Mistyped(message="parameter x: unknown"))
+    monkeypatch.setattr(search, "typecheck", lambda graph, plan, **options: Mistyped(message="parameter x: unknown"))
     with pytest.raises(ModelError, match="cannot be proven, and no sharding explains it: parameter x: unknown"):
         solve_prove(lambda: ProveModel(nn.Identity()))
 

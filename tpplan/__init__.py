@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from tpplan.apply import no_sync as no_sync
     from tpplan.losses import cross_entropy as cross_entropy
     from tpplan.mesh import Mesh as Mesh
+    from tpplan.options import Cluster as Cluster
     from tpplan.plan import Plan as Plan
     from tpplan.plan import Precision as Precision
-    from tpplan.planner import Cluster as Cluster
     from tpplan.planner import price as price
     from tpplan.planner import solve as solve
     from tpplan.profile import HardwareProfile as HardwareProfile
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tpplan.trace import forward_inputs as forward_inputs
 
 _HOME = {
-    "Cluster": "planner",
+    "Cluster": "options",
     "HardwareProfile": "profile",
     "Mesh": "mesh",
     "Plan": "plan",

@@ -113,7 +113,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile) -> Plan:
-    from tpplan.planner import Cluster, solve
+    from tpplan.options import Cluster
+    from tpplan.planner import solve
 
     with _progress() as progress:
         return solve(

@@ -1,0 +1,177 @@
+"""One call of solve: the model as traced, and what has been computed of each tp degree."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tpplan import solvers
+from tpplan.costs.compute import Executor
+from tpplan.costs.regions import Regions
+from tpplan.errors import ModelError, UsageError
+from tpplan.formulate import Formulation, PricedSpace, Setting, price_space
+from tpplan.graph import Direction, ModelGraph
+from tpplan.mesh import Mesh, meshes
+from tpplan.options import Allows, Batch, BuildModel, Cluster, ExampleInputs, Progress
+from tpplan.plan import Precision, Recompute
+from tpplan.problem import Solution
+from tpplan.profile import HardwareProfile
+from tpplan.rules import Strategy
+from tpplan.space import build_space
+from tpplan.trace import Inputs, Loss, assumptions, check_backward_hooks, repeated_children, trace
+
+
+@dataclass
+class Candidate:
+    """A mesh, its formulation and its solution; solved again when a cut removes what it chose."""
+
+    formulation: Formulation
+    solution: Solution
+
+
+@dataclass
+class Job:
+    """One call of solve: inputs, what has been computed of each tp degree, and the cuts found."""
+
+    build_model: BuildModel
+    example_inputs: ExampleInputs
+    loss: Loss | None
+    unused_outputs: frozenset[str]
+    cluster: Cluster
+    profile: HardwareProfile
+    batch: Batch
+    precision: Precision
+    optimizer: str
+    recompute: Recompute
+    reshard_after_forward: bool
+    is_compiled: bool
+    wishes: Callable[[ModelGraph], Allows] | None
+    limit: float
+    solver: str | None
+    time_limit_s: float | None
+    report: Progress
+    executor: Executor = field(default_factory=Executor)
+    spaces: dict[int, PricedSpace] = field(default_factory=dict)
+    cuts: dict[tuple[int, str], set[Strategy]] = field(default_factory=dict)
+    cut_messages: list[str] = field(default_factory=list)
+    model: nn.Module = field(init=False)
+    inputs: Inputs = field(init=False)
+    units: tuple[str, ...] = field(init=False)
+    graph: ModelGraph = field(init=False)
+    assumptions: tuple[str, ...] = ()
+
+    def candidates(self, *, tp: int | None, fsdp: int | None) -> list[Mesh]:
+        """Meshes whose data-parallel ranks divide the global batch. Raises UsageError where none does."""
+        every = list(meshes(self.cluster.gpus, self.cluster.gpus_per_node, tp=tp, fsdp=fsdp))
+        dividing = [mesh for mesh in every if self.batch.accumulation_steps(mesh) is not None]
+        if not dividing:
+            degrees = sorted({mesh.data_parallel for mesh in every})
+            raise UsageError(
+                f"global batch {self.batch.global_batch} does not divide into micro-batches of "
+                f"{self.batch.micro_batch} on {' or '.join(map(str, degrees))} data-parallel ranks of "
+                f"{self.cluster.gpus} GPUs; "
+                f"change --global-batch, --micro-batch or --tp"
+            )
+        return dividing
+
+    # Trace
+
+    def trace_model(self) -> None:
+        """Builds the model on the meta device and traces it at the micro-batch's shapes."""
+        self.report("trace", 0, 1)
+        with torch.device("meta"):
+            self.model = self.build_model()
+        if not isinstance(self.model, nn.Module):
+            raise ModelError(f"the builder returned {type(self.model).__name__}, expected a torch.nn.Module")
+        if next(self.model.parameters(), None) is None:
+            raise ModelError(f"{type(self.model).__name__} has no parameters: there is nothing to train or to shard")
+        self.units = repeated_children(self.model)
+        if self.precision is not Precision.FP32:
+            for parameter in self.model.parameters():
+                if parameter.dtype == torch.float32:
+                    parameter.data = parameter.data.to(torch.bfloat16)
+        self.inputs = self.example_inputs(self.batch.micro_batch, self.batch.seq_len)
+        if self.precision is Precision.BF16:
+            self.inputs = pytree.tree_map(_to_bfloat16, self.inputs)
+        check_backward_hooks(self.model)
+        # A forward may leave tensors of the trace on its module; the proof copies a model that has none.
+        self.graph = trace(_copied(self.model), self.inputs, loss=self.loss, cast=self.cast)
+        if self.graph.questions:
+            model = _copied(self.model)
+            self.assumptions = assumptions(self.graph, model, self.inputs, loss=self.loss, cast=self.cast)
+        self.report("trace", 1, 1)
+
+    def cast(self, tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
+        """FSDP's mixed precision casts what enters the root and each unit; so does the trace."""
+        enters_unit = direction is Direction.INPUT and (module == "" or module in self.units)
+        casts = enters_unit and self.precision is Precision.BF16_MIXED
+        return _to_bfloat16(tensor) if casts else tensor
+
+    # Solve
+
+    def priced(self, tp: int) -> PricedSpace:
+        """Decisions and their costs on tp ranks, under the cuts so far."""
+        if tp not in self.spaces:
+            space = build_space(self.graph, tp, unused_outputs=self.unused_outputs, cut=self.is_cut(tp))
+            self.spaces[tp] = price_space(
+                space,
+                self.profile,
+                self.cluster.gpus_per_node,
+                self.executor,
+                self.regions,
+                is_compiled=self.is_compiled,
+            )
+        return self.spaces[tp]
+
+    @property
+    def regions(self) -> Regions:
+        """The repeated layers, if they are recomputed."""
+        return Regions(self.units, self.recompute)
+
+    def is_cut(self, tp: int) -> Callable[[str, Strategy], bool]:
+        """Says of decisions on tp ranks which strategies they may not choose."""
+        allows = self.wishes(self.graph) if self.wishes is not None else lambda name, strategy: True
+        return lambda name, strategy: strategy in self.cuts.get((tp, name), ()) or not allows(name, strategy)
+
+    def formulate(self, mesh: Mesh, *, limit: float | None = None) -> Formulation:
+        """The problem of one mesh."""
+        return Formulation(
+            priced=self.priced(mesh.tp),
+            mesh=mesh,
+            setting=Setting(
+                profile=self.profile,
+                gpus_per_node=self.cluster.gpus_per_node,
+                precision=self.precision,
+                optimizer=self.optimizer,
+                memory_limit_bytes=self.limit if limit is None else limit,
+                accumulation_steps=self.batch.accumulation_steps(mesh) or 1,
+                units=self.units,
+                recompute=self.recompute,
+                reshard_after_forward=self.reshard_after_forward,
+            ),
+        )
+
+    def solve_mesh(self, mesh: Mesh) -> Candidate:
+        """The optimum of one mesh."""
+        formulation = self.formulate(mesh)
+        solution = solvers.solve(formulation.problem, solver=self.solver, time_limit_s=self.time_limit_s)
+        return Candidate(formulation, solution)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as error:
+        raise ModelError(
+            "the model cannot be copied: a module holds a tensor that was computed from a weight when it was built (a "
+            f"view, torch.nn.utils.weight_norm); compute it in forward\n{str(error).splitlines()[0]}"
+        ) from error
+
+
+def _to_bfloat16(leaf: Any) -> Any:
+    is_float32 = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32
+    return leaf.to(torch.bfloat16) if is_float32 else leaf

@@ -1,0 +1,97 @@
+"""What a user asks for: the cluster, the batch, and all that may be pinned."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from tpplan.errors import UsageError
+from tpplan.graph import ModelGraph
+from tpplan.mesh import Mesh
+from tpplan.plan import Precision, Recompute
+from tpplan.profile import HardwareProfile, load_profile
+from tpplan.rules import Strategy
+from tpplan.trace import Inputs, Loss
+
+#: called with a stage ("trace", "costs", "solve", "prove"), how much of it is done, and how much there is
+Progress = Callable[[str, int, int], None]
+BuildModel = Callable[[], nn.Module]
+ExampleInputs = Callable[[int, int], Inputs]
+#: whether a decision may choose a strategy
+Allows = Callable[[str, Strategy], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The GPUs to plan for: how many, how many share a node, and the profile of the machine (name, path or object)."""
+
+    gpus: int
+    gpus_per_node: int
+    profile: str | os.PathLike[str] | HardwareProfile
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1 or self.gpus_per_node < 1:
+            raise UsageError(
+                f"cluster: expected at least 1 GPU and 1 per node, got {self.gpus} and {self.gpus_per_node}"
+            )
+
+    def load_profile(self) -> HardwareProfile:
+        """The profile. Raises ProfileError where it is unknown or malformed."""
+        return self.profile if isinstance(self.profile, HardwareProfile) else load_profile(self.profile)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What solve takes besides the model, the cluster and the batch, under the same names."""
+
+    loss: Loss | None = None
+    unused_outputs: tuple[str, ...] = ()
+    tp: int | None = None
+    fsdp: int | None = None
+    precision: Precision | str | None = None
+    optimizer: str = "adamw"
+    recompute: Recompute | str = Recompute.NONE
+    reshard_after_forward: bool = True
+    compile: bool = False
+    memory_limit_bytes: float | None = None
+    solver: str | None = None
+    time_limit_s: float | None = None
+    allows: Callable[[ModelGraph], Allows] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences of a step and of a rank's micro-batch, and tokens of each. Raises UsageError below 1."""
+
+    global_batch: int
+    micro_batch: int
+    seq_len: int
+
+    def __post_init__(self) -> None:
+        if min(self.global_batch, self.micro_batch, self.seq_len) < 1:
+            raise UsageError(
+                f"expected a global batch, micro-batch and sequence length of at least 1, got "
+                f"{self.global_batch}, {self.micro_batch} and {self.seq_len}"
+            )
+
+    def accumulation_steps(self, mesh: Mesh) -> int | None:
+        """Micro-batches per step on each rank; None where they do not divide."""
+        steps, rest = divmod(self.global_batch, self.micro_batch * mesh.data_parallel)
+        return steps if steps and not rest else None
+
+
+def parse_precision(name: Precision | str) -> Precision:
+    """A precision by name. Raises UsageError for an unknown one."""
+    try:
+        return Precision(name)
+    except ValueError:
+        raise UsageError(f"unknown precision {name!r}; known: {', '.join(Precision)}") from None
+
+
+def parse_recompute(name: Recompute | str) -> Recompute:
+    """A way of recomputation by name. Raises UsageError for an unknown one."""
+    try:
+        return Recompute(name)
+    except ValueError:
+        raise UsageError(f"unknown recomputation {name!r}; known: {', '.join(Recompute)}") from None

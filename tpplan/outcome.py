@@ -1,0 +1,120 @@
+"""The plan of the best mesh, with its certificate."""
+
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tpplan.assemble import Expanded, blocks_table, by_pattern, rename_parameter
+from tpplan.job import Candidate, Job
+from tpplan.mesh import Mesh
+from tpplan.plan import (
+    SCHEMA_VERSION,
+    BatchPlan,
+    BoundaryPlan,
+    ClusterPlan,
+    Fingerprints,
+    MeshPlan,
+    Plan,
+    ProofReport,
+    ProofStatus,
+    Recompute,
+    SolverReport,
+    parameters_fingerprint,
+)
+from tpplan.pricing import with_repeats
+from tpplan.problem import Status
+from tpplan.reader import path_of
+from tpplan.reruns import rerun
+
+
+def plan_of(
+    job: Job,
+    expanded: Expanded,
+    best: Candidate,
+    solved: dict[Mesh, Candidate],
+    status: ProofStatus,
+    rounds: int,
+) -> Plan:
+    """The plan of the best mesh, certified over all of them."""
+    mesh, graph = best.formulation.mesh, job.graph
+    empty = BoundaryPlan(inputs={}, outputs={})
+    parameters = expanded.parameter_plans()
+    rows = {name: (plan.shape, plan.trainable) for label, plan in parameters.items() for name in (label, *plan.aliases)}
+    plan = Plan(
+        schema_version=SCHEMA_VERSION,
+        tpplan_version=_version(),
+        torch_version=torch.__version__.partition("+")[0],
+        cluster=ClusterPlan(
+            gpus=job.cluster.gpus,
+            gpus_per_node=job.cluster.gpus_per_node,
+            profile=job.profile.name,
+            profile_fingerprint=job.profile.fingerprint,
+        ),
+        mesh_degrees=MeshPlan(replicate=mesh.replicate, shard=mesh.shard, tp=mesh.tp),
+        batch=BatchPlan(
+            global_batch=job.batch.global_batch,
+            micro_batch=job.batch.micro_batch,
+            accumulation_steps=best.formulation.setting.accumulation_steps,
+            seq_len=job.batch.seq_len,
+        ),
+        precision=job.precision,
+        optimizer=job.optimizer,
+        blocks=blocks_table(graph),
+        parameters=by_pattern(graph, parameters, rename_parameter),
+        boundaries=by_pattern(graph, expanded.boundary_plans(), lambda plan, rename: plan, empty),
+        outputs=expanded.outputs(),
+        sizes={},
+        losses=by_pattern(graph, expanded.sharded_losses(), lambda count, rename: count),
+        draws=tuple(by_pattern(graph, dict.fromkeys(expanded.drawing_modules(), ""), lambda own, rename: own)),
+        recompute=by_pattern(graph, dict.fromkeys(job.regions.modules, job.recompute), lambda own, rename: own)
+        if job.recompute is not Recompute.NONE
+        else {},
+        fsdp=expanded.fsdp_plan(),
+        collectives=expanded.collectives(),
+        predicted=expanded.prediction(),
+        solver=_certificate(best, solved),
+        fingerprints=Fingerprints(
+            parameters=parameters_fingerprint(rows), graph=graph.fingerprint, inputs=_input_shapes(job.inputs)
+        ),
+        proof=ProofReport(status=status, rounds=rounds, cuts=tuple(job.cut_messages), assumptions=job.assumptions),
+        unruled_ops=expanded.unruled_ops(),
+    )
+    if job.recompute is Recompute.NONE:
+        return plan
+    again = rerun(expanded.formulation, plan.recomputed_modules())
+    return replace(plan, collectives=with_repeats(plan.collectives, again, plan))
+
+
+def _certificate(best: Candidate, solved: dict[Mesh, Candidate]) -> SolverReport:
+    """The best objective against the least bound of any mesh."""
+    objective = best.solution.objective or 0.0
+    bound = min([objective, *(c.solution.bound for c in solved.values() if c.solution.bound is not None)])
+    everywhere = all(c.solution.status in (Status.OPTIMAL, Status.INFEASIBLE) for c in solved.values())
+    return SolverReport(
+        name=best.solution.solver,
+        status=Status.OPTIMAL if everywhere else Status.FEASIBLE,
+        objective_s=objective,
+        bound_s=bound,
+        gap=(objective - bound) / objective if objective else 0.0,
+        meshes_tried=len(solved),
+    )
+
+
+def _input_shapes(inputs: Any) -> dict[str, str]:
+    """Shapes of the traced inputs: {"tokens": "int64[1, 4096]"}."""
+    leaves = pytree.tree_flatten_with_path(inputs)[0]
+    return {
+        path_of(path): f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    }
+
+
+def _version() -> str:
+    try:
+        return version("tpplan")
+    except PackageNotFoundError:
+        return "0+checkout"
