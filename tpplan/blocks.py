@@ -1,9 +1,8 @@
 """Finds repeated blocks: sibling modules with the same structure, shapes and order."""
 
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-
-import networkx as nx
 
 from tpplan.graph import Argument, Boundary, ModelGraph, Op, Ref, RepeatedBlock, within
 
@@ -28,7 +27,7 @@ def find_repeated_blocks(graph: ModelGraph) -> ModelGraph:
 
 def members(graph: ModelGraph, module: str) -> tuple[Op | Boundary, ...]:
     """The nodes of a module and of what stands inside it, in order."""
-    return tuple(node for node in graph.nodes if within(node.module, module))
+    return graph.nodes_by_module.get(module, ())
 
 
 def like_nodes(graph: ModelGraph, node: Op | Boundary) -> tuple[Op | Boundary, ...]:
@@ -42,40 +41,34 @@ def like_nodes(graph: ModelGraph, node: Op | Boundary) -> tuple[Op | Boundary, .
 
 
 def _alike(graph: ModelGraph, prefix: str, indices: list[int]) -> list[RepeatedBlock]:
-    classes: list[tuple[nx.DiGraph[int], list[int]]] = []
-    for index in indices:
-        labelled = _labelled(graph, f"{prefix}.{index}" if prefix else str(index))
-        for representative, siblings in classes:
-            if nx.utils.graphs_equal(representative, labelled):
-                siblings.append(index)
-                break
-        else:
-            classes.append((labelled, [index]))
-    return [RepeatedBlock(prefix=prefix, indices=tuple(siblings)) for _, siblings in classes if len(siblings) > 1]
-
-
-def _labelled(graph: ModelGraph, module: str) -> "nx.DiGraph[int]":
-    """The block's nodes by position, labelled by all that must agree; what comes from outside by shape and order."""
-    labelled: nx.DiGraph[int] = nx.DiGraph()
     parameters = {source.result: source.label for source in graph.sources}
-    local: dict[str, str] = {}
-    outside: dict[str, str] = {}
+    alike: dict[object, list[int]] = defaultdict(list)
+    for index in indices:
+        alike[_labelled(graph, parameters, f"{prefix}.{index}" if prefix else str(index))].append(index)
+    return [RepeatedBlock(prefix=prefix, indices=tuple(siblings)) for siblings in alike.values() if len(siblings) > 1]
 
-    def rename(name: str) -> str:
+
+def _labelled(graph: ModelGraph, parameters: Mapping[str, str], module: str) -> tuple[object, ...]:
+    """The block's nodes in order, labelled by all that must agree; what comes from outside by shape and order.
+
+    `parameters` are the labels of the graph's sources by the values they give.
+    """
+    local: dict[str, tuple[int, int]] = {}
+    outside: dict[str, tuple[object, ...]] = {}
+
+    def rename(name: str) -> object:
         if name in local:
             return local[name]
         label = parameters.get(name, "")
         if label.startswith(module + "."):
-            return f"own {label.removeprefix(module)} {_kind(graph, name)}"
-        return outside.setdefault(name, f"outside {len(outside)} {label} {_kind(graph, name)}")
+            return "own", label.removeprefix(module), _kind(graph, name)
+        return outside.setdefault(name, ("outside", len(outside), label, _kind(graph, name)))
 
+    labels: list[object] = []
     for position, node in enumerate(members(graph, module)):
-        labelled.add_node(position, label=(_label(node, module, rename), [_kind(graph, r) for r in node.results]))
-        for operand in node.operands:
-            if operand in local:
-                labelled.add_edge(int(local[operand].split()[0]), position)
-        local.update({result: f"{position} {i}" for i, result in enumerate(node.results)})
-    return labelled
+        labels.append((_label(node, module, rename), tuple(_kind(graph, result) for result in node.results)))
+        local.update({result: (position, i) for i, result in enumerate(node.results)})
+    return tuple(labels)
 
 
 def _kind(graph: ModelGraph, name: str) -> tuple[object, ...]:
@@ -83,8 +76,7 @@ def _kind(graph: ModelGraph, name: str) -> tuple[object, ...]:
     return value.shape, value.dtype, value.carries_gradient
 
 
-def _label(node: Op | Boundary, module: str, rename: "object") -> tuple[object, ...]:
-    assert callable(rename)
+def _label(node: Op | Boundary, module: str, rename: Callable[[str], object]) -> tuple[object, ...]:
     place = node.module.removeprefix(module)
     if isinstance(node, Boundary):
         return place, node.direction, node.path, rename(node.operand)
@@ -92,6 +84,6 @@ def _label(node: Op | Boundary, module: str, rename: "object") -> tuple[object, 
     def relative(argument: Argument) -> object:
         if isinstance(argument, Ref):
             return rename(argument.name)
-        return tuple(map(relative, argument)) if isinstance(argument, tuple) else argument
+        return tuple(map(relative, argument)) if isinstance(argument, tuple) else (type(argument), argument)
 
     return place, node.target, relative(node.args), tuple((key, relative(value)) for key, value in node.kwargs)

@@ -181,6 +181,15 @@ class ModelGraph:
         return tuple(source for source in self.sources if source.kind is SourceKind.PARAMETER)
 
     @cached_property
+    def nodes_by_module(self) -> dict[str, tuple[Op | Boundary, ...]]:
+        """The nodes of each module and of what stands inside it, in order; all under ""."""
+        found: dict[str, list[Op | Boundary]] = {}
+        for node in self.nodes:
+            for module in enclosing(node.module):
+                found.setdefault(module, []).append(node)
+        return {module: tuple(nodes) for module, nodes in found.items()}
+
+    @cached_property
     def consumers(self) -> dict[str, tuple[Op | Boundary, ...]]:
         """Nodes that read a value, in order; a node that reads it twice stands once."""
         found: dict[str, dict[str, Op | Boundary]] = {}
@@ -225,6 +234,12 @@ def references(argument: object) -> Iterator[str]:
     elif isinstance(argument, tuple):
         for item in argument:
             yield from references(item)
+
+
+def enclosing(name: str) -> tuple[str, ...]:
+    """The modules that a name is within, itself first and the root last: `a.b` -> ("a.b", "a", "")."""
+    parts = name.split(".") if name else []
+    return tuple(".".join(parts[:length]) for length in range(len(parts), -1, -1))
 
 
 def within(name: str, module: str) -> bool:

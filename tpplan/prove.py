@@ -12,7 +12,6 @@ Baked sizes have a remedy: the same with each replaced by what a rank needs (tpp
 The rules themselves are validated by brute force; the other half of the proof is tpplan.typecheck.
 """
 
-import functools
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -25,13 +24,14 @@ from torch.utils import _pytree as pytree
 from tpplan.assemble import Expanded, by_pattern
 from tpplan.blocks import like_nodes
 from tpplan.bystander import applied_as
-from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Argument, Boundary, Direction, ModelGraph, Op, Ref, within
+from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Argument, Boundary, Direction, ModelGraph, Op, Ref, enclosing, within
 from tpplan.layout import COLLECTIVE_STEPS, Step, local_shape
 from tpplan.patterns import ROOT
 from tpplan.plan import Plan, SizePlan
 from tpplan.program import SCOPE
 from tpplan.reader import IGNORED, argument_of
 from tpplan.rules import Call, localized_arguments, takes_sizes, written_operands, written_sizes
+from tpplan.siblings import Doings
 from tpplan.space import CROSS_ENTROPY, Reading, reading_conversion
 from tpplan.trace import BoundaryHook, Inputs, Loss, TraceError, trace
 
@@ -112,29 +112,40 @@ def _difference_on(
     """Applies the plan as a rank does, traces what it made, and compares."""
     local = applied_as(model, plan, rank)
     try:
-        applied = trace(local, inputs, loss=loss, cast=cast, doings=functools.partial(_doings, plan))
+        applied = trace(local, inputs, loss=loss, cast=cast, doings=_doings(plan))
     except TraceError as error:
         reason = f"the applied model cannot run: {str(error).splitlines()[0].partition(': ')[2]}"
         return _compare_so_far(expanded, error.ran, reason)
     return _compare(expanded, applied)
 
 
-def _doings(plan: Plan, module: str) -> object:
+def _doings(plan: Plan) -> Doings:
     """What a plan does inside a module, by names relative to it."""
+    inside: dict[str, list[tuple[int, str, str, tuple[tuple[str, str], ...]]]] = defaultdict(list)
     tables: tuple[Mapping[str, object], ...] = (
         plan.boundary_plans(),
         plan.size_plans(),
         plan.sharded_losses(),
         dict.fromkeys(plan.drawing_modules(), True),
-        {
-            name: (parameter.placement, sorted((r.removeprefix(module), str(x)) for r, x in parameter.reads.items()))
-            for name, parameter in plan.parameter_plans().items()
-        },
     )
-    return tuple(
-        tuple(sorted((name.removeprefix(module), repr(entry)) for name, entry in table.items() if within(name, module)))
-        for table in tables
-    )
+    for kind, table in enumerate(tables):
+        for name, entry in table.items():
+            for module in enclosing(name):
+                inside[module].append((kind, name, repr(entry), ()))
+    for name, parameter in plan.parameter_plans().items():
+        reads = tuple((reader, str(layout)) for reader, layout in parameter.reads.items())
+        for module in enclosing(name):
+            inside[module].append((len(tables), name, repr(parameter.placement), reads))
+
+    def doings(module: str) -> object:
+        return tuple(
+            sorted(
+                (kind, name.removeprefix(module), entry, tuple(sorted((r.removeprefix(module), x) for r, x in reads)))
+                for kind, name, entry, reads in inside.get(module, ())
+            )
+        )
+
+    return doings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
