@@ -8,7 +8,7 @@ leaves out is merely slower. An operator without a rule runs on whole operands, 
 
 import importlib
 import pkgutil
-from functools import cache
+from functools import cache, lru_cache
 
 from tpplan.graph import ModelGraph, Op
 from tpplan.layout import S
@@ -35,6 +35,9 @@ __all__ = [
     "written_operands",
     "written_sizes",
 ]
+
+#: calls whose strategies are remembered; a large model has some hundreds of kinds
+MOST_REMEMBERED = 10_000
 
 
 @cache
@@ -82,6 +85,13 @@ def find_extra_layouts(graph: ModelGraph, tp: int) -> Extra:
 def call_strategies(call: Call, tp: int) -> tuple[Strategy, ...]:
     """The same for a call that stands alone."""
     rule = _load_families().get(base_target(call.target))
+    like = call.anonymous()
+    return _strategies_of(rule, like, repr((like.args, like.kwargs)), tp)
+
+
+@lru_cache(maxsize=MOST_REMEMBERED)
+def _strategies_of(rule: Rule | None, call: Call, _literals: str, tp: int) -> tuple[Strategy, ...]:
+    """Found once for like calls. `_literals` tells 1 from True and from 1.0, which are equal otherwise."""
     proposed = (*whole_operands(call), *(rule(call) if rule and call.results else ()))
     if not call.target.startswith(_POSITIONAL):
         by_parts = (variant for strategy in proposed for variant in strategy.part_by_part(call))

@@ -1,7 +1,7 @@
 """What a rule sees (Call) and what it gives (Strategy), and the registry it enters."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpplan.graph import Argument, ModelGraph, Op, Ref, Value, references
 from tpplan.intervals import Parts
@@ -36,6 +36,29 @@ class Call:
             results=tuple(graph.values[name] for name in op.results),
             parts=frozenset(layout.parts for layout in layouts if layout.parts),
             slices=frozenset(layout.slices for layout in layouts if layout.slices is not None),
+        )
+
+    def anonymous(self) -> "Call":
+        """The same with its values called by the order in which they come: equal for like calls."""
+        numbers: dict[str, str] = {}
+
+        def number(name: str) -> str:
+            return numbers.setdefault(name, str(len(numbers)))
+
+        def unnamed(value: Value) -> Value:
+            return replace(value, name=number(value.name), storage=number(value.storage))
+
+        def argument(given: Argument) -> Argument:
+            if isinstance(given, Ref):
+                return Ref(number(given.name))
+            return tuple(map(argument, given)) if isinstance(given, tuple) else given
+
+        return replace(
+            self,
+            operands=tuple(map(unnamed, self.operands)),
+            results=tuple(map(unnamed, self.results)),
+            args=tuple(map(argument, self.args)),
+            kwargs=tuple((name, argument(given)) for name, given in self.kwargs),
         )
 
     @property
