@@ -35,6 +35,7 @@ WITHOUT_TORCH = (
     "rules",
     "typecheck",
     "space",
+    "pins",
     "layer_table",
     "report",
     "exporters",

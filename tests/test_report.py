@@ -194,7 +194,7 @@ def test_styles_are_said_in_the_field_s_words() -> None:
     assert row_of(plan, "tok_embeddings").startswith("tok_embeddings vocabulary parallel S(0) in input: R -> rows")
     assert row_of(plan, "feed_forward.up_proj") == "feed_forward.up_proj column parallel S(0)"
     assert row_of(plan, "feed_forward.down_proj").startswith("feed_forward.down_proj row parallel S(1) out:")
-    assert row_of(plan, "attention_norm") == "attention_norm replicated R as R*"
+    assert row_of(plan, "attention_norm") == "attention_norm on slices R as R*"
     assert row_of(plan, "lm_head") == "lm_head column parallel S(0)"
 
 

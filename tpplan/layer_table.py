@@ -1,7 +1,7 @@
 """A plan layer by layer: a row per module that owns parameters or converts what crosses its border, blocks once.
 
 The style of a module is said in the field's words only where placement, shape and conversions together leave one
-reading; else the row says which dim is split.
+reading; else the row says which dim is split. The words are those that a pin takes (tpplan.pins).
 """
 
 import itertools
@@ -13,8 +13,9 @@ from math import prod
 
 from rich.text import Text
 
-from tpplan.layout import ROWS, Layout, LayoutKind, Step
+from tpplan.layout import R_STAR, ROWS, Layout, LayoutKind, P, Step
 from tpplan.patterns import ROOT, parse_ranges
+from tpplan.pins import Style
 from tpplan.plan import BoundaryPlan, CrossingPlan, ParameterPlan, Plan
 
 #: what ids come in
@@ -54,16 +55,18 @@ class _Row:
         if self.main is None:
             return f"tied to {self.tied_to}" if self.tied_to else ""
         if self.main.placement.kind is not LayoutKind.SHARD:
-            return "replicated"
+            is_on_slices = {*self.main.reads.values()} == {R_STAR}
+            return Style.SLICES if is_on_slices else Style.REPLICATED
         if any(crossing.conversion.target == ROWS for crossing in self.boundary.inputs.values()):
-            return "vocabulary parallel"
+            return Style.VOCABULARY
         matrices = [name for name, parameter in self.parameters.items() if len(parameter.shape) > 1]
         if len(matrices) == 1 and len(self.main.shape) == 2:
-            if any(c.conversion.source.kind is LayoutKind.PARTIAL for c in self.boundary.outputs.values()):
-                return "row parallel"  # only a split contraction gives summands
+            summands = any(c.conversion.source.kind is LayoutKind.PARTIAL for c in self.boundary.outputs.values())
+            if summands or any(P in parameter.reads.values() for parameter in self.parameters.values()):
+                return Style.ROW  # only a split contraction gives summands, to which a bias is added once
             if self.main.placement.dim == 0:
-                return "column parallel"
-        return f"split dim {self.main.placement.dim}"
+                return Style.COLUMN
+        return f"{Style.SPLIT} {self.main.placement.dim}"
 
     @property
     def weights(self) -> Iterator[str]:

@@ -7,7 +7,7 @@ first block may convert what the others need not.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +19,11 @@ from tpplan.rules import Strategy, find_extra_layouts, strategies, written_opera
 
 #: forbids a strategy of a decision: given the decision's name and the strategy
 Cut = Callable[[str, Strategy], bool]
+
+
+class NoLayoutError(ModelError):
+    """A decision is left without a strategy."""
+
 
 EMBEDDING = "aten.embedding.default"
 CROSS_ENTROPY = "tpplan.cross_entropy.default"
@@ -96,15 +101,21 @@ class Space:
 
 
 def build_space(
-    graph: ModelGraph, tp: int, *, unused_outputs: frozenset[str] = frozenset(), cut: Cut | None = None
+    graph: ModelGraph,
+    tp: int,
+    *,
+    unused_outputs: frozenset[str] = frozenset(),
+    cut: Cut | None = None,
+    apart: Callable[[str], Hashable] | None = None,
 ) -> Space:
     """Every consistent strategy of every decision. Inputs, buffers and the loss are R, and so are the outputs unless
-    they stand in `unused_outputs` (by path). `cut` drops strategies.
+    they stand in `unused_outputs` (by path). `cut` drops strategies; like decisions of which `apart` says unlike things
+    do not decide as one.
 
-    Raises ModelError where a node is left without a strategy.
+    Raises NoLayoutError where a node is left without a strategy.
     """
     builder = _Builder(graph, tp, unused_outputs)
-    classes = _classes(graph, builder.deciders)
+    classes = _classes(graph, builder.deciders, apart)
     members: dict[str, list[str]] = defaultdict(list)
     for name, representative in classes.items():
         members[representative].append(name)
@@ -117,7 +128,7 @@ def build_space(
             options = tuple(s for s in options if {*s.operands, *s.results} <= {R})
         options = tuple(s for s in options if cut is None or not cut(representative, s))
         if not options:
-            raise ModelError(f"{representative}: no layout on {tp} ranks satisfies inputs, outputs and its own rule")
+            raise NoLayoutError(f"{representative}: no layout on {tp} ranks satisfies inputs, outputs and its own rule")
         found.update(dict.fromkeys(names, options))
     return Space(
         graph=graph,
@@ -332,7 +343,9 @@ def _leaves_lookup(graph: ModelGraph, boundary: Boundary) -> bool:
     return isinstance(producer, Op) and producer.target == EMBEDDING
 
 
-def _classes(graph: ModelGraph, deciders: dict[str, Decider]) -> dict[str, str]:
+def _classes(
+    graph: ModelGraph, deciders: dict[str, Decider], apart: Callable[[str], Hashable] | None
+) -> dict[str, str]:
     """Decision -> the decision that stands for it."""
     position: dict[str, tuple[str, tuple[int, ...], int]] = {}
     for block in graph.blocks:
@@ -352,5 +365,6 @@ def _classes(graph: ModelGraph, deciders: dict[str, Decider]) -> dict[str, str]:
         if node.name in position:
             inflow = tuple(map(producer_class, node.operands)) if isinstance(node, Boundary) else ()
             key = (position[node.name], decider.position if isinstance(decider, Reading) else None, inflow)
+            key = (key, apart(name)) if apart is not None else key
         classes[name] = representatives.setdefault(key, name)
     return classes
