@@ -19,19 +19,17 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from accuracy_models import Sizes, architecture, example_inputs, loss
+from accuracy_models import MEGATRON_PINS, Sizes, architecture, architecture_name, example_inputs, loss
 from rich.console import Console
 from rich.progress import track
-from testbed_models import Megatron
 
 from tpplan.errors import TpplanError
 from tpplan.formulate import COMPUTE, DATA_PARALLEL, OPTIMIZER, Formulation, price_space
-from tpplan.layout import S
 from tpplan.options import Cluster, Options
 from tpplan.plan import Precision, Recompute, write_atomically
 from tpplan.planner import Priced, price_mesh
@@ -282,7 +280,7 @@ def _price(run: Run, recompute: Recompute) -> Parts:
             recompute=recompute,
             reshard_after_forward=run.reshard,
             compile=run.is_compiled,
-            allows=partial(Megatron.of, S(1)) if run.tp > 1 else None,
+            pins=MEGATRON_PINS[architecture_name(run.sizes)] if run.tp > 1 else {},
         ),
     )
     return parts(priced)

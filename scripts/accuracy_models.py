@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from testbed_models import megatron_pins
 from torch import Tensor, nn
 
 import tpplan
@@ -107,14 +108,34 @@ def _llama(sizes: Sizes) -> nn.Module:
 ARCHITECTURES: dict[str, Callable[[Sizes], nn.Module]] = {"MPT": Mpt, "Llama": _llama}
 
 
+#: Megatron's layouts with sequence parallelism, as pins
+MEGATRON_PINS = {
+    "MPT": {
+        "blocks.*.attn": "megatron",
+        "blocks.*.up_proj": "columns",
+        "blocks.*.down_proj": "rows",
+        "blocks.*.norm_1": "sequence",
+        "blocks.*.norm_2": "sequence",
+        "norm_f": "sequence",
+    },
+    "Llama": megatron_pins("sequence"),
+}
+
+
 def architecture(sizes: Sizes) -> Callable[[], nn.Module]:
     """A builder of the architecture with as many parameters as the table says. Raises ValueError if none is near."""
+    name = architecture_name(sizes)
+    return lambda: ARCHITECTURES[name](sizes)
+
+
+def architecture_name(sizes: Sizes) -> str:
+    """What builder architecture returns. Raises ValueError as it does."""
     counts = {name: _count(build, sizes) for name, build in ARCHITECTURES.items()}
     name = min(counts, key=lambda name: abs(counts[name] - sizes.num_parameters))
     if abs(counts[name] / sizes.num_parameters - 1) > CLOSE:
         shown = ", ".join(f"{name} {count / 1e9:.3f}e9" for name, count in counts.items())
         raise ValueError(f"{sizes.num_parameters / 1e9:.3f}e9 parameters in the table; of these sizes: {shown}")
-    return lambda: ARCHITECTURES[name](sizes)
+    return name
 
 
 def _count(build: Callable[[Sizes], nn.Module], sizes: Sizes) -> int:

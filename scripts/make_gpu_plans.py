@@ -10,14 +10,12 @@ import argparse
 import dataclasses
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from gpu import FULL, GPUS_PER_NODE, PLANS, llama
-from testbed_models import Megatron
+from testbed_models import megatron_pins
 
 import tpplan
-from tpplan.layout import R, S
 from tpplan.plan import Plan, Recompute
 
 PROFILE = "h100-sxm"
@@ -59,7 +57,7 @@ def make(case: Case) -> Plan:
         tp=case.tp,
         precision=FULL.precision,
         optimizer="sgd",
-        allows=partial(Megatron.of, S(1) if case.splits_sequence else R) if case.tp > 1 else None,
+        pins=megatron_pins("sequence" if case.splits_sequence else "replicate") if case.tp > 1 else None,
     )
     if case.recompute is Recompute.NONE:
         return plan

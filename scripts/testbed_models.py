@@ -2,21 +2,15 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import tpplan
 from tpplan.errors import UsageError
-from tpplan.graph import Boundary, Direction, ModelGraph, Op
-from tpplan.layout import R_STAR, Layout, R, S
 from tpplan.mesh import divisors
 from tpplan.plan import Plan
 from tpplan.profile import HardwareProfile
-from tpplan.rules import Strategy
-from tpplan.space import reading_name
 
 sys.path.append(str(Path(__file__).resolve().parent / "examples"))
 
@@ -67,12 +61,11 @@ def workload_named(name: str) -> Workload:
 #: for tests
 TINY = Workload(name="tiny", config=gpt.Config(num_layers=2), global_batch=4, seq_len=32)
 
-#: whether a strategy of a decision may be chosen; False forbids it
-Allows = Callable[[str, Strategy], bool]
 
-COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "up_proj")
-ROW_PARALLEL = ("o_proj", "down_proj")
-SEQUENCE_DIM = 1
+def megatron_pins(norms: str) -> dict[str, str]:
+    """Megatron's layouts of an example's layers; norms are "replicate", or "sequence" between the pairs."""
+    pairs = dict.fromkeys(("layers.*.attention", "layers.*.feed_forward"), "megatron")
+    return pairs | dict.fromkeys(("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), norms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +75,8 @@ class Rival:
     name: str
     tp: int
     fsdp: int
-    #: layout of what norms read, whose weights and projections are then Megatron's; None leaves layouts to the solver
-    norms: Layout | None = None
+    #: how norms run, where projections are Megatron's; None leaves layouts to the solver
+    norms: str | None = None
 
 
 def rivals(num_nodes: int, ranks_per_node: int) -> tuple[Rival, ...]:
@@ -92,60 +85,10 @@ def rivals(num_nodes: int, ranks_per_node: int) -> tuple[Rival, ...]:
     return (
         Rival(name="DDP", tp=1, fsdp=1),
         Rival(name="FSDP", tp=1, fsdp=ranks),
-        Rival(name="TP", tp=ranks, fsdp=1, norms=R),
-        Rival(name="TP+SP", tp=ranks, fsdp=1, norms=S(SEQUENCE_DIM)),
+        Rival(name="TP", tp=ranks, fsdp=1, norms="replicate"),
+        Rival(name="TP+SP", tp=ranks, fsdp=1, norms="sequence"),
         Rival(name="TP in, DP across", tp=ranks_per_node, fsdp=1),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Megatron:
-    """Allows Megatron's layouts alone: columns then rows, whole or on slices of the sequence between the pairs."""
-
-    graph: ModelGraph
-    norms: Layout
-
-    @classmethod
-    def of(cls, norms: Layout, graph: ModelGraph) -> "Megatron":
-        """What solve asks of a graph."""
-        return cls(graph=graph, norms=norms)
-
-    def __call__(self, decision: str, strategy: Strategy) -> bool:
-        label = self.parameters.get(decision)
-        if label is not None:
-            *_, owner, name = label.split(".")
-            return self._allows_reading(owner, name, strategy)
-        return decision not in self.norm_inputs or strategy.results[0] == self.norms
-
-    def _allows_reading(self, owner: str, name: str, strategy: Strategy) -> bool:
-        placement, read = strategy.operands[0], strategy.results[0]
-        if owner in COLUMN_PARALLEL:
-            return placement == S(0)
-        if owner in ROW_PARALLEL:
-            return name == "bias" or placement == S(1)
-        # A slice's part of the gradient is a summand.
-        return "norm" not in owner or read == (R if self.norms == R else R_STAR)
-
-    @cached_property
-    def parameters(self) -> Mapping[str, str]:
-        """Parameter names by the decision that reads them."""
-        labels = {source.result: source.label for source in self.graph.parameters}
-        return {
-            reading_name(op, i): labels[operand]
-            for op in self.graph.nodes
-            if isinstance(op, Op)
-            for i, operand in enumerate(op.operands)
-            if operand in labels
-        }
-
-    @cached_property
-    def norm_inputs(self) -> frozenset[str]:
-        """Where activations enter norms."""
-        return frozenset(
-            node.name
-            for node in self.graph.nodes
-            if isinstance(node, Boundary) and node.direction is Direction.INPUT and node.module.endswith("norm")
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +121,8 @@ class Nodes:
         """An alternative, with as large a micro-batch as its ranks have samples for."""
         data_parallel = self.cluster.gpus // rival.tp
         micro_batch = workload.global_batch // data_parallel
-        allows = partial(Megatron.of, rival.norms) if rival.norms is not None else None
-        return self.solve(workload, tp=rival.tp, fsdp=rival.fsdp, micro_batch=micro_batch, prove=prove, allows=allows)
+        pins = megatron_pins(rival.norms) if rival.norms is not None else {}
+        return self.solve(workload, tp=rival.tp, fsdp=rival.fsdp, micro_batch=micro_batch, prove=prove, pins=pins)
 
     def chosen_plan(self, workload: Workload) -> Plan:
         """The plan of least predicted time over micro-batches, tensor parallelism inside nodes or over all ranks."""

@@ -1,7 +1,7 @@
 """One call of solve: the model as traced, and what has been computed of each tp degree."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,16 +10,17 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tpplan import solvers
-from tpplan.costs.compute import Executor
 from tpplan.costs.regions import Regions
 from tpplan.errors import ModelError, UsageError
 from tpplan.formulate import Formulation, PricedSpace, Setting, price_space
 from tpplan.graph import Direction, ModelGraph
 from tpplan.mesh import Mesh, meshes
 from tpplan.options import Allows, Batch, BuildModel, Cluster, ExampleInputs, Progress
+from tpplan.pins import Pin, Pinned
 from tpplan.plan import Precision, Recompute
 from tpplan.problem import Solution
 from tpplan.profile import HardwareProfile
+from tpplan.reuse import Reuse, Traced
 from tpplan.rules import Strategy
 from tpplan.space import build_space
 from tpplan.trace import Inputs, Loss, assumptions, check_backward_hooks, repeated_children, trace
@@ -54,7 +55,8 @@ class Job:
     solver: str | None
     time_limit_s: float | None
     report: Progress
-    executor: Executor = field(default_factory=Executor)
+    pins: tuple[Pin, ...] = ()
+    reuse: Reuse = field(default_factory=Reuse)
     spaces: dict[int, PricedSpace] = field(default_factory=dict)
     cuts: dict[tuple[int, str], set[Strategy]] = field(default_factory=dict)
     cut_messages: list[str] = field(default_factory=list)
@@ -62,6 +64,7 @@ class Job:
     inputs: Inputs = field(init=False)
     units: tuple[str, ...] = field(init=False)
     graph: ModelGraph = field(init=False)
+    pinned: Pinned = field(init=False)
     assumptions: tuple[str, ...] = ()
 
     def candidates(self, *, tp: int | None, fsdp: int | None) -> list[Mesh]:
@@ -80,9 +83,35 @@ class Job:
 
     # Trace
 
+    @property
+    def trace_key(self) -> Hashable:
+        """What a trace depends on."""
+        functions = map(_hashable, (self.build_model, self.example_inputs, self.loss))
+        return *functions, self.batch.micro_batch, self.batch.seq_len, self.precision
+
     def trace_model(self) -> None:
-        """Builds the model on the meta device and traces it at the micro-batch's shapes."""
+        """Builds the model on the meta device and traces it at the micro-batch's shapes, once for all that share it.
+
+        Raises UsageError for a pin that holds nothing of it.
+        """
         self.report("trace", 0, 1)
+        known = self.reuse.traces.get(self.trace_key)
+        if known is None:
+            self._trace_model()
+            self.reuse.traces[self.trace_key] = Traced(
+                model=self.model,
+                inputs=self.inputs,
+                units=self.units,
+                graph=self.graph,
+                assumptions=self.assumptions,
+            )
+        else:
+            self.model, self.inputs, self.units = known.model, known.inputs, known.units
+            self.graph, self.assumptions = known.graph, known.assumptions
+        self.pinned = Pinned(graph=self.graph, pins=self.pins)
+        self.report("trace", 1, 1)
+
+    def _trace_model(self) -> None:
         with torch.device("meta"):
             self.model = self.build_model()
         if not isinstance(self.model, nn.Module):
@@ -103,7 +132,6 @@ class Job:
         if self.graph.questions:
             model = _copied(self.model)
             self.assumptions = assumptions(self.graph, model, self.inputs, loss=self.loss, cast=self.cast)
-        self.report("trace", 1, 1)
 
     def cast(self, tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
         """FSDP's mixed precision casts what enters the root and each unit; so does the trace."""
@@ -116,16 +144,31 @@ class Job:
     def priced(self, tp: int) -> PricedSpace:
         """Decisions and their costs on tp ranks, under the cuts so far."""
         if tp not in self.spaces:
-            space = build_space(self.graph, tp, unused_outputs=self.unused_outputs, cut=self.is_cut(tp))
-            self.spaces[tp] = price_space(
-                space,
-                self.profile,
-                self.cluster.gpus_per_node,
-                self.executor,
-                self.regions,
-                is_compiled=self.is_compiled,
-            )
+            key = self._space_key(tp)
+            if key not in self.reuse.spaces:
+                self.reuse.spaces[key] = self._price(tp)
+            self.spaces[tp] = self.reuse.spaces[key]
         return self.spaces[tp]
+
+    def _space_key(self, tp: int) -> Hashable:
+        """What decisions and their costs depend on."""
+        cuts = frozenset((name, strategy) for (own, name), cut in self.cuts.items() if own == tp for strategy in cut)
+        machine = self.profile.fingerprint, self.cluster.gpus_per_node
+        ways = self.recompute, self.is_compiled, self.unused_outputs, _hashable(self.wishes), self.pins
+        return self.trace_key, tp, machine, ways, cuts
+
+    def _price(self, tp: int) -> PricedSpace:
+        space = build_space(
+            self.graph, tp, unused_outputs=self.unused_outputs, cut=self.is_cut(tp), apart=self.pinned.pins_within
+        )
+        return price_space(
+            space,
+            self.profile,
+            self.cluster.gpus_per_node,
+            self.reuse.executor,
+            self.regions,
+            is_compiled=self.is_compiled,
+        )
 
     @property
     def regions(self) -> Regions:
@@ -135,7 +178,12 @@ class Job:
     def is_cut(self, tp: int) -> Callable[[str, Strategy], bool]:
         """Says of decisions on tp ranks which strategies they may not choose."""
         allows = self.wishes(self.graph) if self.wishes is not None else lambda name, strategy: True
-        return lambda name, strategy: strategy in self.cuts.get((tp, name), ()) or not allows(name, strategy)
+
+        def is_cut(name: str, strategy: Strategy) -> bool:
+            is_wrong = strategy in self.cuts.get((tp, name), ())
+            return is_wrong or not (allows(name, strategy) and self.pinned(name, strategy))
+
+        return is_cut
 
     def formulate(self, mesh: Mesh, *, limit: float | None = None) -> Formulation:
         """The problem of one mesh."""
@@ -160,6 +208,15 @@ class Job:
         formulation = self.formulate(mesh)
         solution = solvers.solve(formulation.problem, solver=self.solver, time_limit_s=self.time_limit_s)
         return Candidate(formulation, solution)
+
+
+def _hashable(function: object) -> Hashable:
+    """The function; a method of what has no hash is like no other."""
+    try:
+        hash(function)
+    except TypeError:
+        return object()
+    return function
 
 
 def _copied(model: nn.Module) -> nn.Module:

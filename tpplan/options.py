@@ -1,8 +1,8 @@
 """What a user asks for: the cluster, the batch, and all that may be pinned."""
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -58,6 +58,7 @@ class Options:
     solver: str | None = None
     time_limit_s: float | None = None
     allows: Callable[[ModelGraph], Allows] | None = None
+    pins: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,15 +167,22 @@ class Pinned:
         return all(keeps(strategy) for _, keeps in self.held.get(decision, ()))
 
     def pins_of(self, decision: str) -> tuple[Pin, ...]:
-        """The pins that a decision is held to: like decisions under unlike pins do not decide as one."""
+        """The pins that a decision is held to."""
         return tuple(pin for pin, _ in self.held.get(decision, ()))
+
+    def pins_within(self, module: str) -> tuple[Pin, ...]:
+        """The pins that hold something in a module: like modules under unlike pins do not decide as one."""
+        return tuple(pin for pin in self.pins if any(within(own, module) for own in self._modules_of(pin)))
+
+    def _modules_of(self, pin: Pin) -> tuple[str, ...]:
+        return tuple(module for module in self.modules if pin.matches(module))
 
     @cached_property
     def held(self) -> Mapping[str, tuple[tuple[Pin, Keeps], ...]]:
         """What each decision is held to, by pin."""
         found: dict[str, list[tuple[Pin, Keeps]]] = {}
         for pin in self.pins:
-            modules = [module for module in self.modules if pin.matches(module)]
+            modules = self._modules_of(pin)
             if not modules:
                 raise UsageError(f"pin '{pin}': no module of that name runs{self._near(pin)}")
             rows = [row for module in modules for row in self._rows(pin, module)]
@@ -317,13 +324,3 @@ _WANTS = {
     Style.SLICES: "{} reads no parameter",
     Style.SEQUENCE: "{} reads no parameter",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Pins:
-    """Pins by pattern, to be laid on a graph: what solve takes as `allows`."""
-
-    pins: tuple[Pin, ...]
-
-    def __call__(self, graph: ModelGraph) -> Pinned:
-        return Pinned(graph=graph, pins=self.pins)

@@ -20,10 +20,12 @@ from tpplan.options import (
     parse_precision,
     parse_recompute,
 )
+from tpplan.pins import parse_pins
 from tpplan.plan import Plan, Precision, Recompute, SolverReport, check_parameters
 from tpplan.pricing import price_plan
 from tpplan.problem import Status, total
 from tpplan.profile import HardwareProfile, load_profile
+from tpplan.reuse import Reuse
 from tpplan.search import search
 from tpplan.trace import Loss
 
@@ -52,8 +54,10 @@ def solve(
     solver: str | None = None,
     time_limit_s: float | None = None,
     allows: Callable[[ModelGraph], Allows] | None = None,
+    pins: Mapping[str, str] | None = None,
     prove: bool = True,
     progress: Progress | None = None,
+    reuse: Reuse | None = None,
 ) -> Plan:
     """The plan of least predicted step time among those whose predicted peak memory fits.
 
@@ -62,7 +66,8 @@ def solve(
     `precision` defaults to bf16-mixed on a GPU profile and fp32 else. `recompute` says what of each repeated layer runs
     again in backward ("none", "selective", "full"), reshard_after_forward=False keeps FSDP's layers gathered until then
     (ZeRO-2), compile=True prices elementwise ops as torch.compile fuses them. time_limit_s holds for each mesh.
-    `allows`, given the graph, says which strategies of a decision may be chosen: for plans that are to be compared.
+    `pins` hold modules to a style, {"model.layers.*.mlp": "megatron"} (tpplan.pins). `allows`, given the graph, says
+    which strategies of a decision may be chosen. `reuse` is what several calls for one model share (tpplan.reuse).
     Raises ModelError, ProfileError, UsageError, SolverError, and InfeasibleError with what would fit.
     """
     options = Options(
@@ -79,9 +84,10 @@ def solve(
         solver=solver,
         time_limit_s=time_limit_s,
         allows=allows,
+        pins=pins or {},
     )
     batch = Batch(global_batch, micro_batch, seq_len)
-    job, candidates = _prepare(build_model, example_inputs, cluster, batch, options, progress)
+    job, candidates = _prepare(build_model, example_inputs, cluster, batch, options, progress, reuse)
     return search(job, candidates, prove=prove)
 
 
@@ -125,6 +131,7 @@ def _prepare(
     batch: Batch,
     options: Options,
     progress: Progress | None,
+    reuse: Reuse | None = None,
 ) -> tuple[Job, list[Mesh]]:
     """The job, its model traced, and the meshes to try."""
     profile, precision, limit = cluster.load_profile(), options.precision, options.memory_limit_bytes
@@ -148,6 +155,8 @@ def _prepare(
         solver=options.solver,
         time_limit_s=options.time_limit_s,
         report=progress or (lambda stage, done, total: None),
+        pins=parse_pins(options.pins),
+        reuse=reuse or Reuse(),
     )
     candidates = job.candidates(tp=options.tp, fsdp=options.fsdp)
     job.trace_model()

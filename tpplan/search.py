@@ -13,7 +13,9 @@ from tpplan.mesh import Mesh
 from tpplan.outcome import plan_of
 from tpplan.plan import Plan, ProofStatus
 from tpplan.prove import Counterexample, check_structure
+from tpplan.space import NoLayoutError
 from tpplan.typecheck import Mistyped, typecheck
+from tpplan.unkept import no_layout, unkept, unproven
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +26,7 @@ MAX_ROUNDS = 50
 def search(job: Job, candidates: list[Mesh], *, prove: bool) -> Plan:
     """Solves every mesh; checks the best; a counterexample is cut away wherever it was chosen, until one holds."""
     solved: dict[Mesh, Candidate] = {}
-    degrees = sorted({mesh.tp for mesh in candidates})
-    for done, tp in enumerate(degrees):
-        job.report("costs", done, len(degrees))
-        job.priced(tp)
-    job.report("costs", len(degrees), len(degrees))
+    candidates = _with_layouts(job, candidates)
     for done, mesh in enumerate(candidates):
         job.report("solve", done, len(candidates))
         solved[mesh] = job.solve_mesh(mesh)
@@ -54,10 +52,26 @@ def search(job: Job, candidates: list[Mesh], *, prove: bool) -> Plan:
     raise SolverError(f"no plan could be proven in {MAX_ROUNDS} rounds; the last: {job.cut_messages[-1]}")
 
 
+def _with_layouts(job: Job, candidates: list[Mesh]) -> list[Mesh]:
+    """The meshes on whose tp ranks every decision has a strategy that the pins leave. Raises where none has."""
+    degrees = sorted({mesh.tp for mesh in candidates})
+    without: dict[int, NoLayoutError] = {}
+    for done, tp in enumerate(degrees):
+        job.report("costs", done, len(degrees))
+        try:
+            job.priced(tp)
+        except NoLayoutError as error:
+            without[tp] = error
+    job.report("costs", len(degrees), len(degrees))
+    if len(without) == len(degrees):
+        raise no_layout(job, without)
+    return [mesh for mesh in candidates if mesh.tp not in without]
+
+
 def _best(job: Job, solved: dict[Mesh, Candidate]) -> Candidate:
     feasible = [candidate for candidate in solved.values() if candidate.solution.objective is not None]
     if not feasible:
-        raise infeasible(job, list(solved))
+        raise unkept(job, list(solved)) or infeasible(job, list(solved))
 
     def order(candidate: Candidate) -> tuple[float, int, int]:
         mesh = candidate.formulation.mesh
@@ -104,10 +118,15 @@ def _solve_again(job: Job, solved: dict[Mesh, Candidate]) -> None:
     """A cut changes only the optima that chose what it forbids."""
     cut_degrees = {tp for tp, _ in job.cuts}
     job.spaces = {tp: entry for tp, entry in job.spaces.items() if tp not in cut_degrees}
-    for mesh, candidate in solved.items():
+    for mesh, candidate in list(solved.items()):
         choice, formulation = candidate.solution.choice, candidate.formulation
         if choice is None:
             continue
         is_cut = job.is_cut(mesh.tp)
         if any(is_cut(name, formulation.strategy(choice, name)) for name in formulation.space.deciders):
-            solved[mesh] = job.solve_mesh(mesh)
+            try:
+                solved[mesh] = job.solve_mesh(mesh)
+            except NoLayoutError as error:
+                del solved[mesh]
+                if not solved:
+                    raise unproven(job, error) from None

@@ -22,7 +22,11 @@ Cut = Callable[[str, Strategy], bool]
 
 
 class NoLayoutError(ModelError):
-    """A decision is left without a strategy."""
+    """A decision is left without a strategy: the one that is named first."""
+
+    def __init__(self, decision: str, tp: int) -> None:
+        super().__init__(f"{decision}: no layout on {tp} ranks satisfies inputs, outputs and its own rule")
+        self.decision = decision
 
 
 EMBEDDING = "aten.embedding.default"
@@ -109,7 +113,7 @@ def build_space(
     apart: Callable[[str], Hashable] | None = None,
 ) -> Space:
     """Every consistent strategy of every decision. Inputs, buffers and the loss are R, and so are the outputs unless
-    they stand in `unused_outputs` (by path). `cut` drops strategies; like decisions of which `apart` says unlike things
+    they stand in `unused_outputs` (by path). `cut` drops strategies. Like modules of which `apart` says unlike things
     do not decide as one.
 
     Raises NoLayoutError where a node is left without a strategy.
@@ -128,7 +132,7 @@ def build_space(
             options = tuple(s for s in options if {*s.operands, *s.results} <= {R})
         options = tuple(s for s in options if cut is None or not cut(representative, s))
         if not options:
-            raise NoLayoutError(f"{representative}: no layout on {tp} ranks satisfies inputs, outputs and its own rule")
+            raise NoLayoutError(representative, tp)
         found.update(dict.fromkeys(names, options))
     return Space(
         graph=graph,
@@ -347,11 +351,12 @@ def _classes(
     graph: ModelGraph, deciders: dict[str, Decider], apart: Callable[[str], Hashable] | None
 ) -> dict[str, str]:
     """Decision -> the decision that stands for it."""
-    position: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    position: dict[str, tuple[str, tuple[int, ...], int, Hashable]] = {}
     for block in graph.blocks:
         for name in block.names:
             place = enumerate(members(graph, name))  # two kinds of layers may share a pattern
-            position.update({node.name: (block.pattern, block.indices, i) for i, node in place})
+            own = apart(name) if apart is not None else None
+            position.update({node.name: (block.pattern, block.indices, i, own) for i, node in place})
     representatives: dict[object, str] = {}
     classes: dict[str, str] = {}
 
@@ -365,6 +370,5 @@ def _classes(
         if node.name in position:
             inflow = tuple(map(producer_class, node.operands)) if isinstance(node, Boundary) else ()
             key = (position[node.name], decider.position if isinstance(decider, Reading) else None, inflow)
-            key = (key, apart(name)) if apart is not None else key
         classes[name] = representatives.setdefault(key, name)
     return classes

@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from tpplan.commands._pins import with_files
 from tpplan.errors import TpplanError
 from tpplan.load import UserCodeError
 
@@ -23,7 +24,10 @@ _BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a verb and returns its exit code; argparse itself exits with 2 on a wrong command line."""
-    args = _parser().parse_args(argv)
+    try:
+        args = _parser().parse_args(with_files(sys.argv[1:] if argv is None else argv))
+    except TpplanError as error:
+        return _explain(error)
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="tpplan: %(message)s")
     try:
         code: int = args.run(args)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from tpplan.commands._output import print_plan
+from tpplan.commands._pins import add_pins, pins_of
 from tpplan.errors import ModelError, PlanError, UsageError
 from tpplan.load import ModelSpec, load_model_file
 from tpplan.mesh import meshes
@@ -88,6 +89,7 @@ def _add_training(group: "argparse._ArgumentGroup") -> None:
 def _add_search(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--tp", type=count, metavar="N", help="pin the tensor-parallel degree")
     group.add_argument("--fsdp", type=count, metavar="N", help="pin the degree that FSDP shards over")
+    add_pins(group)
     group.add_argument("--solver", choices=[entry.name for entry in SOLVERS], help="default: the first one installed")
     group.add_argument("--time-limit", type=seconds, metavar="S", help="seconds for each mesh; the gap is reported")
     group.add_argument("--no-prove", dest="prove", action="store_false", help="skip the check of the applied model")
@@ -99,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
     profile = load_profile(args.profile)
     args.gpus_per_node = args.gpus_per_node or min(args.gpus, profile.gpus_per_node)
     _check_degrees(args)
+    pins_of(args)
     model = load_model_file(args.model)
     try:
         plan = _solve(args, model, profile)
@@ -136,6 +139,7 @@ def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile)
             memory_limit_bytes=args.memory_limit,
             solver=args.solver,
             time_limit_s=args.time_limit,
+            pins=pins_of(args),
             prove=args.prove,
             progress=progress,
         )

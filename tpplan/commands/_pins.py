@@ -1,0 +1,98 @@
+"""`--pin` and `--pins FILE`: what a file pins stands as if it were written first on the command line.
+
+    # pins.toml                      {"tp": 8, "memory-limit": "70GiB",        <- pins.json
+    tp = 8                            "pins": {"model.layers.*.mlp": "megatron"}}
+    memory-limit = "70GiB"
+    [pins]
+    "model.layers.*.mlp" = "megatron"
+
+Keys are options' names without the dashes; what is given on the command line too holds there.
+"""
+
+import argparse
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tpplan.errors import UsageError
+from tpplan.pins import KNOWN_STYLES, parse_pins, split_pin
+from tpplan.strict import read_json
+
+if TYPE_CHECKING:
+    from argparse import _ActionsContainer
+
+_FILE = "--pins"
+
+
+def add_pins(group: "_ActionsContainer") -> None:
+    """Adds the two options."""
+    group.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        type=_pin,
+        metavar="PATTERN=STYLE",
+        help=f"hold modules to a style, as in 'model.layers.*.mlp=megatron'; repeatable. Styles: {KNOWN_STYLES}",
+    )
+    group.add_argument(_FILE, metavar="FILE", help="pins, and other options by name, from a TOML or JSON file")
+
+
+def pins_of(args: argparse.Namespace) -> dict[str, str]:
+    """Pins by pattern; of several of one pattern the last. Raises UsageError for a style that is not known."""
+    pins = dict(args.pin)
+    parse_pins(pins)
+    return pins
+
+
+def with_files(arguments: Sequence[str]) -> list[str]:
+    """The command line with what the files after --pins say, right behind the verb.
+
+    Raises UsageError for a file that is unreadable or malformed.
+    """
+    files = [
+        argument.removeprefix(f"{_FILE}=") if argument != _FILE else following
+        for argument, following in zip(arguments, (*arguments[1:], ""), strict=True)
+        if argument == _FILE or argument.startswith(f"{_FILE}=")
+    ]
+    said = [word for file in files if file for word in _words(Path(file))]
+    return [*arguments[:1], *said, *arguments[1:]] if said else list(arguments)
+
+
+def _words(path: Path) -> Iterator[str]:
+    """A file's content as options."""
+    data = _read(path)
+    if not isinstance(data, dict):
+        raise UsageError(f"{path}: expected an object, got {type(data).__name__}")
+    for key, value in data.items():
+        match value:
+            case dict() if key == "pins":
+                for pattern, style in value.items():
+                    if not isinstance(style, str):
+                        raise UsageError(f"{path}: pins.{pattern}: expected the name of a style, got {style!r}")
+                    yield f"--pin={pattern}={style}"
+            case bool():
+                if value:
+                    yield f"--{key}"
+            case str() | int() | float() if key != "pins":
+                yield f"--{key}={value}"
+            case _:
+                raise UsageError(f"{path}: {key}: expected {'a table of' if key == 'pins' else 'the value of'} {key}")
+
+
+def _read(path: Path) -> object:
+    if path.suffix == ".json":
+        return read_json(path, origin=str(path), error=UsageError)
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: not valid TOML: {error}") from error
+
+
+def _pin(text: str) -> tuple[str, str]:
+    try:
+        return split_pin(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

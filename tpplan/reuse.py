@@ -1,0 +1,38 @@
+"""What several calls of solve for one model share: its trace, what its ops were seen to do, and what layouts cost.
+
+    reuse = Reuse()
+    plans = [tpplan.solve(build_model, ..., cluster=cluster, reuse=reuse) for cluster in clusters]
+
+A trace depends on the model and its inputs alone, an executed op on its shapes, a price on the machine and the degree.
+The plans are those that calls on their own give.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from tpplan.costs.compute import Executor
+from tpplan.formulate import PricedSpace
+from tpplan.graph import ModelGraph
+from tpplan.trace import Inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A model on the meta device, what it was run on, and what was seen."""
+
+    model: nn.Module
+    inputs: Inputs
+    units: tuple[str, ...]
+    graph: ModelGraph
+    assumptions: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Reuse:
+    """What was computed so far, by all that it depends on; it grows with every call that is given it."""
+
+    traces: dict[Hashable, Traced] = field(default_factory=dict)
+    spaces: dict[Hashable, PricedSpace] = field(default_factory=dict)
+    executor: Executor = field(default_factory=Executor)
