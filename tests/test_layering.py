@@ -83,6 +83,8 @@ WITH_TORCH = (
     "outcome",
     "search",
     "planner",
+    "sizing",
+    "alternatives",
     "load",
     "commands",
     "__main__",

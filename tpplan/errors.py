@@ -18,6 +18,10 @@ class UsageError(TpplanError):
     exit_code = 2
 
 
+class IndivisibleError(UsageError):
+    """Degrees or the batch do not divide among so many GPUs; among others they may."""
+
+
 class InfeasibleError(TpplanError):
     """No plan fits the memory limit."""
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from tpplan import solvers
 from tpplan.costs.regions import Regions
-from tpplan.errors import ModelError, UsageError
+from tpplan.errors import IndivisibleError, ModelError
 from tpplan.formulate import Formulation, PricedSpace, Setting, price_space
 from tpplan.graph import Direction, ModelGraph
 from tpplan.mesh import Mesh, meshes
@@ -68,12 +68,12 @@ class Job:
     assumptions: tuple[str, ...] = ()
 
     def candidates(self, *, tp: int | None, fsdp: int | None) -> list[Mesh]:
-        """Meshes whose data-parallel ranks divide the global batch. Raises UsageError where none does."""
+        """Meshes whose data-parallel ranks divide the global batch. Raises IndivisibleError where none does."""
         every = list(meshes(self.cluster.gpus, self.cluster.gpus_per_node, tp=tp, fsdp=fsdp))
         dividing = [mesh for mesh in every if self.batch.accumulation_steps(mesh) is not None]
         if not dividing:
             degrees = sorted({mesh.data_parallel for mesh in every})
-            raise UsageError(
+            raise IndivisibleError(
                 f"global batch {self.batch.global_batch} does not divide into micro-batches of "
                 f"{self.batch.micro_batch} on {' or '.join(map(str, degrees))} data-parallel ranks of "
                 f"{self.cluster.gpus} GPUs; "
@@ -99,6 +99,7 @@ class Job:
         if known is None:
             self._trace_model()
             self.reuse.traces[self.trace_key] = Traced(
+                micro_batch=self.batch.micro_batch,
                 model=self.model,
                 inputs=self.inputs,
                 units=self.units,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tpplan.errors import UsageError
+from tpplan.errors import IndivisibleError, UsageError
 
 
 class Axis(StrEnum):
@@ -84,11 +84,11 @@ def divisors(n: int) -> tuple[int, ...]:
 def meshes(gpus: int, gpus_per_node: int, *, tp: int | None = None, fsdp: int | None = None) -> Iterator[Mesh]:
     """Every replicate x shard x tp factorization of gpus with tp inside a node; tp and fsdp pin a degree.
 
-    A pinned tp may cross nodes: the user asked for it. Raises UsageError where a pinned degree does not divide.
+    A pinned tp may cross nodes: the user asked for it. Raises IndivisibleError where a pinned degree does not divide.
     """
     for name, degree in (("tp", tp), ("fsdp", fsdp), ("tp * fsdp", (tp or 1) * (fsdp or 1))):
         if degree is not None and (degree < 1 or gpus % degree):
-            raise UsageError(f"{name} = {degree} does not divide {gpus} GPUs; degrees that do: {divisors(gpus)}")
+            raise IndivisibleError(f"{name} = {degree} does not divide {gpus} GPUs; degrees that do: {divisors(gpus)}")
     for tp_degree in (tp,) if tp else divisors(gpus):
         if tp is None and (tp_degree > gpus_per_node or gpus_per_node % tp_degree):
             continue

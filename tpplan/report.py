@@ -203,10 +203,10 @@ def _memory(plan: Plan) -> Iterator[RenderableType]:
     limit = predicted.memory_limit_bytes
     share = predicted.peak_memory_bytes / limit if limit else 0.0
     yield Text(
-        f"{_gib(predicted.peak_memory_bytes)} of {_gib(limit)}: {share:.1%}, "
-        f"{_gib(limit - predicted.peak_memory_bytes)} free"
+        f"{gib(predicted.peak_memory_bytes)} of {gib(limit)}: {share:.1%}, "
+        f"{gib(limit - predicted.peak_memory_bytes)} free"
     )
-    yield _parts(predicted.memory_bytes, limit, "of limit", _gib)
+    yield _parts(predicted.memory_bytes, limit, "of limit", gib)
 
 
 def _parts(parts: Mapping[str, float], whole: float, share_title: str, text_of: Callable[[float], str]) -> Table:
@@ -294,7 +294,7 @@ def _format_count(count: float) -> str:
     return f"{count:.3g}" if count < 100 else f"{count:.0f}"
 
 
-def _gib(num_bytes: float) -> str:
+def gib(num_bytes: float) -> str:
     """GiB, so that parts compare; smaller units where it would round to nothing."""
     return f"{num_bytes / GIB:.2f} GiB" if abs(num_bytes) >= 0.01 * GIB else format_bytes(num_bytes)
 

@@ -20,8 +20,9 @@ from tpplan.trace import Inputs
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A model on the meta device, what it was run on, and what was seen."""
+    """A model on the meta device, what it was run on (so many sequences), and what was seen."""
 
+    micro_batch: int
     model: nn.Module
     inputs: Inputs
     units: tuple[str, ...]

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from collections.abc import Callable, Sequence
 
 from tpplan.plan import Plan
 from tpplan.report import DEFAULT_WIDTH, as_data, render
@@ -12,11 +13,20 @@ _MAX_WIDTH = 120
 _MIN_WIDTH = 40
 
 
+def print_lines(lines_of: Callable[[int], Sequence[str]]) -> None:
+    """Writes lines to stdout, made for the terminal's width where there is one."""
+    sys.stdout.write("\n".join(lines_of(_width())) + "\n")
+
+
+def _width() -> int:
+    columns = shutil.get_terminal_size(fallback=(DEFAULT_WIDTH, 0)).columns
+    return max(_MIN_WIDTH, min(columns, _MAX_WIDTH))
+
+
 def print_plan(plan: Plan, *, as_json: bool) -> None:
     """Writes a plan to stdout: as JSON, or as the report, coloured and as wide as the terminal where it is one."""
     if as_json:
         text = json.dumps(as_data(plan), indent=2, sort_keys=True) + "\n"
     else:
-        columns = shutil.get_terminal_size(fallback=(DEFAULT_WIDTH, 0)).columns
-        text = render(plan, width=max(_MIN_WIDTH, min(columns, _MAX_WIDTH)), color=sys.stdout.isatty())
+        text = render(plan, width=_width(), color=sys.stdout.isatty())
     sys.stdout.write(text)

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -48,8 +48,8 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     parser.set_defaults(run=run)
     parser.add_argument("model", metavar="model.py", help="model.py, model.py:BUILDER or hf:path/config.json")
     _add_machine(parser.add_argument_group("machine"))
-    _add_training(parser.add_argument_group("training"))
-    _add_search(parser.add_argument_group("search"))
+    add_training(parser.add_argument_group("training"))
+    add_search(parser.add_argument_group("search"))
     output = parser.add_argument_group("output")
     output.add_argument("-o", "--output", type=Path, metavar="plan.json", help="write the plan here")
     output.add_argument("--json", action="store_true", help="print the plan and what follows from it as JSON")
@@ -62,7 +62,8 @@ def _add_machine(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--memory-limit", type=num_bytes, metavar="SIZE", help="per GPU, such as 70GiB")
 
 
-def _add_training(group: "argparse._ArgumentGroup") -> None:
+def add_training(group: "argparse._ArgumentGroup") -> None:
+    """Adds how the model is trained."""
     group.add_argument("--global-batch", type=count, required=True, metavar="N", help="sequences per optimizer step")
     group.add_argument("--seq-len", type=count, required=True, metavar="N", help="tokens per sequence")
     group.add_argument("--micro-batch", type=count, default=1, metavar="N", help="sequences at once (default: 1)")
@@ -86,7 +87,7 @@ def _add_training(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")
 
 
-def _add_search(group: "argparse._ArgumentGroup") -> None:
+def add_search(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--tp", type=count, metavar="N", help="pin the tensor-parallel degree")
     group.add_argument("--fsdp", type=count, metavar="N", help="pin the degree that FSDP shards over")
     add_pins(group)
@@ -97,7 +98,7 @@ def _add_search(group: "argparse._ArgumentGroup") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Solves, writes, prints. What needs no model is checked before torch is imported."""
-    _check_output(args.output)
+    check_output(args.output)
     profile = load_profile(args.profile)
     args.gpus_per_node = args.gpus_per_node or min(args.gpus, profile.gpus_per_node)
     _check_degrees(args)
@@ -119,34 +120,41 @@ def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile)
     from tpplan.options import Cluster
     from tpplan.planner import solve
 
-    with _progress() as progress:
+    with progress_bars() as progress:
         return solve(
             model.build_model,
             model.example_inputs,
             cluster=Cluster(gpus=args.gpus, gpus_per_node=args.gpus_per_node, profile=profile),
-            global_batch=args.global_batch,
-            seq_len=args.seq_len,
-            micro_batch=args.micro_batch,
             loss=model.loss,
             unused_outputs=model.unused_outputs,
             tp=args.tp,
             fsdp=args.fsdp,
-            precision=args.precision,
-            optimizer=args.optimizer,
-            recompute=args.recompute,
-            reshard_after_forward=args.zero == 3,
-            compile=args.compile,
             memory_limit_bytes=args.memory_limit,
             solver=args.solver,
             time_limit_s=args.time_limit,
             pins=pins_of(args),
             prove=args.prove,
             progress=progress,
+            **training_options(args),
         )
 
 
+def training_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Of what add_training added, what solve takes."""
+    return {
+        "global_batch": args.global_batch,
+        "seq_len": args.seq_len,
+        "micro_batch": args.micro_batch,
+        "precision": args.precision,
+        "optimizer": args.optimizer,
+        "recompute": args.recompute,
+        "reshard_after_forward": args.zero == 3,
+        "compile": args.compile,
+    }
+
+
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None] | None]:
+def progress_bars() -> Iterator[Callable[[str, int, int], None] | None]:
     """A bar per stage on stderr; None where stderr is no terminal."""
     if not sys.stderr.isatty():
         yield None
@@ -166,7 +174,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None] | None]:
 # Checks that need no model
 
 
-def _check_output(path: Path | None) -> None:
+def check_output(path: Path | None) -> None:
     """Solving takes minutes: raises PlanError before, where its result could not be written."""
     if path is None:
         return

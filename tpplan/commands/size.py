@@ -1,0 +1,288 @@
+"""`tpplan size model.py --profile h100-sxm --target-tokens-per-day 50e9 ...`: how many GPUs, and the best plan on each.
+
+GPUs are tried in nodes of 1, 2, 4, ... (and 1, 2, 4, ... of a node) until the target is met, or up to --max-gpus.
+"""
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tpplan.commands._output import print_lines
+from tpplan.commands._pins import add_pins, pins_of
+from tpplan.commands.solve import add_training, count, num_bytes, progress_bars, training_options
+from tpplan.errors import InfeasibleError, ModelError, UsageError
+from tpplan.load import load_model_file
+from tpplan.plan import Recompute
+from tpplan.profile import load_profile
+from tpplan.report import gib
+from tpplan.units import format_seconds
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from tpplan.sizing import Sized
+
+#: GPUs tried at most where a target alone is given
+_MOST = 1024
+_DAY_S, _HOUR_S = 86_400.0, 3_600.0
+_SPANS = {"h": _HOUR_S, "d": _DAY_S, "w": 7 * _DAY_S}
+
+_EPILOG = """\
+Plans are priced, not proven: `tpplan solve` proves the plan of the count that is taken. MFU is over the fastest matmul
+of the profile; GPU-hours count every GPU of the cluster. model.py is as for `tpplan solve`.
+"""
+
+
+def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the verb."""
+    parser = subparsers.add_parser(
+        "size",
+        help="find how many GPUs a training needs",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("model", metavar="model.py", help="model.py, model.py:BUILDER or hf:path/config.json")
+    machine = parser.add_argument_group("machine")
+    machine.add_argument(
+        "--profile", action="append", required=True, metavar="NAME", help="a profile or its path; several are compared"
+    )
+    machine.add_argument("--gpus", type=_counts, metavar="N,N,...", help="the counts to try, instead of doubling")
+    machine.add_argument("--max-gpus", type=count, metavar="N", help=f"the most to try (with a target: {_MOST})")
+    machine.add_argument("--gpus-per-node", type=count, metavar="N", help="default: the profile's")
+    machine.add_argument("--memory-limit", type=num_bytes, metavar="SIZE", help="per GPU, such as 70GiB")
+    target = parser.add_argument_group("target")
+    target.add_argument("--target-tokens-per-day", type=_amount, metavar="N", help="such as 50e9")
+    target.add_argument("--deadline", type=_span, metavar="TIME", help="such as 30d, 2w or 12h, for --tokens")
+    target.add_argument("--tokens", type=_amount, metavar="N", help="tokens to train on, such as 1e12")
+    add_training(parser.add_argument_group("training"))
+    search = parser.add_argument_group("search")
+    search.add_argument("--tp", type=count, metavar="N", help="pin the tensor-parallel degree")
+    search.add_argument("--fsdp", type=count, metavar="N", help="pin the degree that FSDP shards over")
+    add_pins(search)
+    parser.add_argument("--json", action="store_true", help="print the table and the plans as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Solves for each count, prints the table; exits with 3 where no count does what is asked."""
+    target = _target(args)
+    if target is None and args.gpus is None and args.max_gpus is None:
+        raise UsageError(
+            "size: expected --target-tokens-per-day, or --deadline with --tokens, or --max-gpus, or --gpus"
+        )
+    profiles = [load_profile(name) for name in args.profile]
+    pins = pins_of(args)
+    model = load_model_file(args.model)
+    from tpplan.options import Cluster
+    from tpplan.sizing import counts_up_to, size
+
+    clusters = []
+    for profile in profiles:
+        per_node = args.gpus_per_node or profile.gpus_per_node
+        counts = args.gpus or counts_up_to(args.max_gpus or _MOST, per_node)
+        clusters += [Cluster(gpus=n, gpus_per_node=min(n, per_node), profile=profile) for n in counts]
+    options = training_options(args) | {
+        "loss": model.loss,
+        "unused_outputs": model.unused_outputs,
+        "tp": args.tp,
+        "fsdp": args.fsdp,
+        "memory_limit_bytes": args.memory_limit,
+        "pins": pins,
+    }
+    try:
+        with progress_bars() as progress:
+            options["progress"] = progress
+            rows = list(
+                size(model.build_model, model.example_inputs, clusters=clusters, tokens_per_s=target, options=options)
+            )
+    except ModelError as error:
+        raise model.locate(error) from error
+    if args.json:
+        sys.stdout.write(json.dumps(_as_data(rows, target, args.tokens), indent=2, sort_keys=True) + "\n")
+    else:
+        print_lines(lambda width: _lines(rows, target, args.tokens, width))
+    return 0 if _answers(rows, target) else InfeasibleError.exit_code
+
+
+def _target(args: argparse.Namespace) -> float | None:
+    """Tokens per second asked for; of two ways to ask, the more."""
+    if (args.deadline is None) != (args.tokens is None) and args.deadline is not None:
+        raise UsageError("--deadline needs --tokens: how many are to be trained on until then")
+    asked = []
+    if args.target_tokens_per_day is not None:
+        asked.append(args.target_tokens_per_day / _DAY_S)
+    if args.deadline is not None:
+        asked.append(args.tokens / args.deadline)
+    return max(asked, default=None)
+
+
+def _groups(rows: Sequence["Sized"]) -> "dict[str, list[Sized]]":
+    """Rows by profile, in order."""
+    found: dict[str, list[Sized]] = {}
+    for row in rows:
+        found.setdefault(row.profile.name, []).append(row)
+    return found
+
+
+def _answers(rows: Sequence["Sized"], target: float | None) -> "list[Sized]":
+    """The smallest count of each profile that has one."""
+    from tpplan.sizing import smallest
+
+    return [best for group in _groups(rows).values() if (best := smallest(group, target)) is not None]
+
+
+# Text
+
+_TITLES = ("", "GPUs", "mesh", "micro", "recompute", "step", "tokens/s", "MFU", "peak", "GPU-h/1e9")
+#: which columns are text, and stand at their left
+_LEFT = ("", "mesh", "recompute")
+
+
+def _lines(rows: Sequence["Sized"], target: float | None, tokens: float | None, width: int) -> list[str]:
+    """The table of each profile, what it means, and the answer."""
+    answers = _answers(rows, target)
+    lines = []
+    shows_recompute = any(row.plan is not None and row.plan.recompute for row in rows)
+    for name, group in _groups(rows).items():
+        lines.append(name)
+        cells = [_TITLES, *(_cells(row, is_answer=row in answers) for row in group)]
+        if not shows_recompute:
+            cells = [(*row[:4], *row[5:]) for row in cells]
+        lines += _aligned(cells)
+        best = next((row for row in answers if row.profile.name == name), None)
+        lines += [*_folded(_answer(best, group, target, tokens), width), ""]
+    for row in rows:
+        if row.plan is None:
+            lines += _folded(f"{row.cluster.gpus} x {row.profile.name}: {row.problem}", width)
+    lines += _folded(
+        "mesh: replicas x FSDP shards x tensor-parallel ranks. micro: sequences at once x accumulation steps. MFU: the "
+        "model's own FLOP over the fastest matmul of the profile. GPU-h/1e9: GPU-hours for 1e9 tokens. Plans are "
+        "priced, not proven: `tpplan solve` proves the one you take.",
+        width,
+    )
+    return lines
+
+
+def _cells(row: "Sized", *, is_answer: bool) -> tuple[str, ...]:
+    gpus = str(row.cluster.gpus)
+    if row.plan is None:
+        return ("", gpus, "does not fit" if "fits" in row.problem else "none", *[""] * (len(_TITLES) - 3))
+    plan, degrees = row.plan, row.plan.mesh_degrees
+    modes = dict.fromkeys(str(mode) for mode in plan.recompute.values() if mode is not Recompute.NONE)
+    return (
+        ">" if is_answer else "",
+        gpus,
+        f"{degrees.replicate} x {degrees.shard} x {degrees.tp}",
+        f"{plan.batch.micro_batch} x {plan.batch.accumulation_steps}",
+        ", ".join(modes) or "none",
+        format_seconds(plan.predicted.step_time_s),
+        _short(row.tokens_per_s),
+        f"{row.mfu:.0%}",
+        gib(plan.predicted.peak_memory_bytes),
+        f"{row.gpu_hours_per_1e9_tokens:.3g}",
+    )
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    titles = rows[0]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        " ".join(
+            cell.ljust(width) if title in _LEFT else cell.rjust(width + (i > 1))
+            for i, (cell, width, title) in enumerate(zip(row, widths, titles, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _answer(best: "Sized | None", group: Sequence["Sized"], target: float | None, tokens: float | None) -> str:
+    """What the table says, in a sentence."""
+    asked = "fits" if target is None else f"does {_short(target * _DAY_S)} tokens a day"
+    if best is None:
+        most = max(row.cluster.gpus for row in group)
+        fastest = max(row.tokens_per_s for row in group)
+        reached = f"; the most that was reached is {_short(fastest * _DAY_S)}" if target is not None and fastest else ""
+        return f"None of the counts tried, up to {most} GPUs, {asked}{reached}."
+    day = best.tokens_per_s * _DAY_S
+    text = f"Of the counts tried, {best.cluster.gpus} GPUs are the fewest on which the training fits"
+    if target is not None:
+        text += f" and {asked}"
+    text += f": {_short(day)} tokens a day"
+    if tokens is not None:
+        text += f", {tokens / day:.3g} days and {_short(tokens / 1e9 * best.gpu_hours_per_1e9_tokens)} GPU-hours for "
+        text += f"{_short(tokens)} tokens"
+    return text + "."
+
+
+def _folded(text: str, width: int) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def _short(number: float) -> str:
+    """Three digits: 812, 12.7k, 50.0e9 as 50.0B."""
+    for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.{0 if number / scale >= 100 else 1}f}{suffix}"
+    return f"{number:.3g}"
+
+
+# JSON
+
+
+def _as_data(rows: Sequence["Sized"], target: float | None, tokens: float | None) -> dict[str, object]:
+    answers = _answers(rows, target)
+    return {
+        "target_tokens_per_s": target,
+        "tokens": tokens,
+        "smallest_gpus": {row.profile.name: row.cluster.gpus for row in answers},
+        "rows": [
+            {
+                "profile": row.profile.name,
+                "gpus": row.cluster.gpus,
+                "gpus_per_node": row.cluster.gpus_per_node,
+                "problem": row.problem or None,
+                "meets_target": row.plan is not None and row.tokens_per_s >= (target or 0.0),
+                "step_time_s": row.plan.predicted.step_time_s if row.plan is not None else None,
+                "tokens_per_s": row.tokens_per_s if row.plan is not None else None,
+                "mfu": row.mfu if row.plan is not None else None,
+                "peak_memory_bytes": row.plan.predicted.peak_memory_bytes if row.plan is not None else None,
+                "gpu_hours_per_1e9_tokens": row.gpu_hours_per_1e9_tokens if row.plan is not None else None,
+                "plan": row.plan.to_dict() if row.plan is not None else None,
+            }
+            for row in rows
+        ],
+    }
+
+
+# Values of options
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(sorted({count(part) for part in text.split(",")}))
+
+
+def _amount(text: str) -> float:
+    """A number above 0, such as 50e9."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"expected a number above 0 such as 50e9, got {text!r}")
+    return number
+
+
+def _span(text: str) -> float:
+    """Seconds of 12h, 30d or 2w."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([hdw])", text)
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"expected a time such as 12h, 30d or 2w, got {text!r}")
+    return float(match[1]) * _SPANS[match[2]]
