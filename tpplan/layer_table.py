@@ -7,7 +7,7 @@ reading; else the row says which dim is split. The words are those that a pin ta
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -102,6 +102,13 @@ def layer_lines(plan: Plan, width: int) -> Iterator[Text]:
         yield Text("The backward half of a conversion is taken where the value carries a gradient.", style="dim")
     if usual:
         yield Text(f"Tensors cross as {usual}{', but where another is named' if len(dtypes) > 1 else ''}.", style="dim")
+
+
+def layer_rows(plan: Plan, shows: Callable[[str], bool]) -> list[str]:
+    """The table of the modules that `shows` accepts by name or pattern, its titles first; empty without any."""
+    rows = [row for row in _rows(plan) if shows(row.key)]
+    lines = [_TITLES, *(line for entry in _entries(plan, rows, "") for line in _lines(entry))]
+    return _aligned(lines, 2) if rows else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,8 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Sequence
 
 from tpplan.plan import Plan
 from tpplan.report import DEFAULT_WIDTH, as_data, render
@@ -16,6 +17,25 @@ _MIN_WIDTH = 40
 def print_lines(lines_of: Callable[[int], Sequence[str]]) -> None:
     """Writes lines to stdout, made for the terminal's width where there is one."""
     sys.stdout.write("\n".join(lines_of(_width())) + "\n")
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
+    """Cells padded to the width of their column, at the right but for the columns in `left`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def folded(line: str, width: int) -> list[str]:
+    """A line of text in lines of that width; one of a table, which is indented, as it is."""
+    if not line or line.startswith(" "):
+        return [line]
+    return textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
 
 
 def _width() -> int:

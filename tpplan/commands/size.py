@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tpplan.commands._output import print_lines
+from tpplan.commands._output import aligned, folded, print_lines
 from tpplan.commands._pins import add_pins, pins_of
 from tpplan.commands.solve import add_training, count, num_bytes, progress_bars, training_options
 from tpplan.errors import InfeasibleError, ModelError, UsageError
@@ -154,13 +154,14 @@ def _lines(rows: Sequence["Sized"], target: float | None, tokens: float | None, 
         cells = [_TITLES, *(_cells(row, is_answer=row in answers) for row in group)]
         if not shows_recompute:
             cells = [(*row[:4], *row[5:]) for row in cells]
-        lines += _aligned(cells)
+        left = [i for i, title in enumerate(cells[0]) if title in _LEFT]
+        lines += aligned(cells, left)
         best = next((row for row in answers if row.profile.name == name), None)
-        lines += [*_folded(_answer(best, group, target, tokens), width), ""]
+        lines += [*folded(_answer(best, group, target, tokens), width), ""]
     for row in rows:
         if row.plan is None:
-            lines += _folded(f"{row.cluster.gpus} x {row.profile.name}: {row.problem}", width)
-    lines += _folded(
+            lines += folded(f"{row.cluster.gpus} x {row.profile.name}: {row.problem.split(' (')[0]}.", width)
+    lines += folded(
         "mesh: replicas x FSDP shards x tensor-parallel ranks. micro: sequences at once x accumulation steps. MFU: the "
         "model's own FLOP over the fastest matmul of the profile. GPU-h/1e9: GPU-hours for 1e9 tokens. Plans are "
         "priced, not proven: `tpplan solve` proves the one you take.",
@@ -189,18 +190,6 @@ def _cells(row: "Sized", *, is_answer: bool) -> tuple[str, ...]:
     )
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    titles = rows[0]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        " ".join(
-            cell.ljust(width) if title in _LEFT else cell.rjust(width + (i > 1))
-            for i, (cell, width, title) in enumerate(zip(row, widths, titles, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
 def _answer(best: "Sized | None", group: Sequence["Sized"], target: float | None, tokens: float | None) -> str:
     """What the table says, in a sentence."""
     asked = "fits" if target is None else f"does {_short(target * _DAY_S)} tokens a day"
@@ -210,20 +199,12 @@ def _answer(best: "Sized | None", group: Sequence["Sized"], target: float | None
         reached = f"; the most that was reached is {_short(fastest * _DAY_S)}" if target is not None and fastest else ""
         return f"None of the counts tried, up to {most} GPUs, {asked}{reached}."
     day = best.tokens_per_s * _DAY_S
-    text = f"Of the counts tried, {best.cluster.gpus} GPUs are the fewest on which the training fits"
-    if target is not None:
-        text += f" and {asked}"
-    text += f": {_short(day)} tokens a day"
+    text = f"Of the counts tried, {best.cluster.gpus} GPUs are the fewest on which the training {asked}"
+    text += f": {_short(day)}" + (" tokens a day" if target is None else "")
     if tokens is not None:
         text += f", {tokens / day:.3g} days and {_short(tokens / 1e9 * best.gpu_hours_per_1e9_tokens)} GPU-hours for "
         text += f"{_short(tokens)} tokens"
     return text + "."
-
-
-def _folded(text: str, width: int) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def _short(number: float) -> str:

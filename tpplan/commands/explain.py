@@ -1,0 +1,274 @@
+"""`tpplan explain plan.json 'model.layers.*.mlp' --why-not megatron model.py`: what else could be done, and its price.
+
+Without further options it shows what the plan does in the modules of that name. Every alternative is solved exactly
+anew: for --why-not on the plan's mesh with all else chosen again, for --shadow-prices on all meshes of the cluster.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tpplan.commands._output import aligned, folded, print_lines
+from tpplan.commands._pins import add_pins, pins_of
+from tpplan.commands.solve import count
+from tpplan.errors import InfeasibleError, ModelError, UsageError
+from tpplan.layer_table import layer_rows
+from tpplan.load import ModelSpec, load_model_file
+from tpplan.pins import parse_pin
+from tpplan.plan import Plan
+from tpplan.profile import Collective, HardwareProfile, load_profile
+from tpplan.report import gib
+from tpplan.units import format_seconds
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from tpplan.alternatives import Alternative, Problem
+
+_EPILOG = """\
+model.py (or model.py:BUILDER, hf:path/config.json) is what the plan was made for; what was pinned for it and --compile
+are to be given again, for a plan does not say so. The profile is the plan's, by name, unless --profile names another.
+"""
+
+
+def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the verb."""
+    parser = subparsers.add_parser(
+        "explain",
+        help="say what another choice would cost",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("plan", metavar="plan.json", help="a plan that `tpplan solve -o` wrote")
+    parser.add_argument(
+        "words", nargs="*", metavar="MODULE|model.py", help="modules by pattern, such as 'layers.*.mlp'; the model"
+    )
+    parser.add_argument("--why-not", metavar="STYLE", help="the style that these modules might have had instead")
+    parser.add_argument("--shadow-prices", action="store_true", help="what more memory, faster links, more GPUs save")
+    parser.add_argument("--profile", metavar="NAME", help="default: the plan's, by its name")
+    parser.add_argument("--compile", action="store_true", help="price elementwise ops as torch.compile fuses them")
+    parser.add_argument("--tp", type=count, metavar="N", help="for --shadow-prices: pin the tensor-parallel degree")
+    parser.add_argument("--fsdp", type=count, metavar="N", help="for --shadow-prices: pin FSDP's degree")
+    add_pins(parser)
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what was asked for; exits with 3 where there is no plan of that style."""
+    plan = Plan.load(args.plan)
+    pattern, spec = _sorted_words(args.words)
+    if args.why_not is not None:
+        parse_pin(pattern or "", args.why_not)
+    if pattern is None and (args.why_not is not None or not args.shadow_prices):
+        raise UsageError("explain: expected modules by pattern, such as 'layers.*.mlp', or --shadow-prices")
+    if spec is None and (args.why_not is not None or args.shadow_prices):
+        raise UsageError("explain: --why-not and --shadow-prices need model.py: the problem is solved again")
+    data: dict[str, object] = {}
+    lines: list[str] = []
+    if pattern is not None:
+        rows = layer_rows(plan, lambda module: _matches(plan, pattern, module))
+        if not rows:
+            raise UsageError(f"{args.plan}: no module {pattern!r} owns parameters or converts what crosses it")
+        data["modules"] = [" ".join(row.split()) for row in rows[1:]]
+        lines += [f"{pattern} in the plan", *(f"  {row}" for row in rows), ""]
+    code = 0
+    if spec is not None:
+        model = load_model_file(spec)
+        profile = load_profile(args.profile or plan.cluster.profile)
+        try:
+            code = _solve_again(args, plan, pattern, model, profile, data, lines)
+        except ModelError as error:
+            raise model.locate(error) from error
+    if args.json:
+        sys.stdout.write(json.dumps(data, indent=2, sort_keys=True) + "\n")
+    else:
+        print_lines(lambda width: [part for line in lines for part in folded(line, width)])
+    return code
+
+
+def _sorted_words(words: Sequence[str]) -> tuple[str | None, str | None]:
+    """The pattern and the model among the words: the model is the one with .py or hf: in it."""
+    models = [word for word in words if re.search(r"\.py(:\w+)?$", word) or word.startswith("hf:")]
+    patterns = [word for word in words if word not in models]
+    if len(models) > 1 or len(patterns) > 1:
+        raise UsageError(f"explain: expected one pattern of modules and one model, got {' '.join(words)}")
+    return next(iter(patterns), None), next(iter(models), None)
+
+
+def _matches(plan: Plan, pattern: str, module: str) -> bool:
+    """A module of that name or inside one, as the plan's patterns or its own name write it."""
+    parts = len(pattern.split("."))
+    own = ".".join(module.split(".")[:parts])
+    return own == pattern or parse_pin(pattern, "replicate").matches(own)
+
+
+def _solve_again(
+    args: argparse.Namespace,
+    plan: Plan,
+    pattern: str | None,
+    model: ModelSpec,
+    profile: HardwareProfile,
+    data: dict[str, object],
+    lines: list[str],
+) -> int:
+    from tpplan.alternatives import Problem, options_of, shadow_prices, why_not
+    from tpplan.options import Cluster
+    from tpplan.reuse import Reuse
+
+    cluster = Cluster(gpus=plan.cluster.gpus, gpus_per_node=plan.cluster.gpus_per_node, profile=profile)
+    problem = Problem(
+        build_model=model.build_model,
+        example_inputs=model.example_inputs,
+        cluster=cluster,
+        options=options_of(plan)
+        | {"loss": model.loss, "unused_outputs": model.unused_outputs, "compile": args.compile, "pins": pins_of(args)},
+        reuse=Reuse(),
+    )
+    if profile.fingerprint != plan.cluster.profile_fingerprint:
+        plan = _priced_again(plan, model, profile)
+        lines += [f"The plan was made for another {plan.cluster.profile}: its prices are this one's.", ""]
+    code = 0
+    if args.why_not is not None and pattern is not None:
+        other = why_not(problem, plan, pattern, args.why_not)
+        lines += [*_comparison(plan, other, pattern, profile), ""]
+        data["why_not"] = _comparison_data(plan, other, profile)
+        code = 0 if other.plan is not None else InfeasibleError.exit_code
+    if args.shadow_prices:
+        free: Problem = _with(problem, tp=args.tp, fsdp=args.fsdp)
+        found = list(shadow_prices(free))
+        lines += [*_price_lines(plan, found), ""]
+        data["shadow_prices"] = [_price_data(found[0], alternative) for alternative in found]
+    return code
+
+
+def _with(problem: "Problem", **options: Any) -> "Problem":
+    from dataclasses import replace
+
+    return replace(problem, options={**problem.options, **options})
+
+
+def _priced_again(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> Plan:
+    from tpplan.planner import price
+
+    return price(plan, model.build_model, model.example_inputs, profile=profile, loss=model.loss)
+
+
+# Why not
+
+
+def _comparison(plan: Plan, other: "Alternative", pattern: str, profile: HardwareProfile) -> Iterator[str]:
+    """Both plans term by term: the step's time, collectives by kind, memory."""
+    from tpplan.alternatives import memory_differences, time_differences
+
+    mesh = f"on {plan.mesh}"
+    if other.plan is None:
+        yield f"{pattern} as {other.name} {mesh}: none. {other.problem}"
+        return
+    before, after = plan.predicted.step_time_s, other.plan.predicted.step_time_s
+    rows = [("", "plan", other.name, "difference")]
+    rows.append(("step", *_times(before, after)))
+    rows += [(f"  {name}", *_times(ours, theirs)) for name, ours, theirs in time_differences(plan, other.plan)]
+    rows.append(("peak memory", *_sizes(plan.predicted.peak_memory_bytes, other.plan.predicted.peak_memory_bytes)))
+    rows += [(f"  {name}", *_sizes(ours, theirs)) for name, ours, theirs in memory_differences(plan, other.plan)]
+    kinds = _collectives(plan, profile), _collectives(other.plan, profile)
+    rows.append(("collectives, issued", *_times(*(sum(own.values()) for own in kinds))))
+    rows += [
+        (f"  {' '.join(key)}", *_times(kinds[0].get(key, 0.0), kinds[1].get(key, 0.0)))
+        for key in sorted({**kinds[0], **kinds[1]})
+    ]
+    yield f"{pattern} as {other.name} {mesh}, all else chosen anew"
+    yield from (f"  {line}" for line in aligned(rows, left=(0,)))
+    share = f"{abs(after / before - 1):.2%}" if before else "0 %"
+    if abs(after - before) <= 1e-9 * before:
+        yield f"It costs the same: {format_seconds(after)} a step."
+    elif after > before:
+        yield f"It would cost {format_seconds(after - before)} a step more ({share})."
+    else:
+        yield f"It would save {format_seconds(before - after)} a step ({share}): the plan is not the best of its mesh."
+
+
+def _times(ours: float, theirs: float) -> tuple[str, str, str]:
+    return format_seconds(ours), format_seconds(theirs), _signed(theirs - ours, format_seconds, 1e-12)
+
+
+def _sizes(ours: float, theirs: float) -> tuple[str, str, str]:
+    return gib(ours), gib(theirs), _signed(theirs - ours, gib, 0.5)
+
+
+def _signed(difference: float, text_of: Callable[[float], str], least: float) -> str:
+    if abs(difference) < least:
+        return "0"
+    return ("+" if difference > 0 else "-") + text_of(abs(difference))
+
+
+def _collectives(plan: Plan, profile: HardwareProfile) -> dict[tuple[str, str], float]:
+    """Seconds of a step's collectives by axis and kind, hidden or not."""
+    found: dict[tuple[str, str], float] = defaultdict(float)
+    for entry in plan.collectives:
+        group = plan.mesh.group(entry.axis, plan.cluster.gpus_per_node)
+        seconds = profile.collective(Collective(entry.kind), group, entry.num_bytes).seconds
+        found[str(entry.axis), entry.kind.replace("_", "-")] += entry.count * seconds
+    return dict(found)
+
+
+def _comparison_data(plan: Plan, other: "Alternative", profile: HardwareProfile) -> dict[str, object]:
+    return {
+        "style": other.name,
+        "problem": other.problem or None,
+        "alternative": other.plan.to_dict() if other.plan is not None else None,
+        "step_time_s": [plan.predicted.step_time_s, other.plan.predicted.step_time_s] if other.plan else None,
+        "collectives_s": [
+            {" ".join(key): seconds for key, seconds in _collectives(own, profile).items()}
+            for own in (plan, other.plan)
+            if own is not None
+        ],
+    }
+
+
+# Shadow prices
+
+
+def _price_lines(plan: Plan, found: Sequence["Alternative"]) -> Iterator[str]:
+    base = found[0]
+    if base.plan is None:
+        yield f"Shadow prices: none. {base.problem}"
+        return
+    yield "Shadow prices: the best plan of all meshes, solved again with one thing changed"
+    rows = [("", "step", "saved", "", "GPUs", "mesh")]
+    for alternative in found:
+        own = alternative.plan
+        if own is None:
+            rows.append((alternative.name, "none", "", "", "", ""))
+            continue
+        saved = base.plan.predicted.step_time_s - own.predicted.step_time_s
+        share = saved / base.plan.predicted.step_time_s
+        numbers = ("", "") if alternative is base else (_signed(saved, format_seconds, 1e-12), f"{share:.2%}")
+        degrees = own.mesh_degrees
+        mesh = f"{degrees.replicate} x {degrees.shard} x {degrees.tp}"
+        step = format_seconds(own.predicted.step_time_s)
+        rows.append((alternative.name, step, *numbers, str(own.mesh.num_gpus), mesh))
+    yield from (f"  {line}" for line in aligned(rows, left=(0, 5)))
+    yield from (f"{row.name}: {row.problem}" for row in found if row.plan is None)
+    if abs(base.plan.predicted.step_time_s / plan.predicted.step_time_s - 1) > 1e-6:
+        yield (
+            f"The plan itself takes {format_seconds(plan.predicted.step_time_s)}: it was made with pins or options "
+            "that were not given here."
+        )
+
+
+def _price_data(base: "Alternative", alternative: "Alternative") -> dict[str, object]:
+    own, first = alternative.plan, base.plan
+    return {
+        "change": alternative.name,
+        "problem": alternative.problem or None,
+        "step_time_s": own.predicted.step_time_s if own else None,
+        "saved_s": first.predicted.step_time_s - own.predicted.step_time_s if own and first else None,
+        "mesh": str(own.mesh) if own else None,
+    }
