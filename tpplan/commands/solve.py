@@ -5,14 +5,15 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from tpplan.commands._output import print_plan
+from tpplan.commands._kinds import kind_lines, print_kinds_as_data
+from tpplan.commands._output import print_lines, print_plan
 from tpplan.commands._pins import add_pins, pins_of
 from tpplan.errors import ModelError, PlanError, UsageError
 from tpplan.load import ModelSpec, load_model_file
@@ -24,6 +25,8 @@ from tpplan.units import GIB, KIB, MIB
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
+
+    from tpplan.alternatives import Kind
 
 #: tpplan.formulate.OPTIMIZER_STATES says the same, behind an import of torch
 OPTIMIZERS = ("adamw", "sgd-momentum", "sgd")
@@ -52,6 +55,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     add_search(parser.add_argument_group("search"))
     output = parser.add_argument_group("output")
     output.add_argument("-o", "--output", type=Path, metavar="plan.json", help="write the plan here")
+    output.add_argument("--top-dir", type=Path, metavar="DIR", help="write the others of --top to DIR/plan-2.json, ...")
     output.add_argument("--json", action="store_true", help="print the plan and what follows from it as JSON")
 
 
@@ -93,50 +97,76 @@ def add_search(group: "argparse._ArgumentGroup") -> None:
     add_pins(group)
     group.add_argument("--solver", choices=[entry.name for entry in SOLVERS], help="default: the first one installed")
     group.add_argument("--time-limit", type=seconds, metavar="S", help="seconds for each mesh; the gap is reported")
+    group.add_argument(
+        "--top", type=count, default=1, metavar="N", help="the best plans of N kinds: unlike in mesh, batch or styles"
+    )
     group.add_argument("--no-prove", dest="prove", action="store_false", help="skip the check of the applied model")
 
 
 def run(args: argparse.Namespace) -> int:
     """Solves, writes, prints. What needs no model is checked before torch is imported."""
     check_output(args.output)
+    if args.top_dir is not None and args.top == 1:
+        raise UsageError("--top-dir: expected --top N above 1 beside it")
+    check_output(args.top_dir / "plan-2.json" if args.top_dir is not None else None)
     profile = load_profile(args.profile)
     args.gpus_per_node = args.gpus_per_node or min(args.gpus, profile.gpus_per_node)
     _check_degrees(args)
     pins_of(args)
     model = load_model_file(args.model)
     try:
-        plan = _solve(args, model, profile)
+        plan, kinds = _solve(args, model, profile)
     except ModelError as error:
         raise model.locate(error) from error
-    if args.output is not None:
-        plan.dump(args.output)
-    print_plan(plan, as_json=args.json)
-    if args.output is not None:
-        print(f"wrote {args.output}", file=sys.stderr)
+    written = dict(_files(args, plan, kinds))
+    for path, own in written.items():
+        own.dump(path)
+    if args.json and args.top > 1:
+        print_kinds_as_data(plan, kinds)
+    else:
+        print_plan(plan, as_json=args.json)
+    if args.top > 1 and not args.json:
+        print_lines(lambda width: ["", *kind_lines(kinds, width)])
+    for path in written:
+        print(f"wrote {path}", file=sys.stderr)
     return 0
 
 
-def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile) -> Plan:
+def _files(args: argparse.Namespace, plan: Plan, kinds: "Sequence[Kind]") -> Iterator[tuple[Path, Plan]]:
+    """The best plan's file, and those of the others by their number."""
+    if args.output is not None:
+        yield args.output, plan
+    if args.top_dir is not None:
+        yield from ((args.top_dir / f"plan-{i}.json", kind.plan) for i, kind in enumerate(kinds[1:], start=2))
+
+
+def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile) -> "tuple[Plan, list[Kind]]":
+    """The best plan, and where --top asks for more than it, the best of each kind, itself first."""
+    from tpplan.alternatives import Problem, top
     from tpplan.options import Cluster
-    from tpplan.planner import solve
+    from tpplan.reuse import Reuse
 
     with progress_bars() as progress:
-        return solve(
-            model.build_model,
-            model.example_inputs,
+        problem = Problem(
+            build_model=model.build_model,
+            example_inputs=model.example_inputs,
             cluster=Cluster(gpus=args.gpus, gpus_per_node=args.gpus_per_node, profile=profile),
-            loss=model.loss,
-            unused_outputs=model.unused_outputs,
-            tp=args.tp,
-            fsdp=args.fsdp,
-            memory_limit_bytes=args.memory_limit,
-            solver=args.solver,
-            time_limit_s=args.time_limit,
-            pins=pins_of(args),
-            prove=args.prove,
-            progress=progress,
-            **training_options(args),
+            options={
+                "loss": model.loss,
+                "unused_outputs": model.unused_outputs,
+                "tp": args.tp,
+                "fsdp": args.fsdp,
+                "memory_limit_bytes": args.memory_limit,
+                "solver": args.solver,
+                "time_limit_s": args.time_limit,
+                "pins": pins_of(args),
+                "progress": progress,
+                **training_options(args),
+            },
+            reuse=Reuse(),
         )
+        plan = problem.solve(prove=args.prove)
+        return plan, top(problem, args.top, prove=args.prove) if args.top > 1 else []
 
 
 def training_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,0 +1,87 @@
+"""How the plans of `tpplan solve --top N` are printed: what each is, what it costs more than the best, and why."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tpplan.commands._output import aligned, folded
+from tpplan.pins import Style
+from tpplan.plan import Plan
+from tpplan.report import as_data, gib
+from tpplan.units import format_seconds
+
+if TYPE_CHECKING:
+    from tpplan.alternatives import Kind
+
+#: terms of the difference that are named, and the least share of the step that is worth it
+_TERMS, _LEAST_SHARE = 3, 0.0005
+_SHORT = {
+    Style.COLUMN: "columns",
+    Style.ROW: "rows",
+    Style.VOCABULARY: "vocabulary",
+    Style.REPLICATED: "replicated",
+    Style.SLICES: "slices",
+    Style.SPLIT: "split",
+}
+_LEGEND = (
+    "Kinds differ in mesh (replicas x FSDP shards x tp ranks), micro-batch, recomputation, or in the styles "
+    "that matrices and norms have at all. Of two on one mesh, what has the styles of the cheaper and others besides is "
+    "not listed."
+)
+
+
+def kind_lines(kinds: "Sequence[Kind]", width: int) -> list[str]:
+    """The table, and for each plan but the first where its time goes."""
+    first = kinds[0].plan
+    rows = [("", "mesh", "micro", "step", "more", "peak", "styles")]
+    for i, kind in enumerate(kinds, start=1):
+        plan, degrees = kind.plan, kind.plan.mesh_degrees
+        more = plan.predicted.step_time_s - first.predicted.step_time_s
+        rows.append(
+            (
+                str(i),
+                f"{degrees.replicate} x {degrees.shard} x {degrees.tp}",
+                f"{plan.batch.micro_batch} x {plan.batch.accumulation_steps}",
+                format_seconds(plan.predicted.step_time_s),
+                f"+{more / first.predicted.step_time_s:.2%}" if i > 1 else "",
+                gib(plan.predicted.peak_memory_bytes),
+                styles_text(kind),
+            )
+        )
+    lines = ["Best plans by kind", *(f"  {line}" for line in aligned(rows, left=(0, 1, 6)))]
+    for i, kind in enumerate(kinds[1:], start=2):
+        lines += folded(f"{i} against 1: {_why(first, kind.plan)}", width)
+    if len(kinds) == 1:
+        lines.append("There is no other kind that fits.")
+    return [*lines, *folded(_LEGEND, width)]
+
+
+def styles_text(kind: "Kind") -> str:
+    """The styles of a kind in few words; what is recomputed too."""
+    plan = kind.plan
+    words = (
+        [_SHORT.get(style, str(style)) for style in Style if style in kind.styles] if plan.mesh.tp > 1 else ["whole"]
+    )
+    return ", ".join([*words, *(f"{mode} recomputation" for mode in dict.fromkeys(map(str, plan.recompute.values())))])
+
+
+def _why(first: Plan, other: Plan) -> str:
+    """The terms that differ most."""
+    from tpplan.alternatives import time_differences
+
+    step = first.predicted.step_time_s
+    terms = [
+        f"{'+' if theirs > ours else '-'}{format_seconds(abs(theirs - ours))} {name}"
+        for name, ours, theirs in time_differences(first, other)[:_TERMS]
+        if abs(theirs - ours) > _LEAST_SHARE * step
+    ]
+    memory = other.predicted.peak_memory_bytes - first.predicted.peak_memory_bytes
+    text = ", ".join(terms) or "no term differs by more than 0.05 % of the step"
+    return f"{text}; peak memory {'+' if memory >= 0 else '-'}{gib(abs(memory))}."
+
+
+def print_kinds_as_data(plan: Plan, kinds: "Sequence[Kind]") -> None:
+    """The best plan as ever, and all kinds under "kinds"."""
+    data = as_data(plan) | {"kinds": [{"styles": sorted(map(str, k.styles)), "plan": as_data(k.plan)} for k in kinds]}
+    sys.stdout.write(json.dumps(data, indent=2, sort_keys=True) + "\n")
