@@ -9,6 +9,7 @@ counted as a kind of its own.
 """
 
 import heapq
+import inspect
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from tpplan.space import NoLayoutError, is_summand
 from tpplan.typecheck import Mistyped, implied_strategies
 from tpplan.units import GIB, format_bytes
 
+_DEFAULTS = inspect.signature(solve).parameters
 #: how much faster a link is made for its shadow price
 FASTER = 1.1
 #: what a problem may turn out to have no solution by
@@ -62,25 +64,28 @@ class Alternative:
 
 
 def options_of(plan: Plan) -> dict[str, Any]:
-    """The options of solve with which a plan was made, as far as the plan says them, but for what was pinned.
+    """The options of solve with which a plan was made, but for what was pinned: what solve chooses by itself, where it
+    is not told, is left to it.
 
-    Raises UsageError where its layers are recomputed in several ways.
+    Raises UsageError where layers are recomputed in several ways and solve has one for all.
     """
-    modes = set(plan.recomputed_modules().values()) or {Recompute.NONE}
-    if len(modes) > 1:
-        raise UsageError(
-            f"the plan recomputes in several ways ({', '.join(sorted(modes))}): solve has one for all layers"
-        )
-    return {
+    modes = sorted(set(plan.recomputed_modules().values())) or [Recompute.NONE]
+    options = {
         "global_batch": plan.batch.global_batch,
         "seq_len": plan.batch.seq_len,
-        "micro_batch": plan.batch.micro_batch,
         "precision": plan.precision,
         "optimizer": plan.optimizer,
-        "recompute": modes.pop(),
-        "reshard_after_forward": plan.fsdp.reshard_after_forward,
         "memory_limit_bytes": plan.predicted.memory_limit_bytes,
     }
+    decisions = {
+        "micro_batch": plan.batch.micro_batch,
+        "recompute": modes[0],
+        "reshard_after_forward": plan.fsdp.reshard_after_forward,
+    }
+    told = {name: value for name, value in decisions.items() if _DEFAULTS[name].default is not None}
+    if len(modes) > 1 and "recompute" in told:
+        raise UsageError(f"the plan recomputes in several ways, {', '.join(modes)}: solve has one for all layers")
+    return options | told
 
 
 def why_not(problem: Problem, plan: Plan, pattern: str, style: str) -> Alternative:
