@@ -26,6 +26,7 @@ from tpplan.errors import PlanError, PlanMismatchError, TpplanError, UsageError
 from tpplan.localize import Site, check_forward
 from tpplan.losses import ShardedClasses
 from tpplan.mesh import Axis
+from tpplan.opaque import HOOKS, opaque_class
 from tpplan.patterns import ROOT
 from tpplan.plan import Plan, Precision, ProofStatus, check_parameters
 from tpplan.recompute import check_recomputable, recompute
@@ -62,6 +63,7 @@ def apply_plan(model: nn.Module, plan: Plan | str | os.PathLike[str], *, mesh: D
     if loaded.precision is Precision.BF16:
         _cast_parameters(model, torch.bfloat16)
     _move(model, device_type, with_parameters=loaded.mesh.tp == 1)
+    _keep_hooks(model, loaded)
     lay_out(model, loaded, mesh[Axis.TP])
     modules = modules_by_name(model)
     for module, mode in {_module(modules, name): mode for name, mode in loaded.recomputed_modules().items()}.items():
@@ -194,7 +196,7 @@ def _check_fits(model: nn.Module, plan: Plan) -> None:
     modules = modules_by_name(model)
     for name, style in module_styles(plan).items():
         style.check(_module(modules, name))
-    for name in (*plan.size_plans(), *plan.sharded_losses(), *plan.drawing_modules()):
+    for name in (*plan.size_plans(), *plan.sharded_losses(), *plan.drawing_modules(), *plan.opaque_modules()):
         check_forward(_module(modules, name), name)
     wrapped = {plan_name(name) for name, _ in model.named_modules() if name.endswith(_WRAPPER_NAMES[0])}
     for name in plan.recomputed_modules():
@@ -267,6 +269,23 @@ def _move(model: nn.Module, device_type: str, *, with_parameters: bool) -> None:
             parameter.data = moved(parameter.data)
 
 
+def _keep_hooks(model: nn.Module, plan: Plan) -> None:
+    """Hooks on the gradients of weights stay behind when those are distributed: the module that runs whole keeps them,
+    and puts them on what it reads."""
+    modules = modules_by_name(model)
+    for module in {modules[name] for name in plan.opaque_modules()} if plan.mesh.tp > 1 or _uses_fsdp(plan) else ():
+        named = module.named_parameters()
+        hooks = {name: tuple(weight._backward_hooks.values()) for name, weight in named if weight._backward_hooks}
+        if hooks:
+            module.__dict__[HOOKS] = hooks
+            if plan.mesh.tp == 1:
+                module.__class__ = opaque_class(type(module))  # type: ignore[arg-type]
+
+
+def _uses_fsdp(plan: Plan) -> bool:
+    return plan.mesh.data_parallel > 1 or plan.precision is Precision.BF16_MIXED
+
+
 @torch.no_grad()
 def _broadcast_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
     """Data-parallel ranks start from the values of the first: along replicate, then along shard."""
@@ -281,7 +300,7 @@ def _broadcast_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
 def _shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """FSDP over the data-parallel axes, unit by unit, the root last. It averages gradients over data-parallel ranks."""
     is_mixed = plan.precision is Precision.BF16_MIXED
-    if plan.mesh.data_parallel == 1 and not is_mixed:
+    if not _uses_fsdp(plan):
         return
     axes = mesh[Axis.SHARD] if plan.mesh.replicate == 1 else mesh[Axis.REPLICATE, Axis.SHARD]
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -17,7 +17,7 @@ from tpplan.patterns import ROOT, format_ranges
 from tpplan.plan import BoundaryPlan, CollectivePlan, CrossingPlan, FsdpPlan, ParameterPlan, Pass, Prediction
 from tpplan.problem import total
 from tpplan.profile import Collective
-from tpplan.rules import Call, Strategy, draws, has_rule
+from tpplan.rules import OPAQUE, Call, Strategy, draws, has_rule
 from tpplan.space import CROSS_ENTROPY, is_summand
 
 T = TypeVar("T")
@@ -185,13 +185,23 @@ class Expanded:
         """Ops that no rule covers and that therefore run whole, though they read gradient-carrying tensors: seconds."""
         found: Counter[str] = Counter()
         for op in self.graph.ops:
-            if not has_rule(op.target) and any(self.graph.values[name].carries_gradient for name in op.operands):
-                times = self.formulation.table[op.name][0]
-                seconds = (
-                    times.forward + times.backward + times.again
-                ).seconds * self.formulation.setting.accumulation_steps
-                found[op.target] += seconds  # type: ignore[assignment]
+            is_unruled = not has_rule(op.target) and op.target != OPAQUE
+            if is_unruled and any(self.graph.values[name].carries_gradient for name in op.operands):
+                found[op.target] += self._seconds(op)  # type: ignore[assignment]
         return {target: float(seconds) for target, seconds in sorted(found.items())}
+
+    def opaque_seconds(self) -> dict[str, float]:
+        """Modules that run whole, and the seconds they take in a step."""
+        found: Counter[str] = Counter()
+        for op in self.graph.ops:
+            if op.target == OPAQUE:
+                found[op.module] += self._seconds(op)  # type: ignore[assignment]
+        return {module: float(seconds) for module, seconds in found.items()}
+
+    def _seconds(self, op: Op) -> float:
+        """What an op takes in a step, compute alone."""
+        times = self.formulation.table[op.name][0]
+        return (times.forward + times.backward + times.again).seconds * self.formulation.setting.accumulation_steps
 
     # Collectives
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.apply import lay_out
+from tpplan.errors import ModelError
 from tpplan.plan import Plan
 
 
@@ -43,8 +44,23 @@ class _Mesh(DeviceMesh):
         return self._group
 
 
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of a model on the meta device. Tensors that modules computed from weights when they were built (as
+    torch.nn.utils.weight_norm does) are leaves in the copy: code that reads one before it makes it anew is found out.
+    """
+    held = (value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
+    computed = {id(value): value.detach().requires_grad_() for value in held if value.grad_fn is not None}
+    try:
+        return copy.deepcopy(model, dict(computed))
+    except RuntimeError as error:
+        raise ModelError(
+            "the model cannot be copied: a list or dict in a module holds a tensor that was computed from a weight "
+            f"when it was built; compute it in forward\n{str(error).splitlines()[0]}"
+        ) from error
+
+
 def applied_as(model: nn.Module, plan: Plan, rank: int) -> nn.Module:
     """A copy of a model on the meta device with the tensor parallelism that the plan gives a rank."""
-    local = copy.deepcopy(model)
+    local = copied(model)
     lay_out(local, plan, _Mesh(plan.mesh.tp, rank))
     return local

@@ -1,6 +1,5 @@
 """One call of solve: the model as traced, and what has been computed of each tp degree."""
 
-import copy
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +9,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tpplan import solvers
+from tpplan.bystander import copied
 from tpplan.costs.regions import Regions
 from tpplan.errors import IndivisibleError, ModelError
 from tpplan.formulate import Formulation, PricedSpace, Setting, price_space
 from tpplan.graph import Direction, ModelGraph
+from tpplan.marking import trace_marking
 from tpplan.mesh import Mesh, meshes
+from tpplan.opaque import Opaques
 from tpplan.options import Allows, Batch, BuildModel, Cluster, ExampleInputs, Progress
 from tpplan.pins import Pin, Pinned
 from tpplan.plan import Precision, Recompute
@@ -23,7 +25,7 @@ from tpplan.profile import HardwareProfile
 from tpplan.reuse import Reuse, Traced
 from tpplan.rules import Strategy
 from tpplan.space import build_space
-from tpplan.trace import Inputs, Loss, assumptions, check_backward_hooks, repeated_children, trace
+from tpplan.trace import Inputs, Loss, assumptions, check_gradient_hooks, repeated_children
 
 
 @dataclass
@@ -64,6 +66,7 @@ class Job:
     inputs: Inputs = field(init=False)
     units: tuple[str, ...] = field(init=False)
     graph: ModelGraph = field(init=False)
+    opaques: Opaques = field(init=False)
     pinned: Pinned = field(init=False)
     assumptions: tuple[str, ...] = ()
 
@@ -105,10 +108,12 @@ class Job:
                 units=self.units,
                 graph=self.graph,
                 assumptions=self.assumptions,
+                opaques=self.opaques,
             )
         else:
             self.model, self.inputs, self.units = known.model, known.inputs, known.units
-            self.graph, self.assumptions = known.graph, known.assumptions
+            self.graph, self.assumptions, self.opaques = known.graph, known.assumptions, known.opaques
+        self.reuse.executor.observe(self.opaques.by_key())
         self.pinned = Pinned(graph=self.graph, pins=self.pins)
         self.report("trace", 1, 1)
 
@@ -127,12 +132,16 @@ class Job:
         self.inputs = self.example_inputs(self.batch.micro_batch, self.batch.seq_len)
         if self.precision is Precision.BF16:
             self.inputs = pytree.tree_map(_to_bfloat16, self.inputs)
-        check_backward_hooks(self.model)
+        check_gradient_hooks(self.model)
         # A forward may leave tensors of the trace on its module; the proof copies a model that has none.
-        self.graph = trace(_copied(self.model), self.inputs, loss=self.loss, cast=self.cast)
+        self.graph, self.opaques = trace_marking(
+            self.model, lambda: copied(self.model), self.inputs, loss=self.loss, cast=self.cast
+        )
+        self.units = tuple(unit for unit in self.units if not self.opaques.hides(unit))
         if self.graph.questions:
-            model = _copied(self.model)
-            self.assumptions = assumptions(self.graph, model, self.inputs, loss=self.loss, cast=self.cast)
+            self.assumptions = assumptions(
+                self.graph, copied(self.model), self.inputs, loss=self.loss, cast=self.cast, opaques=self.opaques
+            )
 
     def cast(self, tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
         """FSDP's mixed precision casts what enters the root and each unit; so does the trace."""
@@ -218,16 +227,6 @@ def _hashable(function: object) -> Hashable:
     except TypeError:
         return object()
     return function
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except RuntimeError as error:
-        raise ModelError(
-            "the model cannot be copied: a module holds a tensor that was computed from a weight when it was built (a "
-            f"view, torch.nn.utils.weight_norm); compute it in forward\n{str(error).splitlines()[0]}"
-        ) from error
 
 
 def _to_bfloat16(leaf: Any) -> Any:

@@ -163,6 +163,8 @@ class KnownValues(TorchFunctionMode):
         args, kwargs = pytree.tree_map(self._on_cpu, (args, kwargs))
         value = pytree.tree_leaves(func(*args, **kwargs))[place]
         assert isinstance(value, Tensor)
+        if value.is_meta:
+            raise UnknownValueError("a tensor was asked for its values, which a module makes that runs whole")
         self._values[id(tensor)] = value
         return value
 

@@ -127,6 +127,8 @@ class Site:
     #: dim by output path: what the model returns sharded, and so as a DTensor
     sharded_outputs: Mapping[str, int] = field(default_factory=dict)
     reads: Mapping[str, ParameterReads] = field(default_factory=dict)
+    #: reads of the weights below it by their names, where it runs whole
+    whole: Mapping[str, ParameterReads] | None = None
     #: its ids entered here as rows, and what is looked up leaves a module around this one
     hands_rows_on: bool = False
 
@@ -147,6 +149,11 @@ class Site:
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             return reads.local(parameter, self.names)
         return parameter
+
+    def whole_weights(self, module: nn.Module) -> dict[str, Tensor]:
+        """The weights below a module that runs whole, as its forward sees them, by name."""
+        assert self.whole is not None
+        return {name: self.whole[name].local(weight, self.names) for name, weight in module.named_parameters()}
 
     def convert_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments inside."""

@@ -3,6 +3,7 @@
 boundary  a tensor crosses into or out of a module's forward; a view, so aliasing stays as it was
 frame     a tensor enters or leaves the forward of a layer that its siblings may copy; a view
 sibling   a layer that is like one already traced: gives tensors like that one's outputs
+opaque    a module that runs whole: inputs and weights go in, and what was observed to come out comes out
 whole     a tensor goes into a function with a backward of its own, or comes out of it; a view
 cross_entropy  torch's own, in one operator: F.cross_entropy in a model's forward is traced as this
 """
@@ -17,6 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 #: outputs of traced layers by name, one table for each trace that is running
 running_traces: list[dict[str, list[Tensor]]] = []
+
+#: outputs of opaque modules by the key of the call, one table for each trace that is running
+running_opaques: list[dict[str, tuple[Tensor, ...]]] = []
 
 
 def boundary(x: Tensor, module: str, direction: str, path: str) -> Tensor:
@@ -37,6 +41,12 @@ def sibling(inputs: list[Tensor], module: str, like: str) -> list[Tensor]:
     return list(outputs)
 
 
+def opaque(inputs: list[Tensor], weights: list[Tensor], key: str) -> list[Tensor]:
+    """Stands for a call of a module that runs whole."""
+    outputs: list[Tensor] = torch.ops.tpplan.opaque(inputs, weights, key)
+    return list(outputs)
+
+
 def whole(x: Tensor, carries_gradient: bool) -> Tensor:
     """Marks what must be whole on every rank, and so its gradient."""
     marked: Tensor = torch.ops.tpplan.whole(x, carries_gradient)
@@ -45,6 +55,10 @@ def whole(x: Tensor, carries_gradient: bool) -> Tensor:
 
 def _sibling(inputs: list[Tensor], module: str, like: str) -> list[Tensor]:
     return [output.new_empty_strided(output.shape, output.stride()) for output in running_traces[-1][like]]
+
+
+def _opaque(inputs: list[Tensor], weights: list[Tensor], key: str) -> list[Tensor]:
+    return [output.new_empty_strided(output.shape, output.stride()) for output in running_opaques[-1][key]]
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
@@ -75,12 +89,14 @@ _LIBRARY: Any = torch.library.Library("tpplan", "FRAGMENT")  # type: ignore[no-u
 _LIBRARY.define("boundary(Tensor(a) x, str module, str direction, str path) -> Tensor(a)")
 _LIBRARY.define("frame(Tensor(a) x, str module, str side) -> Tensor(a)")
 _LIBRARY.define("sibling(Tensor[] inputs, str module, str like) -> Tensor[]")
+_LIBRARY.define("opaque(Tensor[] inputs, Tensor[] weights, str key) -> Tensor[]")
 _LIBRARY.define("whole(Tensor(a) x, bool carries_gradient) -> Tensor(a)")
 _LIBRARY.impl("whole", lambda x, carries_gradient: x.view_as(x), "CompositeImplicitAutograd")
 _LIBRARY.define("cross_entropy(Tensor logits, Tensor targets, int ignore_index) -> Tensor")
 _LIBRARY.impl("cross_entropy", _cross_entropy, "CompositeImplicitAutograd")
 _LIBRARY.impl("boundary", lambda x, module, direction, path: x.view_as(x), "CompositeImplicitAutograd")
 _LIBRARY.impl("frame", lambda x, module, side: x.view_as(x), "CompositeImplicitAutograd")
+_LIBRARY.impl("opaque", _opaque, "CompositeExplicitAutograd")
 _LIBRARY.impl("sibling", _sibling, "CompositeExplicitAutograd")
 
 #: cross_entropy(logits [..., V], targets [...], ignore_index): the mean over targets that are not ignored

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 from tpplan.assemble import Expanded, blocks_table, by_pattern, rename_parameter
 from tpplan.job import Candidate, Job
 from tpplan.mesh import Mesh
+from tpplan.patterns import ROOT
 from tpplan.plan import (
     SCHEMA_VERSION,
     BatchPlan,
@@ -17,6 +18,7 @@ from tpplan.plan import (
     ClusterPlan,
     Fingerprints,
     MeshPlan,
+    OpaquePlan,
     Plan,
     ProofReport,
     ProofStatus,
@@ -28,6 +30,7 @@ from tpplan.pricing import with_repeats
 from tpplan.problem import Status
 from tpplan.reader import path_of
 from tpplan.reruns import rerun
+from tpplan.rules import OPAQUE
 
 
 def plan_of(
@@ -81,11 +84,23 @@ def plan_of(
         ),
         proof=ProofReport(status=status, rounds=rounds, cuts=tuple(job.cut_messages), assumptions=job.assumptions),
         unruled_ops=expanded.unruled_ops(),
+        opaque=_opaque_plans(job, expanded) or None,
     )
     if job.recompute is Recompute.NONE:
         return plan
     again = rerun(expanded.formulation, plan.recomputed_modules())
     return replace(plan, collectives=with_repeats(plan.collectives, again, plan))
+
+
+def _opaque_plans(job: Job, expanded: Expanded) -> dict[str, OpaquePlan]:
+    """Modules that run whole, by pattern, under all their names."""
+    observed, seconds = job.opaques.by_key(), expanded.opaque_seconds()
+    bodies = {op.module: observed[str(op.args[2])].bodies for op in job.graph.ops if op.target == OPAQUE}
+    plans = {
+        name or ROOT: OpaquePlan(reason=reason, seconds=seconds.get(name, 0.0), bodies=bodies.get(name, ()))
+        for name, reason in job.opaques.reasons.items()
+    }
+    return by_pattern(job.graph, plans, lambda plan, rename: plan)
 
 
 def _certificate(best: Candidate, solved: dict[Mesh, Candidate]) -> SolverReport:

@@ -209,6 +209,16 @@ class Fingerprints:
     inputs: Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpaquePlan:
+    """A module that every tensor-parallel rank runs whole, by its own code: what stopped the trace there, and the
+    seconds that it takes in a step. Of each of `bodies` (loops and choices) the functions were counted once."""
+
+    reason: str
+    seconds: Amount
+    bodies: tuple[str, ...]
+
+
 class ProofStatus(StrEnum):
     """proven: what apply makes of the model, on the first and the last rank, runs the model's ops on local shapes and
     literals as planned, and the layout of every value and gradient was derived from the plan alone. unproven: nothing
@@ -236,7 +246,8 @@ class Plan:
     `sizes` are numbers to replace while a module's forward runs. `losses` names the modules in whose forward a cross
     entropy meets a slice of that many classes, `draws` those in which dropout falls on slices. `recompute` names the
     modules whose forward runs again in backward, each as one region. `unruled_ops` are those that no rule covers, which
-    run whole, with the seconds they take in a step. `outputs` are the model's outputs that it returns sharded, by path.
+    run whole, with the seconds they take in a step, `opaque` modules that do. `outputs` are the model's outputs that it
+    returns sharded, by path.
     """
 
     schema_version: Count
@@ -262,6 +273,7 @@ class Plan:
     fingerprints: Fingerprints
     proof: ProofReport
     unruled_ops: Mapping[str, Amount]
+    opaque: Mapping[str, OpaquePlan] | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -336,6 +348,10 @@ class Plan:
         names = dict.fromkeys(name for key in self.draws for name, _ in self.expand(key))
         return tuple("" if name == ROOT else name for name in names)
 
+    def opaque_modules(self) -> tuple[str, ...]:
+        """Modules that run whole, patterns expanded, "" for the root."""
+        return tuple("" if name == ROOT else name for name in self._expanded(self.opaque or {}))
+
     def recomputed_modules(self) -> dict[str, Recompute]:
         """The regions that are recomputed by module name, patterns expanded, "" for the root."""
         expanded = self._expanded(self.recompute)
@@ -388,6 +404,7 @@ class Plan:
         places |= {f"sizes.{key}": key for key in self.sizes}
         places |= {f"losses.{key}": key for key in self.losses}
         places |= {f"draws[{position}]": key for position, key in enumerate(self.draws)}
+        places |= {f"opaque.{key}": key for key in self.opaque or {}}
         places |= {f"recompute.{key}": key for key in self.recompute}
         places |= {f"fsdp.units[{position}]": unit for position, unit in enumerate(self.fsdp.units)}
         for place, key in places.items():

@@ -20,8 +20,9 @@ from tpplan.options import (
     parse_precision,
     parse_recompute,
 )
+from tpplan.patterns import ROOT
 from tpplan.pins import parse_pins
-from tpplan.plan import Plan, Precision, Recompute, SolverReport, check_parameters
+from tpplan.plan import OpaquePlan, Plan, Precision, Recompute, SolverReport, check_parameters
 from tpplan.pricing import price_plan
 from tpplan.problem import Status, total
 from tpplan.profile import HardwareProfile, load_profile
@@ -205,7 +206,7 @@ def price(
     job.trace_model()
     named = job.model.named_parameters(remove_duplicate=False)
     check_parameters(loaded, {name: (tuple(weight.shape), weight.requires_grad) for name, weight in named})
-    priced = price_plan(job.graph, loaded, machine, per_node)
+    priced = price_plan(job.graph, loaded, machine, per_node, job.reuse.executor)
     seconds = priced.predicted.step_time_s
     return replace(
         loaded,
@@ -218,4 +219,13 @@ def price(
             name=PRICED, status=Status.FEASIBLE, objective_s=seconds, bound_s=0.0, gap=1.0, meshes_tried=1
         ),
         unruled_ops=priced.unruled_ops,
+        opaque=loaded.opaque and _repriced(loaded, priced.opaque_seconds),
     )
+
+
+def _repriced(plan: Plan, seconds: Mapping[str, float]) -> dict[str, OpaquePlan]:
+    """The plan's modules that run whole, with the seconds they take now."""
+    return {
+        key: replace(whole, seconds=max(seconds.get("" if name == ROOT else name, 0.0) for name, _ in plan.expand(key)))
+        for key, whole in (plan.opaque or {}).items()
+    }

@@ -34,20 +34,28 @@ class Priced:
     predicted: Prediction
     collectives: tuple[CollectivePlan, ...]
     unruled_ops: Mapping[str, float]
+    opaque_seconds: Mapping[str, float]
 
 
-def price_plan(graph: ModelGraph, plan: Plan, profile: HardwareProfile, gpus_per_node: int) -> Priced:
+def price_plan(
+    graph: ModelGraph, plan: Plan, profile: HardwareProfile, gpus_per_node: int, executor: Executor | None = None
+) -> Priced:
     """Prices a plan that types on the graph. Raises PlanMismatchError for another, with what does not fit, and
-    ProfileError for what the profile does not cover."""
-    expanded = Expanded(formulation=_fixed(graph, plan, profile, gpus_per_node))
+    ProfileError for what the profile does not cover. `executor` knows the graph's opaque modules."""
+    expanded = Expanded(formulation=_fixed(graph, plan, profile, gpus_per_node, executor or Executor()))
     priced = Priced(
-        predicted=expanded.prediction(), collectives=expanded.collectives(), unruled_ops=expanded.unruled_ops()
+        predicted=expanded.prediction(),
+        collectives=expanded.collectives(),
+        unruled_ops=expanded.unruled_ops(),
+        opaque_seconds=expanded.opaque_seconds(),
     )
     modes = plan.recomputed_modules()
     return _with_reruns(priced, rerun(expanded.formulation, modes), plan) if modes else priced
 
 
-def _fixed(graph: ModelGraph, plan: Plan, profile: HardwareProfile, gpus_per_node: int) -> Formulation:
+def _fixed(
+    graph: ModelGraph, plan: Plan, profile: HardwareProfile, gpus_per_node: int, executor: Executor
+) -> Formulation:
     """The formulation in which every decision has the plan's strategy and no other."""
     implied = implied_strategies(graph, plan)
     if isinstance(implied, Mistyped):
@@ -77,7 +85,7 @@ def _fixed(graph: ModelGraph, plan: Plan, profile: HardwareProfile, gpus_per_nod
         units=tuple(unit for unit in plan.fsdp_units() if unit),
         reshard_after_forward=plan.fsdp.reshard_after_forward,
     )
-    priced = price_space(fixed, profile, gpus_per_node, Executor())
+    priced = price_space(fixed, profile, gpus_per_node, executor)
     formulation = Formulation(priced=priced, mesh=plan.mesh, setting=setting)
     everything = dict.fromkeys(fixed.deciders, 0)
     assert formulation.problem.is_consistent(everything), "what the checker derived disagrees along an edge"

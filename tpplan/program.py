@@ -242,7 +242,9 @@ def _grouped_products() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming_modules(model: nn.Module, running: list[str]) -> Iterator[None]:
+def naming_modules(
+    model: nn.Module, running: list[str], is_hidden: Callable[[str], bool] = lambda _: False
+) -> Iterator[None]:
     """Keeps in `running` the names of the modules that run, the innermost last. An error leaves them standing."""
 
     def enter(name: str) -> Callable[[nn.Module, Any], None]:
@@ -257,6 +259,8 @@ def naming_modules(model: nn.Module, running: list[str]) -> Iterator[None]:
 
     handles = []
     for name, module in model.named_modules():
+        if is_hidden(name):
+            continue
         handles.append(module.register_forward_pre_hook(enter(name), prepend=True))
         handles.append(module.register_forward_hook(leave(name)))
     try:

@@ -26,6 +26,7 @@ from tpplan.blocks import like_nodes
 from tpplan.bystander import applied_as
 from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Argument, Boundary, Direction, ModelGraph, Op, Ref, enclosing, within
 from tpplan.layout import COLLECTIVE_STEPS, Step, local_shape
+from tpplan.opaque import Opaques
 from tpplan.patterns import ROOT
 from tpplan.plan import Plan, SizePlan
 from tpplan.program import SCOPE
@@ -69,13 +70,20 @@ class Counterexample:
 
 
 def check_structure(
-    model: nn.Module, inputs: Inputs, expanded: Expanded, plan: Plan, *, loss: Loss | None, cast: BoundaryHook
+    model: nn.Module,
+    inputs: Inputs,
+    expanded: Expanded,
+    plan: Plan,
+    *,
+    loss: Loss | None,
+    cast: BoundaryHook,
+    opaques: Opaques | None = None,
 ) -> Plan | Counterexample:
     """The plan, with the sizes to replace, which applied runs the original's ops on the planned local shapes; else the
-    first difference that no size accounts for. `model` is on the meta device."""
+    first difference that no size accounts for. `model` is on the meta device; `opaques` are the original's."""
     written: dict[str, tuple[SizePlan, ...]] = {}
     for rank in (0, plan.mesh.tp - 1) if plan.mesh.tp > 1 else ():
-        while found := _difference_on(rank, model, inputs, expanded, plan, loss=loss, cast=cast):
+        while found := _difference_on(rank, model, inputs, expanded, plan, loss=loss, cast=cast, opaques=opaques):
             more = _with_sizes_of(expanded, found.node, written)
             if more == written:
                 return found
@@ -108,11 +116,12 @@ def _difference_on(
     *,
     loss: Loss | None,
     cast: BoundaryHook,
+    opaques: Opaques | None,
 ) -> Counterexample | None:
     """Applies the plan as a rank does, traces what it made, and compares."""
     local = applied_as(model, plan, rank)
     try:
-        applied = trace(local, inputs, loss=loss, cast=cast, doings=_doings(plan))
+        applied = trace(local, inputs, loss=loss, cast=cast, doings=_doings(plan), opaques=opaques)
     except TraceError as error:
         reason = f"the applied model cannot run: {str(error).splitlines()[0].partition(': ')[2]}"
         return _compare_so_far(expanded, error.ran, reason)
@@ -127,6 +136,7 @@ def _doings(plan: Plan) -> Doings:
         plan.size_plans(),
         plan.sharded_losses(),
         dict.fromkeys(plan.drawing_modules(), True),
+        dict.fromkeys(plan.opaque_modules(), True),
     )
     for kind, table in enumerate(tables):
         for name, entry in table.items():

@@ -35,6 +35,14 @@ _AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._e
 IGNORED = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_size.int"})
 
 
+class UnreadableError(ModelError):
+    """A node of the program has no place in a graph. `module` is the one that runs it."""
+
+    def __init__(self, message: str, module: str) -> None:
+        super().__init__(message)
+        self.module = module
+
+
 class NotAlikeError(Exception):
     """A sibling's graph cannot be written as a copy of the one it is like; it must be traced itself."""
 
@@ -146,7 +154,10 @@ class GraphReader:
                 case "get_attr":
                     names[node.name] = self._attribute(module, node)
                 case "call_function":
-                    names[node.name] = self._call(module, node, names)
+                    try:
+                        names[node.name] = self._call(module, node, names)
+                    except ModelError as error:
+                        raise UnreadableError(str(error), node.meta[SCOPE]) from error
                 case "output":
                     return [argument_of(argument, names) for argument in node.args[0]]
                 case _:

@@ -268,6 +268,9 @@ def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "loss", f"{key}: its cross entropy runs on slices of {count} classes, which are never gathered"
     if plan.draws:
         yield "dropout", f"{', '.join(plan.draws)}: on slices, each rank draws for its own"
+    for key, whole in sorted((plan.opaque or {}).items()):
+        counted = f", functions of {', '.join(whole.bodies)} counted once" if whole.bodies else ""
+        yield "runs whole", f"{key} ({format_seconds(whole.seconds)} of the step{counted}): {whole.reason}"
     for cut in proof.cuts:
         yield "", f"forbidden on the way: {cut}"
     if plan.unruled_ops:

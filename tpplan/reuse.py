@@ -15,6 +15,7 @@ from torch import nn
 from tpplan.costs.compute import Executor
 from tpplan.formulate import PricedSpace
 from tpplan.graph import ModelGraph
+from tpplan.opaque import Opaques
 from tpplan.trace import Inputs
 
 
@@ -28,6 +29,7 @@ class Traced:
     units: tuple[str, ...]
     graph: ModelGraph
     assumptions: tuple[str, ...]
+    opaques: Opaques
 
 
 @dataclass(slots=True)

@@ -41,7 +41,9 @@ def search(job: Job, candidates: list[Mesh], *, prove: bool) -> Plan:
             return plan_of(job, expanded, best, solved, ProofStatus.UNPROVEN, rounds)
         job.report("prove", rounds - 1, rounds)
         plan = plan_of(job, expanded, best, solved, ProofStatus.PROVEN, rounds)
-        checked = check_structure(job.model, job.inputs, expanded, plan, loss=job.loss, cast=job.cast)
+        checked = check_structure(
+            job.model, job.inputs, expanded, plan, loss=job.loss, cast=job.cast, opaques=job.opaques
+        )
         problem = checked if isinstance(checked, Counterexample) else _mistyped(job, checked, expanded)
         if problem is None:
             assert isinstance(checked, Plan)

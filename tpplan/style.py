@@ -28,6 +28,7 @@ from tpplan.localize import (
     check_swappable,
     swap_class,
 )
+from tpplan.opaque import opaque_class
 from tpplan.patterns import ROOT
 from tpplan.plan import BoundaryPlan, ParameterPlan, Plan
 from tpplan.read import ParameterReads, check_reads, placement_of, plan_reads
@@ -48,6 +49,8 @@ class Application:
     #: what each parameter became, with the original, whose id must not be given to another
     distributed: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
     reads: dict[str, ParameterReads] = field(default_factory=dict)
+    #: by the name of a module that runs whole: reads of the weights below it, by their names there
+    whole: dict[str, dict[str, ParameterReads]] = field(default_factory=dict)
 
     def tensor_parallel(self, mesh: DeviceMesh) -> TensorParallel:
         """The shared state. Raises PlanMismatchError for a mesh of another size than the plan's tp."""
@@ -93,6 +96,7 @@ class ModuleStyle(ParallelStyle):
         parameters: Mapping[str, tuple[str, ParameterPlan]],
         num_local_rows: int,
         hands_rows_on: bool,
+        opaque: str | None = None,
     ) -> None:
         super().__init__()
         self.application = application
@@ -103,6 +107,13 @@ class ModuleStyle(ParallelStyle):
         self.parameters = parameters
         self.num_local_rows = num_local_rows
         self.hands_rows_on = hands_rows_on
+        #: itself, or the module around it, that runs whole
+        self.opaque = opaque
+
+    @property
+    def _is_inside(self) -> bool:
+        """It stands inside a module that runs whole: weights are laid out, and its code is left alone."""
+        return self.opaque is not None and self.opaque != self.name
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         shared = self.application.tensor_parallel(device_mesh)
@@ -119,6 +130,15 @@ class ModuleStyle(ParallelStyle):
             )
             slot = Slot(module=module, name=attribute)
             reads[attribute] = self.application.reads_of(name, plan, slot, shared)
+        if self.opaque is not None:
+            below = self.name.removeprefix(self.opaque).removeprefix(".")
+            prefix = f"{below}." if below else ""
+            whole = self.application.whole.setdefault(self.opaque, {})
+            whole.update({prefix + attribute: read for attribute, read in reads.items()})
+            if self._is_inside:
+                return module
+            reads = {}
+            module.__class__ = opaque_class(type(module))  # type: ignore[arg-type]
         site = Site(
             shared=shared,
             names=(self.name,),
@@ -126,6 +146,7 @@ class ModuleStyle(ParallelStyle):
             outputs=self._crossings("output", shared.group),
             sharded_outputs=self.sharded_outputs,
             reads=reads,
+            whole=self.application.whole.setdefault(self.opaque, {}) if self.opaque is not None else None,
             hands_rows_on=self.hands_rows_on,
         )
         swap_class(module, site)
@@ -133,7 +154,8 @@ class ModuleStyle(ParallelStyle):
 
     def check(self, module: nn.Module) -> None:
         """Raises the error that applying would end in, with nothing changed yet."""
-        check_swappable(module, self.name)
+        if not self._is_inside:
+            check_swappable(module, self.name)
         tp = self.application.plan.mesh.tp
         for attribute, (name, plan) in self.parameters.items():
             parameter = module._parameters.get(attribute)
@@ -193,7 +215,8 @@ def module_styles(plan: Plan) -> dict[str, ModuleStyle]:
             owner, _, attribute = label.rpartition(".")
             owned.setdefault(owner, {})[attribute] = (canonical, parameter)
         readers.update(parameter.reads)
-    names = {*owned, *boundaries, *(reader for reader in readers if not reader.startswith("<"))}
+    opaque = plan.opaque_modules()
+    names = {*owned, *opaque, *boundaries, *(reader for reader in readers if not reader.startswith("<"))}
     if sharded_outputs:
         names.add("")
     return {
@@ -205,6 +228,7 @@ def module_styles(plan: Plan) -> dict[str, ModuleStyle]:
             parameters=owned.get(name, {}),
             num_local_rows=_num_local_rows(name, boundaries.get(name, _NO_CONVERSIONS), plan),
             hands_rows_on=_hands_rows_on(name, boundaries),
+            opaque=next((around for around in opaque if within(name, around)), None),
         )
         for name in sorted(names, key=lambda name: (name not in boundaries, name))
     }

@@ -22,6 +22,7 @@ from tpplan import operators
 from tpplan.errors import ModelError
 from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, within
 from tpplan.known import UnknownValueError, is_foreign
+from tpplan.opaque import Opaques, recording
 from tpplan.program import Program, StoppedError, naming_modules, on_meta, record
 from tpplan.reader import GraphReader, NotAlikeError, path_of
 from tpplan.rewrite import is_own_code_running, own_code
@@ -123,7 +124,7 @@ def convert_arguments(
 
 
 @contextlib.contextmanager
-def _marked(model: nn.Module, cast: BoundaryHook, running: list[str]) -> Iterator[None]:
+def _marked(model: nn.Module, opaques: Opaques, cast: BoundaryHook, running: list[str]) -> Iterator[None]:
     """Hooks that mark every crossing of every module, removed at the end. A parameter that crosses is read before, by
     the module whose code hands it on: `running` holds those that run."""
 
@@ -159,7 +160,7 @@ def _marked(model: nn.Module, cast: BoundaryHook, running: list[str]) -> Iterato
 
     handles = []
     for name, module in model.named_modules():
-        if type(module).forward is nn.Module.forward:  # a container: nothing crosses it
+        if type(module).forward is nn.Module.forward or opaques.hides(name):  # a container: nothing crosses it
             continue
         handles.append(
             module.register_forward_pre_hook(
@@ -182,22 +183,24 @@ def trace(
     cast: BoundaryHook = unchanged,
     doings: Doings | None = None,
     otherwise: frozenset[int] = frozenset(),
+    opaques: Opaques | None = None,
 ) -> ModelGraph:
     """The graph of one training forward, loss included, at the shapes of `inputs`.
 
     `inputs` is what example_inputs gives: keyword arguments (those forward does not take go to the loss alone), or a
     tuple. `cast` changes a tensor before it crosses a boundary, as FSDP's mixed precision does. Like layers are traced
     once; of a model that a plan was applied to, doings(module) says what the plan does inside one. Questions about the
-    inputs' values are answered by them, those in `otherwise` the other way. Raises TraceError where it stops, naming
-    the module that was running and the original error.
+    inputs' values are answered by them, those in `otherwise` the other way. Modules in `opaques` run whole, each an
+    operator. Raises TraceError where it stops, naming the module that was running and the original error.
     """
+    hidden = opaques or Opaques()
 
     def run(extra: int) -> tuple[ModelGraph, Program]:
         try:
-            return _trace(model, inputs, loss, cast, standing_in(model, doings), otherwise, extra)
+            return _trace(model, inputs, loss, cast, hidden, standing_in(model, doings), otherwise, extra)
         except NotAlikeError as reason:
             logger.info("every layer is traced: %s", reason)
-            return _trace(model, inputs, loss, cast, contextlib.nullcontext(), otherwise, extra)
+            return _trace(model, inputs, loss, cast, hidden, contextlib.nullcontext(), otherwise, extra)
 
     graph, program = run(0)
     if not program.varies:
@@ -237,7 +240,13 @@ def _again(tensor: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def assumptions(
-    graph: ModelGraph, model: nn.Module, inputs: Inputs, *, loss: Loss | None = None, cast: BoundaryHook = unchanged
+    graph: ModelGraph,
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    loss: Loss | None = None,
+    cast: BoundaryHook = unchanged,
+    opaques: Opaques | None = None,
 ) -> tuple[str, ...]:
     """What the trace of a model took from the values of its inputs, and would be another without.
 
@@ -250,7 +259,7 @@ def assumptions(
     for place, ((where, answer, is_choice), asked) in enumerate(numbers.items()):
         if is_choice and place < MOST_TRIED:
             try:
-                other = trace(model, inputs, loss=loss, cast=cast, otherwise=frozenset(asked))
+                other = trace(model, inputs, loss=loss, cast=cast, otherwise=frozenset(asked), opaques=opaques)
             except TraceError as error:
                 if _is_raised_by_model(error.__cause__):
                     continue
@@ -275,6 +284,7 @@ def _trace(
     inputs: Inputs,
     loss: Loss | None,
     cast: BoundaryHook,
+    opaques: Opaques,
     siblings: contextlib.AbstractContextManager[None],
     otherwise: frozenset[int],
     extra: int,
@@ -290,11 +300,12 @@ def _trace(
 
     with (
         on_meta(model),
-        _training(model),
+        training(model),
+        recording(model, opaques),
         siblings,
-        _marked(model, cast, running),
-        naming_modules(model, running),
-        _quiet(),
+        _marked(model, opaques, cast, running),
+        naming_modules(model, running, opaques.hides),
+        quiet(),
     ):
         try:
             program = record(_Step(model, loss, spec), leaves, paths, scope, otherwise, extra)
@@ -302,36 +313,37 @@ def _trace(
             where = f"in module {running[-1]!r}" if running and running[-1] else "in the model's forward or loss"
             error = stopped.__cause__
             reason = (str(error).strip() or "no message").splitlines()[0]
-            hint = "It must run on meta tensors: look there for control flow on tensor values, .item(), numpy."
+            hint = "It must run on meta tensors, or whole on fake ones: look there for control flow on values, numpy."
             raise TraceError(
                 f"the model could not be traced: {type(error).__name__} {where}: {reason}"
                 + (f"\n{hint}" if not isinstance(error, ModelError) else ""),
                 ran=stopped.ran,
+                module=running[-1] if running else None,
             ) from error
         return GraphReader(model, program).read(), program
 
 
-def check_backward_hooks(model: nn.Module) -> None:
-    """Raises ModelError where code would see a slice of a gradient, or a summand, where it was written for all of it; a
-    parameter's hook would stay behind when the parameter is distributed, too."""
-    for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise ModelError(f"module {name or 'the root'} has a backward hook, which no plan can follow: remove it")
+def check_gradient_hooks(model: nn.Module) -> None:
+    """Raises ModelError for a hook on an accumulated gradient: it would stay behind when the parameter is distributed,
+    and see one data-parallel rank's."""
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ModelError(f"parameter {name} has a gradient hook: register it after the plan is applied")
+        if parameter._post_accumulate_grad_hooks:
+            raise ModelError(
+                f"parameter {name} has a hook on its accumulated gradient: register it after the plan is applied"
+            )
 
 
 class TraceError(ModelError):
-    """The trace stopped. `ran` is the graph of what had run until then."""
+    """The trace stopped. `ran` is the graph of what had run until then, `module` the innermost that was running."""
 
-    def __init__(self, message: str, *, ran: torch.fx.Graph) -> None:
+    def __init__(self, message: str, *, ran: torch.fx.Graph, module: str | None) -> None:
         super().__init__(message)
         self.ran = ran
+        self.module = module
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without torch's warnings and its logged tracebacks: what goes wrong here is raised."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -344,7 +356,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
+def training(model: nn.Module) -> Iterator[None]:
     """The model in training mode; at the end each module is in its own again."""
     modes = [(module, module.training) for module in model.modules()]
     model.train()

@@ -27,7 +27,7 @@ from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source
 from tpplan.layout import R_STAR, ROWS, Conversion, Layout, P, R, can_convert, fits, local_shape
 from tpplan.patterns import ROOT
 from tpplan.plan import BoundaryPlan, ParameterPlan, Plan
-from tpplan.rules import Call, Strategy, call_strategies, draws, find_extra_layouts, written_operands
+from tpplan.rules import OPAQUE, Call, Strategy, call_strategies, draws, find_extra_layouts, written_operands
 
 EMBEDDING = "aten.embedding.default"
 #: the one op of a user's loss that takes a sharded output and plain tensors together
@@ -72,6 +72,7 @@ class _Checker:
         boundaries = {"" if name == ROOT else name: boundary for name, boundary in plan.boundary_plans().items()}
         self.losses = plan.sharded_losses()
         self.draws = frozenset(plan.drawing_modules())
+        self.opaque = frozenset(plan.opaque_modules())
         self.modules = boundaries.keys() | plan.size_plans().keys() | self.losses.keys() | self.draws
         self.crossings = _crossings(boundaries)
         named = {layout for parameter in self.plans.values() for layout in parameter.reads.values()}
@@ -108,6 +109,11 @@ class _Checker:
             yield Mistyped(message=f"module {module}: in the plan, not in the model")
         for module, direction, path in sorted(self.crossings.keys() - places):
             yield Mistyped(message=f"{direction} {path} of {module or ROOT}: the plan converts it, and nothing crosses")
+        whole = {op.module for op in self.graph.ops if op.target == OPAQUE}
+        for module in sorted(whole - self.opaque):
+            yield Mistyped(message=f"module {module or ROOT}: runs whole, and the plan does not say so")
+        for module in sorted(self.opaque - whole):
+            yield Mistyped(message=f"module {module or ROOT}: the plan says that it runs whole, and it does not")
         for path in sorted(self.outputs.keys() - outputs):
             yield Mistyped(message=f"output {path}: in the plan, not in the model")
         for module in sorted(self.losses.keys() - losses):

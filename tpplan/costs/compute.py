@@ -8,7 +8,7 @@ stands.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -23,8 +23,9 @@ from tpplan.errors import ModelError
 from tpplan.graph import Argument, Ref
 from tpplan.layout import LayoutKind, R, local_shape
 from tpplan.losses import vocabulary_parallel
+from tpplan.opaque import Observed, Ran
 from tpplan.profile import AttentionSizes, Estimate, HardwareProfile
-from tpplan.rules import Call, Strategy, localized_arguments
+from tpplan.rules import OPAQUE, Call, Strategy, localized_arguments
 from tpplan.rules.matmul import GROUPED_PRODUCTS
 
 
@@ -217,9 +218,21 @@ class Executor:
     """Runs calls on meta tensors and remembers what they did."""
 
     _cache: dict[object, Execution] = field(default_factory=dict)
+    #: of opaque modules, by the key of the call
+    _observed: dict[str, Execution] = field(default_factory=dict)
+
+    def observe(self, calls: Mapping[str, Observed]) -> None:
+        """From now on these calls of opaque modules cost what they were seen to run."""
+        self._observed.update({key: _execution_of(observed) for key, observed in calls.items()})
 
     def execute(self, call: Call, strategy: Strategy, tp: int) -> Execution:
         """One rank's share of a call under a strategy. Raises ModelError where the op cannot run on meta tensors."""
+        if call.target == OPAQUE:
+            seen = self._observed.get(str(call.args[2]))
+            if seen is None:
+                raise ModelError(f"{call.target}: no module was observed that gives {call.args[2]}")
+            everything = frozenset(range(len(call.operands)))
+            return replace(seen, saves=everything, saves_results=frozenset(range(len(call.results))))
         shapes = tuple(
             local_shape(value.shape, layout, tp) for value, layout in zip(call.operands, strategy.operands, strict=True)
         )
@@ -232,6 +245,41 @@ class Executor:
         if key not in self._cache:
             self._cache[key] = _run(call, function, args, shapes)
         return self._cache[key]
+
+
+def _execution_of(observed: Observed) -> Execution:
+    """Kernels of what an opaque module ran. What it keeps of its operands and results is not seen: all, it is taken."""
+    return Execution(
+        forward=tuple(kernel for ran in observed.forward for kernel in _kernels_of(ran)),
+        backward=tuple(kernel for ran in observed.backward for kernel in _kernels_of(ran)),
+        saves=frozenset(),
+        saves_results=frozenset(),
+        saved_bytes=observed.kept_bytes,
+        forward_bytes=observed.forward_bytes,
+        backward_bytes=observed.backward_bytes,
+    )
+
+
+def _kernels_of(ran: Ran) -> tuple[Kernel, ...]:
+    """The kernels of an operator that ran on fake tensors. One that meta tensors do not run moves what it is given."""
+    name = str(ran.op)
+    num_bytes = _bytes(_tensors(ran.args)) + _bytes(iter(ran.results))
+    log = _KernelLog(any(argument is True for argument in ran.args), ())
+    if "flex_attention" in name:
+        is_backward = "backward" in name
+        return (log._attention(name, (None, *ran.args[:3]) if is_backward else ran.args),)
+    if not isinstance(ran.op, torch._ops.OpOverload):
+        return (MemoryBound(num_bytes=num_bytes),)
+    try:
+        with torch.no_grad(), log:
+            ran.op(*ran.args, **_on_meta(ran.kwargs))
+    except Exception:
+        return () if _is_view(ran.op) else (MemoryBound(num_bytes=num_bytes),)
+    return tuple(log.kernels)
+
+
+def _on_meta(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: torch.device("meta") if name == "device" else value for name, value in kwargs.items()}
 
 
 def _anonymous(argument: object) -> object:

@@ -11,7 +11,7 @@ import pkgutil
 from functools import cache, lru_cache
 
 from tpplan.graph import ModelGraph, Op
-from tpplan.layout import S
+from tpplan.layout import R, S
 from tpplan.rules.call import Call, Rule, Strategy, base_target, registered_rules, written_operands
 from tpplan.rules.copies import Extra, copied_dims
 from tpplan.rules.equation import whole_operands
@@ -20,6 +20,7 @@ from tpplan.rules.parts import fused_dims
 from tpplan.rules.random import draws
 
 __all__ = [
+    "OPAQUE",
     "Call",
     "Extra",
     "Strategy",
@@ -84,6 +85,8 @@ def find_extra_layouts(graph: ModelGraph, tp: int) -> Extra:
 
 def call_strategies(call: Call, tp: int) -> tuple[Strategy, ...]:
     """The same for a call that stands alone."""
+    if call.target == OPAQUE:
+        return (Strategy((R,) * len(call.operands), (R,) * len(call.results)),)
     rule = _load_families().get(base_target(call.target))
     like = call.anonymous()
     return _strategies_of(rule, like, repr((like.args, like.kwargs)), tp)
@@ -108,5 +111,7 @@ def _strategies_of(rule: Rule | None, call: Call, _literals: str, tp: int) -> tu
     return tuple(found)
 
 
+#: a module's own code, whose backward may be anything: all of it is whole, and so are the gradients
+OPAQUE = "tpplan.opaque.default"
 #: ops of ours that communicate: they count positions from the first rank's, and know of as many slices as ranks
 _POSITIONAL = "tpplan."

@@ -1,0 +1,175 @@
+"""Which modules run whole: tracing again, with more of them marked, until the trace goes through.
+
+Where a trace stops, the innermost module whose forward was running is marked (tpplan.opaque); where that one cannot
+stand as one operator, the module around it is, up to the model itself. A mark only ever moves outwards, so this ends.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from tpplan.errors import ModelError
+from tpplan.graph import Boundary, ModelGraph, Op, within
+from tpplan.opaque import OpaqueCall, Opaques, UnobservableError, UnobservedError, observe
+from tpplan.reader import UnreadableError
+from tpplan.rules import OPAQUE
+from tpplan.siblings import alike_layers
+from tpplan.trace import BoundaryHook, Inputs, Loss, TraceError, quiet, trace, training, unchanged
+
+logger = logging.getLogger(__name__)
+
+#: ways of calling a module that are observed: each costs a trace
+MOST_CALLS = 16
+
+
+def trace_marking(
+    model: nn.Module,
+    build: Callable[[], nn.Module],
+    inputs: Inputs,
+    *,
+    loss: Loss | None = None,
+    cast: BoundaryHook = unchanged,
+) -> tuple[ModelGraph, Opaques]:
+    """The graph of a model, as tpplan.trace.trace gives it, and the modules that are one operator in it.
+
+    build() gives a copy of the model, without its hooks: a forward may leave tensors of a trace on its module. Raises
+    ModelError where the model cannot run on fake tensors either, with the error of the trace.
+    """
+    marks = _Marks(model)
+    for name, reason in _with_hooks(marks.model):
+        if name not in marks.opaques.reasons and not marks.opaques.hides(name):
+            marks.add(name, reason, ModelError(f"module {name or 'the root'} {reason}"))
+    while True:
+        try:
+            graph = trace(build(), inputs, loss=loss, cast=cast, opaques=marks.opaques)
+        except TraceError as error:
+            if isinstance(error.__cause__, UnobservedError):
+                _observe(marks, build, error.__cause__)
+            else:
+                marks.add(error.module, _first_line(error.__cause__), error)
+        except UnreadableError as error:
+            marks.add(error.module, _first_line(error), error)
+        else:
+            outside = next(_read_outside(graph, marks), None)
+            if outside is None:
+                return graph, marks.opaques
+            marks.widen(*outside)
+
+
+@dataclass(slots=True)
+class _Marks:
+    """The marked modules of a model, and for each the error that had it marked."""
+
+    model: nn.Module
+    opaques: Opaques = field(default_factory=Opaques)
+    errors: dict[str, ModelError] = field(default_factory=dict)
+    observed: list[OpaqueCall] = field(default_factory=list)
+
+    def add(self, name: str | None, reason: str, error: ModelError) -> None:
+        """Marks a module under all its names, or the one around it where that is no help: it is marked already, or
+        shares what is inside. Raises the error where nothing is left to mark."""
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        if name not in modules or "" in self.opaques.reasons:
+            raise error
+        assert name is not None
+        while name in self.opaques.reasons or not self._is_closed(name):
+            name = self._around(name)
+        like = {id(modules[other]) for other in self._alike(name)}
+        names = [other for other, module in modules.items() if id(module) in like]
+        for inner in [other for other in self.opaques.reasons if any(within(other, own) for own in names)]:
+            del self.opaques.reasons[inner]
+        logger.info("module %s runs whole: %s", name or "the root", reason)
+        for own in names:
+            self.opaques.reasons[own] = reason
+            self.opaques.kinds[own] = names[0]
+            self.errors[own] = error
+
+    def _alike(self, name: str) -> Iterator[str]:
+        """The module, and those in the same place of layers that are like the one around it: tracing one of these is
+        tracing all, and so is observing."""
+        yield name
+        for layers in alike_layers(self.model):
+            around = next((layer for layer, _ in layers if within(name, layer)), None)
+            if around is not None:
+                yield from (layer + name.removeprefix(around) for layer, _ in layers)
+
+    def widen(self, name: str, why: str) -> None:
+        """Marks the module around a marked one instead. Raises the first error where there is none."""
+        reason, error = self.opaques.reasons[name], self.errors[name]
+        logger.info("module %s cannot stand as one operator: %s", name or "the root", why)
+        if not name:
+            raise error
+        self.add(self._around(name), reason, error)
+
+    def _around(self, name: str) -> str:
+        """The nearest module around it that has a forward."""
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        while name:
+            name = name.rpartition(".")[0]
+            if type(modules[name]).forward is not nn.Module.forward:
+                break
+        return name
+
+    def _is_closed(self, name: str) -> bool:
+        """True where nothing inside has a name outside, and no hooks of its own see what crosses its boundary."""
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        module = modules[name]
+        own = [other for other, found in modules.items() if found is module]
+        inside = {id(child) for child in module.modules()} - {id(module)}
+        is_shared = any(
+            id(found) in inside and not any(within(other, around) for around in own) for other, found in modules.items()
+        )
+        has_hooks = bool(module._forward_hooks or module._forward_pre_hooks or _has_backward_hooks(module))
+        return not name or not (is_shared or has_hooks)
+
+
+def _observe(marks: _Marks, build: Callable[[], nn.Module], unobserved: UnobservedError) -> None:
+    """Observes a call, or marks the module around it."""
+    call, model = unobserved.call, build()
+    try:
+        if sum(known.kind == call.kind for known in marks.observed) >= MOST_CALLS:
+            raise UnobservableError(f"it is called in more than {MOST_CALLS} ways")
+        marks.observed.append(call)
+        with training(model), quiet():
+            marks.opaques.calls[call.signature] = observe(model.get_submodule(call.module), call)
+    except UnobservableError as error:
+        marks.widen(call.module, str(error))
+
+
+def _with_hooks(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Modules in which code sees gradients: written for all of one, it must be given all of it."""
+    for name, module in model.named_modules():
+        if _has_backward_hooks(module):
+            yield name, "has a backward hook"
+        if any(parameter._backward_hooks for parameter in module.parameters(recurse=False)):
+            yield name, "has a parameter with a gradient hook"
+
+
+def _has_backward_hooks(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def _read_outside(graph: ModelGraph, marks: _Marks) -> Iterator[tuple[str, str]]:
+    """Opaque modules with a weight that others read too, or that they read more than once though it has a hook."""
+    hooked = {name for name, parameter in marks.model.named_parameters() if parameter._backward_hooks}
+    for source in graph.parameters:
+        names = (source.label, *source.aliases)
+        readers = graph.consumers.get(source.result, ())
+        for marked in marks.opaques.reasons:
+            if not all(within(name, marked) for name in names):
+                continue
+            if any(not _is_call_of(reader, marked) for reader in readers):
+                yield marked, f"{source.label} is read outside of it"
+            if len(readers) > 1 and not hooked.isdisjoint(names):
+                yield marked, f"{source.label} has a hook, and is read {len(readers)} times"
+
+
+def _is_call_of(node: Op | Boundary, module: str) -> bool:
+    return isinstance(node, Op) and node.target == OPAQUE and node.module == module
+
+
+def _first_line(error: BaseException | None) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]
