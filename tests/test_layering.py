@@ -51,6 +51,7 @@ WITH_TORCH = (
     "reader",
     "siblings",
     "opaque",
+    "observe",
     "trace",
     "marking",
     "convert",

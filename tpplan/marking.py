@@ -12,7 +12,8 @@ from torch import nn
 
 from tpplan.errors import ModelError
 from tpplan.graph import Boundary, ModelGraph, Op, within
-from tpplan.opaque import OpaqueCall, Opaques, UnobservableError, UnobservedError, observe
+from tpplan.observe import UnobservableError, observe
+from tpplan.opaque import OpaqueCall, Opaques, UnobservedError
 from tpplan.reader import UnreadableError
 from tpplan.rules import OPAQUE
 from tpplan.siblings import alike_layers

@@ -1,0 +1,289 @@
+"""What a module that runs whole does, seen by running it once on fake tensors, forward and backward.
+
+What comes out has a shape then, and what ran below autograd is its price. Functions that loops and choices are given
+(torch.while_loop, torch.cond) run once each, whatever the data would say, and so does what they cost.
+"""
+
+import contextlib
+import hashlib
+import weakref
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.attention.flex_attention as flex
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.utils import stateless
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tpplan.errors import ModelError
+from tpplan.opaque import PLAIN, Observed, OpaqueCall, Ran, described
+
+#: a size that data decides, and without bound, is counted as
+UNKNOWN_SIZE = 1
+
+
+class UnobservableError(ModelError):
+    """A module cannot stand as one operator: it fails on fake tensors, or gives what no operator gives."""
+
+
+def observe(module: nn.Module, call: OpaqueCall) -> Observed:
+    """Runs the module on fake tensors, forward and backward. Raises UnobservableError."""
+    try:
+        return _observe(module, call)
+    except UnobservableError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnobservableError(f"on fake tensors: {type(error).__name__}: {reason}") from error
+
+
+def _observe(module: nn.Module, call: OpaqueCall) -> Observed:
+    environment = ShapeEnv()
+    with (
+        FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True),
+        _modes_of(call),
+        _on_any_device(),
+        _reentrant(),
+    ):
+        weights = {name: _fake(weight) for name, weight in call.weights.items()}
+        leaves = [_fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
+        # Code may write to what it is given, which for a leaf of autograd is an error of its own.
+        given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        buffers = {name: _fake(buffer) for name, buffer in module.named_buffers()}
+        log = _Log(environment, [*weights.values(), *buffers.values(), *(x for x in given if isinstance(x, Tensor))])
+        args, kwargs = pytree.tree_unflatten(given, call.spec)
+        with (
+            _attributes_on_fakes(module),
+            stateless._reparametrize_module(module, weights | buffers, tie_weights=True),
+            log,
+        ):
+            output = type(module).forward(module, *args, **kwargs)
+        if pytree.tree_structure((args, kwargs)) != call.spec:
+            raise UnobservableError("it changes a list or dict that it is given")
+        found, spec = pytree.tree_flatten(output)
+        _check(found, given, weights)
+        results = [leaf for leaf in found if isinstance(leaf, Tensor)]
+        result_bytes = sum(nbytes for nbytes in {_key(r): _nbytes(r, environment) for r in results}.values())
+        left, peak, forward = log.live_bytes, log.peak_bytes, tuple(log.ran)
+        log.restart()
+        wanted = [x for x in (*leaves, *weights.values()) if isinstance(x, Tensor) and x.requires_grad]
+        ends = [result for result in results if result.requires_grad]
+        if ends and wanted:
+            with log:
+                torch.autograd.grad(ends, wanted, [torch.empty_like(end) for end in ends], allow_unused=True)
+        outputs = tuple(_meta(leaf, environment) if isinstance(leaf, Tensor) else leaf for leaf in found)
+    return Observed(
+        key=_digest(type(module), call, outputs, forward, log.ran),
+        outputs=outputs,
+        spec=spec,
+        forward=forward,
+        backward=tuple(log.ran),
+        kept_bytes=max(0, left - result_bytes),
+        forward_bytes=peak - left,
+        backward_bytes=log.peak_bytes - left,
+        bodies=tuple(sorted(log.bodies)),
+    )
+
+
+def _check(found: list[Any], given: list[Any], weights: Mapping[str, Tensor]) -> None:
+    """Raises UnobservableError for what no operator gives or does."""
+    inputs = [leaf for leaf in given if isinstance(leaf, Tensor)]
+    if not (inputs or weights) or not any(isinstance(leaf, Tensor) for leaf in found):
+        raise UnobservableError("it is given no tensor, or returns none")
+    storages = {_key(tensor) for tensor in inputs}
+    for leaf in found:
+        if not isinstance(leaf, (Tensor, *PLAIN)):
+            raise UnobservableError(f"it returns a {type(leaf).__name__}, which the code around it may depend on")
+        if isinstance(leaf, Tensor) and not all(isinstance(size, int) for size in leaf.shape):
+            raise UnobservableError("data decides the size of what it returns")
+        if isinstance(leaf, Tensor) and _key(leaf) in storages:
+            raise UnobservableError("it returns what it was given, or a view of it")
+    if any(tensor._version for tensor in inputs):
+        raise UnobservableError("it writes to what it is given")
+    if any(tensor._backward_hooks for tensor in (*inputs, *weights.values())):
+        raise UnobservableError("it puts a hook on the gradient of what it is given")
+
+
+class _Log(TorchDispatchMode):
+    """What runs below autograd, and the bytes that live. Functions of loops and choices run once each."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """torch compiles functions of its higher-order operators while such a mode is on."""
+        return True
+
+    def __init__(self, environment: ShapeEnv, operands: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.environment = environment
+        self.ran: list[Ran] = []
+        self.bodies: set[str] = set()
+        self.live_bytes = self.peak_bytes = 0
+        self._known = WeakIdKeyDictionary({operand.untyped_storage(): True for operand in operands})
+
+    def restart(self) -> None:
+        """Forgets what ran and the peak; what lives counts on."""
+        self.ran = []
+        self.peak_bytes = self.live_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            is_foreign = isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor)
+            if is_foreign and (tensor.is_meta or tensor.requires_grad):
+                raise UnobservableError(f"it reads a tensor of shape {list(tensor.shape)} that it is not given")
+        _check_not_checkpointing()
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            results = func(*(self._followed(str(func), argument) for argument in args), **kwargs)
+        else:
+            results = func(*args, **kwargs)
+        made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
+        if not str(func).startswith("prim."):
+            noted = pytree.tree_map(self._noted, (tuple(args), kwargs))
+            self.ran.append(Ran(op=func, args=noted[0], kwargs=noted[1], results=tuple(map(self._noted, made))))
+        for tensor in made:
+            self._hold(tensor)
+        return results
+
+    def _followed(self, name: str, argument: Any) -> Any:
+        """A function that a higher-order operator is given: what runs in it is written down, too."""
+        if isinstance(argument, Tensor) or not callable(argument):
+            return argument
+        self.bodies.add(name)
+
+        def run(*args: Any) -> Any:
+            with self:
+                return argument(*args)
+
+        return run
+
+    def _noted(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return _meta(leaf, self.environment)
+        if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return _known_size(leaf, self.environment)
+        return None if callable(leaf) and not isinstance(leaf, torch.dtype) else leaf
+
+    def _hold(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        self._known[storage] = True
+        num_bytes = _nbytes(tensor, self.environment)
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._release, num_bytes)
+
+    def _release(self, num_bytes: int) -> None:
+        self.live_bytes -= num_bytes
+
+
+def _check_not_checkpointing() -> None:
+    """What a checkpoint runs again in backward would read the weights as they rest."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
+        _refuse_checkpoint()
+
+
+def _refuse_checkpoint(*_: Any, **__: Any) -> None:
+    raise UnobservableError("it uses torch.utils.checkpoint, which runs code again; let the plan recompute")
+
+
+@contextlib.contextmanager
+def _reentrant() -> Iterator[None]:
+    """While it lasts, the other kind of checkpoint is refused, too; it saves nothing that could be seen."""
+    CheckpointFunction.apply = _refuse_checkpoint  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _known_size(size: Any, environment: ShapeEnv) -> int:
+    """A size as a number: the most there can be where data decides, UNKNOWN_SIZE where that has no bound."""
+    if isinstance(size, int):
+        return size
+    if not isinstance(size, torch.SymInt):
+        return UNKNOWN_SIZE
+    upper = environment.bound_sympy(size.node.expr).upper
+    return int(upper) if upper.is_finite and upper < 2**40 else UNKNOWN_SIZE
+
+
+def _nbytes(tensor: Tensor, environment: ShapeEnv) -> int:
+    """Bytes of a tensor's storage, as far as its own sizes tell."""
+    return prod(_known_size(size, environment) for size in tensor.shape) * tensor.element_size()
+
+
+def _meta(tensor: Tensor, environment: ShapeEnv) -> Tensor:
+    """The like of a tensor on the meta device, no fake."""
+    sizes = [_known_size(size, environment) for size in tensor.shape]
+    is_known = all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride()))
+    with unset_fake_temporarily():
+        if is_known:
+            return torch.empty_strided(sizes, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return torch.empty(sizes, dtype=tensor.dtype, device="meta")
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    """The like of a tensor, a leaf of autograd, on the CPU."""
+    fake = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def _modes_of(call: OpaqueCall) -> Iterator[None]:
+    is_enabled, *casts = call.modes
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(is_enabled))
+        for device, is_on, dtype in casts:
+            if is_on:
+                stack.enter_context(torch.autocast(device, dtype))
+        yield
+
+
+@contextlib.contextmanager
+def _on_any_device() -> Iterator[None]:
+    """torch has no backward of flex_attention on a CPU and says so first; the fake tensors only seem to be there."""
+    check = vars(flex).get("_validate_device")
+    if check is None:  # another torch, which may ask elsewhere
+        yield
+        return
+    flex._validate_device = lambda *_: None
+    try:
+        yield
+    finally:
+        flex._validate_device = check
+
+
+@contextlib.contextmanager
+def _attributes_on_fakes(module: nn.Module) -> Iterator[None]:
+    """Tensors that modules hold as plain attributes are fakes; at the end each attribute is as it was."""
+    before = [(inner, dict(inner.__dict__)) for inner in module.modules()]
+    for inner, attributes in before:
+        found = {name: value for name, value in attributes.items() if isinstance(value, Tensor) and value.is_meta}
+        inner.__dict__.update({name: _fake(value) for name, value in found.items()})
+    try:
+        yield
+    finally:
+        for inner, attributes in before:
+            inner.__dict__.clear()
+            inner.__dict__.update(attributes)
+
+
+def _digest(cls: type, call: OpaqueCall, outputs: tuple[Any, ...], *ran: Any) -> str:
+    """Of what was seen, without the module's own name."""
+    ops = [[(str(step.op), [described(x) for x in pytree.tree_leaves(step.args)]) for step in steps] for steps in ran]
+    seen = (cls.__qualname__, call.signature[1:], [described(leaf) for leaf in outputs], ops)  # type: ignore[index]
+    return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
