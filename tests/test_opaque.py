@@ -186,17 +186,23 @@ def solve(build: Callable[[], nn.Module], *, gpus: int = RANKS, **options: objec
 
 
 def step(build: Callable[[], nn.Module], plan: Plan | None, seeds: tuple[int, ...]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of one process on all batches, or of a rank on its own."""
+    """The means of losses and gradients of one process on each batch, or those of a rank on its own.
+
+    A hook that is not linear sees one batch's gradient in both.
+    """
     torch.manual_seed(0)
     model = build()
     if plan is not None:
         model = tpplan.apply_plan(model, plan)
         seeds = (seeds[plan.mesh.data_rank(dist.get_rank())],)
     batches = [text(BATCH, LENGTH, seed) for seed in seeds]
-    total = sum((loss(model(batch["tokens"]), batch) for batch in batches), torch.zeros(())) / len(batches)
-    total.backward()
-    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    return total.item(), {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
+    values = [loss(model(batch["tokens"]), batch) for batch in batches]
+    for value in values:
+        value.backward()
+    found = {name: weight.grad / len(batches) for name, weight in model.named_parameters() if weight.grad is not None}
+    return sum(value.item() for value in values) / len(batches), {
+        n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()
+    }
 
 
 def check_equals_one_process(build: Callable[[], nn.Module], plan: Plan, seeds: tuple[int, ...] = (1, 2)) -> None:
