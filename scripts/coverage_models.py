@@ -94,6 +94,9 @@ class Task(StrEnum):
     MASKED_LM = "AutoModelForMaskedLM"
     IMAGE = "AutoModelForImageClassification"
     CONTRASTIVE = "AutoModelForZeroShotImageClassification"
+    CTC = "AutoModelForCTC"
+    AUDIO = "AutoModelForAudioClassification"
+    IMAGE_TEXT = "AutoModelForImageTextToText"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,11 +159,11 @@ class Model:
     precision: str | None
 
 
-def model_of(model_type: str, *, tiny: bool) -> Model:
+def model_of(model_type: str, *, tiny: bool, task: str | None = None) -> Model:
     """The model of a type at its published width, or its twin. Raises what transformers raises for the type."""
     row = MODEL_TYPES.get(model_type, ModelType())
     config = config_of(model_type, tiny=tiny)
-    task = row.task or _task(config)
+    task = Task[task] if task else row.task or _task(config)
     auto_class = getattr(transformers, task)
 
     def build_model() -> "nn.Module":
@@ -275,6 +278,15 @@ def _inputs(
         case Task.IMAGE:
             classes = torch.randint(TINY_NUM_CLASSES, (batch,), generator=generator)
             return {"pixel_values": image(), "labels": classes}
+        case Task.CTC | Task.AUDIO:
+            name = "input_features" if hasattr(config, "num_mel_bins") else "input_values"
+            labels = tokens()[:, :2] if task is Task.CTC else torch.zeros(batch, dtype=torch.long)
+            if name == "input_values":
+                return {name: torch.randn(batch, 4000, generator=generator), "labels": labels}
+            return {name: torch.randn(batch, 64, config.num_mel_bins, generator=generator), "labels": labels}
+        case Task.IMAGE_TEXT:
+            ids = tokens()
+            return {"input_ids": ids, "labels": ids.clone()}
         case Task.CONTRASTIVE:
             return {"input_ids": tokens(), "pixel_values": image(), "return_loss": True}
 

@@ -44,6 +44,7 @@ WITH_TORCH = (
     "operators",
     "subclass",
     "rewrite",
+    "unsaid",
     "known",
     "branches",
     "counts",

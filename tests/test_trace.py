@@ -678,6 +678,8 @@ def test_what_depends_on_data_or_chance_is_not(makes: Callable[[Tensor], Tensor]
         (lambda x: torch.bincount(x[0].argsort(), minlength=D), (D,), (0,)),
         (lambda x: x.repeat_interleave(x[:, 0].argsort(), dim=0), (B, D), (0,)),
         (lambda x: torch.cat([x[x.sum(1) > 0][1:], x[:1]]), (B, D), (0,)),
+        (lambda x: x.split((x[:2] > 0).sum(1).tolist(), 1)[0], (B, D // 2), (1,)),
+        (lambda x: torch.split(x.T, (x[:3] > 0).sum(1).tolist())[2] @ x.T, (D // 3, B), (0,)),
         (lambda x: x[torch.arange(B, device=x.device) > 0], (B - 1, D), ()),
         (lambda x: x.repeat_interleave(torch.arange(B, device=x.device), 0), (B * (B - 1) // 2, D), ()),
     ],
@@ -709,6 +711,12 @@ def test_code_that_needs_the_very_number_that_the_inputs_give_gets_it() -> None:
 def test_code_that_needs_a_number_that_weights_decide_is_refused() -> None:
     with pytest.raises(ModelError, match="could not be traced"):
         traced(lambda x, w: x[x.sum(1) > 0].view(B, D) * w)
+
+
+@pytest.mark.parametrize("makes", [lambda n: range(n), lambda n: n > 1, lambda n: n + 1, lambda n: [0] * n])
+def test_a_number_that_weights_decide_splits_and_does_nothing_else(makes: Callable[[int], object]) -> None:
+    with pytest.raises(ModelError, match="could not be traced: UnknownValueError"):
+        traced(lambda x, w: x * w if makes((x > 0).sum(1).tolist()[0]) else x)
 
 
 def test_what_runs_may_not_hang_on_a_number_that_weights_decide() -> None:

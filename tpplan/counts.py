@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.known import KnownValues, UnknownValueError, asking_line
+from tpplan.known import KnownValues, asking_line
+from tpplan.unsaid import UnknownValueError
 
 
 @dataclass(frozen=True, slots=True)

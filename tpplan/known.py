@@ -26,18 +26,17 @@ from torch.utils import _pytree as pytree
 
 from tpplan.errors import ModelError
 from tpplan.rewrite import is_own_code_running
+from tpplan.unsaid import UnknownValueError, Unsaid, with_parts
 
 #: what asks a tensor for its values
 _QUESTIONS = frozenset({"__bool__", "__contains__", "__float__", "__index__", "__int__", "item", "tolist",
                         "equal", "allclose", "is_nonzero"})  # fmt: skip
 #: calls that are given the values of a tensor by the code
 _CONSTANTS = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", "from_numpy", "scalar_tensor"})
+#: types of numbers that may be sizes
+_COUNTS = frozenset({torch.int64, torch.int32})
 #: where code asks on behalf of other code
 _NOT_ASKING = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
-
-
-class UnknownValueError(RuntimeError):
-    """A question was asked that only real data can answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +58,21 @@ class KnownValues(TorchFunctionMode):
 
     `inputs` are (meta tensor, its value); the questions in `otherwise` (by their number, and only those with two
     answers) are answered the other way. `constant` is a digest of the values that a running call was given by the code.
+    Parts whose sizes are not known are about equal, in `guessed` with the line of code, and others if `extra` is 1.
     """
 
     #: questions ever answered, of whatever kind
     num_answered: ClassVar[int] = 0
 
-    def __init__(self, inputs: Iterable[tuple[Tensor, Tensor]] = (), otherwise: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        inputs: Iterable[tuple[Tensor, Tensor]] = (),
+        otherwise: frozenset[int] = frozenset(),
+        extra: int = 0,
+    ) -> None:
         super().__init__()
+        self.guessed: dict[str, str] = {}
+        self._extra = extra
         self.questions: list[Question] = []
         self.constant = ""
         self._otherwise = otherwise
@@ -87,6 +94,9 @@ class KnownValues(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _QUESTIONS and args and isinstance(args[0], Tensor):
             return self._answer(func, args, kwargs)
+        if (split := with_parts(name, args, kwargs, self._extra)) is not None:
+            self.guessed[asking_line()] = "about equal parts"
+            func, args, kwargs = torch.Tensor.split, split, {}
         if name == "register_hook":
             raise ModelError(f"{asking_line()}: a hook on a gradient is code that no plan can follow; remove it")
         if getattr(func, "__self__", None) is torch.Tensor.data:
@@ -122,7 +132,12 @@ class KnownValues(TorchFunctionMode):
         return size, self._reads_inputs
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        answer: object = self._on_real(func, args, kwargs)
+        try:
+            answer: object = self._on_real(func, args, kwargs)
+        except UnknownValueError as error:
+            if func is not torch.Tensor.tolist or args[0].dim() != 1 or args[0].dtype not in _COUNTS:
+                raise
+            return [Unsaid(str(error)) for _ in range(len(args[0]))]
         KnownValues.num_answered += 1
         if not self._reads_inputs:
             return answer

@@ -53,8 +53,8 @@ class Program:
     given: tuple[Given, ...]
     out_spec: pytree.TreeSpec
     questions: tuple[Question, ...]
-    #: lines of code, and how many elements there can be at most where data decides: so many there are here
-    guessed: Mapping[str, int]
+    #: lines of code, and what stands here for sizes that data decides
+    guessed: Mapping[str, str]
     #: some sizes are decided by data
     varies: bool
 
@@ -87,7 +87,8 @@ def record(
         *((SourceKind.BUFFER, name, value) for name, value in module.named_buffers()),
         *((SourceKind.INPUT, p, leaf) for p, leaf in zip(paths, placed, strict=True) if isinstance(leaf, Tensor)),
     ]
-    known = KnownValues(((p, v) for p, v in zip(placed, leaves, strict=True) if isinstance(v, Tensor)), otherwise)
+    inputs = ((p, v) for p, v in zip(placed, leaves, strict=True) if isinstance(v, Tensor))
+    known = KnownValues(inputs, otherwise, extra)
     counts = Counts(known, extra)
     specs: list[pytree.TreeSpec] = []
     graphs: list[torch.fx.Graph] = []
@@ -124,8 +125,8 @@ def record(
         ),
         out_spec=specs[0],
         questions=tuple(known.questions),
-        guessed=counts.guessed,
-        varies=counts.varies,
+        guessed={line: f"{count} elements, all there can be" for line, count in counts.guessed.items()} | known.guessed,
+        varies=counts.varies or bool(known.guessed),
     )
 
 

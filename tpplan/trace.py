@@ -21,12 +21,13 @@ from torch.utils import _pytree as pytree
 from tpplan import operators
 from tpplan.errors import ModelError
 from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, within
-from tpplan.known import UnknownValueError, is_foreign
+from tpplan.known import is_foreign
 from tpplan.opaque import Opaques, recording
 from tpplan.program import Program, StoppedError, naming_modules, on_meta, record
 from tpplan.reader import GraphReader, NotAlikeError, path_of
 from tpplan.rewrite import is_own_code_running, own_code
 from tpplan.siblings import Doings, standing_in
+from tpplan.unsaid import UnknownValueError
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +214,7 @@ def trace(
         return graph  # made for as many as the inputs say, which stands among the assumptions
 
 
-def _with_varying(graph: ModelGraph, other: ModelGraph, guessed: Mapping[str, int]) -> ModelGraph:
+def _with_varying(graph: ModelGraph, other: ModelGraph, guessed: Mapping[str, str]) -> ModelGraph:
     """The graph with the dims marked that differ where data gives one element more, and with what was guessed.
 
     Raises ModelError where other ops run then.
@@ -224,7 +225,7 @@ def _with_varying(graph: ModelGraph, other: ModelGraph, guessed: Mapping[str, in
         name: replace(value, varying=tuple(i for i, size in enumerate(value.shape) if size != there.shape[i]))
         for (name, value), there in zip(graph.values.items(), other.values.values(), strict=True)
     }
-    found = ((line, f"{count} elements, all there can be", False) for line, count in guessed.items())
+    found = ((line, guess, False) for line, guess in guessed.items())
     return replace(graph, values=values, questions=(*graph.questions, *found))
 
 
