@@ -55,6 +55,8 @@ TINY: Values = {
     "kv_lora_rank": 32,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     "num_experts_per_tok": 2,
+    **dict.fromkeys(("n_group", "num_expert_group"), 2),
+    "topk_group": 1,
     "moe_intermediate_size": 96,
     **dict.fromkeys(("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 80),
     "image_size": 64,
@@ -123,7 +125,7 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         both={"num_experts_per_tok": 6, "moe_intermediate_size": 1408, "first_k_dense_replace": 1},
         tiny={"num_experts_per_tok": 2},
     ),
-    "deepseek_v3": ModelType(both={"first_k_dense_replace": 1}, tiny={"n_group": 2, "topk_group": 1}),
+    "deepseek_v3": ModelType(both={"first_k_dense_replace": 1}),
     # Three layers: a scan with an MLP, a scan with experts, attention. Its scan is a Python loop over the sequence.
     "jamba": ModelType(
         both={"num_hidden_layers": 3, "attn_layer_period": 4, "attn_layer_offset": 2, "use_mamba_kernels": False},

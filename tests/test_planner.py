@@ -270,6 +270,20 @@ def test_models_that_cannot_be_planned_say_why() -> None:
         tpplan.solve(lambda: 3, lambda batch, seq_len: (torch.zeros(batch),), **options)  # type: ignore[arg-type,return-value]
 
 
+def test_weights_that_are_made_on_no_meta_device_are_planned_and_stay_tied() -> None:
+    def build() -> nn.Module:
+        model = Pair("relu")
+        model.scale = nn.Parameter(torch.normal(0, 1, size=(16,)))  # heeds no torch.device()
+        model.up_proj.bias = model.scale
+        return model
+
+    inputs, options = SMALL_MODELS["relu pair"][1], {"global_batch": 4, "micro_batch": 4, "seq_len": 1, "tp": 2}
+    cluster = tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard())
+    plan = tpplan.solve(build, lambda batch, seq_len: inputs, cluster=cluster, precision="fp32", **options)
+    assert plan.parameters["scale"].aliases == ("up_proj.bias",) or plan.parameters["up_proj.bias"].aliases == ("scale",)
+    assert plan.parameters["up_proj.weight"].placement == S(0)
+
+
 def test_unused_outputs_may_stay_sharded_and_others_may_not() -> None:
     class TwoOutputs(nn.Module):
         def __init__(self) -> None:

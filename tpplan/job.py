@@ -22,6 +22,7 @@ from tpplan.pins import Pin, Pinned
 from tpplan.plan import Precision, Recompute
 from tpplan.problem import Solution
 from tpplan.profile import HardwareProfile
+from tpplan.program import on_meta_like
 from tpplan.reuse import Reuse, Traced
 from tpplan.rules import Strategy
 from tpplan.space import build_space
@@ -124,6 +125,7 @@ class Job:
             raise ModelError(f"the builder returned {type(self.model).__name__}, expected a torch.nn.Module")
         if next(self.model.parameters(), None) is None:
             raise ModelError(f"{type(self.model).__name__} has no parameters: there is nothing to train or to shard")
+        _put_on_meta(self.model)
         self.units = repeated_children(self.model)
         if self.precision is not Precision.FP32:
             for parameter in self.model.parameters():
@@ -218,6 +220,16 @@ class Job:
         formulation = self.formulate(mesh)
         solution = solvers.solve(formulation.problem, solver=self.solver, time_limit_s=self.time_limit_s)
         return Candidate(formulation, solution)
+
+
+def _put_on_meta(model: nn.Module) -> None:
+    """What code made on another device than it was told to (torch.normal heeds none), ties kept."""
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and not tensor.is_meta:
+                    _, table[name] = moved.setdefault(id(tensor), (tensor, on_meta_like(tensor)))
 
 
 def _hashable(function: object) -> Hashable:

@@ -275,11 +275,12 @@ def naming_modules(
 def on_meta(model: nn.Module) -> Iterator[None]:
     """The model's parameters and buffers as meta tensors, ties kept; its own are back at the end."""
     values = dict(model.named_parameters()) | dict(model.named_buffers())
-    moved = {name: _like(value) for name, value in values.items() if not value.is_meta}
+    moved = {name: on_meta_like(value) for name, value in values.items() if not value.is_meta}
     with stateless._reparametrize_module(model, moved, tie_weights=True) if moved else contextlib.nullcontext():
         yield
 
 
-def _like(value: Tensor) -> Tensor:
+def on_meta_like(value: Tensor) -> Tensor:
+    """A parameter or buffer of the same shape, strides and type without data."""
     empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return nn.Parameter(empty, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else empty
