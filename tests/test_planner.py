@@ -14,8 +14,8 @@ from tpplan.assemble import expand
 from tpplan.costs.compute import Executor
 from tpplan.errors import InfeasibleError, ModelError, UsageError
 from tpplan.formulate import DATA_PARALLEL, Formulation, Setting, price_space
-from tpplan.graph import ModelGraph
-from tpplan.layout import S
+from tpplan.graph import Direction, ModelGraph
+from tpplan.layout import ROWS, S
 from tpplan.mesh import GroupShape, Mesh
 from tpplan.plan import Plan, Precision
 from tpplan.problem import Status, total
@@ -280,8 +280,24 @@ def test_weights_that_are_made_on_no_meta_device_are_planned_and_stay_tied() -> 
     inputs, options = SMALL_MODELS["relu pair"][1], {"global_batch": 4, "micro_batch": 4, "seq_len": 1, "tp": 2}
     cluster = tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard())
     plan = tpplan.solve(build, lambda batch, seq_len: inputs, cluster=cluster, precision="fp32", **options)
-    assert plan.parameters["scale"].aliases == ("up_proj.bias",) or plan.parameters["up_proj.bias"].aliases == ("scale",)
+    assert plan.parameters["scale"].aliases == ("up_proj.bias",) or plan.parameters["up_proj.bias"].aliases == (
+        "scale",
+    )
     assert plan.parameters["up_proj.weight"].placement == S(0)
+
+
+def test_ids_that_were_written_to_before_they_are_looked_up_are_looked_up_in_slices() -> None:
+    class Masked(Embedded):
+        def forward(self, tokens: Tensor) -> Tensor:
+            tokens = tokens.clone()
+            tokens[tokens > 9] = 0
+            return super().forward(tokens)
+
+    with torch.device("meta"):
+        model = Masked()
+    graph = trace(model, SMALL_MODELS["embedding"][1])
+    (entry,) = (b for b in graph.boundaries if (b.module, b.direction) == ("embedding", Direction.INPUT))
+    assert (ROWS,) in {strategy.results for strategy in build_space(graph, 2).strategies[entry.name]}
 
 
 def test_unused_outputs_may_stay_sharded_and_others_may_not() -> None:

@@ -679,7 +679,7 @@ def test_what_depends_on_data_or_chance_is_not(makes: Callable[[Tensor], Tensor]
         (lambda x: x.repeat_interleave(x[:, 0].argsort(), dim=0), (B, D), (0,)),
         (lambda x: torch.cat([x[x.sum(1) > 0][1:], x[:1]]), (B, D), (0,)),
         (lambda x: x.split((x[:2] > 0).sum(1).tolist(), 1)[0], (B, D // 2), (1,)),
-        (lambda x: torch.split(x.T, (x[:3] > 0).sum(1).tolist())[2] @ x.T, (D // 3, B), (0,)),
+        (lambda x: torch.split(x.T, (x[:3] > 0).sum(1).tolist())[2] @ x, (D // 3, D), (0,)),
         (lambda x: x[torch.arange(B, device=x.device) > 0], (B - 1, D), ()),
         (lambda x: x.repeat_interleave(torch.arange(B, device=x.device), 0), (B * (B - 1) // 2, D), ()),
     ],

@@ -409,6 +409,16 @@ PLANTED: dict[str, tuple[str, Case, Case]] = {
 }  # fmt: skip
 
 
+def test_what_was_written_to_before_it_crosses_may_be_converted() -> None:
+    class Before(Doubled):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.clone().mul_(3.0))
+
+    case = Case(lambda: Before(Twice(in_place=False)), {}, at("body.inner", {"x": "R -> S(2)"}, "S(2) -> R"))
+    assert any(op.target == "aten.mul_.Tensor" for op in case.graph().ops)
+    assert typecheck(case.graph(), case.plan()) is None
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_wrong_plan_is_refused_and_its_neighbour_is_not(name: str) -> None:
     title, wrong, right = PLANTED[name]

@@ -15,7 +15,7 @@ from tpplan.blocks import members
 from tpplan.errors import ModelError
 from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, SourceKind, Value
 from tpplan.layout import R_STAR, ROWS, Conversion, Layout, P, R, S, can_convert, conversions_between, layouts_of
-from tpplan.rules import Strategy, find_extra_layouts, strategies, written_operands
+from tpplan.rules import Strategy, crossings_before_writes, find_extra_layouts, strategies
 
 #: forbids a strategy of a decision: given the decision's name and the strategy
 Cut = Callable[[str, Strategy], bool]
@@ -170,7 +170,7 @@ class _Builder:
         self.whole_outputs = _whole_outputs(graph, unused_outputs)
         self.converting = _converting_boundaries(graph)
         self.extra = find_extra_layouts(graph, tp) if tp > 1 else {}
-        self.mutated = _mutated_storages(graph)
+        self.written_later = crossings_before_writes(graph)
         self.deciders = dict(self._deciders())
 
     def _deciders(self) -> Iterator[tuple[str, Decider]]:
@@ -210,7 +210,7 @@ class _Builder:
         layouts = layouts_of(value.shape, carries_gradient=value.carries_gradient, tp=self.tp)
         layouts = (*(layout for layout in layouts if value.can_be(layout, self.tp)), *self._extra(value))
         conversions = conversions_between(layouts, layouts, carries_gradient=value.carries_gradient)
-        if boundary.name not in self.converting or value.storage in self.mutated:
+        if boundary.name not in self.converting or boundary.name in self.written_later:
             conversions = tuple(c for c in conversions if c.is_identity)
         elif self._feeds_lookup(boundary):
             conversions = (*conversions, Conversion(R, ROWS))
@@ -304,11 +304,6 @@ def _fits_the_loss(op: Op, strategy: Strategy) -> bool:
     if op.module != LOSS_SCOPE or op.target == CROSS_ENTROPY or len(op.operands) < 2:
         return True
     return all(layout.is_whole for layout in (*strategy.operands, *strategy.results))
-
-
-def _mutated_storages(graph: ModelGraph) -> frozenset[str]:
-    """Storages that an in-place op writes to: their values keep one layout."""
-    return frozenset(graph.values[name].storage for op in graph.ops for name in written_operands(op))
 
 
 def _converting_boundaries(graph: ModelGraph) -> frozenset[str]:

@@ -7,8 +7,8 @@ ranks and both directions) and the conversions of tpplan.layout. Of decisions, c
 
 (1) Inputs, buffers and constants are R. A parameter rests as its placement, and each module reads it as the plan says.
 (2) Where a value crosses a module's boundary it is in the layout that the plan's conversion starts from, and goes on in
-    the one it ends in; without a conversion it goes on as it is. Storage that an op writes to is not converted: a copy
-    would be written.
+    the one it ends in; without a conversion it goes on as it is. Storage that an op writes to later is not converted: a
+    copy would be written.
 (3) The layouts of an op's operands are those of one of its strategies; its results have that strategy's. An op without
     a rule has every operand that carries a gradient R, or every one R*.
 (4) The loss is R, and so are the model's outputs, unless the plan says that they leave sharded.
@@ -27,7 +27,16 @@ from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source
 from tpplan.layout import R_STAR, ROWS, Conversion, Layout, P, R, can_convert, fits, local_shape
 from tpplan.patterns import ROOT
 from tpplan.plan import BoundaryPlan, ParameterPlan, Plan
-from tpplan.rules import OPAQUE, Call, Strategy, call_strategies, draws, find_extra_layouts, written_operands
+from tpplan.rules import (
+    OPAQUE,
+    Call,
+    Strategy,
+    call_strategies,
+    crossings_before_writes,
+    draws,
+    find_extra_layouts,
+    written_operands,
+)
 
 EMBEDDING = "aten.embedding.default"
 #: the one op of a user's loss that takes a sharded output and plain tensors together
@@ -79,6 +88,7 @@ class _Checker:
         named |= {conversion.target for conversion in self.crossings.values()}
         self.extra = named.union(*find_extra_layouts(graph, self.tp).values())
         self.parameters = {source.result: source for source in graph.parameters}
+        self.written_later = crossings_before_writes(graph)
         self.written = {graph.values[name].storage for op in graph.ops for name in written_operands(op)}
         self.possible: dict[str, tuple[Layout, ...]] = {
             source.result: (R,) for source in graph.sources if source.result not in self.parameters
@@ -224,8 +234,8 @@ class _Checker:
     def _obstacle(self, boundary: Boundary, planned: Conversion) -> str | None:
         """Why what crosses cannot be converted so."""
         value = self.graph.values[boundary.operand]
-        if value.storage in self.written:
-            return "what crosses is written to"
+        if boundary.name in self.written_later:
+            return "what crosses is written to later"
         if not value.can_be(planned.target, self.tp):
             return f"{value.shape} does not divide by {self.tp}" + (", or only today" if value.varying else "")
         if not value.carries_gradient and planned.target in (R_STAR, P):

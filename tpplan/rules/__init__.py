@@ -12,7 +12,15 @@ from functools import cache, lru_cache
 
 from tpplan.graph import ModelGraph, Op
 from tpplan.layout import R, S
-from tpplan.rules.call import Call, Rule, Strategy, base_target, registered_rules, written_operands
+from tpplan.rules.call import (
+    Call,
+    Rule,
+    Strategy,
+    base_target,
+    crossings_before_writes,
+    registered_rules,
+    written_operands,
+)
 from tpplan.rules.copies import Extra, copied_dims
 from tpplan.rules.equation import whole_operands
 from tpplan.rules.literals import groups_divide, localized_arguments, takes_sizes, written_sizes
@@ -26,6 +34,7 @@ __all__ = [
     "Strategy",
     "base_target",
     "call_strategies",
+    "crossings_before_writes",
     "draws",
     "find_extra_layouts",
     "has_rule",

@@ -206,6 +206,19 @@ def written_operands(op: Op) -> tuple[str, ...]:
     return (*(op.operands[:1] if is_in_place else ()), *references(dict(op.kwargs).get("out")))
 
 
+def crossings_before_writes(graph: ModelGraph) -> frozenset[str]:
+    """Boundaries, by name, through which a value goes whose storage an op writes to later: of a copy, the other side
+    would not see it."""
+    written: set[str] = set()
+    found: set[str] = set()
+    for node in reversed(graph.nodes):
+        if isinstance(node, Op):
+            written.update(graph.values[name].storage for name in written_operands(node))
+        elif graph.values[node.operand].storage in written:
+            found.add(node.name)
+    return frozenset(found)
+
+
 def base_target(target: str) -> str:
     """`aten.add_.Tensor` -> `aten.add.Tensor`: an in-place form obeys the rule of the plain one."""
     namespace, _, rest = target.partition(".")
