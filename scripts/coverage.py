@@ -1,12 +1,15 @@
 """Shows that Hugging Face models are planned, and that their plans are right and shard enough.
 
-    python scripts/coverage.py [TYPE ...] [--tp 2,8] [--numeric-tp 2,4] [--no-numerics] [--out FILE.csv]
+    python scripts/coverage.py [TYPE ...] [--tp 2,8] [--numeric-tp 2,4] [--no-numerics] [--tiny] [--out FILE.csv]
 
 A type's default configuration, with few layers, is solved and proven on the meta device for a machine whose links cost
 next to nothing, so that sharding pays. A tiny twin then takes the same choices, by parameter and module name, on real
 gloo ranks, which must give the loss and every gradient of one process; sizes in them become those that the twin has by
 the same names. Where the choices do not fit the twin, its own plan is run. What is sharded is compared with the plan
 that transformers ships for the type. See coverage_models.py for the widths.
+
+A TYPE is any of transformers' (`opt`), for a task if it has several (`bert:CAUSAL_LM`); '*:CAUSAL_LM' is every one of a
+task. With --tiny the twin itself is planned: faster, and enough to find what cannot be.
 
 Each type runs in a process of its own. Exit code 0 if all are proven, right, and sharded as much as the shipped plan.
 """
@@ -45,6 +48,7 @@ from coverage_models import (
     Model,
     machine,
     model_of,
+    types_of,
 )
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -418,9 +422,9 @@ class Twin:
     reference: Outcome
 
     @classmethod
-    def of(cls, model_type: str) -> "Twin":
-        """The twin of a model type."""
-        wide, model = (model_of(model_type, tiny=tiny) for tiny in (False, True))
+    def of(cls, model_type: str, *, is_wide_tiny: bool = False) -> "Twin":
+        """The twin of a model type; the wide model may be one itself."""
+        wide, model = (model_of(model_type, tiny=tiny) for tiny in (is_wide_tiny, True))
         with torch.device("meta"):
             modules = wide.build_model(), model.build_model()
         return cls(
@@ -516,6 +520,7 @@ class Options:
     profile: HardwareProfile
     precision: str
     budget_s: float
+    tiny: bool = False
 
 
 def cover(model_type: str, options: Options, connection: Connection) -> None:
@@ -544,7 +549,7 @@ def _reported(reporter: Reporter, stage: str, label: str = "") -> Iterator[None]
 
 def solve_wide(model_type: str, options: Options, reporter: Reporter) -> dict[int, Plan]:
     """Plans of the published width by degree, of those that are found."""
-    model = model_of(model_type, tiny=False)
+    model = model_of(model_type, tiny=options.tiny)
     with torch.device("meta"):
         module = model.build_model()
     reporter.put(replace(reporter.row, expert=shares(module, None).expert))
@@ -570,7 +575,7 @@ def solve_wide(model_type: str, options: Options, reporter: Reporter) -> dict[in
 
 def compare(model_type: str, plans: Mapping[int, Plan], options: Options, reporter: Reporter) -> None:
     """The twin under the wide model's choices, on real ranks."""
-    twin = Twin.of(model_type)
+    twin = Twin.of(model_type, is_wide_tiny=options.tiny)
     for tp in options.numeric_degrees:
         # The choices of the smallest degree that is not below: what divides by it divides by tp.
         wide = plans[min((degree for degree in plans if degree >= tp), default=max(plans))]
@@ -733,6 +738,7 @@ def main() -> int:
     parser.add_argument("--tp", type=degrees, default=(2, 8), help="degrees at the published width")
     parser.add_argument("--numeric-tp", type=degrees, default=(2, 4), help="degrees on real ranks")
     parser.add_argument("--no-numerics", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="plan the tiny twin, not the published width")
     parser.add_argument("--profile", metavar="NAME", help="instead of the made-up machine where sharding pays")
     parser.add_argument("--precision", choices=list(Precision), default=Precision.BF16_MIXED)
     parser.add_argument("--budget", type=float, default=300.0, metavar="SECONDS", help="for each model type")
@@ -744,12 +750,14 @@ def main() -> int:
         profile=load_profile(arguments.profile) if arguments.profile else machine(),
         precision=arguments.precision,
         budget_s=arguments.budget,
+        tiny=arguments.tiny,
     )
     quiet()
-    column_widths = widths(header(options), arguments.types)
+    model_types = [model_type for name in arguments.types for model_type in types_of(name)]
+    column_widths = widths(header(options), model_types)
     print(line(header(options), column_widths), flush=True)
     rows = []
-    for model_type in arguments.types:
+    for model_type in model_types:
         rows.append(run(model_type, options))
         print(line(cells(rows[-1], options), column_widths), *notes(rows[-1]), sep="\n    ", flush=True)
     print("", *summary(rows, options), sep="\n")

@@ -161,11 +161,19 @@ class Model:
     precision: str | None
 
 
-def model_of(model_type: str, *, tiny: bool, task: str | None = None) -> Model:
-    """The model of a type at its published width, or its twin. Raises what transformers raises for the type."""
-    row = MODEL_TYPES.get(model_type, ModelType())
+def types_of(name: str) -> list[str]:
+    """`*:TASK` is every type that transformers has for a task; any other name is itself."""
+    if not name.startswith("*:"):
+        return [name]
+    task = name.removeprefix("*:")
+    types = getattr(transformers, Task[task])._model_mapping._model_mapping
+    return [f"{model_type}:{task}" for model_type in sorted(types)]
+
+
+def model_of(model_type: str, *, tiny: bool) -> Model:
+    """The model of a type (or TYPE:TASK) at its published width, or its twin. Raises what transformers raises."""
+    row, task = _row(model_type), _task(model_type)
     config = config_of(model_type, tiny=tiny)
-    task = Task[task] if task else row.task or _task(config)
     auto_class = getattr(transformers, task)
 
     def build_model() -> "nn.Module":
@@ -183,19 +191,31 @@ def model_of(model_type: str, *, tiny: bool, task: str | None = None) -> Model:
 
 def config_of(model_type: str, *, tiny: bool) -> transformers.PretrainedConfig:
     """The default configuration of a type with few layers; of a twin also with small sizes and without dropout."""
-    row = MODEL_TYPES.get(model_type, ModelType())
-    default = transformers.AutoConfig.for_model(model_type)
+    name, row, task = model_type.partition(":")[0], _row(model_type), _task(model_type)
+    default = transformers.AutoConfig.for_model(name)
     twin = (_tiny_sizes(default), row.tiny) if tiny else ()
     changes = _merged(_few_layers(default), row.both, *twin)
-    if (row.task or _task(default)) is Task.IMAGE:
+    if task in (Task.IMAGE, Task.AUDIO):
         changes["num_labels"] = TINY_NUM_CLASSES if tiny else NUM_CLASSES
-    config = transformers.AutoConfig.for_model(model_type, **changes)
+    config = transformers.AutoConfig.for_model(name, **changes)
     for part in (config, config.get_text_config()):
         part.use_cache = False
     return config
 
 
-def _task(config: transformers.PretrainedConfig) -> Task:
+def _row(model_type: str) -> ModelType:
+    return MODEL_TYPES.get(model_type.partition(":")[0], ModelType())
+
+
+def _task(model_type: str) -> Task:
+    """The task that is named behind the type, else the row's, else the first for which there is a class."""
+    name, _, task = model_type.partition(":")
+    if task or (row := _row(model_type)).task is None:
+        return Task[task] if task else _first_task(transformers.AutoConfig.for_model(name))
+    return row.task
+
+
+def _first_task(config: transformers.PretrainedConfig) -> Task:
     for task in Task:
         if type(config) in getattr(transformers, task)._model_mapping:
             return task

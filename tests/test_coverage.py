@@ -53,6 +53,28 @@ def test_the_published_width_is_kept_and_the_twins_is_small(models: ModuleType) 
     assert models.config_of("gpt2", tiny=True).resid_pdrop == 0.0
 
 
+@pytest.mark.parametrize(
+    ("model_type", "built"),
+    [
+        ("bert", "BertForMaskedLM"),
+        ("bert:CAUSAL_LM", "BertLMHeadModel"),
+        ("vit", "ViTForImageClassification"),
+        ("bart", "BartForCausalLM"),
+        ("bart:SEQ2SEQ_LM", "BartForConditionalGeneration"),
+    ],
+)
+def test_a_type_is_built_for_the_task_that_is_named(models: ModuleType, model_type: str, built: str) -> None:
+    with torch.device("meta"):
+        assert type(models.model_of(model_type, tiny=True).build_model()).__name__ == built
+
+
+def test_a_star_is_every_type_of_a_task(models: ModuleType) -> None:
+    types = models.types_of("*:CTC")
+    assert "wav2vec2:CTC" in types
+    assert "bert:CTC" not in types
+    assert models.types_of("llama") == ["llama"]
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "clip", "resnet", "t5"])
 def test_a_twin_has_the_names_of_the_wide_model(models: ModuleType, model_type: str) -> None:
     with torch.device("meta"):

@@ -262,8 +262,19 @@ def test_models_that_cannot_be_planned_say_why() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x if self.weight.sum() > 0 else -x
 
+    class Renews(Pair):
+        def forward(self, x: Tensor) -> Tensor:
+            self.up_proj = nn.Linear(8, 16)
+            return super().forward(x)
+
     with pytest.raises(ModelError, match=r"could not be traced.*depend on weights"):
         tpplan.solve(lambda: Branches(1, 1), lambda batch, seq_len: (torch.zeros(batch, 1),), **options)
+    with pytest.raises(ModelError, match=r"puts a new Linear at 'up_proj'.*Call the model once"):
+        tpplan.solve(lambda: Renews("relu"), lambda batch, seq_len: (torch.zeros(batch, 8),), **options)
+    with pytest.raises(ModelError, match=r"parameter 0.weight has no shape before the first call"):
+        tpplan.solve(
+            lambda: nn.Sequential(nn.LazyLinear(2)), lambda batch, seq_len: (torch.zeros(batch, 2),), **options
+        )
     with pytest.raises(ModelError, match="Identity has no parameters"):
         tpplan.solve(nn.Identity, lambda batch, seq_len: (torch.zeros(batch),), **options)
     with pytest.raises(ModelError, match=r"expected a torch\.nn\.Module"):

@@ -602,6 +602,8 @@ def small(x: Tensor) -> bool:
         (lambda x: torch.linspace(0, 1, 5, device=x.device).tolist()[-1] == 1.0, "relu"),
         (lambda x: int(torch.full((2,), 3, device=x.device)[1]) == 4, "sigmoid"),
         (lambda x: 7 in torch.arange(5, device=x.device), "sigmoid"),
+        (lambda x: len(x.view(torch.div(torch.tensor(B * D), 2, rounding_mode="trunc"), 2)) == B * D // 2, "relu"),
+        (lambda x: len(x.view(torch.full((), 2, device=x.device), -1)) == 2, "relu"),
         (lambda x: bool(torch.tensor(0.5) > 0), "relu"),
         (lambda x: torch.compiler.is_compiling() or torch.compiler.is_exporting(), "sigmoid"),
     ],

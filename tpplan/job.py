@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from tpplan import solvers
@@ -125,6 +126,9 @@ class Job:
             raise ModelError(f"the builder returned {type(self.model).__name__}, expected a torch.nn.Module")
         if next(self.model.parameters(), None) is None:
             raise ModelError(f"{type(self.model).__name__} has no parameters: there is nothing to train or to shard")
+        for name, parameter in self.model.named_parameters():
+            if is_lazy(parameter):
+                raise ModelError(f"parameter {name} has no shape before the first call: call the model in the builder")
         _put_on_meta(self.model)
         self.units = repeated_children(self.model)
         if self.precision is not Precision.FP32:

@@ -131,6 +131,10 @@ class KnownValues(TorchFunctionMode):
             self.questions.append(Question(asking_line(), f"{size} elements", False))
         return size, self._reads_inputs
 
+    def item(self, tensor: Tensor) -> object:
+        """The one number in a tensor. Raises UnknownValueError."""
+        return self._answer(torch.Tensor.item, (tensor,), {})
+
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         try:
             answer: object = self._on_real(func, args, kwargs)

@@ -100,7 +100,7 @@ def record(
         graphs.append(mode.tracer.graph)
         with (
             known,
-            _plainly(mode),
+            _plainly(mode, known),
             _noting(mode.tracer, scope, known),
             _functions_in_the_open(),
             branches_in_the_open(),
@@ -163,14 +163,17 @@ def _local(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _plainly(mode: Any) -> Iterator[None]:
+def _plainly(mode: Any, known: KnownValues) -> Iterator[None]:
     """What the mode writes down runs as it would without it: torch's Python kernels, which a mode turns on, give other
-    shapes (0 dims for a cross entropy that is not reduced, in torch 2.13)."""
+    shapes (0 dims for a cross entropy that is not reduced, in torch 2.13). A tensor that torch itself asks for its
+    value, being given it as a size, is answered like one that code asks."""
     dispatch = mode.__torch_dispatch__
 
-    def plain(*args: Any, **kwargs: Any) -> Any:
+    def plain(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.item.default:
+            return known.item(args[0])
         with torch._C._DisablePythonDispatcher():
-            return dispatch(*args, **kwargs)
+            return dispatch(func, types, args, kwargs or {})
 
     mode.__torch_dispatch__ = plain
     try:

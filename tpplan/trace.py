@@ -293,6 +293,7 @@ def _trace(
     leaves, spec = pytree.tree_flatten(inputs)
     paths = [path_of(path) for path, _ in pytree.tree_flatten_with_path(inputs)[0]]
     running: list[str] = []
+    modules = dict(model.named_modules())
 
     def scope() -> str:
         if is_own_code_running():
@@ -311,6 +312,7 @@ def _trace(
         try:
             program = record(_Step(model, loss, spec), leaves, paths, scope, otherwise, extra)
         except StoppedError as stopped:
+            _check_modules(model, modules)
             where = f"in module {running[-1]!r}" if running and running[-1] else "in the model's forward or loss"
             error = stopped.__cause__
             reason = (str(error).strip() or "no message").splitlines()[0]
@@ -321,7 +323,18 @@ def _trace(
                 ran=stopped.ran,
                 module=running[-1] if running else None,
             ) from error
+        _check_modules(model, modules)
         return GraphReader(model, program).read(), program
+
+
+def _check_modules(model: nn.Module, before: Mapping[str, nn.Module]) -> None:
+    """Raises ModelError where a forward has put another module in the place of one, which no plan would reach."""
+    for name, module in model.named_modules():
+        if before.get(name) is not module:
+            raise ModelError(
+                f"the forward puts a new {type(module).__name__} at {name!r}: a plan is for the modules that the "
+                "builder returns. Call the model once there, or configure it so that it stays as it is"
+            )
 
 
 def check_gradient_hooks(model: nn.Module) -> None:
