@@ -39,14 +39,13 @@ from pathlib import Path
 import torch
 import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed as dist
+from coverage_machine import GPUS_PER_NODE, machine
 from coverage_models import (
-    GPUS_PER_NODE,
     LANGUAGE_TYPES,
     OTHER_TYPES,
     UNUSED_OUTPUTS,
     Correspondence,
     Model,
-    machine,
     model_of,
     types_of,
 )

@@ -1,5 +1,5 @@
-"""Models for scripts/coverage.py: of a Hugging Face model type its published width, a tiny twin of it, and inputs; what
-a size of the one is in the other; and a machine to plan them for.
+"""Models for scripts/coverage.py: of a Hugging Face model type its published width, a tiny twin of it, inputs, and what
+a size of the one is in the other.
 
 A model type is a row of data: what to change in its default configuration. Most need no row: sizes are found by the
 names that configurations share. Both widths have the same few layers, one or more of each kind, and so the same
@@ -17,9 +17,6 @@ import transformers
 
 from tpplan.graph import within
 from tpplan.intervals import Parts
-from tpplan.mesh import GroupShape
-from tpplan.profile import HardwareProfile
-from tpplan.profile_tables import Collective, bottleneck_traffic
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,6 +32,7 @@ OTHER_TYPES = ("gpt2", "bert", "t5", "whisper", "vit", "convnext", "resnet", "cl
 
 #: layers, by whatever name a configuration counts them
 LEAST_LAYERS = 2
+STAGE_DEPTHS = ("depths", "depth", "num_block_repeats")
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 
 #: sizes of a tiny twin where its configuration has them; no two dims that a weight may have are equal by accident
@@ -79,12 +77,6 @@ UNUSED_OUTPUTS = (
         for name in ("last_hidden_state", "pooler_output")
     ),
 )
-
-#: a made-up machine on which sharding pays however small the model: slow kernels, links that cost next to nothing
-FLOP_PER_S, BYTES_PER_S, LINK_BYTES_PER_S, LATENCY_S = 1e9, 1e9, 1e10, 1e-9
-MEMORY_BYTES = 2**50
-SIZES = (1, 2**20)  # straight lines in logarithms between them are exact
-GPUS_PER_NODE = 8
 
 
 class Task(StrEnum):
@@ -143,8 +135,10 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "t5": ModelType(both={"decoder_start_token_id": 0}),
     # Its configuration has another size of 256, of a classifier that this model has not.
     "whisper": ModelType(task=Task.SPEECH, tiny={"max_source_positions": 32, "num_mel_bins": 16}, seq_len=192),
-    "convnext": ModelType(both={"depths": [2, 2, 2, 2]}, tiny={"hidden_sizes": [16, 32, 48, 64], "patch_size": 4}),
-    "resnet": ModelType(both={"depths": [2, 2, 2, 2]}, tiny={"hidden_sizes": [32, 64, 96, 128], "embedding_size": 16}),
+    "convnext": ModelType(tiny={"hidden_sizes": [16, 32, 48, 64], "patch_size": 4}),
+    "resnet": ModelType(tiny={"hidden_sizes": [32, 64, 96, 128], "embedding_size": 16}),
+    # Scans that are Python loops over the sequence.
+    **dict.fromkeys(("mamba", "falcon_mamba"), ModelType(seq_len=16, tiny_seq_len=16)),
     # The loss contrasts the members of a batch.
     "clip": ModelType(task=Task.CONTRASTIVE, batch=2),
 }
@@ -232,6 +226,8 @@ def _few_layers(config: transformers.PretrainedConfig) -> dict[str, object]:
     kept = _one_of_each(list(zip(*per_layer.values(), strict=True))) if per_layer else list(range(LEAST_LAYERS))
     changes: dict[str, object] = {key: len(kept) for key in DEPTHS if isinstance(values.get(key), int)}
     changes |= {key: [value[index] for index in kept] for key, value in per_layer.items()}
+    stages = {key: values[key] for key in STAGE_DEPTHS if isinstance(values.get(key), list | tuple)}
+    changes |= {key: [min(count, LEAST_LAYERS) for count in counts] for key, counts in stages.items()}
     return changes | {name: _few_layers(part) for name, part in _parts(config).items()}
 
 
@@ -366,39 +362,3 @@ def _integers(attributes: Values, prefix: str = "") -> Iterator[tuple[str, int]]
         for index, item in enumerate(value if isinstance(value, list | tuple) else [value]):
             if isinstance(item, int) and not isinstance(item, bool):
                 yield f"{prefix}{name}[{index}]", item
-
-
-def machine() -> HardwareProfile:
-    """The made-up machine, one node of it."""
-    own: dict[str, object] = {"sources": ["made-up"]}
-    shapes = list(itertools.product(SIZES, repeat=3))
-    matmul = {"batch": [1], "m": SIZES, "n": SIZES, "k": SIZES, "relative_error": 0.0, **own}
-    matmul |= {"time_s": [2 * m * n * k / FLOP_PER_S for m, n, k in shapes], "extrapolation_relative_error": 0.0}
-    rates = {"forward_flop_per_s": FLOP_PER_S, "backward_flop_per_s": FLOP_PER_S, "relative_error": 0.0, **own}
-    num_bytes = [2**exponent for exponent in range(10, 40)]
-
-    def collective(kind: Collective, ranks: int) -> dict[str, object]:
-        traffic = bottleneck_traffic(kind, GroupShape(ranks=ranks, ranks_per_node=ranks)) / LINK_BYTES_PER_S
-        times = {"latency_s": LATENCY_S, "bytes": num_bytes, "time_s": [LATENCY_S + traffic * n for n in num_bytes]}
-        return {"kind": kind, "ranks": ranks, "ranks_per_node": ranks, "relative_error": [0.0] * len(num_bytes)} | {
-            **times,
-            **own,
-        }
-
-    data = {
-        "schema_version": 1,
-        "name": "eager-to-shard",
-        "device": "made up",
-        "device_type": "cuda",
-        "gpus_per_node": GPUS_PER_NODE,
-        "notes": [],
-        "sources": [{"id": "made-up", "licence": "none", "source": "scripts/coverage.py"}],
-        "memory": {"memory_bytes": MEMORY_BYTES, "reserved_bytes": 0, **own},
-        "bandwidth": {"hbm_bytes_per_s": BYTES_PER_S, "relative_error": 0.0, **own},
-        "launch": {"launch_s": LATENCY_S, "relative_error": 0.0, **own},
-        "matmuls": [{"dtype": dtype, **matmul} for dtype in ("bfloat16", "float16", "float32")],
-        "attention_rates": [{"dtype": dtype, **rates} for dtype in ("bfloat16", "float16", "float32")],
-        "group_extrapolation": {"in_node_relative_error": 0.0, "across_nodes_relative_error": 0.0},
-        "collectives": [collective(kind, ranks) for kind in Collective for ranks in (2, 4, GPUS_PER_NODE)],
-    }
-    return HardwareProfile.from_dict(data, origin="eager-to-shard")
