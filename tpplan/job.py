@@ -230,7 +230,8 @@ def _put_on_meta(model: nn.Module) -> None:
     """What code made on another device than it was told to (torch.normal heeds none), ties kept."""
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
-        for table in (module._parameters, module._buffers):
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
             for name, tensor in table.items():
                 if tensor is not None and not tensor.is_meta:
                     _, table[name] = moved.setdefault(id(tensor), (tensor, on_meta_like(tensor)))
