@@ -11,6 +11,7 @@ from tpplan.plan import (
     BatchPlan,
     BoundaryPlan,
     ClusterPlan,
+    Compile,
     CrossingPlan,
     Fingerprints,
     FsdpPlan,
@@ -81,6 +82,7 @@ def handmade_plan(
         losses={},
         draws=(),
         recompute=recompute or {},
+        compile=Compile.NONE,
         fsdp=FsdpPlan(units=(*units, "<root>"), reshard_after_forward=reshard_after_forward),
         collectives=(),
         predicted=Prediction(

@@ -27,6 +27,7 @@ from tpplan.plan import (
     BoundaryPlan,
     ClusterPlan,
     CollectivePlan,
+    Compile,
     CrossingPlan,
     Fingerprints,
     FsdpPlan,
@@ -91,6 +92,7 @@ EXAMPLE = Plan(
     losses={"<root>": 64},
     draws=("layers.*.up",),
     recompute={"layers.*": Recompute.SELECTIVE, "layers.1": Recompute.FULL, "layers.2": Recompute.NONE},
+    compile=Compile.BLOCKS,
     fsdp=FsdpPlan(units=("layers.*", "<root>"), reshard_after_forward=True),
     collectives=(
         CollectivePlan(
@@ -361,6 +363,7 @@ MISTAKES = {
         "boundaries.embedding.inputs.input: expected a conversion and a dtype such as 'R -> S(1) as bfloat16', got",
     ),
     "recompute mode": ("recompute.layers.*", "some", "recompute.layers.*: expected one of none, full, selective"),
+    "compile mode": ("compile", "some", "compile: expected one of none, blocks, got 'some'"),
     "recompute pattern": ("recompute", {"blocks.*": "full"}, "recompute.blocks.*: 'blocks.*' matches none of the"),
     "region in a region": (
         "recompute",

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tpplan
 from tpplan.costs.memory import SAVED
 from tpplan.errors import PlanMismatchError, ProfileError
-from tpplan.plan import Pass, Plan, Recompute
+from tpplan.plan import Compile, Pass, Plan, Recompute
 from tpplan.pricing import RECOMPUTATION, REMADE
 from tpplan.profile import Estimate, HardwareProfile
 
@@ -114,6 +114,18 @@ def test_units_that_stay_gathered_are_priced_as_solve_prices_them() -> None:
     resharded = solve_example("mlp", eager_to_shard(), **options)
     assert_same_price("mlp", plan)
     assert plan.predicted != resharded.predicted
+
+
+def test_a_plan_for_compiled_layers_says_so_and_is_priced_so() -> None:
+    options = {"gpus": 1, "prove": False}
+    slow_memory = eager_to_shard(hbm_bytes_per_s=1e8)
+    plan = solve_example("gpt", slow_memory, compile=True, **options)
+    eager = solve_example("gpt", slow_memory, **options)
+    assert (plan.compile, eager.compile) == (Compile.BLOCKS, Compile.NONE)
+    assert plan.predicted.step_time_s < 0.97 * eager.predicted.step_time_s
+    assert price("gpt", plan, slow_memory).predicted == plan.predicted
+    undone = price("gpt", dataclasses.replace(plan, compile=Compile.NONE), slow_memory)
+    assert undone.predicted.step_time_s == pytest.approx(eager.predicted.step_time_s)
 
 
 @pytest.mark.parametrize("mode", [Recompute.SELECTIVE, Recompute.FULL])

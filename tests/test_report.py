@@ -13,6 +13,7 @@ from tpplan.plan import (
     BoundaryPlan,
     ClusterPlan,
     CollectivePlan,
+    Compile,
     CrossingPlan,
     Fingerprints,
     FsdpPlan,
@@ -95,6 +96,7 @@ def make_plan(
         losses={},
         draws=(),
         recompute={},
+        compile=Compile.NONE,
         fsdp=FsdpPlan(units=("layers.*", "<root>"), reshard_after_forward=True),
         collectives=(
             CollectivePlan(
@@ -144,6 +146,13 @@ def test_recomputation_is_told_by_pattern() -> None:
     line = row_of(replace(make_plan(), recompute=modes), "recompute")
     assert line == "recompute head, layers.* x30: forward runs again in backward"
     assert "recompute" not in render(make_plan())
+
+
+def test_a_prediction_for_compiled_layers_says_so() -> None:
+    text = " ".join(render(replace(make_plan(), compile=Compile.BLOCKS)).split())
+    assert "compile blocks: predicted as torch.compile fuses elementwise ops within each layer" in text
+    assert "applying the plan compiles nothing" in text
+    assert "compile" not in render(make_plan())
 
 
 def test_an_unusual_dtype_is_named_where_it_crosses() -> None:

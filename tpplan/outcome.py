@@ -16,6 +16,7 @@ from tpplan.plan import (
     BatchPlan,
     BoundaryPlan,
     ClusterPlan,
+    Compile,
     Fingerprints,
     MeshPlan,
     OpaquePlan,
@@ -75,6 +76,7 @@ def plan_of(
         recompute=by_pattern(graph, dict.fromkeys(job.regions.modules, job.recompute), lambda own, rename: own)
         if job.recompute is not Recompute.NONE
         else {},
+        compile=Compile.BLOCKS if job.is_compiled else Compile.NONE,
         fsdp=expanded.fsdp_plan(),
         collectives=expanded.collectives(),
         predicted=expanded.prediction(),

@@ -53,6 +53,14 @@ class Recompute(StrEnum):
     SELECTIVE = "selective"
 
 
+class Compile(StrEnum):
+    """What torch.compile makes of the model, as far as the prediction goes. none: it runs eager. blocks: each repeated
+    layer is compiled on its own, and so is what stands around them."""
+
+    NONE = "none"
+    BLOCKS = "blocks"
+
+
 class Pass(StrEnum):
     """When a collective runs: each micro-batch's forward or backward, or once per optimizer step."""
 
@@ -245,9 +253,9 @@ class Plan:
 
     `sizes` are numbers to replace while a module's forward runs. `losses` names the modules in whose forward a cross
     entropy meets a slice of that many classes, `draws` those in which dropout falls on slices. `recompute` names the
-    modules whose forward runs again in backward, each as one region. `unruled_ops` are those that no rule covers, which
-    run whole, with the seconds they take in a step, `opaque` modules that do. `outputs` are the model's outputs that it
-    returns sharded, by path.
+    modules whose forward runs again in backward, each as one region. `compile` is what the predicted times assume;
+    applying the plan compiles nothing. `unruled_ops` are those that no rule covers, which run whole, with the seconds
+    they take in a step, `opaque` modules that do. `outputs` are the model's outputs that it returns sharded, by path.
     """
 
     schema_version: Count
@@ -266,6 +274,7 @@ class Plan:
     losses: Mapping[str, Count]
     draws: tuple[str, ...]
     recompute: Mapping[str, Recompute]
+    compile: Compile
     fsdp: FsdpPlan
     collectives: tuple[CollectivePlan, ...]
     predicted: Prediction

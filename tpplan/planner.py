@@ -22,7 +22,7 @@ from tpplan.options import (
 )
 from tpplan.patterns import ROOT
 from tpplan.pins import parse_pins
-from tpplan.plan import OpaquePlan, Plan, Precision, Recompute, SolverReport, check_parameters
+from tpplan.plan import Compile, OpaquePlan, Plan, Precision, Recompute, SolverReport, check_parameters
 from tpplan.pricing import price_plan
 from tpplan.problem import Status, total
 from tpplan.profile import HardwareProfile, load_profile
@@ -177,8 +177,8 @@ def price(
 
     build_model, example_inputs and loss are those the plan was made with; gpus_per_node is the plan's, as far as the
     profile has so many. Nothing is solved, and no solver need be installed: the bound is 0. What the plan names under
-    `recompute` is priced, too. Raises ModelError, ProfileError, PlanError for a plan that cannot be read, and
-    PlanMismatchError where it does not fit the model.
+    `recompute` and `compile` is priced, too. Raises ModelError, ProfileError, PlanError for a plan that cannot be read,
+    and PlanMismatchError where it does not fit the model.
     """
     loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
     machine = profile if isinstance(profile, HardwareProfile) else load_profile(profile)
@@ -196,7 +196,7 @@ def price(
         optimizer=loaded.optimizer,
         recompute=Recompute.NONE,
         reshard_after_forward=loaded.fsdp.reshard_after_forward,
-        is_compiled=False,
+        is_compiled=loaded.compile is Compile.BLOCKS,
         wishes=None,
         limit=machine.usable_bytes,
         solver=None,

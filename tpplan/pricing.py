@@ -16,7 +16,7 @@ from tpplan.formulate import TENSOR_PARALLEL, Formulation, Setting, price_space
 from tpplan.graph import ModelGraph, within
 from tpplan.mesh import Axis
 from tpplan.patterns import ROOT, parse_ranges, substitute
-from tpplan.plan import CollectivePlan, Pass, Plan, Prediction
+from tpplan.plan import CollectivePlan, Compile, Pass, Plan, Prediction
 from tpplan.profile import HardwareProfile
 from tpplan.reruns import Rerun, rerun
 from tpplan.rules import Strategy
@@ -85,7 +85,8 @@ def _fixed(
         units=tuple(unit for unit in plan.fsdp_units() if unit),
         reshard_after_forward=plan.fsdp.reshard_after_forward,
     )
-    priced = price_space(fixed, profile, gpus_per_node, executor)
+    is_compiled = plan.compile is Compile.BLOCKS
+    priced = price_space(fixed, profile, gpus_per_node, executor, is_compiled=is_compiled)
     formulation = Formulation(priced=priced, mesh=plan.mesh, setting=setting)
     everything = dict.fromkeys(fixed.deciders, 0)
     assert formulation.problem.is_consistent(everything), "what the checker derived disagrees along an edge"

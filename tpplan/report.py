@@ -16,7 +16,7 @@ from rich.text import Text
 from tpplan.errors import PlanError
 from tpplan.layer_table import layer_lines
 from tpplan.mesh import Axis
-from tpplan.plan import CollectivePlan, Pass, Plan, Precision, ProofStatus, Recompute
+from tpplan.plan import CollectivePlan, Compile, Pass, Plan, Precision, ProofStatus, Recompute
 from tpplan.units import DTYPE_BYTES, GIB, format_bytes, format_seconds
 
 #: columns of a text that no terminal shows
@@ -32,6 +32,10 @@ _PRECISION = {
 _RECOMPUTE = {
     Recompute.SELECTIVE: "all but products, attention and sums over ranks run again in backward",
     Recompute.FULL: "forward runs again in backward",
+}
+_COMPILE = {
+    Compile.BLOCKS: "predicted as torch.compile fuses elementwise ops within each layer; applying the plan compiles "
+    "nothing, and eager is slower"
 }
 _PROOF = {
     ProofStatus.UNPROVEN: "nothing was checked",
@@ -117,6 +121,8 @@ def _header(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "fsdp units", _fsdp_line(plan)
     if plan.recompute:
         yield "recompute", _recompute_line(plan)
+    if plan.compile is not Compile.NONE:
+        yield "compile", f"{plan.compile}: {_COMPILE[plan.compile]}"
     yield "precision", f"{plan.precision}: {_PRECISION[plan.precision]}"
     yield "optimizer", plan.optimizer
     yield (
