@@ -1,4 +1,4 @@
-"""CPU seconds to price every strategy of a whole model at each tp degree: ops executed on meta tensors, times looked up.
+"""CPU seconds to price every strategy of a whole model at each tp degree: ops executed on meta tensors, and looked up.
 
     python scripts/bench_costs.py [--model scripts/examples/llama.py:llama3_8b] [--seq-len 4096] [--tp 1 2 4 8]
 

@@ -2,7 +2,8 @@
 
 torch.compile's inductor fuses elementwise ops, norms and reductions that read each other's results. What stays inside
 such a kernel is neither written nor read, so of each op's bytes only those count that come from elsewhere or go there.
-Views lie in between for nothing; products, attention, lookups and whatever crosses ranks end a kernel.
+Views lie in between for nothing; products, attention and lookups end a kernel, and so does the border of a repeated
+layer: FSDP gathers and frees there, in hooks that no compiled graph spans, so that each layer is compiled on its own.
 """
 
 from collections.abc import Mapping
@@ -47,12 +48,14 @@ def _alike(graph: ModelGraph, shares: Mapping[str, float]) -> dict[str, float]:
 def _kernels(graph: ModelGraph) -> dict[str, int]:
     """Fusible ops with a number that ops of one kernel share: how many others, one after the other, must run before.
 
-    An op that waits for a product cannot be in a kernel that the product waits for.
+    An op that waits for a product cannot be in a kernel that the product waits for. A layer's border counts as one.
     """
+    layers = {name for block in graph.blocks for name in block.names}
     before: dict[str, int] = {}
     found: dict[str, int] = {}
     for node in graph.nodes:
         depth = max((before.get(operand, 0) for operand in node.operands), default=0)
+        depth += isinstance(node, Boundary) and node.module in layers
         is_transparent = isinstance(node, Boundary) or _is_view(graph, node)
         if not is_transparent and isinstance(node, Op) and _is_fusible(node):
             found[node.name] = depth
