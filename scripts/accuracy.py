@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from accuracy_models import MEGATRON_PINS, Sizes, architecture, architecture_name, example_inputs, loss
+from accuracy_models import Sizes, architecture, example_inputs
 from rich.console import Console
 from rich.progress import track
 
@@ -260,8 +260,9 @@ def halfway(selective: Parts, full: Parts) -> Parts:
 
 def _price(run: Run, recompute: Recompute) -> Parts:
     """With Megatron's layouts and sequence parallelism on the tp axis, as all of these runs have it."""
+    model = architecture(run.sizes)
     priced = price_mesh(
-        architecture(run.sizes),
+        lambda: model.build(run.sizes),
         example_inputs,
         cluster=Cluster(
             gpus=run.gpus,
@@ -272,7 +273,7 @@ def _price(run: Run, recompute: Recompute) -> Parts:
         micro_batch=run.micro_batch,
         seq_len=run.sizes.seq_len,
         options=Options(
-            loss=loss,
+            loss=model.loss,
             unused_outputs=("output",),
             tp=run.tp,
             fsdp=run.shard,
@@ -280,7 +281,7 @@ def _price(run: Run, recompute: Recompute) -> Parts:
             recompute=recompute,
             reshard_after_forward=run.reshard,
             compile=run.is_compiled,
-            pins=MEGATRON_PINS[architecture_name(run.sizes)] if run.tp > 1 else {},
+            pins=model.pins if run.tp > 1 else {},
         ),
     )
     return parts(priced)

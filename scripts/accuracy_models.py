@@ -1,13 +1,17 @@
 """The models of published training runs, from the sizes that a table gives: who is closest by parameters is meant.
 
 MPT is written as llm-foundry v0.0.4 ran it: its flash attention takes padding out of queries, keys and values first and
-puts it back in behind, whether there is any or not, which costs as much memory traffic as the rest of the layer.
+puts it back in behind, whether there is any or not, which costs as much memory traffic as the rest of the layer. Its
+loss is one kernel each way on bfloat16 logits, of which it keeps nothing but the logits and a sum per row
+[llm-foundry v0.0.4, models/mpt/modeling_mpt.py: loss_fn is fused_crossentropy unless told; flash-attention v1.0.9,
+csrc/xentropy].
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -91,6 +95,51 @@ class Mpt(nn.Module):
         return F.linear(self.norm_f(x), self.wte.weight)
 
 
+@torch.library.custom_op("accuracy::fused_cross_entropy", mutates_args=())
+def fused_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [N, V], targets [N] -> losses [N] and logarithms of sums of exponentials [N], in float32."""
+    sums = logits.float().logsumexp(1)
+    return sums - logits.gather(1, targets[:, None])[:, 0].float(), sums
+
+
+@torch.library.custom_op("accuracy::fused_cross_entropy_backward", mutates_args=())
+def fused_cross_entropy_backward(gradient: Tensor, logits: Tensor, targets: Tensor, sums: Tensor) -> Tensor:
+    """The gradient of logits [N, V] from that of the losses [N]."""
+    shares = (logits.float() - sums[:, None]).exp()
+    shares[torch.arange(len(targets), device=targets.device), targets] -= 1
+    return (shares * gradient[:, None]).to(logits.dtype)
+
+
+@fused_cross_entropy.register_fake
+def _(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(targets.shape, dtype=torch.float32), logits.new_empty(targets.shape, dtype=torch.float32)
+
+
+@fused_cross_entropy_backward.register_fake
+def _(gradient: Tensor, logits: Tensor, targets: Tensor, sums: Tensor) -> Tensor:
+    return torch.empty_like(logits)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+
+
+def _backward(ctx: Any, gradient: Tensor, _sums: Tensor | None) -> tuple[Tensor, None]:
+    return fused_cross_entropy_backward(gradient, *ctx.saved_tensors), None
+
+
+fused_cross_entropy.register_autograd(_backward, setup_context=_keep)
+
+
+def _fused_loss(logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    return fused_cross_entropy(logits.flatten(0, 1), inputs["targets"].flatten())[0].mean()
+
+
+def _loss(logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    """The mean cross entropy in float32, as torchtitan and others after it have it."""
+    return tpplan.cross_entropy(logits.float(), inputs["targets"])
+
+
 def _llama(sizes: Sizes) -> nn.Module:
     return Llama(
         Config(
@@ -105,50 +154,45 @@ def _llama(sizes: Sizes) -> nn.Module:
     )
 
 
-ARCHITECTURES: dict[str, Callable[[Sizes], nn.Module]] = {"MPT": Mpt, "Llama": _llama}
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How a model is built, its loss of logits and inputs, and Megatron's layouts with sequence parallelism, as pins."""
+
+    build: Callable[[Sizes], nn.Module]
+    loss: Callable[[Tensor, dict[str, Tensor]], Tensor]
+    pins: Mapping[str, str]
+
+    def num_parameters(self, sizes: Sizes) -> int:
+        """Of the model with these sizes."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in self.build(sizes).parameters())
 
 
-#: Megatron's layouts with sequence parallelism, as pins
-MEGATRON_PINS = {
-    "MPT": {
-        "blocks.*.attn": "megatron",
-        "blocks.*.up_proj": "columns",
-        "blocks.*.down_proj": "rows",
-        "blocks.*.norm_1": "sequence",
-        "blocks.*.norm_2": "sequence",
-        "norm_f": "sequence",
-    },
-    "Llama": megatron_pins("sequence"),
+MPT_PINS = {
+    "blocks.*.attn": "megatron",
+    "blocks.*.up_proj": "columns",
+    "blocks.*.down_proj": "rows",
+    "blocks.*.norm_1": "sequence",
+    "blocks.*.norm_2": "sequence",
+    "norm_f": "sequence",
+}
+ARCHITECTURES = {
+    "MPT": Architecture(Mpt, _fused_loss, MPT_PINS),
+    "Llama": Architecture(_llama, _loss, megatron_pins("sequence")),
 }
 
 
-def architecture(sizes: Sizes) -> Callable[[], nn.Module]:
-    """A builder of the architecture with as many parameters as the table says. Raises ValueError if none is near."""
-    name = architecture_name(sizes)
-    return lambda: ARCHITECTURES[name](sizes)
-
-
-def architecture_name(sizes: Sizes) -> str:
-    """What builder architecture returns. Raises ValueError as it does."""
-    counts = {name: _count(build, sizes) for name, build in ARCHITECTURES.items()}
+def architecture(sizes: Sizes) -> Architecture:
+    """The architecture with as many parameters as the table says. Raises ValueError if none is near."""
+    counts = {name: entry.num_parameters(sizes) for name, entry in ARCHITECTURES.items()}
     name = min(counts, key=lambda name: abs(counts[name] - sizes.num_parameters))
     if abs(counts[name] / sizes.num_parameters - 1) > CLOSE:
         shown = ", ".join(f"{name} {count / 1e9:.3f}e9" for name, count in counts.items())
         raise ValueError(f"{sizes.num_parameters / 1e9:.3f}e9 parameters in the table; of these sizes: {shown}")
-    return name
-
-
-def _count(build: Callable[[Sizes], nn.Module], sizes: Sizes) -> int:
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build(sizes).parameters())
+    return ARCHITECTURES[name]
 
 
 def example_inputs(batch: int, seq_len: int) -> dict[str, Tensor]:
     """Tokens and targets, both [B, T], on the meta device."""
     tokens = torch.zeros(batch, seq_len, dtype=torch.int64, device="meta")
     return {"tokens": tokens, "targets": tokens.clone()}
-
-
-def loss(logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-    """The mean cross entropy, in float32 as all of these runs have it."""
-    return tpplan.cross_entropy(logits.float(), inputs["targets"])

@@ -1,6 +1,7 @@
 """scripts/accuracy.py: what it reads, fits and leaves out. The published runs themselves are not here."""
 
 import dataclasses
+import functools
 import math
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import accuracy
-from accuracy_models import ARCHITECTURES, Sizes, _count
+from accuracy_models import ARCHITECTURES, Sizes
 
 from tpplan.options import Cluster, Options
 from tpplan.plan import Recompute
@@ -27,7 +28,7 @@ def row(model: str, **changes: object) -> dict[str, object]:
     return {
         "date": "2024-01-06",
         "model": model,
-        "n_params": _count(ARCHITECTURES["MPT"], sizes),
+        "n_params": ARCHITECTURES["MPT"].num_parameters(sizes),
         "layers": layers,
         "hidden": 256,
         "ffn": 1024,
@@ -75,15 +76,16 @@ def test_a_step_taken_apart_is_the_step_that_tpplan_prices(
     fitted = tuple(Fitted(name=name, value=value, residual=0.0, runs=1, what="") for name, value in names)
     for run in runs:
         profile = dataclasses.replace(accuracy.benchmark(run.machine, False), fitted=fitted)
+        model = accuracy.architecture(run.sizes)
         whole = price_mesh(
-            accuracy.architecture(run.sizes),
+            functools.partial(model.build, run.sizes),
             accuracy.example_inputs,
             cluster=Cluster(gpus=8, gpus_per_node=8, profile=profile),
             global_batch=32,
             micro_batch=2,
             seq_len=128,
             options=Options(
-                loss=accuracy.loss,
+                loss=model.loss,
                 unused_outputs=("output",),
                 tp=1,
                 fsdp=8,

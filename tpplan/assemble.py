@@ -7,9 +7,21 @@ from functools import partial
 from math import ceil
 from typing import TypeVar
 
+from tpplan.costs.residuals import NONE, Residuals
 from tpplan.costs.table import Transfer
 from tpplan.errors import ModelError
-from tpplan.formulate import BUCKET_BYTES, DATA_PARALLEL, TP_REDUCTION, Formulation, price_space
+from tpplan.formulate import (
+    ACCUMULATION,
+    BUCKET_BYTES,
+    DATA_PARALLEL,
+    FSDP_COPIES,
+    ISSUE,
+    OPTIMIZER,
+    TENSOR_PARALLEL,
+    TP_REDUCTION,
+    Formulation,
+    price_space,
+)
 from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, RepeatedBlock, Source, within
 from tpplan.layout import Conversion, Layout, R, local_shape
 from tpplan.mesh import Axis
@@ -300,24 +312,29 @@ class Expanded:
         )
 
     def _error(self, time: Mapping[str, float]) -> tuple[float, bool]:
-        """Residuals added up: every kernel's and tp collective's own, and the data axes' relative ones."""
-        formulation = self.formulation
-        estimates = [
-            estimate
-            for times in formulation.table.values()
-            for t in times
-            for estimate in (t.forward, t.backward, t.forward_collectives, t.backward_collectives, t.again)
-        ]
-        error = sum(e.error_s for e in estimates) * formulation.setting.accumulation_steps
+        """tpplan.costs.residuals has the model. Parts that are bytes times a rate have the rate's relative error."""
+        formulation, profile = self.formulation, self.formulation.setting.profile
+        times = [t for entry in formulation.table.values() for t in entry]
+        residuals = sum((t.residuals for t in times), NONE) * formulation.setting.accumulation_steps
+        estimates = (e for t in times for e in (t.forward, t.backward, t.forward_collectives, t.backward_collectives))
         extrapolated = any(e.extrapolated for e in estimates)
+        moved = profile.memory_bound(num_bytes=BUCKET_BYTES)
+        moving_s = sum(time.get(part, 0.0) for part in (FSDP_COPIES, ACCUMULATION, OPTIMIZER))
+        residuals += Residuals(
+            memory=moving_s * moved.error_s / moved.seconds,
+            launches=time.get(ISSUE, 0.0) * profile.launch.relative_error,
+        )
         data_axis = Axis.SHARD if formulation.mesh.shard > 1 else Axis.REPLICATE
         axes = {DATA_PARALLEL: data_axis, TP_REDUCTION: Axis.TP}
         for part, axis in axes.items():
             if time.get(part, 0.0) > 0 and formulation.mesh.size(axis) > 1:
                 bucket = formulation.seconds_per_byte(Collective.ALL_REDUCE, axis)
-                error += time[part] * bucket.error_s / bucket.seconds
+                error = time[part] * bucket.error_s / bucket.seconds
+                is_tp = axis is Axis.TP
+                residuals += Residuals(tp_collectives=error) if is_tp else Residuals(data_collectives=error)
                 extrapolated |= bucket.extrapolated
-        return error, extrapolated
+        tp_s = time.get(TENSOR_PARALLEL, 0.0) + time.get(TP_REDUCTION, 0.0)
+        return residuals.combined(profile, sum(time.values()) - tp_s), extrapolated
 
     def _pattern_of(self, name: str) -> str:
         block = _block_of(self.graph, name)

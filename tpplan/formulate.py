@@ -2,11 +2,13 @@
 
 Objective: seconds of one optimizer step on one rank,
 
-    A * (compute + tp collectives) + exposed FSDP communication + FSDP's copies + gradient reductions + optimizer
+    A * (compute + tp collectives) + waiting for the CPU + exposed FSDP communication + FSDP's copies
+        + gradient reductions + adding up gradients + optimizer
 
-with A accumulation steps. FSDP prefetches: a unit's gather hides behind the compute of its neighbour, so of a unit only
-max(0, communication - compute) is exposed; the root's is all exposed, for nothing runs before or after it. A device
-without streams hides nothing: on a CPU each of FSDP's collectives is waited for where it is issued.
+with A accumulation steps; tpplan.costs.issue says when a GPU waits for the CPU. FSDP prefetches: a unit's gather hides
+behind the compute of its neighbour, so of a unit only max(0, communication - compute) is exposed; the root's is all
+exposed, for nothing runs before or after it. A device without streams hides nothing: on a CPU each of FSDP's
+collectives is waited for where it is issued.
 Resource: peak bytes of one rank = parameters + gradients + optimizer states (each over its FSDP shard) + saved
 activations + unsharded units + the largest op's gradients.
 """
@@ -17,7 +19,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from tpplan.costs.additions import MOVED
 from tpplan.costs.compute import Executor
+from tpplan.costs.issue import Lag, scaled, waiting
 from tpplan.costs.memory import activation_terms
 from tpplan.costs.regions import NO_REGIONS, Regions
 from tpplan.costs.table import StrategyTime, time_table
@@ -39,6 +43,7 @@ BytesOf = Callable[[Source], float]
 COMPUTE, TENSOR_PARALLEL, DATA_PARALLEL = "compute", "tensor-parallel collectives", "exposed data-parallel collectives"
 TP_REDUCTION, OPTIMIZER = "tensor-parallel gradient reduction", "optimizer"
 FSDP_COPIES = "copies of FSDP"
+ACCUMULATION, ISSUE = "gradient accumulation", "waiting for the CPU"
 
 #: optimizer states per parameter element, in the parameter's own dtype
 OPTIMIZER_STATES = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
@@ -241,13 +246,34 @@ class Formulation:
             ):
                 if any(seconds):
                     yield _linear(part, name, seconds, weight)
+        yield from self._issue()
         yield from self._tp_gradient_reductions()
+        yield from self._accumulation()
         yield from self._optimizer()
         if self.mesh.data_parallel > 1:
             for overlap in self.overlaps():
                 yield from overlap.terms(self.setting.profile.overlap_slowdown)
         if self.uses_fsdp:
             yield from self._fsdp_copies()
+
+    def lags(self) -> dict[str, Lag]:
+        """How far issuing a micro-batch's kernels falls behind running them; nothing where a profile does not say."""
+        issue_s = self.setting.profile.issue_s
+        if issue_s is None:
+            return {}
+        found = {}
+        for name, members in self.space.members.items():
+            times = self.table[name]
+            forward = [issue_s * t.forward_kernels - (t.forward + t.forward_collectives).seconds for t in times]
+            rest = [issue_s * (t.backward_kernels + t.again_kernels) - _rest(t).seconds for t in times]
+            both = [first + other for first, other in zip(forward, rest, strict=True)]
+            if any(forward) or any(both):
+                found[name] = Lag(forward=scaled(forward, len(members)), both=scaled(both, len(members)))
+        return found
+
+    def _issue(self) -> Iterator[Term]:
+        if lags := self.lags():
+            yield Term(name=ISSUE, expressions=waiting(lags, self.setting.accumulation_steps))
 
     def _tp_gradient_reductions(self) -> Iterator[Term]:
         """R* readings: gradients summed over tp once per step, in buckets, each rank its FSDP shard."""
@@ -265,6 +291,13 @@ class Formulation:
             if any(any(vector) for vector in vectors.values()):
                 expressions = tuple(Expression(terms=(item,)) for item in vectors.items())
                 yield Term(name=TP_REDUCTION, expressions=expressions)
+
+    def _accumulation(self) -> Iterator[Term]:
+        """Each micro-batch's gradients but the first's are added to those there are, on every rank its shard."""
+        rate = self.setting.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
+        if added := self.setting.accumulation_steps - 1:
+            for expression in self._parameter_bytes(self._gradient_bytes):
+                yield Term(name=ACCUMULATION, expressions=(expression,), weight=MOVED * added * rate / self.shards)
 
     def _optimizer(self) -> Iterator[Term]:
         """Reads parameter, gradient and states, writes parameter and states."""
@@ -483,6 +516,11 @@ class Formulation:
 def _trainable(source: Source) -> int:
     """1 for a parameter that trains, 0 for a frozen one: what it has of gradients and states."""
     return int(source.trainable)
+
+
+def _rest(time: StrategyTime) -> Estimate:
+    """What of a micro-batch comes after its forward."""
+    return time.backward + time.backward_collectives + time.again + time.again_collectives
 
 
 def _linear(part: str, name: str, vector: Sequence[float], weight: float) -> Term:

@@ -185,7 +185,7 @@ class CollectivePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Predicted seconds per optimizer step and bytes per GPU, by part. error_s is the profile's residuals summed."""
+    """Predicted seconds per optimizer step and bytes per GPU, by part. error_s is one standard deviation."""
 
     step_time_s: Amount
     step_time_error_s: Amount

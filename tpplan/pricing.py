@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 from tpplan.assemble import Expanded
 from tpplan.costs.compute import Executor
+from tpplan.costs.issue import waiting_s
 from tpplan.costs.memory import SAVED
 from tpplan.errors import PlanMismatchError
-from tpplan.formulate import TENSOR_PARALLEL, Formulation, Setting, price_space
+from tpplan.formulate import ISSUE, TENSOR_PARALLEL, Formulation, Setting, price_space
 from tpplan.graph import ModelGraph, within
 from tpplan.mesh import Axis
 from tpplan.patterns import ROOT, parse_ranges, substitute
@@ -50,7 +51,7 @@ def price_plan(
         opaque_seconds=expanded.opaque_seconds(),
     )
     modes = plan.recomputed_modules()
-    return _with_reruns(priced, rerun(expanded.formulation, modes), plan) if modes else priced
+    return _with_reruns(priced, expanded.formulation, rerun(expanded.formulation, modes), plan) if modes else priced
 
 
 def _fixed(
@@ -93,18 +94,23 @@ def _fixed(
     return formulation
 
 
-def _with_reruns(priced: Priced, again: Rerun, plan: Plan) -> Priced:
-    """The prices with what recomputation adds and frees."""
+def _with_reruns(priced: Priced, formulation: Formulation, again: Rerun, plan: Plan) -> Priced:
+    """The prices with what recomputation adds and frees. What runs again is as uncertain as what ran."""
     steps, before = plan.batch.accumulation_steps, priced.predicted
     time_s, memory_bytes = dict(before.time_s), dict(before.memory_bytes)
     time_s[RECOMPUTATION] = steps * again.compute.seconds
     time_s[TENSOR_PARALLEL] = time_s.get(TENSOR_PARALLEL, 0.0) + steps * again.collectives.seconds
+    if (issue_s := formulation.setting.profile.issue_s) is not None:
+        lags = formulation.lags().values()
+        behind = issue_s * again.kernels - (again.compute + again.collectives).seconds
+        time_s[ISSUE] = waiting_s(sum(lag.forward[0] for lag in lags), sum(lag.both[0] for lag in lags) + behind, steps)
+    step_time_s = sum(time_s.values())
     memory_bytes[SAVED] = memory_bytes.get(SAVED, 0.0) - again.freed_bytes
     memory_bytes[REMADE] = again.remade_bytes
     predicted = replace(
         before,
-        step_time_s=sum(time_s.values()),
-        step_time_error_s=before.step_time_error_s + steps * (again.compute.error_s + again.collectives.error_s),
+        step_time_s=step_time_s,
+        step_time_error_s=before.step_time_error_s * step_time_s / before.step_time_s,
         is_extrapolated=before.is_extrapolated or again.compute.extrapolated or again.collectives.extrapolated,
         time_s=time_s,
         peak_memory_bytes=sum(memory_bytes.values()),

@@ -148,13 +148,26 @@ class HardwareProfile:
         """The least time of a kernel, in seconds."""
         return self.launch.launch_s
 
+    @property
+    def issue_s(self) -> float | None:
+        """What the CPU needs to issue a kernel that another device runs, in seconds; None where nothing says it."""
+        return self.launch.issue_s if self.device_type == "cuda" else None
+
+    @property
+    def issuing(self) -> Estimate:
+        """What issuing a kernel adds to its own time: nothing where a GPU runs it while the CPU goes on."""
+        if self.device_type == "cuda" or self.launch.issue_s is None:
+            return Estimate.zero()
+        return Estimate(seconds=self.launch.issue_s, error_s=self.launch.issue_s * self.launch.relative_error)
+
     def matmul(self, *, m: int, n: int, k: int, batch: int = 1, dtype: str) -> Estimate:
-        """Batched (m, k) @ (k, n): T = max(L + (T_c - L) f, min(M, T_c)), never decreasing in any size.
+        """Batched (m, k) @ (k, n): T = max(L + (T_c - L) f, M), never decreasing in any size.
 
         T_c is the measured time, interpolated, of the sizes clamped to the table; f the FLOP over those of T_c, 1 in
-        the table; L the launch time, which does not grow with the work; M the time to read the operands and write the
-        result once, as memory_bound has it, below which a matmul that is thinner than the table cannot fall. dtype is
-        torch's name.
+        the table; L the launch time, which does not grow with the work. Outside of the table nothing is faster than
+        reading the operands and writing the result once, M, as memory_bound has it [Williams et al. 2009, the roofline
+        model], but where sizes are below the table and none above, nothing is slower than T_c, which was measured on
+        larger ones. Where M decides, its error is added. dtype is torch's name.
         """
         sizes = (batch, m, n, k)
         if min(sizes) < 1:
@@ -165,12 +178,17 @@ class HardwareProfile:
         clamped = [min(max(size, grid[0]), grid[-1]) for size, grid in zip(sizes, table.grids, strict=True)]
         inside = multilinear(table.grids, table.time_s, clamped)
         fixed = min(self.launch_s, inside)
-        moved_s = self.memory_bound(num_bytes=batch * (m * k + k * n + m * n) * DTYPE_BYTES[dtype]).seconds
-        work = math.prod(sizes) / math.prod(clamped)
-        seconds = max(fixed + (inside - fixed) * work, min(moved_s, inside)) if work != 1 else inside
-        extrapolated = tuple(clamped) != sizes
-        error = math.hypot(table.relative_error, table.extrapolation_relative_error if extrapolated else 0.0)
-        return Estimate(seconds=seconds, error_s=seconds * error, extrapolated=extrapolated)
+        if tuple(clamped) == sizes:
+            return Estimate(seconds=inside, error_s=inside * table.relative_error)
+        moved = self.memory_bound(num_bytes=batch * (m * k + k * n + m * n) * DTYPE_BYTES[dtype])
+        is_beyond = any(size > grid[-1] for size, grid in zip(sizes, table.grids, strict=True))
+        floor_s = moved.seconds if is_beyond else min(moved.seconds, inside)
+        computed_s = fixed + (inside - fixed) * math.prod(sizes) / math.prod(clamped)
+        error = math.hypot(table.relative_error, table.extrapolation_relative_error)
+        if floor_s > computed_s:
+            error = math.hypot(error, moved.error_s / moved.seconds)
+        seconds = max(computed_s, floor_s)
+        return Estimate(seconds=seconds, error_s=seconds * error, extrapolated=True)
 
     def attention(self, *, flop: float, dtype: str, backward: bool, sizes: AttentionSizes | None = None) -> Estimate:
         """Fused attention, from the table of this dtype, direction and mask where sizes are given and there is one.

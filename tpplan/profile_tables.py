@@ -32,6 +32,7 @@ class Estimate:
     """A predicted time and its error bar, in seconds.
 
     Estimates add up. Errors add linearly, not in quadrature: those that come from one table are the same error again.
+    Over tables tpplan.costs.residuals adds them up.
     """
 
     seconds: float
@@ -178,8 +179,8 @@ class MemoryBoundTable:
 class Launch:
     """launch_s: the least time a kernel takes on the device, however little it does.
 
-    issue_s: what the CPU needs to issue one, where the device works while the CPU goes on; else a kernel's time holds
-    it already. relative_error is that of both.
+    issue_s: what the CPU needs to issue one in training, modules and autograd included: on a GPU beside the kernels, on
+    a CPU on top of each one's time. relative_error is that of both.
     """
 
     launch_s: Positive

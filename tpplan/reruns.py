@@ -33,13 +33,14 @@ _HELD_STEPS = frozenset({Step.ALL_REDUCE, Step.REDUCE_SCATTER, Step.ALL_TO_ALL})
 class Rerun:
     """What recomputation changes, per micro-batch on one rank.
 
-    `compute` and `collectives` are what of the forward runs again; `transfers` are those collectives, each with its
-    module. Of what autograd keeps otherwise `freed_bytes` are not kept. `remade_bytes` is what the peak has on top of
-    saved activations and the largest op, because modules make again what they had not kept.
+    `compute` and `collectives` are what of the forward runs again, `kernels` their number; `transfers` are those
+    collectives, each with its module. Of what autograd keeps otherwise `freed_bytes` are not kept. `remade_bytes` is
+    what the peak has on top of saved activations and the largest op, because modules make again what they had not kept.
     """
 
     compute: Estimate
     collectives: Estimate
+    kernels: float
     transfers: tuple[tuple[str, Transfer], ...]
     freed_bytes: float
     remade_bytes: float
@@ -54,6 +55,7 @@ def rerun(formulation: Formulation, modes: Mapping[str, Recompute]) -> Rerun:
     return Rerun(
         compute=sum((time.forward for time in times), Estimate.zero()),
         collectives=sum((time.forward_collectives for time in times), Estimate.zero()),
+        kernels=sum(time.forward_kernels for time in times),
         transfers=tuple(
             (decider.module, transfer)
             for name, time in zip(names, times, strict=True)

@@ -32,11 +32,11 @@ def step_time(
         case Step.SLICE:
             return _copy(profile, local)
         case Step.PAD:
-            return profile.memory_bound(num_bytes=whole + local)
+            return _local(profile, whole + local)
         case Step.DIVIDE | Step.MASK:
             return _copy(profile, whole)
         case Step.LOCAL_ROWS:
-            return profile.memory_bound(num_bytes=4 * whole)
+            return _local(profile, 4 * whole)
         case _:
             transfer = profile.collective(_COLLECTIVES[step], group, whole)
             if step is Step.ALL_REDUCE:
@@ -71,4 +71,8 @@ def _is_outermost(conversion: Conversion, value: Value) -> bool:
 
 
 def _copy(profile: HardwareProfile, num_bytes: float) -> Estimate:
-    return profile.memory_bound(num_bytes=2 * num_bytes)
+    return _local(profile, 2 * num_bytes)
+
+
+def _local(profile: HardwareProfile, num_bytes: float) -> Estimate:
+    return profile.memory_bound(num_bytes=num_bytes) + profile.issuing

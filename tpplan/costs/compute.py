@@ -452,11 +452,13 @@ def whole_strategy(call: Call) -> Strategy:
 
 
 def kernel_time(profile: HardwareProfile, kernel: Kernel) -> Estimate:
-    """Seconds of one kernel in training. Raises ProfileError for what the profile does not cover."""
+    """Seconds of one kernel in training, issuing it included where it is not beside. Raises ProfileError for what the
+    profile does not cover."""
     match kernel:
         case Matmul(m=m, n=n, k=k, batch=batch, dtype=dtype):
-            return profile.matmul_slowdown * profile.matmul(m=m, n=n, k=k, batch=batch, dtype=dtype)
+            time = profile.matmul_slowdown * profile.matmul(m=m, n=n, k=k, batch=batch, dtype=dtype)
         case Attention(flop=flop, dtype=dtype, is_backward=is_backward, sizes=sizes):
-            return profile.attention(flop=flop, dtype=dtype, backward=is_backward, sizes=sizes)
+            time = profile.attention(flop=flop, dtype=dtype, backward=is_backward, sizes=sizes)
         case MemoryBound(num_bytes=num_bytes):
-            return profile.memory_bound(num_bytes=num_bytes)
+            time = profile.memory_bound(num_bytes=num_bytes)
+    return time + profile.issuing

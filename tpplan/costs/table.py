@@ -1,14 +1,16 @@
 """Time of every strategy of every decision, forward and backward, as estimates: the numbers the problem is made of."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tpplan.costs.additions import MOVED, additions, moved_bytes
 from tpplan.costs.collectives import collectives_of, conversion_time
-from tpplan.costs.compute import Executor, Kernel, MemoryBound, kernel_time
+from tpplan.costs.compute import Attention, Executor, Kernel, Matmul, MemoryBound, kernel_time
 from tpplan.costs.fusion import moved_shares
 from tpplan.costs.regions import NO_REGIONS, Regions
+from tpplan.costs.residuals import NONE, Residuals
 from tpplan.graph import Boundary, Op, Value
-from tpplan.layout import Conversion, LayoutKind
+from tpplan.layout import Conversion, Layout, LayoutKind
 from tpplan.mesh import GroupShape
 from tpplan.plan import Pass, Recompute
 from tpplan.profile import Collective, Estimate, HardwareProfile
@@ -33,7 +35,8 @@ ZERO = Estimate.zero()
 class StrategyTime:
     """Seconds of one strategy per micro-batch, kernels apart from what moves between ranks.
 
-    `again` and `again_collectives` are what of the forward runs a second time where it is recomputed.
+    `again` and `again_collectives` are what of the forward runs a second time where it is recomputed. `*_kernels` count
+    what the CPU issues, the collectives among it. `residuals` are the errors of all that, by table.
     """
 
     forward: Estimate
@@ -43,9 +46,54 @@ class StrategyTime:
     transfers: tuple[Transfer, ...]
     again: Estimate = ZERO
     again_collectives: Estimate = ZERO
+    forward_kernels: float = 0.0
+    backward_kernels: float = 0.0
+    again_kernels: float = 0.0
+    residuals: Residuals = NONE
 
 
 FREE = StrategyTime(forward=ZERO, backward=ZERO, forward_collectives=ZERO, backward_collectives=ZERO, transfers=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Kernels of one pass: seconds, how many there are, errors by table."""
+
+    time: Estimate = ZERO
+    kernels: float = 0.0
+    residuals: Residuals = NONE
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            time=self.time + other.time,
+            kernels=self.kernels + other.kernels,
+            residuals=self.residuals + other.residuals,
+        )
+
+
+def _work(profile: HardwareProfile, kernels: Iterable[Kernel], moved: float) -> Work:
+    """Kernels in a row. Of those that only move memory fusion leaves the share `moved`, of their number as well."""
+    time, count, errors = ZERO, 0.0, {Matmul: 0.0, Attention: 0.0, MemoryBound: 0.0}
+    for kernel in kernels:
+        share = moved if isinstance(kernel, MemoryBound) else 1.0
+        own = share * kernel_time(profile, kernel)
+        time, count = time + own, count + share
+        errors[type(kernel)] += own.error_s
+    residuals = Residuals(matmuls=errors[Matmul], attention=errors[Attention], memory=errors[MemoryBound])
+    return Work(time=time, kernels=count, residuals=residuals)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pricing:
+    """What a table of times is made with. `modes` says by decision what of it runs again, if anything; `shares` of its
+    bytes those that fusion leaves; `additions` how many gradients are added up behind each of its results."""
+
+    profile: HardwareProfile
+    group: GroupShape
+    executor: Executor
+    modes: Mapping[str, Recompute]
+    shares: Mapping[str, float]
+    additions: Mapping[str, tuple[float, ...]]
 
 
 def time_table(
@@ -58,61 +106,81 @@ def time_table(
     is_compiled: bool = False,
 ) -> dict[str, tuple[StrategyTime, ...]]:
     """Times by deciding decision (one per class), in the order of its strategies."""
-    again = regions.run_again(space, executor)
-    shares = moved_shares(space.graph) if is_compiled else {}
-    found = {}
-    for name in space.members:
-        times = tuple(strategy_times(space, name, profile, group, executor, shares.get(name, 1.0)))
-        found[name] = (
-            tuple(_recomputed(time, regions.mode, profile, group) for time in times) if name in again else times
-        )
+    pricing = Pricing(
+        profile=profile,
+        group=group,
+        executor=executor,
+        modes=dict.fromkeys(regions.run_again(space, executor), regions.mode),
+        shares=moved_shares(space.graph) if is_compiled else {},
+        additions=additions(space),
+    )
+    return {name: tuple(strategy_times(space, name, pricing)) for name in space.members}
+
+
+def strategy_times(space: Space, name: str, pricing: Pricing) -> Iterator[StrategyTime]:
+    """The times of one decision's strategies, in order."""
+    decider, values, profile = space.deciders[name], space.graph.values, pricing.profile
+    mode, moved = pricing.modes.get(name, Recompute.NONE), pricing.shares.get(name, 1.0)
+    counts = pricing.additions.get(name, ())
+    for strategy in space.strategies[name]:
+        if isinstance(decider, Op):
+            added = _added(pricing, counts, [values[v] for v in decider.results], strategy.results, moved)
+            yield _op_time(Call.of(space.graph, decider), strategy, pricing, mode, moved, added)
+            continue
+        if isinstance(decider, Boundary):
+            value, layout = values[decider.operand], strategy.results[0]
+            conversion = Conversion(strategy.operands[0], strategy.results[0])
+        else:
+            value, layout = values[decider.parameter.result], strategy.operands[0]
+            conversion = reading_conversion(strategy)
+        added = _added(pricing, counts, [value], [layout], moved)
+        yield _conversion_time(conversion, value, profile, pricing.group, mode, added)
+
+
+def _added(
+    pricing: Pricing, counts: Sequence[float], values: Sequence[Value], layouts: Sequence[Layout], moved: float
+) -> Work:
+    """The additions of gradients behind some values; where kernels are fused, an addition only reads what is added."""
+    found = Work()
+    for count, value, layout in zip(counts, values, layouts, strict=False):
+        num_bytes = moved_bytes(value, layout, pricing.group.ranks)
+        addition = MemoryBound(num_bytes=round(num_bytes if moved == 1.0 else num_bytes / MOVED))
+        one = _work(pricing.profile, (addition,), 1.0)
+        found += Work(time=count * one.time, kernels=count, residuals=one.residuals * count)
     return found
 
 
-def _recomputed(time: StrategyTime, mode: Recompute, profile: HardwareProfile, group: GroupShape) -> StrategyTime:
-    """Full recomputation repeats all of a forward; selective what it does not keep: gathers, and all but products,
-    attention and sums over ranks."""
-    if mode is Recompute.FULL:
-        return replace(time, again=time.forward, again_collectives=time.forward_collectives)
-    gathers = (t for t in time.transfers if t.during is Pass.FORWARD and t.kind is Collective.ALL_GATHER)
-    repeated = sum((profile.collective(t.kind, group, t.num_bytes) for t in gathers), ZERO)
-    return replace(time, again=time.again, again_collectives=repeated)
-
-
-def strategy_times(
-    space: Space, name: str, profile: HardwareProfile, group: GroupShape, executor: Executor, moved: float = 1.0
-) -> Iterator[StrategyTime]:
-    """The times of one decision's strategies, in order; `moved` is the share of an op's bytes that fusion leaves."""
-    decider = space.deciders[name]
-    for strategy in space.strategies[name]:
-        match decider:
-            case Op():
-                yield _op_time(Call.of(space.graph, decider), strategy, profile, group, executor, moved)
-            case Boundary():
-                value = space.graph.values[decider.operand]
-                yield _conversion_time(Conversion(strategy.operands[0], strategy.results[0]), value, profile, group)
-            case _:
-                yield _conversion_time(
-                    reading_conversion(strategy), space.graph.values[decider.parameter.result], profile, group
-                )
-
-
 def _op_time(
-    call: Call, strategy: Strategy, profile: HardwareProfile, group: GroupShape, executor: Executor, moved: float
+    call: Call, strategy: Strategy, pricing: Pricing, mode: Recompute, moved: float, added: Work
 ) -> StrategyTime:
-    execution = executor.execute(call, strategy, group.ranks)
+    """Full recomputation repeats all of a forward; selective all but products, attention and sums over ranks."""
+    profile, group = pricing.profile, pricing.group
+    execution = pricing.executor.execute(call, strategy, group.ranks)
     transfers = _cross_entropy_transfers(call, strategy)
-
-    def time(kernels: Iterable[Kernel]) -> Estimate:
-        return sum((kernel_time(profile, k) * (moved if isinstance(k, MemoryBound) else 1.0) for k in kernels), ZERO)
-
+    forward = _work(profile, execution.forward, moved)
+    backward = _work(profile, execution.backward, moved) + added
+    collectives = sum((profile.collective(t.kind, group, t.num_bytes) for t in transfers), ZERO)
+    match mode:
+        case Recompute.NONE:
+            again, again_collectives = Work(), ZERO
+        case Recompute.FULL:
+            again, again_collectives = forward, collectives
+        case Recompute.SELECTIVE:
+            light = (kernel for kernel in execution.forward if isinstance(kernel, MemoryBound))
+            again, again_collectives = _work(profile, light, moved), ZERO
+    sent = Residuals(tp_collectives=collectives.error_s + again_collectives.error_s)
     return StrategyTime(
-        again=time(kernel for kernel in execution.forward if isinstance(kernel, MemoryBound)),
-        forward=time(execution.forward),
-        backward=time(execution.backward),
-        forward_collectives=sum((profile.collective(t.kind, group, t.num_bytes) for t in transfers), ZERO),
+        forward=forward.time,
+        backward=backward.time,
+        forward_collectives=collectives,
         backward_collectives=ZERO,
         transfers=transfers,
+        again=again.time,
+        again_collectives=again_collectives,
+        forward_kernels=forward.kernels + len(transfers),
+        backward_kernels=backward.kernels,
+        again_kernels=again.kernels + (len(transfers) if mode is Recompute.FULL else 0),
+        residuals=forward.residuals + backward.residuals + again.residuals + sent,
     )
 
 
@@ -130,9 +198,17 @@ def _cross_entropy_transfers(call: Call, strategy: Strategy) -> tuple[Transfer, 
     )
 
 
-def _conversion_time(conversion: Conversion, value: Value, profile: HardwareProfile, group: GroupShape) -> StrategyTime:
+def _conversion_time(
+    conversion: Conversion, value: Value, profile: HardwareProfile, group: GroupShape, mode: Recompute, added: Work
+) -> StrategyTime:
+    """Full recomputation repeats what moves forward; selective what moves nothing between ranks, and gathers."""
     if conversion.is_identity:
-        return FREE
+        free = added == Work()
+        return (
+            FREE
+            if free
+            else replace(FREE, backward=added.time, backward_kernels=added.kernels, residuals=added.residuals)
+        )
     # The reduction of gradients that are summands is once per step, and priced elsewhere.
     transfers = [
         Transfer(kind=kind, during=during, num_bytes=value.num_bytes, dtype=value.dtype)
@@ -143,11 +219,30 @@ def _conversion_time(conversion: Conversion, value: Value, profile: HardwareProf
     forward, backward = conversion_time(profile, conversion, value, group)
     # A local step is a kernel; a conversion with a collective counts whole as communication.
     moves = {transfer.during for transfer in transfers}
+    local, sent = (ZERO, forward) if Pass.FORWARD in moves else (forward, ZERO)
+    returned, sent_back = (ZERO, backward) if Pass.BACKWARD in moves else (backward, ZERO)
+    again, again_sent = ZERO, ZERO
+    if mode is Recompute.FULL:
+        again, again_sent = local, sent
+    elif mode is Recompute.SELECTIVE:
+        gathers = (t for t in transfers if t.during is Pass.FORWARD and t.kind is Collective.ALL_GATHER)
+        again = local
+        again_sent = sum((profile.collective(t.kind, group, t.num_bytes) for t in gathers), ZERO)
+    kernels = len(conversion.forward)
+    residuals = Residuals(
+        memory=local.error_s + returned.error_s + again.error_s,
+        tp_collectives=sent.error_s + sent_back.error_s + again_sent.error_s,
+    )
     return StrategyTime(
-        again=ZERO if Pass.FORWARD in moves else forward,
-        forward=ZERO if Pass.FORWARD in moves else forward,
-        backward=ZERO if Pass.BACKWARD in moves else backward,
-        forward_collectives=forward if Pass.FORWARD in moves else ZERO,
-        backward_collectives=backward if Pass.BACKWARD in moves else ZERO,
+        forward=local,
+        backward=returned + added.time,
+        forward_collectives=sent,
+        backward_collectives=sent_back,
         transfers=tuple(transfers),
+        again=again,
+        again_collectives=again_sent,
+        forward_kernels=kernels,
+        backward_kernels=added.kernels + (len(conversion.backward) if value.carries_gradient else 0),
+        again_kernels=kernels if again.seconds + again_sent.seconds else 0.0,
+        residuals=residuals + added.residuals,
     )
