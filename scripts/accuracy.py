@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.progress import track
 
 from tpplan.errors import TpplanError
+from tpplan.fit import UNKNOWN_RELATIVE_ERROR, rms
 from tpplan.formulate import COMPUTE, DATA_PARALLEL, OPTIMIZER, Formulation, price_space
 from tpplan.options import Cluster, Options
 from tpplan.plan import Precision, Recompute, write_atomically
@@ -56,11 +57,7 @@ FIRST_FLASH_ATTENTION, SECOND_OVER_FIRST = "llm-foundry v0.0.4", 2.0
 EVERY_OTHER_MATMUL = "selective op"
 #: of a normal distribution
 WITHIN_90_PERCENT = 1.645
-#: where there is nothing to fit to
-BENCHMARK = (1.1, 0.7)
 KERNELS = (COMPUTE, OPTIMIZER)
-#: of predicted peak memory, where published peaks are too few to fit: the allocator's and the framework's own
-MEMORY_BAR = 0.15
 #: two runs that differ by less (log of tokens per second) are as fast as each other
 SPREAD = 0.02
 #: what is fitted to fewer runs is no property of a machine
@@ -143,11 +140,16 @@ class Parts:
 
     def seconds(self, matmul_slowdown: float, overlap_slowdown: float) -> float:
         """The step, as tpplan prices it on a profile with these two numbers."""
-        seconds = self.kernels.seconds(matmul_slowdown) + self.alone
+        fixed, slope = self.line(matmul_slowdown)
+        return fixed + slope * overlap_slowdown
+
+    def line(self, matmul_slowdown: float) -> tuple[float, float]:
+        """Seconds at no overlap slowdown, and how they grow with it."""
+        fixed, slope = self.kernels.seconds(matmul_slowdown) + self.alone, 0.0
         for transfer, kernels, weight in self.beside:
             exposed = max(0.0, transfer - kernels.seconds(matmul_slowdown))
-            seconds += weight * (exposed + overlap_slowdown * (transfer - exposed))
-        return seconds
+            fixed, slope = fixed + weight * exposed, slope + weight * (transfer - exposed)
+        return fixed, slope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,17 +324,18 @@ def _at(formulation: Formulation, matmul_slowdown: float) -> Formulation:
 
 def fit(runs: Sequence[Run], priced: Mapping[int, Parts]) -> tuple[tuple[float, float], float]:
     """The two numbers of least squared log error, and the root of its mean."""
-    measured = [run.step_tokens / run.tokens_per_s for run in runs]
-
-    def errors(numbers: tuple[float, float]) -> list[float]:
-        pairs = zip(runs, measured, strict=True)
-        return [math.log(priced[run.row].seconds(*numbers) / seconds) for run, seconds in pairs]
-
-    grids, best = [MATMUL_SLOWDOWNS, OVERLAP_SLOWDOWNS], BENCHMARK
+    measured = np.array([run.step_tokens / run.tokens_per_s for run in runs])
+    slowdowns, overlaps = MATMUL_SLOWDOWNS, OVERLAP_SLOWDOWNS
+    best = (math.inf, 0.0, 0.0)
     for _ in range(REFINEMENTS):
-        best = min(itertools.product(*grids), key=lambda numbers: sum(error**2 for error in errors(numbers)))
-        grids = [_around(value, grid) for value, grid in zip(best, grids, strict=True)]
-    return (float(best[0]), float(best[1])), float(np.sqrt(np.mean(np.square(errors(best)))))
+        for slowdown in slowdowns:
+            fixed, slope = np.array([priced[run.row].line(slowdown) for run in runs]).T
+            errors = np.log((fixed + np.outer(overlaps, slope)) / measured)
+            squares = np.square(errors).mean(axis=1)
+            place = int(squares.argmin())
+            best = min(best, (float(squares[place]), float(slowdown), float(overlaps[place])))
+        slowdowns, overlaps = _around(best[1], slowdowns), _around(best[2], overlaps)
+    return (best[1], best[2]), math.sqrt(best[0])
 
 
 def _around(value: float, grid: np.ndarray) -> np.ndarray:
@@ -341,20 +344,60 @@ def _around(value: float, grid: np.ndarray) -> np.ndarray:
     return np.clip(np.linspace(value - step, value + step, 11), grid[0], grid[-1])
 
 
+def log_errors(runs: Sequence[Run], priced: Mapping[int, Parts], numbers: tuple[float, float]) -> list[float]:
+    """ln(predicted / measured) of each run."""
+    return [math.log(priced[run.row].seconds(*numbers) * run.tokens_per_s / run.step_tokens) for run in runs]
+
+
+def left_out(runs: Sequence[Run], priced: Mapping[int, Parts]) -> list[float]:
+    """Log errors of runs, each model's predicted by numbers fitted to the others'; none where there is one model."""
+    errors: list[float] = []
+    for model in sorted({run.model for run in runs}):
+        own, others = ([run for run in runs if (run.model == model) is is_own] for is_own in (True, False))
+        if others:
+            errors += log_errors(own, priced, fit(others, priced)[0])
+    return errors
+
+
+def transferred(runs: Sequence[Run], priced: Mapping[int, Parts]) -> list[float]:
+    """Log errors of each machine's runs, predicted by numbers fitted to those of the machine it is most like."""
+    errors: list[float] = []
+    for machine, like in MACHINES.values():
+        own, others = ([run for run in runs if run.machine == name] for name in (machine, like))
+        if own and others:
+            errors += log_errors(own, priced, fit(others, priced)[0])
+    return errors
+
+
 def predict(run: Run, runs: Sequence[Run], priced: Mapping[int, Parts]) -> Prediction:
-    """From runs of other models, on this machine or else on the one it is most like, or else on any."""
+    """From runs of other models, on this machine or else on the one it is most like, or else on any. Without any, the
+    numbers in the machine's profile serve.
+
+    The bar is that of predicting those runs in the same way: each model from the others, or each machine from its like.
+    """
     others = [other for other in runs if other.model != run.model]
     like = MACHINES[run.gpu][1]
-    candidates = (
-        [other for other in others if other.machine == run.machine],
-        [other for other in others if other.machine == like],
-        others,
-    )
-    chosen = next((found for found in candidates if len(found) >= 2), [])
-    numbers, residual = fit(chosen, priced) if chosen else (BENCHMARK, 0.3)
-    return Prediction(
-        tokens_per_s=run.step_tokens / priced[run.row].seconds(*numbers), bar=WITHIN_90_PERCENT * max(residual, 0.05)
-    )
+    on_it, on_like = ([other for other in others if other.machine == machine] for machine in (run.machine, like))
+    if len(on_it) >= 2:
+        numbers, errors = fit(on_it, priced)[0], left_out(on_it, priced)
+    elif len(chosen := on_like if len(on_like) >= 2 else others) >= 2:
+        numbers, errors = fit(chosen, priced)[0], [*transferred(others, priced), *left_out(chosen, priced)]
+    else:
+        profile = load_profile(run.machine)
+        numbers = (profile.matmul_slowdown, profile.overlap_slowdown)
+        errors = [max((number.residual for number in profile.fitted or ()), default=UNKNOWN_RELATIVE_ERROR)]
+    bar = WITHIN_90_PERCENT * (rms(errors) if errors else UNKNOWN_RELATIVE_ERROR)
+    return Prediction(tokens_per_s=run.step_tokens / priced[run.row].seconds(*numbers), bar=bar)
+
+
+def memory_bar(run: Run, runs: Sequence[Run], priced: Mapping[int, Parts]) -> float:
+    """Relative 90 % error of a peak, from the published peaks of other models."""
+    errors = [
+        math.log(priced[other.row].peak_bytes / other.peak_bytes)
+        for other in runs
+        if other.peak_bytes is not None and other.model != run.model
+    ]
+    return WITHIN_90_PERCENT * (rms(errors) if errors else UNKNOWN_RELATIVE_ERROR)
 
 
 def lookup(run: Run, runs: Sequence[Run]) -> float | None:
@@ -375,7 +418,9 @@ def with_predictions(table: pd.DataFrame, runs: Sequence[Run], priced: Mapping[i
         predictions[run.row].tokens_per_s * predictions[run.row].bar for run in runs
     ]
     found["predicted_peak_mem_gib"] = [priced[run.row].peak_bytes / GIB for run in runs]
-    found["predicted_peak_mem_error"] = [MEMORY_BAR * priced[run.row].peak_bytes / GIB for run in runs]
+    found["predicted_peak_mem_error"] = [
+        memory_bar(run, runs, priced) * priced[run.row].peak_bytes / GIB for run in runs
+    ]
     return found
 
 
@@ -435,19 +480,27 @@ def _ordered(table: pd.DataFrame, runs: Sequence[Run]) -> tuple[int, int]:
 
 
 def fitted(runs: Sequence[Run], priced: Mapping[int, Parts]) -> dict[str, tuple[Fitted, ...]]:
-    """The two numbers of each machine with runs enough, fitted to all of them, and of machines that are like those."""
+    """The two numbers of each machine with runs enough, fitted to all of them, and of machines that are like those.
+
+    The residual is that of models left out of the fit, and of machines that have another's numbers.
+    """
+    far = rms([*transferred(runs, priced), 0.0])
     found = {}
     for machine in sorted({run.machine for run in runs}):
         own = [run for run in runs if run.machine == machine]
         if len(own) >= FEWEST_RUNS:
-            numbers, residual = fit(own, priced)
+            numbers, _ = fit(own, priced)
+            residual = rms(left_out(own, priced) or [UNKNOWN_RELATIVE_ERROR])
             found[machine] = tuple(
                 Fitted(name=name, value=round(value, 3), residual=round(residual, 3), runs=len(own), what=what)
                 for (name, what), value in zip(FITTED.items(), numbers, strict=True)
             )
     for machine, like in (*MACHINES.values(), *UNPUBLISHED.items()):
         if machine not in found and like in found:
-            found[machine] = tuple(replace(n, what=f"{n.what}; fitted to runs on {like}") for n in found[like])
+            found[machine] = tuple(
+                replace(n, what=f"{n.what}; fitted to runs on {like}", residual=round(max(n.residual, far), 3))
+                for n in found[like]
+            )
     return found
 
 
