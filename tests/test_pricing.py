@@ -122,7 +122,7 @@ def test_a_plan_for_compiled_layers_says_so_and_is_priced_so() -> None:
     plan = solve_example("gpt", slow_memory, compile=True, **options)
     eager = solve_example("gpt", slow_memory, **options)
     assert (plan.compile, eager.compile) == (Compile.BLOCKS, Compile.NONE)
-    assert plan.predicted.step_time_s < 0.97 * eager.predicted.step_time_s
+    assert plan.predicted.step_time_s < 0.98 * eager.predicted.step_time_s
     assert price("gpt", plan, slow_memory).predicted == plan.predicted
     undone = price("gpt", dataclasses.replace(plan, compile=Compile.NONE), slow_memory)
     assert undone.predicted.step_time_s == pytest.approx(eager.predicted.step_time_s)

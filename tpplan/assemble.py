@@ -321,7 +321,7 @@ class Expanded:
         moved = profile.memory_bound(num_bytes=BUCKET_BYTES)
         moving_s = sum(time.get(part, 0.0) for part in (FSDP_COPIES, ACCUMULATION, OPTIMIZER))
         residuals += Residuals(
-            memory=moving_s * moved.error_s / moved.seconds,
+            memory=moving_s * moved.relative_error,
             launches=time.get(ISSUE, 0.0) * profile.launch.relative_error,
         )
         data_axis = Axis.SHARD if formulation.mesh.shard > 1 else Axis.REPLICATE
@@ -329,7 +329,7 @@ class Expanded:
         for part, axis in axes.items():
             if time.get(part, 0.0) > 0 and formulation.mesh.size(axis) > 1:
                 bucket = formulation.seconds_per_byte(Collective.ALL_REDUCE, axis)
-                error = time[part] * bucket.error_s / bucket.seconds
+                error = time[part] * bucket.relative_error
                 is_tp = axis is Axis.TP
                 residuals += Residuals(tp_collectives=error) if is_tp else Residuals(data_collectives=error)
                 extrapolated |= bucket.extrapolated

@@ -186,7 +186,7 @@ class HardwareProfile:
         computed_s = fixed + (inside - fixed) * math.prod(sizes) / math.prod(clamped)
         error = math.hypot(table.relative_error, table.extrapolation_relative_error)
         if floor_s > computed_s:
-            error = math.hypot(error, moved.error_s / moved.seconds)
+            error = math.hypot(error, moved.relative_error)
         seconds = max(computed_s, floor_s)
         return Estimate(seconds=seconds, error_s=seconds * error, extrapolated=True)
 

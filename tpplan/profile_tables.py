@@ -39,6 +39,11 @@ class Estimate:
     error_s: float
     extrapolated: bool = False
 
+    @property
+    def relative_error(self) -> float:
+        """The error over the time; 0 for no time."""
+        return self.error_s / self.seconds if self.seconds else 0.0
+
     @classmethod
     def zero(cls) -> "Estimate":
         """No time at all, for certain."""

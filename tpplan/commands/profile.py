@@ -17,13 +17,11 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
+from tpplan.commands._progress import Report, bars
 from tpplan.errors import ProfileError, UsageError
 from tpplan.plan import write_atomically
 from tpplan.profile import HardwareProfile, load_profile
@@ -38,6 +36,8 @@ if TYPE_CHECKING:
 _SECONDS_PER_UNIT = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 #: on shorter lines nothing is left of the tables, longer ones are hard to read
 _MIN_WIDTH, _MAX_WIDTH = 60, 160
+#: the longest name of a section of a profile
+_SECTION_COLUMNS = 18
 
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -122,7 +122,7 @@ def run_measure(args: argparse.Namespace) -> int:
     _check_writable(args.output)
     partial = args.output.with_name(args.output.name + ".partial")
     start = time.perf_counter()
-    with _device(args.device) as device, _progress() as progress:
+    with _device(args.device) as device, bars(_SECTION_COLUMNS, is_shown=_is_first_rank(), stays=True) as progress:
         profile = _measure(args, device, partial, progress)
     if not _is_first_rank():
         return 0
@@ -133,9 +133,7 @@ def run_measure(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(
-    args: argparse.Namespace, device: "torch.device", partial: Path, progress: Callable[[str, int, int], None]
-) -> HardwareProfile:
+def _measure(args: argparse.Namespace, device: "torch.device", partial: Path, progress: Report) -> HardwareProfile:
     from tpplan.survey import measure_machine, survey_of
 
     return measure_machine(
@@ -178,24 +176,6 @@ def _device(wanted: str | None) -> "Iterator[torch.device]":
         yield device
     finally:
         dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar per section on a terminal's stderr, of the first rank; else nothing."""
-    if not (_is_first_rank() and sys.stderr.isatty()):
-        yield lambda section, done, total: None
-        return
-    columns = TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def advance(section: str, done: int, total: int) -> None:
-            if section not in tasks:
-                tasks[section] = bars.add_task(section, total=total)
-            bars.update(tasks[section], completed=done)
-
-        yield advance
 
 
 def _check_writable(path: Path) -> None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from tpplan.commands._output import aligned, folded, print_lines
 from tpplan.commands._pins import add_pins, pins_of
-from tpplan.commands.solve import add_training, count, num_bytes, progress_bars, training_options
+from tpplan.commands._progress import bars
+from tpplan.commands.solve import STAGE_COLUMNS, add_training, count, num_bytes, training_options
 from tpplan.errors import InfeasibleError, ModelError, UsageError
 from tpplan.load import load_model_file
 from tpplan.plan import Recompute
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         "pins": pins,
     }
     try:
-        with progress_bars() as progress:
+        with bars(STAGE_COLUMNS) as progress:
             options["progress"] = progress
             rows = list(
                 size(model.build_model, model.example_inputs, clusters=clusters, tokens_per_s=target, options=options)

@@ -1,20 +1,17 @@
 """`tpplan solve model.py --gpus 16 --profile h100-sxm ...`: finds the plan of least predicted step time that fits."""
 
 import argparse
-import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from tpplan.commands._kinds import kind_lines, print_kinds_as_data
 from tpplan.commands._output import print_lines, print_plan
 from tpplan.commands._pins import add_pins, pins_of
+from tpplan.commands._progress import bars
 from tpplan.errors import ModelError, PlanError, UsageError
 from tpplan.load import ModelSpec, load_model_file
 from tpplan.mesh import meshes
@@ -30,6 +27,8 @@ if TYPE_CHECKING:
 
 #: tpplan.formulate.OPTIMIZER_STATES says the same, behind an import of torch
 OPTIMIZERS = ("adamw", "sgd-momentum", "sgd")
+#: the longest name of a stage of planning
+STAGE_COLUMNS = 6
 _SIZE_UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 _EPILOG = """\
@@ -146,7 +145,7 @@ def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile)
     from tpplan.options import Cluster
     from tpplan.reuse import Reuse
 
-    with progress_bars() as progress:
+    with bars(STAGE_COLUMNS) as progress:
         problem = Problem(
             build_model=model.build_model,
             example_inputs=model.example_inputs,
@@ -181,24 +180,6 @@ def training_options(args: argparse.Namespace) -> dict[str, Any]:
         "reshard_after_forward": args.zero == 3,
         "compile": args.compile,
     }
-
-
-@contextlib.contextmanager
-def progress_bars() -> Iterator[Callable[[str, int, int], None] | None]:
-    """A bar per stage on stderr; None where stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    columns = (TextColumn("{task.description:>6}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def advance(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
-
-        yield advance
 
 
 # Checks that need no model
