@@ -156,7 +156,7 @@ def _llama(sizes: Sizes) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How a model is built, its loss of logits and inputs, and Megatron's layouts with sequence parallelism, as pins."""
+    """How a model is built, its loss, and Megatron's layouts with sequence parallelism, as pins."""
 
     build: Callable[[Sizes], nn.Module]
     loss: Callable[[Tensor, dict[str, Tensor]], Tensor]

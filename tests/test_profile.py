@@ -171,6 +171,17 @@ def test_a_thin_matmul_reads_its_operands_at_the_rate_of_their_size() -> None:
     assert slow.matmul(m=1, n=4096, k=4096, dtype="bfloat16").seconds == rows_64
 
 
+def test_a_thin_matmul_with_a_weight_beyond_the_table_takes_no_less_than_reading_it() -> None:
+    """A table's thinnest rows, scaled by work, would read 2^29 bytes faster than any memory."""
+    profile = dataclasses.replace(FULL, memory_bound_table=None)
+    read_s = 2 * 2**14 * 2**14 / profile.bandwidth.hbm_bytes_per_s
+    thin = profile.matmul(m=1, n=2**14, k=2**14, dtype="bfloat16")
+    assert thin.seconds == pytest.approx(read_s, rel=0.001)
+    wide = profile.matmul(m=2**14, n=2**14, k=2**14, dtype="bfloat16")
+    assert thin.relative_error > wide.relative_error  # the bandwidth's error is on top
+    assert thin.extrapolated
+
+
 def test_a_full_profile_round_trips_and_names_everything_in_its_fingerprint() -> None:
     again = HardwareProfile.from_dict(json.loads(FULL.dumps()), "again")
     assert again == FULL
