@@ -1,7 +1,7 @@
 """Predicted against measured on a cluster of two nodes that stands on one machine.
 
     sudo python scripts/testbed.py                                  all models at 0.2, 1 and 5 Gbit/s, half an hour
-    sudo python scripts/testbed.py --bandwidths 1 --models wide
+    sudo python scripts/testbed.py --bandwidths 1 --models wide --folder kept       and later more into the same folder
 
 Two network namespaces are the nodes, a shaped link between them the network, and two gloo ranks of one thread each run
 on either. At each bandwidth the cluster is profiled; for each model tpplan solves for it, and the plan it chose and
@@ -14,6 +14,7 @@ Exit codes: 0 the bars are met, 4 they are not, 1 a failure, 77 skipped (no root
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import statistics
@@ -23,6 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from testbed_models import WORKLOADS, Nodes, Workload, rivals, workload_named
 from testbed_network import Network, NotPermittedError, RanksError, run_on_nodes, shape, two_nodes
@@ -30,7 +32,7 @@ from testbed_ranks import FEWEST_STEPS, REFERENCE_BYTES, REFERENCE_SIZE
 
 from tpplan.errors import TpplanError
 from tpplan.mesh import Axis, GroupShape
-from tpplan.plan import Plan
+from tpplan.plan import Plan, write_atomically
 from tpplan.profile import Collective, HardwareProfile, load_profile
 
 OK, FAILED, BAR_MISSED, SKIPPED = 0, 1, 4, 77
@@ -116,10 +118,23 @@ class Case:
 
 
 def profile_cluster(network: Network, gbit_per_s: float, folder: Path, budget_s: float) -> HardwareProfile:
-    """The cluster's profile, measured inside it."""
+    """The cluster's profile, measured inside it by `tpplan profile` where the folder holds none."""
     output = folder / f"profile-{gbit_per_s:g}.json"
-    script = [RANKS_SCRIPT, "profile", str(output), "--name", f"testbed-{gbit_per_s:g}", "--budget", str(budget_s)]
-    _run(network, script, output, PATIENCE * budget_s)
+    if not output.exists():
+        script = [
+            "-m",
+            "tpplan",
+            "profile",
+            "-o",
+            str(output),
+            "--name",
+            f"testbed-{gbit_per_s:g}",
+            "--device",
+            "cpu",
+            "--budget",
+            str(budget_s),
+        ]
+        _run(network, script, output, PATIENCE * budget_s)
     return load_profile(output)
 
 
@@ -153,25 +168,39 @@ def what_is_run(plan: Plan) -> str:
 def measure_case(
     network: Network, workload: Workload, gbit_per_s: float, nodes: Nodes, folder: Path, budget_s: float
 ) -> Case:
-    """Solves, trains under every plan in turn, and pairs what was predicted with what was measured."""
-    plans = plans_of(workload, nodes)
+    """Solves, trains under every plan in turn, and pairs what was predicted with what was measured.
+
+    A folder in which it was measured already gives that.
+    """
     stem = f"{workload.name}-{gbit_per_s:g}"
+    kept = folder / f"{stem}-case.json"
+    if kept.exists():
+        return case_from(json.loads(kept.read_text(encoding="utf-8")))
+    plans = plans_of(workload, nodes)
     files = [folder / f"{stem}-plan{i}.json" for i in range(len(plans))]
     for file, plan in zip(files, plans.values(), strict=True):
         plan.dump(file)
     output = folder / f"{stem}-steps.json"
-    script = [RANKS_SCRIPT, "train", str(output), "--workload", workload.name, "--budget", str(budget_s)]
+    script = [RANKS_SCRIPT, str(output), "--workload", workload.name, "--budget", str(budget_s)]
     least_s = FEWEST_STEPS * sum(plan.predicted.step_time_s for plan in plans.values())
     _run(network, [*script, "--plans", *map(str, files)], output, PATIENCE * max(budget_s, least_s))
     measured = json.loads(output.read_text(encoding="utf-8"))
     steps = measured["steps"]
     check_same_function([found["first_loss"] for found in steps], list(plans))
-    return Case(
+    case = Case(
         workload=workload.name,
         gbit_per_s=gbit_per_s,
         rows=tuple(row_of(*pair, found) for pair, found in zip(plans.items(), steps, strict=True)),
         drift=drift_of(measured["references"], nodes),
     )
+    write_atomically(kept, json.dumps(dataclasses.asdict(case), indent=1) + "\n")
+    return case
+
+
+def case_from(content: dict[str, Any]) -> Case:
+    """A case as it was kept."""
+    rows = (row | {"names": tuple(row["names"]), "round_s": tuple(row["round_s"])} for row in content["rows"])
+    return Case(**content | {"rows": tuple(Row(**row) for row in rows)})
 
 
 def drift_of(references: Mapping[str, float], nodes: Nodes) -> dict[str, float]:
@@ -296,7 +325,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--profile-budget", type=float, default=60.0, help="seconds for each profile (%(default)s)")
     parser.add_argument("--case-budget", type=float, default=40.0, help="seconds of steps for each case (%(default)s)")
     parser.add_argument("--parts", action="store_true", help="also print where the time of each step goes")
-    parser.add_argument("--folder", type=Path, help="keep profiles, plans, steps and logs here")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="keep profiles, plans, steps and logs here; what is there already is not measured again",
+    )
     parser.add_argument("-o", "--output", type=Path, help="write everything as JSON")
     options = parser.parse_args(arguments)
     if min(*options.bandwidths, options.profile_budget, options.case_budget) <= 0:

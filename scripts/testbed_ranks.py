@@ -1,7 +1,6 @@
-"""What each rank of the testbed runs, under torchrun: a measurement of its groups, or training steps under plans.
+"""What each rank of the testbed runs, under torchrun: training steps under plans, in turns.
 
-torchrun ... testbed_ranks.py profile FILE --name NAME --budget 60
-torchrun ... testbed_ranks.py train CASE.json FILE [--offline]
+torchrun ... testbed_ranks.py FILE --workload NAME --budget 40 --plans PLAN.json ...
 """
 
 import argparse
@@ -24,24 +23,13 @@ from torch import nn
 
 import tpplan
 from tpplan.errors import TpplanError
-from tpplan.fit import group_extrapolation
-from tpplan.measure import default_grid, make_profile, measure_collectives, measure_compute
-from tpplan.mesh import divisors
+from tpplan.measure import default_grid, measure_collectives, measure_matmuls
 from tpplan.plan import Plan, write_atomically
-from tpplan.profile import Collective, HardwareProfile
-from tpplan.stopwatch import Stopwatch, slowest
+from tpplan.profile import Collective
+from tpplan.stopwatch import slowest
 from tpplan.units import KIB
 
 CPU = torch.device("cpu")
-#: of the time to measure: compute, groups of neighbours, groups across nodes
-COMPUTE_SHARE, NEIGHBOURS_SHARE, ACROSS_SHARE = 0.6, 0.28, 0.12
-#: M, N and K of the models' matmuls lie between these, and have no batch. They are few, so that each is timed for long
-#: against a scheduler's time slice: ranks that share a core else take turns, and each seems to have it alone.
-MATMUL_SIZES = (64, 256, 1024)
-#: sizes of whole values that collectives are measured at
-MESSAGE_BYTES = tuple(KIB * 4**i for i in range(8))
-#: behind the port where torchrun meets
-SECOND_STORE_PORT = 1
 SEED = 0
 LEARNING_RATE = 1e-4
 #: steps of a plan in a round, the first of which is not counted: caches hold another plan's weights
@@ -52,7 +40,7 @@ FEWEST_STEPS = 1 + MIN_ROUNDS * STEPS_PER_ROUND
 PARTS = ("forward", "backward", "optimizer")
 #: what tells how busy the machine is: a matmul (M = N = K) and a message, both points of the profile's tables
 REFERENCE_SIZE, REFERENCE_BYTES = 256, KIB * 4**5
-REFERENCE_WINDOW_S, REFERENCE_BUDGET_S = 0.1, 2.0
+REFERENCE_BUDGET_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,48 +59,6 @@ class Training:
 
     steps: tuple[Steps, ...]
     references: dict[str, float]
-
-
-# --- profile
-
-
-def measure(name: str, budget_s: float) -> HardwareProfile:
-    """Every group that a mesh of these ranks can have. The default process group is there, and is not afterwards."""
-    world, per_node = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
-    grid = dataclasses.replace(default_grid("cpu"), matmul_batches=(1,), matmul_sizes=MATMUL_SIZES)
-    compute = measure_compute(CPU, dtypes=["float32"], budget_s=budget_s * COMPUTE_SHARE, grid=grid)
-    neighbours = measure_collectives(
-        divisors(world)[1:],
-        MESSAGE_BYTES,
-        device=CPU,
-        ranks_per_node=per_node,
-        budget_s=budget_s * NEIGHBOURS_SHARE,
-    )
-    profile = make_profile(name=name, device=CPU, compute=compute, collectives=neighbours, gpus_per_node=per_node)
-    rank = renumbered(dist.get_rank(), world, per_node)
-    dist.destroy_process_group()
-    join_renumbered(rank, world)
-    across = measure_collectives(
-        divisors(world // per_node)[1:],
-        MESSAGE_BYTES,
-        device=CPU,
-        ranks_per_node=1,
-        budget_s=budget_s * ACROSS_SHARE,
-    )
-    profile = dataclasses.replace(profile, collectives=(*profile.collectives, *across))
-    return dataclasses.replace(profile, group_extrapolation=group_extrapolation(profile))
-
-
-def renumbered(rank: int, world: int, stride: int) -> int:
-    """Ranks 0, stride, 2 stride, .. become 0, 1, 2, ..; then come 1, 1 + stride, .., and so on."""
-    return rank % stride * (world // stride) + rank // stride
-
-
-def join_renumbered(rank: int, world: int) -> None:
-    """A default process group in which neighbours stand on different nodes, met at a store of its own."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + SECOND_STORE_PORT
-    store = dist.TCPStore(host, port, world, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
 
 # --- train
@@ -159,8 +105,8 @@ def timed(seconds: dict[str, float], part: str) -> Iterator[None]:
 
 def references() -> dict[str, float]:
     """Seconds of the matmul and of an all-reduce over all ranks, now."""
-    left, right = torch.ones(2, REFERENCE_SIZE, REFERENCE_SIZE)
-    matmul = Stopwatch(device=CPU, window_s=REFERENCE_WINDOW_S).samples(lambda: left @ right)
+    grid = dataclasses.replace(default_grid("cpu"), matmul_batches=(1,), matmul_sizes=(REFERENCE_SIZE,))
+    matmuls = measure_matmuls(CPU, torch.float32, grid, REFERENCE_BUDGET_S, launch_s=0.0)
     tables = measure_collectives(
         [dist.get_world_size()],
         [REFERENCE_BYTES],
@@ -169,7 +115,7 @@ def references() -> dict[str, float]:
         budget_s=REFERENCE_BUDGET_S,
     )
     all_reduce = next(table for table in tables if table.kind is Collective.ALL_REDUCE)
-    return {"matmul": statistics.median(matmul), "all_reduce": all_reduce.time_s[0]}
+    return {"matmul": matmuls.time_s[0], "all_reduce": all_reduce.time_s[0]}
 
 
 def train(workload: Workload, plans: Sequence[Plan], budget_s: float) -> Training:
@@ -225,34 +171,24 @@ def mean_over_ranks(value: float) -> float:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    profiling = verbs.add_parser("profile")
-    profiling.add_argument("output", type=Path)
-    profiling.add_argument("--name", required=True)
-    profiling.add_argument("--budget", type=float, required=True, help="seconds")
-    training = verbs.add_parser("train")
-    training.add_argument("output", type=Path)
-    training.add_argument("--workload", required=True)
-    training.add_argument("--plans", type=Path, nargs="+", required=True)
-    training.add_argument("--budget", type=float, required=True, help="seconds")
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--workload", required=True)
+    parser.add_argument("--plans", type=Path, nargs="+", required=True)
+    parser.add_argument("--budget", type=float, required=True, help="seconds")
     return parser.parse_args()
 
 
 def main() -> int:
-    """Joins the group, does what was asked, and rank 0 writes the file."""
+    """Joins the group, trains, and rank 0 writes the file."""
     options = parse()
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     try:
-        if options.verb == "profile":
-            text = measure(options.name, options.budget).dumps()
-        else:
-            plans = [Plan.load(path) for path in options.plans]
-            found = train(workload_named(options.workload), plans, options.budget)
-            text = json.dumps(dataclasses.asdict(found))
+        plans = [Plan.load(path) for path in options.plans]
+        found = train(workload_named(options.workload), plans, options.budget)
         if rank == 0:
-            write_atomically(options.output, text)
+            write_atomically(options.output, json.dumps(dataclasses.asdict(found)))
         dist.barrier()  # whoever is done first would close the connections of the others
     except TpplanError as error:
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)

@@ -68,6 +68,7 @@ WITH_TORCH = (
     "machine",
     "measure_attention",
     "measure_groups",
+    "measure_launch",
     "measure",
     "survey",
     "reduce",

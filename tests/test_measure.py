@@ -35,9 +35,11 @@ from tpplan.measure import (
     make_profile,
     measure_collectives,
     measure_compute,
+    measure_launch,
 )
 from tpplan.mesh import GroupShape
 from tpplan.profile import AttentionSizes, Collective, Estimate, HardwareProfile, load_profile
+from tpplan.stopwatch import Stopwatch, Window, in_rounds
 
 CPU = torch.device("cpu")
 NUM_RANKS = 2
@@ -168,7 +170,7 @@ def test_progress_ends_with_every_section_done() -> None:
         CPU, dtypes=["float32"], budget_s=0.1, grid=TOY, progress=lambda what, *count: last.update({what: count})
     )
     # Copies and sums of 2 sizes; forward and backward; 3^3 products, each forward and for both gradients.
-    assert last == {"memory": (4, 4), "attention float32": (2, 2), "matmul float32": (81, 81)}
+    assert last == {"memory": (20, 20), "attention float32": (10, 10), "matmul float32": (243, 243)}
 
 
 def test_little_time_leaves_out_matmul_sizes_evenly() -> None:
@@ -204,6 +206,34 @@ def test_operands_lie_as_in_the_three_products_of_a_layer() -> None:
         assert form == (not left.is_contiguous(), not right.is_contiguous())
         (m, k), n = left.shape, right.shape[1]
         assert operands.product((1, m, n, k), form)().shape == (left @ right).shape
+
+
+def test_right_operands_and_results_lie_apart() -> None:
+    operands = _Operands.of(CPU, torch.float32, 64)
+    work = operands.product((1, 8, 8, 8), (False, True))
+    first, second = work(), work()
+    assert first.data_ptr() != second.data_ptr()
+    assert not torch.equal(first, second)  # of the same left operand
+    left, right = operands.left[:64].view(8, 8), operands.right[:64].view(8, 8)
+    assert torch.equal(first, left @ right.T)
+
+
+def test_a_machine_that_is_slow_for_a_while_is_so_in_one_repeat_of_each_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(Stopwatch, "window", lambda self, work: Window(calls=2, issue_s=0.0))
+    monkeypatch.setattr(Stopwatch, "elapsed", lambda self, work, window: order.append(work()) or float(len(order)))
+    samples = in_rounds(CPU, ["a", "b"], lambda point: lambda: point, "", 1.0, lambda *_: None, repeats=3)
+    assert order == ["a", "b"] * 3
+    assert {point: seconds.tolist() for point, seconds in samples.items()} == {
+        "a": [0.5, 1.5, 2.5],  # two calls a window
+        "b": [1.0, 2.0, 3.0],
+    }
+
+
+def test_issuing_a_kernel_of_a_step_takes_longer_than_launching_one() -> None:
+    launch = measure_launch(CPU, 0.2)
+    assert launch.issue_s is not None
+    assert launch.issue_s > launch.launch_s  # autograd, modules and views, beside the kernel itself
 
 
 def test_shapes_that_fill_no_table_give_a_rate_alone() -> None:

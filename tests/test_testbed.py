@@ -111,6 +111,11 @@ def test_the_table_has_every_plan_fastest_first_and_the_regret(testbed: ModuleTy
     assert data["rows"][0]["regret"] == 1.0
 
 
+def test_a_case_that_was_kept_is_the_same_case(testbed: ModuleType) -> None:
+    found = case(testbed, row(testbed, "chosen", "TP", round_s=(0.2, 0.3)), row(testbed, "DDP"))
+    assert testbed.case_from(json.loads(json.dumps(dataclasses.asdict(found)))) == found
+
+
 def test_plans_that_train_another_model_are_found(testbed: ModuleType) -> None:
     names = [("chosen",), ("DDP",), ("TP",)]
     testbed.check_same_function([5.55, 5.551, 5.549], names)
@@ -182,11 +187,11 @@ def test_nothing_but_the_two_namespaces_is_named(network: ModuleType) -> None:
 
 
 def test_ranks_are_started_inside_a_node(network: ModuleType) -> None:
-    command = network.node_command(network.Network(owner=7), 1, 29_500, 2, ["script.py", "train"])
+    command = network.node_command(network.Network(owner=7), 1, 29_500, 2, ["script.py", "steps.json"])
     assert command[:4] == ["ip", "netns", "exec", "tpplan-testbed-7-1"]
     assert {"--nnodes=2", "--node-rank=1", "--nproc-per-node=2"} <= set(command)
     assert f"--master-addr={network.ADDRESSES[0]}" in command
-    assert command[-2:] == ["script.py", "train"]
+    assert command[-2:] == ["script.py", "steps.json"]
 
 
 def test_networks_of_dead_processes_alone_are_stale(network: ModuleType) -> None:
@@ -195,17 +200,6 @@ def test_networks_of_dead_processes_alone_are_stale(network: ModuleType) -> None
     )
     assert network.stale_networks(listing, frozenset({8})) == [network.Network(owner=7)]
     assert network.stale_networks(listing, frozenset({7, 8})) == []
-
-
-def test_neighbours_stand_on_different_nodes_once_renumbered(testbed: ModuleType) -> None:
-    sys.path.append(str(SCRIPTS))
-    try:
-        ranks = importlib.import_module("testbed_ranks")
-    finally:
-        sys.path.remove(str(SCRIPTS))
-    # Two a node: 0 1 | 2 3. Groups of two neighbours are then 0 2 and 1 3.
-    assert [ranks.renumbered(rank, 4, 2) for rank in range(4)] == [0, 2, 1, 3]
-    assert sorted(ranks.renumbered(rank, 12, 4) for rank in range(12)) == list(range(12))
 
 
 def test_where_it_is_not_permitted_it_is_skipped_and_says_why(

@@ -6,8 +6,9 @@ A repeat is a window of many calls in a row, long against a scheduler's time sli
 counts as half a core for small kernels too. Medians of repeats after a warm-up become the tables, made monotone as
 tpplan.fit says; the spread of the repeats becomes the error bars, and marks the points that are noisy.
 
-Kernels allocate their results and find their operands in the caches that hold them, as most do in a model. Operands
-are random: a GPU is faster, and draws less power, on numbers that are all alike.
+Kernels find their operands as in a model: one was just made, and is in the caches that hold it, the other was last read
+long ago. Results live on for a while, so that each is allocated elsewhere. Operands are random: a GPU is faster, and
+draws less power, on numbers that are all alike.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -32,11 +34,11 @@ from tpplan.fit import (
     group_extrapolation,
     matmul_table,
     memory_bound_table,
-    relative_error,
 )
 from tpplan.machine import MEASURED, device_name, dtype_name, dtype_of, memory, software
 from tpplan.measure_attention import AttentionShape, measure_attention
 from tpplan.measure_groups import measure_collectives
+from tpplan.measure_launch import measure_launch
 from tpplan.profile import SCHEMA_VERSION, HardwareProfile
 from tpplan.profile_tables import (
     AttentionRate,
@@ -56,14 +58,14 @@ from tpplan.stopwatch import (
     PROBE_REPEATS,
     SHORTEST_USEFUL_WINDOW_S,
     WINDOWS_BESIDE,
-    WINDOWS_PER_POINT,
     Progress,
     Stopwatch,
+    in_rounds,
+    in_turn,
     overhead_s,
-    paced,
     silent,
 )
-from tpplan.units import DTYPE_BYTES, KIB
+from tpplan.units import DTYPE_BYTES, KIB, MIB
 
 __all__ = [
     "AttentionShape",
@@ -92,6 +94,10 @@ FEWEST_MATMUL_SIZES = 4
 #: how the operands of x w^T, dy w and dy^T x lie, rows first: whether the left and whether the right is transposed
 MATMUL_FORMS = ((False, True), (False, False), (True, False))
 MATMUL_REPEATS = 3
+#: more than the last cache of a device holds: a CPU's core has a few MiB of it, a GPU up to 126 MiB (B200)
+COLD_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}
+#: so many operands that lie apart, and results that live on, are enough: small ones stay in caches in a model too
+MOST_APART = 256
 #: of the time for compute; matmuls have the rest
 LAUNCH_SHARE, MEMORY_BOUND_SHARE, ATTENTION_SHARE = 0.02, 0.05, 0.13
 MATMUL_SHARE = 1 - LAUNCH_SHARE - MEMORY_BOUND_SHARE - ATTENTION_SHARE
@@ -180,26 +186,7 @@ def measure_compute(
     )
 
 
-# --- launch and memory ---------------------------------------------------------------------------------------------
-
-
-def measure_launch(device: torch.device, budget_s: float) -> Launch:
-    """The smallest kernel, one number plus itself: its time, and on a GPU what the CPU needs to issue it."""
-    number = torch.ones(1, device=device)
-    stopwatch = Stopwatch(device=device, window_s=budget_s / WINDOWS_PER_POINT)
-    samples = stopwatch.samples(lambda: number + number)
-    launch_s = float(np.median(samples))
-    ratios, issue_s = samples / launch_s, None
-    if device.type == "cuda":
-        issued = stopwatch.issue_samples(lambda: number + number)
-        issue_s = float(np.median(issued))
-        ratios = np.concatenate([ratios, issued / issue_s])
-    return Launch(
-        launch_s=digits(launch_s, TIME_DIGITS),
-        issue_s=None if issue_s is None else digits(issue_s, TIME_DIGITS),
-        relative_error=relative_error(ratios),
-        sources=MEASURED,
-    )
+# --- memory ---------------------------------------------------------------------------------------------
 
 
 def measure_memory_bound(
@@ -207,17 +194,24 @@ def measure_memory_bound(
 ) -> tuple[Bandwidth, MemoryBoundTable]:
     """Copies into new tensors, and sums of two tensors into a third, that read and write as many bytes.
 
-    The bandwidth is that of the largest.
+    What is copied, and one of the two that are added, was last read long ago. The bandwidth is that of the largest.
     """
-    points = list(product(copied_bytes, (2, 3)))
-    samples: dict[int, list[Array]] = {}
-    for (size, num_tensors), stopwatch in paced(device, points, "memory", budget_s, progress):
+    width = DTYPE_BYTES["float32"]
+    pool = torch.rand(max(COLD_BYTES[device.type], *copied_bytes) // width, device=device)
+    left = torch.rand(max(copied_bytes) // width, device=device)
+
+    def make(point: tuple[int, int]) -> Callable[[], Tensor]:
         # As many bytes in all: a copy moves two tensors, a sum three.
-        numbers = 2 * size // num_tensors // DTYPE_BYTES["float32"]
-        left, right = (torch.rand(numbers, device=device) for _ in range(2))
-        work = left.clone if num_tensors == 2 else lambda left=left, right=right: left + right
-        samples.setdefault(2 * size, []).append(stopwatch.samples(work))
-    table = memory_bound_table({size: np.stack(kinds) for size, kinds in samples.items()}, MEASURED)
+        size, num_tensors = point
+        numbers = 2 * size // num_tensors // width
+        cold = _apart(pool, numbers)
+        is_copy = num_tensors == 2
+        works = [right.clone if is_copy else partial(torch.add, left[:numbers], right) for right in cold]
+        return in_turn(works, kept=len(works))
+
+    samples = in_rounds(device, list(product(copied_bytes, (2, 3))), make, "memory", budget_s, progress)
+    kinds = {2 * size: np.stack([samples[size, num_tensors] for num_tensors in (2, 3)]) for size in copied_bytes}
+    table = memory_bound_table(kinds, MEASURED)
     bandwidth = Bandwidth(
         hbm_bytes_per_s=digits(table.bytes[-1] / table.time_s[-1], TIME_DIGITS),
         relative_error=table.relative_error[-1],
@@ -245,10 +239,15 @@ def measure_matmuls(
     sizes = _thinned(sizes, lambda sizes: sum(1 for _ in _measured_points(batches, sizes, largest)) <= most_points)
     measured = list(_measured_points(batches, sizes, largest))
     operands = _Operands.of(device, dtype, max(math.prod(point) // min(point[1:]) for point in measured))
-    samples: dict[tuple[int, ...], list[Array]] = {}
+
+    def make(point: tuple[tuple[int, int, int, int], tuple[bool, bool]]) -> Callable[[], Tensor]:
+        return operands.product(*point)
+
     points, section = list(product(measured, MATMUL_FORMS)), f"matmul {dtype_name(dtype)}"
-    for (point, form), stopwatch in paced(device, points, section, budget_s, progress, repeats=MATMUL_REPEATS):
-        samples.setdefault(point, []).append(stopwatch.samples(operands.product(point, form)))
+    by_form = in_rounds(device, points, make, section, budget_s, progress, repeats=MATMUL_REPEATS)
+    samples: dict[tuple[int, ...], list[Array]] = {
+        point: [by_form[point, form] for form in MATMUL_FORMS] for point in measured
+    }
     axes = (batches, sizes, sizes, sizes)
     table = np.stack([_of_batch(samples, point, batches[0]) for point in product(*axes)])
     table = table.reshape(*(len(axis) for axis in axes), len(MATMUL_FORMS), MATMUL_REPEATS)
@@ -296,23 +295,37 @@ def _thinned(sizes: tuple[int, ...], fits: Callable[[tuple[int, ...]], bool]) ->
     return sizes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Operands:
-    """Random numbers that the operands of all products are views of."""
+    """Random numbers that the operands of all products are views of.
+
+    What a layer multiplies from the left, its input or a gradient, was just made. What it multiplies with, a weight or
+    an earlier input, was last read long ago: right operands lie apart, over more than a cache holds.
+    """
 
     left: Tensor
     right: Tensor
 
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype, numbers: int) -> "_Operands":
-        left, right = (torch.randn(numbers, dtype=dtype, device=device) for _ in range(2))
-        return cls(left=left, right=right)
+        apart = max(numbers, COLD_BYTES[device.type] // dtype.itemsize)
+        return cls(*(torch.randn(count, dtype=dtype, device=device) for count in (numbers, apart)))
 
     def product(self, point: tuple[int, int, int, int], form: tuple[bool, bool]) -> Callable[[], Tensor]:
         """mm where there is one matrix, as linear layers issue it, else bmm; operands lie as the form says."""
         batch, m, n, k = point
-        left, right = _matrices(self.left, batch, m, k, form[0]), _matrices(self.right, batch, k, n, form[1])
-        return lambda: left @ right
+        left = _matrices(self.left, batch, m, k, form[0])
+        works = [
+            partial(torch.matmul, left, _matrices(right, batch, k, n, form[1]))
+            for right in _apart(self.right, batch * k * n)
+        ]
+        kept = COLD_BYTES[left.device.type] // (batch * m * n * left.dtype.itemsize)
+        return in_turn(works, kept=min(max(1, kept), MOST_APART))
+
+
+def _apart(pool: Tensor, numbers: int) -> list[Tensor]:
+    """Slices of so many numbers each, one behind the other."""
+    return [pool[i * numbers : (i + 1) * numbers] for i in range(min(MOST_APART, len(pool) // numbers))]
 
 
 def _matrices(numbers: Tensor, batch: int, rows: int, columns: int, transposed: bool) -> Tensor:

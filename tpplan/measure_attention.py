@@ -21,13 +21,14 @@ from tpplan.stopwatch import (
     WINDOWS_PER_POINT,
     Progress,
     Stopwatch,
-    paced,
+    in_rounds,
     silent,
 )
 
 FEWEST_SEQUENCES = 2
 #: backward of flash attention recomputes the scores: 5 products against the forward's 2 [Dao 2023, section 3.1]
 ATTENTION_BACKWARD_PRODUCTS = 2.5
+FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +65,12 @@ def measure_attention(
     median rates of all; the rates' spread is that between the shapes too."""
     shapes = _affordable_shapes(device, dtype, shapes, LARGEST_PART * budget_s / WINDOWS_PER_POINT)
     points = list(product((False, True), shapes))
-    samples: dict[tuple[bool, AttentionShape], Array] = {}
-    for (backward, shape), stopwatch in paced(device, points, f"attention {dtype_name(dtype)}", budget_s, progress):
-        samples[backward, shape] = _attention_samples(device, dtype, backward, shape, stopwatch)
+
+    def make(point: tuple[bool, AttentionShape]) -> Callable[[], object]:
+        return _attention_work(device, dtype, *point)
+
+    with sdpa_kernel(FUSED):
+        samples = in_rounds(device, points, make, f"attention {dtype_name(dtype)}", budget_s, progress)
     tables = (
         _attention_table(dtype, causal, backward, samples, launch_s)
         for causal, backward in product((False, True), (False, True))
@@ -74,13 +78,12 @@ def measure_attention(
     return _attention_rate(dtype, samples), tuple(table for table in tables if table is not None)
 
 
-def _attention_samples(
-    device: torch.device, dtype: torch.dtype, backward: bool, shape: AttentionShape, stopwatch: Stopwatch
-) -> Array:
+def _attention_work(
+    device: torch.device, dtype: torch.dtype, backward: bool, shape: AttentionShape
+) -> Callable[[], object]:
     size = (shape.batch, shape.heads, shape.sequence, shape.head_dim)
     inputs = [torch.randn(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
-        return stopwatch.samples((_attention_backward if backward else _attention)(inputs, shape.causal))
+    return (_attention_backward if backward else _attention)(inputs, shape.causal)
 
 
 def _attention(inputs: Sequence[Tensor], causal: bool) -> Callable[[], object]:
@@ -103,7 +106,8 @@ def _affordable_shapes(
     middle = sequences[len(sequences) // 2]
     probed = max((shape for shape in shapes if shape.sequence == middle), key=lambda shape: shape.forward_flop)
     stopwatch = Stopwatch(device=device, window_s=SHORTEST_USEFUL_WINDOW_S[device.type], repeats=PROBE_REPEATS)
-    (seconds,) = _attention_samples(device, dtype, False, probed, stopwatch)
+    with sdpa_kernel(FUSED):
+        (seconds,) = stopwatch.samples(_attention_work(device, dtype, False, probed))
     per_flop = (1 + ATTENTION_BACKWARD_PRODUCTS) * seconds / probed.forward_flop
     while len(sequences) > FEWEST_SEQUENCES and per_flop * sum(s.forward_flop for s in shapes) > budget_s:
         sequences.pop()

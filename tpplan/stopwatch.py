@@ -4,9 +4,11 @@ On a CPU a call is timed with what it takes to issue it. On a GPU it is not: the
 pause, and run back to back between two events, however long Python took to issue them.
 """
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,6 +22,7 @@ from tpplan.fit import Array
 Progress = Callable[[str, int, int], None]
 #: what is measured at a time
 Point = TypeVar("Point")
+T = TypeVar("T")
 
 NUM_REPEATS = 5
 #: windows beside its repeats that a point costs: a warm-up and the search for the number of calls
@@ -44,6 +47,14 @@ HIGHEST_CLOCK_HZ = 3e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """How many calls are timed at once, and how many seconds the CPU needs to issue one to a device of its own."""
+
+    calls: int
+    issue_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stopwatch:
     """Times work on a device, on all ranks at once, in windows of about window_s."""
 
@@ -53,11 +64,18 @@ class Stopwatch:
 
     def samples(self, work: Callable[[], object]) -> Array:
         """Seconds per call of the slowest rank, one for each repeat. Every rank must call this for the same work."""
-        self._elapsed(work, 1, 0.0)  # warm-up: lazy initialisation, first touch
+        window = self.window(work)
+        return np.array(slowest(self.device, [self.elapsed(work, window) for _ in range(self.repeats)])) / window.calls
+
+    def window(self, work: Callable[[], object]) -> Window:
+        """What fills window_s, after a warm-up; the same on every rank, all of which must call this."""
+        self._elapsed(work, 1, 0.0)  # lazy initialisation, first touch
         issue_s = 0.0 if self.device.type == "cpu" else float(self.issue_samples(work, calls=1).min())
-        calls = self._calls(work, issue_s)
-        elapsed = [self._elapsed(work, calls, issue_s) for _ in range(self.repeats)]
-        return np.array(slowest(self.device, elapsed)) / calls
+        return Window(calls=self._calls(work, issue_s), issue_s=issue_s)
+
+    def elapsed(self, work: Callable[[], object], window: Window) -> float:
+        """Seconds that this rank needs for a window's calls, from a common start."""
+        return self._elapsed(work, window.calls, window.issue_s)
 
     def issue_samples(self, work: Callable[[], object], *, calls: int = MOST_QUEUED_CALLS) -> Array:
         """Seconds that the CPU of the slowest rank needs to issue a call, one for each repeat, while none waits."""
@@ -137,23 +155,51 @@ def slowest(device: torch.device, seconds: Sequence[float]) -> list[float]:
     return [float(value) for value in slowest.tolist()]
 
 
-def paced(
+def in_rounds(
     device: torch.device,
     points: Sequence[Point],
+    make: Callable[[Point], Callable[[], object]],
     section: str,
     budget_s: float,
     progress: Progress,
     *,
     repeats: int = NUM_REPEATS,
-) -> Iterator[tuple[Point, Stopwatch]]:
-    """The points, each with a stopwatch whose windows share out what is left of the budget."""
+) -> dict[Point, Array]:
+    """Seconds per call of the slowest rank, so many repeats of each point: in every round one window of all points.
+
+    A machine that is slow for some seconds is so in one repeat of many points, and not in all of a few, whose median
+    it would be. make gives the work of a point, anew for each of its windows; windows share out the budget.
+    """
     start, beside_s = time.perf_counter(), overhead_s(device)
-    for done, point in enumerate(points):
-        (spent_s,) = slowest(device, [time.perf_counter() - start])
-        share_s = max(0.0, budget_s - spent_s) / (len(points) - done)
-        window_s = min(max(0.0, share_s / (repeats + WINDOWS_BESIDE) - beside_s), LONGEST_WINDOW_S)
-        yield point, Stopwatch(device=device, window_s=window_s, repeats=repeats)
-        progress(section, done + 1, len(points))
+    first, in_all = 1 + WINDOWS_BESIDE, repeats + WINDOWS_BESIDE
+    windows: dict[Point, Window] = {}
+    elapsed: list[list[float]] = []
+    for round_number in range(repeats):
+        elapsed.append([])
+        for done, point in enumerate(points):
+            work = make(point)
+            if not round_number:
+                (spent_s,) = slowest(device, [time.perf_counter() - start])
+                # The other rounds will take as long as the first, the search for the windows aside.
+                share_s = max(0.0, budget_s - spent_s * in_all / first) / (len(points) - done)
+                window_s = min(max(0.0, share_s / in_all - beside_s), LONGEST_WINDOW_S)
+                windows[point] = Stopwatch(device=device, window_s=window_s).window(work)
+            elapsed[-1].append(Stopwatch(device=device, window_s=0.0).elapsed(work, windows[point]))
+            progress(section, round_number * len(points) + done + 1, repeats * len(points))
+    by_round = np.array([slowest(device, seconds) for seconds in elapsed])
+    return {point: by_round[:, i] / windows[point].calls for i, point in enumerate(points)}
+
+
+def in_turn(works: Sequence[Callable[[], T]], kept: int) -> Callable[[], T]:
+    """Calls one after the other, over and over; so many results live on, so that the next lies elsewhere."""
+    turns, results = itertools.cycle(works), deque[T](maxlen=kept)
+
+    def work() -> T:
+        result = next(turns)()
+        results.append(result)
+        return result
+
+    return work
 
 
 def silent(section: str, done: int, total: int) -> None:

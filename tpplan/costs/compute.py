@@ -446,6 +446,14 @@ def _grouped_product(rows: torch.Tensor, experts: torch.Tensor, _offsets: torch.
     return rows @ experts[0]
 
 
+def kernels_of(work: Callable[[], object]) -> int:
+    """How many kernels a call launches, counted as costs count them."""
+    log = _KernelLog(False, ())
+    with log:
+        work()
+    return len(log.kernels)
+
+
 def whole_strategy(call: Call) -> Strategy:
     """Every rank does all of it."""
     return Strategy((R,) * len(call.operands), (R,) * len(call.results))
