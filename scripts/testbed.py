@@ -322,7 +322,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--bandwidths", type=float, nargs="+", default=BANDWIDTHS_GBIT_PER_S, metavar="GBIT_PER_S")
     names = [workload.name for workload in WORKLOADS]
     parser.add_argument("--models", nargs="+", default=names, help=f"of {', '.join(names)}; tiny is for tests")
-    parser.add_argument("--profile-budget", type=float, default=60.0, help="seconds for each profile (%(default)s)")
+    parser.add_argument("--profile-budget", type=float, default=120.0, help="seconds for each profile (%(default)s)")
     parser.add_argument("--case-budget", type=float, default=40.0, help="seconds of steps for each case (%(default)s)")
     parser.add_argument("--parts", action="store_true", help="also print where the time of each step goes")
     parser.add_argument(

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 PREFIX = "tpplan-testbed"
@@ -142,17 +143,27 @@ def run_on_nodes(
 ) -> None:
     """The script and its arguments on every rank of both nodes, one thread each; what they write goes to the log.
 
+    A node has its own part of the machine's cores, where there is one for each.
+
     Raises RanksError where a node fails, or is still running after timeout_s.
     """
     environment = os.environ | RANK_ENVIRONMENT
     started: list[subprocess.Popen[bytes]] = []
     deadline = time.monotonic() + timeout_s
+    cores = shared_out(sorted(os.sched_getaffinity(0)), len(network.nodes))
     with log.open("wb") as output:
         try:
             for node in range(len(network.nodes)):
                 command = node_command(network, node, port, ranks_per_node, script)
                 started.append(
-                    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        env=environment,
+                        preexec_fn=partial(os.sched_setaffinity, 0, cores[node]),
+                    )
                 )
             while any(process.poll() is None for process in started) and not any(p.returncode for p in started):
                 if time.monotonic() > deadline:
@@ -162,6 +173,12 @@ def run_on_nodes(
             _end(started)
     if any(process.returncode for process in started):
         raise RanksError(f"{' '.join(script)}: a node failed\n{_last_lines(log)}")
+
+
+def shared_out(cores: Sequence[int], nodes: int) -> list[Sequence[int]]:
+    """Each node's cores, as many for each; all of them for all where they are fewer than nodes."""
+    each = len(cores) // nodes
+    return [cores[node * each : (node + 1) * each] or cores for node in range(nodes)]
 
 
 def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:

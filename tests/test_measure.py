@@ -220,7 +220,7 @@ def test_right_operands_and_results_lie_apart() -> None:
 
 def test_a_machine_that_is_slow_for_a_while_is_so_in_one_repeat_of_each_point(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    monkeypatch.setattr(Stopwatch, "window", lambda self, work: Window(calls=2, issue_s=0.0))
+    monkeypatch.setattr(Stopwatch, "window", lambda self, work: Window(calls=2, beside=0, issue_s=0.0))
     monkeypatch.setattr(Stopwatch, "elapsed", lambda self, work, window: order.append(work()) or float(len(order)))
     samples = in_rounds(CPU, ["a", "b"], lambda point: lambda: point, "", 1.0, lambda *_: None, repeats=3)
     assert order == ["a", "b"] * 3

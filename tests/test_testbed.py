@@ -194,6 +194,11 @@ def test_ranks_are_started_inside_a_node(network: ModuleType) -> None:
     assert command[-2:] == ["script.py", "steps.json"]
 
 
+def test_nodes_share_no_core_where_there_are_enough(network: ModuleType) -> None:
+    assert network.shared_out([0, 1, 2, 5, 7], 2) == [[0, 1], [2, 5]]
+    assert network.shared_out([3], 2) == [[3], [3]]
+
+
 def test_networks_of_dead_processes_alone_are_stale(network: ModuleType) -> None:
     listing = (
         "tpplan-testbed-7-1 (id: 1)\ntpplan-testbed-7-0 (id: 0)\ntpplan-testbed-8-0\nother\nmy-tpplan-testbed-9-0\n"

@@ -31,6 +31,8 @@ WINDOWS_PER_POINT = NUM_REPEATS + WINDOWS_BESIDE
 #: several time slices of a scheduler (Linux: 3 to 4 ms); a GPU has its own clock, and one user
 SHORTEST_USEFUL_WINDOW_S = {"cpu": 0.02, "cuda": 0.001}
 LONGEST_WINDOW_S = 0.2
+#: what runs before a window, and again after it, so that all ranks are at work in it: ranks share cores, but no GPUs
+BESIDE_S = {"cpu": 0.005, "cuda": 0.0}
 #: the largest sizes are left out where one call of each point in each window would take more than this of the budget,
 #: by the rate of a middling one, timed so often
 LARGEST_PART, PROBE_REPEATS = 0.5, 1
@@ -48,9 +50,11 @@ HIGHEST_CLOCK_HZ = 3e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """How many calls are timed at once, and how many seconds the CPU needs to issue one to a device of its own."""
+    """How many calls are timed at once, how many run before and after, and how many seconds the CPU needs to issue one
+    to a device of its own."""
 
     calls: int
+    beside: int
     issue_s: float
 
 
@@ -71,11 +75,16 @@ class Stopwatch:
         """What fills window_s, after a warm-up; the same on every rank, all of which must call this."""
         self._elapsed(work, 1, 0.0)  # lazy initialisation, first touch
         issue_s = 0.0 if self.device.type == "cpu" else float(self.issue_samples(work, calls=1).min())
-        return Window(calls=self._calls(work, issue_s), issue_s=issue_s)
+        calls, call_s = self._calls(work, issue_s)
+        return Window(calls=calls, beside=self._beside(call_s), issue_s=issue_s)
 
     def elapsed(self, work: Callable[[], object], window: Window) -> float:
-        """Seconds that this rank needs for a window's calls, from a common start."""
-        return self._elapsed(work, window.calls, window.issue_s)
+        """Seconds that this rank needs for a window's calls, while all ranks are at work.
+
+        Ranks that share a core leave a barrier one by one: the first has the core alone for a while, and the last has
+        it when the first is done. What they do then is not timed.
+        """
+        return self._elapsed(work, window.calls, window.issue_s, window.beside)
 
     def issue_samples(self, work: Callable[[], object], *, calls: int = MOST_QUEUED_CALLS) -> Array:
         """Seconds that the CPU of the slowest rank needs to issue a call, one for each repeat, while none waits."""
@@ -89,8 +98,12 @@ class Stopwatch:
         synchronize(self.device)
         return np.array(slowest(self.device, elapsed))
 
-    def _calls(self, work: Callable[[], object], issue_s: float) -> int:
-        """How many calls fill the window, pause included, the same number on every rank."""
+    def _beside(self, call_s: float) -> int:
+        """Calls before a window, and after it; none for a rank that is alone."""
+        return round(BESIDE_S[self.device.type] / call_s) if dist.is_initialized() else 0
+
+    def _calls(self, work: Callable[[], object], issue_s: float) -> tuple[int, float]:
+        """How many calls fill the window, pause included, the same number on every rank; and seconds of each."""
         most = math.inf if self.device.type == "cpu" else MOST_QUEUED_CALLS
         calls = 1
         while True:
@@ -98,20 +111,25 @@ class Stopwatch:
             call_s = elapsed / calls + PAUSE_MARGIN * issue_s
             filling = min(self.window_s / call_s, most)
             if calls * call_s >= CALIBRATED_PART * self.window_s or calls >= most:
-                return max(1, round(filling))
+                return max(1, round(filling)), call_s
             calls = math.ceil(min(filling, calls * MOST_GROWTH))
 
-    def _elapsed(self, work: Callable[[], object], calls: int, issue_s: float) -> float:
+    def _elapsed(self, work: Callable[[], object], calls: int, issue_s: float, beside: int = 0) -> float:
         """Seconds of this rank, from a common start."""
         if dist.is_initialized():
             dist.barrier()
         synchronize(self.device)
         if self.device.type == "cuda":
             return self._elapsed_between_events(work, calls, calls * issue_s * PAUSE_MARGIN)
+        for _ in range(beside):
+            work()
         start = time.perf_counter()
         for _ in range(calls):
             work()
-        return time.perf_counter() - start
+        elapsed = time.perf_counter() - start
+        for _ in range(beside):
+            work()
+        return elapsed
 
     def _elapsed_between_events(self, work: Callable[[], object], calls: int, pause_s: float) -> float:
         """Seconds that a GPU needs for the calls, all of which are queued before the pause ends."""
@@ -127,7 +145,10 @@ class Stopwatch:
 
 
 def overhead_s(device: torch.device) -> float:
-    """Seconds that a window costs beside its calls: ranks wait for each other before it, and compare times after."""
+    """Seconds that a window costs beside its calls: ranks wait for each other before it, and compare times after.
+
+    A rank that is alone shares nothing, and is at work throughout.
+    """
     if not dist.is_initialized():
         return 0.0
     elapsed = []
@@ -137,7 +158,7 @@ def overhead_s(device: torch.device) -> float:
         synchronize(device)
         slowest(device, [start])
         elapsed.append(time.perf_counter() - start)
-    return float(np.median(slowest(device, elapsed)))
+    return float(np.median(slowest(device, elapsed))) + 2 * BESIDE_S[device.type]
 
 
 def synchronize(device: torch.device) -> None:
