@@ -14,7 +14,6 @@ Exit codes: 0 the bars are met, 4 they are not, 1 a failure, 77 skipped (no root
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import statistics
@@ -24,16 +23,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from testbed_models import WORKLOADS, Nodes, Workload, rivals, workload_named
 from testbed_network import Network, NotPermittedError, RanksError, run_on_nodes, shape, two_nodes
 from testbed_ranks import FEWEST_STEPS, REFERENCE_BYTES, REFERENCE_SIZE
 
-from tpplan.errors import TpplanError
+from tpplan.errors import TpplanError, UsageError
 from tpplan.mesh import Axis, GroupShape
 from tpplan.plan import Plan, write_atomically
 from tpplan.profile import Collective, HardwareProfile, load_profile
+from tpplan.strict import decode, encode, read_json
 
 OK, FAILED, BAR_MISSED, SKIPPED = 0, 1, 4, 77
 NUM_NODES, RANKS_PER_NODE = 2, 2
@@ -59,10 +58,10 @@ class Row:
     micro_batch: int
     predicted_s: float
     predicted_error_s: float
-    predicted_parts_s: dict[str, float]
+    predicted_parts_s: Mapping[str, float]
     #: by round, the median of its steps
     round_s: tuple[float, ...]
-    measured_parts_s: dict[str, float]
+    measured_parts_s: Mapping[str, float]
 
     @property
     def measured_s(self) -> float:
@@ -91,7 +90,7 @@ class Case:
     gbit_per_s: float
     rows: tuple[Row, ...]
     #: how many times as long as in the profile these took while the plans trained: the machine was so much busier
-    drift: dict[str, float]
+    drift: Mapping[str, float]
 
     @property
     def chosen(self) -> Row:
@@ -175,7 +174,7 @@ def measure_case(
     stem = f"{workload.name}-{gbit_per_s:g}"
     kept = folder / f"{stem}-case.json"
     if kept.exists():
-        return case_from(json.loads(kept.read_text(encoding="utf-8")))
+        return decode(Case, read_json(kept, origin=str(kept), error=UsageError), origin=str(kept), error=UsageError)
     plans = plans_of(workload, nodes)
     files = [folder / f"{stem}-plan{i}.json" for i in range(len(plans))]
     for file, plan in zip(files, plans.values(), strict=True):
@@ -193,14 +192,8 @@ def measure_case(
         rows=tuple(row_of(*pair, found) for pair, found in zip(plans.items(), steps, strict=True)),
         drift=drift_of(measured["references"], nodes),
     )
-    write_atomically(kept, json.dumps(dataclasses.asdict(case), indent=1) + "\n")
+    write_atomically(kept, json.dumps(encode(case), indent=1) + "\n")
     return case
-
-
-def case_from(content: dict[str, Any]) -> Case:
-    """A case as it was kept."""
-    rows = (row | {"names": tuple(row["names"]), "round_s": tuple(row["round_s"])} for row in content["rows"])
-    return Case(**content | {"rows": tuple(Row(**row) for row in rows)})
 
 
 def drift_of(references: Mapping[str, float], nodes: Nodes) -> dict[str, float]:

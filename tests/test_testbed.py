@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 from examples import machine
 
+from tpplan.errors import UsageError
 from tpplan.layout import R_STAR, P, R, S
 from tpplan.mesh import GroupShape
 from tpplan.plan import Plan
@@ -111,9 +112,15 @@ def test_the_table_has_every_plan_fastest_first_and_the_regret(testbed: ModuleTy
     assert data["rows"][0]["regret"] == 1.0
 
 
-def test_a_case_that_was_kept_is_the_same_case(testbed: ModuleType) -> None:
+def test_a_case_that_was_kept_is_not_measured_again(testbed: ModuleType, models: ModuleType, tmp_path: Path) -> None:
     found = case(testbed, row(testbed, "chosen", "TP", round_s=(0.2, 0.3)), row(testbed, "DDP"))
-    assert testbed.case_from(json.loads(json.dumps(dataclasses.asdict(found)))) == found
+    path = tmp_path / "tiny-1-case.json"
+    path.write_text(json.dumps(testbed.encode(found)))
+    # No network to measure on, and no nodes to solve for.
+    assert testbed.measure_case(None, models.TINY, 1.0, None, tmp_path, 1.0) == found
+    path.write_text("{}")
+    with pytest.raises(UsageError, match=r"tiny-1-case\.json"):
+        testbed.measure_case(None, models.TINY, 1.0, None, tmp_path, 1.0)
 
 
 def test_plans_that_train_another_model_are_found(testbed: ModuleType) -> None:

@@ -184,8 +184,8 @@ class MemoryBoundTable:
 class Launch:
     """launch_s: the least time a kernel takes on the device, however little it does.
 
-    issue_s: what the CPU needs to issue one of an eager training step: Python, modules and autograd are in it. On a GPU
-    the device works meanwhile. On a CPU it is what comes on top of a kernel's time. relative_error is that of both.
+    issue_s: what the CPU needs to issue one, where the device works while the CPU goes on; else a kernel's time holds
+    it already. relative_error is that of both.
     """
 
     launch_s: Positive
