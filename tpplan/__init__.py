@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tpplan.planner import solve as solve
     from tpplan.profile import HardwareProfile as HardwareProfile
     from tpplan.profile import load_profile as load_profile
+    from tpplan.reuse import Reuse as Reuse
     from tpplan.style import styles as styles
     from tpplan.trace import forward_inputs as forward_inputs
 
@@ -33,6 +34,7 @@ _HOME = {
     "Mesh": "mesh",
     "Plan": "plan",
     "Precision": "plan",
+    "Reuse": "reuse",
     "apply_plan": "apply",
     "cross_entropy": "losses",
     "forward_inputs": "trace",

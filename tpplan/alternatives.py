@@ -99,7 +99,10 @@ def why_not(problem: Problem, plan: Plan, pattern: str, style: str) -> Alternati
 
 
 def shadow_prices(problem: Problem) -> Iterator[Alternative]:
-    """The plan as it is, then those with one thing more each: memory, a link, a GPU or a node."""
+    """The plan as it is, then those with one thing more each: memory, a link, a GPU or a node, all GPUs again.
+
+    GPUs that would make the step slower, as those do among which the batch does not divide well, stay idle.
+    """
     cluster = problem.cluster
     profile = cluster.load_profile()
     limit = problem.options.get("memory_limit_bytes")
@@ -126,11 +129,18 @@ def shadow_prices(problem: Problem) -> Iterator[Alternative]:
         changes.append((f"one more GPU ({more.gpus})", {"cluster": more}))
     twice = replace(cluster, gpus=2 * cluster.gpus)
     changes.append((f"twice the GPUs ({twice.gpus})", {"cluster": twice}))
+    base: Plan | None = None
     for name, change in changes:
+        own, why = None, ""
         try:
-            yield Alternative(name=name, plan=problem.solve(prove=False, **change))
+            own = problem.solve(prove=False, **change)
         except _NONE as error:
-            yield Alternative(name=name, plan=None, problem=str(error))
+            why = str(error)
+        base = own if not change else base
+        has_more = "cluster" in change and change["cluster"].gpus > cluster.gpus
+        if has_more and base is not None and (own is None or own.predicted.step_time_s > base.predicted.step_time_s):
+            own = base
+        yield Alternative(name=name, plan=own, problem=why if own is None else "")
 
 
 def _with_links(profile: HardwareProfile, *, across_nodes: bool) -> HardwareProfile:

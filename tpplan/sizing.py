@@ -20,8 +20,8 @@ from tpplan.reuse import Reuse, Traced
 from tpplan.rules import Call
 from tpplan.units import FLOATING_DTYPES
 
-#: backward does two products for each of forward's, one for either operand's gradient
-_PRODUCTS = 3
+#: products that backward does for each of forward's, at most: one for the gradient of either operand
+_BACKWARD_PRODUCTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +118,9 @@ def _flop_of_a_sequence(reuse: Reuse) -> float:
 
 
 def model_flop(traced: Traced, executor: Executor) -> float:
-    """FLOP of a forward and a backward of all that was traced: three times those of forward's matmuls and attention.
+    """FLOP of a forward and a backward of all that was traced: matmuls and attention.
 
-    What no gradient flows through counts once.
+    Backward does as much as forward for each matrix operand that a gradient reaches, for attention twice.
     """
     total = 0.0
     for op in traced.graph.ops:
@@ -131,5 +131,6 @@ def model_flop(traced: Traced, executor: Executor) -> float:
             for kernel in kernels
             if isinstance(kernel, Attention | Matmul)
         )
-        total += flop * (_PRODUCTS if any(value.carries_gradient for value in call.results) else 1)
+        reached = sum(value.carries_gradient and len(value.shape) > 1 for value in call.operands)
+        total += flop * (1 + min(reached, _BACKWARD_PRODUCTS))
     return total

@@ -25,7 +25,7 @@ _BROKEN_PIPE = 141  # 128 + SIGPIPE
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a verb and returns its exit code; argparse itself exits with 2 on a wrong command line."""
     try:
-        args = _parser().parse_args(with_files(sys.argv[1:] if argv is None else argv))
+        args = _parse(with_files(sys.argv[1:] if argv is None else argv))
     except TpplanError as error:
         return _explain(error)
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="tpplan: %(message)s")
@@ -46,6 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("tpplan: this is a bug in tpplan: please report it with the lines above", file=sys.stderr)
         return 1
     return code
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments; a verb's free words may stand behind its options too, where argparse does not look for them."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(arguments)
+    takes_words = "words" in vars(args) and not any(word.startswith("-") for word in rest)
+    if rest and not takes_words:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.words += rest
+    return args
 
 
 def _explain(error: TpplanError) -> int:
