@@ -121,6 +121,7 @@ def test_differences_add_up(problem: Problem, plan: Plan) -> None:
 # A style instead
 
 
+@pytest.mark.long
 def test_why_not_is_the_best_plan_of_that_style_on_that_mesh(problem: Problem) -> None:
     own = problem.solve(tp=4, prove=False)
     for style in ("replicate", "columns"):
@@ -149,6 +150,7 @@ def test_options_are_those_that_the_plan_was_made_with(problem: Problem, plan: P
 # Shadow prices
 
 
+@pytest.mark.long
 def test_shadow_prices_are_what_a_better_machine_saves() -> None:
     """Every change is for the better, and each is what solving that problem gives."""
     tight = problem_of(eager_to_shard(intra_bytes_per_s=1e7), gpus=2, gpus_per_node=2)
@@ -274,6 +276,7 @@ def test_what_is_printed_fits_80_columns_and_is_what_json_says(
     assert prices[0]["saved_s"] == 0  # type: ignore[index]
 
 
+@pytest.mark.long
 def test_the_smallest_count_of_a_target_decides_the_exit_code(
     machine_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
