@@ -104,11 +104,12 @@ def layer_lines(plan: Plan, width: int) -> Iterator[Text]:
         yield Text(f"Tensors cross as {usual}{', but where another is named' if len(dtypes) > 1 else ''}.", style="dim")
 
 
-def layer_rows(plan: Plan, shows: Callable[[str], bool]) -> list[str]:
+def layer_rows(plan: Plan, shows: Callable[[str], bool], width: int) -> list[str]:
     """The table of the modules that `shows` accepts by name or pattern, its titles first; empty without any."""
     rows = [row for row in _rows(plan) if shows(row.key)]
-    lines = [_TITLES, *(line for entry in _entries(plan, rows, "") for line in _lines(entry))]
-    return _aligned(lines, 2) if rows else []
+    dtypes = Counter(crossing.dtype for row in rows for _, crossing in row.crossings if crossing.dtype not in _IDS)
+    entries = list(_entries(plan, rows, max(dtypes, key=lambda dtype: (dtypes[dtype], dtype), default="")))
+    return [line.plain for line in _side_by_side(entries, width) or _nested(entries)] if rows else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

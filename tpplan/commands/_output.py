@@ -16,7 +16,7 @@ _MIN_WIDTH = 40
 
 def print_lines(lines_of: Callable[[int], Sequence[str]]) -> None:
     """Writes lines to stdout, made for the terminal's width where there is one."""
-    sys.stdout.write("\n".join(lines_of(_width())) + "\n")
+    sys.stdout.write("\n".join(lines_of(terminal_width())) + "\n")
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
@@ -38,7 +38,8 @@ def folded(line: str, width: int) -> list[str]:
     return textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
 
 
-def _width() -> int:
+def terminal_width() -> int:
+    """Columns to print for: the terminal's, as far as they are readable."""
     columns = shutil.get_terminal_size(fallback=(DEFAULT_WIDTH, 0)).columns
     return max(_MIN_WIDTH, min(columns, _MAX_WIDTH))
 
@@ -48,5 +49,5 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
     if as_json:
         text = json.dumps(as_data(plan), indent=2, sort_keys=True) + "\n"
     else:
-        text = render(plan, width=_width(), color=sys.stdout.isatty())
+        text = render(plan, width=terminal_width(), color=sys.stdout.isatty())
     sys.stdout.write(text)

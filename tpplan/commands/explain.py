@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tpplan.commands._output import aligned, folded, print_lines
+from tpplan.commands._output import aligned, folded, print_lines, terminal_width
 from tpplan.commands._pins import add_pins, pins_of
 from tpplan.commands.solve import count
 from tpplan.errors import InfeasibleError, ModelError, UsageError
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     data: dict[str, object] = {}
     lines: list[str] = []
     if pattern is not None:
-        rows = layer_rows(plan, lambda module: _matches(plan, pattern, module))
+        rows = layer_rows(plan, lambda module: _matches(plan, pattern, module), terminal_width() - 2)
         if not rows:
             raise UsageError(f"{args.plan}: no module {pattern!r} owns parameters or converts what crosses it")
         data["modules"] = [" ".join(row.split()) for row in rows[1:]]
