@@ -224,13 +224,13 @@ def sharded(plan: Plan) -> set[str]:
     ("mix", "opaque", "reason", "gpus"),
     [
         (Hooked, "layers.*.mix.layer", "has a parameter with a gradient hook", 2),
-        pytest.param(Numbers, "layers.*.mix", "values, which depend on weights", RANKS, marks=pytest.mark.slow),
-        pytest.param(Hooked, "layers.*.mix.layer", "gradient hook", RANKS, marks=pytest.mark.slow),
-        pytest.param(Normed, None, "", RANKS, marks=pytest.mark.slow),
-        pytest.param(Picks, "layers.*.mix", "torch.cond", RANKS, marks=pytest.mark.slow),
-        pytest.param(Iterates, "layers.*.mix", "while_loop", RANKS, marks=pytest.mark.slow),
-        pytest.param(Scans, "layers.*.mix", "scan", RANKS, marks=pytest.mark.slow),
-        pytest.param(Maps, "layers.*.mix", "map", RANKS, marks=pytest.mark.slow),
+        pytest.param(Numbers, "layers.*.mix", "values, which depend on weights", RANKS, marks=pytest.mark.long),
+        pytest.param(Hooked, "layers.*.mix.layer", "gradient hook", RANKS, marks=pytest.mark.long),
+        pytest.param(Normed, None, "", RANKS, marks=pytest.mark.long),
+        pytest.param(Picks, "layers.*.mix", "torch.cond", RANKS, marks=pytest.mark.long),
+        pytest.param(Iterates, "layers.*.mix", "while_loop", RANKS, marks=pytest.mark.long),
+        pytest.param(Scans, "layers.*.mix", "scan", RANKS, marks=pytest.mark.long),
+        pytest.param(Maps, "layers.*.mix", "map", RANKS, marks=pytest.mark.long),
     ],
 )
 def test_what_runs_whole_equals_one_process(mix: type[nn.Module], opaque: str | None, reason: str, gpus: int) -> None:
@@ -245,7 +245,7 @@ def test_what_runs_whole_equals_one_process(mix: type[nn.Module], opaque: str | 
     check_equals_one_process(build, plan)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_data_ranks_that_pick_otherwise_reduce_alike() -> None:
     """Of the function of torch.cond that is not taken, torch gives zeros: every data rank has every gradient."""
 
@@ -259,7 +259,7 @@ def test_data_ranks_that_pick_otherwise_reduce_alike() -> None:
     check_equals_one_process(build, solve(build), seeds)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_flex_attention_runs_whole_forward() -> None:
     """torch has no backward of it on a CPU, in one process either: plans are proven, and the loss is compared."""
 
