@@ -129,10 +129,6 @@ WRONG = {
     "contiguous fused parts split": (call("aten.chunk.default", x(6, 12), 2, 1), "S(1) => S(1), S(1)"),
     "topk over a sharded dim": (call("aten.topk.default", x(6, 6), 2), "S(1) => S(1), R"),
     "roll over a sharded dim": (call("aten.roll.default", x(6, 6), [1], [0]), "S(0) => S(0)"),
-    "batch norm with a sharded batch": (
-        call("aten.batch_norm.default", x(6, 6, 4), None, None, None, None, True, 0.1, 1e-5, False),
-        "S(0) => S(0)",
-    ),
     "group norm with sharded channels": (call("aten.group_norm.default", x(6, 4, 6), 2), "S(1) => S(1)"),
     "the inner dim of a flattened pair": (call("aten.view.default", x(2, 6, 4), [12, 4]), "S(1) => S(0)"),
     "amax taken as partial": (call("aten.amax.default", x(6, 6), [0]), "S(0) => P"),

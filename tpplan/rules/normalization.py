@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-from tpplan.graph import Ref
 from tpplan.rules.call import Call, Strategy, op_rule
 from tpplan.rules.equation import einsum
 
@@ -22,18 +21,6 @@ def group_norm(call: Call) -> Iterable[Strategy]:
     rest = " ".join(("c", *(f"s{i}" for i in range(len(call.operands[0].shape) - 2))))
     affine = ", c" * (len(call.operands) - 1)
     return einsum(call, f"b {rest}{affine} -> b {rest}", whole=rest)
-
-
-@op_rule("aten.batch_norm.default", "aten.instance_norm.default")
-def channel_norm(call: Call) -> Iterable[Strategy]:
-    """b batch, c channels, each on its own over space, and batch norm over the batch. Running statistics are buffers,
-    whole and written to: where there are any, all is."""
-    if isinstance(call.argument(3, "running_mean"), Ref) or len(call.operands[0].shape) < 2:
-        return ()
-    space = " ".join(f"s{i}" for i in range(len(call.operands[0].shape) - 2))
-    affine = ", c" * (len(call.operands) - 1)
-    whole = f"b {space}" if call.target == "aten.batch_norm.default" else space
-    return einsum(call, f"b c {space}{affine} -> b c {space}", whole=whole)
 
 
 @op_rule("aten._weight_norm.default")
