@@ -52,7 +52,7 @@ def with_files(arguments: Sequence[str]) -> list[str]:
     """
     files = [
         argument.removeprefix(f"{_FILE}=") if argument != _FILE else following
-        for argument, following in zip(arguments, (*arguments[1:], ""), strict=True)
+        for argument, following in zip(arguments, (*arguments[1:], ""), strict=False)
         if argument == _FILE or argument.startswith(f"{_FILE}=")
     ]
     said = [word for file in files if file for word in _words(Path(file))]
