@@ -17,6 +17,7 @@ from tpplan.plan import (
     FsdpPlan,
     MeshPlan,
     ParameterPlan,
+    Pass,
     Plan,
     Precision,
     Prediction,
@@ -93,6 +94,8 @@ def handmade_plan(
             peak_memory_bytes=0.0,
             memory_limit_bytes=0.0,
             memory_bytes={},
+            peak_during=Pass.BACKWARD,
+            peak_module="<root>",
         ),
         solver=SolverReport(name="hand", status=Status.FEASIBLE, objective_s=0.0, bound_s=0.0, gap=0.0, meshes_tried=1),
         fingerprints=Fingerprints(

@@ -1,5 +1,6 @@
 """The command line: what it prints where, its exit codes, and what each mistake is told; nothing is left behind."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 from test_report import make_plan
 
 from tpplan.commands import main
-from tpplan.commands.solve import OPTIMIZERS, num_bytes
+from tpplan.commands.solve import num_bytes, optimizer
 from tpplan.errors import ModelError, TpplanError
 from tpplan.load import UserCodeError, load_model_file
 from tpplan.plan import Plan
@@ -147,10 +148,15 @@ def test_columns_set_the_width_where_there_is_no_terminal(
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
-def test_optimizers_are_those_that_are_priced() -> None:
-    from tpplan.formulate import OPTIMIZER_STATES
+@pytest.mark.parametrize("name", ["adamw", "adamw-fused", "sgd", "bytes:6", "bytes:0.5"])
+def test_optimizers_are_taken_by_name_or_by_bytes(name: str) -> None:
+    assert optimizer(name) == name
 
-    assert set(OPTIMIZERS) == set(OPTIMIZER_STATES)
+
+@pytest.mark.parametrize("name", ["adam", "bytes", "bytes:-1", "bytes:6GiB"])
+def test_another_optimizer_is_refused_with_those_there_are(name: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=rf"{name}.*adamw-fused.*bytes:N"):
+        optimizer(name)
 
 
 @pytest.mark.parametrize(("text", "size"), [("70GiB", 70 * 2**30), ("80 GB", 80e9), ("1.5gib", 1.5 * 2**30)])
@@ -352,7 +358,7 @@ def test_a_hugging_face_configuration_of_no_known_model(write: Write) -> None:
         (("--time-limit", "-1"), 2, "--time-limit"),
         (("--solver", "cplex"), 2, "invalid choice: 'cplex'"),
         (("--precision", "fp8"), 2, "invalid choice: 'fp8'"),
-        (("--optimizer", "lion"), 2, "invalid choice: 'lion'"),
+        (("--optimizer", "lion"), 2, "unknown optimizer 'lion'"),
         (("--colour",), 2, "unrecognized arguments: --colour"),
     ],
 )

@@ -113,6 +113,8 @@ EXAMPLE = Plan(
         peak_memory_bytes=1e9,
         memory_limit_bytes=2e9,
         memory_bytes={"parameters": 1e9},
+        peak_during=Pass.BACKWARD,
+        peak_module="<root>",
     ),
     solver=SolverReport(name="highs", status=Status.OPTIMAL, objective_s=0.5, bound_s=0.5, gap=0.0, meshes_tried=4),
     fingerprints=Fingerprints(parameters="sha256:1", graph="sha256:2", inputs={"tokens": "int64[2, 128]"}),

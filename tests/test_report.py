@@ -120,6 +120,8 @@ def make_plan(
             peak_memory_bytes=40.0 * GIB,
             memory_limit_bytes=80.0 * GIB,
             memory_bytes={"parameters": 10.0 * GIB, "saved activations": 30.0 * GIB},
+            peak_during=Pass.BACKWARD,
+            peak_module="<root>",
         ),
         solver=SolverReport(
             name="highs", status=Status.OPTIMAL, objective_s=0.5, bound_s=0.495, gap=0.01, meshes_tried=12
@@ -305,7 +307,7 @@ def test_parts_are_largest_first_with_their_share_and_zeros_left_out() -> None:
     text = " ".join(render(make_plan(), width=120).split())
     assert "500 ms +/- 50 ms" in text
     assert "compute 400 ms 80.0% ################ tensor-parallel collectives 100 ms 20.0% #### Predicted peak" in text
-    assert "40.00 GiB of 80.00 GiB: 50.0%, 40.00 GiB free" in text
+    assert "40.00 GiB of 80.00 GiB: 50.0%, 40.00 GiB free; most during backward, in <root>" in text
     assert "saved activations 30.00 GiB 37.5% of limit" in text
 
 

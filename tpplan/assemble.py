@@ -26,9 +26,10 @@ from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Repeat
 from tpplan.layout import Conversion, Layout, R, local_shape
 from tpplan.mesh import Axis
 from tpplan.patterns import ROOT, format_ranges
-from tpplan.plan import BoundaryPlan, CollectivePlan, CrossingPlan, FsdpPlan, ParameterPlan, Pass, Prediction
+from tpplan.plan import BoundaryPlan, CollectivePlan, CrossingPlan, FsdpPlan, ParameterPlan, Pass, Prediction, Recompute
 from tpplan.problem import total
 from tpplan.profile import Collective
+from tpplan.replay import peak_of
 from tpplan.rules import OPAQUE, Call, Strategy, draws, has_rule
 from tpplan.space import CROSS_ENTROPY, is_summand
 
@@ -290,25 +291,32 @@ class Expanded:
             gradient += elements * self.formulation.setting.master_bytes(value.dtype) * int(source.trainable)
         return compute, gradient
 
-    def prediction(self) -> Prediction:
-        """Seconds and bytes by part, from the expanded problem's own terms."""
+    @property
+    def modes(self) -> dict[str, Recompute]:
+        """The modules that the setting recomputes."""
+        setting = self.formulation.setting
+        return dict.fromkeys(setting.units, setting.recompute) if setting.recompute is not Recompute.NONE else {}
+
+    def prediction(self, modes: Mapping[str, Recompute] | None = None) -> Prediction:
+        """Seconds by part, from the expanded problem's own terms, and bytes, from its step gone through. `modes` are
+        the modules that are recomputed, if they are others than the setting's."""
         problem = self.formulation.problem
         everything = dict.fromkeys(self.formulation.space.deciders, 0)
         time: Counter[str] = Counter()
         for term in problem.objective:
             time[term.name] += term.value(everything)  # type: ignore[assignment]
-        memory: Counter[str] = Counter()
-        for term in problem.resources[0].terms:
-            memory[term.name] += round(term.value(everything))
+        peak = peak_of(self.formulation, self.modes if modes is None else modes)
         error, is_extrapolated = self._error(dict(time))
         return Prediction(
             step_time_s=float(sum(time.values())),
             step_time_error_s=error,
             is_extrapolated=is_extrapolated,
             time_s={name: float(seconds) for name, seconds in time.items()},
-            peak_memory_bytes=float(sum(memory.values())),
+            peak_memory_bytes=peak.num_bytes,
             memory_limit_bytes=self.formulation.setting.memory_limit_bytes,
-            memory_bytes={name: float(num_bytes) for name, num_bytes in memory.items()},
+            memory_bytes=peak.memory_bytes,
+            peak_during=peak.during,
+            peak_module=peak.module or ROOT,
         )
 
     def _error(self, time: Mapping[str, float]) -> tuple[float, bool]:

@@ -25,10 +25,11 @@ from tpplan.costs.issue import Lag, scaled, waiting
 from tpplan.costs.memory import activation_terms
 from tpplan.costs.regions import NO_REGIONS, Regions
 from tpplan.costs.table import StrategyTime, time_table
-from tpplan.errors import UsageError
 from tpplan.graph import Boundary, Source, within
 from tpplan.layout import Layout, LayoutKind
+from tpplan.ledger import BUFFERS, TRANSIENTS
 from tpplan.mesh import Axis, Mesh
+from tpplan.optimizers import optimizer_named
 from tpplan.plan import Precision, Recompute
 from tpplan.problem import Edge, Expression, Node, Problem, Resource, Term
 from tpplan.profile import Collective, Estimate, HardwareProfile
@@ -44,9 +45,6 @@ COMPUTE, TENSOR_PARALLEL, DATA_PARALLEL = "compute", "tensor-parallel collective
 TP_REDUCTION, OPTIMIZER = "tensor-parallel gradient reduction", "optimizer"
 FSDP_COPIES = "copies of FSDP"
 ACCUMULATION, ISSUE = "gradient accumulation", "waiting for the CPU"
-
-#: optimizer states per parameter element, in the parameter's own dtype
-OPTIMIZER_STATES = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
 
 #: prices that differ by less are the same
 TIE_TOLERANCE = 1e-9
@@ -175,7 +173,14 @@ class Formulation:
             ),
             edges=tuple(dict.fromkeys(self._edges())),
             objective=tuple(self._objective()),
-            resources=(Resource(name="memory", terms=tuple(self._memory()), limit=self.setting.memory_limit_bytes),),
+            resources=(
+                Resource(name="memory", terms=tuple(self._memory()), limit=self.setting.memory_limit_bytes),
+                Resource(
+                    name="memory of the optimizer's step",
+                    terms=tuple(self._step_memory()),
+                    limit=self.setting.memory_limit_bytes,
+                ),
+            ),
         )
 
     def strategy(self, choice: Mapping[str, int], decision: str) -> Strategy:
@@ -301,10 +306,13 @@ class Formulation:
 
     def _optimizer(self) -> Iterator[Term]:
         """Reads parameter, gradient and states, writes parameter and states."""
-        moved = 3 + 2 * self._states()
         rate = self.setting.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
-        for expression in self._parameter_bytes(self._gradient_bytes):
-            yield Term(name=OPTIMIZER, expressions=(expression,), weight=moved * rate / self.shards)
+
+        def moved(source: Source) -> float:
+            return 3 * self._gradient_bytes(source) + 2 * self._state_bytes(source)
+
+        for expression in self._parameter_bytes(moved):
+            yield Term(name=OPTIMIZER, expressions=(expression,), weight=rate / self.shards)
 
     def overlaps(self) -> Iterator[Beside]:
         """FSDP's collectives, each with the compute that it runs beside; nothing runs beside the root's."""
@@ -387,15 +395,37 @@ class Formulation:
     # Memory
 
     def _memory(self) -> Iterator[Term]:
+        """At least the peak of what is chosen (tpplan.replay): as if all that lasts were there at once, and beside it
+        the most that anything makes for a while."""
+        yield from self._resting_memory()
+        yield from self.priced.activations
+        if self.mesh.tp > 1:
+            everything = sum(map(self._gradient_bytes, self.space.graph.parameters)) / self.shards
+            bucket = Expression(constant=min(everything, float(BUCKET_BYTES)))
+            yield Term(name=BUFFERS, expressions=(bucket,))
+        if self.uses_fsdp:
+            yield from self._unsharded()
+
+    def _resting_memory(self) -> Iterator[Term]:
+        """What is there between steps, and gradients."""
         for expression in self._parameter_bytes(self._master):
             yield Term(name="parameters", expressions=(expression,), weight=1 / self.shards)
         for expression in self._parameter_bytes(self._gradient_bytes):
             yield Term(name="gradients", expressions=(expression,), weight=1 / self.shards)
-            if self._states():
-                yield Term(name="optimizer states", expressions=(expression,), weight=self._states() / self.shards)
-        yield from self.priced.activations
-        if self.uses_fsdp:
-            yield from self._unsharded()
+        for expression in self._parameter_bytes(self._state_bytes):
+            yield Term(name="optimizer states", expressions=(expression,), weight=1 / self.shards)
+
+    def _step_memory(self) -> Iterator[Term]:
+        """The optimizer's temporaries, when activations are gone."""
+        optimizer = optimizer_named(self.setting.optimizer)
+        yield from self._resting_memory()
+        if optimizer.of_all:
+            for expression in self._parameter_bytes(self._gradient_bytes):
+                yield Term(name=TRANSIENTS, expressions=(expression,), weight=optimizer.of_all / self.shards)
+        if optimizer.of_largest:
+            each = (self._bytes_expression([source], self._gradient_bytes) for source in self.space.graph.parameters)
+            expressions = tuple(dict.fromkeys(each))
+            yield Term(name=TRANSIENTS, expressions=expressions, weight=optimizer.of_largest / self.shards)
 
     def _unsharded(self) -> Iterator[Term]:
         """The root stays gathered; of the other units the current and the prefetched; one unit's gradients."""
@@ -431,13 +461,13 @@ class Formulation:
         """Ranks that share a parameter beyond tp."""
         return self.mesh.shard
 
-    def _states(self) -> int:
-        try:
-            return OPTIMIZER_STATES[self.setting.optimizer]
-        except KeyError:
-            raise UsageError(
-                f"unknown optimizer {self.setting.optimizer!r}; known: {', '.join(OPTIMIZER_STATES)}"
-            ) from None
+    def _state_bytes(self, source: Source) -> float:
+        """Of the optimizer."""
+        value = self.space.graph.values[source.result]
+        width = self.setting.master_bytes(value.dtype)
+        return (
+            value.num_elements * optimizer_named(self.setting.optimizer).bytes_per_element(width) * _trainable(source)
+        )
 
     def _master(self, source: Source) -> float:
         value = self.space.graph.values[source.result]

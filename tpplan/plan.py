@@ -185,7 +185,11 @@ class CollectivePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Predicted seconds per optimizer step and bytes per GPU, by part. error_s is one standard deviation."""
+    """Predicted seconds per optimizer step and bytes per GPU, by part. error_s is one standard deviation.
+
+    memory_bytes is what lives at the peak: in the pass `peak_during`, when something of the module `peak_module` runs
+    ("<root>" is the model itself).
+    """
 
     step_time_s: Amount
     step_time_error_s: Amount
@@ -194,6 +198,8 @@ class Prediction:
     peak_memory_bytes: Amount
     memory_limit_bytes: Amount
     memory_bytes: Mapping[str, Amount]
+    peak_during: Pass
+    peak_module: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tpplan.assemble import Expanded, expand
 from tpplan.errors import SolverError
 from tpplan.formulate import Formulation
 from tpplan.graph import ModelGraph
@@ -24,7 +25,7 @@ from tpplan.patterns import ROOT
 from tpplan.pins import parse_pins
 from tpplan.plan import Compile, OpaquePlan, Plan, Precision, Recompute, SolverReport, check_parameters
 from tpplan.pricing import price_plan
-from tpplan.problem import Status, total
+from tpplan.problem import Status
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.reuse import Reuse
 from tpplan.search import search
@@ -101,8 +102,8 @@ class Priced:
 
     @property
     def peak_bytes(self) -> float:
-        """Predicted peak memory of a rank."""
-        return total(self.formulation.problem.resources[0].terms, self.choice)
+        """Predicted peak memory of a rank, without slack."""
+        return Expanded(formulation=expand(self.formulation, self.choice)).prediction().peak_memory_bytes
 
 
 def price_mesh(

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from tpplan.assemble import Expanded
 from tpplan.costs.compute import Executor
 from tpplan.costs.issue import waiting_s
-from tpplan.costs.memory import SAVED
 from tpplan.errors import PlanMismatchError
 from tpplan.formulate import ISSUE, TENSOR_PARALLEL, Formulation, Setting, price_space
 from tpplan.graph import ModelGraph, within
@@ -24,8 +23,8 @@ from tpplan.rules import Strategy
 from tpplan.space import Reading, build_space
 from tpplan.typecheck import Mistyped, implied_strategies
 
-#: parts of a prediction that only a plan with recomputation has
-RECOMPUTATION, REMADE = "recomputation", "remade activations"
+#: a part of the time that only a plan with recomputation has
+RECOMPUTATION = "recomputation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +43,13 @@ def price_plan(
     """Prices a plan that types on the graph. Raises PlanMismatchError for another, with what does not fit, and
     ProfileError for what the profile does not cover. `executor` knows the graph's opaque modules."""
     expanded = Expanded(formulation=_fixed(graph, plan, profile, gpus_per_node, executor or Executor()))
+    modes = plan.recomputed_modules()
     priced = Priced(
-        predicted=expanded.prediction(),
+        predicted=expanded.prediction(modes),
         collectives=expanded.collectives(),
         unruled_ops=expanded.unruled_ops(),
         opaque_seconds=expanded.opaque_seconds(),
     )
-    modes = plan.recomputed_modules()
     return _with_reruns(priced, expanded.formulation, rerun(expanded.formulation, modes), plan) if modes else priced
 
 
@@ -95,9 +94,9 @@ def _fixed(
 
 
 def _with_reruns(priced: Priced, formulation: Formulation, again: Rerun, plan: Plan) -> Priced:
-    """The prices with what recomputation adds and frees. What runs again is as uncertain as what ran."""
+    """The prices with what recomputation adds. What runs again is as uncertain as what ran."""
     steps, before = plan.batch.accumulation_steps, priced.predicted
-    time_s, memory_bytes = dict(before.time_s), dict(before.memory_bytes)
+    time_s = dict(before.time_s)
     time_s[RECOMPUTATION] = steps * again.compute.seconds
     time_s[TENSOR_PARALLEL] = time_s.get(TENSOR_PARALLEL, 0.0) + steps * again.collectives.seconds
     if (issue_s := formulation.setting.profile.issue_s) is not None:
@@ -105,16 +104,12 @@ def _with_reruns(priced: Priced, formulation: Formulation, again: Rerun, plan: P
         behind = issue_s * again.kernels - (again.compute + again.collectives).seconds
         time_s[ISSUE] = waiting_s(sum(lag.forward[0] for lag in lags), sum(lag.both[0] for lag in lags) + behind, steps)
     step_time_s = sum(time_s.values())
-    memory_bytes[SAVED] = memory_bytes.get(SAVED, 0.0) - again.freed_bytes
-    memory_bytes[REMADE] = again.remade_bytes
     predicted = replace(
         before,
         step_time_s=step_time_s,
         step_time_error_s=before.step_time_error_s * step_time_s / before.step_time_s,
         is_extrapolated=before.is_extrapolated or again.compute.extrapolated or again.collectives.extrapolated,
         time_s=time_s,
-        peak_memory_bytes=sum(memory_bytes.values()),
-        memory_bytes=memory_bytes,
     )
     return replace(priced, predicted=predicted, collectives=with_repeats(priced.collectives, again, plan))
 

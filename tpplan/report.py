@@ -16,7 +16,7 @@ from rich.text import Text
 from tpplan.errors import PlanError
 from tpplan.layer_table import layer_lines
 from tpplan.mesh import Axis
-from tpplan.plan import CollectivePlan, Compile, Pass, Plan, Precision, ProofStatus, Recompute
+from tpplan.plan import CollectivePlan, Compile, Pass, Plan, Precision, Prediction, ProofStatus, Recompute
 from tpplan.units import DTYPE_BYTES, GIB, format_bytes, format_seconds
 
 #: columns of a text that no terminal shows
@@ -210,9 +210,16 @@ def _memory(plan: Plan) -> Iterator[RenderableType]:
     share = predicted.peak_memory_bytes / limit if limit else 0.0
     yield Text(
         f"{gib(predicted.peak_memory_bytes)} of {gib(limit)}: {share:.1%}, "
-        f"{gib(limit - predicted.peak_memory_bytes)} free"
+        f"{gib(limit - predicted.peak_memory_bytes)} free; {_moment(predicted)}"
     )
     yield _parts(predicted.memory_bytes, limit, "of limit", gib)
+
+
+def _moment(predicted: Prediction) -> str:
+    """When and where there is most."""
+    if predicted.peak_during is Pass.STEP:
+        return "most during the optimizer's step"
+    return f"most during {predicted.peak_during}, in {predicted.peak_module}"
 
 
 def _parts(parts: Mapping[str, float], whole: float, share_title: str, text_of: Callable[[float], str]) -> Table:

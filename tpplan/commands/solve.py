@@ -15,6 +15,7 @@ from tpplan.commands._progress import bars
 from tpplan.errors import ModelError, PlanError, UsageError
 from tpplan.load import ModelSpec, load_model_file
 from tpplan.mesh import meshes
+from tpplan.optimizers import OPTIMIZERS, optimizer_named
 from tpplan.plan import Plan, Precision, Recompute
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.solvers import SOLVERS
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
     from tpplan.alternatives import Kind
 
-#: tpplan.formulate.OPTIMIZER_STATES says the same, behind an import of torch
-OPTIMIZERS = ("adamw", "sgd-momentum", "sgd")
 #: the longest name of a stage of planning
 STAGE_COLUMNS = 6
 _SIZE_UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -87,7 +86,13 @@ def add_training(group: "argparse._ArgumentGroup") -> None:
         help="FSDP's layers: resharded after forward (3, default) or kept",
     )
     group.add_argument("--compile", action="store_true", help="price elementwise ops as torch.compile fuses them")
-    group.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")
+    group.add_argument(
+        "--optimizer",
+        type=optimizer,
+        default="adamw",
+        metavar="NAME",
+        help=f"{', '.join(OPTIMIZERS)}, or bytes:N for N bytes of states per parameter (default: adamw)",
+    )
 
 
 def add_search(group: "argparse._ArgumentGroup") -> None:
@@ -217,6 +222,15 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
     return int(text)
+
+
+def optimizer(text: str) -> str:
+    """The name of an optimizer that memory is known of. Raises argparse.ArgumentTypeError for another."""
+    try:
+        optimizer_named(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def seconds(text: str) -> float:

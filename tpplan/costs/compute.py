@@ -66,7 +66,7 @@ class Execution:
     results; `saved_bytes`: of tensors that are neither (statistics, masks, log-probabilities).
 
     `forward_bytes` are the most that forward held besides what it leaves behind, `backward_bytes` the most that
-    backward held, the gradients of results and operands among them.
+    backward held, the gradients of results and operands among them. `gradients` are those of operands.
     """
 
     forward: tuple[Kernel, ...]
@@ -76,6 +76,15 @@ class Execution:
     saved_bytes: int
     forward_bytes: int
     backward_bytes: int
+    gradients: tuple["Gradient | None", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """An operand's gradient: its bytes, and whether its memory is that of a result's gradient."""
+
+    num_bytes: int
+    is_view: bool
 
 
 _VIEW_LIKE = frozenset({"aten.empty_like.default", "aten.new_empty.default", "aten.empty.memory_format",
@@ -319,14 +328,26 @@ def _run(
         log.restart()
         results = [tensor for tensor in _tensors(output) if tensor.requires_grad]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        gradients: tuple[Gradient | None, ...] = ()
         if carries and results and wanted:
             with log:
-                torch.autograd.grad(results, wanted, [torch.empty_like(r) for r in results], allow_unused=True)
+                given = [torch.empty_like(result) for result in results]
+                found = iter(torch.autograd.grad(results, wanted, given, allow_unused=True))
+            gradients = tuple(_gradient(next(found), given) if leaf.requires_grad else None for leaf in leaves)
     except Exception as error:
         shown = ", ".join(f"{value.dtype}{list(shape)}" for value, shape in zip(call.operands, shapes, strict=True))
         raise ModelError(f"{call.target} on ({shown}) cannot be costed on meta tensors: {error}") from error
     execution = _execution(forward, tuple(log.kernels), saved, operands, list(_tensors(output)))
-    return replace(execution, forward_bytes=forward_bytes, backward_bytes=log.peak_bytes - left_bytes)
+    backward_bytes = log.peak_bytes - left_bytes
+    return replace(execution, forward_bytes=forward_bytes, backward_bytes=backward_bytes, gradients=gradients)
+
+
+def _gradient(found: torch.Tensor | None, given: list[torch.Tensor]) -> Gradient | None:
+    if found is None:
+        return None
+    storage = found.untyped_storage()
+    is_view = any(tensor.untyped_storage()._cdata == storage._cdata for tensor in given)
+    return Gradient(storage.nbytes(), is_view)
 
 
 def _counting_as(call: Call) -> contextlib.AbstractContextManager[None]:
@@ -391,9 +412,9 @@ def _callable(call: Call, strategy: Strategy) -> Callable[..., Any]:
         case "tpplan.cross_entropy.default" if strategy.operands[0].kind is LayoutKind.SHARD:
             return _sharded_cross_entropy
         case "aten.scaled_dot_product_attention.default":
-            return _fused_attention
+            return fused_attention
         case "aten.rms_norm.default":
-            return _fused_rms_norm
+            return fused_rms_norm
         case target if target in GROUPED_PRODUCTS:
             return _grouped_product
     return _operator(call)
@@ -405,7 +426,7 @@ def _operator(call: Call) -> Callable[..., Any]:
     return operator
 
 
-def _fused_attention(
+def fused_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -428,7 +449,7 @@ def _fused_attention(
     ]
 
 
-def _fused_rms_norm(
+def fused_rms_norm(
     x: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
     """GPUs run one kernel each way (aten._fused_rms_norm); it moves what layer norm's kernel moves."""

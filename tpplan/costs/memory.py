@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tpplan.costs.compute import Executor, whole_strategy
+from tpplan.costs.moves import backward_move, forward_move
 from tpplan.costs.regions import NO_REGIONS, Regions
 from tpplan.graph import Boundary, Op, SourceKind, Value
 from tpplan.layout import Conversion, Layout, local_shape
+from tpplan.ledger import BUFFERS
 from tpplan.problem import Expression, Term
 from tpplan.rules import Call, Strategy
 from tpplan.space import Reading, Space, reading_conversion
@@ -20,6 +22,8 @@ from tpplan.units import DTYPE_BYTES
 
 #: parts of the peak
 SAVED, LARGEST_OP, SOURCES = "saved activations", "largest op", "inputs and buffers"
+#: gradients of activations that wait at once for their producers
+PASSING = 2.0
 
 
 def local_bytes(value: Value, layout: Layout, tp: int) -> int:
@@ -69,7 +73,8 @@ def activation_terms(space: Space, executor: Executor, regions: Regions = NO_REG
         Term(name=SAVED, expressions=_kept(space, segments, alike[0]), weight=float(sum(map(is_there, alike))))
         for alike in kinds.values()
     ]
-    return (*terms, *_extra_terms(space, executor, regions), _largest_op(space, executor), _sources(space))
+    passing = (_largest_op(space, executor), _largest_move(space), _gradients_passing(space))
+    return (*terms, *_extra_terms(space, executor, regions), *passing, _sources(space))
 
 
 def _crosses(space: Space, segments: dict[str, _Segment], regions: Regions, boundary: str) -> bool:
@@ -101,6 +106,43 @@ def _largest_op(space: Space, executor: Executor) -> Term:
         )
         expressions.append(Expression(terms=((name, vector),)))
     return Term(name=LARGEST_OP, expressions=tuple(expressions) or (Expression(),))
+
+
+def _largest_move(space: Space) -> Term:
+    """What a conversion holds while it runs, forward or backward, and a reading of a parameter likewise."""
+    expressions = []
+    for name in space.members:
+        match space.deciders[name]:
+            case Op():
+                continue
+            case Boundary(operand=moved):
+                conversions = [Conversion(s.operands[0], s.results[0]) for s in space.strategies[name]]
+            case Reading(parameter=parameter):
+                moved = parameter.result
+                conversions = [reading_conversion(s) for s in space.strategies[name]]
+        vector = tuple(_moved_bytes(conversion, space.graph.values[moved], space.tp) for conversion in conversions)
+        if any(vector):
+            expressions.append(Expression(terms=((name, vector),)))
+    return Term(name=BUFFERS, expressions=tuple(expressions) or (Expression(),))
+
+
+def _moved_bytes(conversion: Conversion, value: Value, tp: int) -> float:
+    forward, backward = (
+        move(conversion, value.shape, value.dtype, tp).held_bytes for move in (forward_move, backward_move)
+    )
+    return float(max(forward, backward * value.carries_gradient))
+
+
+def _gradients_passing(space: Space) -> Term:
+    """Gradients of values that wait while others are computed: of a residual beside its branch, say."""
+    expressions = []
+    for name in space.members:
+        decider = space.deciders[name]
+        if isinstance(decider, Boundary) and space.graph.values[decider.operand].carries_gradient:
+            value = space.graph.values[decider.operand]
+            vector = tuple(float(local_bytes(value, s.operands[0], space.tp)) for s in space.strategies[name])
+            expressions.append(Expression(terms=((name, vector),)))
+    return Term(name=LARGEST_OP, expressions=tuple(expressions) or (Expression(),), weight=PASSING)
 
 
 def _held_bytes(call: Call, strategy: Strategy, parameters: set[str], tp: int, executor: Executor) -> float:

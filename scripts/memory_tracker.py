@@ -1,0 +1,158 @@
+"""Runs one rank's step of a plan on fake tensors, under torch's FSDPMemTracker (MemTracker where nothing is FSDP's).
+
+Nothing is computed and nothing is sent: the process group is fake, and so are the tensors. They stand for a CPU's, on
+which torch would decompose attention and RMS norm; the kernels of a GPU run in their place, as tpplan prices them.
+
+FSDPMemTracker reads high: its own wrapper of a unit's post-backward holds the last parameter's gradient in a variable
+while FSDP frees it. `Tracker` is FSDPMemTracker without that; both numbers are given.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType, _FSDPState
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.fsdp import FSDPModule
+
+# Importing it registers the backend.
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import tpplan
+from tpplan import draws
+from tpplan.costs.compute import fused_attention, fused_rms_norm
+from tpplan.plan import Plan, Precision
+
+Inputs = Mapping[str, Any]
+#: (outputs, inputs) -> the scalar from which backward starts
+Loss = Callable[[Any, Inputs], Tensor]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+OPTIMIZERS: Mapping[str, MakeOptimizer] = {
+    "adamw": torch.optim.AdamW,
+    "adamw-foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+    "sgd": torch.optim.SGD,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tracked:
+    """Peaks of a step in bytes: the tracker's, and that of torch's own as it is (None without FSDP, where it is the
+    same)."""
+
+    peak_bytes: int
+    as_it_is_bytes: int | None
+    parts: Mapping[str, int]
+
+
+class Tracker(FSDPMemTracker):
+    """FSDPMemTracker whose wrapper of post-backward holds no gradient."""
+
+    def _fsdp_param_group_post_backward(self, fsdp_mod: Any, orig_fsdp_param_group_post_backward: Any) -> Any:
+        def post_backward(*args: Any, **kwargs: Any) -> None:
+            self._label(fsdp_mod, "_unsharded_param", _FSDPRefType.UNSHARDED_GRAD)
+            self._fsdp_state = _FSDPState.POST_BW
+            orig_fsdp_param_group_post_backward(*args, **kwargs)
+            self._label(fsdp_mod, "sharded_param", _FSDPRefType.SHARDED_GRAD)
+
+        return post_backward
+
+    def _label(self, fsdp_mod: Any, attribute: str, part: _FSDPRefType) -> None:
+        for parameter in fsdp_mod._get_fsdp_state()._fsdp_param_group.fsdp_params:
+            gradient = getattr(getattr(parameter, attribute, None), "grad", None)
+            if gradient is not None:
+                self._update_and_maybe_create_winfos(gradient, part)
+
+
+@contextlib.contextmanager
+def fake_group(ranks: int) -> Iterator[None]:
+    """This process as rank 0 of so many, none of which is there."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def gpu_kernels() -> Iterator[None]:
+    """Attention and RMS norm as one kernel each; a rank's own random state needs a seed, which no fake tensor has."""
+    attention = patch.object(F, "scaled_dot_product_attention", fused_attention)
+    with attention, patch.object(F, "rms_norm", fused_rms_norm), patch.object(draws, "_next_seed", lambda: 0):
+        yield
+
+
+def track(build_model: Callable[[], nn.Module], inputs: Inputs, loss: Loss, plan: Plan) -> Tracked:
+    """The peak of a step with the plan applied: its micro-batches, all alike, and the optimizer. A step before it, in
+    which states are made, is not looked at."""
+    with fake_group(plan.mesh.num_gpus), gpu_kernels():
+        with torch.device("meta"):
+            model = build_model()
+        model = tpplan.apply_plan(model, plan)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            model.to_empty(device="cpu")
+            faked = {name: _given(v, plan, mode) if isinstance(v, Tensor) else v for name, v in inputs.items()}
+            optimizer = OPTIMIZERS[plan.optimizer](model.parameters())
+            _step(model, faked, loss, plan, optimizer, None)
+            if not isinstance(model, FSDPModule):
+                plain = MemTracker()
+                plain.track_external(model, optimizer, *_tensors(faked))
+                return _tracked(plain, None, model, faked, loss, plan, optimizer)
+            as_it_is = FSDPMemTracker(model, optimizer)
+            tracker = Tracker(model, optimizer)
+            for one in (as_it_is, tracker):
+                one.track_inputs(tuple(_tensors(faked)))
+            known = _tracked(as_it_is, None, model, faked, loss, plan, optimizer).peak_bytes
+            return _tracked(tracker, known, model, faked, loss, plan, optimizer)
+
+
+def _given(tensor: Tensor, plan: Plan, mode: FakeTensorMode) -> Tensor:
+    """An input as the plan's precision takes it."""
+    is_cast = plan.precision is Precision.BF16 and tensor.dtype == torch.float32
+    return mode.from_tensor(tensor.to(torch.bfloat16) if is_cast else tensor)
+
+
+def _tensors(inputs: Inputs) -> list[Tensor]:
+    return [value for value in inputs.values() if isinstance(value, Tensor)]
+
+
+def _tracked(
+    tracker: MemTracker,
+    as_it_is_bytes: int | None,
+    model: nn.Module,
+    inputs: Inputs,
+    loss: Loss,
+    plan: Plan,
+    optimizer: torch.optim.Optimizer,
+) -> Tracked:
+    with tracker:
+        _step(model, inputs, loss, plan, optimizer, tracker)
+    (snapshot,) = tracker.get_tracker_snapshot("peak").values()
+    parts = {str(getattr(kind, "value", kind)): count for kind, count in snapshot.items() if count}
+    return Tracked(peak_bytes=parts.pop("Total"), as_it_is_bytes=as_it_is_bytes, parts=parts)
+
+
+def _step(
+    model: nn.Module,
+    inputs: Inputs,
+    loss: Loss,
+    plan: Plan,
+    optimizer: torch.optim.Optimizer,
+    tracker: MemTracker | None,
+) -> None:
+    count = plan.batch.accumulation_steps
+    for i in range(count):
+        if tracker is not None:
+            tracker.reset_mod_stats()  # it takes one call of the model otherwise
+        with contextlib.nullcontext() if i == count - 1 else tpplan.no_sync(model):
+            (loss(model(**tpplan.forward_inputs(model, inputs)), inputs) / count).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)

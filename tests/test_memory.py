@@ -1,0 +1,149 @@
+"""Predicted peaks: of a step that can be counted by hand, and those that torch's tracker sees on one rank."""
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tpplan
+from tpplan import assemble, replay
+from tpplan.errors import UsageError
+from tpplan.formulate import Formulation
+from tpplan.ledger import Ledger, Peak, Piece
+from tpplan.optimizers import optimizer_named
+from tpplan.plan import Pass, Plan, Recompute
+from tpplan.problem import total
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+CLUSTER = tpplan.Cluster(gpus=1, gpus_per_node=1, profile="cpu-gloo")
+ROWS, WIDTH = 64, 32
+PRODUCT = WIDTH * WIDTH * 4
+ACTIVATION = ROWS * WIDTH * 4
+
+
+@contextmanager
+def scripts() -> Iterator[None]:
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(SCRIPTS))
+
+
+with scripts():
+    memory, memory_models = (importlib.import_module(name) for name in ("memory", "memory_models"))
+
+
+class Products(nn.Module):
+    """Three products, nothing between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x))).sum()
+
+
+def solved(optimizer: str, rows: int = ROWS, micro_batches: int = 1) -> Plan:
+    return tpplan.solve(
+        Products,
+        lambda batch, seq_len: {"x": torch.zeros(batch, WIDTH)},
+        cluster=CLUSTER,
+        global_batch=rows * micro_batches,
+        micro_batch=rows,
+        seq_len=1,
+        precision="fp32",
+        optimizer=optimizer,
+        prove=False,
+    )
+
+
+def test_without_states_most_is_held_in_backward() -> None:
+    """At the second product: the gradients of its result and its operand, its weight's beside the third's; kept are its
+    operand and what the first one's backward wants, which is an input."""
+    predicted = solved("sgd").predicted
+    assert (predicted.peak_during, predicted.peak_module) == (Pass.BACKWARD, "second")
+    parts = dict(predicted.memory_bytes)
+    assert parts.pop("parameters") == 3 * PRODUCT
+    assert parts.pop("inputs and buffers") == ACTIVATION
+    assert parts.pop("saved activations") == ACTIVATION
+    assert parts.pop("gradients") == PRODUCT
+    assert parts.pop("transients") == pytest.approx(2 * ACTIVATION + PRODUCT, abs=8)
+    assert not parts
+
+
+def test_temporaries_of_the_optimizer_count_where_they_are_the_most() -> None:
+    """Of all parameters at once, or of the largest."""
+    foreach, each, fused = (solved(name, rows=1).predicted for name in ("adamw-foreach", "adamw", "adamw-fused"))
+    lasting = (3 + 3 + 6) * PRODUCT + WIDTH * 4
+    assert (foreach.peak_memory_bytes, foreach.peak_during) == (lasting + 3 * PRODUCT, Pass.STEP)
+    assert (each.peak_memory_bytes, each.peak_during) == (lasting + 2 * PRODUCT, Pass.STEP)
+    assert lasting <= fused.peak_memory_bytes < lasting + PRODUCT
+
+
+def test_states_may_be_given_in_bytes() -> None:
+    assert solved("bytes:6").predicted.memory_bytes["optimizer states"] == 3 * WIDTH * WIDTH * 6
+    with pytest.raises(UsageError, match=r"unknown optimizer 'adam'.*adamw-fused.*bytes:N"):
+        optimizer_named("adam")
+
+
+def test_a_second_micro_batch_meets_the_gradients_of_the_first() -> None:
+    one, two = (solved("sgd", micro_batches=count).predicted for count in (1, 2))
+    assert two.memory_bytes["gradients"] == 3 * PRODUCT
+    assert two.peak_memory_bytes > one.peak_memory_bytes
+
+
+def test_a_piece_counts_while_somebody_holds_it() -> None:
+    ledger = Ledger()
+    piece = ledger.hold(Piece("a", 3.0))
+    ledger.hold(piece)
+    ledger.drop(piece)
+    ledger.pass_by({"b": 2.0})
+    ledger.drop(piece)
+    assert ledger.live_bytes == 0
+    assert ledger.peak is not None
+    assert dict(ledger.peak.memory_bytes) == {"a": 3.0, "b": 2.0}
+
+
+SMALL: dict[str, Any] = {
+    "gpt": lambda: dataclasses.replace(
+        memory_models.MODELS["gpt example"](), build_model=memory_models.gpt.build_model, batch=2, seq_len=128
+    ),
+}
+
+
+@pytest.mark.slow
+def test_the_constraint_is_never_below_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On layouts as they come, with little and with much beside the parameters."""
+    seen: list[tuple[float, float]] = []
+
+    def noting(formulation: Formulation, modes: Mapping[str, Recompute]) -> Peak:
+        peak = replay.peak_of(formulation, modes)
+        choice = dict.fromkeys(formulation.space.deciders, 0)
+        seen.append((max(total(r.terms, choice) for r in formulation.problem.resources), peak.num_bytes))
+        return peak
+
+    monkeypatch.setattr(assemble, "peak_of", noting)
+    for rows in (4, 4096):
+        for way in memory.WAYS.values():
+            subject = dataclasses.replace(memory_models.MODELS["mlp example"](), batch=rows)
+            memory.planned(subject, way, prove=False)
+    assert len(seen) == 2 * len(memory.WAYS)
+    assert all(bound >= peak for bound, peak in seen)
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow) for way in memory.WAYS])
+def test_the_peak_is_the_tracked_one(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MODELS", SMALL)
+    row = memory.compare("gpt", way)
+    assert -memory.ROUNDING <= row.error <= memory.NINE_TENTHS_BAR
+    as_it_is = row.tracked.as_it_is_bytes
+    assert as_it_is is None or as_it_is >= row.tracked.peak_bytes
