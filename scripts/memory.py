@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coverage_models import UNUSED_OUTPUTS, machine
+from coverage_machine import GPUS_PER_NODE, machine
+from coverage_models import UNUSED_OUTPUTS
 from memory_models import MODELS, Subject
 from memory_tracker import Tracked, track
 from rich.console import Console
@@ -39,7 +40,6 @@ NEVER_BELOW, MEDIAN_BAR, NINE_TENTHS_BAR = 0.0, 0.05, 0.10
 #: a tracker counts to the byte what a plan counts in bytes per part; a few scalars (a loss, a step count) are less
 ROUNDING = 1e-4
 SEQUENCE_DIM = 1
-GPUS_PER_NODE = 8
 
 
 def keeps_sequences_whole(graph: ModelGraph) -> Callable[[str, Strategy], bool]:
