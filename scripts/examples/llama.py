@@ -176,6 +176,22 @@ def llama3_70b() -> Llama:
     )
 
 
+def llama3_405b() -> Llama:
+    """Llama 3 405B; build it under torch.device("meta") to plan. [Grattafiori et al. 2024, table 3]"""
+    return Llama(
+        Config(
+            num_layers=126,
+            model_dim=16_384,
+            hidden_dim=53_248,
+            num_heads=128,
+            num_kv_heads=8,
+            vocab_size=128_256,
+            max_seq_len=8192,
+            rope_theta=500_000.0,
+        )
+    )
+
+
 def example_inputs(batch: int, seq_len: int, seed: int = 0) -> dict[str, Tensor]:
     """Random bytes as tokens [B, T], and as targets [B, T] the byte after each; forward takes `tokens` alone."""
     generator = torch.Generator().manual_seed(seed)
