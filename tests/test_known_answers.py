@@ -98,15 +98,15 @@ def residual_is_sharded(plan: Plan) -> bool:
 
 def test_planner_turns_to_sequence_parallelism_when_activations_bind() -> None:
     """Where a collective's latency is what costs, one all-reduce beats a gather and a scatter, until memory binds."""
-    profile = machine(flop_per_s=1e11, hbm_bytes_per_s=1e13, launch_s=1e-9, intra_bytes_per_s=1e9, latency_s=1e-4)
-    options = {"gpus": 4, "tp": 4, "builder": wide_llama(), "global_batch": 1, "micro_batch": 1, "seq_len": 128}
+    profile = machine(flop_per_s=1e11, hbm_bytes_per_s=1e13, launch_s=1e-9, intra_bytes_per_s=1e9, latency_s=1e-3)
+    options = {"gpus": 4, "tp": 4, "builder": wide_llama(6), "global_batch": 1, "micro_batch": 1, "seq_len": 512}
     ample = solve_example("llama", profile, **options)
     assert not residual_is_sharded(ample)
-    # Sharding the embedding and the head comes first; the limit holds for more than the peak (Formulation._memory).
-    limit = 1.03 * ample.predicted.peak_memory_bytes
+    # The limit is for a sum that lies above the peak (Formulation._memory), by a whole bucket of 20 MiB here.
+    limit = 1.5 * ample.predicted.peak_memory_bytes
     tight = solve_example("llama", profile, memory_limit_bytes=limit, **options)
     assert residual_is_sharded(tight)
-    assert tight.predicted.peak_memory_bytes <= limit
+    assert tight.predicted.peak_memory_bytes < ample.predicted.peak_memory_bytes
     assert tight.predicted.step_time_s >= ample.predicted.step_time_s
 
 
