@@ -145,6 +145,8 @@ def test_options_are_those_that_the_plan_was_made_with(problem: Problem, plan: P
     }
     again = dataclasses.replace(problem, options={**options, "loss": MLP.loss})
     assert again.solve(prove=False).dumps() == plan.dumps()
+    assert not options["compile"]
+    assert options_of(problem.solve(prove=False, compile=True))["compile"]
 
 
 # Shadow prices

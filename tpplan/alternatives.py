@@ -21,7 +21,7 @@ from tpplan.layout import R_STAR
 from tpplan.mesh import Mesh, meshes
 from tpplan.options import Allows, BuildModel, Cluster, ExampleInputs
 from tpplan.pins import Style, matrix_ops
-from tpplan.plan import Plan, Recompute
+from tpplan.plan import Compile, Plan, Recompute
 from tpplan.planner import solve
 from tpplan.profile import HardwareProfile
 from tpplan.reuse import Reuse
@@ -75,6 +75,7 @@ def options_of(plan: Plan) -> dict[str, Any]:
         "seq_len": plan.batch.seq_len,
         "precision": plan.precision,
         "optimizer": plan.optimizer,
+        "compile": plan.compile is Compile.BLOCKS,
         "memory_limit_bytes": plan.predicted.memory_limit_bytes,
     }
     decisions = {

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from tpplan.alternatives import Alternative, Problem
 
 _EPILOG = """\
-model.py (or model.py:BUILDER, hf:path/config.json) is what the plan was made for; what was pinned for it and --compile
-are to be given again, for a plan does not say so. The profile is the plan's, by name, unless --profile names another.
+model.py (or model.py:BUILDER, hf:path/config.json) is what the plan was made for; what was pinned for it is to be given
+again, for a plan does not say so. The profile is the plan's, by name, unless --profile names another.
 """
 
 
@@ -53,7 +53,6 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--why-not", metavar="STYLE", help="the style that these modules might have had instead")
     parser.add_argument("--shadow-prices", action="store_true", help="what more memory, faster links, more GPUs save")
     parser.add_argument("--profile", metavar="NAME", help="default: the plan's, by its name")
-    parser.add_argument("--compile", action="store_true", help="price elementwise ops as torch.compile fuses them")
     parser.add_argument("--tp", type=count, metavar="N", help="for --shadow-prices: pin the tensor-parallel degree")
     parser.add_argument("--fsdp", type=count, metavar="N", help="for --shadow-prices: pin FSDP's degree")
     add_pins(parser)
@@ -127,8 +126,7 @@ def _solve_again(
         build_model=model.build_model,
         example_inputs=model.example_inputs,
         cluster=cluster,
-        options=options_of(plan)
-        | {"loss": model.loss, "unused_outputs": model.unused_outputs, "compile": args.compile, "pins": pins_of(args)},
+        options=options_of(plan) | {"loss": model.loss, "unused_outputs": model.unused_outputs, "pins": pins_of(args)},
         reuse=Reuse(),
     )
     if profile.fingerprint != plan.cluster.profile_fingerprint:
