@@ -213,7 +213,7 @@ def plans(draw: Callable[[st.SearchStrategy[object]], object]) -> Plan:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plans())
 def test_any_plan_round_trips_and_fits_the_schema(plan):
     text = plan.dumps()
@@ -423,7 +423,7 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
         Plan.load(path)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, len(EXAMPLE.dumps()) - 2), st.binary(max_size=3))
 def test_a_damaged_file_never_raises_anything_else(tmp_path_factory, position, noise):
     path = tmp_path_factory.mktemp("plans") / "plan.json"
