@@ -248,7 +248,7 @@ def test_pins_that_contradict_each_other_are_named(reuse: Reuse) -> None:
 def test_a_pin_that_does_not_fit_the_memory_is_named(reuse: Reuse) -> None:
     options = {"tp": 4, "optimizer": "adamw"}
     free = solve_gpt(reuse, **options)
-    limit = 1.05 * free.predicted.peak_memory_bytes
+    limit = 2.5 * free.predicted.peak_memory_bytes  # what is held to it lies above the peak
     pins = {"layers.*": "replicate", "lm_head": "columns"}
     with pytest.raises(InfeasibleError, match=r"left out: 'layers.\*=replicated'\."):
         solve_gpt(reuse, **options, memory_limit_bytes=limit, pins=pins)

@@ -239,11 +239,11 @@ def _price_lines(plan: Plan, found: Sequence["Alternative"]) -> Iterator[str]:
         yield f"Shadow prices: none. {base.problem}"
         return
     yield "Shadow prices: the best plan of all meshes, solved again with one thing changed"
-    rows = [("", "step", "saved", "", "GPUs", "mesh")]
+    rows = [("", "step", "saved", "", "mesh")]
     for alternative in found:
         own = alternative.plan
         if own is None:
-            rows.append((alternative.name, "none", "", "", "", ""))
+            rows.append((alternative.name, "none", "", "", ""))
             continue
         saved = base.plan.predicted.step_time_s - own.predicted.step_time_s
         share = saved / base.plan.predicted.step_time_s
@@ -251,8 +251,8 @@ def _price_lines(plan: Plan, found: Sequence["Alternative"]) -> Iterator[str]:
         degrees = own.mesh_degrees
         mesh = f"{degrees.replicate} x {degrees.shard} x {degrees.tp}"
         step = format_seconds(own.predicted.step_time_s)
-        rows.append((alternative.name, step, *numbers, str(own.mesh.num_gpus), mesh))
-    yield from (f"  {line}" for line in aligned(rows, left=(0, 5)))
+        rows.append((alternative.name, step, *numbers, mesh))
+    yield from (f"  {line}" for line in aligned(rows, left=(0, 4)))
     yield from (f"{row.name}: {row.problem}" for row in found if row.plan is None)
     if abs(base.plan.predicted.step_time_s / plan.predicted.step_time_s - 1) > 1e-6:
         yield (
