@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tpplan import convert, localize, read, solvers
+from tpplan import convert, localize, prove, read, solvers
 from tpplan.assemble import Expanded, expand
 from tpplan.graph import ModelGraph
 from tpplan.layout import R_STAR, Conversion, LayoutKind, R, S
@@ -216,11 +216,11 @@ def test_slices_are_replaced_in_the_dim_that_the_plan_names() -> None:
 class Depthwise(nn.Module):
     """A convolution over time of each channel, or of each group of them, between a split and a joining projection."""
 
-    def __init__(self, groups: int) -> None:
+    def __init__(self, groups: int, width: int = HIDDEN) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(DIM, HIDDEN, bias=False)
-        self.conv = nn.Conv1d(HIDDEN, HIDDEN, 3, padding=1, groups=groups)
-        self.down_proj = nn.Linear(HIDDEN, DIM, bias=False)
+        self.up_proj = nn.Linear(DIM, width, bias=False)
+        self.conv = nn.Conv1d(width, width, 3, padding=1, groups=groups)
+        self.down_proj = nn.Linear(width, DIM, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(self.up_proj(x).transpose(1, 2))
@@ -235,6 +235,56 @@ def test_grouped_convolutions_are_sharded_by_groups(groups: int) -> None:
     assert plan.parameters["first.conv.weight"].placement == S(0)
     assert [(size.written, size.local) for size in plan.sizes["first.conv"]] == [(groups, groups // 2)]
     equals_one_process(build, plan)
+
+
+class Widths(nn.Module):
+    """Depthwise convolutions, each of another width, so that none is like another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(Depthwise(width, width) for width in (64, 96, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.first:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def test_sizes_that_one_class_has_written_take_one_retrace(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[object] = []
+
+    def counted(*args: Any, **kwargs: Any) -> ModelGraph:
+        ran.append(args)
+        return trace(*args, **kwargs)
+
+    monkeypatch.setattr(prove, "trace", counted)
+    plan = solve(Widths)
+    assert plan.proof.cuts == ()
+    assert {name: [size.local for size in sizes] for name, sizes in plan.size_plans().items()} == {
+        f"first.{i}.conv": [width // 2] for i, width in enumerate((64, 96, 128))
+    }
+    assert len(ran) == 3  # what is written; then both ranks without it
+
+
+class CastTwice(nn.Module):
+    """A weight that is cast where it is no other dtype, so that what comes back is the weight; and then read again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
+        self.scale = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.scale.float()
+        y = self.up_proj(x) * first
+        return self.down_proj(y + self.scale.float().contiguous())
+
+
+def test_a_weight_cast_in_vain_and_read_again_is_itself() -> None:
+    plan = solve(lambda: Model(CastTwice()))
+    assert plan.proof.cuts == ()
+    assert plan.parameters["first.scale"].placement == S(0)
+    equals_one_process(lambda: Model(CastTwice()), plan)
 
 
 class TwoMeanings(Attention):

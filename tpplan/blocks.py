@@ -30,16 +30,6 @@ def members(graph: ModelGraph, module: str) -> tuple[Op | Boundary, ...]:
     return graph.nodes_by_module.get(module, ())
 
 
-def like_nodes(graph: ModelGraph, node: Op | Boundary) -> tuple[Op | Boundary, ...]:
-    """The nodes in the same place of like blocks, this one among them; itself alone outside of blocks."""
-    for block in graph.blocks:
-        for name in block.names:
-            if within(node.module, name):
-                position = members(graph, name).index(node)
-                return tuple(members(graph, other)[position] for other in block.names)
-    return (node,)
-
-
 def _alike(graph: ModelGraph, prefix: str, indices: list[int]) -> list[RepeatedBlock]:
     parameters = {source.result: source.label for source in graph.sources}
     alike: dict[object, list[int]] = defaultdict(list)

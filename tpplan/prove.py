@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tpplan.assemble import Expanded, by_pattern
-from tpplan.blocks import like_nodes
 from tpplan.bystander import applied_as
 from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Argument, Boundary, Direction, ModelGraph, Op, Ref, enclosing, within
 from tpplan.layout import COLLECTIVE_STEPS, Step, local_shape
@@ -39,6 +38,8 @@ from tpplan.trace import BoundaryHook, Inputs, Loss, TraceError, trace
 CONTIGUOUS = "aten.contiguous.default"
 #: what stands for the reading of a parameter that is passed to a module, or out of one
 ALIAS = "aten.alias.default"
+#: ops that give back the tensor itself where there is nothing to do; to anything else they make a new one
+_GIVE_BACK = frozenset({CONTIGUOUS, "aten.to.dtype", "aten.to.device", "aten.to.dtype_layout"})
 BOUNDARY, FRAME, SIBLING = "tpplan.boundary.default", "tpplan.frame.default", "tpplan.sibling.default"
 #: what a trace that stopped holds and a ModelGraph does not
 _PASSED = frozenset({FRAME, *IGNORED})
@@ -84,7 +85,7 @@ def check_structure(
     written: dict[str, tuple[SizePlan, ...]] = {}
     for rank in (0, plan.mesh.tp - 1) if plan.mesh.tp > 1 else ():
         while found := _difference_on(rank, model, inputs, expanded, plan, loss=loss, cast=cast, opaques=opaques):
-            more = _with_sizes_of(expanded, found.node, written)
+            more = _with_sizes_of(expanded, model, found.node, written)
             if more == written:
                 return found
             written = more
@@ -94,17 +95,30 @@ def check_structure(
 
 
 def _with_sizes_of(
-    expanded: Expanded, node: Op | Boundary | None, written: Mapping[str, tuple[SizePlan, ...]]
+    expanded: Expanded, model: nn.Module, node: Op | Boundary | None, written: Mapping[str, tuple[SizePlan, ...]]
 ) -> dict[str, tuple[SizePlan, ...]]:
-    """The sizes so far and those of an op, and of its like in other blocks, whose code holds the whole's."""
+    """The sizes so far and those of an op whose code holds the whole's, and of all that the same code runs elsewhere.
+
+    Modules of one class run the same code: what it has written is written in each of them, and one retrace for all is
+    what keeps proofs of many convolutions short.
+    """
     found = dict(written)
     graph, tp = expanded.graph, expanded.formulation.mesh.tp
-    for op in like_nodes(graph, node) if isinstance(node, Op) and node.module != LOSS_SCOPE else ():
-        assert isinstance(op, Op)
+    for op in _of_the_same_code(graph, model, node) if isinstance(node, Op) and node.module != LOSS_SCOPE else ():
         own = found.get(op.module, ())
         new = (size for size in written_sizes(Call.of(graph, op), expanded.strategy(op.name), tp) if size not in own)
         found[op.module] = (*own, *new)
     return {module: sizes for module, sizes in found.items() if sizes}
+
+
+def _of_the_same_code(graph: ModelGraph, model: nn.Module, node: Op) -> Iterator[Op]:
+    """Ops of one kind in the own code of modules of one class, this one among them."""
+    cls = type(model.get_submodule(node.module))
+    return (
+        op
+        for op in graph.ops
+        if op.target == node.target and op.module != LOSS_SCOPE and type(model.get_submodule(op.module)) is cls
+    )
 
 
 def _difference_on(
@@ -195,8 +209,8 @@ def _compare(expanded: Expanded, applied: ModelGraph) -> Counterexample | None:
         node = rest.popleft()
         image = _image(applied, node)
         problem = _difference(expanded, original, image)
-        reads = [converted.origin(value) for value in node.operands]
-        if problem is None and reads != [images[value] for value in original.operands]:
+        reads = [converted.core(value, node.module) for value in node.operands]
+        if problem is None and reads != [converted.core(images[value], node.module) for value in original.operands]:
             problem = f"{_title(original)} reads other values"
         if problem is None and not unconverted.isdisjoint(node.operands):
             problem = f"{_title(original)} reads what entered a module, and not what it was converted to"
@@ -227,6 +241,12 @@ def _is_needless(expanded: Expanded, original: Op | Boundary, found: str) -> boo
     )
 
 
+def _gives_back(graph: ModelGraph, op: Op) -> bool:
+    """True where an op's result is the tensor that it was given: a conversion to the dtype it had."""
+    given, result = graph.values[op.operands[0]], graph.values[op.results[0]]
+    return (given.shape, given.dtype, given.storage) == (result.shape, result.dtype, result.storage)
+
+
 class _Converted:
     """What tpplan's own code in an applied model makes of the model's values."""
 
@@ -235,6 +255,9 @@ class _Converted:
         #: ops by the value that they convert
         self.ops: dict[str, Counter[str]] = defaultdict(Counter)
         self._order = {name: place for place, name in enumerate(applied.values)}
+        self._given_back = {
+            op.results[0]: op for op in applied.ops if op.target in _GIVE_BACK and _gives_back(applied, op)
+        }
         self._origin: dict[str, str] = {}
         for op in applied.ops:
             if op.name in self.own and op.operands:
@@ -245,6 +268,16 @@ class _Converted:
     def origin(self, value: str) -> str:
         """The model's own value that this is a conversion of."""
         return self._origin.get(value, value)
+
+    def core(self, value: str, module: str) -> str:
+        """The origin, behind whatever ops of a module's own code gave back the tensor that they were given.
+
+        To a trace, who reads that tensor again reads what was given back; but a parameter's next read is its own.
+        """
+        value = self.origin(value)
+        while (op := self._given_back.get(value)) is not None and op.module == module:
+            value = self.origin(op.operands[0])
+        return value
 
     def latest(self, values: Iterable[str]) -> str:
         """Of several, the one made last: what is looked up, not the ids, whose mask it meets."""
