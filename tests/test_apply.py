@@ -634,6 +634,8 @@ def refuse(folder: Path) -> None:
     apply_plan(model, plan)
     with pytest.raises(PlanMismatchError, match=r"module head: the plan converts 'output.logits'.*it is a Tensor"):
         loss_of(model, ids, targets)
+    scalar = nn.ParameterDict({"temperature": torch.tensor(1.0)})
+    refused(scalar, handmade_plan(scalar, Mesh(shard=2)), PlanError, "hold a parameter without dims: temperature")
     wrong = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("replicate", "shard", "tp"))
     with pytest.raises(PlanMismatchError, match="the plan's mesh is"):
         apply_plan(build(), plan, mesh=wrong)

@@ -395,3 +395,35 @@ def test_fsdp_copies_what_it_gathers_and_reduces() -> None:
     in_root = 4 * sum(prod(p.shape) for name, p in plan.parameter_plans().items() if not name.startswith("layers."))
     assert copied[4] == pytest.approx(in_layers * (2 * (2 / 4 + 2) + 2) + in_root * ((2 / 4 + 2) + 2))
     assert copied[1] == pytest.approx(in_layers * (2 * 2 + 2 + 2) + in_root * (2 + 2 + 2))
+
+
+class Tempered(nn.Module):
+    """A linear map and a parameter without dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.temperature = nn.Linear(8, 8), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.temperature.exp()).square().mean()
+
+
+def solve_tempered(**options: object) -> Plan:
+    return tpplan.solve(
+        Tempered,
+        lambda batch, seq_len: {"x": torch.zeros(batch, seq_len, 8)},
+        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
+        global_batch=2,
+        seq_len=4,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def test_parameters_without_dims_are_planned_where_fsdp_does_not_hold_them() -> None:
+    with pytest.warns(UserWarning, match=r"temperature; give it the shape \(1,\): until then only meshes without"):
+        plan = solve_tempered(precision="fp32")
+    assert plan.mesh.data_parallel == 1
+    with pytest.raises(ModelError, match=r"temperature; give it the shape \(1,\), or plan without FSDP"):
+        solve_tempered(precision="fp32", fsdp=2)
+    with pytest.raises(ModelError, match="temperature"):
+        solve_tempered(precision="bf16-mixed", tp=2)

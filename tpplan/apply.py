@@ -28,7 +28,7 @@ from tpplan.losses import ShardedClasses
 from tpplan.mesh import Axis
 from tpplan.opaque import HOOKS, opaque_class
 from tpplan.patterns import ROOT
-from tpplan.plan import Plan, Precision, ProofStatus, check_parameters
+from tpplan.plan import Plan, Precision, ProofStatus, check_parameters, uses_fsdp
 from tpplan.recompute import check_recomputable, recompute
 from tpplan.reduce import Reducer
 from tpplan.rewrite import Rewriter, rewrite_calls
@@ -193,6 +193,12 @@ def _check_fits(model: nn.Module, plan: Plan) -> None:
         },
     )
     _check_ties(model, plan)
+    scalars = [name for name, parameter in plan.parameter_plans().items() if not parameter.shape]
+    if scalars and uses_fsdp(plan.mesh, plan.precision):
+        raise PlanError(
+            f"FSDP2, which the plan uses, cannot hold a parameter without dims: {', '.join(scalars)}; give it the "
+            "shape (1,) and solve again"
+        )
     modules = modules_by_name(model)
     for name, style in module_styles(plan).items():
         style.check(_module(modules, name))
@@ -273,17 +279,17 @@ def _keep_hooks(model: nn.Module, plan: Plan) -> None:
     """Hooks on the gradients of weights stay behind when those are distributed: the module that runs whole keeps them,
     and puts them on what it reads."""
     modules = modules_by_name(model)
-    for module in {modules[name] for name in plan.opaque_modules()} if plan.mesh.tp > 1 or _uses_fsdp(plan) else ():
+    for module in (
+        {modules[name] for name in plan.opaque_modules()}
+        if plan.mesh.tp > 1 or uses_fsdp(plan.mesh, plan.precision)
+        else ()
+    ):
         named = module.named_parameters()
         hooks = {name: tuple(weight._backward_hooks.values()) for name, weight in named if weight._backward_hooks}
         if hooks:
             module.__dict__[HOOKS] = hooks
             if plan.mesh.tp == 1:
                 module.__class__ = opaque_class(type(module))  # type: ignore[arg-type]
-
-
-def _uses_fsdp(plan: Plan) -> bool:
-    return plan.mesh.data_parallel > 1 or plan.precision is Precision.BF16_MIXED
 
 
 @torch.no_grad()
@@ -300,7 +306,7 @@ def _broadcast_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
 def _shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """FSDP over the data-parallel axes, unit by unit, the root last. It averages gradients over data-parallel ranks."""
     is_mixed = plan.precision is Precision.BF16_MIXED
-    if not _uses_fsdp(plan):
+    if not uses_fsdp(plan.mesh, plan.precision):
         return
     axes = mesh[Axis.SHARD] if plan.mesh.replicate == 1 else mesh[Axis.REPLICATE, Axis.SHARD]
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -30,7 +30,7 @@ from tpplan.layout import Layout, LayoutKind
 from tpplan.ledger import BUFFERS, TRANSIENTS
 from tpplan.mesh import Axis, Mesh
 from tpplan.optimizers import optimizer_named
-from tpplan.plan import Precision, Recompute
+from tpplan.plan import Precision, Recompute, uses_fsdp
 from tpplan.problem import Edge, Expression, Node, Problem, Resource, Term
 from tpplan.profile import Collective, Estimate, HardwareProfile
 from tpplan.rules import Strategy
@@ -161,7 +161,7 @@ class Formulation:
     @property
     def uses_fsdp(self) -> bool:
         """FSDP2 shards, replicates, or casts."""
-        return self.mesh.data_parallel > 1 or self.setting.precision is Precision.BF16_MIXED
+        return uses_fsdp(self.mesh, self.setting.precision)
 
     @cached_property
     def problem(self) -> Problem:

@@ -1,5 +1,7 @@
 """One call of solve: the model as traced, and what has been computed of each tp degree."""
 
+import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +22,7 @@ from tpplan.mesh import Mesh, meshes
 from tpplan.opaque import Opaques
 from tpplan.options import Allows, Batch, BuildModel, Cluster, ExampleInputs, Progress
 from tpplan.pins import Pin, Pinned
-from tpplan.plan import Precision, Recompute
+from tpplan.plan import Precision, Recompute, uses_fsdp
 from tpplan.problem import Solution
 from tpplan.profile import HardwareProfile
 from tpplan.program import on_meta_like
@@ -64,6 +66,8 @@ class Job:
     spaces: dict[int, PricedSpace] = field(default_factory=dict)
     cuts: dict[tuple[int, str], set[Strategy]] = field(default_factory=dict)
     cut_messages: list[str] = field(default_factory=list)
+    #: by tp and the class of the module whose code differed
+    counterexamples: Counter[tuple[int, type[nn.Module]]] = field(default_factory=Counter)
     model: nn.Module = field(init=False)
     inputs: Inputs = field(init=False)
     units: tuple[str, ...] = field(init=False)
@@ -85,6 +89,19 @@ class Job:
                 f"change --global-batch, --micro-batch or --tp"
             )
         return dividing
+
+    def applicable(self, candidates: list[Mesh]) -> list[Mesh]:
+        """Those on which FSDP2 can hold the traced model: it takes no scalar parameters. Raises ModelError for none."""
+        scalars = [name for name, parameter in self.model.named_parameters() if parameter.dim() == 0]
+        if not scalars:
+            return candidates
+        without = [mesh for mesh in candidates if not uses_fsdp(mesh, self.precision)]
+        problem = f"FSDP2 cannot hold a parameter without dims: {', '.join(scalars)}; give it the shape (1,)"
+        if not without:
+            raise ModelError(f"{problem}, or plan without FSDP: one data-parallel rank (--fsdp 1), and fp32 or bf16")
+        if len(without) < len(candidates):
+            warnings.warn(f"{problem}: until then only meshes without data parallelism are tried", stacklevel=2)
+        return without
 
     # Trace
 

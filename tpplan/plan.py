@@ -44,6 +44,11 @@ class Precision(StrEnum):
     BF16 = "bf16"
 
 
+def uses_fsdp(mesh: Mesh, precision: Precision) -> bool:
+    """FSDP2 shards, replicates, or casts."""
+    return mesh.data_parallel > 1 or precision is Precision.BF16_MIXED
+
+
 class Recompute(StrEnum):
     """What of a module's forward is kept for its backward, besides its inputs. full: nothing. selective: products,
     attention and sums over ranks; the rest, which costs little to do again, is not. none: an exception to a pattern."""

@@ -162,7 +162,7 @@ def _prepare(
     )
     candidates = job.candidates(tp=options.tp, fsdp=options.fsdp)
     job.trace_model()
-    return job, candidates
+    return job, job.applicable(candidates)
 
 
 def price(
