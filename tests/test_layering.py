@@ -37,6 +37,7 @@ WITHOUT_TORCH = (
     "rules",
     "typecheck",
     "space",
+    "visible",
     "pins",
     "layer_table",
     "report",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tpplan import convert, localize, prove, read, solvers
+from tpplan import convert, localize, prove, read, search, solvers
 from tpplan.assemble import Expanded, expand
 from tpplan.graph import ModelGraph
 from tpplan.layout import R_STAR, Conversion, LayoutKind, R, S
@@ -27,6 +27,7 @@ from tpplan.prove import Counterexample, check_structure
 from tpplan.rules import Strategy
 from tpplan.sizes import LocalSizes
 from tpplan.trace import trace, unchanged
+from tpplan.visible import given_nodes, shards_in
 
 DIM, HIDDEN, HEADS, LENGTH = 32, 128, 4, 16
 
@@ -242,7 +243,7 @@ class Widths(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.ModuleList(Depthwise(width, width) for width in (64, 96, 128))
+        self.first = nn.ModuleList(Depthwise(width, width) for width in (64, 128))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.first:
@@ -261,7 +262,7 @@ def test_sizes_that_one_class_has_written_take_one_retrace(monkeypatch: pytest.M
     plan = solve(Widths)
     assert plan.proof.cuts == ()
     assert {name: [size.local for size in sizes] for name, sizes in plan.size_plans().items()} == {
-        f"first.{i}.conv": [width // 2] for i, width in enumerate((64, 96, 128))
+        f"first.{i}.conv": [width // 2] for i, width in enumerate((64, 128))
     }
     assert len(ran) == 3  # what is written; then both ranks without it
 
@@ -285,6 +286,22 @@ def test_a_weight_cast_in_vain_and_read_again_is_itself() -> None:
     assert plan.proof.cuts == ()
     assert plan.parameters["first.scale"].placement == S(0)
     equals_one_process(lambda: Model(CastTwice()), plan)
+
+
+def test_code_that_differs_however_it_is_sharded_soon_runs_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here each way to shard what `first` sees is found wrong on its own."""
+
+    def found_wrong(model: nn.Module, inputs: Any, expanded: Expanded, plan: Plan, **_: Any) -> Plan | Counterexample:
+        nodes = given_nodes(expanded.graph, "first")
+        node = next((node for node in nodes if shards_in("first", node, expanded.strategy(node.name))), None)
+        differs = next(op for op in expanded.graph.ops if op.module == "first")
+        return plan if node is None else Counterexample(message="wrong", blamed=(node.name,), node=differs)
+
+    monkeypatch.setattr(search, "check_structure", found_wrong)
+    monkeypatch.setattr(search, "PATIENCE", 2)
+    plan = solve(lambda: Model(Attention(open_sizes)))
+    assert plan.proof.rounds == 3  # without end to its patience it takes 5
+    assert plan.parameters["mlp.up_proj.weight"].placement.kind is LayoutKind.SHARD
 
 
 class TwoMeanings(Attention):

@@ -34,6 +34,7 @@ from tpplan.rules import Call, localized_arguments, takes_sizes, written_operand
 from tpplan.siblings import Doings
 from tpplan.space import CROSS_ENTROPY, Reading, reading_conversion
 from tpplan.trace import BoundaryHook, Inputs, Loss, TraceError, trace
+from tpplan.visible import given_nodes, parent
 
 CONTIGUOUS = "aten.contiguous.default"
 #: what stands for the reading of a parameter that is passed to a module, or out of one
@@ -478,7 +479,7 @@ def _blame(
         is_sharded = isinstance(node, Op) and node.name in _sharded(expanded, (node,))
         blamed = (node.name,) if node is not None and is_sharded else visible
     while not blamed and module:
-        module = _parent(expanded, module)
+        module = parent(expanded.graph, module)
         blamed = tuple(_visible(expanded, module))
     return Counterexample(message=message, blamed=blamed or tuple(_sharded(expanded, expanded.graph.nodes)), node=node)
 
@@ -497,24 +498,8 @@ def _local_sizes(expanded: Expanded, name: str) -> set[int]:
 
 
 def _visible(expanded: Expanded, module: str) -> Iterator[str]:
-    """Decisions that give sharded values to a module's own code: its ops, its inputs, its children's outputs."""
-
-    def is_visible(node: Op | Boundary) -> bool:
-        leaves_child = isinstance(node, Boundary) and node.direction is Direction.OUTPUT
-        return node.module == module or (leaves_child and _parent(expanded, node.module) == module)
-
-    yield from _sharded(expanded, filter(is_visible, expanded.graph.nodes))
-
-
-def _parent(expanded: Expanded, module: str) -> str:
-    """The nearest enclosing module that runs code of its own (containers do not)."""
-    running = {boundary.module for boundary in expanded.graph.boundaries}
-    parent = module
-    while parent:
-        parent = parent.rpartition(".")[0]
-        if parent in running:
-            break
-    return parent
+    """Decisions that give sharded values to a module's own code."""
+    yield from _sharded(expanded, given_nodes(expanded.graph, module))
 
 
 def _sharded(expanded: Expanded, nodes: Iterable[Op | Boundary]) -> Iterator[str]:

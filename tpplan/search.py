@@ -1,26 +1,34 @@
 """Over all meshes: each is solved, the best is checked, and a counterexample is cut away wherever it was chosen."""
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 
 from tpplan import solvers
 from tpplan.assemble import Expanded, expand
 from tpplan.errors import ModelError, SolverError
 from tpplan.formulate import Formulation
+from tpplan.graph import LOSS_SCOPE
 from tpplan.infeasible import infeasible
 from tpplan.job import Candidate, Job
 from tpplan.mesh import Mesh
 from tpplan.outcome import plan_of
+from tpplan.patterns import ROOT
 from tpplan.plan import Plan, ProofStatus
 from tpplan.prove import Counterexample, check_structure
+from tpplan.rules import Strategy
 from tpplan.space import NoLayoutError
 from tpplan.typecheck import Mistyped, typecheck
 from tpplan.unkept import no_layout, unkept, unproven
+from tpplan.visible import given_nodes, shards_in
 
 logger = logging.getLogger(__name__)
 
 #: counterexamples before giving up; each forbids at least one strategy of finitely many
 MAX_ROUNDS = 50
+#: counterexamples in the code of one class before what its modules' own code sees is no longer sharded: code that
+#: compares sizes, say, differs by another line for each way to shard it
+PATIENCE = 4
 
 
 def search(job: Job, candidates: list[Mesh], *, prove: bool) -> Plan:
@@ -111,9 +119,27 @@ def _forbid(job: Job, found: Counterexample | Mistyped, expanded: Expanded, form
         raise ModelError(f"the plan cannot be proven, and no sharding explains it: {found.message}")
     logger.info("counterexample on tp %d: %s", tp, found.message)
     job.cut_messages.append(found.message)
+    node = found.node if isinstance(found, Counterexample) else None
+    if node is not None and node.module != LOSS_SCOPE:
+        code = type(job.model.get_submodule(node.module))
+        job.counterexamples[tp, code] += 1
+        if job.counterexamples[tp, code] >= PATIENCE:
+            logger.info("tp %d: the own code of %s runs whole", tp, node.module or ROOT)
+            chosen |= set(_sharding_in(node.module, formulation))
     for name, strategy in chosen:
         for member in space.members[space.classes[name]]:
             job.cuts.setdefault((tp, member), set()).add(strategy)
+
+
+def _sharding_in(module: str, formulation: Formulation) -> Iterator[tuple[str, Strategy]]:
+    """Every strategy that shows a module's own code a slice, by decision."""
+    space = formulation.space
+    return (
+        (node.name, strategy)
+        for node in given_nodes(space.graph, module)
+        for strategy in space.strategies[space.classes[node.name]]
+        if shards_in(module, node, strategy)
+    )
 
 
 def _solve_again(job: Job, solved: dict[Mesh, Candidate]) -> None:
