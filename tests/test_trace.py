@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tpplan.errors import ModelError
 from tpplan.graph import LOSS_SCOPE, Direction, ModelGraph, Op, SourceKind, Value
 from tpplan.layout import S
-from tpplan.trace import assumptions, trace
+from tpplan.trace import TraceError, assumptions, trace
 
 B, D = 6, 4
 
@@ -773,3 +773,22 @@ def test_the_examples_answer_for_the_inputs_and_what_that_decides_is_told(
 def test_weights_answer_nothing() -> None:
     with pytest.raises(ModelError, match="depend on weights"):
         trace(Model(lambda x, w: x * w if w.sum() > 0 else x), {"x": torch.ones(B, D)})
+
+
+class Aligned(nn.Module):
+    """A loss inside the model whose op has no meta kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        scores = self.head(x).log_softmax(-1).transpose(0, 1)
+        lengths = x.new_full((x.shape[0],), x.shape[1], dtype=torch.long)
+        return F.ctc_loss(scores, targets, lengths, lengths - 5)
+
+
+def test_an_op_that_torch_does_not_describe_is_named_with_what_to_register() -> None:
+    inputs = {"x": torch.zeros(2, 8, 4), "targets": torch.ones(2, 3, dtype=torch.long)}
+    with pytest.raises(TraceError, match=r"aten::_ctc_loss.*\n.*register_fake"):
+        trace(Aligned().to("meta"), inputs)

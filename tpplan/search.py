@@ -8,7 +8,7 @@ from tpplan import solvers
 from tpplan.assemble import Expanded, expand
 from tpplan.errors import ModelError, SolverError
 from tpplan.formulate import Formulation
-from tpplan.graph import LOSS_SCOPE
+from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op
 from tpplan.infeasible import infeasible
 from tpplan.job import Candidate, Job
 from tpplan.mesh import Mesh
@@ -20,7 +20,7 @@ from tpplan.rules import Strategy
 from tpplan.space import NoLayoutError
 from tpplan.typecheck import Mistyped, typecheck
 from tpplan.unkept import no_layout, unkept, unproven
-from tpplan.visible import given_nodes, shards_in
+from tpplan.visible import given_nodes, parent, shards_in
 
 logger = logging.getLogger(__name__)
 
@@ -119,16 +119,22 @@ def _forbid(job: Job, found: Counterexample | Mistyped, expanded: Expanded, form
         raise ModelError(f"the plan cannot be proven, and no sharding explains it: {found.message}")
     logger.info("counterexample on tp %d: %s", tp, found.message)
     job.cut_messages.append(found.message)
-    node = found.node if isinstance(found, Counterexample) else None
-    if node is not None and node.module != LOSS_SCOPE:
-        code = type(job.model.get_submodule(node.module))
+    module = _whose_code(job.graph, found.node) if isinstance(found, Counterexample) and found.node else LOSS_SCOPE
+    if module != LOSS_SCOPE:
+        code = type(job.model.get_submodule(module))
         job.counterexamples[tp, code] += 1
         if job.counterexamples[tp, code] >= PATIENCE:
-            logger.info("tp %d: the own code of %s runs whole", tp, node.module or ROOT)
-            chosen |= set(_sharding_in(node.module, formulation))
+            logger.info("tp %d: the own code of %s runs whole", tp, module or ROOT)
+            chosen |= set(_sharding_in(module, formulation))
     for name, strategy in chosen:
         for member in space.members[space.classes[name]]:
             job.cuts.setdefault((tp, member), set()).add(strategy)
+
+
+def _whose_code(graph: ModelGraph, node: Op | Boundary) -> str:
+    """The module whose code ran an op, or called the module that an input enters."""
+    is_call = isinstance(node, Boundary) and node.direction is Direction.INPUT
+    return parent(graph, node.module) if is_call else node.module
 
 
 def _sharding_in(module: str, formulation: Formulation) -> Iterator[tuple[str, Strategy]]:

@@ -316,7 +316,11 @@ def _trace(
             where = f"in module {running[-1]!r}" if running and running[-1] else "in the model's forward or loss"
             error = stopped.__cause__
             reason = (str(error).strip() or "no message").splitlines()[0]
-            hint = "It must run on meta tensors, or whole on fake ones: look there for control flow on values, numpy."
+            hint = (
+                "torch does not say what that op gives: register it and its backward with torch.library.register_fake."
+                if isinstance(error, NotImplementedError) and "Meta" in reason
+                else "It must run on meta tensors, or whole on fake ones: look there for control flow on values, numpy."
+            )
             raise TraceError(
                 f"the model could not be traced: {type(error).__name__} {where}: {reason}"
                 + (f"\n{hint}" if not isinstance(error, ModelError) else ""),
