@@ -91,14 +91,17 @@ class Job:
         return dividing
 
     def applicable(self, candidates: list[Mesh]) -> list[Mesh]:
-        """Those on which FSDP2 can hold the traced model: it takes no scalar parameters. Raises ModelError for none."""
+        """Those on which FSDP2 can hold the traced model: it takes no scalar parameters. All of them, and a warning,
+        where there is none: the plan holds for the model with such a parameter of shape (1,)."""
         scalars = [name for name, parameter in self.model.named_parameters() if parameter.dim() == 0]
         if not scalars:
             return candidates
         without = [mesh for mesh in candidates if not uses_fsdp(mesh, self.precision)]
         problem = f"FSDP2 cannot hold a parameter without dims: {', '.join(scalars)}; give it the shape (1,)"
         if not without:
-            raise ModelError(f"{problem}, or plan without FSDP: one data-parallel rank (--fsdp 1), and fp32 or bf16")
+            instead = "or plan without FSDP: one data-parallel rank (--fsdp 1), and fp32 or bf16"
+            warnings.warn(f"{problem}, {instead}: apply_plan refuses the plan as it is", stacklevel=2)
+            return candidates
         if len(without) < len(candidates):
             warnings.warn(f"{problem}: until then only meshes without data parallelism are tried", stacklevel=2)
         return without
