@@ -298,10 +298,10 @@ def parts(priced: Priced) -> Parts:
         for overlap, slower in zip(plain.overlaps(), slow.overlaps(), strict=True):
             transfer = overlap.transfer.value(choice)
             if overlap.compute is None or slower.compute is None:
-                alone += transfer * overlap.weight
+                alone += transfer * overlap.weight * overlap.count.constant
             else:
                 one, two = overlap.compute.value(choice), slower.compute.value(choice)
-                beside.append((transfer, Kernels(two - one, 2 * one - two), overlap.weight))
+                beside.append((transfer, Kernels(two - one, 2 * one - two), overlap.weight * overlap.count.constant))
     one, two = (sum(t.value(choice) for t in f.problem.objective if t.name in KERNELS) for f in (plain, slow))
     return Parts(
         kernels=Kernels(two - one, 2 * one - two), alone=alone, beside=tuple(beside), peak_bytes=priced.peak_bytes
@@ -313,9 +313,7 @@ def _at(formulation: Formulation, matmul_slowdown: float) -> Formulation:
     setting, priced = formulation.setting, formulation.priced
     number = Fitted(name="matmul_slowdown", value=matmul_slowdown, residual=0.0, runs=1, what="tried")
     profile = replace(setting.profile, fitted=(number,))
-    again = price_space(
-        priced.space, profile, setting.gpus_per_node, priced.executor, priced.regions, is_compiled=priced.is_compiled
-    )
+    again = price_space(priced.space, profile, setting.gpus_per_node, priced.executor, is_compiled=priced.is_compiled)
     return replace(formulation, priced=again, setting=replace(setting, profile=profile))
 
 

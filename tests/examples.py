@@ -41,9 +41,10 @@ def eager_to_shard(**settings: Any) -> HardwareProfile:
 
 
 def solve_example(name: str, profile: HardwareProfile, *, gpus: int, builder: Any = None, **options: Any) -> Plan:
-    """A plan of an example model, in float32 unless told."""
+    """A plan of an example model, in float32, on all GPUs, ZeRO-3 and without recomputation unless told."""
     module = example(name)
     defaults = {"global_batch": 8, "micro_batch": 4, "seq_len": 32, "precision": "fp32"}
+    defaults |= {"recompute": "none", "reshard_after_forward": True, "all_gpus": True}
     gpus_per_node = options.pop("gpus_per_node", gpus)
     return tpplan.solve(
         builder or module.build_model,

@@ -44,6 +44,7 @@ def handmade_plan(
     outputs: Mapping[str, str] | None = None,
     units: tuple[str, ...] = (),
     reshard_after_forward: bool = True,
+    exceptions: tuple[str, ...] = (),
     precision: Precision = Precision.FP32,
     recompute: Mapping[str, Recompute] | None = None,
 ) -> Plan:
@@ -84,7 +85,7 @@ def handmade_plan(
         draws=(),
         recompute=recompute or {},
         compile=Compile.NONE,
-        fsdp=FsdpPlan(units=(*units, "<root>"), reshard_after_forward=reshard_after_forward),
+        fsdp=FsdpPlan(units=(*units, "<root>"), reshard_after_forward=reshard_after_forward, exceptions=exceptions),
         collectives=(),
         predicted=Prediction(
             step_time_s=0.0,
@@ -97,7 +98,9 @@ def handmade_plan(
             peak_during=Pass.BACKWARD,
             peak_module="<root>",
         ),
-        solver=SolverReport(name="hand", status=Status.FEASIBLE, objective_s=0.0, bound_s=0.0, gap=0.0, meshes_tried=1),
+        solver=SolverReport(
+            name="hand", status=Status.FEASIBLE, objective_s=0.0, bound_s=0.0, gap=0.0, meshes_tried=1, skipped={}
+        ),
         fingerprints=Fingerprints(
             parameters=parameters_fingerprint(
                 {name: (tuple(p.shape), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)}

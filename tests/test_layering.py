@@ -33,6 +33,7 @@ WITHOUT_TORCH = (
     "plan",
     "ledger",
     "optimizers",
+    "treatments",
     "solvers",
     "rules",
     "typecheck",

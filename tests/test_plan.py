@@ -93,7 +93,7 @@ EXAMPLE = Plan(
     draws=("layers.*.up",),
     recompute={"layers.*": Recompute.SELECTIVE, "layers.1": Recompute.FULL, "layers.2": Recompute.NONE},
     compile=Compile.BLOCKS,
-    fsdp=FsdpPlan(units=("layers.*", "<root>"), reshard_after_forward=True),
+    fsdp=FsdpPlan(units=("layers.*", "<root>"), reshard_after_forward=True, exceptions=("layers.2",)),
     collectives=(
         CollectivePlan(
             where="layers.*.up input",
@@ -116,7 +116,15 @@ EXAMPLE = Plan(
         peak_during=Pass.BACKWARD,
         peak_module="<root>",
     ),
-    solver=SolverReport(name="highs", status=Status.OPTIMAL, objective_s=0.5, bound_s=0.5, gap=0.0, meshes_tried=4),
+    solver=SolverReport(
+        name="highs",
+        status=Status.OPTIMAL,
+        objective_s=0.5,
+        bound_s=0.5,
+        gap=0.0,
+        meshes_tried=4,
+        skipped={"too slow": 2},
+    ),
     fingerprints=Fingerprints(parameters="sha256:1", graph="sha256:2", inputs={"tokens": "int64[2, 128]"}),
     proof=ProofReport(status=ProofStatus.PROVEN, rounds=1, cuts=("layers.0.up: S(1)",), assumptions=()),
     unruled_ops={"aten.diagonal.default": 0.001},
@@ -208,6 +216,7 @@ def plans(draw: Callable[[st.SearchStrategy[object]], object]) -> Plan:
         sizes=dict(zip(("layers.*.mlp", "layers.2.mlp"), plan.sizes.values(), strict=False)),
         losses=dict(zip(("layers.*.mlp", "layers.2.mlp"), plan.losses.values(), strict=False)),
         draws=("layers.*.mlp",),
+        fsdp=dataclasses.replace(plan.fsdp, exceptions=plan.fsdp.units[:1]),
         recompute=dict(zip(("layers.*.mlp", "layers.2.mlp"), plan.recompute.values(), strict=False)),
         parameters=dict(zip(("layers.*.w", "layers.1.w"), entries, strict=False)),
     )
@@ -529,7 +538,7 @@ def test_blocks_of_the_root_expand():
         losses={},
         draws=(),
         recompute={"*": Recompute.FULL},
-        fsdp=FsdpPlan(units=("*", "<root>"), reshard_after_forward=False),
+        fsdp=FsdpPlan(units=("*", "<root>"), reshard_after_forward=False, exceptions=()),
     )
     again = Plan.from_dict(plan.to_dict())
     assert set(again.parameter_plans()) == {"0.weight", "2.weight"}

@@ -97,7 +97,7 @@ def make_plan(
         draws=(),
         recompute={},
         compile=Compile.NONE,
-        fsdp=FsdpPlan(units=("layers.*", "<root>"), reshard_after_forward=True),
+        fsdp=FsdpPlan(units=("layers.*", "<root>"), reshard_after_forward=True, exceptions=()),
         collectives=(
             CollectivePlan(
                 where="layers.*", kind="all_gather", axis=Axis.TP, during=Pass.FORWARD, dtype="bfloat16",
@@ -124,7 +124,13 @@ def make_plan(
             peak_module="<root>",
         ),
         solver=SolverReport(
-            name="highs", status=Status.OPTIMAL, objective_s=0.5, bound_s=0.495, gap=0.01, meshes_tried=12
+            name="highs",
+            status=Status.OPTIMAL,
+            objective_s=0.5,
+            bound_s=0.495,
+            gap=0.01,
+            meshes_tried=12,
+            skipped={"slow": 3},
         ),
         fingerprints=Fingerprints(parameters="sha256:1", graph="sha256:2", inputs={"tokens": "int64[1, 4096]"}),
         proof=ProofReport(
@@ -333,7 +339,7 @@ def test_a_mesh_of_fewer_gpus_than_there_are_says_so() -> None:
 
 def test_provenance_gives_bound_gap_proof_and_unruled_ops() -> None:
     text = " ".join(render(make_plan(), width=120).split())
-    assert "highs: optimal, 500 ms, bound 495 ms, gap 1.00%, 12 meshes tried" in text
+    assert "highs: optimal, 500 ms, bound 495 ms, gap 1.00%, 12 points tried, 3 slow" in text
     assert "proven: run as applied on the first and last rank" in text
     assert "masks.py:7: if mask.all(): is True, as for the example inputs" in text
     assert "forbidden on the way: attention: view [1, 4096, 32, 128]" in text

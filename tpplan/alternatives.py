@@ -92,9 +92,10 @@ def options_of(plan: Plan) -> dict[str, Any]:
 def why_not(problem: Problem, plan: Plan, pattern: str, style: str) -> Alternative:
     """The best plan of the same mesh in which the modules of that name have the style; all else is chosen anew."""
     pins = {**problem.options.get("pins", {}), pattern: style}
-    degrees = plan.mesh_degrees
+    degrees, cluster = plan.mesh_degrees, replace(problem.cluster, gpus=plan.mesh.num_gpus)
+    mesh = {"tp": degrees.tp, "fsdp": degrees.shard, "cluster": cluster, "all_gpus": True}
     try:
-        return Alternative(name=style, plan=problem.solve(pins=pins, tp=degrees.tp, fsdp=degrees.shard))
+        return Alternative(name=style, plan=problem.solve(pins=pins, **mesh))
     except (InfeasibleError, NoLayoutError, VerificationError) as error:
         return Alternative(name=style, plan=None, problem=str(error))
 
@@ -203,7 +204,7 @@ class Kind:
         """What two plans of one kind have in common."""
         plan = self.plan
         modes = tuple(sorted(plan.recompute.items()))
-        return plan.mesh_degrees, plan.batch.micro_batch, modes, plan.fsdp.reshard_after_forward, self.styles
+        return plan.mesh_degrees, plan.batch.micro_batch, modes, plan.fsdp, self.styles
 
 
 def top(problem: Problem, count: int, *, prove: bool = True) -> list[Kind]:
@@ -244,7 +245,7 @@ def _solved(problem: Problem, mesh: Mesh, without: frozenset[Style], *, prove: b
     """The best of a mesh without some styles; None where there is none."""
     allows: Callable[[ModelGraph], Allows] | None = Without(without) if without else None
     try:
-        plan = problem.solve(tp=mesh.tp, fsdp=mesh.shard, allows=allows, prove=prove)
+        plan = problem.solve(tp=mesh.tp, fsdp=mesh.shard, all_gpus=True, allows=allows, prove=prove)
     except (*_NONE, ModelError) as error:
         if isinstance(error, ModelError) and not isinstance(error, NoLayoutError):
             raise

@@ -313,7 +313,8 @@ def _shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     policy = mixed if is_mixed else MixedPrecisionPolicy()
     named = reversed(list(model.named_modules(remove_duplicate=False)))
     outermost = {plan_name(name): module for name, module in named}  # checkpoint wrappers and all
+    resharded = plan.resharded_units()
     for name in (*(unit for unit in plan.fsdp_units() if unit), ""):
         # The root's parameters are needed again as soon as backward starts.
-        reshard = plan.fsdp.reshard_after_forward and name != ""
+        reshard = resharded.get(name, False)
         fully_shard(_module(outermost, name), mesh=axes, reshard_after_forward=reshard, mp_policy=policy)

@@ -32,6 +32,7 @@ from tpplan.profile import Collective
 from tpplan.replay import peak_of
 from tpplan.rules import OPAQUE, Call, Strategy, draws, has_rule
 from tpplan.space import CROSS_ENTROPY, is_summand
+from tpplan.treatments import Treatment
 
 T = TypeVar("T")
 #: an entry with the names inside rewritten
@@ -58,10 +59,11 @@ def expand(formulation: Formulation, choice: Mapping[str, int]) -> Formulation:
         setting.profile,
         setting.gpus_per_node,
         tied.executor,
-        tied.regions,
         is_compiled=tied.is_compiled,
     )
-    expanded = replace(formulation, priced=priced)
+    kin = {unit.name: kind.unit.name for kind in formulation.kinds for unit in kind.units}
+    decided = replace(setting, treatments=formulation.treatments(choice), kin=kin)
+    expanded = replace(formulation, priced=priced, setting=decided)
     problem = formulation.problem
     everything = dict.fromkeys(untied.deciders, 0)
     pairs = [(problem.price(choice), expanded.problem.price(everything))]
@@ -192,7 +194,20 @@ class Expanded:
         """Units by pattern, the root last."""
         names = [unit.name or ROOT for unit in self.formulation.units] if self.formulation.uses_fsdp else []
         patterns = dict.fromkeys(self._pattern_of(name) for name in names)
-        return FsdpPlan(units=tuple(patterns), reshard_after_forward=self.formulation.setting.reshard_after_forward)
+        resharded = [treatment.reshard for treatment in self.treatments.values()]
+        rule = 2 * sum(resharded) >= len(resharded)
+        exceptions = tuple(name for name in names if name in self.treatments and self.treatments[name].reshard != rule)
+        return FsdpPlan(units=tuple(patterns), reshard_after_forward=rule, exceptions=exceptions)
+
+    @property
+    def treatments(self) -> Mapping[str, Treatment]:
+        """What is done to each layer."""
+        return self.formulation.treatments(dict.fromkeys(self.formulation.space.deciders, 0))
+
+    def recomputed(self) -> dict[str, Recompute]:
+        """What of each layer runs again in backward, layers of which nothing does left out."""
+        modes = {name: treatment.recompute for name, treatment in self.treatments.items()}
+        return {name: mode for name, mode in modes.items() if mode is not Recompute.NONE}
 
     def unruled_ops(self) -> dict[str, float]:
         """Ops that no rule covers and that therefore run whole, though they read gradient-carrying tensors: seconds."""
@@ -214,7 +229,7 @@ class Expanded:
     def _seconds(self, op: Op) -> float:
         """What an op takes in a step, compute alone."""
         times = self.formulation.table[op.name][0]
-        return (times.forward + times.backward + times.again).seconds * self.formulation.setting.accumulation_steps
+        return (times.forward + times.backward).seconds * self.formulation.setting.accumulation_steps
 
     # Collectives
 
@@ -273,7 +288,7 @@ class Expanded:
             if formulation.mesh.shard > 1:
                 gather, scatter = str(Collective.ALL_GATHER), str(Collective.REDUCE_SCATTER)
                 found[where, gather, Axis.SHARD, Pass.FORWARD, dtype, compute] += steps
-                if unit.name:
+                if unit.name and self.treatments[unit.name].reshard:
                     found[where, gather, Axis.SHARD, Pass.BACKWARD, dtype, compute] += steps
                 found[where, scatter, Axis.SHARD, Pass.BACKWARD, master, gradient] += steps
             if formulation.mesh.replicate > 1:
@@ -291,12 +306,6 @@ class Expanded:
             gradient += elements * self.formulation.setting.master_bytes(value.dtype) * int(source.trainable)
         return compute, gradient
 
-    @property
-    def modes(self) -> dict[str, Recompute]:
-        """The modules that the setting recomputes."""
-        setting = self.formulation.setting
-        return dict.fromkeys(setting.units, setting.recompute) if setting.recompute is not Recompute.NONE else {}
-
     def prediction(self, modes: Mapping[str, Recompute] | None = None) -> Prediction:
         """Seconds by part, from the expanded problem's own terms, and bytes, from its step gone through. `modes` are
         the modules that are recomputed, if they are others than the setting's."""
@@ -305,7 +314,7 @@ class Expanded:
         time: Counter[str] = Counter()
         for term in problem.objective:
             time[term.name] += term.value(everything)  # type: ignore[assignment]
-        peak = peak_of(self.formulation, self.modes if modes is None else modes)
+        peak = peak_of(self.formulation, self.recomputed() if modes is None else modes)
         error, is_extrapolated = self._error(dict(time))
         return Prediction(
             step_time_s=float(sum(time.values())),
@@ -323,8 +332,11 @@ class Expanded:
         """tpplan.costs.residuals has the model. Parts that are bytes times a rate have the rate's relative error."""
         formulation, profile = self.formulation, self.formulation.setting.profile
         times = [t for entry in formulation.table.values() for t in entry]
-        residuals = sum((t.residuals for t in times), NONE) * formulation.setting.accumulation_steps
-        estimates = (e for t in times for e in (t.forward, t.backward, t.forward_collectives, t.backward_collectives))
+        repeats = formulation.repeats()
+        found = [t.residuals for t in times] + [again.residuals for again in repeats]
+        residuals = sum(found, NONE) * formulation.setting.accumulation_steps
+        estimates = [e for t in times for e in (t.forward, t.backward, t.forward_collectives, t.backward_collectives)]
+        estimates += [estimate for again in repeats for estimate in (again.compute, again.collectives)]
         extrapolated = any(e.extrapolated for e in estimates)
         moved = profile.memory_bound(num_bytes=BUCKET_BYTES)
         moving_s = sum(time.get(part, 0.0) for part in (FSDP_COPIES, ACCUMULATION, OPTIMIZER))

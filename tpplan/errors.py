@@ -3,7 +3,24 @@
 0 is success and 1 an unexpected failure. An error's message says what, where, the numbers, and what to do next.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """A change that alone makes a plan fit: on how many GPUs, with what step time at most, and its peak."""
+
+    what: str
+    num_gpus: int
+    step_time_s: float
+    peak_bytes: float
+
+    @property
+    def gpu_seconds(self) -> float:
+        """What a step costs."""
+        return self.num_gpus * self.step_time_s
 
 
 class TpplanError(Exception):
@@ -23,9 +40,24 @@ class IndivisibleError(UsageError):
 
 
 class InfeasibleError(TpplanError):
-    """No plan fits the memory limit."""
+    """No plan fits the memory limit: the smallest peak needs so many bytes, by part; remedies come cheapest first."""
 
     exit_code = 3
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        limit_bytes: float = 0.0,
+        needed_bytes: float = 0.0,
+        parts: Mapping[str, float] | None = None,
+        remedies: tuple[Remedy, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.limit_bytes = limit_bytes
+        self.needed_bytes = needed_bytes
+        self.parts = dict(parts or {})
+        self.remedies = remedies
 
 
 class VerificationError(TpplanError):

@@ -8,23 +8,27 @@ Objective: seconds of one optimizer step on one rank,
 with A accumulation steps; tpplan.costs.issue says when a GPU waits for the CPU. FSDP prefetches: a unit's gather hides
 behind the compute of its neighbour, so of a unit only max(0, communication - compute) is exposed; the root's is all
 exposed, for nothing runs before or after it. A device without streams hides nothing: on a CPU each of FSDP's
-collectives is waited for where it is issued.
+collectives is waited for where it is issued. What runs again takes as long as it runs or as issuing it takes, layer by
+layer.
+Besides layouts, how many of the layers that are alike get which treatment is a decision: what of them is recomputed,
+and whether FSDP reshards them after forward (tpplan.treatments).
 Resource: peak bytes of one rank = parameters + gradients + optimizer states (each over its FSDP shard) + saved
-activations + unsharded units + the largest op's gradients.
+activations + unsharded units + the largest op's gradients. Layers that are recomputed come before those that are not,
+so what one of them makes again counts where no layer of its kind keeps all: else that layer's are gone by then.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from tpplan.costs.additions import MOVED
 from tpplan.costs.compute import Executor
 from tpplan.costs.issue import Lag, scaled, waiting
-from tpplan.costs.memory import activation_terms
-from tpplan.costs.regions import NO_REGIONS, Regions
-from tpplan.costs.table import StrategyTime, time_table
+from tpplan.costs.layers import Activations, LayerCosts, layer_activations
+from tpplan.costs.memory import SAVED
+from tpplan.costs.table import Repeat, StrategyTime, time_table
 from tpplan.graph import Boundary, Source, within
 from tpplan.layout import Layout, LayoutKind
 from tpplan.ledger import BUFFERS, TRANSIENTS
@@ -35,6 +39,7 @@ from tpplan.problem import Edge, Expression, Node, Problem, Resource, Term
 from tpplan.profile import Collective, Estimate, HardwareProfile
 from tpplan.rules import Strategy
 from tpplan.space import Reading, Space, is_summand
+from tpplan.treatments import TREATMENTS, Count, Numbers, Treatment, merged, numbers_of
 from tpplan.units import DTYPE_BYTES
 
 #: from a parameter to the bytes of its whole
@@ -45,6 +50,11 @@ COMPUTE, TENSOR_PARALLEL, DATA_PARALLEL = "compute", "tensor-parallel collective
 TP_REDUCTION, OPTIMIZER = "tensor-parallel gradient reduction", "optimizer"
 FSDP_COPIES = "copies of FSDP"
 ACCUMULATION, ISSUE = "gradient accumulation", "waiting for the CPU"
+#: a part of the peak
+UNSHARDED = "unsharded parameters"
+
+#: the first resources of a problem are memory: in a micro-batch, and in the optimizer's step
+MEMORY_ROWS = 2
 
 #: prices that differ by less are the same
 TIE_TOLERANCE = 1e-9
@@ -66,10 +76,14 @@ class Setting:
     memory_limit_bytes: float
     accumulation_steps: int
     units: tuple[str, ...]
-    #: what of every unit but the root runs again in backward
-    recompute: Recompute = Recompute.NONE
-    #: ZeRO-3; False keeps units gathered until their backward (ZeRO-2)
-    reshard_after_forward: bool = True
+    #: what of every unit but the root runs again in backward; None: decided for each
+    recompute: Recompute | None = Recompute.NONE
+    #: ZeRO-3; False keeps units gathered until their backward (ZeRO-2); None: decided for each
+    reshard_after_forward: bool | None = True
+    #: what has been decided, by unit
+    treatments: Mapping[str, Treatment] | None = None
+    #: the first layer of each one's kind, where layers were alike before something was decided
+    kin: Mapping[str, str] | None = None
 
     def master_bytes(self, dtype: str) -> int:
         """Bytes per element of a parameter at rest and of its gradient; the trace has the compute dtype."""
@@ -88,23 +102,52 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Layers that decide alike and cost alike, in the order they run in, and how many get each treatment."""
+
+    units: tuple[Unit, ...]
+    layer: LayerCosts
+    numbers: Numbers
+
+    @property
+    def unit(self) -> Unit:
+        """One that stands for all."""
+        return self.units[0]
+
+    def count(self, *, recompute: Recompute | None = None, reshard: bool | None = None) -> Count:
+        """How many layers have a treatment of this kind."""
+        found = [
+            count
+            for treatment, count in self.numbers.counts.items()
+            if recompute in (None, treatment.recompute) and reshard in (None, treatment.reshard)
+        ]
+        return Count(
+            constant=sum(count.constant for count in found),
+            digits=tuple(digit for count in found for digit in count.digits),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """A collective and the compute it runs beside, if any, in seconds; it happens `weight` times a step."""
+    """A collective and the compute it runs beside, if any, in seconds; it happens `weight` times a step for each of
+    `count` units."""
 
     transfer: Expression
     compute: Expression | None
     weight: float
+    count: Count
 
     def terms(self, slowdown: float) -> Iterator[Term]:
         """What a step takes longer for it: T where nothing runs beside it, else what does not hide behind the compute,
         and what hides by as much as it slows that: max(0, T - C) + s min(T, C) = (1 - s) max(0, T - C) + s T."""
+        issued = Term(name=DATA_PARALLEL, expressions=(self.transfer,), weight=self.weight)
         if self.compute is None:
-            yield Term(name=DATA_PARALLEL, expressions=(self.transfer,), weight=self.weight)
+            yield from self.count.times(issued)
             return
         exposed = (Expression(), _minus(self.transfer, self.compute))
-        yield Term(name=DATA_PARALLEL, expressions=exposed, weight=self.weight * (1 - slowdown))
+        yield from self.count.times(replace(issued, expressions=exposed, weight=self.weight * (1 - slowdown)))
         if slowdown:
-            yield Term(name=DATA_PARALLEL, expressions=(self.transfer,), weight=self.weight * slowdown)
+            yield from self.count.times(replace(issued, weight=self.weight * slowdown))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +156,15 @@ class PricedSpace:
 
     space: Space
     times: Mapping[str, tuple[StrategyTime, ...]]
-    activations: tuple[Term, ...]
     executor: Executor
-    regions: Regions
     is_compiled: bool
+    _activations: dict[tuple[str, ...], Activations] = field(default_factory=dict)
+
+    def activations(self, units: tuple[str, ...]) -> Activations:
+        """What is kept between forward and backward, by layer."""
+        if units not in self._activations:
+            self._activations[units] = layer_activations(self.space, self.executor, units)
+        return self._activations[units]
 
 
 def price_space(
@@ -124,18 +172,15 @@ def price_space(
     profile: HardwareProfile,
     gpus_per_node: int,
     executor: Executor,
-    regions: Regions = NO_REGIONS,
     *,
     is_compiled: bool = False,
 ) -> PricedSpace:
-    """Times and activations of every decision."""
+    """Times of every decision."""
     group = Mesh(tp=space.tp).group(Axis.TP, gpus_per_node)
     return PricedSpace(
         space=space,
-        times=time_table(space, profile, group, executor, regions, is_compiled=is_compiled),
-        activations=activation_terms(space, executor, regions),
+        times=time_table(space, profile, group, executor, is_compiled=is_compiled),
         executor=executor,
-        regions=regions,
         is_compiled=is_compiled,
     )
 
@@ -165,22 +210,18 @@ class Formulation:
 
     @cached_property
     def problem(self) -> Problem:
-        """The problem; nodes are the deciding decisions."""
+        """The problem; nodes are the deciding decisions, and the digits of numbers of layers."""
         names = list(self.space.members)
+        layouts = (Node(name=name, strategies=tuple(str(s) for s in self.space.strategies[name])) for name in names)
+        numbers = [kind.numbers for kind in self.kinds]
+        limit = self.setting.memory_limit_bytes
+        memory = Resource(name="memory", terms=tuple(self._memory()), limit=limit)
+        step = Resource(name="memory of the optimizer's step", terms=tuple(self._step_memory()), limit=limit)
         return Problem(
-            nodes=tuple(
-                Node(name=name, strategies=tuple(str(s) for s in self.space.strategies[name])) for name in names
-            ),
+            nodes=(*layouts, *(node for own in numbers for node in own.nodes)),
             edges=tuple(dict.fromkeys(self._edges())),
             objective=tuple(self._objective()),
-            resources=(
-                Resource(name="memory", terms=tuple(self._memory()), limit=self.setting.memory_limit_bytes),
-                Resource(
-                    name="memory of the optimizer's step",
-                    terms=tuple(self._step_memory()),
-                    limit=self.setting.memory_limit_bytes,
-                ),
-            ),
+            resources=(memory, step, *(rule for own in numbers for rule in own.resources)),
         )
 
     def strategy(self, choice: Mapping[str, int], decision: str) -> Strategy:
@@ -188,10 +229,22 @@ class Formulation:
         representative = self.space.classes[decision]
         return self.space.strategies[representative][choice[representative]]
 
+    def treatments(self, choice: Mapping[str, int]) -> dict[str, Treatment]:
+        """The chosen treatment of every layer: of each kind the first ones get the first of TREATMENTS."""
+        found = {}
+        for kind in self.kinds:
+            names = iter(unit.name for unit in kind.units)
+            for treatment in TREATMENTS:
+                if treatment in kind.numbers.counts:
+                    number = kind.numbers.counts[treatment].value(choice)
+                    found.update(dict.fromkeys(islice(names, number), treatment))
+        return found
+
     def tie_break(self, objective_s: float) -> Problem:
         """Among choices of this price, that of least work: where communication is exposed, compute behind it is free.
 
-        Minimizes compute, tp collectives and reductions, hidden or not, and then the number of conversions.
+        Minimizes compute, tp collectives and reductions, hidden or not, and then the number of conversions and of
+        layers that are recomputed or kept gathered.
         """
         work = tuple(t for t in self.problem.objective if t.name in (COMPUTE, TENSOR_PARALLEL, TP_REDUCTION))
         conversions = (
@@ -199,11 +252,17 @@ class Formulation:
             for name in self.space.members
             if isinstance(self.space.deciders[name], Boundary) and len(strategies := self.space.strategies[name]) > 1
         )
+        treated = (
+            term
+            for kind in self.kinds
+            for treatment, count in kind.numbers.counts.items()
+            for term in count.times(_constant("treated layers", CONVERSION_S * _departures(treatment)))
+        )
         price = Resource(name="step time", terms=self.problem.objective, limit=objective_s * (1 + TIE_TOLERANCE))
         return Problem(
             nodes=self.problem.nodes,
             edges=self.problem.edges,
-            objective=(*work, *conversions),
+            objective=(*work, *conversions, *treated),
             resources=(*self.problem.resources, price),
         )
 
@@ -243,15 +302,13 @@ class Formulation:
             times = self.table[name]
             weight = float(steps * len(members))
             for part, seconds in (
-                (COMPUTE, [(t.forward + t.backward + t.again).seconds for t in times]),
-                (
-                    TENSOR_PARALLEL,
-                    [(t.forward_collectives + t.backward_collectives + t.again_collectives).seconds for t in times],
-                ),
+                (COMPUTE, [(t.forward + t.backward).seconds for t in times]),
+                (TENSOR_PARALLEL, [(t.forward_collectives + t.backward_collectives).seconds for t in times]),
             ):
                 if any(seconds):
                     yield _linear(part, name, seconds, weight)
         yield from self._issue()
+        yield from self._repeats()
         yield from self._tp_gradient_reductions()
         yield from self._accumulation()
         yield from self._optimizer()
@@ -270,7 +327,7 @@ class Formulation:
         for name, members in self.space.members.items():
             times = self.table[name]
             forward = [issue_s * t.forward_kernels - (t.forward + t.forward_collectives).seconds for t in times]
-            rest = [issue_s * (t.backward_kernels + t.again_kernels) - _rest(t).seconds for t in times]
+            rest = [issue_s * t.backward_kernels - (t.backward + t.backward_collectives).seconds for t in times]
             both = [first + other for first, other in zip(forward, rest, strict=True)]
             if any(forward) or any(both):
                 found[name] = Lag(forward=scaled(forward, len(members)), both=scaled(both, len(members)))
@@ -279,6 +336,41 @@ class Formulation:
     def _issue(self) -> Iterator[Term]:
         if lags := self.lags():
             yield Term(name=ISSUE, expressions=waiting(lags, self.setting.accumulation_steps))
+
+    def _repeats(self) -> Iterator[Term]:
+        """What of recomputed layers runs again."""
+        steps, issue_s = float(self.setting.accumulation_steps), self.setting.profile.issue_s
+        for kind in self.kinds:
+            for mode in Recompute:
+                count = kind.count(recompute=mode)
+                compute, collectives, issued = self._again(kind.layer, mode)
+                for part, expression in ((COMPUTE, compute), (TENSOR_PARALLEL, collectives)):
+                    if expression.terms:
+                        yield from count.times(Term(name=part, expressions=(expression,), weight=steps))
+                if issue_s is not None and issued.terms:
+                    behind = merged(_minus(_minus(_scaled(issued, issue_s), compute), collectives))
+                    yield from count.times(Term(name=ISSUE, expressions=(Expression(), behind), weight=steps))
+
+    def repeats(self) -> list[Repeat]:
+        """What runs again in each micro-batch, where every decision has one strategy and every layer one treatment."""
+        return [
+            self.table[name][0].repeated(treatment.recompute) * (number * count.constant)
+            for kind in self.kinds
+            for treatment, count in kind.numbers.counts.items()
+            for name, number in kind.layer.again.items()
+        ]
+
+    def _again(self, layer: LayerCosts, mode: Recompute) -> tuple[Expression, Expression, Expression]:
+        """Of a layer's forward that runs again the seconds of kernels and of collectives, and the number of both."""
+        rows: tuple[dict[str, tuple[float, ...]], ...] = ({}, {}, {})
+        for name, number in layer.again.items() if mode is not Recompute.NONE else ():
+            repeated = [time.repeated(mode) for time in self.table[name]]
+            vectors = zip(*((r.compute.seconds, r.collectives.seconds, r.kernels) for r in repeated), strict=True)
+            for row, vector in zip(rows, vectors, strict=True):
+                if any(vector):
+                    row[name] = tuple(number * amount for amount in vector)
+        compute, collectives, kernels = (Expression(terms=tuple(row.items())) for row in rows)
+        return compute, collectives, kernels
 
     def _tp_gradient_reductions(self) -> Iterator[Term]:
         """R* readings: gradients summed over tp once per step, in buckets, each rank its FSDP shard."""
@@ -316,21 +408,32 @@ class Formulation:
 
     def overlaps(self) -> Iterator[Beside]:
         """FSDP's collectives, each with the compute that it runs beside; nothing runs beside the root's."""
-        steps = self.setting.accumulation_steps
-        for unit, count in self.distinct_units:
-            gather = self._transfer(unit, Collective.ALL_GATHER, Axis.SHARD, self._compute_bytes)
-            scatter = self._transfer(unit, Collective.REDUCE_SCATTER, Axis.SHARD, self._gradient_bytes)
-            reduce = self._transfer(unit, Collective.ALL_REDUCE, Axis.REPLICATE, self._sharded_gradient_bytes)
-            if unit.name == "":
-                yield Beside(transfer=_sum(gather, scatter), compute=None, weight=float(steps * count))
-                yield Beside(transfer=reduce, compute=None, weight=float(count))
-                continue
-            forward, backward = self._hidden_time(unit)
-            repeated = _sum(gather, scatter) if self.setting.reshard_after_forward else scatter
-            yield Beside(transfer=gather, compute=forward, weight=float(steps * count))
-            if steps > 1:
-                yield Beside(transfer=repeated, compute=backward, weight=float((steps - 1) * count))
-            yield Beside(transfer=_sum(repeated, reduce), compute=backward, weight=float(count))
+        steps = float(self.setting.accumulation_steps)
+        for unit in self.root:
+            gather, scatter, reduce = self._collectives_of(unit)
+            once = Count(constant=1)
+            yield Beside(transfer=_sum(gather, scatter), compute=None, weight=steps, count=once)
+            yield Beside(transfer=reduce, compute=None, weight=1.0, count=once)
+        for kind in self.kinds:
+            gather, scatter, reduce = self._collectives_of(kind.unit)
+            forward, backward = self._hidden_time(kind.unit)
+            yield Beside(transfer=gather, compute=forward, weight=steps, count=kind.count())
+            for treatment, count in kind.numbers.counts.items():
+                repeated = _sum(gather, scatter) if treatment.reshard else scatter
+                beside = backward
+                if self.hides:
+                    beside = merged(_sum(backward, self._again(kind.layer, treatment.recompute)[0]))
+                if steps > 1:
+                    yield Beside(transfer=repeated, compute=beside, weight=steps - 1, count=count)
+                yield Beside(transfer=_sum(repeated, reduce), compute=beside, weight=1.0, count=count)
+
+    def _collectives_of(self, unit: Unit) -> tuple[Expression, Expression, Expression]:
+        """Seconds of a unit's gather, of its reduce-scatter, and of the all-reduce among replicas."""
+        return (
+            self._transfer(unit, Collective.ALL_GATHER, Axis.SHARD, self._compute_bytes),
+            self._transfer(unit, Collective.REDUCE_SCATTER, Axis.SHARD, self._gradient_bytes),
+            self._transfer(unit, Collective.ALL_REDUCE, Axis.REPLICATE, self._sharded_gradient_bytes),
+        )
 
     def _fsdp_copies(self) -> Iterator[Term]:
         """FSDP2 gathers and reduces in flat buffers, into which and out of which it copies, one rank's shard too.
@@ -350,24 +453,28 @@ class Formulation:
             copied_in = self._compute_bytes(source) * _trainable(source) + self._gradient_bytes(source)
             return copied_in + (2 * self._gradient_bytes(source) if is_alone else 0.0)
 
-        for unit, count in self.distinct_units:
-            gathers = 2 if unit.name and self.setting.reshard_after_forward else 1
+        def moved(source: Source) -> float:
+            return gathered(source) + reduced(source)
 
-            def moved(source: Source, gathers: int = gathers) -> float:
-                return gathers * gathered(source) + reduced(source)
+        every = [(unit, Count(constant=1)) for unit in self.root] + [(kind.unit, kind.count()) for kind in self.kinds]
+        again = [(kind.unit, kind.count(reshard=True)) for kind in self.kinds]
+        for units, bytes_of in ((every, moved), (again, gathered)):
+            for unit, count in units:
+                expression = self._bytes_expression(unit.parameters, bytes_of)
+                yield from count.times(Term(name=FSDP_COPIES, expressions=(expression,), weight=rate * steps))
 
-            weight = rate * steps * count
-            yield Term(name=FSDP_COPIES, expressions=(self._bytes_expression(unit.parameters, moved),), weight=weight)
+    @property
+    def hides(self) -> bool:
+        """Whether collectives run beside kernels: on streams, which a CPU has none of."""
+        return self.setting.profile.device_type != "cpu"
 
     def _hidden_time(self, unit: Unit) -> tuple[Expression, Expression]:
         """A unit's own forward and backward compute. Collectives of the tp axis hide nothing: links are shared."""
-        if self.setting.profile.device_type == "cpu":
+        if not self.hides:
             return Expression(), Expression()
         counts = Counter(unit.hides)
         forward = tuple((name, tuple(n * t.forward.seconds for t in self.table[name])) for name, n in counts.items())
-        backward = tuple(
-            (name, tuple(n * (t.backward + t.again).seconds for t in self.table[name])) for name, n in counts.items()
-        )
+        backward = tuple((name, tuple(n * t.backward.seconds for t in self.table[name])) for name, n in counts.items())
         return Expression(terms=forward), Expression(terms=backward)
 
     def _transfer(self, unit: Unit, kind: Collective, axis: Axis, bytes_of: BytesOf) -> Expression:
@@ -398,7 +505,7 @@ class Formulation:
         """At least the peak of what is chosen (tpplan.replay): as if all that lasts were there at once, and beside it
         the most that anything makes for a while."""
         yield from self._resting_memory()
-        yield from self.priced.activations
+        yield from self._activations()
         if self.mesh.tp > 1:
             everything = sum(map(self._gradient_bytes, self.space.graph.parameters)) / self.shards
             bucket = Expression(constant=min(everything, float(BUCKET_BYTES)))
@@ -427,32 +534,47 @@ class Formulation:
             expressions = tuple(dict.fromkeys(each))
             yield Term(name=TRANSIENTS, expressions=expressions, weight=optimizer.of_largest / self.shards)
 
+    def _activations(self) -> Iterator[Term]:
+        """What layers keep, and what one of them makes again where none keeps it all."""
+        activations = self.activations
+        yield from activations.outside
+        remade = [Expression()]
+        for kind in self.kinds:
+            whole = [own.count(recompute=Recompute.NONE) for own in self.kinds if self._first(own) == self._first(kind)]
+            for mode in Recompute:
+                count = kind.count(recompute=mode)
+                for term in _combined(activations.terms(kind.layer.kept[mode])):
+                    yield from count.times(term)
+                tensors = _sum(*(_scaled(e, t.weight) for t in activations.terms(kind.layer.remade[mode])
+                                 for e in t.expressions))  # fmt: skip
+                if tensors.terms or tensors.constant:
+                    remade += count.where_any(merged(tensors), whole)
+        yield Term(name=SAVED, expressions=tuple(remade))
+
+    def _first(self, kind: Kind) -> str:
+        """The first layer of a kind, as it was before all was decided."""
+        name = kind.unit.name
+        return self.setting.kin[name] if self.setting.kin is not None else name
+
     def _unsharded(self) -> Iterator[Term]:
-        """The root stays gathered; of the other units the current and the prefetched; one unit's gradients."""
-        gathered = [
-            self._bytes_expression(unit.parameters, self._compute_bytes) for unit, _ in self.distinct_units if unit.name
-        ]
-        root = [unit for unit, _ in self.distinct_units if not unit.name]
-        for unit in root:
-            yield Term(
-                name="unsharded parameters",
-                expressions=(self._bytes_expression(unit.parameters, self._compute_bytes),),
-            )
-        if gathered and self.setting.reshard_after_forward:
-            yield Term(name="unsharded parameters", expressions=tuple(gathered), weight=2.0)
-        elif gathered:
-            for unit, count in self.distinct_units:
-                if unit.name:
-                    every = self._bytes_expression(unit.parameters, self._compute_bytes)
-                    yield Term(name="unsharded parameters", expressions=(every,), weight=float(count))
+        """The root stays gathered, and so do units that are not resharded; of the others the current and the next; one
+        unit's gradients."""
+
+        def gathered(unit: Unit) -> Expression:
+            return self._bytes_expression(unit.parameters, self._compute_bytes)
+
+        for unit in self.root:
+            yield Term(name=UNSHARDED, expressions=(gathered(unit),))
+        pair = [Expression()]
+        for kind in self.kinds:
+            yield from kind.count(reshard=False).times(Term(name=UNSHARDED, expressions=(gathered(kind.unit),)))
+            pair += kind.count(reshard=True).where_any(gathered(kind.unit))
+        yield Term(name=UNSHARDED, expressions=tuple(pair), weight=2.0)
         gradients = tuple(
-            _sum(
-                self._bytes_expression(unit.parameters, self._compute_bytes),
-                self._bytes_expression(unit.parameters, self._gradient_bytes),
-            )
-            for unit, _ in self.distinct_units
+            _sum(gathered(unit), self._bytes_expression(unit.parameters, self._gradient_bytes))
+            for unit in (*self.root, *(kind.unit for kind in self.kinds))
         )
-        yield Term(name="unsharded gradients", expressions=gradients)
+        yield Term(name="unsharded gradients", expressions=gradients or (Expression(),))
 
     # Parameters
 
@@ -528,29 +650,79 @@ class Formulation:
             if parameters
         )
 
+    @property
+    def root(self) -> tuple[Unit, ...]:
+        """The root unit, if it has parameters of its own."""
+        return tuple(unit for unit in self.units if not unit.name)
+
+    @property
+    def activations(self) -> Activations:
+        """What is kept between forward and backward, by layer."""
+        return self.priced.activations(self.setting.units)
+
     @cached_property
-    def distinct_units(self) -> tuple[tuple[Unit, int], ...]:
-        """Units that decide alike, once, with their count."""
+    def kinds(self) -> tuple[Kind, ...]:
+        """Layers that decide alike and cost alike."""
         found: dict[object, list[Unit]] = {}
+        layers = self.activations.layers
         for unit in self.units:
-            reads = tuple(
-                self.space.classes[readings[0].name]
-                if (readings := self.space.readings[source.label])
-                else source.label
-                for source in unit.parameters
+            if unit.name:
+                key = (self._reads(unit), tuple(sorted(unit.hides)), layers[unit.name].signature)
+                found.setdefault((*key, self._treatments(unit)), []).append(unit)
+        return tuple(
+            Kind(
+                units=tuple(units),
+                layer=layers[units[0].name],
+                numbers=numbers_of(units[0].name, len(units), self._treatments(units[0])),
             )
-            found.setdefault((unit.name == "", reads, tuple(sorted(unit.hides))), []).append(unit)
-        return tuple((units[0], len(units)) for units in found.values())
+            for units in found.values()
+        )
+
+    def _reads(self, unit: Unit) -> tuple[str, ...]:
+        """Who decides how each of a unit's parameters rests; the parameter itself where nothing reads it."""
+        readings = ((source, self.space.readings[source.label]) for source in unit.parameters)
+        return tuple(self.space.classes[own[0].name] if own else source.label for source, own in readings)
+
+    def _treatments(self, unit: Unit) -> tuple[Treatment, ...]:
+        """What may be done to a unit, in order. Without FSDP nothing is gathered that could be kept."""
+        setting = self.setting
+        if setting.treatments is not None:
+            given = setting.treatments[unit.name]
+            return (given if self.uses_fsdp else replace(given, reshard=True),)
+        reshard = setting.reshard_after_forward if self.uses_fsdp else True
+        return tuple(
+            treatment
+            for treatment in TREATMENTS
+            if setting.recompute in (None, treatment.recompute) and reshard in (None, treatment.reshard)
+        )
+
+
+def _departures(treatment: Treatment) -> float:
+    """How far a treatment is from what is done unless something asks for another."""
+    return float((treatment.recompute is not Recompute.NONE) + (not treatment.reshard))
+
+
+def _constant(part: str, amount: float) -> Term:
+    return Term(name=part, expressions=(Expression(constant=amount),))
+
+
+def _scaled(expression: Expression, weight: float) -> Expression:
+    terms = tuple((name, tuple(weight * entry for entry in vector)) for name, vector in expression.terms)
+    return Expression(constant=weight * expression.constant, terms=terms)
+
+
+def _combined(terms: Iterable[Term]) -> Iterator[Term]:
+    """Terms with all linear ones as one."""
+    found = list(terms)
+    linear = [_scaled(term.expressions[0], term.weight) for term in found if len(term.expressions) == 1]
+    yield from (term for term in found if len(term.expressions) > 1)
+    if linear:
+        yield Term(name=found[0].name, expressions=(merged(_sum(*linear)),))
 
 
 def _trainable(source: Source) -> int:
     """1 for a parameter that trains, 0 for a frozen one: what it has of gradients and states."""
     return int(source.trainable)
-
-
-def _rest(time: StrategyTime) -> Estimate:
-    """What of a micro-batch comes after its forward."""
-    return time.backward + time.backward_collectives + time.again + time.again_collectives
 
 
 def _linear(part: str, name: str, vector: Sequence[float], weight: float) -> Term:

@@ -1,50 +1,111 @@
 """When nothing fits: how much is missing, and what would fit."""
 
-from tpplan import solvers
-from tpplan.errors import InfeasibleError, SolverError
-from tpplan.formulate import Formulation
-from tpplan.job import Job
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tpplan.errors import InfeasibleError, Remedy, SolverError
+from tpplan.formulate import MEMORY_ROWS, Formulation
+from tpplan.job import Candidate, Job, Point
 from tpplan.mesh import Mesh
-from tpplan.problem import Problem, Solution, total
-from tpplan.units import format_bytes
+from tpplan.plan import Recompute
+from tpplan.problem import Solution, total
+from tpplan.units import format_bytes, format_seconds
 
 #: how many times as many GPUs are tried when nothing fits
 LARGER_CLUSTERS = (2, 4, 8, 16, 32, 64)
 
 
-def infeasible(job: Job, candidates: list[Mesh]) -> InfeasibleError:
-    """The smallest peak on these GPUs by part, and how many GPUs would do."""
-    smallest, formulation, solution = min((_least_memory(job, mesh) for mesh in candidates), key=lambda row: row[0])
-    assert solution.choice is not None
+def infeasible(job: Job, points: list[Point]) -> InfeasibleError:
+    """The smallest peak on these GPUs by part, and the changes that fit, the cheapest first."""
+    needed, formulation, solution = _smallest(job, points)
+    choice = solution.choice
+    assert choice is not None
     parts: dict[str, float] = {}
-    for term in formulation.problem.resources[0].terms:
-        parts[term.name] = parts.get(term.name, 0.0) + term.value(solution.choice)
-    shown = ", ".join(f"{name} {format_bytes(n)}" for name, n in sorted(parts.items(), key=lambda row: -row[1]) if n)
+    rows = formulation.problem.resources[:MEMORY_ROWS]
+    for term in max(rows, key=lambda row: total(row.terms, choice)).terms:
+        parts[term.name] = parts.get(term.name, 0.0) + term.value(choice)
+    parts = {name: n for name, n in sorted(parts.items(), key=lambda row: (-row[1], row[0])) if n}
+    remedies = sorted(_remedies(job, points, formulation.mesh), key=lambda remedy: remedy.gpu_seconds)
+    shown = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts.items())
+    steps = formulation.setting.accumulation_steps
+    micro_batch = job.batch.global_batch // (formulation.mesh.data_parallel * steps)
     return InfeasibleError(
         f"no plan fits {format_bytes(job.limit)} per GPU on {job.cluster.gpus} GPUs: the smallest needs "
-        f"{format_bytes(smallest)}, {format_bytes(smallest - job.limit)} too much, on {formulation.mesh} "
-        f"({shown}). " + _what_would_fit(job, formulation.mesh)
+        f"{format_bytes(needed)}, {format_bytes(needed - job.limit)} too much, on {formulation.mesh} with micro-batch "
+        f"{micro_batch} ({shown}). {_advice(remedies)}",
+        limit_bytes=job.limit,
+        needed_bytes=needed,
+        parts=parts,
+        remedies=tuple(remedies),
     )
 
 
-def _least_memory(job: Job, mesh: Mesh) -> tuple[float, Formulation, Solution]:
-    formulation = job.formulate(mesh, limit=float("inf"))
+def _advice(remedies: list[Remedy]) -> str:
+    if not remedies:
+        return "More GPUs alone would not do; try a shorter sequence, --precision bf16-mixed or a smaller model."
+    return "; ".join(map(_shown, remedies)) + "."
+
+
+def _shown(remedy: Remedy) -> str:
+    peak, seconds = format_bytes(remedy.peak_bytes), format_seconds(remedy.step_time_s)
+    return f"{remedy.what} would do ({peak}, at most {seconds} a step)"
+
+
+def _smallest(job: Job, points: list[Point]) -> tuple[float, Formulation, Solution]:
+    """The least peak of any point. More GPUs and a smaller micro-batch never need more."""
+    gpus = max(point.num_gpus for point in points)
+    meshes = {point.mesh: point for point in sorted(points, reverse=True) if point.num_gpus == gpus}
+    return min((_least_memory(job, point) for point in meshes.values()), key=lambda row: row[0])
+
+
+def _least_memory(job: Job, point: Point) -> tuple[float, Formulation, Solution]:
+    formulation = job.formulate(point, limit=math.inf)
     problem = formulation.problem
-    memory = problem.resources[0].terms
-    solution = solvers.solve(Problem(nodes=problem.nodes, edges=problem.edges, objective=memory), solver=job.solver)
+    rows, rules = problem.resources[:MEMORY_ROWS], problem.resources[MEMORY_ROWS:]
+    solution = job.solver_of(replace(problem, objective=rows[0].terms, resources=rules))
     if solution.choice is None:
-        raise SolverError(f"{mesh}: the decisions contradict each other")
-    return total(memory, solution.choice), formulation, solution
+        raise SolverError(f"{point.mesh}: the decisions contradict each other")
+    return max(total(row.terms, solution.choice) for row in rows), formulation, solution
 
 
-def _what_would_fit(job: Job, mesh: Mesh) -> str:
+def _remedies(job: Job, points: list[Point], mesh: Mesh) -> Iterator[Remedy]:
+    """Changes each of which alone makes something fit: of what was pinned, and the least number of GPUs."""
+    if job.recompute not in (None, Recompute.FULL):
+        yield from _tried("recomputation", job.changed(recompute=None), points)
+    if job.reshard_after_forward is False:
+        yield from _tried("resharding after forward (ZeRO-3)", job.changed(reshard_after_forward=None), points)
+    if job.batch.micro_batch is not None and job.batch.micro_batch > 1:
+        smaller = replace(job.batch, micro_batch=None)
+        freed = job.changed(batch=smaller)
+        below = [Point.of(mesh, m) for m in smaller.micro_batches(mesh) if m < job.batch.micro_batch]
+        yield from _tried(f"micro-batch {below[0].micro_batch}" if below else "", freed, below[:1])
     for factor in LARGER_CLUSTERS:
         larger = Mesh(replicate=1, shard=mesh.shard * mesh.replicate * factor, tp=mesh.tp)
-        needed = _least_memory(job, larger)[0]
-        if needed <= job.limit:
-            hint = f"{larger.num_gpus} GPUs would do ({format_bytes(needed)} with {larger})"
-            fits_batch = job.batch.accumulation_steps(larger) is not None
-            return hint + ("." if fits_batch else f", with a global batch that {larger.data_parallel} divides.")
-    if job.batch.micro_batch > 1:
-        return f"More GPUs alone would not do; try a micro-batch below {job.batch.micro_batch}."
-    return "More GPUs alone would not do; try a shorter sequence, --precision bf16-mixed or a smaller model."
+        sizes = job.batch.micro_batches(larger)
+        own = job if sizes else job.changed(batch=replace(job.batch, global_batch=larger.data_parallel))
+        size = min(sizes) if sizes else min(own.batch.micro_batches(larger), default=None)
+        if size is None:
+            continue
+        what = f"{larger.num_gpus} GPUs" + ("" if sizes else f" and a global batch that {larger.data_parallel} divides")
+        found = list(_tried(what, own, [Point.of(larger, size)]))
+        if found:
+            yield from found
+            return
+
+
+def _tried(what: str, job: Job, points: list[Point]) -> Iterator[Remedy]:
+    """The remedy, if the point that needs the least memory then fits."""
+    if not points:
+        return
+    needed, formulation, _ = _smallest(job, points)
+    if needed > job.limit:
+        return
+    steps = formulation.setting.accumulation_steps
+    micro_batch = job.batch.global_batch // (formulation.mesh.data_parallel * steps)
+    found = job.solve_point(Point.of(formulation.mesh, micro_batch))
+    assert isinstance(found, Candidate), "without a ceiling nothing is bounded away"
+    choice, seconds = found.solution.choice, found.solution.objective
+    if choice is not None and seconds is not None:
+        peak = max(total(row.terms, choice) for row in found.formulation.problem.resources[:MEMORY_ROWS])
+        yield Remedy(what=what, num_gpus=formulation.mesh.num_gpus, step_time_s=seconds, peak_bytes=peak)

@@ -1,9 +1,11 @@
 """One call of solve: the model as traced, and what has been computed of each tp degree."""
 
+import copy
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,36 +15,57 @@ from torch.utils import _pytree as pytree
 
 from tpplan import solvers
 from tpplan.bystander import copied
-from tpplan.costs.regions import Regions
 from tpplan.errors import IndivisibleError, ModelError
-from tpplan.formulate import Formulation, PricedSpace, Setting, price_space
+from tpplan.formulate import COMPUTE, TENSOR_PARALLEL, Formulation, PricedSpace, Setting, price_space
 from tpplan.graph import Direction, ModelGraph
 from tpplan.marking import trace_marking
-from tpplan.mesh import Mesh, meshes
-from tpplan.opaque import Opaques
+from tpplan.mesh import Mesh, meshes, sub_clusters
 from tpplan.options import Allows, Batch, BuildModel, Cluster, ExampleInputs, Progress
 from tpplan.pins import Pin, Pinned
 from tpplan.plan import Precision, Recompute, uses_fsdp
-from tpplan.problem import Solution
+from tpplan.problem import Problem, Solution
 from tpplan.profile import HardwareProfile
 from tpplan.program import on_meta_like
 from tpplan.reuse import Reuse, Traced
 from tpplan.rules import Strategy
+from tpplan.solvers.reduction import LIMIT_TOLERANCE
 from tpplan.space import build_space
-from tpplan.trace import Inputs, Loss, assumptions, check_gradient_hooks, repeated_children
+from tpplan.trace import BoundaryHook, Loss, assumptions, check_gradient_hooks, repeated_children
+from tpplan.treatments import Treatment
 
 
-@dataclass
+@dataclass(frozen=True, slots=True, order=True)
+class Point:
+    """A mesh and a micro-batch: what the ILP does not decide. The order says which of equals is taken."""
+
+    num_gpus: int
+    tp: int
+    shard: int
+    micro_batch: int
+
+    @classmethod
+    def of(cls, mesh: Mesh, micro_batch: int) -> "Point":
+        """The point of a mesh."""
+        return cls(mesh.num_gpus, mesh.tp, mesh.shard, micro_batch)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return Mesh(replicate=self.num_gpus // (self.tp * self.shard), shard=self.shard, tp=self.tp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A mesh, its formulation and its solution; solved again when a cut removes what it chose."""
+    """A point with its formulation and its solution."""
 
+    point: Point
     formulation: Formulation
     solution: Solution
 
 
 @dataclass
 class Job:
-    """One call of solve: inputs, what has been computed of each tp degree, and the cuts found."""
+    """One call of solve: inputs, what has been computed of each micro-batch and tp degree, and the cuts found."""
 
     build_model: BuildModel
     example_inputs: ExampleInputs
@@ -53,178 +76,187 @@ class Job:
     batch: Batch
     precision: Precision
     optimizer: str
-    recompute: Recompute
-    reshard_after_forward: bool
+    recompute: Recompute | None
+    reshard_after_forward: bool | None
     is_compiled: bool
     wishes: Callable[[ModelGraph], Allows] | None
     limit: float
     solver: str | None
     time_limit_s: float | None
     report: Progress
+    all_gpus: bool = True
     pins: tuple[Pin, ...] = ()
     reuse: Reuse = field(default_factory=Reuse)
-    spaces: dict[int, PricedSpace] = field(default_factory=dict)
+    spaces: dict[tuple[int, int], PricedSpace] = field(default_factory=dict)
+    floors: dict[tuple[int, int], float] = field(default_factory=dict)
     cuts: dict[tuple[int, str], set[Strategy]] = field(default_factory=dict)
     cut_messages: list[str] = field(default_factory=list)
     #: by tp and the class of the module whose code differed
     counterexamples: Counter[tuple[int, type[nn.Module]]] = field(default_factory=Counter)
-    model: nn.Module = field(init=False)
-    inputs: Inputs = field(init=False)
-    units: tuple[str, ...] = field(init=False)
-    graph: ModelGraph = field(init=False)
-    opaques: Opaques = field(init=False)
-    pinned: Pinned = field(init=False)
-    assumptions: tuple[str, ...] = ()
 
-    def candidates(self, *, tp: int | None, fsdp: int | None) -> list[Mesh]:
-        """Meshes whose data-parallel ranks divide the global batch. Raises IndivisibleError where none does."""
-        every = list(meshes(self.cluster.gpus, self.cluster.gpus_per_node, tp=tp, fsdp=fsdp))
-        dividing = [mesh for mesh in every if self.batch.accumulation_steps(mesh) is not None]
-        if not dividing:
+    def changed(self, **options: object) -> "Job":
+        """The same job with other options; what has been traced and priced is shared."""
+        found = copy.copy(self)
+        for name, value in options.items():
+            setattr(found, name, value)
+        found.floors = {}
+        return found
+
+    def points(self, *, tp: int | None, fsdp: int | None) -> list[Point]:
+        """Every mesh with every micro-batch that divides its ranks' share of the global batch.
+
+        Raises IndivisibleError where there is none.
+        """
+        gpus, per_node = self.cluster.gpus, self.cluster.gpus_per_node
+        every = list(meshes(gpus, per_node, tp=tp, fsdp=fsdp))
+        for fewer in () if self.all_gpus else sub_clusters(gpus, per_node)[:-1]:
+            if fewer % ((tp or 1) * (fsdp or 1)) == 0:
+                every += meshes(fewer, per_node, tp=tp, fsdp=fsdp)
+        found = [Point.of(mesh, m) for mesh in every for m in self.batch.micro_batches(mesh)]
+        if not found:
             degrees = sorted({mesh.data_parallel for mesh in every})
+            each = f" into micro-batches of {self.batch.micro_batch}" if self.batch.micro_batch else ""
             raise IndivisibleError(
-                f"global batch {self.batch.global_batch} does not divide into micro-batches of "
-                f"{self.batch.micro_batch} on {' or '.join(map(str, degrees))} data-parallel ranks of "
-                f"{self.cluster.gpus} GPUs; "
-                f"change --global-batch, --micro-batch or --tp"
+                f"global batch {self.batch.global_batch} does not divide{each} on {' or '.join(map(str, degrees))} "
+                f"data-parallel ranks of {gpus} GPUs; change --global-batch, --micro-batch or --tp"
             )
-        return dividing
+        return found
 
-    def applicable(self, candidates: list[Mesh]) -> list[Mesh]:
+    def applicable(self, points: list[Point]) -> list[Point]:
         """Those on which FSDP2 can hold the traced model: it takes no scalar parameters. All of them, and a warning,
         where there is none: the plan holds for the model with such a parameter of shape (1,)."""
-        scalars = [name for name, parameter in self.model.named_parameters() if parameter.dim() == 0]
+        model = self.traced(min(point.micro_batch for point in points)).model
+        scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
         if not scalars:
-            return candidates
-        without = [mesh for mesh in candidates if not uses_fsdp(mesh, self.precision)]
+            return points
+        without = [point for point in points if not uses_fsdp(point.mesh, self.precision)]
         problem = f"FSDP2 cannot hold a parameter without dims: {', '.join(scalars)}; give it the shape (1,)"
         if not without:
             instead = "or plan without FSDP: one data-parallel rank (--fsdp 1), and fp32 or bf16"
             warnings.warn(f"{problem}, {instead}: apply_plan refuses the plan as it is", stacklevel=2)
-            return candidates
-        if len(without) < len(candidates):
+            return points
+        if len(without) < len(points):
             warnings.warn(f"{problem}: until then only meshes without data parallelism are tried", stacklevel=2)
         return without
 
     # Trace
 
-    @property
-    def trace_key(self) -> Hashable:
+    def trace_key(self, micro_batch: int) -> Hashable:
         """What a trace depends on."""
         functions = map(_hashable, (self.build_model, self.example_inputs, self.loss))
-        return *functions, self.batch.micro_batch, self.batch.seq_len, self.precision
+        return *functions, micro_batch, self.batch.seq_len, self.precision
 
-    def trace_model(self) -> None:
-        """Builds the model on the meta device and traces it at the micro-batch's shapes, once for all that share it.
+    def traced(self, micro_batch: int) -> Traced:
+        """The model traced at a micro-batch's shapes, once for all that share it."""
+        key = self.trace_key(micro_batch)
+        if key not in self.reuse.traces:
+            self.reuse.traces[key] = self._trace(micro_batch)
+            self.reuse.executor.observe(self.reuse.traces[key].opaques.by_key())
+        return self.reuse.traces[key]
 
-        Raises UsageError for a pin that holds nothing of it.
-        """
-        self.report("trace", 0, 1)
-        known = self.reuse.traces.get(self.trace_key)
-        if known is None:
-            self._trace_model()
-            self.reuse.traces[self.trace_key] = Traced(
-                micro_batch=self.batch.micro_batch,
-                model=self.model,
-                inputs=self.inputs,
-                units=self.units,
-                graph=self.graph,
-                assumptions=self.assumptions,
-                opaques=self.opaques,
-            )
-        else:
-            self.model, self.inputs, self.units = known.model, known.inputs, known.units
-            self.graph, self.assumptions, self.opaques = known.graph, known.assumptions, known.opaques
-        self.reuse.executor.observe(self.opaques.by_key())
-        self.pinned = Pinned(graph=self.graph, pins=self.pins)
-        self.report("trace", 1, 1)
+    def pinned(self, micro_batch: int) -> Pinned:
+        """What the pins hold. Raises UsageError for a pin that holds nothing of the model."""
+        return Pinned(graph=self.traced(micro_batch).graph, pins=self.pins)
 
-    def _trace_model(self) -> None:
+    def _trace(self, micro_batch: int) -> Traced:
+        model = self._built()
+        units = repeated_children(model)
+        inputs = self.example_inputs(micro_batch, self.batch.seq_len)
+        if self.precision is Precision.BF16:
+            inputs = pytree.tree_map(_to_bfloat16, inputs)
+        check_gradient_hooks(model)
+        cast = self.cast(units)
+        # A forward may leave tensors of the trace on its module; the proof copies a model that has none.
+        graph, opaques = trace_marking(model, lambda: copied(model), inputs, loss=self.loss, cast=cast)
+        units = tuple(unit for unit in units if not opaques.hides(unit))
+        assumed: tuple[str, ...] = ()
+        if graph.questions:
+            assumed = assumptions(graph, copied(model), inputs, loss=self.loss, cast=cast, opaques=opaques)
+        return Traced(
+            micro_batch=micro_batch,
+            model=model,
+            inputs=inputs,
+            units=units,
+            graph=graph,
+            assumptions=assumed,
+            opaques=opaques,
+        )
+
+    def _built(self) -> nn.Module:
+        """The model on the meta device, in the dtype it computes in."""
         with torch.device("meta"):
-            self.model = self.build_model()
-        if not isinstance(self.model, nn.Module):
-            raise ModelError(f"the builder returned {type(self.model).__name__}, expected a torch.nn.Module")
-        if next(self.model.parameters(), None) is None:
-            raise ModelError(f"{type(self.model).__name__} has no parameters: there is nothing to train or to shard")
-        for name, parameter in self.model.named_parameters():
+            model = self.build_model()
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"the builder returned {type(model).__name__}, expected a torch.nn.Module")
+        if next(model.parameters(), None) is None:
+            raise ModelError(f"{type(model).__name__} has no parameters: there is nothing to train or to shard")
+        for name, parameter in model.named_parameters():
             if is_lazy(parameter):
                 raise ModelError(f"parameter {name} has no shape before the first call: call the model in the builder")
-        _put_on_meta(self.model)
-        self.units = repeated_children(self.model)
+        _put_on_meta(model)
         if self.precision is not Precision.FP32:
-            for parameter in self.model.parameters():
+            for parameter in model.parameters():
                 if parameter.dtype == torch.float32:
                     parameter.data = parameter.data.to(torch.bfloat16)
-        self.inputs = self.example_inputs(self.batch.micro_batch, self.batch.seq_len)
-        if self.precision is Precision.BF16:
-            self.inputs = pytree.tree_map(_to_bfloat16, self.inputs)
-        check_gradient_hooks(self.model)
-        # A forward may leave tensors of the trace on its module; the proof copies a model that has none.
-        self.graph, self.opaques = trace_marking(
-            self.model, lambda: copied(self.model), self.inputs, loss=self.loss, cast=self.cast
-        )
-        self.units = tuple(unit for unit in self.units if not self.opaques.hides(unit))
-        if self.graph.questions:
-            self.assumptions = assumptions(
-                self.graph, copied(self.model), self.inputs, loss=self.loss, cast=self.cast, opaques=self.opaques
-            )
+        return model
 
-    def cast(self, tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
+    def cast(self, units: tuple[str, ...]) -> BoundaryHook:
         """FSDP's mixed precision casts what enters the root and each unit; so does the trace."""
-        enters_unit = direction is Direction.INPUT and (module == "" or module in self.units)
-        casts = enters_unit and self.precision is Precision.BF16_MIXED
-        return _to_bfloat16(tensor) if casts else tensor
+
+        def cast(tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
+            enters_unit = direction is Direction.INPUT and (module == "" or module in units)
+            casts = enters_unit and self.precision is Precision.BF16_MIXED
+            return _to_bfloat16(tensor) if casts else tensor
+
+        return cast
 
     # Solve
 
-    def priced(self, tp: int) -> PricedSpace:
-        """Decisions and their costs on tp ranks, under the cuts so far."""
-        if tp not in self.spaces:
-            key = self._space_key(tp)
-            if key not in self.reuse.spaces:
-                self.reuse.spaces[key] = self._price(tp)
-            self.spaces[tp] = self.reuse.spaces[key]
-        return self.spaces[tp]
+    def priced(self, micro_batch: int, tp: int) -> PricedSpace:
+        """Decisions and their costs for a micro-batch on tp ranks, under the cuts so far."""
+        key = micro_batch, tp
+        if key not in self.spaces:
+            shared = self._space_key(micro_batch, tp)
+            if shared not in self.reuse.spaces:
+                self.reuse.spaces[shared] = self._price(micro_batch, tp)
+            self.spaces[key] = self.reuse.spaces[shared]
+        return self.spaces[key]
 
-    def _space_key(self, tp: int) -> Hashable:
+    def _space_key(self, micro_batch: int, tp: int) -> Hashable:
         """What decisions and their costs depend on."""
         cuts = frozenset((name, strategy) for (own, name), cut in self.cuts.items() if own == tp for strategy in cut)
         machine = self.profile.fingerprint, self.cluster.gpus_per_node
-        ways = self.recompute, self.is_compiled, self.unused_outputs, _hashable(self.wishes), self.pins
-        return self.trace_key, tp, machine, ways, cuts
+        ways = self.is_compiled, self.unused_outputs, _hashable(self.wishes), self.pins
+        return self.trace_key(micro_batch), tp, machine, ways, cuts
 
-    def _price(self, tp: int) -> PricedSpace:
+    def _price(self, micro_batch: int, tp: int) -> PricedSpace:
         space = build_space(
-            self.graph, tp, unused_outputs=self.unused_outputs, cut=self.is_cut(tp), apart=self.pinned.pins_within
+            self.traced(micro_batch).graph,
+            tp,
+            unused_outputs=self.unused_outputs,
+            cut=self.is_cut(micro_batch, tp),
+            apart=self.pinned(micro_batch).pins_within,
         )
         return price_space(
-            space,
-            self.profile,
-            self.cluster.gpus_per_node,
-            self.reuse.executor,
-            self.regions,
-            is_compiled=self.is_compiled,
+            space, self.profile, self.cluster.gpus_per_node, self.reuse.executor, is_compiled=self.is_compiled
         )
 
-    @property
-    def regions(self) -> Regions:
-        """The repeated layers, if they are recomputed."""
-        return Regions(self.units, self.recompute)
-
-    def is_cut(self, tp: int) -> Callable[[str, Strategy], bool]:
+    def is_cut(self, micro_batch: int, tp: int) -> Callable[[str, Strategy], bool]:
         """Says of decisions on tp ranks which strategies they may not choose."""
-        allows = self.wishes(self.graph) if self.wishes is not None else lambda name, strategy: True
+        graph, pinned = self.traced(micro_batch).graph, self.pinned(micro_batch)
+        allows = self.wishes(graph) if self.wishes is not None else lambda name, strategy: True
 
         def is_cut(name: str, strategy: Strategy) -> bool:
             is_wrong = strategy in self.cuts.get((tp, name), ())
-            return is_wrong or not (allows(name, strategy) and self.pinned(name, strategy))
+            return is_wrong or not (allows(name, strategy) and pinned(name, strategy))
 
         return is_cut
 
-    def formulate(self, mesh: Mesh, *, limit: float | None = None) -> Formulation:
-        """The problem of one mesh."""
+    def formulate(self, point: Point, *, limit: float | None = None, treatment: Treatment | None = None) -> Formulation:
+        """The problem of one point; with `treatment`, every layer gets that."""
+        mesh, units = point.mesh, self.traced(point.micro_batch).units
         return Formulation(
-            priced=self.priced(mesh.tp),
+            priced=self.priced(point.micro_batch, mesh.tp),
             mesh=mesh,
             setting=Setting(
                 profile=self.profile,
@@ -232,18 +264,61 @@ class Job:
                 precision=self.precision,
                 optimizer=self.optimizer,
                 memory_limit_bytes=self.limit if limit is None else limit,
-                accumulation_steps=self.batch.accumulation_steps(mesh) or 1,
-                units=self.units,
+                accumulation_steps=self.batch.accumulation_steps(mesh, point.micro_batch),
+                units=units,
                 recompute=self.recompute,
                 reshard_after_forward=self.reshard_after_forward,
+                treatments=dict.fromkeys(units, treatment) if treatment is not None else None,
             ),
         )
 
-    def solve_mesh(self, mesh: Mesh) -> Candidate:
-        """The optimum of one mesh."""
-        formulation = self.formulate(mesh)
-        solution = solvers.solve(formulation.problem, solver=self.solver, time_limit_s=self.time_limit_s)
-        return Candidate(formulation, solution)
+    def floor(self, point: Point) -> float:
+        """Seconds below which no plan of the point comes: its micro-batches' least compute and tp collectives, FSDP and
+        the optimizer left out, no layer recomputed, and no limit kept."""
+        key = point.micro_batch, point.tp
+        if key not in self.floors:
+            alone = replace(point, num_gpus=point.tp, shard=1)
+            formulation = self.formulate(alone, limit=math.inf, treatment=self.lightest)
+            steps = formulation.setting.accumulation_steps
+            problem = formulation.problem
+            parts = tuple(
+                replace(term, weight=term.weight / steps)
+                for term in problem.objective
+                if term.name in (COMPUTE, TENSOR_PARALLEL)
+            )
+            found = self.solver_of(replace(problem, objective=parts, resources=()))
+            self.floors[key] = found.bound or 0.0
+        return self.floors[key] * self.batch.accumulation_steps(point.mesh, point.micro_batch)
+
+    @property
+    def lightest(self) -> Treatment:
+        """Of the treatments that may be given, the one that takes no more time than any other, whatever the layouts:
+        recomputing adds compute, and more than it can hide; gathering again adds a collective and copies."""
+        reshard = self.reshard_after_forward
+        return Treatment(recompute=self.recompute or Recompute.NONE, reshard=False if reshard is None else reshard)
+
+    def solver_of(self, problem: Problem) -> Solution:
+        """The optimum of a problem, by the solver and in the time asked for."""
+        return solvers.solve(problem, solver=self.solver, time_limit_s=self.time_limit_s)
+
+    def solve_point(self, point: Point, ceiling: float = math.inf) -> Candidate | float:
+        """The optimum of one point, or a bound on it that exceeds `ceiling`.
+
+        With the lightest treatment for every layer and without a limit nothing is faster: where that fits, it is the
+        optimum.
+        """
+        light = self.formulate(point, treatment=self.lightest)
+        problem = light.problem
+        relaxed = self.solver_of(replace(problem, resources=()))
+        if relaxed.choice is None:
+            return Candidate(point=point, formulation=light, solution=relaxed)
+        assert relaxed.bound is not None
+        if problem.is_feasible(relaxed.choice, tolerance=LIMIT_TOLERANCE):
+            return Candidate(point=point, formulation=light, solution=relaxed)
+        if relaxed.bound > ceiling:
+            return relaxed.bound
+        whole = self.formulate(point)
+        return Candidate(point=point, formulation=whole, solution=self.solver_of(whole.problem))
 
 
 def _put_on_meta(model: nn.Module) -> None:

@@ -81,6 +81,12 @@ def divisors(n: int) -> tuple[int, ...]:
     return tuple(d for d in range(1, n + 1) if n % d == 0)
 
 
+def sub_clusters(gpus: int, gpus_per_node: int) -> tuple[int, ...]:
+    """Numbers of GPUs to use of so many: what divides a node, whole nodes, and all, ascending."""
+    whole_nodes = range(gpus_per_node, gpus + 1, gpus_per_node)
+    return tuple(sorted({n for n in (*divisors(gpus_per_node), *whole_nodes, gpus) if n <= gpus}))
+
+
 def meshes(gpus: int, gpus_per_node: int, *, tp: int | None = None, fsdp: int | None = None) -> Iterator[Mesh]:
     """Every replicate x shard x tp factorization of gpus with tp inside a node; tp and fsdp pin a degree.
 

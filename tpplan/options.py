@@ -8,7 +8,7 @@ from torch import nn
 
 from tpplan.errors import UsageError
 from tpplan.graph import ModelGraph
-from tpplan.mesh import Mesh
+from tpplan.mesh import Mesh, divisors
 from tpplan.plan import Precision, Recompute
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.rules import Strategy
@@ -51,8 +51,9 @@ class Options:
     fsdp: int | None = None
     precision: Precision | str | None = None
     optimizer: str = "adamw"
-    recompute: Recompute | str = Recompute.NONE
-    reshard_after_forward: bool = True
+    recompute: Recompute | str | None = None
+    reshard_after_forward: bool | None = None
+    all_gpus: bool = False
     compile: bool = False
     memory_limit_bytes: float | None = None
     solver: str | None = None
@@ -63,23 +64,30 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sequences of a step and of a rank's micro-batch, and tokens of each. Raises UsageError below 1."""
+    """Sequences of a step, tokens of each, and sequences at once on a rank; None: to be decided. Raises UsageError
+    below 1."""
 
     global_batch: int
-    micro_batch: int
+    micro_batch: int | None
     seq_len: int
 
     def __post_init__(self) -> None:
-        if min(self.global_batch, self.micro_batch, self.seq_len) < 1:
+        if min(self.global_batch, self.micro_batch or 1, self.seq_len) < 1 or self.micro_batch == 0:
             raise UsageError(
                 f"expected a global batch, micro-batch and sequence length of at least 1, got "
                 f"{self.global_batch}, {self.micro_batch} and {self.seq_len}"
             )
 
-    def accumulation_steps(self, mesh: Mesh) -> int | None:
-        """Micro-batches per step on each rank; None where they do not divide."""
-        steps, rest = divmod(self.global_batch, self.micro_batch * mesh.data_parallel)
-        return steps if steps and not rest else None
+    def micro_batches(self, mesh: Mesh) -> tuple[int, ...]:
+        """The micro-batches that may run on a mesh, ascending; none where its ranks do not divide the global batch."""
+        share, rest = divmod(self.global_batch, mesh.data_parallel)
+        if rest or not share:
+            return ()
+        return tuple(m for m in divisors(share) if self.micro_batch in (None, m))
+
+    def accumulation_steps(self, mesh: Mesh, micro_batch: int) -> int:
+        """Micro-batches per step on each rank."""
+        return self.global_batch // (micro_batch * mesh.data_parallel)
 
 
 def parse_precision(name: Precision | str) -> Precision:
@@ -90,8 +98,10 @@ def parse_precision(name: Precision | str) -> Precision:
         raise UsageError(f"unknown precision {name!r}; known: {', '.join(Precision)}") from None
 
 
-def parse_recompute(name: Recompute | str) -> Recompute:
-    """A way of recomputation by name. Raises UsageError for an unknown one."""
+def parse_recompute(name: Recompute | str | None) -> Recompute | None:
+    """A way of recomputation by name; None stays to be decided. Raises UsageError for an unknown one."""
+    if name is None:
+        return None
     try:
         return Recompute(name)
     except ValueError:

@@ -9,7 +9,6 @@ from torch.utils import _pytree as pytree
 
 from tpplan.assemble import Expanded, blocks_table, by_pattern, rename_parameter
 from tpplan.job import Candidate, Job
-from tpplan.mesh import Mesh
 from tpplan.patterns import ROOT
 from tpplan.plan import (
     SCHEMA_VERSION,
@@ -28,9 +27,9 @@ from tpplan.plan import (
     parameters_fingerprint,
 )
 from tpplan.pricing import with_repeats
-from tpplan.problem import Status
 from tpplan.reader import path_of
 from tpplan.reruns import rerun
+from tpplan.reuse import Traced
 from tpplan.rules import OPAQUE
 
 
@@ -38,12 +37,13 @@ def plan_of(
     job: Job,
     expanded: Expanded,
     best: Candidate,
-    solved: dict[Mesh, Candidate],
+    certificate: SolverReport,
     status: ProofStatus,
     rounds: int,
 ) -> Plan:
     """The plan of the best mesh, certified over all of them."""
-    mesh, graph = best.formulation.mesh, job.graph
+    mesh, traced = best.formulation.mesh, job.traced(best.point.micro_batch)
+    graph = traced.graph
     empty = BoundaryPlan(inputs={}, outputs={})
     parameters = expanded.parameter_plans()
     rows = {name: (plan.shape, plan.trainable) for label, plan in parameters.items() for name in (label, *plan.aliases)}
@@ -60,7 +60,7 @@ def plan_of(
         mesh_degrees=MeshPlan(replicate=mesh.replicate, shard=mesh.shard, tp=mesh.tp),
         batch=BatchPlan(
             global_batch=job.batch.global_batch,
-            micro_batch=job.batch.micro_batch,
+            micro_batch=best.point.micro_batch,
             accumulation_steps=best.formulation.setting.accumulation_steps,
             seq_len=job.batch.seq_len,
         ),
@@ -73,51 +73,34 @@ def plan_of(
         sizes={},
         losses=by_pattern(graph, expanded.sharded_losses(), lambda count, rename: count),
         draws=tuple(by_pattern(graph, dict.fromkeys(expanded.drawing_modules(), ""), lambda own, rename: own)),
-        recompute=by_pattern(graph, dict.fromkeys(job.regions.modules, job.recompute), lambda own, rename: own)
-        if job.recompute is not Recompute.NONE
-        else {},
+        recompute=by_pattern(graph, expanded.recomputed(), lambda own, rename: own, Recompute.NONE),
         compile=Compile.BLOCKS if job.is_compiled else Compile.NONE,
         fsdp=expanded.fsdp_plan(),
         collectives=expanded.collectives(),
         predicted=expanded.prediction(),
-        solver=_certificate(best, solved),
+        solver=certificate,
         fingerprints=Fingerprints(
-            parameters=parameters_fingerprint(rows), graph=graph.fingerprint, inputs=_input_shapes(job.inputs)
+            parameters=parameters_fingerprint(rows), graph=graph.fingerprint, inputs=_input_shapes(traced.inputs)
         ),
-        proof=ProofReport(status=status, rounds=rounds, cuts=tuple(job.cut_messages), assumptions=job.assumptions),
+        proof=ProofReport(status=status, rounds=rounds, cuts=tuple(job.cut_messages), assumptions=traced.assumptions),
         unruled_ops=expanded.unruled_ops(),
-        opaque=_opaque_plans(job, expanded) or None,
+        opaque=_opaque_plans(traced, expanded) or None,
     )
-    if job.recompute is Recompute.NONE:
+    if not plan.recompute:
         return plan
     again = rerun(expanded.formulation, plan.recomputed_modules())
     return replace(plan, collectives=with_repeats(plan.collectives, again, plan))
 
 
-def _opaque_plans(job: Job, expanded: Expanded) -> dict[str, OpaquePlan]:
+def _opaque_plans(traced: Traced, expanded: Expanded) -> dict[str, OpaquePlan]:
     """Modules that run whole, by pattern, under all their names."""
-    observed, seconds = job.opaques.by_key(), expanded.opaque_seconds()
-    bodies = {op.module: observed[str(op.args[2])].bodies for op in job.graph.ops if op.target == OPAQUE}
+    observed, seconds = traced.opaques.by_key(), expanded.opaque_seconds()
+    bodies = {op.module: observed[str(op.args[2])].bodies for op in traced.graph.ops if op.target == OPAQUE}
     plans = {
         name or ROOT: OpaquePlan(reason=reason, seconds=seconds.get(name, 0.0), bodies=bodies.get(name, ()))
-        for name, reason in job.opaques.reasons.items()
+        for name, reason in traced.opaques.reasons.items()
     }
-    return by_pattern(job.graph, plans, lambda plan, rename: plan)
-
-
-def _certificate(best: Candidate, solved: dict[Mesh, Candidate]) -> SolverReport:
-    """The best objective against the least bound of any mesh."""
-    objective = best.solution.objective or 0.0
-    bound = min([objective, *(c.solution.bound for c in solved.values() if c.solution.bound is not None)])
-    everywhere = all(c.solution.status in (Status.OPTIMAL, Status.INFEASIBLE) for c in solved.values())
-    return SolverReport(
-        name=best.solution.solver,
-        status=Status.OPTIMAL if everywhere else Status.FEASIBLE,
-        objective_s=objective,
-        bound_s=bound,
-        gap=(objective - bound) / objective if objective else 0.0,
-        meshes_tried=len(solved),
-    )
+    return by_pattern(traced.graph, plans, lambda plan, rename: plan)
 
 
 def _input_shapes(inputs: Any) -> dict[str, str]:

@@ -169,10 +169,12 @@ class SizePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpPlan:
-    """Modules that fully_shard wraps in this order ("<root>" last), and whether they reshard after forward (ZeRO-3)."""
+    """Modules that fully_shard wraps in this order ("<root>" last), and whether they reshard after forward (ZeRO-3) or
+    stay gathered until their backward (ZeRO-2); for the units in `exceptions` the opposite holds. The root stays."""
 
     units: tuple[str, ...]
     reshard_after_forward: bool
+    exceptions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +211,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverReport:
-    """What the solver proved: bound_s <= the optimum <= objective_s, over every mesh that was tried."""
+    """What the solver proved: bound_s <= the optimum <= objective_s, over every mesh with every micro-batch.
+
+    So many of those were solved; `skipped` counts the others by why they cannot be faster.
+    """
 
     name: str
     status: Status
@@ -217,6 +222,7 @@ class SolverReport:
     bound_s: Amount
     gap: Amount
     meshes_tried: Count
+    skipped: Mapping[str, Count]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,6 +389,12 @@ class Plan:
         names = [name for unit in self.fsdp.units for name, _ in self.expand(unit)]
         return tuple("" if name == ROOT else name for name in names)
 
+    def resharded_units(self) -> dict[str, bool]:
+        """Whether each unit but the root is resharded after forward, by module name, patterns expanded."""
+        found = {name: self.fsdp.reshard_after_forward for name in self.fsdp_units() if name}
+        opposite = (name for key in self.fsdp.exceptions for name, _ in self.expand(key))
+        return found | dict.fromkeys(opposite, not self.fsdp.reshard_after_forward)
+
     def expand(self, key: str) -> Iterator[tuple[str, int | None]]:
         """The names a key stands for, with the index put for `*`. Raises PlanError for a `*` outside a block."""
         if not is_pattern(key):
@@ -427,6 +439,7 @@ class Plan:
         places |= {f"opaque.{key}": key for key in self.opaque or {}}
         places |= {f"recompute.{key}": key for key in self.recompute}
         places |= {f"fsdp.units[{position}]": unit for position, unit in enumerate(self.fsdp.units)}
+        places |= {f"fsdp.exceptions[{position}]": unit for position, unit in enumerate(self.fsdp.exceptions)}
         for place, key in places.items():
             try:
                 tuple(self.expand(key))
@@ -438,6 +451,10 @@ class Plan:
             starred = next(filter(is_pattern, (*parameter.reads, *parameter.aliases)), None)
             if starred is not None:
                 raise PlanError(f"{origin}: parameters.{name}: {starred!r} has a '*' that the parameter's name has not")
+        units = set(self.fsdp_units()) - {""}
+        for position, key in enumerate(self.fsdp.exceptions):
+            if not {name for name, _ in self.expand(key)} <= units:
+                raise PlanError(f"{origin}: fsdp.exceptions[{position}]: {key!r} is none of the units but the root")
         self._check_regions(origin)
 
     def _check_regions(self, origin: str) -> None:

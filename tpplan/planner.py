@@ -8,8 +8,7 @@ from tpplan.assemble import Expanded, expand
 from tpplan.errors import SolverError
 from tpplan.formulate import Formulation
 from tpplan.graph import ModelGraph
-from tpplan.job import Job
-from tpplan.mesh import Mesh
+from tpplan.job import Job, Point
 from tpplan.options import (
     Allows,
     Batch,
@@ -42,15 +41,16 @@ def solve(
     cluster: Cluster,
     global_batch: int,
     seq_len: int,
-    micro_batch: int = 1,
+    micro_batch: int | None = None,
     loss: Loss | None = None,
     unused_outputs: Sequence[str] = (),
     tp: int | None = None,
     fsdp: int | None = None,
     precision: Precision | str | None = None,
     optimizer: str = "adamw",
-    recompute: Recompute | str = Recompute.NONE,
-    reshard_after_forward: bool = True,
+    recompute: Recompute | str | None = None,
+    reshard_after_forward: bool | None = None,
+    all_gpus: bool = False,
     compile: bool = False,
     memory_limit_bytes: float | None = None,
     solver: str | None = None,
@@ -64,10 +64,12 @@ def solve(
     """The plan of least predicted step time among those whose predicted peak memory fits.
 
     build_model() gives the model (it is called under the meta device: no weights are made), example_inputs(micro_batch,
-    seq_len) its inputs. The mesh is enumerated, the layouts of each are an ILP. `tp` and `fsdp` pin a degree,
-    `precision` defaults to bf16-mixed on a GPU profile and fp32 else. `recompute` says what of each repeated layer runs
-    again in backward ("none", "selective", "full"), reshard_after_forward=False keeps FSDP's layers gathered until then
-    (ZeRO-2), compile=True prices elementwise ops as torch.compile fuses them. time_limit_s holds for each mesh.
+    seq_len) its inputs. Decided together: the mesh, on at most the GPUs given; the micro-batch and so the accumulation;
+    layouts; per layer what runs again in backward, and whether FSDP reshards it after forward. None of an option leaves
+    it to be decided. `tp` and `fsdp` pin a degree, all_gpus=True allows no fewer, `recompute` ("none", "selective",
+    "full") and reshard_after_forward (True is ZeRO-3, False ZeRO-2) hold for every layer. `precision` defaults to
+    bf16-mixed on a GPU profile and fp32 else. compile=True prices elementwise ops as torch.compile fuses them.
+    time_limit_s holds for each ILP.
     `pins` hold modules to a style, {"model.layers.*.mlp": "megatron"} (tpplan.pins). `allows`, given the graph, says
     which strategies of a decision may be chosen. `reuse` is what several calls for one model share (tpplan.reuse).
     Raises ModelError, ProfileError, UsageError, SolverError, and InfeasibleError with what would fit.
@@ -81,6 +83,7 @@ def solve(
         optimizer=optimizer,
         recompute=recompute,
         reshard_after_forward=reshard_after_forward,
+        all_gpus=all_gpus,
         compile=compile,
         memory_limit_bytes=memory_limit_bytes,
         solver=solver,
@@ -89,8 +92,8 @@ def solve(
         pins=pins or {},
     )
     batch = Batch(global_batch, micro_batch, seq_len)
-    job, candidates = _prepare(build_model, example_inputs, cluster, batch, options, progress, reuse)
-    return search(job, candidates, prove=prove)
+    job, points = _prepare(build_model, example_inputs, cluster, batch, options, progress, reuse)
+    return search(job, points, prove=prove)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,11 +121,12 @@ def price_mesh(
 ) -> Priced:
     """What the best plan on one mesh costs, whether it fits or not; `options` pins both degrees. Nothing is proven."""
     batch = Batch(global_batch, micro_batch, seq_len)
-    unlimited = replace(options, memory_limit_bytes=float("inf"))
-    job, candidates = _prepare(build_model, example_inputs, cluster, batch, unlimited, None)
-    candidate = job.solve_mesh(candidates[0])
+    unlimited = replace(options, memory_limit_bytes=float("inf"), all_gpus=True)
+    job, points = _prepare(build_model, example_inputs, cluster, batch, unlimited, None)
+    candidate = job.solve_point(points[-1])
+    assert not isinstance(candidate, float), "without a ceiling nothing is bounded away"
     if candidate.solution.choice is None:
-        raise SolverError(f"{candidates[0]}: {candidate.solution.status}")
+        raise SolverError(f"{points[-1].mesh}: {candidate.solution.status}")
     return Priced(formulation=candidate.formulation, choice=candidate.solution.choice)
 
 
@@ -134,8 +138,8 @@ def _prepare(
     options: Options,
     progress: Progress | None,
     reuse: Reuse | None = None,
-) -> tuple[Job, list[Mesh]]:
-    """The job, its model traced, and the meshes to try."""
+) -> tuple[Job, list[Point]]:
+    """The job, and the points to try."""
     profile, precision, limit = cluster.load_profile(), options.precision, options.memory_limit_bytes
     if precision is None:
         precision = Precision.BF16_MIXED if profile.device_type == "cuda" else Precision.FP32
@@ -154,15 +158,15 @@ def _prepare(
         is_compiled=options.compile,
         wishes=options.allows,
         limit=profile.usable_bytes if limit is None else limit,
+        all_gpus=options.all_gpus,
         solver=options.solver,
         time_limit_s=options.time_limit_s,
         report=progress or (lambda stage, done, total: None),
         pins=parse_pins(options.pins),
         reuse=reuse or Reuse(),
     )
-    candidates = job.candidates(tp=options.tp, fsdp=options.fsdp)
-    job.trace_model()
-    return job, job.applicable(candidates)
+    points = job.points(tp=options.tp, fsdp=options.fsdp)
+    return job, job.applicable(points)
 
 
 def price(
@@ -196,7 +200,7 @@ def price(
         precision=loaded.precision,
         optimizer=loaded.optimizer,
         recompute=Recompute.NONE,
-        reshard_after_forward=loaded.fsdp.reshard_after_forward,
+        reshard_after_forward=True,
         is_compiled=loaded.compile is Compile.BLOCKS,
         wishes=None,
         limit=machine.usable_bytes,
@@ -204,10 +208,10 @@ def price(
         time_limit_s=None,
         report=lambda stage, done, total: None,
     )
-    job.trace_model()
-    named = job.model.named_parameters(remove_duplicate=False)
+    traced = job.traced(batch.micro_batch)
+    named = traced.model.named_parameters(remove_duplicate=False)
     check_parameters(loaded, {name: (tuple(weight.shape), weight.requires_grad) for name, weight in named})
-    priced = price_plan(job.graph, loaded, machine, per_node, job.reuse.executor)
+    priced = price_plan(traced.graph, loaded, machine, per_node, job.reuse.executor)
     seconds = priced.predicted.step_time_s
     return replace(
         loaded,
@@ -217,7 +221,7 @@ def price(
         collectives=priced.collectives,
         predicted=priced.predicted,
         solver=SolverReport(
-            name=PRICED, status=Status.FEASIBLE, objective_s=seconds, bound_s=0.0, gap=1.0, meshes_tried=1
+            name=PRICED, status=Status.FEASIBLE, objective_s=seconds, bound_s=0.0, gap=1.0, meshes_tried=1, skipped={}
         ),
         unruled_ops=priced.unruled_ops,
         opaque=loaded.opaque and _repriced(loaded, priced.opaque_seconds),

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 
 from tpplan.assemble import Expanded
 from tpplan.costs.compute import Executor
-from tpplan.costs.issue import waiting_s
 from tpplan.errors import PlanMismatchError
 from tpplan.formulate import ISSUE, TENSOR_PARALLEL, Formulation, Setting, price_space
 from tpplan.graph import ModelGraph, within
 from tpplan.mesh import Axis
 from tpplan.patterns import ROOT, parse_ranges, substitute
-from tpplan.plan import CollectivePlan, Compile, Pass, Plan, Prediction
+from tpplan.plan import CollectivePlan, Compile, Pass, Plan, Prediction, Recompute
 from tpplan.profile import HardwareProfile
 from tpplan.reruns import Rerun, rerun
 from tpplan.rules import Strategy
 from tpplan.space import Reading, build_space
+from tpplan.treatments import Treatment
 from tpplan.typecheck import Mistyped, implied_strategies
 
 #: a part of the time that only a plan with recomputation has
@@ -50,7 +50,7 @@ def price_plan(
         unruled_ops=expanded.unruled_ops(),
         opaque_seconds=expanded.opaque_seconds(),
     )
-    return _with_reruns(priced, expanded.formulation, rerun(expanded.formulation, modes), plan) if modes else priced
+    return _with_reruns(priced, rerun(expanded.formulation, modes), plan) if modes else priced
 
 
 def _fixed(
@@ -83,7 +83,10 @@ def _fixed(
         memory_limit_bytes=profile.usable_bytes,
         accumulation_steps=plan.batch.accumulation_steps,
         units=tuple(unit for unit in plan.fsdp_units() if unit),
-        reshard_after_forward=plan.fsdp.reshard_after_forward,
+        treatments={
+            name: Treatment(recompute=Recompute.NONE, reshard=reshard)
+            for name, reshard in plan.resharded_units().items()
+        },
     )
     is_compiled = plan.compile is Compile.BLOCKS
     priced = price_space(fixed, profile, gpus_per_node, executor, is_compiled=is_compiled)
@@ -93,16 +96,14 @@ def _fixed(
     return formulation
 
 
-def _with_reruns(priced: Priced, formulation: Formulation, again: Rerun, plan: Plan) -> Priced:
+def _with_reruns(priced: Priced, again: Rerun, plan: Plan) -> Priced:
     """The prices with what recomputation adds. What runs again is as uncertain as what ran."""
     steps, before = plan.batch.accumulation_steps, priced.predicted
     time_s = dict(before.time_s)
     time_s[RECOMPUTATION] = steps * again.compute.seconds
     time_s[TENSOR_PARALLEL] = time_s.get(TENSOR_PARALLEL, 0.0) + steps * again.collectives.seconds
-    if (issue_s := formulation.setting.profile.issue_s) is not None:
-        lags = formulation.lags().values()
-        behind = issue_s * again.kernels - (again.compute + again.collectives).seconds
-        time_s[ISSUE] = waiting_s(sum(lag.forward[0] for lag in lags), sum(lag.both[0] for lag in lags) + behind, steps)
+    if again.waited_s:
+        time_s[ISSUE] = time_s.get(ISSUE, 0.0) + steps * again.waited_s
     step_time_s = sum(time_s.values())
     predicted = replace(
         before,

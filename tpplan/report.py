@@ -5,7 +5,8 @@ and a terminal show the same.
 """
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 from rich.console import Console, Group, RenderableType
@@ -16,6 +17,7 @@ from rich.text import Text
 from tpplan.errors import PlanError
 from tpplan.layer_table import layer_lines
 from tpplan.mesh import Axis
+from tpplan.patterns import format_ranges
 from tpplan.plan import CollectivePlan, Compile, Pass, Plan, Precision, Prediction, ProofStatus, Recompute
 from tpplan.units import DTYPE_BYTES, GIB, format_bytes, format_seconds
 
@@ -169,8 +171,23 @@ def _counted(counts: Iterable[tuple[str, int]]) -> str:
 
 def _fsdp_line(plan: Plan) -> str:
     names = _counted((unit, sum(1 for _ in plan.expand(unit))) for unit in plan.fsdp.units)
-    kept = "resharded after forward (ZeRO-3)" if plan.fsdp.reshard_after_forward else "kept until backward (ZeRO-2)"
-    return f"{names}; {kept}" if plan.mesh.shard > 1 else names
+    if plan.mesh.shard == 1:
+        return names
+    zero = {True: "resharded after forward (ZeRO-3)", False: "kept until backward (ZeRO-2)"}
+    rule = plan.fsdp.reshard_after_forward
+    exceptions = _ranges([name for name, is_resharded in plan.resharded_units().items() if is_resharded is not rule])
+    return f"{names}; {zero[rule]}" + (f", but {exceptions} {zero[not rule]}" if exceptions else "")
+
+
+def _ranges(names: Sequence[str]) -> str:
+    """Names that differ in one number, by ranges: layers.0-11, 30."""
+    numbered: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        before, number, after = re.split(r"(\d+)", name, maxsplit=1) if re.search(r"\d", name) else (name, "", "")
+        numbered.setdefault((before, after), []).extend([int(number)] if number else [])
+    return ", ".join(
+        f"{before}{format_ranges(tuple(sorted(found)))}{after}" for (before, after), found in numbered.items()
+    )
 
 
 def _model_size(plan: Plan) -> tuple[int, int]:
@@ -269,7 +286,8 @@ def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
         "solver",
         f"{solver.name}: {solver.status}, {format_seconds(solver.objective_s)}, "
         f"bound {format_seconds(solver.bound_s)}, gap {solver.gap:.2%}, "
-        f"{_plural(solver.meshes_tried, 'mesh', 'meshes')} tried",
+        f"{_plural(solver.meshes_tried, 'point')} tried"
+        + "".join(f", {count} {reason}" for reason, count in sorted(solver.skipped.items())),
     )
     yield "proof", f"{proof.status}: {_PROOF[proof.status]} ({_plural(proof.rounds, 'round')})"
     for assumption in proof.assumptions:

@@ -20,11 +20,11 @@ from tpplan.profile import Estimate
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rerun:
     """What recomputation adds, per micro-batch on one rank: `compute` and `collectives` are what of the forward runs
-    again, `kernels` their number; `transfers` are those collectives, each with its module."""
+    again, which a GPU waits `waited_s` for the CPU to issue; `transfers` are those collectives, by module."""
 
     compute: Estimate
     collectives: Estimate
-    kernels: float
+    waited_s: float
     transfers: tuple[tuple[str, Transfer], ...]
 
 
@@ -32,13 +32,14 @@ def rerun(formulation: Formulation, modes: Mapping[str, Recompute]) -> Rerun:
     """The effect of recomputing these modules, where every decision has one strategy left."""
     lifetimes = Lifetimes(formulation, modes)
     readings = _readings_by_op(formulation)
-    names = [name for run in lifetimes.runs for name in _repeated(lifetimes, readings, run)]
+    calls = [list(_repeated(lifetimes, readings, run)) for run in lifetimes.runs]
+    names = [name for call in calls for name in call]
     times = [formulation.table[name][0] for name in names]
     deciders = formulation.space.deciders
     return Rerun(
         compute=sum((time.forward for time in times), Estimate.zero()),
         collectives=sum((time.forward_collectives for time in times), Estimate.zero()),
-        kernels=sum(time.forward_kernels for time in times),
+        waited_s=sum(_waited_s(formulation, call) for call in calls),
         transfers=tuple(
             (decider.module, transfer)
             for name, time in zip(names, times, strict=True)
@@ -47,6 +48,14 @@ def rerun(formulation: Formulation, modes: Mapping[str, Recompute]) -> Rerun:
             if transfer.during is Pass.FORWARD
         ),
     )
+
+
+def _waited_s(formulation: Formulation, names: list[str]) -> float:
+    """What issuing a call's kernels takes longer than running them."""
+    issue_s = formulation.setting.profile.issue_s
+    times = [formulation.table[name][0] for name in names]
+    running_s = sum((time.forward + time.forward_collectives).seconds for time in times)
+    return 0.0 if issue_s is None else max(0.0, issue_s * sum(time.forward_kernels for time in times) - running_s)
 
 
 def _repeated(lifetimes: Lifetimes, readings: Mapping[str, list[str]], run: Run) -> Iterator[str]:

@@ -1,8 +1,15 @@
-"""Over all meshes: each is solved, the best is checked, and a counterexample is cut away wherever it was chosen."""
+"""Over all meshes and micro-batches: what a bound does not exclude is solved, the best is checked, and a counterexample
+is cut away wherever it was chosen.
+
+The answer is the optimum over every point. A point is left out where a bound says that it is slower than the best:
+first its floor (tpplan.job.Job.floor), then its optimum without a memory limit. Another is left out where a smaller
+micro-batch on its mesh does not fit.
+"""
 
 import logging
+import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from tpplan import solvers
 from tpplan.assemble import Expanded, expand
@@ -10,12 +17,13 @@ from tpplan.errors import ModelError, SolverError
 from tpplan.formulate import Formulation
 from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op
 from tpplan.infeasible import infeasible
-from tpplan.job import Candidate, Job
-from tpplan.mesh import Mesh
+from tpplan.job import Candidate, Job, Point
 from tpplan.outcome import plan_of
 from tpplan.patterns import ROOT
-from tpplan.plan import Plan, ProofStatus
+from tpplan.plan import Plan, ProofStatus, SolverReport
+from tpplan.problem import Status
 from tpplan.prove import Counterexample, check_structure
+from tpplan.reuse import Traced
 from tpplan.rules import Strategy
 from tpplan.space import NoLayoutError
 from tpplan.typecheck import Mistyped, typecheck
@@ -29,65 +37,139 @@ MAX_ROUNDS = 50
 #: counterexamples in the code of one class before what its modules' own code sees is no longer sharded: code that
 #: compares sizes, say, differs by another line for each way to shard it
 PATIENCE = 4
+#: why points are not solved
+BOUNDED, NO_LAYOUT, TOO_LARGE = "slower by a bound", "without a layout", "larger than what does not fit"
 
 
-def search(job: Job, candidates: list[Mesh], *, prove: bool) -> Plan:
-    """Solves every mesh; checks the best; a counterexample is cut away wherever it was chosen, until one holds."""
-    solved: dict[Mesh, Candidate] = {}
-    candidates = _with_layouts(job, candidates)
-    for done, mesh in enumerate(candidates):
-        job.report("solve", done, len(candidates))
-        solved[mesh] = job.solve_mesh(mesh)
-    job.report("solve", len(candidates), len(candidates))
+@dataclass
+class _Progress:
+    """What is known of each point: its optimum, or a lower bound and why no more was asked."""
+
+    solved: dict[Point, Candidate] = field(default_factory=dict)
+    bounds: dict[Point, float] = field(default_factory=dict)
+    too_large: set[Point] = field(default_factory=set)
+    without: dict[tuple[int, int], NoLayoutError] = field(default_factory=dict)
+
+    def best(self) -> Candidate | None:
+        """The fastest plan; of equals the first in the order of points."""
+        feasible = [candidate for candidate in self.solved.values() if candidate.solution.objective is not None]
+        return min(feasible, key=lambda candidate: (candidate.solution.objective, candidate.point), default=None)
+
+    def is_too_large(self, point: Point) -> bool:
+        """True where a smaller micro-batch on the same mesh does not fit: a larger one keeps no less."""
+        return any(
+            replace(other, micro_batch=point.micro_batch) == point and point.micro_batch > other.micro_batch
+            for other, candidate in self.solved.items()
+            if candidate.solution.status is Status.INFEASIBLE
+        )
+
+
+def search(job: Job, points: list[Point], *, prove: bool) -> Plan:
+    """The fastest plan over all points; a counterexample is cut away wherever it was chosen, until one is proven."""
+    known = _Progress()
     for rounds in range(1, MAX_ROUNDS + 1):
-        best = _settled(job, _best(job, solved))
-        solved[best.formulation.mesh] = best
+        best = _settled(job, _explore(job, points, known))
+        known.solved[best.point] = best
         choice = best.solution.choice
         assert choice is not None
         expanded = Expanded(formulation=expand(best.formulation, choice))
+        num_without = sum((point.micro_batch, point.tp) in known.without for point in points)
+        certificate = _certificate(best, known, len(points), num_without)
         if not prove:
-            return plan_of(job, expanded, best, solved, ProofStatus.UNPROVEN, rounds)
+            return plan_of(job, expanded, best, certificate, ProofStatus.UNPROVEN, rounds)
         job.report("prove", rounds - 1, rounds)
-        plan = plan_of(job, expanded, best, solved, ProofStatus.PROVEN, rounds)
+        plan = plan_of(job, expanded, best, certificate, ProofStatus.PROVEN, rounds)
+        traced = job.traced(best.point.micro_batch)
         checked = check_structure(
-            job.model, job.inputs, expanded, plan, loss=job.loss, cast=job.cast, opaques=job.opaques
+            traced.model,
+            traced.inputs,
+            expanded,
+            plan,
+            loss=job.loss,
+            cast=job.cast(traced.units),
+            opaques=traced.opaques,
         )
-        problem = checked if isinstance(checked, Counterexample) else _mistyped(job, checked, expanded)
+        problem = checked if isinstance(checked, Counterexample) else _mistyped(traced.graph, checked, expanded)
         if problem is None:
             assert isinstance(checked, Plan)
             job.report("prove", rounds, rounds)
             return checked
-        _forbid(job, problem, expanded, best.formulation)
-        _solve_again(job, solved)
+        _forbid(job, problem, expanded, best.formulation, traced)
+        _forget_cut(job, known)
     raise SolverError(f"no plan could be proven in {MAX_ROUNDS} rounds; the last: {job.cut_messages[-1]}")
 
 
-def _with_layouts(job: Job, candidates: list[Mesh]) -> list[Mesh]:
-    """The meshes on whose tp ranks every decision has a strategy that the pins leave. Raises where none has."""
-    degrees = sorted({mesh.tp for mesh in candidates})
-    without: dict[int, NoLayoutError] = {}
-    for done, tp in enumerate(degrees):
-        job.report("costs", done, len(degrees))
-        try:
-            job.priced(tp)
-        except NoLayoutError as error:
-            without[tp] = error
-    job.report("costs", len(degrees), len(degrees))
-    if len(without) == len(degrees):
-        raise no_layout(job, without)
-    return [mesh for mesh in candidates if mesh.tp not in without]
+def _explore(job: Job, points: list[Point], known: _Progress) -> Candidate:
+    """Solves every point that may be the fastest: by micro-batch, which each need a trace, and by their bounds.
+
+    Raises InfeasibleError where nothing fits, and where the pins leave a decision no layout.
+    """
+    sizes = sorted({point.micro_batch for point in points})
+    done = 0
+    for number, size in enumerate(sizes):
+        own = [point for point in points if point.micro_batch == size]
+        job.report("trace", number, len(sizes))
+        job.traced(size)
+        for tp in sorted({point.tp for point in own}):
+            job.report("costs", done, len(points))
+            try:
+                job.priced(size, tp)
+            except NoLayoutError as error:
+                known.without[size, tp] = error
+        own = [point for point in own if (size, point.tp) not in known.without]
+        for point in own:
+            known.bounds[point] = max(known.bounds.get(point, 0.0), job.floor(point))
+        for point in sorted(own, key=lambda point: (known.bounds[point], point)):
+            job.report("solve", done, len(points))
+            done += 1
+            _visit(job, point, known)
+    for stage, total in (("trace", len(sizes)), ("costs", len(points)), ("solve", len(points))):
+        job.report(stage, total, total)
+    best = known.best()
+    if best is not None:
+        return best
+    left = [point for point in points if (point.micro_batch, point.tp) not in known.without]
+    if left:
+        raise unkept(job, left) or infeasible(job, left)
+    (size, _), first = next(iter(known.without.items()))
+    if job.cuts:
+        raise unproven(job, first)
+    raise no_layout(job, size, {tp: found for (own, tp), found in known.without.items() if own == size})
 
 
-def _best(job: Job, solved: dict[Mesh, Candidate]) -> Candidate:
-    feasible = [candidate for candidate in solved.values() if candidate.solution.objective is not None]
-    if not feasible:
-        raise unkept(job, list(solved)) or infeasible(job, list(solved))
+def _visit(job: Job, point: Point, known: _Progress) -> None:
+    """Solves a point, unless it cannot be the fastest."""
+    best = known.best()
+    ceiling = math.inf if best is None else best.solution.objective or 0.0
+    if point in known.solved or known.bounds[point] > ceiling:
+        return
+    if known.is_too_large(point):
+        known.too_large.add(point)
+        return
+    found = job.solve_point(point, ceiling)
+    if isinstance(found, float):
+        known.bounds[point] = max(known.bounds[point], found)
+    else:
+        known.solved[point] = found
 
-    def order(candidate: Candidate) -> tuple[float, int, int]:
-        mesh = candidate.formulation.mesh
-        return candidate.solution.objective or 0.0, mesh.tp, mesh.shard
 
-    return min(feasible, key=order)
+def _certificate(best: Candidate, known: _Progress, num_points: int, num_without: int) -> SolverReport:
+    """The best objective against the least bound of any point."""
+    objective = best.solution.objective or 0.0
+    solved = known.solved.values()
+    bound = min([objective, *(c.solution.bound for c in solved if c.solution.bound is not None)])
+    is_proven = all(c.solution.status in (Status.OPTIMAL, Status.INFEASIBLE) for c in solved)
+    left = num_points - len(known.solved) - len(known.too_large)
+    reasons = {BOUNDED: left - num_without, NO_LAYOUT: num_without, TOO_LARGE: len(known.too_large)}
+    return SolverReport(
+        name=best.solution.solver,
+        status=Status.OPTIMAL if is_proven else Status.FEASIBLE,
+        objective_s=objective,
+        bound_s=bound,
+        gap=(objective - bound) / objective if objective else 0.0,
+        meshes_tried=len(known.solved),
+        skipped={reason: count for reason, count in reasons.items() if count},
+    )
 
 
 def _settled(job: Job, best: Candidate) -> Candidate:
@@ -103,15 +185,17 @@ def _settled(job: Job, best: Candidate) -> Candidate:
     if chosen is None:
         return best
     price = formulation.problem.price(chosen)
-    return Candidate(formulation, replace(solution, choice=chosen, objective=price))
+    return replace(best, solution=replace(solution, choice=chosen, objective=price))
 
 
-def _mistyped(job: Job, plan: Plan, expanded: Expanded) -> Mistyped | None:
+def _mistyped(graph: ModelGraph, plan: Plan, expanded: Expanded) -> Mistyped | None:
     """Derives every layout from the plan as its file says it."""
-    return typecheck(job.graph, Plan.from_dict(plan.to_dict()), local_shapes=expanded.local_shapes())
+    return typecheck(graph, Plan.from_dict(plan.to_dict()), local_shapes=expanded.local_shapes())
 
 
-def _forbid(job: Job, found: Counterexample | Mistyped, expanded: Expanded, formulation: Formulation) -> None:
+def _forbid(
+    job: Job, found: Counterexample | Mistyped, expanded: Expanded, formulation: Formulation, traced: Traced
+) -> None:
     """Cuts away what was chosen at the blamed decisions, in all like blocks."""
     tp, space = formulation.mesh.tp, formulation.space
     chosen = {(name, expanded.strategy(name)) for name in found.blamed}
@@ -119,9 +203,9 @@ def _forbid(job: Job, found: Counterexample | Mistyped, expanded: Expanded, form
         raise ModelError(f"the plan cannot be proven, and no sharding explains it: {found.message}")
     logger.info("counterexample on tp %d: %s", tp, found.message)
     job.cut_messages.append(found.message)
-    module = _whose_code(job.graph, found.node) if isinstance(found, Counterexample) and found.node else LOSS_SCOPE
+    module = _whose_code(traced.graph, found.node) if isinstance(found, Counterexample) and found.node else LOSS_SCOPE
     if module != LOSS_SCOPE:
-        code = type(job.model.get_submodule(module))
+        code = type(traced.model.get_submodule(module))
         job.counterexamples[tp, code] += 1
         if job.counterexamples[tp, code] >= PATIENCE:
             logger.info("tp %d: the own code of %s runs whole", tp, module or ROOT)
@@ -148,19 +232,14 @@ def _sharding_in(module: str, formulation: Formulation) -> Iterator[tuple[str, S
     )
 
 
-def _solve_again(job: Job, solved: dict[Mesh, Candidate]) -> None:
-    """A cut changes only the optima that chose what it forbids."""
+def _forget_cut(job: Job, known: _Progress) -> None:
+    """A cut changes only the optima that chose what it forbids; those of other points, and all bounds, still hold."""
     cut_degrees = {tp for tp, _ in job.cuts}
-    job.spaces = {tp: entry for tp, entry in job.spaces.items() if tp not in cut_degrees}
-    for mesh, candidate in list(solved.items()):
+    job.spaces = {key: entry for key, entry in job.spaces.items() if key[1] not in cut_degrees}
+    for point, candidate in list(known.solved.items()):
         choice, formulation = candidate.solution.choice, candidate.formulation
         if choice is None:
             continue
-        is_cut = job.is_cut(mesh.tp)
+        is_cut = job.is_cut(point.micro_batch, point.tp)
         if any(is_cut(name, formulation.strategy(choice, name)) for name in formulation.space.deciders):
-            try:
-                solved[mesh] = job.solve_mesh(mesh)
-            except NoLayoutError as error:
-                del solved[mesh]
-                if not solved:
-                    raise unproven(job, error) from None
+            del known.solved[point]

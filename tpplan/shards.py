@@ -39,7 +39,8 @@ class Shards:
 
     ledger: Ledger
     ranks: int
-    reshards: bool
+    #: those whose parameters go after forward
+    resharded: frozenset[str]
     units: Mapping[str, UnitBytes]
     unit_of: Mapping[str, str]
     starts: Mapping[int, str]
@@ -61,10 +62,11 @@ class Shards:
         units = {unit.name: _unit_bytes(weights, unit.parameters) for unit in formulation.units}
         owners = {source.label: unit.name for unit in formulation.units for source in unit.parameters}
         starts, ends = _spans(formulation, units)
+        treatments = formulation.treatments(dict.fromkeys(formulation.space.deciders, 0))
         return cls(
             ledger=ledger,
             ranks=formulation.mesh.shard,
-            reshards=formulation.setting.reshard_after_forward,
+            resharded=frozenset(name for name, treatment in treatments.items() if treatment.reshard),
             units=units,
             unit_of=owners,
             starts=starts,
@@ -86,7 +88,7 @@ class Shards:
 
     def after_forward(self, position: int) -> None:
         """They go after its last."""
-        if position in self.ends and self.reshards:
+        if self.ends.get(position) in self.resharded:
             self._reshard(self.ends[position])
 
     # Backward

@@ -1,21 +1,18 @@
 """When no plan keeps the pins: which of them is in the way."""
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from tpplan import solvers
 from tpplan.errors import InfeasibleError, TpplanError, VerificationError
-from tpplan.job import Job
-from tpplan.mesh import Mesh
-from tpplan.pins import Pin, Pinned
-from tpplan.problem import Problem
+from tpplan.job import Job, Point
+from tpplan.pins import Pin
 from tpplan.space import NoLayoutError
 from tpplan.units import format_bytes
 
 
-def no_layout(job: Job, without: Mapping[int, NoLayoutError]) -> TpplanError:
+def no_layout(job: Job, micro_batch: int, without: Mapping[int, NoLayoutError]) -> TpplanError:
     """The error where on no tp degree every decision has a strategy: the pins, where they stand at the decisions."""
-    held = {tp: job.pinned.pins_of(error.decision) for tp, error in without.items()}
+    held = {tp: job.pinned(micro_batch).pins_of(error.decision) for tp, error in without.items()}
     if not any(held.values()):
         return next(iter(without.values()))
     reasons = "; ".join(
@@ -39,19 +36,19 @@ def unproven(job: Job, error: NoLayoutError) -> TpplanError:
     )
 
 
-def unkept(job: Job, candidates: Sequence[Mesh]) -> InfeasibleError | None:
+def unkept(job: Job, points: Sequence[Point]) -> InfeasibleError | None:
     """The error where the pins are why no mesh has a plan: each pin without which one has. None where they are not."""
     if not job.pins:
         return None
     names = _quoted(job.pins)
-    guilty = [pin for pin in job.pins if _fits(_without(job, {pin}), candidates)]
+    guilty = [pin for pin in job.pins if _fits(_without(job, {pin}), points)]
     if guilty:
         verb = "it is" if len(guilty) == 1 else "any of these is"
         return InfeasibleError(
             f"no plan keeps the pins within {format_bytes(job.limit)} per GPU on {job.cluster.gpus} GPUs; one does "
             f"where {verb} left out: {_quoted(guilty)}."
         )
-    if _fits(_without(job, set(job.pins)), candidates):
+    if _fits(_without(job, set(job.pins)), points):
         return InfeasibleError(
             f"no plan keeps the pins within {format_bytes(job.limit)} per GPU on {job.cluster.gpus} GPUs; one does "
             f"without all of them: {names}."
@@ -60,23 +57,18 @@ def unkept(job: Job, candidates: Sequence[Mesh]) -> InfeasibleError | None:
 
 
 def _without(job: Job, left_out: set[Pin]) -> Job:
-    other = copy.copy(job)
-    other.pins = tuple(pin for pin in job.pins if pin not in left_out)
-    other.pinned = Pinned(graph=job.graph, pins=other.pins)
-    other.spaces = {}
-    return other
+    return job.changed(pins=tuple(pin for pin in job.pins if pin not in left_out), spaces={})
 
 
-def _fits(job: Job, candidates: Sequence[Mesh]) -> bool:
+def _fits(job: Job, points: Sequence[Point]) -> bool:
     """Whether some mesh has a plan within the limit: any, not the best."""
-    for mesh in candidates:
+    for point in points:
         try:
-            problem = job.formulate(mesh).problem
+            problem = job.formulate(point).problem
         except NoLayoutError:
             continue
         memory = problem.resources[0]
-        least = Problem(nodes=problem.nodes, edges=problem.edges, objective=memory.terms)
-        solution = solvers.solve(least, solver=job.solver)
+        solution = job.solver_of(replace(problem, objective=memory.terms, resources=problem.resources[1:]))
         if solution.objective is not None and solution.objective <= memory.limit:
             return True
     return False

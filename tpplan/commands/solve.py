@@ -58,7 +58,8 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def _add_machine(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--gpus", type=count, required=True, metavar="N", help="GPUs to plan for")
+    group.add_argument("--gpus", type=count, required=True, metavar="N", help="GPUs to plan for, fewer where faster")
+    group.add_argument("--all-gpus", action="store_true", help="use every one of them")
     group.add_argument("--gpus-per-node", type=count, metavar="N", help="default: the profile's, at most --gpus")
     group.add_argument("--profile", required=True, metavar="NAME", help="a shipped profile, or the path of one")
     group.add_argument("--memory-limit", type=num_bytes, metavar="SIZE", help="per GPU, such as 70GiB")
@@ -68,22 +69,23 @@ def add_training(group: "argparse._ArgumentGroup") -> None:
     """Adds how the model is trained."""
     group.add_argument("--global-batch", type=count, required=True, metavar="N", help="sequences per optimizer step")
     group.add_argument("--seq-len", type=count, required=True, metavar="N", help="tokens per sequence")
-    group.add_argument("--micro-batch", type=count, default=1, metavar="N", help="sequences at once (default: 1)")
+    group.add_argument("--micro-batch", type=count, metavar="N", help="sequences at once (default: decided)")
     group.add_argument(
         "--precision", choices=[str(p) for p in Precision], help="default: bf16-mixed on GPUs, else fp32"
     )
     group.add_argument(
         "--recompute",
         choices=[*Recompute],
-        default=Recompute.NONE,
-        help="what of repeated layers runs again in backward",
+        help="what of every repeated layer runs again in backward (default: decided for each)",
+    )
+    group.add_argument(
+        "--no-recompute", dest="recompute", action="store_const", const=Recompute.NONE, help="the same as none"
     )
     group.add_argument(
         "--zero",
         type=int,
         choices=(2, 3),
-        default=3,
-        help="FSDP's layers: resharded after forward (3, default) or kept",
+        help="FSDP's layers: all resharded after forward (3) or all kept (2) (default: decided for each)",
     )
     group.add_argument("--compile", action="store_true", help="price elementwise ops as torch.compile fuses them")
     group.add_argument(
@@ -100,7 +102,7 @@ def add_search(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--fsdp", type=count, metavar="N", help="pin the degree that FSDP shards over")
     add_pins(group)
     group.add_argument("--solver", choices=[entry.name for entry in SOLVERS], help="default: the first one installed")
-    group.add_argument("--time-limit", type=seconds, metavar="S", help="seconds for each mesh; the gap is reported")
+    group.add_argument("--time-limit", type=seconds, metavar="S", help="seconds for each ILP; the gap is reported")
     group.add_argument(
         "--top", type=count, default=1, metavar="N", help="the best plans of N kinds: unlike in mesh, batch or styles"
     )
@@ -160,6 +162,7 @@ def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile)
                 "unused_outputs": model.unused_outputs,
                 "tp": args.tp,
                 "fsdp": args.fsdp,
+                "all_gpus": args.all_gpus,
                 "memory_limit_bytes": args.memory_limit,
                 "solver": args.solver,
                 "time_limit_s": args.time_limit,
@@ -182,7 +185,7 @@ def training_options(args: argparse.Namespace) -> dict[str, Any]:
         "precision": args.precision,
         "optimizer": args.optimizer,
         "recompute": args.recompute,
-        "reshard_after_forward": args.zero == 3,
+        "reshard_after_forward": None if args.zero is None else args.zero == 3,
         "compile": args.compile,
     }
 
@@ -210,7 +213,7 @@ def _check_degrees(args: argparse.Namespace) -> None:
     """Raises UsageError where the pinned degrees leave no mesh, or the batch does not divide."""
     if not any(True for _ in meshes(args.gpus, args.gpus_per_node, tp=args.tp, fsdp=args.fsdp)):
         raise UsageError(f"--tp {args.tp} and --fsdp {args.fsdp} leave no mesh of {args.gpus} GPUs")
-    if args.global_batch % args.micro_batch:
+    if args.micro_batch is not None and args.global_batch % args.micro_batch:
         raise UsageError(f"--global-batch {args.global_batch} is no multiple of --micro-batch {args.micro_batch}")
 
 

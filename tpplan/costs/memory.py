@@ -5,13 +5,11 @@ many ops save a view of it. A boundary that only renames (identity, R -> R*) pas
 it renames, so that storage is kept if any such reader wants it: a maximum over readers.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tpplan.costs.compute import Executor, whole_strategy
 from tpplan.costs.moves import backward_move, forward_move
-from tpplan.costs.regions import NO_REGIONS, Regions
 from tpplan.graph import Boundary, Op, SourceKind, Value
 from tpplan.layout import Conversion, Layout, local_shape
 from tpplan.ledger import BUFFERS
@@ -35,7 +33,7 @@ def local_bytes(value: Value, layout: Layout, tp: int) -> int:
 
 
 @dataclass(slots=True)
-class _Segment:
+class Segment:
     """A storage between the boundaries it crosses: who makes it, whether an op keeps it, which boundaries read it."""
 
     maker: str
@@ -45,51 +43,13 @@ class _Segment:
     exits: list[str]
 
 
-def activation_terms(space: Space, executor: Executor, regions: Regions = NO_REGIONS) -> tuple[Term, ...]:
-    """Terms whose sum is the bytes of a micro-batch on one rank: saved activations, what the largest op holds while it
-    runs, and the model's inputs and buffers.
-
-    What is recomputed is there for one layer of each kind at a time.
-    """
-    segments = _segments(space, executor)
-    for node in space.graph.nodes:
-        if regions.is_entry(node) or regions.keeps(space.graph, node, executor):
-            for key in (f"{node.name}:{position}" for position in range(len(node.results))):
-                if key in segments:
-                    segments[key].is_kept = True
-
-    def is_there(segment: _Segment) -> bool:
-        crosses = any(_crosses(space, segments, regions, name) for name in segment.exits)
-        return crosses or regions.is_there(space.graph, space.deciders[segment.maker], executor)
-
-    # Like layers keep alike, but for the last, which others read: counted by who makes, who reads, what is kept.
-    kinds: dict[object, list[_Segment]] = defaultdict(list)
-    for segment in segments.values():
-        readers = tuple(sorted({space.classes[name] for name in segment.exits if _is_wanted(segments, name)}))
-        if segment.is_kept or readers:
-            maker = space.classes[segment.maker]
-            kinds[maker, segment.position, segment.is_kept or readers].append(segment)
-    terms = [
-        Term(name=SAVED, expressions=_kept(space, segments, alike[0]), weight=float(sum(map(is_there, alike))))
-        for alike in kinds.values()
-    ]
-    passing = (_largest_op(space, executor), _largest_move(space), _gradients_passing(space))
-    return (*terms, *_extra_terms(space, executor, regions), *passing, _sources(space))
-
-
-def _crosses(space: Space, segments: dict[str, _Segment], regions: Regions, boundary: str) -> bool:
-    """True where what crosses a boundary, and maybe further ones, enters or leaves a region and is wanted behind it."""
-    if regions.is_border(space.deciders[boundary]) and _is_wanted(segments, boundary):
-        return True
-    return any(_crosses(space, segments, regions, name) for name in segments[f"{boundary}:0"].exits)
-
-
-def _sources(space: Space) -> Term:
+def sources(space: Space) -> Term:
+    """The model's inputs and buffers."""
     values = [space.graph.values[s.result] for s in space.graph.sources if s.kind is not SourceKind.PARAMETER]
     return Term(name=SOURCES, expressions=(Expression(constant=float(sum(value.num_bytes for value in values))),))
 
 
-def _largest_op(space: Space, executor: Executor) -> Term:
+def largest_op(space: Space, executor: Executor) -> Term:
     """What an op holds while it runs: forward what it drops again, backward gradients and what it makes of them.
 
     Gradients of parameters count elsewhere.
@@ -108,7 +68,7 @@ def _largest_op(space: Space, executor: Executor) -> Term:
     return Term(name=LARGEST_OP, expressions=tuple(expressions) or (Expression(),))
 
 
-def _largest_move(space: Space) -> Term:
+def largest_move(space: Space) -> Term:
     """What a conversion holds while it runs, forward or backward, and a reading of a parameter likewise."""
     expressions = []
     for name in space.members:
@@ -133,7 +93,7 @@ def _moved_bytes(conversion: Conversion, value: Value, tp: int) -> float:
     return float(max(forward, backward * value.carries_gradient))
 
 
-def _gradients_passing(space: Space) -> Term:
+def gradients_passing(space: Space) -> Term:
     """Gradients of values that wait while others are computed: of a residual beside its branch, say."""
     expressions = []
     for name in space.members:
@@ -155,17 +115,17 @@ def _held_bytes(call: Call, strategy: Strategy, parameters: set[str], tp: int, e
     return float(max(execution.forward_bytes, execution.backward_bytes - counted))
 
 
-def _segments(space: Space, executor: Executor) -> dict[str, _Segment]:
+def segments_of(space: Space, executor: Executor) -> dict[str, Segment]:
     """Segments by maker; an op with several results has one for each that is new."""
     graph = space.graph
     fixed = {s.result for s in graph.sources if s.kind is not SourceKind.INPUT}
     segment_of: dict[str, str] = {}
-    segments: dict[str, _Segment] = {}
+    segments: dict[str, Segment] = {}
 
     def start(node: Op | Boundary, position: int) -> None:
         result = node.results[position]
         key = f"{node.name}:{position}"
-        segments[key] = _Segment(node.name, graph.values[result], position, is_kept=False, exits=[])
+        segments[key] = Segment(node.name, graph.values[result], position, is_kept=False, exits=[])
         segment_of[result] = key
 
     for node in graph.nodes:
@@ -198,7 +158,7 @@ def _aliased_operand(space: Space, op: Op, result: str, segment_of: dict[str, st
     return None
 
 
-def _kept(space: Space, segments: dict[str, _Segment], segment: _Segment) -> tuple[Expression, ...]:
+def kept_expressions(space: Space, segments: dict[str, Segment], segment: Segment) -> tuple[Expression, ...]:
     """Expressions whose maximum is the bytes that this segment's storage keeps."""
     maker = space.classes[segment.maker]
     is_boundary = isinstance(space.deciders[maker], Boundary)
@@ -209,7 +169,7 @@ def _kept(space: Space, segments: dict[str, _Segment], segment: _Segment) -> tup
             for s in space.strategies[maker]
         )
         return (Expression(terms=((maker, own),)),)
-    readers = dict.fromkeys(space.classes[name] for name in segment.exits if _is_wanted(segments, name))
+    readers = dict.fromkeys(space.classes[name] for name in segment.exits if is_wanted(segments, name))
     return tuple(
         Expression(
             terms=(
@@ -231,10 +191,10 @@ def _local(space: Space, value: Value, layout: Layout) -> float:
     return value.num_bytes / layout.num_slices(space.tp)
 
 
-def _is_wanted(segments: dict[str, _Segment], boundary: str) -> bool:
+def is_wanted(segments: dict[str, Segment], boundary: str) -> bool:
     """True when an op behind a boundary, or behind further ones, keeps its value."""
     segment = segments[f"{boundary}:0"]
-    return segment.is_kept or any(_is_wanted(segments, name) for name in segment.exits)
+    return segment.is_kept or any(is_wanted(segments, name) for name in segment.exits)
 
 
 def _renames(space: Space, name: str, strategy: Strategy) -> bool:
@@ -244,23 +204,14 @@ def _renames(space: Space, name: str, strategy: Strategy) -> bool:
     return not Conversion(strategy.operands[0], strategy.results[0]).forward
 
 
-def _extra_terms(space: Space, executor: Executor, regions: Regions) -> Iterator[Term]:
-    """Tensors that are neither operands nor results: statistics, masks, log-probabilities."""
-    for name, members in space.members.items():
-        op = space.deciders[name]
-        count = sum(regions.is_there(space.graph, space.deciders[member], executor) for member in members)
-        if isinstance(op, Reading):
-            yield from _copies_read(space, name, op, count)
-        if not isinstance(op, Op):
-            continue
+def extra_terms(space: Space, name: str, executor: Executor) -> Iterator[Term]:
+    """What an op of a class keeps that is neither operand nor result: statistics, masks, log-probabilities."""
+    op = space.deciders[name]
+    if isinstance(op, Op):
         call = Call.of(space.graph, op)
         vector = tuple(_extra_bytes(call, s, space.tp, executor) for s in space.strategies[name])
         if any(vector):
-            yield Term(
-                name=SAVED,
-                expressions=(Expression(terms=((name, vector),)),),
-                weight=float(count),
-            )
+            yield Term(name=SAVED, expressions=(Expression(terms=((name, vector),)),))
 
 
 def _extra_bytes(call: Call, strategy: Strategy, tp: int, executor: Executor) -> float:
@@ -270,8 +221,11 @@ def _extra_bytes(call: Call, strategy: Strategy, tp: int, executor: Executor) ->
     return execution.saved_bytes + sum(local_bytes(call.operands[i], strategy.operands[i], tp) for i in more)
 
 
-def _copies_read(space: Space, name: str, reading: Reading, count: int) -> Iterator[Term]:
+def copies_read(space: Space, name: str) -> Iterator[Term]:
     """A weight that is read otherwise than it rests is a copy, which the op keeps for its backward."""
+    reading = space.deciders[name]
+    if not isinstance(reading, Reading):
+        return
     value = space.graph.values[reading.parameter.result]
     vector = tuple(
         float(local_bytes(value, strategy.results[0], space.tp))
@@ -281,4 +235,4 @@ def _copies_read(space: Space, name: str, reading: Reading, count: int) -> Itera
         for conversion in (reading_conversion(strategy),)
     )
     if any(vector):
-        yield Term(name=SAVED, expressions=(Expression(terms=((name, vector),)),), weight=float(count))
+        yield Term(name=SAVED, expressions=(Expression(terms=((name, vector),)),))

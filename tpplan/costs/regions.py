@@ -49,7 +49,7 @@ class Regions:
         """True for an op in a region whose results are kept, whether backward needs them or not."""
         if self.mode is not Recompute.SELECTIVE or not isinstance(decider, Op) or self.around(decider) is None:
             return False
-        return any(not isinstance(kernel, MemoryBound) for kernel in _execution(graph, decider, executor).forward)
+        return any(not isinstance(kernel, MemoryBound) for kernel in execution_of(graph, decider, executor).forward)
 
     def run_again(self, space: Space, executor: Executor) -> frozenset[str]:
         """Decisions in regions before the last op of each that keeps anything, and it too if that is a result."""
@@ -59,7 +59,7 @@ class Regions:
         for place, (name, region) in enumerate(inside.items()):
             decider = space.deciders[name]
             if region is not None and isinstance(decider, Op):
-                execution = _execution(graph, decider, executor)
+                execution = execution_of(graph, decider, executor)
                 if execution.saves or execution.saves_results or execution.saved_bytes:
                     last[region] = place + bool(execution.saves_results or execution.saved_bytes)
         return frozenset(
@@ -72,6 +72,7 @@ class Regions:
 NO_REGIONS = Regions()
 
 
-def _execution(graph: ModelGraph, op: Op, executor: Executor) -> Execution:
+def execution_of(graph: ModelGraph, op: Op, executor: Executor) -> Execution:
+    """What an op does where nothing is sharded."""
     call = Call.of(graph, op)
     return executor.execute(call, whole_strategy(call), 1)

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import assert_never
 
 from tpplan.costs.additions import MOVED, additions, moved_bytes
 from tpplan.costs.collectives import collectives_of, conversion_time
 from tpplan.costs.compute import Attention, Executor, Kernel, Matmul, MemoryBound, kernel_time
 from tpplan.costs.fusion import moved_shares
-from tpplan.costs.regions import NO_REGIONS, Regions
 from tpplan.costs.residuals import NONE, Residuals
 from tpplan.graph import Boundary, Op, Value
 from tpplan.layout import Conversion, Layout, LayoutKind
@@ -32,11 +32,35 @@ ZERO = Estimate.zero()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat:
+    """What runs a second time, per micro-batch: kernels, collectives, how many of both the CPU issues, and errors."""
+
+    compute: Estimate = ZERO
+    collectives: Estimate = ZERO
+    kernels: float = 0.0
+    residuals: Residuals = NONE
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that it takes to run."""
+        return (self.compute + self.collectives).seconds
+
+    def __mul__(self, number: float) -> "Repeat":
+        return Repeat(
+            compute=self.compute * number,
+            collectives=self.collectives * number,
+            kernels=self.kernels * number,
+            residuals=self.residuals * number,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyTime:
     """Seconds of one strategy per micro-batch, kernels apart from what moves between ranks.
 
-    `again` and `again_collectives` are what of the forward runs a second time where it is recomputed. `*_kernels` count
-    what the CPU issues, the collectives among it. `residuals` are the errors of all that, by table.
+    `again` and `again_collectives` are what of the forward runs a second time under selective recomputation: gathers,
+    and all but products, attention and sums over ranks. `*_kernels` count what the CPU issues, the collectives among
+    it. `residuals` are the errors of forward and backward, by table; `*_residuals` those of what runs again.
     """
 
     forward: Estimate
@@ -50,6 +74,30 @@ class StrategyTime:
     backward_kernels: float = 0.0
     again_kernels: float = 0.0
     residuals: Residuals = NONE
+    forward_residuals: Residuals = NONE
+    again_residuals: Residuals = NONE
+
+    def repeated(self, mode: Recompute) -> Repeat:
+        """What runs a second time where all of it does that may."""
+        match mode:
+            case Recompute.NONE:
+                return Repeat()
+            case Recompute.SELECTIVE:
+                return Repeat(
+                    compute=self.again,
+                    collectives=self.again_collectives,
+                    kernels=self.again_kernels,
+                    residuals=self.again_residuals,
+                )
+            case Recompute.FULL:
+                return Repeat(
+                    compute=self.forward,
+                    collectives=self.forward_collectives,
+                    kernels=self.forward_kernels,
+                    residuals=self.forward_residuals,
+                )
+            case _:
+                assert_never(mode)
 
 
 FREE = StrategyTime(forward=ZERO, backward=ZERO, forward_collectives=ZERO, backward_collectives=ZERO, transfers=())
@@ -85,13 +133,12 @@ def _work(profile: HardwareProfile, kernels: Iterable[Kernel], moved: float) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
-    """What a table of times is made with. `modes` says by decision what of it runs again, if anything; `shares` of its
-    bytes those that fusion leaves; `additions` how many gradients are added up behind each of its results."""
+    """What a table of times is made with. `shares` says by decision which of its bytes fusion leaves; `additions` how
+    many gradients are added up behind each of its results."""
 
     profile: HardwareProfile
     group: GroupShape
     executor: Executor
-    modes: Mapping[str, Recompute]
     shares: Mapping[str, float]
     additions: Mapping[str, tuple[float, ...]]
 
@@ -101,7 +148,6 @@ def time_table(
     profile: HardwareProfile,
     group: GroupShape,
     executor: Executor,
-    regions: Regions = NO_REGIONS,
     *,
     is_compiled: bool = False,
 ) -> dict[str, tuple[StrategyTime, ...]]:
@@ -110,7 +156,6 @@ def time_table(
         profile=profile,
         group=group,
         executor=executor,
-        modes=dict.fromkeys(regions.run_again(space, executor), regions.mode),
         shares=moved_shares(space.graph) if is_compiled else {},
         additions=additions(space),
     )
@@ -120,12 +165,11 @@ def time_table(
 def strategy_times(space: Space, name: str, pricing: Pricing) -> Iterator[StrategyTime]:
     """The times of one decision's strategies, in order."""
     decider, values, profile = space.deciders[name], space.graph.values, pricing.profile
-    mode, moved = pricing.modes.get(name, Recompute.NONE), pricing.shares.get(name, 1.0)
-    counts = pricing.additions.get(name, ())
+    moved, counts = pricing.shares.get(name, 1.0), pricing.additions.get(name, ())
     for strategy in space.strategies[name]:
         if isinstance(decider, Op):
             added = _added(pricing, counts, [values[v] for v in decider.results], strategy.results, moved)
-            yield _op_time(Call.of(space.graph, decider), strategy, pricing, mode, moved, added)
+            yield _op_time(Call.of(space.graph, decider), strategy, pricing, moved, added)
             continue
         if isinstance(decider, Boundary):
             value, layout = values[decider.operand], strategy.results[0]
@@ -134,7 +178,7 @@ def strategy_times(space: Space, name: str, pricing: Pricing) -> Iterator[Strate
             value, layout = values[decider.parameter.result], strategy.operands[0]
             conversion = reading_conversion(strategy)
         added = _added(pricing, counts, [value], [layout], moved)
-        yield _conversion_time(conversion, value, profile, pricing.group, mode, added)
+        yield _conversion_time(conversion, value, profile, pricing.group, added)
 
 
 def _added(
@@ -150,9 +194,7 @@ def _added(
     return found
 
 
-def _op_time(
-    call: Call, strategy: Strategy, pricing: Pricing, mode: Recompute, moved: float, added: Work
-) -> StrategyTime:
+def _op_time(call: Call, strategy: Strategy, pricing: Pricing, moved: float, added: Work) -> StrategyTime:
     """Full recomputation repeats all of a forward; selective all but products, attention and sums over ranks."""
     profile, group = pricing.profile, pricing.group
     execution = pricing.executor.execute(call, strategy, group.ranks)
@@ -160,27 +202,21 @@ def _op_time(
     forward = _work(profile, execution.forward, moved)
     backward = _work(profile, execution.backward, moved) + added
     collectives = sum((profile.collective(t.kind, group, t.num_bytes) for t in transfers), ZERO)
-    match mode:
-        case Recompute.NONE:
-            again, again_collectives = Work(), ZERO
-        case Recompute.FULL:
-            again, again_collectives = forward, collectives
-        case Recompute.SELECTIVE:
-            light = (kernel for kernel in execution.forward if isinstance(kernel, MemoryBound))
-            again, again_collectives = _work(profile, light, moved), ZERO
-    sent = Residuals(tp_collectives=collectives.error_s + again_collectives.error_s)
+    light = _work(profile, (kernel for kernel in execution.forward if isinstance(kernel, MemoryBound)), moved)
+    sent = Residuals(tp_collectives=collectives.error_s)
     return StrategyTime(
         forward=forward.time,
         backward=backward.time,
         forward_collectives=collectives,
         backward_collectives=ZERO,
         transfers=transfers,
-        again=again.time,
-        again_collectives=again_collectives,
+        again=light.time,
         forward_kernels=forward.kernels + len(transfers),
         backward_kernels=backward.kernels,
-        again_kernels=again.kernels + (len(transfers) if mode is Recompute.FULL else 0),
-        residuals=forward.residuals + backward.residuals + again.residuals + sent,
+        again_kernels=light.kernels,
+        residuals=forward.residuals + backward.residuals + sent,
+        forward_residuals=forward.residuals + sent,
+        again_residuals=light.residuals,
     )
 
 
@@ -199,7 +235,7 @@ def _cross_entropy_transfers(call: Call, strategy: Strategy) -> tuple[Transfer, 
 
 
 def _conversion_time(
-    conversion: Conversion, value: Value, profile: HardwareProfile, group: GroupShape, mode: Recompute, added: Work
+    conversion: Conversion, value: Value, profile: HardwareProfile, group: GroupShape, added: Work
 ) -> StrategyTime:
     """Full recomputation repeats what moves forward; selective what moves nothing between ranks, and gathers."""
     if conversion.is_identity:
@@ -221,28 +257,23 @@ def _conversion_time(
     moves = {transfer.during for transfer in transfers}
     local, sent = (ZERO, forward) if Pass.FORWARD in moves else (forward, ZERO)
     returned, sent_back = (ZERO, backward) if Pass.BACKWARD in moves else (backward, ZERO)
-    again, again_sent = ZERO, ZERO
-    if mode is Recompute.FULL:
-        again, again_sent = local, sent
-    elif mode is Recompute.SELECTIVE:
-        gathers = (t for t in transfers if t.during is Pass.FORWARD and t.kind is Collective.ALL_GATHER)
-        again = local
-        again_sent = sum((profile.collective(t.kind, group, t.num_bytes) for t in gathers), ZERO)
+    gathers = (t for t in transfers if t.during is Pass.FORWARD and t.kind is Collective.ALL_GATHER)
+    gathered = sum((profile.collective(t.kind, group, t.num_bytes) for t in gathers), ZERO)
     kernels = len(conversion.forward)
-    residuals = Residuals(
-        memory=local.error_s + returned.error_s + again.error_s,
-        tp_collectives=sent.error_s + sent_back.error_s + again_sent.error_s,
-    )
+    own = Residuals(memory=local.error_s, tp_collectives=sent.error_s)
+    back = Residuals(memory=returned.error_s, tp_collectives=sent_back.error_s)
     return StrategyTime(
         forward=local,
         backward=returned + added.time,
         forward_collectives=sent,
         backward_collectives=sent_back,
         transfers=tuple(transfers),
-        again=again,
-        again_collectives=again_sent,
+        again=local,
+        again_collectives=gathered,
         forward_kernels=kernels,
         backward_kernels=added.kernels + (len(conversion.backward) if value.carries_gradient else 0),
-        again_kernels=kernels if again.seconds + again_sent.seconds else 0.0,
-        residuals=residuals + added.residuals,
+        again_kernels=kernels if local.seconds + gathered.seconds else 0.0,
+        residuals=own + back + added.residuals,
+        forward_residuals=own,
+        again_residuals=Residuals(memory=local.error_s, tp_collectives=gathered.error_s),
     )
