@@ -169,7 +169,7 @@ def solve(profile: HardwareProfile, gpus: int, *, num_layers: int = 2, **options
         seq_len=16,
         precision="fp32",
         allows=lambda graph: lambda name, strategy: not few_layouts(name, strategy),
-        **{"prove": False, **options},  # type: ignore[arg-type]
+        **{"prove": False, "micro_batch": "auto", **options},  # type: ignore[arg-type]
     )
 
 

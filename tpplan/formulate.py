@@ -159,12 +159,75 @@ class PricedSpace:
     executor: Executor
     is_compiled: bool
     _activations: dict[tuple[str, ...], Activations] = field(default_factory=dict)
+    _units: dict[tuple[str, ...], tuple[Unit, ...]] = field(default_factory=dict)
+    _edges: list[Edge] = field(default_factory=list)
 
     def activations(self, units: tuple[str, ...]) -> Activations:
         """What is kept between forward and backward, by layer."""
         if units not in self._activations:
             self._activations[units] = layer_activations(self.space, self.executor, units)
         return self._activations[units]
+
+    def units(self, names: tuple[str, ...]) -> tuple[Unit, ...]:
+        """Every FSDP unit, the root last under the name "": each parameter in the deepest unit with all its names."""
+        if names not in self._units:
+            self._units[names] = units_of(self.space, names)
+        return self._units[names]
+
+    def edges(self) -> tuple[Edge, ...]:
+        """What has to agree, once."""
+        if not self._edges:
+            self._edges.extend(dict.fromkeys(edges_of(self.space)))
+        return tuple(self._edges)
+
+
+def units_of(space: Space, names: tuple[str, ...]) -> tuple[Unit, ...]:
+    """Every FSDP unit, the root last under the name "": each parameter in the deepest unit with all its names."""
+    inside: dict[str, list[Source]] = {name: [] for name in (*names, "")}
+    for source in space.graph.parameters:
+        called = (source.label, *source.aliases)
+        owners = [unit for unit in names if all(within(name, unit) for name in called)]
+        inside[max(owners, key=len, default="")].append(source)
+    hides: dict[str, list[str]] = {name: [] for name in inside}
+    owner_of: dict[str, str] = {}
+    for decision, decider in space.deciders.items():
+        module = decider.op.module if isinstance(decider, Reading) else decider.module
+        if module not in owner_of:
+            owner_of[module] = max((unit for unit in names if within(module, unit)), key=len, default="")
+        hides[owner_of[module]].append(space.classes[decision])
+    return tuple(
+        Unit(name=name, parameters=tuple(parameters), hides=tuple(hides[name]))
+        for name, parameters in inside.items()
+        if parameters
+    )
+
+
+def edges_of(space: Space) -> Iterator[Edge]:
+    """Layouts along every flow agree; so do the readings of a parameter, and strategies that are shared."""
+    for flow in space.flows:
+        source, target = space.classes[flow.source], space.classes[flow.target]
+        yield Edge(
+            source=source,
+            target=target,
+            source_layouts=tuple(str(s.results[flow.result]) for s in space.strategies[source]),
+            target_layouts=tuple(str(s.operands[flow.operand]) for s in space.strategies[target]),
+        )
+    for readings in space.readings.values():
+        yield from _agreements(space, [r.name for r in readings], lambda strategy: str(strategy.operands[0]))
+    for shared in space.shared:
+        yield from _agreements(space, shared, str)
+
+
+def _agreements(space: Space, names: Sequence[str], label: Callable[[Strategy], str]) -> Iterator[Edge]:
+    """All of these decisions choose strategies with the same label."""
+    classes = list(dict.fromkeys(space.classes[name] for name in names))
+    for source, target in pairwise(classes):
+        yield Edge(
+            source=source,
+            target=target,
+            source_layouts=tuple(map(label, space.strategies[source])),
+            target_layouts=tuple(map(label, space.strategies[target])),
+        )
 
 
 def price_space(
@@ -219,7 +282,7 @@ class Formulation:
         step = Resource(name="memory of the optimizer's step", terms=tuple(self._step_memory()), limit=limit)
         return Problem(
             nodes=(*layouts, *(node for own in numbers for node in own.nodes)),
-            edges=tuple(dict.fromkeys(self._edges())),
+            edges=self.priced.edges(),
             objective=tuple(self._objective()),
             resources=(memory, step, *(rule for own in numbers for rule in own.resources)),
         )
@@ -265,34 +328,6 @@ class Formulation:
             objective=(*work, *conversions, *treated),
             resources=(*self.problem.resources, price),
         )
-
-    # Edges
-
-    def _edges(self) -> Iterator[Edge]:
-        space = self.space
-        for flow in space.flows:
-            source, target = space.classes[flow.source], space.classes[flow.target]
-            yield Edge(
-                source=source,
-                target=target,
-                source_layouts=tuple(str(s.results[flow.result]) for s in space.strategies[source]),
-                target_layouts=tuple(str(s.operands[flow.operand]) for s in space.strategies[target]),
-            )
-        for readings in space.readings.values():
-            yield from self._agreements([r.name for r in readings], lambda strategy: str(strategy.operands[0]))
-        for shared in space.shared:
-            yield from self._agreements(shared, str)
-
-    def _agreements(self, names: Sequence[str], label: Callable[[Strategy], str]) -> Iterator[Edge]:
-        """All of these decisions choose strategies with the same label."""
-        classes = list(dict.fromkeys(self.space.classes[name] for name in names))
-        for source, target in pairwise(classes):
-            yield Edge(
-                source=source,
-                target=target,
-                source_layouts=tuple(map(label, self.space.strategies[source])),
-                target_layouts=tuple(map(label, self.space.strategies[target])),
-            )
 
     # Objective
 
@@ -631,24 +666,10 @@ class Formulation:
         """Over how many ranks of tp a placement divides."""
         return self.mesh.tp if layout.kind is LayoutKind.SHARD else 1
 
-    @cached_property
+    @property
     def units(self) -> tuple[Unit, ...]:
-        """Every FSDP unit, the root last under the name "": each parameter in the deepest unit with all its names."""
-        inside: dict[str, list[Source]] = {name: [] for name in (*self.setting.units, "")}
-        for source in self.space.graph.parameters:
-            names = (source.label, *source.aliases)
-            owners = [unit for unit in self.setting.units if all(within(name, unit) for name in names)]
-            inside[max(owners, key=len, default="")].append(source)
-        hides: dict[str, list[str]] = {name: [] for name in inside}
-        for decision, decider in self.space.deciders.items():
-            module = decider.op.module if isinstance(decider, Reading) else decider.module
-            owners = [unit for unit in self.setting.units if within(module, unit)]
-            hides[max(owners, key=len, default="")].append(self.space.classes[decision])
-        return tuple(
-            Unit(name=name, parameters=tuple(parameters), hides=tuple(hides[name]))
-            for name, parameters in inside.items()
-            if parameters
-        )
+        """The FSDP units, the root last."""
+        return self.priced.units(self.setting.units)
 
     @property
     def root(self) -> tuple[Unit, ...]:

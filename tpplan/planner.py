@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from tpplan.assemble import Expanded, expand
 from tpplan.errors import SolverError
@@ -41,7 +42,7 @@ def solve(
     cluster: Cluster,
     global_batch: int,
     seq_len: int,
-    micro_batch: int | None = None,
+    micro_batch: int | Literal["auto"] = 1,
     loss: Loss | None = None,
     unused_outputs: Sequence[str] = (),
     tp: int | None = None,
@@ -64,12 +65,12 @@ def solve(
     """The plan of least predicted step time among those whose predicted peak memory fits.
 
     build_model() gives the model (it is called under the meta device: no weights are made), example_inputs(micro_batch,
-    seq_len) its inputs. Decided together: the mesh, on at most the GPUs given; the micro-batch and so the accumulation;
-    layouts; per layer what runs again in backward, and whether FSDP reshards it after forward. None of an option leaves
-    it to be decided. `tp` and `fsdp` pin a degree, all_gpus=True allows no fewer, `recompute` ("none", "selective",
-    "full") and reshard_after_forward (True is ZeRO-3, False ZeRO-2) hold for every layer. `precision` defaults to
-    bf16-mixed on a GPU profile and fp32 else. compile=True prices elementwise ops as torch.compile fuses them.
-    time_limit_s holds for each ILP.
+    seq_len) its inputs. Decided together: the mesh, on at most the GPUs given; layouts; per layer what runs again in
+    backward, and whether FSDP reshards it after forward; with micro_batch="auto" also the micro-batch and so the
+    accumulation, for which each size is traced. None of an option leaves it to be decided. `tp` and `fsdp` pin a
+    degree, all_gpus=True allows no fewer, `recompute` ("none", "selective", "full") and reshard_after_forward (True is
+    ZeRO-3, False ZeRO-2) hold for every layer. `precision` defaults to bf16-mixed on a GPU profile and fp32 else.
+    compile=True prices elementwise ops as torch.compile fuses them. time_limit_s holds for each ILP.
     `pins` hold modules to a style, {"model.layers.*.mlp": "megatron"} (tpplan.pins). `allows`, given the graph, says
     which strategies of a decision may be chosen. `reuse` is what several calls for one model share (tpplan.reuse).
     Raises ModelError, ProfileError, UsageError, SolverError, and InfeasibleError with what would fit.
@@ -91,7 +92,7 @@ def solve(
         allows=allows,
         pins=pins or {},
     )
-    batch = Batch(global_batch, micro_batch, seq_len)
+    batch = Batch(global_batch, None if micro_batch == "auto" else micro_batch, seq_len)
     job, points = _prepare(build_model, example_inputs, cluster, batch, options, progress, reuse)
     return search(job, points, prove=prove)
 

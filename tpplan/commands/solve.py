@@ -69,7 +69,13 @@ def add_training(group: "argparse._ArgumentGroup") -> None:
     """Adds how the model is trained."""
     group.add_argument("--global-batch", type=count, required=True, metavar="N", help="sequences per optimizer step")
     group.add_argument("--seq-len", type=count, required=True, metavar="N", help="tokens per sequence")
-    group.add_argument("--micro-batch", type=count, metavar="N", help="sequences at once (default: decided)")
+    group.add_argument(
+        "--micro-batch",
+        type=micro_batch,
+        default=1,
+        metavar="N",
+        help="sequences at once (default: 1), or auto: decided too, for which each size is traced",
+    )
     group.add_argument(
         "--precision", choices=[str(p) for p in Precision], help="default: bf16-mixed on GPUs, else fp32"
     )
@@ -213,7 +219,7 @@ def _check_degrees(args: argparse.Namespace) -> None:
     """Raises UsageError where the pinned degrees leave no mesh, or the batch does not divide."""
     if not any(True for _ in meshes(args.gpus, args.gpus_per_node, tp=args.tp, fsdp=args.fsdp)):
         raise UsageError(f"--tp {args.tp} and --fsdp {args.fsdp} leave no mesh of {args.gpus} GPUs")
-    if args.micro_batch is not None and args.global_batch % args.micro_batch:
+    if args.micro_batch != "auto" and args.global_batch % args.micro_batch:
         raise UsageError(f"--global-batch {args.global_batch} is no multiple of --micro-batch {args.micro_batch}")
 
 
@@ -225,6 +231,11 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
     return int(text)
+
+
+def micro_batch(text: str) -> int | str:
+    """A whole number from 1, or auto."""
+    return text if text == "auto" else count(text)
 
 
 def optimizer(text: str) -> str:
