@@ -200,7 +200,7 @@ def test_counts_are_powers_of_two_of_a_node_and_of_nodes() -> None:
 def test_each_size_is_the_plan_that_solve_gives_and_the_smallest_does_what_is_asked(problem: Problem) -> None:
     profile = eager_to_shard()
     clusters = [Cluster(gpus=n, gpus_per_node=n, profile=profile) for n in (1, 2, 3, 4)]
-    options = {**problem.options, "tp": 1}
+    options = {**problem.options, "tp": 1, "all_gpus": True}
     rows = list(size(MLP.build_model, MLP.example_inputs, clusters=clusters, options=options))
     assert [row.plan is None for row in rows] == [False, False, True, False]  # 8 sequences on 3 ranks
     alone = dataclasses.replace(problem, cluster=clusters[1], options=options, reuse=Reuse()).solve(prove=False)

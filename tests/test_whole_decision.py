@@ -263,7 +263,9 @@ def test_what_would_fit_comes_cheapest_first() -> None:
     profile = machine()
     options = {"tp": 1, "fsdp": 1, "recompute": "none", "micro_batch": 4, "all_gpus": True}
     ample = solve(profile, 1, **options)
-    limit = ample.predicted.peak_memory_bytes - 0.3 * ample.predicted.memory_bytes["saved activations"]
+    with pytest.raises(InfeasibleError) as nothing:
+        solve(profile, 1, memory_limit_bytes=1.0, **options)
+    limit = nothing.value.needed_bytes - 0.3 * ample.predicted.memory_bytes["saved activations"]
     with pytest.raises(InfeasibleError, match=r"recomputation would do .*micro-batch 1 would do") as caught:
         solve(profile, 1, memory_limit_bytes=limit, **options)
     error = caught.value
