@@ -12,16 +12,17 @@ from torch import Tensor, nn
 
 import tpplan
 from tpplan import solvers
-from tpplan.assemble import expand
+from tpplan.assemble import Expanded, expand
 from tpplan.costs.compute import Executor
 from tpplan.errors import InfeasibleError
-from tpplan.formulate import Formulation, Setting, price_space
+from tpplan.formulate import MEMORY_ROWS, Formulation, Setting, price_space
 from tpplan.graph import ModelGraph
 from tpplan.layout import R
 from tpplan.mesh import Mesh
 from tpplan.plan import Plan, Precision, Recompute
 from tpplan.problem import Status, total
 from tpplan.profile import HardwareProfile
+from tpplan.replay import peak_of
 from tpplan.rules import Strategy
 from tpplan.space import build_space
 from tpplan.trace import trace
@@ -155,6 +156,34 @@ def test_ilp_decides_as_enumeration_does_everywhere(seed: int) -> None:
     check_instance(seed)
 
 
+def check_peaks(layers: int, mesh: Mesh, steps: int) -> None:
+    """However layers are treated, the constraint is not below the peak of the plan's step gone through."""
+    free = formulate(GRAPHS[layers, 1], machine(), mesh, memory_limit_bytes=1e15, accumulation_steps=steps)
+    for own in every_treatment(free):
+        choice = solvers.solve(own.problem).choice
+        assert choice is not None
+        expanded = expand(own, choice)
+        everything = dict.fromkeys(expanded.space.deciders, 0)
+        needed = max(total(row.terms, everything) for row in expanded.problem.resources[:MEMORY_ROWS])
+        assert peak_of(expanded, Expanded(formulation=expanded).recomputed()).num_bytes <= needed
+
+
+def test_the_memory_constraint_is_not_below_the_peak_however_layers_are_treated() -> None:
+    check_peaks(2, Mesh(replicate=1, shard=2, tp=1), steps=3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layers", [2, 3])
+@pytest.mark.parametrize("replicate", [1, 2])
+@pytest.mark.parametrize("shard", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_memory_constraint_is_not_below_the_peak_on_any_mesh(
+    layers: int, replicate: int, shard: int, tp: int
+) -> None:
+    for steps in (1, 3):
+        check_peaks(layers, Mesh(replicate=replicate, shard=shard, tp=tp), steps=steps)
+
+
 # ---- the search over meshes, numbers of GPUs and micro-batches
 
 GLOBAL_BATCH = 4
@@ -209,7 +238,7 @@ def check_search(seed: int) -> None:
         assert plan.predicted.peak_memory_bytes <= limit * (1 + 1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_search_decides_as_enumeration_does() -> None:
     check_search(0)
 
@@ -225,10 +254,10 @@ def test_search_decides_as_enumeration_does_everywhere(seed: int) -> None:
 
 def test_twice_the_gpus_and_faster_links_never_make_it_slower() -> None:
     slow_links = {"intra_bytes_per_s": 1e7, "inter_bytes_per_s": 1e6, "flop_per_s": 1e9, "launch_s": 1e-9}
-    times = [solve(machine(**slow_links), gpus).predicted.step_time_s for gpus in (1, 2, 4)]
+    times = [solve(machine(**slow_links), gpus, micro_batch=1).predicted.step_time_s for gpus in (1, 2, 4)]
     assert times == sorted(times, reverse=True)
     for name in ("intra_bytes_per_s", "inter_bytes_per_s"):
-        faster = solve(machine(**slow_links | {name: 1e11}), 4).predicted.step_time_s
+        faster = solve(machine(**slow_links | {name: 1e11}), 4, micro_batch=1).predicted.step_time_s
         assert faster <= times[-1]
 
 
