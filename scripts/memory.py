@@ -107,6 +107,9 @@ def planned(subject: Subject, way: Way, *, prove: bool = True) -> Plan:
     options: dict[str, Any] = {
         "unused_outputs": UNUSED_OUTPUTS if subject.loss is None else ("output",),
         "precision": "bf16-mixed",
+        "all_gpus": True,
+        "recompute": "none",
+        "reshard_after_forward": True,
         **way.options,
     }
     return tpplan.solve(

@@ -106,7 +106,7 @@ class Nodes:
         return tpplan.Cluster(gpus=ranks, gpus_per_node=self.ranks_per_node, profile=self.profile)
 
     def solve(self, workload: Workload, **options: Any) -> Plan:
-        """tpplan.solve for a workload."""
+        """tpplan.solve for a workload, on all ranks, ZeRO-3 without recomputation: what is measured is sharding."""
         return tpplan.solve(
             workload.build_model,
             gpt.example_inputs,
@@ -114,7 +114,7 @@ class Nodes:
             cluster=self.cluster,
             global_batch=workload.global_batch,
             seq_len=workload.seq_len,
-            **options,
+            **{"all_gpus": True, "recompute": "none", "reshard_after_forward": True, **options},
         )
 
     def rival_plan(self, workload: Workload, rival: Rival, *, prove: bool = True) -> Plan:
