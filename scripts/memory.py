@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from coverage_machine import GPUS_PER_NODE, machine
-from coverage_models import UNUSED_OUTPUTS
 from memory_models import MODELS, Subject
 from memory_tracker import Tracked, track
 from rich.console import Console
@@ -105,7 +104,7 @@ def planned(subject: Subject, way: Way, *, prove: bool = True) -> Plan:
     micro_batch = subject.batch
     ranks = way.gpus // way.options["tp"]
     options: dict[str, Any] = {
-        "unused_outputs": UNUSED_OUTPUTS if subject.loss is None else ("output",),
+        "unused_outputs": subject.unused_outputs,
         "precision": "bf16-mixed",
         "all_gpus": True,
         "recompute": "none",

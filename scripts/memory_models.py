@@ -8,7 +8,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from coverage_models import model_of
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).resolve().parent / "examples"))
@@ -21,13 +20,14 @@ import nanogpt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A model and its micro-batch; `loss` None where the model gives it itself."""
+    """A model and its micro-batch; `loss` None where the model gives it itself, beside outputs that are not used."""
 
     build_model: Callable[[], nn.Module]
     example_inputs: Callable[[int, int], Any]
     loss: Callable[[Any, Any], Tensor] | None
     batch: int
     seq_len: int
+    unused_outputs: tuple[str, ...] = ("output",)
 
 
 def _example(module: ModuleType, build_model: Callable[[], nn.Module], batch: int, seq_len: int) -> Subject:
@@ -64,7 +64,9 @@ def _mlp() -> Subject:
 
 
 def _hugging_face(model_type: str, batch: int, seq_len: int) -> Subject:
-    """A type's default configuration, which is that of a published model, with a few layers."""
+    """A type's default configuration, which is that of a published model, with a few layers. Needs transformers."""
+    from coverage_models import UNUSED_OUTPUTS, model_of
+
     model = model_of(model_type, tiny=False)
     return Subject(
         build_model=model.build_model,
@@ -72,6 +74,7 @@ def _hugging_face(model_type: str, batch: int, seq_len: int) -> Subject:
         loss=None,
         batch=batch,
         seq_len=seq_len,
+        unused_outputs=UNUSED_OUTPUTS,
     )
 
 
