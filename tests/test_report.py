@@ -149,10 +149,10 @@ def row_of(plan: Plan, module: str, *, width: int = 120) -> str:
     return next(line for line in lines if line.startswith(module))
 
 
-def test_recomputation_is_told_by_pattern() -> None:
+def test_recomputation_is_told_by_ranges_of_layers() -> None:
     modes = {"layers.*": Recompute.FULL, "layers.3": Recompute.NONE, "layers.4": Recompute.NONE, "head": Recompute.FULL}
     line = row_of(replace(make_plan(), recompute=modes), "recompute")
-    assert line == "recompute head, layers.* x30: forward runs again in backward"
+    assert line == "recompute layers.0-2,5-31, head: forward runs again in backward"
     assert "recompute" not in render(make_plan())
 
 

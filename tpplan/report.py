@@ -17,7 +17,7 @@ from rich.text import Text
 from tpplan.errors import PlanError
 from tpplan.layer_table import layer_lines
 from tpplan.mesh import Axis
-from tpplan.patterns import format_ranges
+from tpplan.patterns import ROOT, format_ranges
 from tpplan.plan import CollectivePlan, Compile, Pass, Plan, Precision, Prediction, ProofStatus, Recompute
 from tpplan.units import DTYPE_BYTES, GIB, format_bytes, format_seconds
 
@@ -153,16 +153,11 @@ def _axis_line(plan: Plan, axis: Axis) -> str:
 
 
 def _recompute_line(plan: Plan) -> str:
-    """Regions by what of them is repeated; a pattern is counted without its exceptions."""
-    parts = []
-    for mode in (Recompute.FULL, Recompute.SELECTIVE):
-        keys = sorted(key for key, own in plan.recompute.items() if own is mode)
-        counts = [
-            (key, sum(1 for name, _ in plan.expand(key) if name == key or name not in plan.recompute)) for key in keys
-        ]
-        if counts:
-            parts.append(f"{_counted(counts)}: {_RECOMPUTE[mode]}")
-    return "; ".join(parts) or "nothing"
+    """Regions by what of them is repeated."""
+    named: dict[Recompute, list[str]] = {mode: [] for mode in (Recompute.FULL, Recompute.SELECTIVE)}
+    for name, mode in plan.recomputed_modules().items():
+        named[mode].append(name or ROOT)
+    return "; ".join(f"{_ranges(names)}: {_RECOMPUTE[mode]}" for mode, names in named.items() if names) or "nothing"
 
 
 def _counted(counts: Iterable[tuple[str, int]]) -> str:
