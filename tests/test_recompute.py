@@ -1,6 +1,7 @@
 """Recomputation and ZeRO-2 as they are priced, against what a model keeps and runs."""
 
 import gc
+from collections import Counter
 from collections.abc import Mapping
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tpplan
 from tpplan import assemble, replay
 from tpplan.costs.compute import Executor, Matmul, whole_strategy
-from tpplan.costs.regions import Regions
+from tpplan.costs.layers import layer_activations
 from tpplan.errors import UsageError
 from tpplan.formulate import Formulation
 from tpplan.ledger import Peak
@@ -125,13 +126,17 @@ def test_what_runs_again_is_priced() -> None:
     model = Stack().to("meta")
     graph = trace(model, text(BATCH, LENGTH), loss=loss)
     space, executor = build_space(graph, 1, unused_outputs=frozenset({"output"})), Executor()
-    again = Regions(tuple(f"layers.{i}" for i in range(LAYERS)), Recompute.FULL).run_again(space, executor)
-    ops = [op for op in graph.ops if op.name in again]
-    assert {op.target.split(".")[1] for op in ops} == {"layer_norm", "linear", "gelu"}
-    calls = [Call.of(graph, op) for op in ops]
-    kernels = [kernel for call in calls for kernel in executor.execute(call, whole_strategy(call), 1).forward]
-    products = [kernel for kernel in kernels if isinstance(kernel, Matmul)]
-    assert sum(2 * k.m * k.n * k.k * k.batch for k in products) == flop("full") - flop("none")
+    layers = layer_activations(space, executor, tuple(f"layers.{i}" for i in range(LAYERS))).layers
+    again = sum((Counter(layer.again) for layer in layers.values()), Counter())
+    calls = {Call.of(graph, op): again[op.name] for op in graph.ops if op.name in again}
+    assert {call.target.split(".")[1] for call in calls} == {"layer_norm", "linear", "gelu"}
+    flop_again = sum(
+        2 * kernel.m * kernel.n * kernel.k * kernel.batch * times
+        for call, times in calls.items()
+        for kernel in executor.execute(call, whole_strategy(call), 1).forward
+        if isinstance(kernel, Matmul)
+    )
+    assert flop_again == flop("full") - flop("none")
 
 
 def test_time_and_memory_are_traded() -> None:

@@ -208,7 +208,11 @@ def _forbid(
         code = type(traced.model.get_submodule(module))
         job.counterexamples[tp, code] += 1
         if job.counterexamples[tp, code] >= PATIENCE:
-            logger.info("tp %d: the own code of %s runs whole", tp, module or ROOT)
+            whole = (
+                f"{PATIENCE} counterexamples in code of {code.__name__}: what that of {module or ROOT} sees stays whole"
+            )
+            logger.info("tp %d: %s", tp, whole)
+            job.cut_messages.append(whole)
             chosen |= set(_sharding_in(module, formulation))
     for name, strategy in chosen:
         for member in space.members[space.classes[name]]:

@@ -43,11 +43,6 @@ def waiting(lags: Mapping[str, Lag], steps: int) -> tuple[Expression, ...]:
     return tuple(found)
 
 
-def waiting_s(forward_lag_s: float, lag_s: float, steps: int) -> float:
-    """The same for one choice: seconds that a step takes longer, of a micro-batch's lags."""
-    return max(0.0, steps * lag_s, forward_lag_s, (steps - 1) * lag_s + forward_lag_s)
-
-
 def _pairs(lag: Lag) -> Iterator[tuple[float, float]]:
     return zip(lag.forward, lag.both, strict=True)
 

@@ -1,5 +1,8 @@
 """What each layer costs under each way of recomputing it: what it keeps, what it makes again, and what runs again.
 
+A layer's forward runs again as tpplan.reruns says of torch.utils.checkpoint: up to the last op that keeps anything, and
+that one too where what it keeps is a result. Selective recomputation holds the results of products and attention.
+
 A tensor that enters a layer is the layer's, whoever makes it: the layer keeps it, recomputed or not. All else that is
 made inside is the layer's own. What is neither is there whatever is chosen.
 """
@@ -8,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tpplan.costs.compute import Executor
+from tpplan.costs.compute import Execution, Executor, MemoryBound, whole_strategy
 from tpplan.costs.memory import (
     SAVED,
     Segment,
@@ -22,10 +25,10 @@ from tpplan.costs.memory import (
     segments_of,
     sources,
 )
-from tpplan.costs.regions import Regions, execution_of
-from tpplan.graph import Boundary, Direction, Op, within
+from tpplan.graph import Boundary, Direction, ModelGraph, Op, within
 from tpplan.plan import Recompute
 from tpplan.problem import Expression, Term
+from tpplan.rules import Call
 from tpplan.space import Decider, Reading, Space
 
 #: bytes of like tensors: expressions whose maximum one of them takes, and a key that equals where they do
@@ -172,8 +175,8 @@ class _Ledger:
             return False
         representative = self.space.classes[name]
         if representative not in self._holding:
-            regions = Regions(self.units, mode)
-            self._holding[representative] = regions.keeps(self.space.graph, decider, self.executor)
+            kernels = _execution_of(self.space.graph, decider, self.executor).forward
+            self._holding[representative] = any(not isinstance(kernel, MemoryBound) for kernel in kernels)
         return self._holding[representative]
 
     def _extras(self, mode: Recompute) -> Iterator[tuple[str | None, Key, bool]]:
@@ -204,8 +207,14 @@ class _Ledger:
             for place, name in enumerate(names):
                 decider = self.space.deciders[name]
                 if isinstance(decider, Op):
-                    execution = execution_of(self.space.graph, decider, self.executor)
+                    execution = _execution_of(self.space.graph, decider, self.executor)
                     if execution.saves or execution.saves_results or execution.saved_bytes:
                         last = place + bool(execution.saves_results or execution.saved_bytes)
             found[unit] = Counter(self.space.classes[name] for name in names[:last])
         return found
+
+
+def _execution_of(graph: ModelGraph, op: Op, executor: Executor) -> Execution:
+    """What an op does where nothing is sharded."""
+    call = Call.of(graph, op)
+    return executor.execute(call, whole_strategy(call), 1)
