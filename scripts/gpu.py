@@ -23,17 +23,13 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
-
-# Importing it registers the backend.
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -41,6 +37,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 sys.path.insert(0, str(Path(__file__).resolve().parent / "examples"))
 
 import llama
+from fake_group import fake_group
 from gpu_results import Measured, Row, Summary, table
 
 import tpplan
@@ -166,16 +163,6 @@ def announce(section: str, done: int, total: int) -> None:
     """One line on stderr as a section ends."""
     if done == total:
         print(f"gpu: measured {section}", file=sys.stderr)
-
-
-@contextmanager
-def fake_group(ranks: int) -> Iterator[None]:
-    """This process as rank 0 of so many, none of which is there."""
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 # --- one rank's share ----------------------------------------------------------------------------------------------

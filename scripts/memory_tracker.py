@@ -14,16 +14,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from fake_group import fake_group
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType, _FSDPState
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import FSDPModule
-
-# Importing it registers the backend.
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tpplan
 from tpplan import draws
@@ -70,16 +67,6 @@ class Tracker(FSDPMemTracker):
             gradient = getattr(getattr(parameter, attribute, None), "grad", None)
             if gradient is not None:
                 self._update_and_maybe_create_winfos(gradient, part)
-
-
-@contextlib.contextmanager
-def fake_group(ranks: int) -> Iterator[None]:
-    """This process as rank 0 of so many, none of which is there."""
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager
