@@ -1,14 +1,18 @@
 """Kernels that running an op on meta tensors shows, against torch's own count of FLOP."""
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from profiles import full_profile
 from tpplan.costs.compute import Attention, Executor, Kernel, Matmul, kernel_time
 from tpplan.graph import Argument, Ref, Value
 from tpplan.layout import R
+from tpplan.opaque import Observed, Ran
 from tpplan.profile import AttentionSizes, HardwareProfile
 from tpplan.rules import Call, Strategy
 
@@ -87,3 +91,40 @@ def test_attention_is_priced_by_its_table() -> None:
 def flop(kernels: tuple[Kernel, ...]) -> int:
     """A multiplication and an addition for each of m * n * k."""
     return sum(2 * p.batch * p.m * p.n * p.k for p in kernels if isinstance(p, Matmul))
+
+
+def observed(key: str, *ran: Ran, is_bounded: bool = True) -> dict[str, Observed]:
+    """A call of a module that runs whole, which ran this forward."""
+    outputs = tuple(result for op in ran for result in op.results)
+    return {
+        key: Observed(
+            key=key,
+            outputs=outputs,
+            spec=pytree.tree_structure(outputs),
+            forward=ran,
+            backward=(),
+            kept_bytes=0,
+            forward_bytes=0,
+            backward_bytes=0,
+            bodies=(),
+            is_bounded=is_bounded,
+        )
+    }
+
+
+def test_what_is_guessed_of_a_module_that_runs_whole_is_said() -> None:
+    """nonzero gives a size that data decides: meta tensors do not run it. Said once for each call that was seen."""
+    x = torch.empty(6, 8, device="meta")
+    product = Ran(op=torch.ops.aten.mm.default, args=(x, x.T), kwargs={}, results=(x.new_empty(6, 6),))
+    sifts = Ran(op=torch.ops.aten.nonzero.default, args=(x,), kwargs={}, results=(x.new_empty(48, 2),))
+    executor = Executor()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        executor.observe(observed("seen", product))
+    with pytest.warns(UserWarning, match=r"aten\.nonzero\.default: priced by bytes alone"):
+        executor.observe(observed("guessed", product, sifts))
+    with pytest.warns(UserWarning, match="a size that data decides is priced as 1"):
+        executor.observe(observed("unbounded", product, is_bounded=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        executor.observe(observed("guessed", product, sifts))

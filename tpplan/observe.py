@@ -89,6 +89,7 @@ def _observe(module: nn.Module, call: OpaqueCall) -> Observed:
         forward_bytes=peak - left,
         backward_bytes=log.peak_bytes - left,
         bodies=tuple(sorted(log.bodies)),
+        is_bounded=log.is_bounded,
     )
 
 
@@ -126,6 +127,7 @@ class _Log(TorchDispatchMode):
         self.environment = environment
         self.ran: list[Ran] = []
         self.bodies: set[str] = set()
+        self.is_bounded = True
         self.live_bytes = self.peak_bytes = 0
         self._known = WeakIdKeyDictionary({operand.untyped_storage(): True for operand in operands})
 
@@ -167,6 +169,7 @@ class _Log(TorchDispatchMode):
 
     def _noted(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
+            self.is_bounded &= all(_bound(size, self.environment) is not None for size in leaf.shape)
             return _meta(leaf, self.environment)
         if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             return _known_size(leaf, self.environment)
@@ -213,12 +216,18 @@ def _key(tensor: Tensor) -> int:
 
 def _known_size(size: Any, environment: ShapeEnv) -> int:
     """A size as a number: the most there can be where data decides, UNKNOWN_SIZE where that has no bound."""
+    bound = _bound(size, environment)
+    return UNKNOWN_SIZE if bound is None else bound
+
+
+def _bound(size: Any, environment: ShapeEnv) -> int | None:
+    """The most that a size can be; None where nothing says."""
     if isinstance(size, int):
         return size
     if not isinstance(size, torch.SymInt):
-        return UNKNOWN_SIZE
+        return None
     upper = environment.bound_sympy(size.node.expr).upper
-    return int(upper) if upper.is_finite and upper < 2**40 else UNKNOWN_SIZE
+    return int(upper) if upper.is_finite and upper < 2**40 else None
 
 
 def _nbytes(tensor: Tensor, environment: ShapeEnv) -> int:

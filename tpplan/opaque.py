@@ -50,7 +50,8 @@ class Observed:
     """One call of an opaque module: what it gives (on the meta device), what it ran, and the bytes that it held.
 
     `kept_bytes` stay for backward besides operands and results; forward_bytes and backward_bytes are the most that was
-    held on top. `bodies` are the loops and choices whose functions ran once each. Equal keys: the same was seen.
+    held on top. `bodies` are the loops and choices whose functions ran once each. `is_bounded`: every size that data
+    decides has a bound, by which it was counted. Equal keys: the same was seen.
     """
 
     key: str
@@ -62,6 +63,7 @@ class Observed:
     forward_bytes: int
     backward_bytes: int
     bodies: tuple[str, ...]
+    is_bounded: bool
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ stands.
 """
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -231,8 +232,16 @@ class Executor:
     _observed: dict[str, Execution] = field(default_factory=dict)
 
     def observe(self, calls: Mapping[str, Observed]) -> None:
-        """From now on these calls of opaque modules cost what they were seen to run."""
-        self._observed.update({key: _execution_of(observed) for key, observed in calls.items()})
+        """From now on these calls of opaque modules cost what they were seen to run. Warns of what is a guess."""
+        for key, observed in calls.items():
+            if key in self._observed:
+                continue
+            self._observed[key] = _execution_of(observed)
+            guessed = sorted({str(ran.op) for ran in (*observed.forward, *observed.backward) if _is_guess(ran)})
+            if guessed:
+                warnings.warn(f"in a module that runs whole, {', '.join(guessed)}: priced by bytes alone", stacklevel=2)
+            if not observed.is_bounded:
+                warnings.warn("in a module that runs whole, a size that data decides is priced as 1", stacklevel=2)
 
     def execute(self, call: Call, strategy: Strategy, tp: int) -> Execution:
         """One rank's share of a call under a strategy. Raises ModelError where the op cannot run on meta tensors."""
@@ -279,12 +288,26 @@ def _kernels_of(ran: Ran) -> tuple[Kernel, ...]:
         return (log._attention(name, (None, *ran.args[:3]) if is_backward else ran.args),)
     if not isinstance(ran.op, torch._ops.OpOverload):
         return (MemoryBound(num_bytes=num_bytes),)
+    if not _runs(ran, log):
+        return () if _is_view(ran.op) else (MemoryBound(num_bytes=num_bytes),)
+    return tuple(log.kernels)
+
+
+def _is_guess(ran: Ran) -> bool:
+    """True for an operator that computes tensors by kernels that are not seen. Functions of loops and choices are seen,
+    beside their own."""
+    is_op = isinstance(ran.op, torch._ops.OpOverload) and "flex_attention" not in str(ran.op)
+    return is_op and bool(ran.results) and not _is_view(ran.op) and not _runs(ran, contextlib.nullcontext())
+
+
+def _runs(ran: Ran, log: contextlib.AbstractContextManager[object]) -> bool:
+    """Runs an operator on meta tensors; False where it does not."""
     try:
         with torch.no_grad(), log:
             ran.op(*ran.args, **_on_meta(ran.kwargs))
     except Exception:
-        return () if _is_view(ran.op) else (MemoryBound(num_bytes=num_bytes),)
-    return tuple(log.kernels)
+        return False
+    return True
 
 
 def _on_meta(kwargs: Mapping[str, Any]) -> dict[str, Any]:
