@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from accuracy_models import Sizes, architecture, example_inputs
+from accuracy_models import Sizes, Software, architecture, example_inputs, software
 from rich.console import Console
 from rich.progress import track
 
@@ -50,9 +50,7 @@ MACHINES = {
 UNPUBLISHED = {"b200": "h100-sxm"}
 #: dense bfloat16 FLOP/s that published MFU is relative to
 PEAK_FLOP_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
-#: runs of this software have FlashAttention 1, about half as fast as the second version [FlashAttention-2,
-#: arXiv:2307.08691: "around 2x"], which profiles hold
-FIRST_FLASH_ATTENTION, SECOND_OVER_FIRST = "llm-foundry v0.0.4", 2.0
+SECOND_OVER_FIRST_FLASH_ATTENTION = 2.0
 #: torchtitan's "selective op" keeps every second matmul, and attention [torchtitan, models/llama/parallelize_llama.py]
 EVERY_OTHER_MATMUL = "selective op"
 #: of a normal distribution
@@ -90,7 +88,7 @@ class Run:
     recompute: Recompute
     is_compiled: bool
     precision: Precision
-    has_first_flash_attention: bool
+    software: Software
     recomputes_every_other_matmul: bool
     tokens_per_s: float
     peak_bytes: float | None
@@ -200,7 +198,7 @@ def _run(row: int, entry: "pd.Series[object]") -> Run:
         recompute=_recompute(str(entry["activation_checkpointing"])),
         is_compiled=str(entry["compile"]) == "yes",
         precision=_precision(str(entry["precision"])),
-        has_first_flash_attention=FIRST_FLASH_ATTENTION in notes,
+        software=software(notes),
         recomputes_every_other_matmul=str(entry["activation_checkpointing"]) == EVERY_OTHER_MATMUL,
         tokens_per_s=float(entry["tokens_per_s_per_gpu"]),
         peak_bytes=float(entry["peak_mem_gib"]) * GIB if pd.notna(entry["peak_mem_gib"]) else None,
@@ -226,8 +224,8 @@ def benchmark(machine: str, has_first_flash_attention: bool) -> HardwareProfile:
     rates = tuple(
         replace(
             rate,
-            forward_flop_per_s=rate.forward_flop_per_s / SECOND_OVER_FIRST,
-            backward_flop_per_s=rate.backward_flop_per_s / SECOND_OVER_FIRST,
+            forward_flop_per_s=rate.forward_flop_per_s / SECOND_OVER_FIRST_FLASH_ATTENTION,
+            backward_flop_per_s=rate.backward_flop_per_s / SECOND_OVER_FIRST_FLASH_ATTENTION,
         )
         for rate in profile.attention_rates
     )
@@ -262,21 +260,21 @@ def halfway(selective: Parts, full: Parts) -> Parts:
 
 def _price(run: Run, recompute: Recompute) -> Parts:
     """With Megatron's layouts and sequence parallelism on the tp axis, as all of these runs have it."""
-    model = architecture(run.sizes)
+    model, has_whole_logits = architecture(run.sizes, run.software), run.tp == 1 or run.software.gathers_logits
     priced = price_mesh(
         lambda: model.build(run.sizes),
         example_inputs,
         cluster=Cluster(
             gpus=run.gpus,
             gpus_per_node=run.gpus_per_node,
-            profile=benchmark(run.machine, run.has_first_flash_attention),
+            profile=benchmark(run.machine, run.software.has_first_flash_attention),
         ),
         global_batch=run.global_batch,
         micro_batch=run.micro_batch,
         seq_len=run.sizes.seq_len,
         options=Options(
-            loss=model.loss,
-            unused_outputs=("output",),
+            loss=model.loss if has_whole_logits else model.sharded_loss,
+            unused_outputs=() if has_whole_logits else ("output",),
             tp=run.tp,
             fsdp=run.shard,
             precision=run.precision,

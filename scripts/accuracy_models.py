@@ -5,11 +5,14 @@ puts it back in behind, whether there is any or not, which costs as much memory 
 loss is one kernel each way on bfloat16 logits, of which it keeps nothing but the logits and a sum per row
 [llm-foundry v0.0.4, models/mpt/modeling_mpt.py: loss_fn is fused_crossentropy unless told; flash-attention v1.0.9,
 csrc/xentropy].
+
+Llama is the example's, but as torchtitan runs it where a run is torchtitan's: norms step by step in float32, rotations
+of complex numbers, keys and values repeated for every head [torchtitan, models/norms.py and models/llama/model.py].
 """
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,10 @@ import tpplan
 
 sys.path.append(str(Path(__file__).parent / "examples"))
 
-from llama import Config, Llama
+from llama import Attention, Config, Llama
+
+#: (logits [B, T, V], inputs) -> the mean over tokens
+Loss = Callable[[Tensor, dict[str, Tensor]], Tensor]
 
 #: of a table's parameters and the nearest architecture's, how far they may be apart
 CLOSE = 0.02
@@ -136,30 +142,85 @@ def _fused_loss(logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def _loss(logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-    """The mean cross entropy in float32, as torchtitan and others after it have it."""
+    """The mean cross entropy in float32, as torchtitan and others after it have it, by torch's kernels."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), inputs["targets"].flatten())
+
+
+def _sharded_loss(logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    """The same of logits that ranks have slices of."""
     return tpplan.cross_entropy(logits.float(), inputs["targets"])
 
 
-def _llama(sizes: Sizes) -> nn.Module:
-    return Llama(
-        Config(
-            num_layers=sizes.layers,
-            model_dim=sizes.hidden,
-            hidden_dim=sizes.ffn,
-            num_heads=sizes.heads,
-            num_kv_heads=sizes.kv_heads,
-            vocab_size=sizes.vocab,
-            max_seq_len=sizes.seq_len,
-        )
+def _config(sizes: Sizes) -> Config:
+    return Config(
+        num_layers=sizes.layers,
+        model_dim=sizes.hidden,
+        hidden_dim=sizes.ffn,
+        num_heads=sizes.heads,
+        num_kv_heads=sizes.kv_heads,
+        vocab_size=sizes.vocab,
+        max_seq_len=sizes.seq_len,
     )
+
+
+def _llama(sizes: Sizes) -> nn.Module:
+    return Llama(_config(sizes))
+
+
+class StepwiseNorm(nn.Module):
+    """RMSNorm op by op in float32."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, D] -> [B, T, D]."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * scale).to(x.dtype) * self.weight
+
+
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates neighbours of x [B, T, H, E] as complex numbers in float32; cos and sin [T, E / 2]."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    turned = pairs * torch.complex(cos, sin)[None, :, None]
+    return torch.view_as_real(turned).flatten(3).to(x.dtype)
+
+
+class RepeatingAttention(Attention):
+    """Rotations of complex numbers, and keys and values repeated for the query heads that share them."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [B, T, D] -> [B, T, D]."""
+        query, key, value = (
+            weight(x).unflatten(-1, (-1, self.head_dim)) for weight in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = _rotate_pairs(query, cos, sin), _rotate_pairs(key, cos, sin)
+        shared = query.shape[2] // key.shape[2]
+        key, value = (part.repeat_interleave(shared, dim=2) for part in (key, value))
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        heads = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.o_proj(heads.transpose(1, 2).flatten(2))
+
+
+def _torchtitan(sizes: Sizes) -> nn.Module:
+    config, model = _config(sizes), Llama(_config(sizes))
+    for layer in model.layers:
+        layer.attention = RepeatingAttention(config)
+        layer.attention_norm, layer.ffn_norm = (StepwiseNorm(config.model_dim, config.norm_eps) for _ in range(2))
+    model.norm = StepwiseNorm(config.model_dim, config.norm_eps)
+    return model
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How a model is built, its loss, and Megatron's layouts with sequence parallelism, as pins."""
+    """How a model is built, its loss on whole logits and on sharded ones, and Megatron's layouts with sequence
+    parallelism, as pins."""
 
     build: Callable[[Sizes], nn.Module]
-    loss: Callable[[Tensor, dict[str, Tensor]], Tensor]
+    loss: Loss
+    sharded_loss: Loss
     pins: Mapping[str, str]
 
     def num_parameters(self, sizes: Sizes) -> int:
@@ -176,20 +237,48 @@ MPT_PINS = {
     "blocks.*.norm_2": "sequence",
     "norm_f": "sequence",
 }
-ARCHITECTURES = {
-    "MPT": Architecture(Mpt, _fused_loss, MPT_PINS),
-    "Llama": Architecture(_llama, _loss, megatron_pins("sequence")),
+LLAMA = Architecture(_llama, _loss, _sharded_loss, megatron_pins("sequence"))
+ARCHITECTURES = {"MPT": Architecture(Mpt, _fused_loss, _sharded_loss, MPT_PINS), "Llama": LLAMA}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """What is known of the code of published runs."""
+
+    #: how its Llama differs from the plain one; None: it does not
+    llama: Architecture | None = None
+    #: FlashAttention 1, about half as fast as the second version [FlashAttention-2, arXiv:2307.08691: "around 2x"],
+    #: which profiles hold
+    has_first_flash_attention: bool = False
+    #: under tensor parallelism the head's output is gathered, and the loss made of all of it on every rank
+    gathers_logits: bool = False
+
+
+UNKNOWN = Software()
+#: by what the notes of runs say
+SOFTWARE = {
+    "llm-foundry v0.0.4": Software(has_first_flash_attention=True),
+    "torchtitan": Software(llama=replace(LLAMA, build=_torchtitan)),
+    # KempnerForge, whose head is ColwiseParallel(output_layouts=Replicate()) [distributed/tensor_parallel.py]
+    "token embedding replicated across TP": Software(
+        llama=replace(LLAMA, pins=LLAMA.pins | {"tok_embeddings": "replicated"}), gathers_logits=True
+    ),
 }
 
 
-def architecture(sizes: Sizes) -> Architecture:
+def software(notes: str) -> Software:
+    """The code that ran, by a table's notes."""
+    return next((found for words, found in SOFTWARE.items() if words in notes), UNKNOWN)
+
+
+def architecture(sizes: Sizes, ran: Software = UNKNOWN) -> Architecture:
     """The architecture with as many parameters as the table says. Raises ValueError if none is near."""
     counts = {name: entry.num_parameters(sizes) for name, entry in ARCHITECTURES.items()}
     name = min(counts, key=lambda name: abs(counts[name] - sizes.num_parameters))
     if abs(counts[name] / sizes.num_parameters - 1) > CLOSE:
         shown = ", ".join(f"{name} {count / 1e9:.3f}e9" for name, count in counts.items())
         raise ValueError(f"{sizes.num_parameters / 1e9:.3f}e9 parameters in the table; of these sizes: {shown}")
-    return ARCHITECTURES[name]
+    return ran.llama if name == "Llama" and ran.llama is not None else ARCHITECTURES[name]
 
 
 def example_inputs(batch: int, seq_len: int) -> dict[str, Tensor]:

@@ -4,6 +4,8 @@ torch.compile's inductor fuses elementwise ops, norms and reductions that read e
 such a kernel is neither written nor read, so of each op's bytes only those count that come from elsewhere or go there.
 Views lie in between for nothing; products, attention and lookups end a kernel, and so does the border of a repeated
 layer: FSDP gathers and frees there, in hooks that no compiled graph spans, so that each layer is compiled on its own.
+Complex numbers are left to torch's own kernels [torch 2.13, _inductor/lowering.py: "does not support code generation
+for complex operators"].
 """
 
 from collections.abc import Mapping
@@ -57,7 +59,7 @@ def _kernels(graph: ModelGraph) -> dict[str, int]:
         depth = max((before.get(operand, 0) for operand in node.operands), default=0)
         depth += isinstance(node, Boundary) and node.module in layers
         is_transparent = isinstance(node, Boundary) or _is_view(graph, node)
-        if not is_transparent and isinstance(node, Op) and _is_fusible(node):
+        if not is_transparent and isinstance(node, Op) and _is_fusible(node) and not _is_complex(graph, node):
             found[node.name] = depth
         elif not is_transparent:
             depth += 1
@@ -71,6 +73,10 @@ def _is_fusible(op: Op) -> bool:
         return True
     operator = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
     return operator is not None and torch.Tag.pointwise in operator.tags
+
+
+def _is_complex(graph: ModelGraph, op: Op) -> bool:
+    return any(graph.values[name].dtype.startswith("complex") for name in (*op.operands, *op.results))
 
 
 def _is_view(graph: ModelGraph, op: Op) -> bool:
