@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
+import torch.nn.functional as F
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import accuracy
-from accuracy_models import ARCHITECTURES, Sizes
+from accuracy_models import ARCHITECTURES, SOFTWARE, RepeatingAttention, Sizes, StepwiseNorm
+from llama import Attention, Config, rotary_tables
 
 from tpplan.options import Cluster, Options
 from tpplan.plan import Recompute
@@ -120,6 +123,32 @@ def test_what_cannot_be_read_is_named(changes: dict[str, object], message: str) 
 def test_a_model_with_other_parameters_than_its_sizes_give_is_refused() -> None:
     with pytest.raises(ValueError, match=r"1\.000e9 parameters in the table; of these sizes: MPT 0\.0"):
         accuracy.architecture(dataclasses.replace(SIZES, num_parameters=1e9))
+
+
+def test_the_code_of_a_run_is_told_by_its_notes() -> None:
+    sizes = dataclasses.replace(SIZES, kv_heads=2)
+    llama = dataclasses.replace(sizes, num_parameters=ARCHITECTURES["Llama"].num_parameters(sizes))
+    told = {words: accuracy.software(f"a run of {words}, 2024") for words in SOFTWARE}
+    assert all(told[words] is SOFTWARE[words] for words in SOFTWARE)
+    assert accuracy.architecture(llama) is ARCHITECTURES["Llama"]
+    titan = accuracy.architecture(llama, told["torchtitan"])
+    assert titan.num_parameters(llama) == ARCHITECTURES["Llama"].num_parameters(llama)
+    mpt = dataclasses.replace(SIZES, num_parameters=ARCHITECTURES["MPT"].num_parameters(SIZES))
+    assert accuracy.architecture(mpt, told["torchtitan"]) is ARCHITECTURES["MPT"]
+
+
+def test_torchtitans_layers_are_llamas() -> None:
+    """The norm is torch's; rotating neighbours is the example's rotation of halves, with channels in another order."""
+    torch.manual_seed(0)
+    x, config = torch.randn(2, 6, 32), Config(model_dim=32, num_heads=4, num_kv_heads=2)
+    assert torch.allclose(StepwiseNorm(32, 1e-5)(x), F.rms_norm(x, (32,), eps=1e-5), atol=1e-6)
+    ours, theirs = RepeatingAttention(config), Attention(config)
+    order = torch.arange(8).view(4, 2).T.flatten()  # halves, of neighbours
+    for name, part in ours.named_parameters():
+        rows = part.unflatten(0, (-1, 8))[:, order].flatten(0, 1) if name[0] in "qk" else part
+        theirs.get_parameter(name).data = rows.detach()
+    cos, sin = rotary_tables(8, 6, 10_000.0)
+    assert torch.allclose(ours(x, cos, sin), theirs(x, cos, sin), atol=1e-6)
 
 
 def slowed(

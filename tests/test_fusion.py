@@ -58,3 +58,31 @@ def test_what_stands_after_a_product_is_another_kernel() -> None:
     graph, found = shares()
     cos, total = (op for op in graph.ops if op.target.startswith(("aten.cos", "aten.sum")))
     assert (found[cos.name], found[total.name]) == (1 / 2, 4 / (4 * 8 * 4 + 4))
+
+
+class Turns(nn.Module):
+    """x [B, D] -> [B, D], pairs as complex numbers: elementwise ops on both sides of a product of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex((x * self.weight).sin().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * pairs).flatten(1).cos().sum()
+
+
+def test_complex_numbers_are_not_fused() -> None:
+    with torch.device("meta"):
+        graph = trace(Turns(), {"x": torch.empty(4, 8)})
+    found = moved_shares(graph)
+    sin, product, cos = (
+        found[next(op.name for op in ops)]
+        for ops in (
+            [op for op in graph.ops if op.target.startswith("aten.sin")],
+            [op for op in graph.ops if graph.values[op.results[0]].dtype == "complex64" and "mul" in op.target],
+            [op for op in graph.ops if op.target.startswith("aten.cos")],
+        )
+    )
+    # sin reads what its kernel made and writes for the product, which reads and writes all; cos reads that.
+    assert (sin, product, cos) == (1 / 2, 1, 1 / 2)
