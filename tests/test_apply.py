@@ -342,10 +342,6 @@ def recompute_alone() -> None:
     model = build()
     with pytest.raises(PlanMismatchError, match=r"recompute.layers: ModuleList has no forward"):
         apply_plan(model, handmade_plan(model, Mesh(), recompute={"layers": Recompute.FULL}))
-    model.layers[0].forward = model.layers[0].forward
-    with pytest.raises(UsageError, match=r"module layers.0: forward is replaced on the instance"):
-        apply_plan(model, handmade_plan(model, Mesh(), recompute=region))
-    model = build()
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, tiny_llama.Block))
     with pytest.raises(UsageError, match=r"recompute.layers.0: .*checkpoint wrapper"):
         apply_plan(model, handmade_plan(build(), Mesh(), recompute=region))
@@ -621,9 +617,6 @@ def refuse(folder: Path) -> None:
     unknown = with_boundary(plan, "norm", {"y": "R -> S(1)"})
     refused(model, unknown, PlanMismatchError, "module norm, input y: Norm.forward takes no argument")
     refused(model, with_boundary(plan, "nonesuch", {"x": "R -> S(1)"}), PlanMismatchError, "names module 'nonesuch'")
-    model.norm.forward = model.norm.forward
-    refused(model, plan, UsageError, "module norm: forward is replaced on the instance")
-    del model.norm.forward
     apply_plan(model, plan)  # none of the refusals left a trace
     refused(model, plan, UsageError, "sharded already")
     ids, targets = batch()
@@ -634,8 +627,6 @@ def refuse(folder: Path) -> None:
     apply_plan(model, plan)
     with pytest.raises(PlanMismatchError, match=r"module head: the plan converts 'output.logits'.*it is a Tensor"):
         loss_of(model, ids, targets)
-    scalar = nn.ParameterDict({"temperature": torch.tensor(1.0)})
-    refused(scalar, handmade_plan(scalar, Mesh(shard=2)), PlanError, "hold a parameter without dims: temperature")
     wrong = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("replicate", "shard", "tp"))
     with pytest.raises(PlanMismatchError, match="the plan's mesh is"):
         apply_plan(build(), plan, mesh=wrong)

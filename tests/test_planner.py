@@ -419,10 +419,8 @@ def solve_tempered(**options: object) -> Plan:
     )
 
 
-def test_parameters_without_dims_are_planned_where_fsdp_does_not_hold_them() -> None:
-    with pytest.warns(UserWarning, match=r"temperature; give it the shape \(1,\): until then only meshes without"):
-        plan = solve_tempered(precision="fp32")
-    assert plan.mesh.data_parallel == 1
-    with pytest.warns(UserWarning, match=r"temperature; give it the shape \(1,\), or .*: apply_plan refuses the plan"):
-        plan = solve_tempered(precision="bf16-mixed", tp=2)
-    assert plan.proof.status == "proven"
+def test_parameters_without_dims_are_planned_beside_fsdp() -> None:
+    for options in ({"precision": "fp32", "tp": 1}, {"precision": "bf16-mixed", "tp": 2}):
+        plan = solve_tempered(**options)
+        assert plan.proof.status == "proven"
+        assert set(plan.scalars_beside_fsdp()) == {"temperature"}

@@ -11,26 +11,28 @@ optimizer afterwards. Every rank of a tp group must read the same batch; Mesh.da
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
+from tpplan.average import Averager
 from tpplan.convert import TpGroup
 from tpplan.draws import DrawByRank
 from tpplan.errors import PlanError, PlanMismatchError, TpplanError, UsageError
-from tpplan.localize import Site, check_forward
+from tpplan.localize import Site
 from tpplan.losses import ShardedClasses
 from tpplan.mesh import Axis
 from tpplan.opaque import HOOKS, opaque_class
+from tpplan.patched import fold_forwards
 from tpplan.patterns import ROOT
 from tpplan.plan import Plan, Precision, ProofStatus, check_parameters, uses_fsdp
 from tpplan.recompute import check_recomputable, recompute
-from tpplan.reduce import Reducer
+from tpplan.reduce import Reducer, Slot
 from tpplan.rewrite import Rewriter, rewrite_calls
 from tpplan.sizes import LocalSizes
 from tpplan.style import module_styles
@@ -38,6 +40,8 @@ from tpplan.subclass import SITE, is_generated
 
 #: what wrappers put into the names of the modules inside them; state_dict leaves them out, and so does a plan
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod")
+#: where the model keeps what averages gradients that FSDP does not
+AVERAGER = "_tpplan_averager"
 _AXES = tuple(str(axis) for axis in (Axis.REPLICATE, Axis.SHARD, Axis.TP))
 
 
@@ -53,7 +57,9 @@ def apply_plan(model: nn.Module, plan: Plan | str | os.PathLike[str], *, mesh: D
         raise UsageError(
             "apply_plan needs a process group: run under torchrun and call torch.distributed.init_process_group"
         )
-    if any(is_generated(type(module)) or isinstance(module, FSDPModule) for module in model.modules()):
+    if AVERAGER in model.__dict__ or any(
+        is_generated(type(module)) or isinstance(module, FSDPModule) for module in model.modules()
+    ):
         raise UsageError("the model is sharded already: apply a plan once, to a plain model")
     loaded = _agreed_plan(model, plan)
     if loaded.proof.status is ProofStatus.UNPROVEN and dist.get_rank() == 0:
@@ -62,7 +68,12 @@ def apply_plan(model: nn.Module, plan: Plan | str | os.PathLike[str], *, mesh: D
     mesh = _checked(mesh, loaded) if mesh is not None else _new_mesh(loaded, device_type)
     if loaded.precision is Precision.BF16:
         _cast_parameters(model, torch.bfloat16)
-    _move(model, device_type, with_parameters=loaded.mesh.tp == 1)
+    is_untouched = loaded.untouched is not None
+    _move(model, device_type, with_parameters=loaded.mesh.tp == 1 or is_untouched)
+    if is_untouched:
+        _leave_untouched(model, mesh)
+        return model
+    fold_forwards(model)
     _keep_hooks(model, loaded)
     lay_out(model, loaded, mesh[Axis.TP])
     modules = modules_by_name(model)
@@ -88,7 +99,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     For accumulation over micro-batches; it saves collectives and changes no result. FSDP's reduce-scatters go on.
     Inside, `.grad` of a parameter may be a summand, or not be there yet.
     """
-    reducers = _reducers(model)
+    reducers: list[Reducer | Averager] = [*_reducers(model)]
+    if AVERAGER in model.__dict__:
+        reducers.append(model.__dict__[AVERAGER])
     fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     _set_sync(reducers, fsdp_modules, enabled=False)
     try:
@@ -97,7 +110,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         _set_sync(reducers, fsdp_modules, enabled=True)
 
 
-def _set_sync(reducers: list[Reducer], fsdp_modules: Sequence[FSDPModule], *, enabled: bool) -> None:
+def _set_sync(reducers: Sequence[Reducer | Averager], fsdp_modules: Sequence[FSDPModule], *, enabled: bool) -> None:
     for reducer in reducers:
         reducer.is_enabled = enabled
     for module in fsdp_modules:
@@ -105,8 +118,11 @@ def _set_sync(reducers: list[Reducer], fsdp_modules: Sequence[FSDPModule], *, en
 
 
 def _reducers(model: nn.Module) -> list[Reducer]:
-    sites: list[Site] = [module.__dict__[SITE] for module in model.modules() if SITE in module.__dict__]
-    return list({id(site.shared): site.shared.reducer for site in sites}.values())
+    return list({id(site.shared): site.shared.reducer for site in _sites(model)}.values())
+
+
+def _sites(model: nn.Module) -> list[Site]:
+    return [module.__dict__[SITE] for module in model.modules() if SITE in module.__dict__]
 
 
 def _rewriters(plan: Plan, modules: dict[str, nn.Module], group: TpGroup) -> dict[nn.Module, list[Rewriter]]:
@@ -193,17 +209,14 @@ def _check_fits(model: nn.Module, plan: Plan) -> None:
         },
     )
     _check_ties(model, plan)
-    scalars = [name for name, parameter in plan.parameter_plans().items() if not parameter.shape]
-    if scalars and uses_fsdp(plan.mesh, plan.precision):
-        raise PlanError(
-            f"FSDP2, which the plan uses, cannot hold a parameter without dims: {', '.join(scalars)}; give it the "
-            "shape (1,) and solve again"
-        )
+    if plan.untouched is not None:
+        _check_plain(model, plan)
+        return
     modules = modules_by_name(model)
     for name, style in module_styles(plan).items():
         style.check(_module(modules, name))
     for name in (*plan.size_plans(), *plan.sharded_losses(), *plan.drawing_modules(), *plan.opaque_modules()):
-        check_forward(_module(modules, name), name)
+        _module(modules, name)
     wrapped = {plan_name(name) for name, _ in model.named_modules() if name.endswith(_WRAPPER_NAMES[0])}
     for name in plan.recomputed_modules():
         check_recomputable(_module(modules, name), name)
@@ -213,6 +226,18 @@ def _check_fits(model: nn.Module, plan: Plan) -> None:
             )
     for name in plan.fsdp_units():
         _module(modules, name)
+
+
+def _check_plain(model: nn.Module, plan: Plan) -> None:
+    """A plan that leaves parameters as they are shards none, and needs them to be there."""
+    if plan.mesh.shard > 1 or plan.precision is Precision.BF16_MIXED:
+        raise PlanError(f"untouched: parameters that stay as they are cannot be sharded or cast ({plan.mesh})")
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UsageError(
+                f"parameter {name} is on the meta device, and filling it would put another in its place, which the "
+                f"plan must not: {plan.untouched}; build the model on its device"
+            )
 
 
 def _check_ties(model: nn.Module, plan: Plan) -> None:
@@ -292,10 +317,20 @@ def _keep_hooks(model: nn.Module, plan: Plan) -> None:
                 module.__class__ = opaque_class(type(module))  # type: ignore[arg-type]
 
 
+def _leave_untouched(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Each rank has the model as it is, from the same values on; gradients are averaged over replicas."""
+    _broadcast_replicas(model, mesh, (Axis.REPLICATE, Axis.TP))
+    averager = Averager(groups=(TpGroup.of(mesh[Axis.REPLICATE].get_group()),))
+    averager.watch(model)
+    model.__dict__[AVERAGER] = averager
+
+
 @torch.no_grad()
-def _broadcast_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
+def _broadcast_replicas(
+    model: nn.Module, mesh: DeviceMesh, axes: Sequence[Axis] = (Axis.REPLICATE, Axis.SHARD)
+) -> None:
     """Data-parallel ranks start from the values of the first: along replicate, then along shard."""
-    for axis in (Axis.REPLICATE, Axis.SHARD):
+    for axis in axes:
         if mesh[axis].size() > 1 and dist.get_backend() != "fake":
             for parameter in model.parameters():
                 local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
@@ -313,8 +348,52 @@ def _shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     policy = mixed if is_mixed else MixedPrecisionPolicy()
     named = reversed(list(model.named_modules(remove_duplicate=False)))
     outermost = {plan_name(name): module for name, module in named}  # checkpoint wrappers and all
+    scalars = {model.get_parameter(name) for name in _real_names(model, plan.scalars_beside_fsdp())}
     resharded = plan.resharded_units()
     for name in (*(unit for unit in plan.fsdp_units() if unit), ""):
         # The root's parameters are needed again as soon as backward starts.
         reshard = resharded.get(name, False)
-        fully_shard(_module(outermost, name), mesh=axes, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(
+            _module(outermost, name),
+            mesh=axes,
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            ignored_params=scalars,
+        )
+    if scalars:
+        _replicate(model, plan, mesh, axes, policy.param_dtype)
+
+
+def _real_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Names of parameters, wrappers and all, by those of a plan."""
+    real = {plan_name(name): name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return [real[name] for name in names]
+
+
+def _replicate(model: nn.Module, plan: Plan, mesh: DeviceMesh, axes: DeviceMesh, dtype: torch.dtype | None) -> None:
+    """Parameters that FSDP2 cannot hold become DTensors on the mesh of all others, as clipping and optimizers want it,
+    replicated; whatever reads them says that their gradients come, which are averaged over data-parallel ranks."""
+    names = plan.scalars_beside_fsdp()
+    scalars = {model.get_parameter(name) for name in _real_names(model, names)}
+    sharded = (p for p in model.parameters() if isinstance(p, DTensor) and p not in scalars)
+    on = next((parameter.device_mesh for parameter in sharded), axes)
+    groups = tuple(TpGroup.of(mesh[axis].get_group()) for axis in (Axis.REPLICATE, Axis.SHARD))
+    averager = model.__dict__[AVERAGER] = Averager(groups=groups)
+    replicas: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter not in scalars:
+                continue
+            if id(parameter) not in replicas:
+                assert isinstance(parameter, DTensor)
+                local = DTensor.from_local(
+                    parameter._local_tensor.detach(), on, [Replicate()] * on.ndim, run_check=False
+                )
+                replicas[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+                if parameter.requires_grad:
+                    averager.slots.append(Slot(module=module, name=name))
+            module._parameters[name] = replicas[id(parameter)]
+    for site in _sites(model):
+        for reads in (*site.reads.values(), *(site.whole or {}).values()):
+            if reads.name in names:
+                reads.averager, reads.dtype = averager, dtype

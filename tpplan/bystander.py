@@ -5,14 +5,18 @@ What it makes runs on meta tensors, where collectives give shapes and reach nobo
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.apply import lay_out
+from tpplan.closures import rebind
 from tpplan.errors import ModelError
+from tpplan.patched import fold_forwards
 from tpplan.plan import Plan
+from tpplan.registered import put_others
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +51,27 @@ class _Mesh(DeviceMesh):
 def copied(model: nn.Module) -> nn.Module:
     """A copy of a model on the meta device. Tensors that modules computed from weights when they were built (as
     torch.nn.utils.weight_norm does) are leaves in the copy: code that reads one before it makes it anew is found out.
+    Functions that modules hold see the copy.
     """
     held = (value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
     computed = {id(value): value.detach().requires_grad_() for value in held if value.grad_fn is not None}
+    images: dict[int, Any] = dict(computed)
     try:
-        return copy.deepcopy(model, dict(computed))
+        found = copy.deepcopy(model, images)
     except RuntimeError as error:
         raise ModelError(
             "the model cannot be copied: a list or dict in a module holds a tensor that was computed from a weight "
             f"when it was built; compute it in forward\n{str(error).splitlines()[0]}"
         ) from error
+    rebind(found, images)
+    fold_forwards(found)
+    put_others(found)
+    return found
 
 
 def applied_as(model: nn.Module, plan: Plan, rank: int) -> nn.Module:
     """A copy of a model on the meta device with the tensor parallelism that the plan gives a rank."""
     local = copied(model)
-    lay_out(local, plan, _Mesh(plan.mesh.tp, rank))
+    if plan.untouched is None:
+        lay_out(local, plan, _Mesh(plan.mesh.tp, rank))
     return local

@@ -1,8 +1,8 @@
 """One call of solve: the model as traced, and what has been computed of each tp degree."""
 
 import copy
+import logging
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
@@ -15,23 +15,27 @@ from torch.utils import _pytree as pytree
 
 from tpplan import solvers
 from tpplan.bystander import copied
-from tpplan.errors import IndivisibleError, ModelError
+from tpplan.errors import IndivisibleError, ModelError, UsageError
 from tpplan.formulate import COMPUTE, TENSOR_PARALLEL, Formulation, PricedSpace, Setting, price_space
 from tpplan.graph import Direction, ModelGraph
 from tpplan.marking import trace_marking
 from tpplan.mesh import Mesh, meshes, sub_clusters
 from tpplan.options import Allows, Batch, BuildModel, Cluster, ExampleInputs, Progress
+from tpplan.patterns import ROOT
 from tpplan.pins import Pin, Pinned
-from tpplan.plan import Precision, Recompute, uses_fsdp
+from tpplan.plan import Precision, Recompute
 from tpplan.problem import Problem, Solution
 from tpplan.profile import HardwareProfile
 from tpplan.program import on_meta_like
+from tpplan.registered import register_names
 from tpplan.reuse import Reuse, Traced
 from tpplan.rules import Strategy
 from tpplan.solvers.reduction import LIMIT_TOLERANCE
 from tpplan.space import build_space
-from tpplan.trace import BoundaryHook, Loss, assumptions, check_gradient_hooks, repeated_children
+from tpplan.trace import BoundaryHook, Loss, accumulated_hooks, assumptions, repeated_children
 from tpplan.treatments import Treatment
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -123,28 +127,44 @@ class Job:
         return found
 
     def applicable(self, points: list[Point]) -> list[Point]:
-        """Those on which FSDP2 can hold the traced model: it takes no scalar parameters. All of them, and a warning,
-        where there is none: the plan holds for the model with such a parameter of shape (1,)."""
-        model = self.traced(min(point.micro_batch for point in points)).model
-        scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
-        if not scalars:
+        """Those on which the traced model can be laid out: all, unless its parameters must stay plain tensors, whole on
+        each rank. Raises UsageError where there is none then."""
+        reason = self.traced(min(point.micro_batch for point in points)).opaques.untouched
+        if not reason:
             return points
-        without = [point for point in points if not uses_fsdp(point.mesh, self.precision)]
-        problem = f"FSDP2 cannot hold a parameter without dims: {', '.join(scalars)}; give it the shape (1,)"
-        if not without:
-            instead = "or plan without FSDP: one data-parallel rank (--fsdp 1), and fp32 or bf16"
-            warnings.warn(f"{problem}, {instead}: apply_plan refuses the plan as it is", stacklevel=2)
-            return points
-        if len(without) < len(points):
-            warnings.warn(f"{problem}: until then only meshes without data parallelism are tried", stacklevel=2)
-        return without
+        if self.precision is Precision.BF16_MIXED:
+            raise UsageError(
+                f"bf16-mixed is FSDP2's work, which puts others in the place of parameters, and they must stay as they "
+                f"are: {reason}; plan with precision bf16 or fp32, or change that"
+            )
+        plain = [point for point in points if point.shard == 1]
+        if not plain:
+            raise UsageError(f"parameters must stay as they are, and cannot be sharded: {reason}; plan with --fsdp 1")
+        return plain
 
     # Trace
 
     def trace_key(self, micro_batch: int) -> Hashable:
         """What a trace depends on."""
+        return *self._model_key, micro_batch, tuple(self.whole)
+
+    @property
+    def _model_key(self) -> tuple[Hashable, ...]:
         functions = map(_hashable, (self.build_model, self.example_inputs, self.loss))
-        return *functions, micro_batch, self.batch.seq_len, self.precision
+        return *functions, self.batch.seq_len, self.precision
+
+    @property
+    def whole(self) -> list[tuple[str, str]]:
+        """Modules that proofs have found to be run whole, and why."""
+        return self.reuse.whole.setdefault(self._model_key, [])
+
+    def run_whole(self, module: str, reason: str) -> None:
+        """From now on a module runs whole, or the one around it where it does already. All is traced anew."""
+        logger.info("module %s is to run whole: %s", module or ROOT, reason)
+        self.whole.append((module, reason))
+        self.cut_messages.append(reason)
+        self.spaces, self.floors, self.cuts = {}, {}, {}
+        self.counterexamples.clear()
 
     def traced(self, micro_batch: int) -> Traced:
         """The model traced at a micro-batch's shapes, once for all that share it."""
@@ -164,10 +184,12 @@ class Job:
         inputs = self.example_inputs(micro_batch, self.batch.seq_len)
         if self.precision is Precision.BF16:
             inputs = pytree.tree_map(_to_bfloat16, inputs)
-        check_gradient_hooks(model)
+        untouched = accumulated_hooks(model)
         cast = self.cast(units)
         # A forward may leave tensors of the trace on its module; the proof copies a model that has none.
-        graph, opaques = trace_marking(model, lambda: copied(model), inputs, loss=self.loss, cast=cast)
+        graph, opaques = trace_marking(
+            model, lambda: copied(model), inputs, loss=self.loss, cast=cast, untouched=untouched, whole=self.whole
+        )
         units = tuple(unit for unit in units if not opaques.hides(unit))
         assumed: tuple[str, ...] = ()
         if graph.questions:
@@ -194,6 +216,7 @@ class Job:
             if is_lazy(parameter):
                 raise ModelError(f"parameter {name} has no shape before the first call: call the model in the builder")
         _put_on_meta(model)
+        register_names(model)
         if self.precision is not Precision.FP32:
             for parameter in model.parameters():
                 if parameter.dtype == torch.float32:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -51,6 +52,10 @@ class Question:
 def is_foreign(file: str) -> bool:
     """True for a file of code that is neither torch's nor tpplan's."""
     return not file.startswith(_NOT_ASKING)
+
+
+class AtRestError(ModelError):
+    """Code of an applied model read a parameter as it rests, past its module's attribute, and computed with it."""
 
 
 class KnownValues(TorchFunctionMode):
@@ -104,6 +109,11 @@ class KnownValues(TorchFunctionMode):
         before, self.constant = self.constant, _digest((args, kwargs)) if name in _CONSTANTS else self.constant
         try:
             results = func(*args, **kwargs)
+        except Exception as error:
+            if DTensor in types:
+                where = asking_line()
+                raise AtRestError(f"{where}: reads parameters past their modules' attributes (parameters())") from error
+            raise
         finally:
             self.constant = before
         call = pytree.tree_map(_kept, (args, kwargs))
@@ -133,12 +143,17 @@ class KnownValues(TorchFunctionMode):
 
     def item(self, tensor: Tensor) -> object:
         """The one number in a tensor. Raises UnknownValueError."""
-        return self._answer(torch.Tensor.item, (tensor,), {})
+        answer = self._answer(torch.Tensor.item, (tensor,), {})
+        if isinstance(answer, Unsaid):
+            raise UnknownValueError(answer.problem)
+        return answer
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         try:
             answer: object = self._on_real(func, args, kwargs)
         except UnknownValueError as error:
+            if func is torch.Tensor.item:
+                return Unsaid(str(error))
             if func is not torch.Tensor.tolist or args[0].dim() != 1 or args[0].dtype not in _COUNTS:
                 raise
             return [Unsaid(str(error)) for _ in range(len(args[0]))]

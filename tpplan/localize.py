@@ -251,19 +251,9 @@ def argument_positions(module: nn.Module, crossings: Mapping[str, Crossing]) -> 
 
 
 def check_swappable(module: nn.Module, name: str) -> None:
-    """Raises UsageError for a module with a Site already, and as check_forward does."""
+    """Raises UsageError for a module with a Site already."""
     if SITE in module.__dict__:
         raise UsageError(f"module {name or ROOT}: a plan is applied already")
-    check_forward(module, name)
-
-
-def check_forward(module: nn.Module, name: str) -> None:
-    """Raises UsageError for a forward on the instance, which would bypass the class's."""
-    if "forward" in module.__dict__:
-        raise UsageError(
-            f"module {name or ROOT}: forward is replaced on the instance, which hides the module's boundary from the "
-            "plan; apply the plan first, and wrap afterwards"
-        )
 
 
 def swap_class(module: nn.Module, site: Site) -> None:

@@ -5,7 +5,7 @@ stand as one operator, the module around it is, up to the model itself. A mark o
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -14,10 +14,10 @@ from tpplan.errors import ModelError
 from tpplan.graph import Boundary, ModelGraph, Op, within
 from tpplan.observe import UnobservableError, observe
 from tpplan.opaque import OpaqueCall, Opaques, UnobservedError
-from tpplan.reader import UnreadableError
+from tpplan.reader import CapturedError, UnreadableError
 from tpplan.rules import OPAQUE
 from tpplan.siblings import alike_layers
-from tpplan.trace import BoundaryHook, Inputs, Loss, TraceError, quiet, trace, training, unchanged
+from tpplan.trace import BoundaryHook, Inputs, Loss, ReplacedError, TraceError, quiet, trace, training, unchanged
 
 logger = logging.getLogger(__name__)
 
@@ -32,16 +32,50 @@ def trace_marking(
     *,
     loss: Loss | None = None,
     cast: BoundaryHook = unchanged,
+    untouched: str = "",
+    whole: Sequence[tuple[str, str]] = (),
 ) -> tuple[ModelGraph, Opaques]:
     """The graph of a model, as tpplan.trace.trace gives it, and the modules that are one operator in it.
 
-    build() gives a copy of the model, without its hooks: a forward may leave tensors of a trace on its module. Raises
-    ModelError where the model cannot run on fake tensors either, with the error of the trace.
+    build() gives a copy of the model, without its hooks: a forward may leave tensors of a trace on its module. Where
+    `untouched` says why parameters must stay as they are, the model is one operator; so it is as the last resort.
+    `whole` are modules to mark, and why, each the one around it where it is marked already. Raises ModelError where the
+    model cannot run on fake tensors either, with the error of the trace.
     """
+
+    def traced(untouched: str) -> tuple[ModelGraph, Opaques]:
+        return _trace_marking(model, build, inputs, loss, cast, untouched, () if untouched else whole)
+
+    if untouched:
+        return traced(untouched)
+    try:
+        return traced("")
+    except ModelError as error:
+        try:
+            return traced(_first_line(error))
+        except ModelError as last:
+            raise error from last
+
+
+def _trace_marking(
+    model: nn.Module,
+    build: Callable[[], nn.Module],
+    inputs: Inputs,
+    loss: Loss | None,
+    cast: BoundaryHook,
+    untouched: str,
+    whole: Sequence[tuple[str, str]],
+) -> tuple[ModelGraph, Opaques]:
+    """The same, in one of two ways: what cannot be traced is marked, or everything is."""
     marks = _Marks(model)
+    if untouched:
+        marks.opaques.untouched = untouched
+        marks.add("", untouched, ModelError(untouched))
     for name, reason in _with_hooks(marks.model):
-        if name not in marks.opaques.reasons and not marks.opaques.hides(name):
+        if "" not in marks.opaques.reasons and name not in marks.opaques.reasons and not marks.opaques.hides(name):
             marks.add(name, reason, ModelError(f"module {name or 'the root'} {reason}"))
+    for name, reason in whole:
+        marks.add(name, reason, ModelError(reason))
     while True:
         try:
             graph = trace(build(), inputs, loss=loss, cast=cast, opaques=marks.opaques)
@@ -50,7 +84,9 @@ def trace_marking(
                 _observe(marks, build, error.__cause__)
             else:
                 marks.add(error.module, _first_line(error.__cause__), error)
-        except UnreadableError as error:
+        except CapturedError:
+            raise
+        except (UnreadableError, ReplacedError) as error:
             marks.add(error.module, _first_line(error), error)
         else:
             outside = next(_read_outside(graph, marks), None)
@@ -75,7 +111,7 @@ class _Marks:
         if name not in modules or "" in self.opaques.reasons:
             raise error
         assert name is not None
-        while name in self.opaques.reasons or not self._is_closed(name):
+        while name in self.opaques.reasons or not (has_forward(modules[name]) and self._is_closed(name)):
             name = self._around(name)
         like = {id(modules[other]) for other in self._alike(name)}
         names = [other for other, module in modules.items() if id(module) in like]
@@ -101,7 +137,9 @@ class _Marks:
         reason, error = self.opaques.reasons[name], self.errors[name]
         logger.info("module %s cannot stand as one operator: %s", name or "the root", why)
         if not name:
-            raise error
+            raise ModelError(
+                f"{error}\nNor can the model run whole on fake tensors, as torch.export would run it: {why}"
+            ) from error
         self.add(self._around(name), reason, error)
 
     def _around(self, name: str) -> str:
@@ -109,7 +147,7 @@ class _Marks:
         modules = dict(self.model.named_modules(remove_duplicate=False))
         while name:
             name = name.rpartition(".")[0]
-            if type(modules[name]).forward is not nn.Module.forward:
+            if has_forward(modules[name]):
                 break
         return name
 
@@ -126,6 +164,11 @@ class _Marks:
         return not name or not (is_shared or has_hooks)
 
 
+def has_forward(module: nn.Module) -> bool:
+    """False for a container, which no call enters."""
+    return type(module).forward is not nn.Module.forward
+
+
 def _observe(marks: _Marks, build: Callable[[], nn.Module], unobserved: UnobservedError) -> None:
     """Observes a call, or marks the module around it."""
     call, model = unobserved.call, build()
@@ -134,7 +177,8 @@ def _observe(marks: _Marks, build: Callable[[], nn.Module], unobserved: Unobserv
             raise UnobservableError(f"it is called in more than {MOST_CALLS} ways")
         marks.observed.append(call)
         with training(model), quiet():
-            marks.opaques.calls[call.signature] = observe(model.get_submodule(call.module), call)
+            submodule, is_untouched = model.get_submodule(call.module), bool(marks.opaques.untouched)
+            marks.opaques.calls[call.signature] = observe(submodule, call, is_untouched=is_untouched)
     except UnobservableError as error:
         marks.widen(call.module, str(error))
 

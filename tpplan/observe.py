@@ -7,7 +7,7 @@ What comes out has a shape then, and what ran below autograd is its price. Funct
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils import stateless
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tpplan.again import surrounded_again
 from tpplan.errors import ModelError
 from tpplan.opaque import PLAIN, Observed, OpaqueCall, Ran, described
+from tpplan.registered import registered_name
 
 #: a size that data decides, and without bound, is counted as
 UNKNOWN_SIZE = 1
@@ -33,10 +35,19 @@ class UnobservableError(ModelError):
     """A module cannot stand as one operator: it fails on fake tensors, or gives what no operator gives."""
 
 
-def observe(module: nn.Module, call: OpaqueCall) -> Observed:
-    """Runs the module on fake tensors, forward and backward. Raises UnobservableError."""
+class _ForeignError(UnobservableError):
+    """It reads a tensor that is none of its own."""
+
+
+def observe(module: nn.Module, call: OpaqueCall, *, is_untouched: bool = False) -> Observed:
+    """Runs the module on fake tensors, forward and backward. Where it is the model, whose parameters are not touched,
+    it may read them past their modules. Raises UnobservableError."""
     try:
-        return _observe(module, call)
+        try:
+            return _observe(module, call, contextlib.nullcontext)
+        except _ForeignError:
+            weights = set(call.weights) if is_untouched else set()
+            return _observe(module, call, lambda fakes: _Elsewhere({name: fakes[name] for name in weights}))
     except UnobservableError:
         raise
     except Exception as error:
@@ -44,13 +55,16 @@ def observe(module: nn.Module, call: OpaqueCall) -> Observed:
         raise UnobservableError(f"on fake tensors: {type(error).__name__}: {reason}") from error
 
 
-def _observe(module: nn.Module, call: OpaqueCall) -> Observed:
+def _observe(
+    module: nn.Module,
+    call: OpaqueCall,
+    elsewhere: Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[object]],
+) -> Observed:
     environment = ShapeEnv()
     with (
         FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True),
         _modes_of(call),
         _on_any_device(),
-        _reentrant(),
     ):
         weights = {name: _fake(weight) for name, weight in call.weights.items()}
         leaves = [_fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
@@ -59,14 +73,21 @@ def _observe(module: nn.Module, call: OpaqueCall) -> Observed:
         buffers = {name: _fake(buffer) for name, buffer in module.named_buffers()}
         log = _Log(environment, [*weights.values(), *buffers.values(), *(x for x in given if isinstance(x, Tensor))])
         args, kwargs = pytree.tree_unflatten(given, call.spec)
-        with (
-            _attributes_on_fakes(module),
-            stateless._reparametrize_module(module, weights | buffers, tie_weights=True),
-            log,
-        ):
+
+        others = elsewhere(weights)
+
+        @contextlib.contextmanager
+        def on_fakes() -> Iterator[None]:
+            with _on_fakes(module, weights | buffers), others:
+                yield
+
+        with surrounded_again(on_fakes), on_fakes(), log:
             output = type(module).forward(module, *args, **kwargs)
+            after = dict(module.named_parameters())
         if pytree.tree_structure((args, kwargs)) != call.spec:
             raise UnobservableError("it changes a list or dict that it is given")
+        if replaced := [name for name, weight in after.items() if weights.get(name) is not weight]:
+            raise UnobservableError(f"its forward puts a new parameter at {replaced[0]!r}")
         found, spec = pytree.tree_flatten(output)
         _check(found, given, weights)
         results = [leaf for leaf in found if isinstance(leaf, Tensor)]
@@ -77,7 +98,7 @@ def _observe(module: nn.Module, call: OpaqueCall) -> Observed:
         ends = [result for result in results if result.requires_grad]
         if ends and wanted:
             with log:
-                torch.autograd.grad(ends, wanted, [torch.empty_like(end) for end in ends], allow_unused=True)
+                torch.autograd.backward(ends, [torch.empty_like(end) for end in ends])
         outputs = tuple(_meta(leaf, environment) if isinstance(leaf, Tensor) else leaf for leaf in found)
     return Observed(
         key=_digest(type(module), call, outputs, forward, log.ran),
@@ -112,6 +133,31 @@ def _check(found: list[Any], given: list[Any], weights: Mapping[str, Tensor]) ->
         raise UnobservableError("it puts a hook on the gradient of what it is given")
 
 
+class _Elsewhere(TorchFunctionMode):
+    """While it is on, what code reads past its modules (from a closure, a list) is a fake, too: a constant, or one of
+    those weights of the model that may be read so, by name."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.weights = weights
+        #: by id: the tensor, which keeps the id taken, and its fake
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _fake(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor) or not leaf.is_meta:
+            return leaf
+        name = registered_name(leaf)
+        if name is not None and name not in self.weights:
+            raise UnobservableError(f"it reads parameter {name} past the module that has it")
+        if id(leaf) not in self._known:
+            self._known[id(leaf)] = (leaf, _fake(leaf) if name is None else self.weights[name])
+        return self._known[id(leaf)][1]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map(self._fake, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
 class _Log(TorchDispatchMode):
     """What runs below autograd, and the bytes that live. Functions of loops and choices run once each."""
 
@@ -141,8 +187,7 @@ class _Log(TorchDispatchMode):
         for tensor in pytree.tree_leaves((args, kwargs)):
             is_foreign = isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor)
             if is_foreign and (tensor.is_meta or tensor.requires_grad):
-                raise UnobservableError(f"it reads a tensor of shape {list(tensor.shape)} that it is not given")
-        _check_not_checkpointing()
+                raise _ForeignError(f"it reads a tensor of shape {list(tensor.shape)} that it is not given")
         if isinstance(func, torch._ops.HigherOrderOperator):
             results = func(*(self._followed(str(func), argument) for argument in args), **kwargs)
         else:
@@ -187,27 +232,6 @@ class _Log(TorchDispatchMode):
 
     def _release(self, num_bytes: int) -> None:
         self.live_bytes -= num_bytes
-
-
-def _check_not_checkpointing() -> None:
-    """What a checkpoint runs again in backward would read the weights as they rest."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
-        _refuse_checkpoint()
-
-
-def _refuse_checkpoint(*_: Any, **__: Any) -> None:
-    raise UnobservableError("it uses torch.utils.checkpoint, which runs code again; let the plan recompute")
-
-
-@contextlib.contextmanager
-def _reentrant() -> Iterator[None]:
-    """While it lasts, the other kind of checkpoint is refused, too; it saves nothing that could be seen."""
-    CheckpointFunction.apply = _refuse_checkpoint  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del CheckpointFunction.apply
 
 
 def _key(tensor: Tensor) -> int:
@@ -274,6 +298,13 @@ def _on_any_device() -> Iterator[None]:
         yield
     finally:
         flex._validate_device = check
+
+
+@contextlib.contextmanager
+def _on_fakes(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """The module with these in place of parameters and buffers, and fakes in place of other tensors."""
+    with _attributes_on_fakes(module), stateless._reparametrize_module(module, tensors, tie_weights=True):
+        yield
 
 
 @contextlib.contextmanager

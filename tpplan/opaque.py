@@ -18,6 +18,7 @@ from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from tpplan import operators
+from tpplan.again import surrounded_again
 from tpplan.errors import ModelError
 from tpplan.graph import within
 from tpplan.subclass import SITE, subclass
@@ -110,6 +111,8 @@ class Opaques:
     #: the module that each is like, which is observed for it
     kinds: dict[str, str] = field(default_factory=dict)
     calls: dict[object, Observed] = field(default_factory=dict)
+    #: why the parameters must stay the tensors that they are; the root runs whole then
+    untouched: str = ""
 
     def hides(self, name: str) -> bool:
         """True for a module inside one of them."""
@@ -183,7 +186,11 @@ def opaque_class(cls: type[nn.Module]) -> type[nn.Module]:
         if recorder is not None:
             return recorder.call(self, weights, args, kwargs)
         hooked = {name: _hooked(weights[name], hooks) for name, hooks in self.__dict__.get(HOOKS, {}).items()}
-        with stateless._reparametrize_module(self, weights | hooked, tie_weights=True):
+
+        def on_weights() -> contextlib.AbstractContextManager[object]:
+            return stateless._reparametrize_module(self, weights | hooked, tie_weights=True)
+
+        with surrounded_again(on_weights), on_weights():
             return cls.forward(self, *args, **kwargs)
 
     return subclass(cls, {"forward": forward, "_tpplan_is_opaque": True}, opaque_class)

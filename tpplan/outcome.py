@@ -75,7 +75,7 @@ def plan_of(
         draws=tuple(by_pattern(graph, dict.fromkeys(expanded.drawing_modules(), ""), lambda own, rename: own)),
         recompute=by_pattern(graph, expanded.recomputed(), lambda own, rename: own, Recompute.NONE),
         compile=Compile.BLOCKS if job.is_compiled else Compile.NONE,
-        fsdp=expanded.fsdp_plan(),
+        fsdp=replace(expanded.fsdp_plan(), units=()) if traced.opaques.untouched else expanded.fsdp_plan(),
         collectives=expanded.collectives(),
         predicted=expanded.prediction(),
         solver=certificate,
@@ -85,6 +85,7 @@ def plan_of(
         proof=ProofReport(status=status, rounds=rounds, cuts=tuple(job.cut_messages), assumptions=traced.assumptions),
         unruled_ops=expanded.unruled_ops(),
         opaque=_opaque_plans(traced, expanded) or None,
+        untouched=traced.opaques.untouched or None,
     )
     if not plan.recompute:
         return plan

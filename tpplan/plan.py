@@ -273,6 +273,8 @@ class Plan:
     modules whose forward runs again in backward, each as one region. `compile` is what the predicted times assume;
     applying the plan compiles nothing. `unruled_ops` are those that no rule covers, which run whole, with the seconds
     they take in a step, `opaque` modules that do. `outputs` are the model's outputs that it returns sharded, by path.
+    `untouched` says why parameters stay the plain tensors that they are, where they must: each rank has all of them,
+    and gradients are averaged over data-parallel ranks.
     """
 
     schema_version: Count
@@ -300,6 +302,7 @@ class Plan:
     proof: ProofReport
     unruled_ops: Mapping[str, Amount]
     opaque: Mapping[str, OpaquePlan] | None = None
+    untouched: str | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -377,6 +380,12 @@ class Plan:
     def opaque_modules(self) -> tuple[str, ...]:
         """Modules that run whole, patterns expanded, "" for the root."""
         return tuple("" if name == ROOT else name for name in self._expanded(self.opaque or {}))
+
+    def scalars_beside_fsdp(self) -> dict[str, ParameterPlan]:
+        """Parameters without dims, by name, where FSDP2 is used, which cannot hold them."""
+        if not uses_fsdp(self.mesh, self.precision) or self.untouched is not None:
+            return {}
+        return {name: parameter for name, parameter in self.parameter_plans().items() if not parameter.shape}
 
     def recomputed_modules(self) -> dict[str, Recompute]:
         """The regions that are recomputed by module name, patterns expanded, "" for the root."""

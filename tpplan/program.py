@@ -6,6 +6,7 @@ torch.export it need not: code can tell, and transformers builds masks then that
 """
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from torch.utils.checkpoint import CheckpointFunction
 from tpplan import operators
 from tpplan.branches import branches_in_the_open
 from tpplan.counts import Counts, counting_by
-from tpplan.errors import ModelError
 from tpplan.graph import SourceKind
 from tpplan.known import KnownValues, Question
 from tpplan.rewrite import is_own_code_running
@@ -105,9 +105,9 @@ def record(
             _functions_in_the_open(),
             branches_in_the_open(),
         ):
-            found, spec = pytree.tree_flatten(module(*placed))
+            found, spec = pytree.tree_flatten(_opened(module(*placed)))
         specs.append(spec)
-        return [_local(leaf) for leaf in found]
+        return [_local(leaf) if isinstance(leaf, Tensor) else None for leaf in found]
 
     tensors = [value for _, _, value in given]
     try:
@@ -128,6 +128,17 @@ def record(
         guessed={line: f"{count} elements, all there can be" for line, count in counts.guessed.items()} | known.guessed,
         varies=counts.varies or bool(known.guessed),
     )
+
+
+def _opened(tree: Any) -> Any:
+    """A result with dataclasses as dicts of their fields: what is in them leaves the model, too."""
+
+    def opened(leaf: Any) -> Any:
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        return _opened({field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)})
+
+    return pytree.tree_map(opened, tree)
 
 
 def _drop_failed(graph: torch.fx.Graph) -> None:
@@ -210,10 +221,7 @@ def _functions_in_the_open() -> Iterator[None]:
         if is_own_code_running():
             return apply.__func__(cls, *args, **kwargs)
         if cls is CheckpointFunction:
-            raise ModelError(
-                "torch.utils.checkpoint with use_reentrant=True hides gradients; use use_reentrant=False, or let the "
-                "plan recompute"
-            )
+            return _checkpointed(*args)
         given, named = pytree.tree_map(_whole, (args, kwargs))
         return pytree.tree_map(_whole, apply.__func__(cls, *given, **named))
 
@@ -222,6 +230,13 @@ def _functions_in_the_open() -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+
+def _checkpointed(function: Callable[..., Any], _preserves_rng_state: bool, *given: Any) -> Any:
+    """What a reentrant checkpoint computes: it has a gradient where something that it is given has one."""
+    carries = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and carries):
+        return function(*given)
 
 
 def _whole(argument: Any) -> Any:

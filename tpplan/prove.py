@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from tpplan.assemble import Expanded, by_pattern
 from tpplan.bystander import applied_as
 from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Argument, Boundary, Direction, ModelGraph, Op, Ref, enclosing, within
+from tpplan.known import AtRestError
 from tpplan.layout import COLLECTIVE_STEPS, Step, local_shape
 from tpplan.opaque import Opaques
 from tpplan.patterns import ROOT
@@ -69,6 +70,8 @@ class Counterexample:
     message: str
     blamed: tuple[str, ...]
     node: Op | Boundary | None = None
+    #: a module whose own code does what no sharding of it would mend
+    culprit: str | None = None
 
 
 def check_structure(
@@ -86,6 +89,8 @@ def check_structure(
     written: dict[str, tuple[SizePlan, ...]] = {}
     for rank in (0, plan.mesh.tp - 1) if plan.mesh.tp > 1 else ():
         while found := _difference_on(rank, model, inputs, expanded, plan, loss=loss, cast=cast, opaques=opaques):
+            if found.culprit is not None:
+                return found
             more = _with_sizes_of(expanded, model, found.node, written)
             if more == written:
                 return found
@@ -139,7 +144,8 @@ def _difference_on(
         applied = trace(local, inputs, loss=loss, cast=cast, doings=_doings(plan), opaques=opaques)
     except TraceError as error:
         reason = f"the applied model cannot run: {str(error).splitlines()[0].partition(': ')[2]}"
-        return _compare_so_far(expanded, error.ran, reason)
+        found = _compare_so_far(expanded, error.ran, reason)
+        return replace(found, culprit=error.module) if isinstance(error.__cause__, AtRestError) else found
     return _compare(expanded, applied)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from tpplan.average import Averager
 from tpplan.convert import Converter, TpGroup
 from tpplan.errors import PlanError, PlanMismatchError
 from tpplan.layout import R_STAR, ROWS, Conversion, Layout, LayoutKind, R, can_convert
@@ -45,6 +46,9 @@ class ParameterReads:
     converters: Mapping[str, Converter | None]
     reducer: Reducer
     slot: Slot | None
+    #: of a parameter that FSDP does not hold: what averages its gradient, and the dtype in which FSDP has others read
+    averager: Averager | None = None
+    dtype: torch.dtype | None = None
     default: str | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,6 +72,8 @@ class ParameterReads:
         else:
             assert isinstance(parameter, DTensor)
             local = parameter._local_tensor
+        if self.dtype is not None:
+            local = local.to(self.dtype)
         converter = self.converters[listed]
         return local if converter is None else converter(local)
 
@@ -118,6 +124,8 @@ class _Read(torch.autograd.Function):
         if gradient is None:
             return None, None
         ctx.reads.reducer.reading_backward(ctx.reads.slot)
+        if ctx.reads.averager is not None:
+            ctx.reads.averager.gradient_comes()
         # A summand's label is wrong until the reducer has summed it. DTensor.from_local costs 20 times as much.
         labelled = DTensor(gradient.contiguous(), copy.copy(ctx.spec), requires_grad=False)  # type: ignore[no-untyped-call]
         return labelled, None

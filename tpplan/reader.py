@@ -26,6 +26,7 @@ from tpplan.graph import (
     within,
 )
 from tpplan.program import CONSTANT, SCOPE, Program
+from tpplan.registered import registered_name
 from tpplan.rules import base_target
 from tpplan.units import FLOATING_DTYPES
 
@@ -41,6 +42,10 @@ class UnreadableError(ModelError):
     def __init__(self, message: str, module: str) -> None:
         super().__init__(message)
         self.module = module
+
+
+class CapturedError(UnreadableError):
+    """Code reads a parameter of the model past the module that has it: what a plan puts there does not reach it."""
 
 
 class NotAlikeError(Exception):
@@ -75,6 +80,8 @@ class GraphReader:
     storages: dict[int, str] = field(default_factory=dict)
     frames: dict[str, _Frame] = field(default_factory=dict)
     with_gradient: bool = True
+    #: weights that are no parameters of the model, as questions and what is taken for an answer
+    unregistered: list[tuple[str, str, bool]] = field(default_factory=list)
 
     @cached_property
     def module_names(self) -> dict[str, str]:
@@ -97,7 +104,7 @@ class GraphReader:
             nodes=tuple(self.nodes),
             outputs=named,
             loss=scalars[0] if scalars else None,
-            questions=tuple((q.where, q.answer, q.is_choice) for q in self.program.questions),
+            questions=(*((q.where, q.answer, q.is_choice) for q in self.program.questions), *self.unregistered),
         )
         return find_repeated_blocks(graph)
 
@@ -168,13 +175,18 @@ class GraphReader:
         value = operator.attrgetter(node.target)(module)
         if not isinstance(value, torch.Tensor):
             raise ModelError(f"traced graph: {node.target} is a {type(value).__name__}, not a tensor")
-        if value.requires_grad:
-            where, shape = node.meta[SCOPE] or "the root", list(value.shape)
-            raise ModelError(
-                f"module {where} reads a parameter of shape {shape} that is none of the model's (it is in a "
-                "closure, or in a plain list): register it"
+        where, shape = node.meta.get(SCOPE) or "the root", list(value.shape)
+        if (own := registered_name(value)) is not None:
+            raise CapturedError(
+                f"module {where} reads parameter {own} past the module that has it (through a closure, a list, a "
+                "global name): read it as that module's attribute",
+                node.meta[SCOPE],
             )
         name = f"constant_{node.name}"
+        if value.requires_grad and name not in self.values:
+            self.unregistered.append(
+                (f"a weight of shape {shape}, which module {where} reads and none registers,", "constant", False)
+            )
         if name not in self.values:
             self._add_value(name, value, carries_gradient=False)
             label = f"{node.target} {node.meta[CONSTANT] or _digest(value)}".strip()

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tpplan.errors import PlanMismatchError
-from tpplan.localize import check_forward
 from tpplan.patterns import ROOT
 from tpplan.plan import Recompute
 from tpplan.subclass import subclass
@@ -30,11 +29,10 @@ KEPT = frozenset({
 
 
 def check_recomputable(module: nn.Module, name: str) -> None:
-    """Raises PlanMismatchError for a module without a forward, UsageError for one whose forward is on the instance."""
+    """Raises PlanMismatchError for a module without a forward."""
     if type(module).forward is nn.Module.forward:
         kind = type(module).__name__
         raise PlanMismatchError(f"recompute.{name or ROOT}: {kind} has no forward of its own that could run again")
-    check_forward(module, name)
 
 
 def recompute(module: nn.Module, mode: Recompute) -> None:

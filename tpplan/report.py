@@ -294,6 +294,11 @@ def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "loss", f"{key}: its cross entropy runs on slices of {count} classes, which are never gathered"
     if plan.draws:
         yield "dropout", f"{', '.join(plan.draws)}: on slices, each rank draws for its own"
+    if plan.untouched is not None:
+        yield (
+            "replicated",
+            f"parameters stay as they are, whole on each rank, and gradients are averaged: {plan.untouched}",
+        )
     for key, whole in sorted((plan.opaque or {}).items()):
         counted = f", functions of {', '.join(whole.bodies)} counted once" if whole.bodies else ""
         yield "runs whole", f"{key} ({format_seconds(whole.seconds)} of the step{counted}): {whole.reason}"

@@ -38,4 +38,6 @@ class Reuse:
 
     traces: dict[Hashable, Traced] = field(default_factory=dict)
     spaces: dict[Hashable, PricedSpace] = field(default_factory=dict)
+    #: modules that proofs have found to be run whole, and why, by model
+    whole: dict[Hashable, list[tuple[str, str]]] = field(default_factory=dict)
     executor: Executor = field(default_factory=Executor)

@@ -94,6 +94,10 @@ def search(job: Job, points: list[Point], *, prove: bool) -> Plan:
             assert isinstance(checked, Plan)
             job.report("prove", rounds, rounds)
             return checked
+        if (culprit := _culprit(problem)) is not None:
+            job.run_whole(culprit, problem.message)
+            points, known = job.applicable(points), _Progress()
+            continue
         _forbid(job, problem, expanded, best.formulation, traced)
         _forget_cut(job, known)
     raise SolverError(f"no plan could be proven in {MAX_ROUNDS} rounds; the last: {job.cut_messages[-1]}")
@@ -191,6 +195,15 @@ def _settled(job: Job, best: Candidate) -> Candidate:
 def _mistyped(graph: ModelGraph, plan: Plan, expanded: Expanded) -> Mistyped | None:
     """Derives every layout from the plan as its file says it."""
     return typecheck(graph, Plan.from_dict(plan.to_dict()), local_shapes=expanded.local_shapes())
+
+
+def _culprit(problem: Counterexample | Mistyped) -> str | None:
+    """The module that is to run whole: no sharding is to blame for what it does."""
+    if isinstance(problem, Mistyped):
+        return None
+    if problem.culprit is None and not problem.blamed and isinstance(problem.node, Op):
+        return None if problem.node.module == LOSS_SCOPE else problem.node.module
+    return problem.culprit
 
 
 def _forbid(

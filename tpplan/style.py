@@ -196,16 +196,17 @@ class ModuleStyle(ParallelStyle):
 
 
 def styles(plan: Plan) -> dict[str, ParallelStyle]:
-    """A style for each module that owns parameters, reads those of others, or has conversions; none for tp = 1."""
+    """A style for each module that owns parameters, reads those of others, or has conversions; for tp = 1 those of
+    parameters that FSDP2 cannot hold."""
     return dict(module_styles(plan))
 
 
 def module_styles(plan: Plan) -> dict[str, ModuleStyle]:
     """The same, as what they are."""
-    if plan.mesh.tp == 1:
-        return {}
     application = Application(plan)
-    parameters = plan.parameter_plans()
+    parameters = plan.parameter_plans() if plan.mesh.tp > 1 else plan.scalars_beside_fsdp()
+    if not parameters and plan.mesh.tp == 1:
+        return {}
     boundaries = {"" if name == ROOT else name: boundary for name, boundary in plan.boundary_plans().items()}
     sharded_outputs = _sharded_outputs(plan)
     owned: dict[str, dict[str, tuple[str, ParameterPlan]]] = {}
@@ -215,7 +216,7 @@ def module_styles(plan: Plan) -> dict[str, ModuleStyle]:
             owner, _, attribute = label.rpartition(".")
             owned.setdefault(owner, {})[attribute] = (canonical, parameter)
         readers.update(parameter.reads)
-    opaque = plan.opaque_modules()
+    opaque = plan.opaque_modules() if plan.mesh.tp > 1 else ()
     names = {*owned, *opaque, *boundaries, *(reader for reader in readers if not reader.startswith("<"))}
     if sharded_outputs:
         names.add("")

@@ -168,7 +168,8 @@ def _marked(model: nn.Module, opaques: Opaques, cast: BoundaryHook, running: lis
                 lambda m, args, kwargs, name=name: enter(m, args, kwargs, name), with_kwargs=True
             )
         )
-        handles.append(module.register_forward_hook(lambda _m, _args, out, name=name: leave(out, name)))
+        # Before hooks of the code's own: what they see is converted already.
+        handles.append(module.register_forward_hook(lambda _m, _args, out, name=name: leave(out, name), prepend=True))
     try:
         yield
     finally:
@@ -309,10 +310,11 @@ def _trace(
         naming_modules(model, running, opaques.hides),
         quiet(),
     ):
+        parameters = dict(model.named_parameters())
         try:
             program = record(_Step(model, loss, spec), leaves, paths, scope, otherwise, extra)
         except StoppedError as stopped:
-            _check_modules(model, modules)
+            _check_modules(model, modules, parameters)
             where = f"in module {running[-1]!r}" if running and running[-1] else "in the model's forward or loss"
             error = stopped.__cause__
             reason = (str(error).strip() or "no message").splitlines()[0]
@@ -327,28 +329,47 @@ def _trace(
                 ran=stopped.ran,
                 module=running[-1] if running else None,
             ) from error
-        _check_modules(model, modules)
+        _check_modules(model, modules, parameters)
         return GraphReader(model, program).read(), program
 
 
-def _check_modules(model: nn.Module, before: Mapping[str, nn.Module]) -> None:
-    """Raises ModelError where a forward has put another module in the place of one, which no plan would reach."""
+def _check_modules(model: nn.Module, modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises ReplacedError where a forward has put another module or parameter in the place of one, which no plan would
+    reach."""
     for name, module in model.named_modules():
-        if before.get(name) is not module:
-            raise ModelError(
+        if modules.get(name) is not module:
+            raise ReplacedError(
                 f"the forward puts a new {type(module).__name__} at {name!r}: a plan is for the modules that the "
-                "builder returns. Call the model once there, or configure it so that it stays as it is"
+                "builder returns. Call the model once there, or configure it so that it stays as it is",
+                module=name.rpartition(".")[0],
             )
-
-
-def check_gradient_hooks(model: nn.Module) -> None:
-    """Raises ModelError for a hook on an accumulated gradient: it would stay behind when the parameter is distributed,
-    and see one data-parallel rank's."""
     for name, parameter in model.named_parameters():
-        if parameter._post_accumulate_grad_hooks:
-            raise ModelError(
-                f"parameter {name} has a hook on its accumulated gradient: register it after the plan is applied"
+        if parameters.get(name) is not parameter:
+            raise ReplacedError(
+                f"the forward puts a new parameter at {name!r}: a plan is for those that the builder returns. Write to "
+                "it under torch.no_grad() (copy_)",
+                module=name.rpartition(".")[0],
             )
+
+
+def accumulated_hooks(model: nn.Module) -> str:
+    """The first parameter with a hook on its accumulated gradient, which would stay behind when the parameter is
+    distributed, and see one data-parallel rank's; "" where there is none."""
+    named = (name for name, parameter in model.named_parameters() if parameter._post_accumulate_grad_hooks)
+    name = next(named, "")
+    return (
+        f"parameter {name} has a hook on its accumulated gradient; register it after the plan is applied"
+        if name
+        else ""
+    )
+
+
+class ReplacedError(ModelError):
+    """A forward replaced something of a module's, which is `module`."""
+
+    def __init__(self, message: str, *, module: str) -> None:
+        super().__init__(message)
+        self.module = module
 
 
 class TraceError(ModelError):

@@ -1,9 +1,9 @@
 """Numbers that nobody knows while a model is traced: how many rows are routed to each expert.
 
-Code may take them out of a tensor to split another one (`x.split(counts.tolist())`). Where they depend on weights or
-chance they are `Unsaid`: they may say how large the parts are that a dim is split into, which are then made about as
-large as each other, and nothing else. Another run makes each part larger or smaller by one row or more, and so shows
-what hangs on them.
+Code may take them out of a tensor to split another one (`x.split(counts.tolist())`), or to report them (`loss.item()`).
+Where they depend on weights or chance they are `Unsaid`: they may be kept, returned and printed, and say how large the
+parts are that a dim is split into, which are then made about as large as each other; nothing else. Another run makes
+each part larger or smaller by one row or more, and so shows what hangs on them.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,18 @@ class UnknownValueError(RuntimeError):
 
 
 class Unsaid:
-    """A number out of a tensor. Whatever else is done with it than splitting raises UnknownValueError."""
+    """A number out of a tensor. Whatever is computed with it, other than parts of a split, raises UnknownValueError."""
 
     __slots__ = ("problem",)
 
     def __init__(self, problem: str) -> None:
         self.problem = problem
+
+    def __format__(self, _spec: str) -> str:
+        return "?"
+
+    def __repr__(self) -> str:
+        return "?"
 
     def _ask(self, *_: object) -> NoReturn:
         raise UnknownValueError(self.problem)
