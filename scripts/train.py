@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
+from tpplan.batching import BatchShare
 from tpplan.units import format_seconds
 
 Inputs = dict[str, Tensor]
@@ -61,34 +62,6 @@ class ModelFile:
     build_model: Callable[[], nn.Module]
     example_inputs: Callable[..., Inputs]
     loss: Callable[[Tensor, Inputs], Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchShare:
-    """What this rank reads of each global batch: slice `data_rank` of `data_parallel`, in micro-batches.
-
-    Raises ValueError where data_parallel * accumulation_steps * micro_batch is not the global batch.
-    """
-
-    global_batch: int
-    seq_len: int
-    micro_batch: int
-    accumulation_steps: int = 1
-    data_parallel: int = 1
-    data_rank: int = 0
-
-    def __post_init__(self) -> None:
-        if self.data_parallel * self.accumulation_steps * self.micro_batch != self.global_batch:
-            raise ValueError(
-                f"global batch {self.global_batch} is not {self.data_parallel} data-parallel ranks x "
-                f"{self.accumulation_steps} accumulation steps x micro-batch {self.micro_batch}"
-            )
-
-    def micro_batches(self, inputs: Inputs) -> list[Inputs]:
-        """This rank's micro-batches of a global batch, in order."""
-        first = self.data_rank * self.accumulation_steps
-        starts = [(first + step) * self.micro_batch for step in range(self.accumulation_steps)]
-        return [{name: value[start : start + self.micro_batch] for name, value in inputs.items()} for start in starts]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -255,18 +228,6 @@ def process_group(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def plan_share(plan: tpplan.Plan, rank: int) -> BatchShare:
-    """What a rank reads under a plan."""
-    return BatchShare(
-        global_batch=plan.batch.global_batch,
-        seq_len=plan.batch.seq_len,
-        micro_batch=plan.batch.micro_batch,
-        accumulation_steps=plan.batch.accumulation_steps,
-        data_parallel=plan.mesh.data_parallel,
-        data_rank=plan.mesh.data_rank(rank),
-    )
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked. Exits with 2 where it contradicts itself."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -296,7 +257,7 @@ def share_of(options: argparse.Namespace, plan: tpplan.Plan | None) -> BatchShar
     if plan is None:
         batch = options.batch or DEFAULT_BATCH
         return BatchShare(global_batch=batch, seq_len=options.seq_len or DEFAULT_SEQ_LEN, micro_batch=batch)
-    share = plan_share(plan, dist.get_rank())
+    share = plan.batch_for(dist.get_rank())
     for name, asked, planned in (
         ("--batch", options.batch, share.global_batch),
         ("--seq-len", options.seq_len, share.seq_len),

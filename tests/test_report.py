@@ -329,6 +329,7 @@ def test_header_says_what_each_axis_does_and_where() -> None:
     assert "tp: 4 ranks read the same batch and split the layers (within a node)" in text
     assert "profile h100-sxm (0123456789ab)" in text
     assert "128 sequences of 4096 tokens = micro-batch 1 x 32 accumulation steps x 4 data ranks" in text
+    assert "loss the mean, over micro-batches and data ranks, of the model's on each; where these hold" in text
     assert "layers.* x32, <root>; resharded after forward (ZeRO-3)" in text
     assert "logits: S(2); others whole" in text
 

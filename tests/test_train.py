@@ -52,10 +52,10 @@ def trained(plan: Plan | None) -> tuple[list[float], dict[str, torch.Tensor]]:
     model_file = train.load_model_file(str(LLAMA))
     torch.manual_seed(0)
     model = model_file.build_model()
-    share = train.BatchShare(global_batch=BATCH, seq_len=SEQ_LEN, micro_batch=BATCH)
+    share = tpplan.BatchShare(global_batch=BATCH, seq_len=SEQ_LEN, micro_batch=BATCH)
     if plan is not None:
         model = tpplan.apply_plan(model, plan)
-        share = train.plan_share(plan, dist.get_rank())
+        share = plan.batch_for(dist.get_rank())
     history = train.train(
         model,
         model_file,
@@ -111,19 +111,6 @@ def test_the_text_is_learned(one_process: tuple[list[float], dict[str, torch.Ten
     losses, _ = one_process
     assert abs(losses[0] - LOSS_OF_NO_IDEA) < 0.2
     assert losses[-1] < losses[0] - 1
-
-
-def test_ranks_read_the_global_batch_once() -> None:
-    numbers = torch.arange(12)
-    read = []
-    for data_rank in range(3):
-        share = train.BatchShare(
-            global_batch=12, seq_len=1, micro_batch=2, accumulation_steps=2, data_parallel=3, data_rank=data_rank
-        )
-        read += [micro["tokens"] for micro in share.micro_batches({"tokens": numbers})]
-    assert torch.equal(torch.cat(read), numbers)
-    with pytest.raises(ValueError, match="global batch 12 is not 1 data-parallel ranks x 1"):
-        train.BatchShare(global_batch=12, seq_len=1, micro_batch=2)
 
 
 def test_targets_are_the_bytes_after_the_tokens() -> None:

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tpplan.apply import apply_plan as apply_plan
     from tpplan.apply import no_sync as no_sync
+    from tpplan.batching import BatchShare as BatchShare
+    from tpplan.data import PlanSampler as PlanSampler
+    from tpplan.data import by_step as by_step
     from tpplan.losses import cross_entropy as cross_entropy
     from tpplan.mesh import Mesh as Mesh
     from tpplan.options import Cluster as Cluster
@@ -27,18 +30,23 @@ if TYPE_CHECKING:
     from tpplan.reuse import Reuse as Reuse
     from tpplan.style import styles as styles
     from tpplan.trace import forward_inputs as forward_inputs
+    from tpplan.weighting import loss_weights as loss_weights
 
 _HOME = {
+    "BatchShare": "batching",
     "Cluster": "options",
     "HardwareProfile": "profile",
     "Mesh": "mesh",
     "Plan": "plan",
+    "PlanSampler": "data",
     "Precision": "plan",
     "Reuse": "reuse",
     "apply_plan": "apply",
+    "by_step": "data",
     "cross_entropy": "losses",
     "forward_inputs": "trace",
     "load_profile": "profile",
+    "loss_weights": "weighting",
     "no_sync": "apply",
     "price": "planner",
     "solve": "planner",

@@ -5,7 +5,8 @@
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0); optimizer.step()
 
 The model stays eager and keeps its parameter names. Its parameters are DTensors on (replicate, shard, tp): make the
-optimizer afterwards. Every rank of a tp group must read the same batch; Mesh.data_rank says which.
+optimizer afterwards. Every rank of a tp group must read the same batch: Plan.batch_for says which, and the first
+training forward sees whether it is so (tpplan.in_step).
 """
 
 import contextlib
@@ -20,10 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
+from tpplan.applied import keep_mesh
 from tpplan.average import Averager
 from tpplan.convert import TpGroup
 from tpplan.draws import DrawByRank
 from tpplan.errors import PlanError, PlanMismatchError, TpplanError, UsageError
+from tpplan.fast_path import leave_fast_path
+from tpplan.in_step import check_first_step
 from tpplan.localize import Site
 from tpplan.losses import ShardedClasses
 from tpplan.mesh import Axis
@@ -72,6 +76,7 @@ def apply_plan(model: nn.Module, plan: Plan | str | os.PathLike[str], *, mesh: D
     _move(model, device_type, with_parameters=loaded.mesh.tp == 1 or is_untouched)
     if is_untouched:
         _leave_untouched(model, mesh)
+        keep_mesh(model, mesh)
         return model
     fold_forwards(model)
     _keep_hooks(model, loaded)
@@ -81,6 +86,8 @@ def apply_plan(model: nn.Module, plan: Plan | str | os.PathLike[str], *, mesh: D
         recompute(module, mode)
     _broadcast_replicas(model, mesh)
     _shard_data(model, loaded, mesh)
+    keep_mesh(model, mesh)
+    check_first_step(model, mesh)
     return model
 
 
@@ -90,6 +97,8 @@ def lay_out(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     rewrite_calls(_rewriters(plan, modules, TpGroup.of(mesh.get_group())))
     for name, style in module_styles(plan).items():
         style._apply(_module(modules, name), mesh)
+    if plan.mesh.tp > 1:
+        leave_fast_path(model)
 
 
 @contextlib.contextmanager

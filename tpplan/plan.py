@@ -17,7 +17,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from tpplan.errors import PlanError, PlanMismatchError
+from tpplan.batching import BatchShare
+from tpplan.errors import PlanError, PlanMismatchError, UsageError
 from tpplan.graph import within
 from tpplan.layout import LAYOUT_PATTERN, Conversion, Layout, parse_conversion, parse_layout
 from tpplan.mesh import Axis, Mesh
@@ -308,6 +309,22 @@ class Plan:
     def mesh(self) -> Mesh:
         """The mesh the plan runs on."""
         return Mesh(replicate=self.mesh_degrees.replicate, shard=self.mesh_degrees.shard, tp=self.mesh_degrees.tp)
+
+    def batch_for(self, rank: int) -> BatchShare:
+        """Which rows of each global batch a rank reads, micro-batch by micro-batch; all of a tp group read the same.
+
+        Ranks are numbered as apply_plan's own mesh numbers them. Raises UsageError for a rank outside it.
+        """
+        if not 0 <= rank < self.mesh.num_gpus:
+            raise UsageError(f"rank {rank} is none of the plan's {self.mesh.num_gpus} ({self.mesh})")
+        return BatchShare(
+            global_batch=self.batch.global_batch,
+            seq_len=self.batch.seq_len,
+            micro_batch=self.batch.micro_batch,
+            accumulation_steps=self.batch.accumulation_steps,
+            data_parallel=self.mesh.data_parallel,
+            data_rank=self.mesh.data_rank(rank),
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":

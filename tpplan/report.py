@@ -43,6 +43,10 @@ _PROOF = {
     ProofStatus.UNPROVEN: "nothing was checked",
     ProofStatus.PROVEN: "run as applied on the first and last rank; every layout derived again from the plan alone",
 }
+_LOSS = (
+    "the mean, over micro-batches and data ranks, of the model's on each; where these hold different numbers of tokens "
+    "(padding), tpplan.loss_weights makes it the mean over tokens"
+)
 _AXES = {
     Axis.REPLICATE: "{ranks} replicas split the batch; gradients are all-reduced",
     Axis.SHARD: "{ranks} ranks split the batch; FSDP shards parameters, gradients and optimizer states",
@@ -132,6 +136,8 @@ def _header(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{_plural(batch.global_batch, 'sequence')} of {batch.seq_len} tokens = micro-batch {batch.micro_batch} x "
         f"{_plural(batch.accumulation_steps, 'accumulation step')} x {_plural(mesh.data_parallel, 'data rank')}",
     )
+    if batch.accumulation_steps * mesh.data_parallel > 1:
+        yield "loss", _LOSS
     if plan.outputs:
         yield (
             "outputs",

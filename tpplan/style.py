@@ -197,14 +197,17 @@ class ModuleStyle(ParallelStyle):
 
 def styles(plan: Plan) -> dict[str, ParallelStyle]:
     """A style for each module that owns parameters, reads those of others, or has conversions; for tp = 1 those of
-    parameters that FSDP2 cannot hold."""
+    parameters that FSDP2 cannot hold.
+
+    Evaluate torch's own encoder layers with torch.backends.mha.set_fastpath_enabled(False) then; apply_plan sees to it.
+    """
     return dict(module_styles(plan))
 
 
-def module_styles(plan: Plan) -> dict[str, ModuleStyle]:
-    """The same, as what they are."""
+def module_styles(plan: Plan, *, even_alone: bool = False) -> dict[str, ModuleStyle]:
+    """The same, as what they are; with even_alone for tp = 1 all of them, where they change no value."""
     application = Application(plan)
-    parameters = plan.parameter_plans() if plan.mesh.tp > 1 else plan.scalars_beside_fsdp()
+    parameters = plan.parameter_plans() if plan.mesh.tp > 1 or even_alone else plan.scalars_beside_fsdp()
     if not parameters and plan.mesh.tp == 1:
         return {}
     boundaries = {"" if name == ROOT else name: boundary for name, boundary in plan.boundary_plans().items()}

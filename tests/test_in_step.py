@@ -1,0 +1,115 @@
+"""Ranks of a tensor-parallel group that do not go in step are named by the first training forward, on all ranks."""
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
+import torch.distributed as dist
+import torch.distributed.tensor
+from plans import handmade_plan
+from ranks import run_ranks
+from test_apply import my_part
+from tiny_llama import build, loss_of, sequence_parallel
+from torch import Tensor, nn
+
+from tpplan.apply import apply_plan
+from tpplan.errors import UsageError
+from tpplan.in_step import checksum
+from tpplan.mesh import Mesh
+
+MESH = Mesh(shard=2, tp=2)
+
+
+class Dropping(nn.Module):
+    """Dropout on what every rank holds whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.up(x)).sum()
+
+
+def complaint(step: Callable[[], object]) -> str:
+    with pytest.raises(UsageError) as raised:
+        step()
+    return str(raised.value)
+
+
+def batches_that_differ() -> str:
+    model = build()
+    apply_plan(model, sequence_parallel(model, MESH))
+    ids, targets = my_part(MESH)
+    return complaint(lambda: loss_of(model, ids.roll(int(dist.get_rank() == 3), 1), targets))
+
+
+def random_states_that_differ() -> str:
+    """Found once they are used: seeds differ between data ranks in any training script."""
+    torch.manual_seed(dist.get_rank())
+    model = Dropping()
+    apply_plan(model, handmade_plan(model, MESH))
+    model.eval()
+    model(torch.ones(2, 8)).backward()
+    model = Dropping()
+    apply_plan(model, handmade_plan(model, MESH))
+    return complaint(lambda: model(torch.ones(2, 8)))
+
+
+def parameters_that_differ() -> str:
+    model = build()
+    apply_plan(model, sequence_parallel(model, MESH))
+    with torch.no_grad():
+        for name in ("norm", "embedding"):
+            getattr(model, name).weight.to_local()[0] += dist.get_rank() == 1
+    return complaint(lambda: loss_of(model, *my_part(MESH)))
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (batches_that_differ, r"ranks 2 and 3 are of one tensor-parallel group and differ in their batch \(ids\): .*"),
+        (random_states_that_differ, r"ranks 0 and 1 .* differ in their random state \(cpu\), and so do 1 more pairs"),
+        (parameters_that_differ, r"ranks 0 and 1 .* in their parameters \(embedding.weight, norm.weight\): load the"),
+    ],
+)
+def test_ranks_out_of_step_are_named_on_every_rank(step: Callable[[], str], message: str) -> None:
+    found = run_ranks(MESH.num_gpus, step)
+    assert len(set(found)) == 1
+    assert re.search(message, found[0]), found[0]
+
+
+def compare_once() -> None:
+    mesh = Mesh(tp=2)
+    model = build()
+    apply_plan(model, sequence_parallel(model, mesh))
+    ids, targets = my_part(mesh)
+    with torch.no_grad():
+        loss_of(model, ids.roll(dist.get_rank(), 1), targets)  # compares nothing
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
+        complaint(lambda twin=twin: loss_of(twin, ids.roll(dist.get_rank(), 1), targets))
+        loss_of(twin, ids, targets)
+        assert not twin._forward_pre_hooks
+        assert not twin._forward_hooks
+        loss_of(twin, ids.roll(dist.get_rank(), 1), targets)  # nor does a later step
+
+
+def test_the_first_training_forward_compares_and_no_other() -> None:
+    run_ranks(2, compare_once)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_a_checksum_sees_every_element_its_place_and_the_shape(dtype: torch.dtype) -> None:
+    x = torch.randint(0, 2, (6, 5), generator=torch.Generator().manual_seed(0)).to(dtype)
+    seen = {checksum(x), checksum(x.flatten()), checksum(x.mT)}
+    for i in range(x.numel()):
+        changed = x.clone()
+        changed.view(-1)[i] = not bool(x.view(-1)[i])
+        seen.add(checksum(changed))
+    assert len(seen) == 3 + x.numel()
+    assert checksum(x) == checksum(x.clone())
+    assert checksum(torch.empty(0, 3)) != checksum(torch.empty(3, 0))

@@ -1,0 +1,168 @@
+"""The first training forward: do the ranks of each tensor-parallel group go in step?
+
+They split the layers of one model that reads one batch. Were they to read different batches, to draw different dropout
+masks for values that all hold, or to start from different copies of what lies replicated, every rank would compute on,
+and the result would be wrong without a sign. So the first forward with gradients compares checksums: of its inputs, of
+the random state, and of the parameters and buffers that each rank of a group holds whole.
+
+It is one gather of three numbers a rank, over all ranks: where one group differs, all ranks raise, and none waits for
+another. What differs is gathered only then. Different random states are an error once the forward has drawn from them.
+Then the hooks go. Under torch.compile of the whole model, and on a fake process group, nothing is compared. Nor do
+later steps compare: a shape that does not divide raises in the conversion, before its collective, on every rank of the
+group, as all of them see the same shapes.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
+
+from tpplan.applied import Applied
+from tpplan.errors import UsageError
+from tpplan.mesh import Axis
+from tpplan.trace import bound_arguments, named_tensors
+
+#: elements that are widened to 64 bits at a time
+_CHUNK = 2**22
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: what is compared, in this order; what to do about it
+_REMEDIES = {
+    "batch": "every rank of a group must read the same samples: plan.batch_for(rank) says which",
+    "random state": "the forward draws from it (dropout): call torch.manual_seed(seed + plan.mesh.data_rank(rank))",
+    "parameters": "load the same checkpoint on every rank, and change parameters and buffers alike everywhere",
+}
+#: by what is compared: checksums by name
+Checksums = dict[str, dict[str, int]]
+
+
+def check_first_step(model: nn.Module, mesh: DeviceMesh) -> None:
+    """The model's first forward with gradients raises UsageError, on all ranks, where tp groups are not in step."""
+    if mesh[Axis.TP].size() == 1 or dist.get_backend() == "fake":
+        return
+    check = _FirstStep(Applied(mesh))
+    check.handles = (
+        model.register_forward_pre_hook(check.before, prepend=True, with_kwargs=True),
+        model.register_forward_hook(check.after),
+    )
+
+
+@final
+class _FirstStep:
+    """Both hooks."""
+
+    def __init__(self, applied: Applied) -> None:
+        self.applied = applied
+        self.handles: tuple[RemovableHandle, ...] = ()
+        #: the random states before the forward; why they must not be drawn from
+        self.states: list[Tensor] = []
+        self.complaint: str | None = None
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compares; raises on every rank for batches or parameters that differ."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        mesh = self.applied.mesh
+        with torch.no_grad(), _disable_current_modes():
+            self.states = _random_states(mesh.device_type)
+            found: Checksums = {
+                "batch": _tensor_checksums(bound_arguments(model, args, kwargs)),
+                "random state": {str(mesh.device_type): checksum(torch.cat(self.states))},
+                "parameters": {name: checksum(tensor) for name, tensor in _replicated(model).items()},
+            }
+            complaints = _complaints(found, mesh)
+        self.complaint = complaints.pop("random state", None)
+        for complaint in complaints.values():
+            raise UsageError(complaint)
+
+    def after(self, _model: nn.Module, _args: object, _output: object) -> None:
+        """Raises, on every rank, where the forward has drawn from different random states; this was the first step."""
+        if torch.compiler.is_compiling() or not self.states:
+            return
+        pairs = zip(self.states, _random_states(self.applied.mesh.device_type), strict=True)
+        has_drawn = not all(torch.equal(before, now) for before, now in pairs)
+        if has_drawn and self.complaint is not None:
+            raise UsageError(self.complaint)
+        for handle in self.handles:
+            handle.remove()
+
+
+def _complaints(found: Checksums, mesh: DeviceMesh) -> dict[str, str]:
+    """By what differs: an error message, the same on every rank."""
+    device = mesh.device_type
+    mine = torch.tensor([zlib.crc32(repr(sorted(named.items())).encode()) for named in found.values()], device=device)
+    table = mine.new_empty(dist.get_world_size() * len(mine))
+    dist.all_gather_into_tensor(table, mine)
+    sums = dict(zip(found, table.view(-1, len(mine)).T.tolist(), strict=True))
+    groups: list[list[int]] = mesh.mesh.flatten(0, -2).tolist()
+    pairs = {
+        what: [(group[0], rank) for group in groups for rank in group if of_rank[rank] != of_rank[group[0]]]
+        for what, of_rank in sums.items()
+    }
+    if not any(pairs.values()):
+        return {}
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, found)
+    return {what: _complaint(what, different, everything) for what, different in pairs.items() if different}
+
+
+def _complaint(what: str, pairs: Sequence[tuple[int, int]], everything: Sequence[Checksums]) -> str:
+    first, other = pairs[0]
+    here, there = everything[first][what], everything[other][what]
+    names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    more = f", and so do {len(pairs) - 1} more pairs" if len(pairs) > 1 else ""
+    return (
+        f"ranks {first} and {other} are of one tensor-parallel group and differ in their {what} ({shown}){more}: "
+        f"{_REMEDIES[what]}"
+    )
+
+
+def _tensor_checksums(tree: Mapping[str, Any]) -> dict[str, int]:
+    found: dict[str, int] = {}
+
+    def take(path: str, tensor: Tensor) -> Tensor:
+        found[path] = checksum(tensor)
+        return tensor
+
+    named_tensors(dict(tree), take)
+    return found
+
+
+def _replicated(model: nn.Module) -> dict[str, Tensor]:
+    """What each rank of a tp group holds whole: buffers, and of parameters that lie so the part that FSDP leaves."""
+    replicated = {
+        name: parameter._local_tensor
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor) and parameter.placements[-1] == Replicate()
+    }
+    return replicated | {name: b for name, b in model.named_buffers() if not isinstance(b, DTensor)}
+
+
+def _random_states(device_type: str) -> list[Tensor]:
+    """The CPU generator's, and that of this process's GPU."""
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if device_type == "cuda" else [])
+
+
+def checksum(tensor: Tensor) -> int:
+    """A number made of shape, dtype and every bit, on the tensor's device: sum of bits_i * (2 i + 1), modulo 2^64.
+
+    One changed element always changes it, for odd numbers have inverses there.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    header = zlib.crc32(f"{local.dtype} {list(local.shape)}".encode())
+    if local.is_meta or local.layout is not torch.strided or not local.numel():
+        return header
+    plain = torch.view_as_real(local) if local.is_complex() else local
+    bits = plain.detach().contiguous().flatten().view(_BITS[plain.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), _CHUNK):
+        part = bits[start : start + _CHUNK].long()
+        total += (part * (2 * torch.arange(start, start + len(part), device=part.device) + 1)).sum()
+    return header ^ int(total)
