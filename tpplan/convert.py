@@ -20,7 +20,7 @@ Collectives work on dim 0; along any other dim a copy of the whole goes with the
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never, final
 
@@ -32,6 +32,8 @@ from torch.distributed import ProcessGroup
 from tpplan.errors import PlanMismatchError
 from tpplan.intervals import Interval, exchange, held, in_order, rank_by_rank
 from tpplan.layout import ROWS, Conversion, Layout, Step, fits
+
+_ops = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,44 +183,56 @@ def _exchange(x: Tensor, source: Layout, target: Layout, group: TpGroup) -> Tens
     dim, whole = _dim(source), (x.shape[_dim(source)] * group.size,)
     mine = exchange(source.parts or whole, target.parts or whole, group.size, group.rank)
     outgoing = _laid(x, dim, mine.send).movedim(dim, 0).contiguous()
-    received = torch.ops._c10d_functional.all_to_all_single(outgoing, mine.num_received, mine.num_sent, group.name)
-    return _laid(_wait(received).movedim(0, dim), dim, mine.lay).contiguous()
+    received = _issue(_ops.all_to_all_single.default, outgoing, mine.num_received, mine.num_sent, group.name)
+    return _laid(received.movedim(0, dim), dim, mine.lay).contiguous()
 
 
 # ---- collectives: the ops under torch.distributed._functional_collectives, whose wrappers were renamed in torch 2.13
+
+
+def _issue(op: Callable[..., Tensor], *args: Any) -> Tensor:
+    """The collective's result, waited for.
+
+    Both halves of a conversion are given, and what torch registers to differentiate a collective costs more time than
+    issuing one: it is passed by, except where a compiler looks on, which sees through it.
+    """
+    if torch.compiler.is_compiling():
+        return _wait(op(*args))
+    with torch._C._AutoDispatchBelowAutograd():
+        return _wait(op(*args))
 
 
 def all_reduce(x: Tensor, operation: str, group: TpGroup) -> Tensor:
     """Sum ("sum") or maximum ("max") over the ranks, in a new tensor. One rank needs no process group."""
     if group.size == 1:
         return x.clone()
-    return _wait(torch.ops._c10d_functional.all_reduce(x, operation, group.name))
+    return _issue(_ops.all_reduce.default, x, operation, group.name)
 
 
 def all_reduce_in_place(x: Tensor, group: TpGroup) -> None:
     """x becomes its sum over the ranks."""
-    _wait(torch.ops._c10d_functional.all_reduce_(x, "sum", group.name))
+    _issue(_ops.all_reduce_.default, x, "sum", group.name)
 
 
 def _all_gather(x: Tensor, dim: int, group: TpGroup) -> Tensor:
-    gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), group.size, group.name)
-    return _join_blocks(_wait(gathered), dim, group.size)
+    gathered = _issue(_ops.all_gather_into_tensor.default, x.contiguous(), group.size, group.name)
+    return _join_blocks(gathered, dim, group.size)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: TpGroup) -> Tensor:
     blocks = _split_blocks(x, dim, group.size)
-    return _wait(torch.ops._c10d_functional.reduce_scatter_tensor(blocks, "sum", group.size, group.name))
+    return _issue(_ops.reduce_scatter_tensor.default, blocks, "sum", group.size, group.name)
 
 
 def _all_to_all(x: Tensor, join: int, split: int, group: TpGroup) -> Tensor:
     blocks = _split_blocks(x, split, group.size)
     lengths = [blocks.shape[0] // group.size] * group.size
-    received = torch.ops._c10d_functional.all_to_all_single(blocks, lengths, lengths, group.name)
-    return _join_blocks(_wait(received), join, group.size)
+    received = _issue(_ops.all_to_all_single.default, blocks, lengths, lengths, group.name)
+    return _join_blocks(received, join, group.size)
 
 
 def _wait(x: Tensor) -> Tensor:
-    waited: Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    waited: Tensor = _ops.wait_tensor.default(x)
     return waited
 
 

@@ -291,8 +291,11 @@ def _local_forward(cls: type[nn.Module]) -> Callable[..., Any]:
         frames = site.shared.frames
         frames.append(Frame(site))
         try:
-            args, kwargs = site.convert_inputs(args, kwargs)
-            output = site.convert_outputs(cls.forward(self, *args, **kwargs))
+            if site.arguments:
+                args, kwargs = site.convert_inputs(args, kwargs)
+            output = cls.forward(self, *args, **kwargs)
+            if site.outputs or site.sharded_outputs:
+                output = site.convert_outputs(output)
             if site.hands_rows_on and len(frames) > 1:
                 frames[-2].foreign_rows = frames[-1].foreign_rows
             return output

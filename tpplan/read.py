@@ -6,7 +6,6 @@ base -> read; a fused weight rests in its own order, and is read part by part: S
 slices are fewer than ranks rests whole: R* -> S(0)/m.
 """
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -55,12 +54,16 @@ class ParameterReads:
         agree = len(set(self.layouts.values())) == 1
         self.default = next(iter(self.layouts)) if agree else None
 
+    def _listed(self, readers: tuple[str, ...]) -> str | None:
+        """The name under which the plan lists a module of several names."""
+        return next((reader for reader in readers if reader in self.converters), self.default)
+
     @own_code
     def local(self, parameter: nn.Parameter, readers: tuple[str, ...]) -> Tensor:
         """The local tensor for a module. Raises PlanMismatchError where the plan leaves open how that one reads."""
         if not self.layouts:  # computed with nowhere; its dtype or device may be asked for
             return parameter
-        listed = next((reader for reader in readers if reader in self.converters), self.default)
+        listed = readers[0] if readers[0] in self.converters else self._listed(readers)
         if listed is None:
             planned = ", ".join(f"{name or ROOT} as {layout}" for name, layout in sorted(self.layouts.items()))
             raise PlanMismatchError(
@@ -126,6 +129,6 @@ class _Read(torch.autograd.Function):
         ctx.reads.reducer.reading_backward(ctx.reads.slot)
         if ctx.reads.averager is not None:
             ctx.reads.averager.gradient_comes()
-        # A summand's label is wrong until the reducer has summed it. DTensor.from_local costs 20 times as much.
-        labelled = DTensor(gradient.contiguous(), copy.copy(ctx.spec), requires_grad=False)  # type: ignore[no-untyped-call]
-        return labelled, None
+        # A summand's label is wrong until the reducer has summed it. DTensor.from_local costs 20 times as much as this,
+        # and DTensor's own __init__, which adds nothing, twice.
+        return DTensor.__new__(DTensor, gradient.contiguous(), ctx.spec, requires_grad=False), None
