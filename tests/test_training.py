@@ -198,9 +198,9 @@ def tokens_and_targets(size: int, seq_len: int) -> dict[str, Tensor]:
 
 
 def whole_sequences(graph: ModelGraph) -> Callable[[str, Strategy], bool]:
-    """Forbids slices of the sequence of x [B, T, D]: one token more cannot be cut."""
+    """Forbids slices of x [B, T, D] by sequence, for one token more cannot be cut, and by batch, which beams change."""
     crossing = {node.name for node in graph.nodes if isinstance(node, Boundary)}
-    return lambda decision, strategy: decision not in crossing or strategy.results[0] != S(1)
+    return lambda decision, strategy: decision not in crossing or strategy.results[0] not in (S(0), S(1))
 
 
 def generate(plan: Plan) -> None:
