@@ -218,7 +218,7 @@ def test_buckets_hold_one_dtype_and_at_most_their_size() -> None:
     sizes = [3, 3, 5, 20, 1]
     tensors = [torch.zeros(size, dtype=torch.bfloat16) for size in sizes] + [torch.zeros(2)]
     found = [[tensor.numel() for tensor in bucket] for bucket in buckets(tensors, 2 * 10)]
-    assert found == [[3, 3], [5], [20], [1], [2]]
+    assert found == [[1, 3, 3], [5], [20], [2]]
 
 
 # ---- recomputation

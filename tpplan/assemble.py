@@ -1,12 +1,12 @@
 """From a solved formulation to a Plan: every block expanded, priced again from scratch, then written by patterns."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
 from typing import TypeVar
 
+from tpplan.buckets import bucketed
 from tpplan.costs.residuals import NONE, Residuals
 from tpplan.costs.table import Transfer
 from tpplan.errors import ModelError
@@ -33,11 +33,15 @@ from tpplan.replay import peak_of
 from tpplan.rules import OPAQUE, Call, Strategy, draws, has_rule
 from tpplan.space import CROSS_ENTROPY, is_summand
 from tpplan.treatments import Treatment
+from tpplan.units import DTYPE_BYTES
+from tpplan.weights import Weights
 
 T = TypeVar("T")
 #: an entry with the names inside rewritten
 Rename = Callable[[T, Callable[[str], str]], T]
 
+#: as what FSDP gathers parameters of several dtypes
+BYTES = "uint8"
 #: relative difference between tied and expanded prices that rounding explains
 PRICE_TOLERANCE = 1e-6
 
@@ -258,53 +262,67 @@ class Expanded:
 
     def _tp_reductions(self) -> Counter[tuple[str, str, Axis, Pass, str, int]]:
         """Buckets of the gradients of R* readings."""
-        setting, space = self.formulation.setting, self.formulation.space
-        total_bytes: Counter[str] = Counter()
-        for source in self.graph.parameters:
-            value = self.graph.values[source.result]
-            if source.trainable and any(is_summand(self.strategy(r.name)) for r in space.readings[source.label]):
-                width = setting.master_bytes(value.dtype)
-                dtype = "float32" if width == 4 else value.dtype
-                total_bytes[dtype] += ceil(value.num_elements / self.formulation.mesh.shard) * width
+        weights = self._weights
+        sizes: dict[str, list[int]] = {}
+        for source in weights.trainable:
+            if any(is_summand(self.strategy(r.name)) for r in self.formulation.space.readings[source.label]):
+                num_bytes = weights.master_width(source) * weights.shard_elements(source)
+                sizes.setdefault(self._master_dtype(source), []).append(num_bytes)
         found: Counter[tuple[str, str, Axis, Pass, str, int]] = Counter()
-        for dtype, num_bytes in total_bytes.items():
-            full, rest = divmod(num_bytes, BUCKET_BYTES)
-            for size, count in ((BUCKET_BYTES, full), (rest, 1)):
-                if size and count:
-                    found[ROOT, str(Collective.ALL_REDUCE), Axis.TP, Pass.STEP, dtype, size] += count
+        for dtype, own in sizes.items():
+            for bucket in bucketed(own, BUCKET_BYTES):
+                num_bytes = sum(own[position] for position in bucket)
+                found[ROOT, str(Collective.ALL_REDUCE), Axis.TP, Pass.STEP, dtype, num_bytes] += 1
         return found
 
     def _fsdp_collectives(self) -> Counter[tuple[str, str, Axis, Pass, str, int]]:
         """Gathers and reductions of each unit; the root is gathered once a micro-batch, the others again backward."""
         found: Counter[tuple[str, str, Axis, Pass, str, int]] = Counter()
-        formulation = self.formulation
-        steps = formulation.setting.accumulation_steps
-        for unit in formulation.units if formulation.mesh.data_parallel > 1 else ():
+        mesh, steps = self.formulation.mesh, self.formulation.setting.accumulation_steps
+        kinds = Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE
+        gather, scatter, reduce = map(str, kinds)
+        for unit in self.formulation.units if mesh.data_parallel > 1 else ():
             where = self._pattern_of(unit.name) or ROOT
-            compute, gradient = self._unit_bytes(unit.parameters)
-            first = self.graph.values[unit.parameters[0].result]
-            dtype = first.dtype
-            master = "float32" if formulation.setting.master_bytes(dtype) == 4 else dtype
-            if formulation.mesh.shard > 1:
-                gather, scatter = str(Collective.ALL_GATHER), str(Collective.REDUCE_SCATTER)
-                found[where, gather, Axis.SHARD, Pass.FORWARD, dtype, compute] += steps
+            trained = [source for source in unit.parameters if self._has_gradient(source)]
+            gathered, reduced = self._unit_bytes(unit.parameters, trained)
+            if mesh.shard > 1:
+                dtype = self._gathered_dtype(unit.parameters)
+                found[where, gather, Axis.SHARD, Pass.FORWARD, dtype, gathered] += steps
                 if unit.name and self.treatments[unit.name].reshard:
-                    found[where, gather, Axis.SHARD, Pass.BACKWARD, dtype, compute] += steps
-                found[where, scatter, Axis.SHARD, Pass.BACKWARD, master, gradient] += steps
-            if formulation.mesh.replicate > 1:
-                share = ceil(gradient / formulation.mesh.shard)
-                found[where, str(Collective.ALL_REDUCE), Axis.REPLICATE, Pass.BACKWARD, master, share] += 1
+                    found[where, gather, Axis.SHARD, Pass.BACKWARD, dtype, gathered] += steps
+            if not trained:
+                continue
+            dtype = self._master_dtype(trained[0])
+            if mesh.shard > 1:
+                found[where, scatter, Axis.SHARD, Pass.BACKWARD, dtype, reduced] += steps
+            if mesh.replicate > 1:
+                found[where, reduce, Axis.REPLICATE, Pass.BACKWARD, dtype, reduced // mesh.shard] += 1
         return found
 
-    def _unit_bytes(self, parameters: tuple[Source, ...]) -> tuple[int, int]:
-        """Bytes of a unit on one tp rank: as gathered, and as reduced."""
-        compute = gradient = 0
-        for source in parameters:
-            value = self.graph.values[source.result]
-            elements = value.num_elements // self.formulation.parts(self.placement(source))
-            compute += elements * (value.num_bytes // max(value.num_elements, 1))
-            gradient += elements * self.formulation.setting.master_bytes(value.dtype) * int(source.trainable)
-        return compute, gradient
+    @property
+    def _weights(self) -> Weights:
+        return Weights(formulation=self.formulation)
+
+    def _unit_bytes(self, parameters: Sequence[Source], trained: Sequence[Source]) -> tuple[int, int]:
+        """Bytes of a unit on one tp rank, as gathered and as reduced: whole, and filled up as in FSDP's buffers."""
+        weights = self._weights
+        gathered = sum(weights.compute_width(source) * weights.padded_elements(source) for source in parameters)
+        reduced = sum(weights.master_width(source) * weights.padded_elements(source) for source in trained)
+        return gathered, reduced
+
+    def _has_gradient(self, source: Source) -> bool:
+        """True for a parameter that trains and that something reads: FSDP reduces no other."""
+        return source.trainable and bool(self.formulation.space.readings[source.label])
+
+    def _master_dtype(self, source: Source) -> str:
+        """Of a parameter at rest and of its gradient."""
+        dtype = self.graph.values[source.result].dtype
+        return "float32" if self.formulation.setting.master_bytes(dtype) == DTYPE_BYTES["float32"] else dtype
+
+    def _gathered_dtype(self, parameters: Sequence[Source]) -> str:
+        """What FSDP gathers a unit in: parameters of several dtypes travel as bytes."""
+        dtypes = {self.graph.values[source.result].dtype for source in parameters}
+        return dtypes.pop() if len(dtypes) == 1 else BYTES
 
     def prediction(self, modes: Mapping[str, Recompute] | None = None) -> Prediction:
         """Seconds by part, from the expanded problem's own terms, and bytes, from its step gone through. `modes` are

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tpplan.buckets import bucketed
 from tpplan.convert import TpGroup, all_reduce_in_place
 from tpplan.units import MIB
 
@@ -94,20 +95,13 @@ class Reducer:
 
 
 def buckets(tensors: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """The tensors in order, grouped by dtype, each group at most bucket_bytes unless one tensor alone is larger."""
+    """The tensors grouped by dtype and size, each group at most bucket_bytes unless one tensor alone is larger."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for alike in by_dtype.values():
-        bucket: list[Tensor] = []
-        size = 0
-        for tensor in alike:
-            if bucket and size + tensor.nbytes > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(tensor)
-            size += tensor.nbytes
-        yield bucket
+        for positions in bucketed([tensor.nbytes for tensor in alike], bucket_bytes):
+            yield [alike[position] for position in positions]
 
 
 def _all_reduce_bucket(bucket: list[Tensor], group: TpGroup) -> None:
