@@ -37,11 +37,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 sys.path.insert(0, str(Path(__file__).resolve().parent / "examples"))
 
 import llama
-from fake_group import fake_group
 from gpu_results import Measured, Row, Summary, table
 
 import tpplan
 from tpplan.errors import TpplanError, UsageError
+from tpplan.fake_group import fake_group
 from tpplan.measure import default_grid, make_profile, measure_collectives, measure_compute
 from tpplan.plan import (
     BoundaryPlan,

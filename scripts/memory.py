@@ -5,7 +5,7 @@
 Every model is planned six ways: tensor parallelism, the same with the sequence sharded, FSDP that keeps layers gathered
 (ZeRO-2) and that does not (ZeRO-3), recomputation, and two dimensions at once over two micro-batches. Plans are solved
 for a made-up machine on which sharding pays. One rank's step runs on fake tensors under FSDPMemTracker
-(scripts/memory_tracker.py), the optimizer's included. Predictions are without slack. Exit code 0 if the bars are kept.
+(tpplan/tracker.py), the optimizer's included. Predictions are without slack. Exit code 0 if the bars are kept.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from typing import Any
 
 from coverage_machine import GPUS_PER_NODE, machine
 from memory_models import MODELS, Subject
-from memory_tracker import Tracked, track
 from rich.console import Console
 from rich.table import Table
 
@@ -32,6 +31,7 @@ from tpplan.graph import Boundary, ModelGraph
 from tpplan.layout import S
 from tpplan.plan import Plan
 from tpplan.rules import Strategy
+from tpplan.tracker import Tracked, track
 from tpplan.units import format_bytes
 
 #: predicted / tracked - 1: of every plan at least, of half of them at most, of nine tenths at most

@@ -42,7 +42,14 @@ def price_plan(
 ) -> Priced:
     """Prices a plan that types on the graph. Raises PlanMismatchError for another, with what does not fit, and
     ProfileError for what the profile does not cover. `executor` knows the graph's opaque modules."""
-    expanded = Expanded(formulation=_fixed(graph, plan, profile, gpus_per_node, executor or Executor()))
+    implied = implied_strategies(graph, plan)
+    if isinstance(implied, Mistyped):
+        raise PlanMismatchError(f"the plan does not fit the model: {implied.message}")
+    return priced_as(expanded_as(graph, plan, implied, profile, gpus_per_node, executor or Executor()), plan)
+
+
+def priced_as(expanded: Expanded, plan: Plan) -> Priced:
+    """Prices the formulation of a plan."""
     modes = plan.recomputed_modules()
     priced = Priced(
         predicted=expanded.prediction(modes),
@@ -53,13 +60,15 @@ def price_plan(
     return _with_reruns(priced, rerun(expanded.formulation, modes), plan) if modes else priced
 
 
-def _fixed(
-    graph: ModelGraph, plan: Plan, profile: HardwareProfile, gpus_per_node: int, executor: Executor
-) -> Formulation:
-    """The formulation in which every decision has the plan's strategy and no other."""
-    implied = implied_strategies(graph, plan)
-    if isinstance(implied, Mistyped):
-        raise PlanMismatchError(f"the plan does not fit the model: {implied.message}")
+def expanded_as(
+    graph: ModelGraph,
+    plan: Plan,
+    implied: Mapping[str, Strategy],
+    profile: HardwareProfile,
+    gpus_per_node: int,
+    executor: Executor,
+) -> Expanded:
+    """The formulation in which every decision has the strategy that the plan implies, and no other."""
     parameters = plan.parameter_plans()
     space = build_space(graph, plan.mesh.tp)
 
@@ -93,7 +102,7 @@ def _fixed(
     formulation = Formulation(priced=priced, mesh=plan.mesh, setting=setting)
     everything = dict.fromkeys(fixed.deciders, 0)
     assert formulation.problem.is_consistent(everything), "what the checker derived disagrees along an edge"
-    return formulation
+    return Expanded(formulation=formulation)
 
 
 def _with_reruns(priced: Priced, again: Rerun, plan: Plan) -> Priced:
@@ -119,7 +128,7 @@ def with_repeats(collectives: tuple[CollectivePlan, ...], again: Rerun, plan: Pl
     """A step's collectives with those that run again, which do so in backward."""
     counts = Counter({replace(collective, count=1): collective.count for collective in collectives})
     for module, transfer in again.transfers:
-        where = _pattern_of(plan, module) or ROOT
+        where = pattern_of(plan, module) or ROOT
         collective = CollectivePlan(
             where=where,
             kind=str(transfer.kind),
@@ -134,7 +143,7 @@ def with_repeats(collectives: tuple[CollectivePlan, ...], again: Rerun, plan: Pl
     return tuple(sorted(found, key=lambda c: (c.where, c.kind, c.axis, c.during, c.dtype, c.num_bytes)))
 
 
-def _pattern_of(plan: Plan, module: str) -> str:
+def pattern_of(plan: Plan, module: str) -> str:
     """A module's name as the plan's blocks write it."""
     for pattern, ranges in plan.blocks.items():
         for index in parse_ranges(ranges):

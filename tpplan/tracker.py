@@ -1,7 +1,8 @@
-"""Runs one rank's step of a plan on fake tensors, under torch's FSDPMemTracker (MemTracker where nothing is FSDP's).
+"""Runs one rank's step of a plan on fake tensors: what it issues, how its parameters lie, and its peak memory.
 
 Nothing is computed and nothing is sent: the process group is fake, and so are the tensors. They stand for a CPU's, on
 which torch would decompose attention and RMS norm; the kernels of a GPU run in their place, as tpplan prices them.
+Memory is what torch's FSDPMemTracker says (MemTracker where nothing is FSDP's).
 
 FSDPMemTracker reads high: its own wrapper of a unit's post-backward holds the last parameter's gradient in a variable
 while FSDP frees it. `Tracker` is FSDPMemTracker without that; both numbers are given.
@@ -15,23 +16,27 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from fake_group import fake_group
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType, _FSDPState
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
-import tpplan
 from tpplan import draws
+from tpplan.apply import apply_plan, no_sync, plan_name
 from tpplan.costs.compute import fused_attention, fused_rms_norm
-from tpplan.plan import Plan, Precision
+from tpplan.fake_group import fake_group
+from tpplan.issued import CollectiveLog, Issued
+from tpplan.mesh import Axis
+from tpplan.plan import Pass, Plan, Precision
+from tpplan.trace import Inputs, Loss, forward_inputs
 
-Inputs = Mapping[str, Any]
-#: (outputs, inputs) -> the scalar from which backward starts
-Loss = Callable[[Any, Inputs], Tensor]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
+#: those that torch has and the tracker counts right: it counts the fused AdamW's temporaries, which there are none of
 OPTIMIZERS: Mapping[str, MakeOptimizer] = {
     "adamw": torch.optim.AdamW,
     "adamw-foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
@@ -50,7 +55,17 @@ class Tracked:
     parts: Mapping[str, int]
 
 
-class Tracker(FSDPMemTracker):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeStep:
+    """A step on rank 0 of a fake group: collectives in order, local shapes of parameters under FSDP too, and the peak,
+    where there is a tracker for the plan's optimizer."""
+
+    issued: tuple[Issued, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    tracked: Tracked | None
+
+
+class Tracker(FSDPMemTracker):  # type: ignore[no-untyped-call]
     """FSDPMemTracker whose wrapper of post-backward holds no gradient."""
 
     def _fsdp_param_group_post_backward(self, fsdp_mod: Any, orig_fsdp_param_group_post_backward: Any) -> Any:
@@ -79,26 +94,58 @@ def gpu_kernels() -> Iterator[None]:
 
 def track(build_model: Callable[[], nn.Module], inputs: Inputs, loss: Loss, plan: Plan) -> Tracked:
     """The peak of a step with the plan applied: its micro-batches, all alike, and the optimizer. A step before it, in
-    which states are made, is not looked at."""
+    which states are made, is not looked at. Raises KeyError for an optimizer that is none of OPTIMIZERS."""
+    if plan.optimizer not in OPTIMIZERS:
+        raise KeyError(plan.optimizer)
+    tracked = fake_step(build_model, inputs, loss, plan).tracked
+    assert tracked is not None
+    return tracked
+
+
+def fake_step(
+    build_model: Callable[[], nn.Module], inputs: Inputs, loss: Loss, plan: Plan, *, is_tracked: bool = True
+) -> FakeStep:
+    """A step of the plan's mesh, whatever its size, seen from rank 0: micro-batches, all alike, and the optimizer.
+
+    Collectives are those of a first step; memory is that of a second one, in which the optimizer has its states.
+    Raises what applying the plan raises.
+    """
+    degrees = tuple(plan.mesh.size(axis) for axis in Axis)
     with fake_group(plan.mesh.num_gpus), gpu_kernels():
         with torch.device("meta"):
             model = build_model()
-        model = tpplan.apply_plan(model, plan)
+        mesh = init_device_mesh("cpu", degrees, mesh_dim_names=tuple(map(str, Axis)))
+        model = apply_plan(model, plan, mesh=mesh)
+        log = CollectiveLog(model, mesh)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             model.to_empty(device="cpu")
-            faked = {name: _given(v, plan, mode) if isinstance(v, Tensor) else v for name, v in inputs.items()}
-            optimizer = OPTIMIZERS[plan.optimizer](model.parameters())
-            _step(model, faked, loss, plan, optimizer, None)
-            if not isinstance(model, FSDPModule):
-                plain = MemTracker()
-                plain.track_external(model, optimizer, *_tensors(faked))
-                return _tracked(plain, None, model, faked, loss, plan, optimizer)
-            as_it_is = FSDPMemTracker(model, optimizer)
-            tracker = Tracker(model, optimizer)
-            for one in (as_it_is, tracker):
-                one.track_inputs(tuple(_tensors(faked)))
-            known = _tracked(as_it_is, None, model, faked, loss, plan, optimizer).peak_bytes
-            return _tracked(tracker, known, model, faked, loss, plan, optimizer)
+            faked = pytree.tree_map_only(Tensor, lambda tensor: _given(tensor, plan, mode), inputs)
+            optimizer = OPTIMIZERS.get(plan.optimizer, torch.optim.SGD)(model.parameters())
+            with log.naming():
+                _step(model, faked, loss, plan, optimizer, log=log)
+            is_tracked &= plan.optimizer in OPTIMIZERS
+            return FakeStep(
+                issued=tuple(log.issued),
+                shapes={plan_name(name): _local_shape(weight) for name, weight in model.named_parameters()},
+                tracked=_peak(model, faked, loss, plan, optimizer) if is_tracked else None,
+            )
+
+
+def _local_shape(weight: Tensor) -> tuple[int, ...]:
+    return tuple((weight._local_tensor if isinstance(weight, DTensor) else weight).shape)
+
+
+def _peak(model: nn.Module, inputs: Inputs, loss: Loss, plan: Plan, optimizer: torch.optim.Optimizer) -> Tracked:
+    if not isinstance(model, FSDPModule):
+        plain = MemTracker()
+        plain.track_external(model, optimizer, *_tensors(inputs))
+        return _tracked(plain, None, model, inputs, loss, plan, optimizer)
+    as_it_is = FSDPMemTracker(model, optimizer)
+    tracker = Tracker(model, optimizer)
+    for one in (as_it_is, tracker):
+        one.track_inputs(tuple(_tensors(inputs)))
+    known = _tracked(as_it_is, None, model, inputs, loss, plan, optimizer).peak_bytes
+    return _tracked(tracker, known, model, inputs, loss, plan, optimizer)
 
 
 def _given(tensor: Tensor, plan: Plan, mode: FakeTensorMode) -> Tensor:
@@ -108,7 +155,7 @@ def _given(tensor: Tensor, plan: Plan, mode: FakeTensorMode) -> Tensor:
 
 
 def _tensors(inputs: Inputs) -> list[Tensor]:
-    return [value for value in inputs.values() if isinstance(value, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
 
 
 def _tracked(
@@ -121,7 +168,7 @@ def _tracked(
     optimizer: torch.optim.Optimizer,
 ) -> Tracked:
     with tracker:
-        _step(model, inputs, loss, plan, optimizer, tracker)
+        _step(model, inputs, loss, plan, optimizer, tracker=tracker)
     (snapshot,) = tracker.get_tracker_snapshot("peak").values()
     parts = {str(getattr(kind, "value", kind)): count for kind, count in snapshot.items() if count}
     return Tracked(peak_bytes=parts.pop("Total"), as_it_is_bytes=as_it_is_bytes, parts=parts)
@@ -133,13 +180,22 @@ def _step(
     loss: Loss,
     plan: Plan,
     optimizer: torch.optim.Optimizer,
-    tracker: MemTracker | None,
+    *,
+    log: CollectiveLog | None = None,
+    tracker: MemTracker | None = None,
 ) -> None:
     count = plan.batch.accumulation_steps
+    accepted = forward_inputs(model, inputs)
     for i in range(count):
         if tracker is not None:
             tracker.reset_mod_stats()  # it takes one call of the model otherwise
-        with contextlib.nullcontext() if i == count - 1 else tpplan.no_sync(model):
-            (loss(model(**tpplan.forward_inputs(model, inputs)), inputs) / count).backward()
+        with contextlib.nullcontext() if i == count - 1 else no_sync(model), log or contextlib.nullcontext():
+            if log is not None:
+                log.begin(Pass.FORWARD)
+            outputs = model(**accepted) if isinstance(accepted, Mapping) else model(*accepted)
+            scaled = loss(outputs, inputs) / count
+            if log is not None:
+                log.begin(Pass.BACKWARD)
+            scaled.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
