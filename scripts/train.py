@@ -340,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # It warns of every gradient that is gathered over two axes, which happens once, to compare.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     device = choose_device(options.device)
-    with process_group(device) if options.plan else nullcontext():
+    with process_group(device) if options.plan else nullcontext(), tpplan.guard():
         run(options, device)
 
 

@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     from tpplan.planner import solve as solve
     from tpplan.profile import HardwareProfile as HardwareProfile
     from tpplan.profile import load_profile as load_profile
+    from tpplan.proof import prove_plan as prove_plan
     from tpplan.reuse import Reuse as Reuse
     from tpplan.style import styles as styles
     from tpplan.trace import forward_inputs as forward_inputs
+    from tpplan.verify import verify_plan as verify_plan
+    from tpplan.watch import guard as guard
     from tpplan.weighting import loss_weights as loss_weights
 
 _HOME = {
@@ -45,12 +48,15 @@ _HOME = {
     "by_step": "data",
     "cross_entropy": "losses",
     "forward_inputs": "trace",
+    "guard": "watch",
     "load_profile": "profile",
     "loss_weights": "weighting",
     "no_sync": "apply",
     "price": "planner",
+    "prove_plan": "proof",
     "solve": "planner",
     "styles": "style",
+    "verify_plan": "verify",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605 - the table above, sorted

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
+from tpplan.agreement import agree
 from tpplan.applied import keep_mesh
 from tpplan.average import Averager
 from tpplan.convert import TpGroup
@@ -177,30 +178,9 @@ def _agreed_plan(model: nn.Module, plan: Plan | str | os.PathLike[str]) -> Plan:
         _check_fits(model, loaded)
     except TpplanError as found:
         error = found
-    outcome = (loaded.hash if loaded is not None else "", str(error) if error is not None else "")
-    outcomes = _all_gather(outcome)
-    if error is not None:
-        raise error
+    agree(model, loaded.hash if loaded is not None else "", error)
     assert loaded is not None
-    for rank, (_, problem) in enumerate(outcomes):
-        if problem:
-            raise PlanMismatchError(f"rank {rank}: {problem}")
-    hashes = [plan_hash for plan_hash, _ in outcomes]
-    if others := [rank for rank, plan_hash in enumerate(hashes) if plan_hash != hashes[0]]:
-        raise PlanMismatchError(
-            f"the ranks hold different plans: rank 0 has {hashes[0]}, rank {others[0]} has {hashes[others[0]]}, and "
-            f"{len(others)} of {len(hashes)} differ from rank 0 (ranks {', '.join(map(str, others[:16]))}); "
-            "give every rank the same file"
-        )
     return loaded
-
-
-def _all_gather(outcome: tuple[str, str]) -> list[tuple[str, str]]:
-    if dist.get_world_size() == 1 or dist.get_backend() == "fake":  # a fake group has one real rank
-        return [outcome]
-    gathered: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(gathered, outcome)
-    return gathered
 
 
 def _check_fits(model: nn.Module, plan: Plan) -> None:
@@ -210,6 +190,11 @@ def _check_fits(model: nn.Module, plan: Plan) -> None:
             f"the plan is for {plan.mesh.num_gpus} GPUs ({plan.mesh}), and {ranks} ranks are running: start "
             f"{plan.mesh.num_gpus}, or solve again with --gpus {ranks}"
         )
+    check_model(model, plan)
+
+
+def check_model(model: nn.Module, plan: Plan) -> None:
+    """Raises PlanMismatchError, PlanError or UsageError for a model that the plan cannot be applied to."""
     check_parameters(
         plan,
         {

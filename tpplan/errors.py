@@ -66,6 +66,10 @@ class VerificationError(TpplanError):
     exit_code = 4
 
 
+class RankFailedError(TpplanError):
+    """A rank raised, died or was cut off; the message, the same on all ranks, names it and says why."""
+
+
 class ModelError(TpplanError):
     """The model file, its builder or its trace failed."""
 
