@@ -23,7 +23,7 @@ from tpplan.mesh import Mesh, meshes, sub_clusters
 from tpplan.options import Allows, Batch, BuildModel, Cluster, ExampleInputs, Progress
 from tpplan.patterns import ROOT
 from tpplan.pins import Pin, Pinned
-from tpplan.plan import Precision, Recompute
+from tpplan.plan import Compile, Plan, Precision, Recompute
 from tpplan.problem import Problem, Solution
 from tpplan.profile import HardwareProfile
 from tpplan.program import on_meta_like
@@ -97,6 +97,37 @@ class Job:
     cut_messages: list[str] = field(default_factory=list)
     #: by tp and the class of the module whose code differed
     counterexamples: Counter[tuple[int, type[nn.Module]]] = field(default_factory=Counter)
+
+    @classmethod
+    def of_plan(
+        cls,
+        plan: Plan,
+        build_model: BuildModel,
+        example_inputs: ExampleInputs,
+        loss: Loss | None,
+        machine: HardwareProfile,
+        gpus_per_node: int,
+    ) -> "Job":
+        """The job whose model and batch are a given plan's: for its trace, and for what it costs on a machine."""
+        return cls(
+            build_model=build_model,
+            example_inputs=example_inputs,
+            loss=loss,
+            unused_outputs=frozenset(),
+            cluster=Cluster(gpus=plan.cluster.gpus, gpus_per_node=gpus_per_node, profile=machine),
+            profile=machine,
+            batch=Batch(plan.batch.global_batch, plan.batch.micro_batch, plan.batch.seq_len),
+            precision=plan.precision,
+            optimizer=plan.optimizer,
+            recompute=Recompute.NONE,
+            reshard_after_forward=True,
+            is_compiled=plan.compile is Compile.BLOCKS,
+            wishes=None,
+            limit=machine.usable_bytes,
+            solver=None,
+            time_limit_s=None,
+            report=lambda stage, done, total: None,
+        )
 
     def changed(self, **options: object) -> "Job":
         """The same job with other options; what has been traced and priced is shared."""

@@ -80,7 +80,7 @@ def plan_of(
         predicted=expanded.prediction(),
         solver=certificate,
         fingerprints=Fingerprints(
-            parameters=parameters_fingerprint(rows), graph=graph.fingerprint, inputs=_input_shapes(traced.inputs)
+            parameters=parameters_fingerprint(rows), graph=graph.fingerprint, inputs=input_shapes(traced.inputs)
         ),
         proof=ProofReport(status=status, rounds=rounds, cuts=tuple(job.cut_messages), assumptions=traced.assumptions),
         unruled_ops=expanded.unruled_ops(),
@@ -104,7 +104,7 @@ def _opaque_plans(traced: Traced, expanded: Expanded) -> dict[str, OpaquePlan]:
     return by_pattern(traced.graph, plans, lambda plan, rename: plan)
 
 
-def _input_shapes(inputs: Any) -> dict[str, str]:
+def input_shapes(inputs: Any) -> dict[str, str]:
     """Shapes of the traced inputs: {"tokens": "int64[1, 4096]"}."""
     leaves = pytree.tree_flatten_with_path(inputs)[0]
     return {

@@ -23,7 +23,7 @@ from tpplan.options import (
 )
 from tpplan.patterns import ROOT
 from tpplan.pins import parse_pins
-from tpplan.plan import Compile, OpaquePlan, Plan, Precision, Recompute, SolverReport, check_parameters
+from tpplan.plan import OpaquePlan, Plan, Precision, Recompute, SolverReport, check_parameters
 from tpplan.pricing import price_plan
 from tpplan.problem import Status
 from tpplan.profile import HardwareProfile, load_profile
@@ -189,27 +189,8 @@ def price(
     loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
     machine = profile if isinstance(profile, HardwareProfile) else load_profile(profile)
     per_node = gpus_per_node or min(loaded.cluster.gpus_per_node, machine.gpus_per_node)
-    batch = loaded.batch
-    job = Job(
-        build_model=build_model,
-        example_inputs=example_inputs,
-        loss=loss,
-        unused_outputs=frozenset(),
-        cluster=Cluster(gpus=loaded.cluster.gpus, gpus_per_node=per_node, profile=machine),
-        profile=machine,
-        batch=Batch(batch.global_batch, batch.micro_batch, batch.seq_len),
-        precision=loaded.precision,
-        optimizer=loaded.optimizer,
-        recompute=Recompute.NONE,
-        reshard_after_forward=True,
-        is_compiled=loaded.compile is Compile.BLOCKS,
-        wishes=None,
-        limit=machine.usable_bytes,
-        solver=None,
-        time_limit_s=None,
-        report=lambda stage, done, total: None,
-    )
-    traced = job.traced(batch.micro_batch)
+    job = Job.of_plan(loaded, build_model, example_inputs, loss, machine, per_node)
+    traced = job.traced(loaded.batch.micro_batch)
     named = traced.model.named_parameters(remove_duplicate=False)
     check_parameters(loaded, {name: (tuple(weight.shape), weight.requires_grad) for name, weight in named})
     priced = price_plan(traced.graph, loaded, machine, per_node, job.reuse.executor)

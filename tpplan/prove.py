@@ -100,6 +100,22 @@ def check_structure(
     return plan
 
 
+def find_difference(
+    model: nn.Module,
+    inputs: Inputs,
+    expanded: Expanded,
+    plan: Plan,
+    *,
+    loss: Loss | None,
+    cast: BoundaryHook,
+    opaques: Opaques | None = None,
+) -> Counterexample | None:
+    """The first difference of a plan as it is, no size added; None where it runs the original's ops."""
+    ranks = (0, plan.mesh.tp - 1) if plan.mesh.tp > 1 else ()
+    found = (_difference_on(r, model, inputs, expanded, plan, loss=loss, cast=cast, opaques=opaques) for r in ranks)
+    return next((difference for difference in found if difference is not None), None)
+
+
 def _with_sizes_of(
     expanded: Expanded, model: nn.Module, node: Op | Boundary | None, written: Mapping[str, tuple[SizePlan, ...]]
 ) -> dict[str, tuple[SizePlan, ...]]:

@@ -49,10 +49,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mistyped:
-    """What does not type. `blamed`: the node of the graph that shows it; none where the plan is another graph's."""
+    """What does not type. `blamed`: the node of the graph that shows it; none where the plan is another graph's.
+    `place`: where the plan says what does not, or should say it: a section, a full name in it, and the path below.
+    """
 
     message: str
     blamed: tuple[str, ...] = ()
+    place: tuple[str, ...] = ()
 
 
 def typecheck(graph: ModelGraph, plan: Plan, *, local_shapes: Mapping[str, Shape] | None = None) -> Mistyped | None:
@@ -82,7 +85,8 @@ class _Checker:
         self.losses = plan.sharded_losses()
         self.draws = frozenset(plan.drawing_modules())
         self.opaque = frozenset(plan.opaque_modules())
-        self.modules = boundaries.keys() | plan.size_plans().keys() | self.losses.keys() | self.draws
+        self.sized = plan.size_plans().keys()
+        self.modules = boundaries.keys() | self.sized | self.losses.keys() | self.draws
         self.crossings = _crossings(boundaries)
         named = {layout for parameter in self.plans.values() for layout in parameter.reads.values()}
         named |= {conversion.target for conversion in self.crossings.values()}
@@ -101,7 +105,7 @@ class _Checker:
         yield from self._unknown_names()
         for source in self.graph.parameters:
             for problem in self._parameter(source, self.plans[source.label]):
-                yield Mistyped(message=f"parameter {source.label}: {problem}")
+                yield Mistyped(message=f"parameter {source.label}: {problem}", place=("parameters", source.label))
         yield from self._forward()
         yield from self._backward()
 
@@ -114,20 +118,25 @@ class _Checker:
         losses = {op.module for op in self.graph.ops if op.target == CROSS_ENTROPY}
         for label in sorted(labels ^ self.plans.keys()):
             there, here = ("model", "plan") if label in labels else ("plan", "model")
-            yield Mistyped(message=f"parameter {label}: in the {there}, not in the {here}")
+            place = ("parameters", label)
+            yield Mistyped(message=f"parameter {label}: in the {there}, not in the {here}", place=place)
         for module in sorted(self.modules - {boundary.module for boundary in self.graph.boundaries}):
-            yield Mistyped(message=f"module {module}: in the plan, not in the model")
+            place = (self._section_naming(module), module)
+            yield Mistyped(message=f"module {module}: in the plan, not in the model", place=place)
         for module, direction, path in sorted(self.crossings.keys() - places):
-            yield Mistyped(message=f"{direction} {path} of {module or ROOT}: the plan converts it, and nothing crosses")
+            message = f"{direction} {path} of {module or ROOT}: the plan converts it, and nothing crosses"
+            yield Mistyped(message=message, place=("boundaries", module, f"{direction}s", path))
         whole = {op.module for op in self.graph.ops if op.target == OPAQUE}
         for module in sorted(whole - self.opaque):
-            yield Mistyped(message=f"module {module or ROOT}: runs whole, and the plan does not say so")
+            message = f"module {module or ROOT}: runs whole, and the plan does not say so"
+            yield Mistyped(message=message, place=("opaque", module))
         for module in sorted(self.opaque - whole):
-            yield Mistyped(message=f"module {module or ROOT}: the plan says that it runs whole, and it does not")
+            message = f"module {module or ROOT}: the plan says that it runs whole, and it does not"
+            yield Mistyped(message=message, place=("opaque", module))
         for path in sorted(self.outputs.keys() - outputs):
-            yield Mistyped(message=f"output {path}: in the plan, not in the model")
+            yield Mistyped(message=f"output {path}: in the plan, not in the model", place=("outputs", path))
         for module in sorted(self.losses.keys() - losses):
-            yield Mistyped(message=f"loss of {module or ROOT}: in the plan, not in the model")
+            yield Mistyped(message=f"loss of {module or ROOT}: in the plan, not in the model", place=("losses", module))
 
     def _parameter(self, source: Source, plan: ParameterPlan) -> Iterator[str]:
         shape = self.graph.values[source.result].shape
@@ -158,6 +167,17 @@ class _Checker:
             return False
         return value.storage not in self.written or not Conversion(start, layout).forward
 
+    def _section_naming(self, module: str) -> str:
+        tables = {"losses": self.losses, "draws": self.draws, "sizes": self.sized}
+        return next((section for section, names in tables.items() if module in names), "boundaries")
+
+    def _place_of(self, node: Op | Boundary) -> tuple[str, ...]:
+        """Of what crosses, its conversion; of an op, how it reads a parameter, if it does, else its module's border."""
+        if isinstance(node, Boundary):
+            return "boundaries", node.module, f"{node.direction}s", node.path
+        label = next((self.parameters[name].label for name in node.operands if name in self.parameters), None)
+        return ("parameters", label, "reads", node.module) if label is not None else ("boundaries", node.module)
+
     # From the sources on: (2), (3)
 
     def _forward(self) -> Iterator[Mistyped]:
@@ -165,13 +185,14 @@ class _Checker:
         for node in self.graph.nodes:
             options = self._crossing(node) if isinstance(node, Boundary) else self._op(node)
             if isinstance(options, str):
-                yield Mistyped(message=f"{_title(node)}: {options}", blamed=(node.name,))
+                message = f"{_title(node)}: {options}"
+                yield Mistyped(message=message, blamed=(node.name,), place=self._place_of(node))
                 return
             kept = tuple(strategy for strategy in options if self._has_local_shapes(node, strategy))
             if not kept:
                 seen = [self.local_shapes.get(result) for result in node.results]
                 message = f"{_title(node)}: gives {'; '.join(map(str, options))}, and {seen} was seen"
-                yield Mistyped(message=message, blamed=(node.name,))
+                yield Mistyped(message=message, blamed=(node.name,), place=self._place_of(node))
                 return
             self.strategies[node.name] = kept
             for i, result in enumerate(node.results):
@@ -277,13 +298,15 @@ class _Checker:
             if wanted not in self.possible[value] or not wanted.is_plain:
                 message = f"{title} is {_either(self.possible[value])}, expected {wanted}"
                 producer = self.graph.producers.get(value)
-                yield Mistyped(message=message, blamed=(producer.name,) if producer is not None else ())
+                blamed = (producer.name,) if producer is not None else ()
+                yield Mistyped(message=message, blamed=blamed, place=("outputs", title.removeprefix("output ")))
         for node in reversed(self.graph.nodes):
             named = ((strategy, self._named(node, strategy)) for strategy in self.strategies[node.name])
             fitting = ((s, names) for s, names in named if all(layouts.get(n, x) == x for n, x in names.items()))
             taken = next(fitting, None)
             if taken is None:
-                yield Mistyped(message=f"{_title(node)}: what reads it needs several layouts", blamed=(node.name,))
+                message = f"{_title(node)}: what reads it needs several layouts"
+                yield Mistyped(message=message, blamed=(node.name,), place=self._place_of(node))
                 return
             self.taken[node.name] = taken[0]
             layouts |= taken[1]
