@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tpplan.rewrite import own_code
 
@@ -32,6 +33,21 @@ class DrawByRank:
         first = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
         with _own_state(self.rank, first.device):
             return func(*args, **kwargs)
+
+
+class WithoutDropout(TorchFunctionMode):
+    """While it is on, nothing is dropped at random, for what is to be compared."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if not _drops(func, args, kwargs):
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+                return func(*args, **kwargs)
+            return func(*args, **kwargs | {"dropout_p": 0.0})
+        return args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
 
 
 def _drops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -1,0 +1,70 @@
+"""`tpplan verify plan.json model.py --ranks 4`: runs a plan beside one process, and its list of collectives beside what
+is issued. `--dry` does all but the values on a fake process group of the plan's real size.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from tpplan.commands._output import print_lines
+from tpplan.commands.solve import count
+from tpplan.errors import UsageError, VerificationError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from tpplan.verify import Report
+
+_EPILOG = """\
+model.py (or model.py:BUILDER, hf:path/config.json) is what the plan was made for. Exit code 4 if a check fails; what
+differs stands below it, the first layer first. On fewer ranks than the plan has, its choices are run by name on a mesh
+whose degrees divide the plan's.
+"""
+
+
+def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the verb."""
+    parser = subparsers.add_parser(
+        "verify",
+        help="hold a plan against what it does",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("plan", metavar="plan.json", help="a plan that `tpplan solve -o` wrote")
+    parser.add_argument("model", metavar="model.py", help="model.py, model.py:BUILDER or hf:path/config.json")
+    parser.add_argument("--ranks", type=count, metavar="N", help="processes to start (default: the plan's, at most 4)")
+    parser.add_argument("--layers", type=count, metavar="N", help="keep the first N layers of each repeated block")
+    parser.add_argument("--dry", action="store_true", help="one rank on fake tensors, at the plan's real size")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for ranks to finish in")
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the checks; exits with 4 where one fails."""
+    from tpplan.verify import verify_plan
+
+    if args.dry and args.ranks is not None:
+        raise UsageError("verify: --dry starts no ranks: leave out --ranks")
+    report = verify_plan(
+        args.plan, args.model, ranks=args.ranks, layers=args.layers, dry=args.dry, timeout_s=args.timeout
+    )
+    if args.json:
+        data = asdict(report) | {"is_right": report.is_right}
+        sys.stdout.write(json.dumps(data, indent=2, sort_keys=True) + "\n")
+    else:
+        print_lines(lambda width: _lines(report))
+    return 0 if report.is_right else VerificationError.exit_code
+
+
+def _lines(report: "Report") -> list[str]:
+    width = max(len(check.name) for check in report.checks)
+    lines = [report.ran, ""]
+    for check in report.checks:
+        lines.append(f"{check.outcome}  {check.name:{width}}  {check.detail}")
+        lines += [f"      {difference}" for difference in check.differences]
+    return lines
