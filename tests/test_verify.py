@@ -25,6 +25,7 @@ from tpplan.plan import CrossingPlan, Plan
 from tpplan.shrink import in_float32, on_mesh, smaller_mesh, with_layers
 from tpplan.verify import Check, Outcome, compare, verify_plan
 
+NUM_BLOCKS = 4  # of the MLP
 GPT, MLP = str(FOLDER / "gpt.py"), str(FOLDER / "mlp.py")
 
 
@@ -150,8 +151,9 @@ def test_a_gradient_that_is_not_reduced_is_found_by_name(gpt_plan: Plan) -> None
 
 
 def test_another_list_than_what_is_issued_names_the_first_layer(mlp_plan: Plan) -> None:
-    row = next(row for row in mlp_plan.collectives if "*" in row.where)
-    listed = tuple(replace(other, count=other.count + 4 * (other is row)) for other in mlp_plan.collectives)
+    row = max((row for row in mlp_plan.collectives if "*" in row.where), key=lambda row: row.count)
+    assert row.count % NUM_BLOCKS == 0
+    listed = tuple(replace(other, count=other.count + NUM_BLOCKS * (other is row)) for other in mlp_plan.collectives)
     check = found_by(replace(mlp_plan, collectives=listed), MLP, lambda model: None)["collectives"]
     assert check.outcome is Outcome.FAIL
     assert row.where.replace("*", "0") in check.differences[0]

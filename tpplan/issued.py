@@ -216,9 +216,12 @@ def differences(plan: Plan, planned: Mapping[Issued, int], issued: Sequence[Issu
 
 
 def first_member(plan: Plan, difference: Difference, issued: Sequence[Issued]) -> str:
-    """The first module of the pattern of which another number was issued than its share of those planned."""
+    """The first module of the pattern of which another number was issued than its share of those planned; the pattern
+    where they have no equal shares."""
     where = difference.collective.where
     members = [name for name, _ in plan.expand(where)]
     found = Counter(one.where for one in issued if _renamed(one, where) == difference.collective)
-    share = difference.planned / len(members)
+    share, rest = divmod(difference.planned, len(members))
+    if rest:
+        return where
     return next((name for name in members if found[name] != share), members[0])
