@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from tpplan.batching import BatchShare as BatchShare
     from tpplan.data import PlanSampler as PlanSampler
     from tpplan.data import by_step as by_step
+    from tpplan.load_weights import init_weights as init_weights
+    from tpplan.load_weights import load_safetensors as load_safetensors
+    from tpplan.load_weights import load_state_dict as load_state_dict
     from tpplan.losses import cross_entropy as cross_entropy
     from tpplan.mesh import Mesh as Mesh
     from tpplan.options import Cluster as Cluster
@@ -49,7 +52,10 @@ _HOME = {
     "cross_entropy": "losses",
     "forward_inputs": "trace",
     "guard": "watch",
+    "init_weights": "load_weights",
     "load_profile": "profile",
+    "load_safetensors": "load_weights",
+    "load_state_dict": "load_weights",
     "loss_weights": "weighting",
     "no_sync": "apply",
     "price": "planner",

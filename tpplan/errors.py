@@ -98,3 +98,9 @@ class SolverError(TpplanError):
     """No solver is installed, or it stopped without a feasible solution."""
 
     exit_code = 9
+
+
+class WeightsError(TpplanError):
+    """Weights or a checkpoint are missing, unreadable, or of another model."""
+
+    exit_code = 10
