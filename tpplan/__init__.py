@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from tpplan.batching import BatchShare as BatchShare
     from tpplan.data import PlanSampler as PlanSampler
     from tpplan.data import by_step as by_step
+    from tpplan.checkpoint import load_checkpoint as load_checkpoint
+    from tpplan.checkpoint import save_checkpoint as save_checkpoint
+    from tpplan.checkpoint_folder import latest_checkpoint as latest_checkpoint
     from tpplan.load_weights import init_weights as init_weights
     from tpplan.load_weights import load_safetensors as load_safetensors
     from tpplan.load_weights import load_state_dict as load_state_dict
@@ -53,6 +56,8 @@ _HOME = {
     "forward_inputs": "trace",
     "guard": "watch",
     "init_weights": "load_weights",
+    "latest_checkpoint": "checkpoint_folder",
+    "load_checkpoint": "checkpoint",
     "load_profile": "profile",
     "load_safetensors": "load_weights",
     "load_state_dict": "load_weights",
@@ -60,6 +65,7 @@ _HOME = {
     "no_sync": "apply",
     "price": "planner",
     "prove_plan": "proof",
+    "save_checkpoint": "checkpoint",
     "solve": "planner",
     "styles": "style",
     "verify_plan": "verify",
