@@ -5,7 +5,12 @@
 
 The global batch of a step is a function of the step alone, and data-parallel ranks read consecutive slices of it: both
 commands see the same samples, and their losses and gradients are the same up to rounding. The second prints both, and
-fails where a loss differs by more than 1e-4 or a gradient of the first step by more than 1e-5. A model file defines
+fails where a loss differs by more than 1e-4 or a gradient of the first step by more than 1e-5.
+
+    torchrun --nproc-per-node 4 scripts/train.py MODEL --plan four.json --steps 10 --checkpoints ckpt --save-every 5
+    torchrun --nproc-per-node 2 scripts/train.py MODEL --plan two.json --steps 20 --checkpoints ckpt --resume
+
+The second goes on at step 10 under another plan, with the losses that one run of 20 steps has. A model file defines
 
     build_model()                           the model; `model.py:other_builder` names another builder
     example_inputs(batch, seq_len, seed=0)  a dict of tensors, batch first; forward takes those it names
@@ -64,13 +69,27 @@ class ModelFile:
     loss: Callable[[Tensor, Inputs], Tensor]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoints:
+    """A folder of them, after how many steps there is another, besides after the last, and whether the latest is
+    loaded before the first step."""
+
+    folder: Path
+    every: int
+    resume: bool
+
+
 @dataclass(slots=True, kw_only=True)
 class History:
-    """What a run has seen so far. `first_gradients`: those of the first step, whole and before clipping, by name."""
+    """What a run has seen so far. `first_gradients`: those of step 0, whole and before clipping, by name.
+
+    `first_step` is above 0 where it went on from a checkpoint.
+    """
 
     losses: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     first_gradients: dict[str, Tensor] = field(default_factory=dict)
+    first_step: int = 0
 
 
 #: called with a step and its loss
@@ -105,12 +124,12 @@ def text_batch(text: Tensor, batch: int, seq_len: int, seed: int) -> Inputs:
     return {"tokens": windows[:, :-1].contiguous(), "targets": windows[:, 1:].contiguous()}
 
 
-def global_batches(model_file: ModelFile, share: BatchShare) -> Iterator[Inputs]:
-    """The global batch of step 0, 1, ...: text for a model of tokens and targets, else its example inputs."""
+def global_batches(model_file: ModelFile, share: BatchShare, first_step: int = 0) -> Iterator[Inputs]:
+    """The global batches from a step on: text for a model of tokens and targets, else its example inputs."""
     batch_of = model_file.example_inputs
     if batch_of(share.global_batch, share.seq_len).keys() == {"tokens", "targets"}:
         batch_of = partial(text_batch, train_text())
-    for step in count():
+    for step in count(first_step):
         yield batch_of(share.global_batch, share.seq_len, seed=step)
 
 
@@ -153,11 +172,15 @@ def train(
     report: Report,
     clip: float | None = None,
     keep_gradients: bool = False,
+    checkpoints: Checkpoints | None = None,
 ) -> History:
-    """AdamW for some steps. The history is the same on every rank, its times apart; gradients are kept if told."""
+    """AdamW up to some step. The history is the same on every rank, its times apart; gradients are kept if told."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     history = History()
-    for step, batch in zip(range(steps), global_batches(model_file, share), strict=False):
+    if checkpoints is not None and checkpoints.resume:
+        history.first_step = resume(checkpoints, model, optimizer, share, steps)
+    numbers = range(history.first_step, steps)
+    for step, batch in zip(numbers, global_batches(model_file, share, history.first_step), strict=False):
         micro_batches = [
             {name: value.to(device) for name, value in inputs.items()} for inputs in share.micro_batches(batch)
         ]
@@ -174,7 +197,36 @@ def train(
         history.step_s.append(time.perf_counter() - started)
         history.losses.append(loss)
         report(step, loss)
+        if checkpoints is not None and ((step + 1) % checkpoints.every == 0 or step + 1 == steps):
+            save(checkpoints, model, optimizer, share, step + 1)
     return history
+
+
+#: complete ones that stay in the folder
+NUM_CHECKPOINTS = 2
+
+
+def save(
+    checkpoints: Checkpoints, model: nn.Module, optimizer: torch.optim.Optimizer, share: BatchShare, step: int
+) -> None:
+    """A checkpoint after so many steps. Which data comes next follows from the step and the global batch."""
+    extras = {"global_batch": share.global_batch, "seq_len": share.seq_len}
+    tpplan.save_checkpoint(checkpoints.folder, model, optimizer, step=step, extras=extras, keep=NUM_CHECKPOINTS)
+
+
+def resume(
+    checkpoints: Checkpoints, model: nn.Module, optimizer: torch.optim.Optimizer, share: BatchShare, steps: int
+) -> int:
+    """Fills model and optimizer from the latest checkpoint; returns the step to go on at. SystemExit for other data."""
+    loaded = tpplan.load_checkpoint(checkpoints.folder, model, optimizer)
+    data = {"global_batch": share.global_batch, "seq_len": share.seq_len}
+    if loaded.extras != data:
+        raise SystemExit(
+            f"{loaded.path} was trained on {loaded.extras}, this run reads {data}: give both the same batch"
+        )
+    if loaded.step >= steps:
+        raise SystemExit(f"{loaded.path} is at step {loaded.step}: nothing is left to do up to --steps {steps}")
+    return loaded.step
 
 
 def relative_errors(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
@@ -188,15 +240,16 @@ def relative_errors(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -
 
 def compare(history: History, reference: History) -> None:
     """Prints by how much two runs differ. Raises SystemExit where it is more than rounding, or not a number."""
-    if differing := sorted(history.first_gradients.keys() ^ reference.first_gradients.keys()):
-        raise SystemExit(f"the runs differ: only one of them has gradients of {', '.join(differing)}")
-    pairs = zip(history.losses, reference.losses, strict=True)
-    loss_errors = {f"step {step}": abs(loss - expected) for step, (loss, expected) in enumerate(pairs)}
-    gradient_errors = relative_errors(history.first_gradients, reference.first_gradients)
-    for what, errors, tolerance in (
-        ("losses", loss_errors, LOSS_TOLERANCE),
-        ("gradients of step 0, relative", gradient_errors, GRADIENT_TOLERANCE),
-    ):
+    first = history.first_step
+    pairs = zip(history.losses, reference.losses[first:], strict=True)
+    loss_errors = {f"step {step}": abs(loss - expected) for step, (loss, expected) in enumerate(pairs, first)}
+    compared = [("losses", loss_errors, LOSS_TOLERANCE)]
+    if first == 0:
+        if differing := sorted(history.first_gradients.keys() ^ reference.first_gradients.keys()):
+            raise SystemExit(f"the runs differ: only one of them has gradients of {', '.join(differing)}")
+        gradient_errors = relative_errors(history.first_gradients, reference.first_gradients)
+        compared.append(("gradients of step 0, relative", gradient_errors, GRADIENT_TOLERANCE))
+    for what, errors, tolerance in compared:
         beyond = [place for place, error in errors.items() if not error <= tolerance]  # nan is beyond as well
         if beyond:
             raise SystemExit(
@@ -243,7 +296,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write losses and step times")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write losses and the first step's gradients")
     parser.add_argument("--against", type=Path, metavar="FILE", help="compare with a recorded run (a plan in fp32)")
+    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="save there after the last step")
+    parser.add_argument("--save-every", type=int, metavar="N", help="and after every N steps")
+    parser.add_argument("--resume", action="store_true", help="go on from the latest of --checkpoints, up to --steps")
     options = parser.parse_args(arguments)
+    if not options.checkpoints and (options.resume or options.save_every):
+        parser.error("--resume and --save-every need --checkpoints FOLDER")
+    if options.save_every is not None and options.save_every < 1:
+        parser.error(f"--save-every {options.save_every}: expected at least 1")
+    if options.resume and options.record:
+        parser.error("--record writes a whole run, and --resume makes the rest of one")
     world_size = int(os.environ.get("WORLD_SIZE", "0"))
     if options.plan and not world_size:
         parser.error("--plan needs one process per GPU: torchrun --nproc-per-node N scripts/train.py ...")
@@ -316,6 +378,10 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
     model = model_file.build_model().to(device)
     if plan is not None:
         model = tpplan.apply_plan(model, plan)
+    checkpoints = None
+    if options.checkpoints:
+        every = options.save_every or options.steps
+        checkpoints = Checkpoints(folder=options.checkpoints, every=every, resume=options.resume)
     history = train(
         model,
         model_file,
@@ -326,6 +392,7 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
         device=device,
         report=reporter(reference) if is_reporter else lambda _step, _loss: None,
         keep_gradients=bool(options.record or reference),
+        checkpoints=checkpoints,
     )
     if is_reporter:
         print(f"median step {format_seconds(statistics.median(history.step_s))}" + prediction(plan))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,24 @@ def trained(plan: Plan | None) -> tuple[list[float], dict[str, torch.Tensor]]:
     return history.losses, history.first_gradients
 
 
+def interrupted(plan: Plan, checkpoints: Any, steps: int) -> tuple[int, list[float]]:
+    """Where a run begins, and its losses. One that is resumed is built with other weights, which must not count."""
+    model_file = train.load_model_file(str(LLAMA))
+    torch.manual_seed(17 if checkpoints.resume else 0)
+    model = tpplan.apply_plan(model_file.build_model(), plan)
+    history = train.train(
+        model,
+        model_file,
+        train.plan_share(plan, dist.get_rank()),
+        steps=steps,
+        lr=LEARNING_RATE,
+        device=torch.device("cpu"),
+        report=lambda _step, _loss: None,
+        checkpoints=checkpoints,
+    )
+    return history.first_step, history.losses
+
+
 @pytest.fixture(scope="module")
 def one_process() -> tuple[list[float], dict[str, torch.Tensor]]:
     return trained(None)
@@ -105,6 +124,23 @@ def test_plans_train_as_one_process_does(
         for name, gradient in expected.items():
             error = (gradients[name] - gradient).abs().max() / gradient.abs().max()
             assert error < GRADIENT_TOLERANCE, name
+
+
+@pytest.mark.slow
+def test_resumed_under_another_plan_it_trains_as_one_process_does(
+    one_process: tuple[list[float], dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    """Seven steps on tp 2 x FSDP 2, the rest on FSDP 2."""
+    expected, _ = one_process
+    for tp, fsdp, first, last in ((2, 2, 0, 7), (1, 2, 7, STEPS)):
+        micro_batch = BATCH // 4
+        batch = {"global_batch": BATCH, "micro_batch": micro_batch, "seq_len": SEQ_LEN}
+        plan = solve_example("llama", eager_to_shard(), gpus=tp * fsdp, tp=tp, fsdp=fsdp, prove=False, **batch)
+        checkpoints = train.Checkpoints(folder=tmp_path, every=5, resume=first > 0)
+        for begun, losses in run_ranks(tp * fsdp, interrupted, plan, checkpoints, last):
+            assert begun == first
+            assert losses == pytest.approx(expected[first:last], abs=LOSS_TOLERANCE)
+        assert tpplan.latest_checkpoint(tmp_path) == tmp_path / f"step-{last:08}"
 
 
 def test_the_text_is_learned(one_process: tuple[list[float], dict[str, torch.Tensor]]) -> None:
@@ -160,3 +196,25 @@ def test_torchrun_compares_a_plan_with_a_recorded_run(tmp_path: Path) -> None:
     assert lines[3].startswith("median step")
     assert lines[4].startswith("losses: largest difference")
     assert lines[5].startswith("gradients of step 0, relative: largest difference")
+
+
+def test_a_run_of_one_process_is_interrupted_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [str(LLAMA), "--device", "cpu", "--batch", "4", "--seq-len", "8"]
+    folder, recorded = tmp_path / "checkpoints", tmp_path / "alone.pt"
+    train.main([*options, "--steps", "5", "--record", str(recorded)])
+    train.main([*options, "--steps", "3", "--checkpoints", str(folder), "--save-every", "2"])
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000002", "step-00000003"]
+    capsys.readouterr()
+    resumed = [*options, "--checkpoints", str(folder), "--resume"]
+    train.main([*resumed, "--steps", "5", "--against", str(recorded)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[:2]] == [["step", "3"], ["step", "4"]]
+    assert lines[3].startswith("losses: largest difference 0.0e+00 (step 3)")
+    assert len(lines) == 4
+    with pytest.raises(SystemExit, match="is at step 5: nothing is left to do up to --steps 5"):
+        train.main([*resumed, "--steps", "5"])
+    with pytest.raises(SystemExit, match="give both the same batch"):
+        train.main([*resumed, "--steps", "6", "--batch", "2"])
+    with pytest.raises(SystemExit):
+        train.main([*options, "--resume"])
+    assert "--resume and --save-every need --checkpoints" in capsys.readouterr().err

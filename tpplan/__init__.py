@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from tpplan.apply import apply_plan as apply_plan
     from tpplan.apply import no_sync as no_sync
     from tpplan.batching import BatchShare as BatchShare
-    from tpplan.data import PlanSampler as PlanSampler
-    from tpplan.data import by_step as by_step
     from tpplan.checkpoint import load_checkpoint as load_checkpoint
     from tpplan.checkpoint import save_checkpoint as save_checkpoint
     from tpplan.checkpoint_folder import latest_checkpoint as latest_checkpoint
+    from tpplan.data import PlanSampler as PlanSampler
+    from tpplan.data import by_step as by_step
     from tpplan.load_weights import init_weights as init_weights
     from tpplan.load_weights import load_safetensors as load_safetensors
     from tpplan.load_weights import load_state_dict as load_state_dict
