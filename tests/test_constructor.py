@@ -63,6 +63,10 @@ class Odd(nn.Module):
         self.data = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
         self.steps = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]) * torch.linspace(0, 1, 3))
         self.rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
+        self.parts = [part.tolist() for part in torch.linspace(0, 0.5, 6).split([2, 4])]
+        self.array = nn.Parameter(torch.from_numpy(torch.linspace(0, 1, 5).numpy() * 2))
+        self.shift = self.rates[1] + self.parts[1][2] + float(torch.rand(3).max())
+        self.shifted = nn.Parameter(torch.full((3,), self.shift))
         self.half = nn.Linear(8, 4).to(torch.bfloat16)
         self.rotary = Rotary()
         truncated = nn.Parameter(torch.empty(20, 8))

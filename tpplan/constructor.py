@@ -23,7 +23,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.errors import ModelError
@@ -231,7 +231,8 @@ class Disguise(TorchFunctionMode):
         if func in _ASKING and self.tape.knows(args[0]):
             if _ASKING[func] is not None:
                 return _ASKING[func]
-            args = (*self.tape.compute([_view(args[0])]), *args[1:])
+            with _disable_current_modes():  # the recorder among them
+                return func(*self.tape.compute([_view(args[0])]), *args[1:], **kwargs or {})
         return func(*args, **kwargs or {})
 
 
