@@ -89,7 +89,7 @@ def measure(case: Case) -> dict[str, float]:
 
     def counted(reduced: Any) -> Any:
         model = build(reduced)
-        sizes.append(model.program.numVariables())
+        sizes.append(model.program.num_columns)
         return model
 
     milp.build, milp.reduce = clock.within("build", counted), clock.within("build", milp.reduce)

@@ -96,7 +96,7 @@ def _timed_build(problem: Problem) -> tuple[float, int, int]:
     assert reduced is not None
     model = milp.build(reduced)
     seconds = time.perf_counter() - started
-    return seconds, sum(map(len, model.binaries.values())), model.program.numConstraints()
+    return seconds, int((model.binaries >= 0).sum()), model.program.num_rows
 
 
 def _timed_solve(problem: Problem, solver: str, time_limit_s: float) -> tuple[float, Solution | TpplanError]:

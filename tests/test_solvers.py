@@ -4,13 +4,14 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 
 from tpplan import solvers
 from tpplan.errors import SolverError, UsageError
-from tpplan.problem import Choice, Edge, Expression, Node, Problem, Resource, Solution, Status, Term, total
+from tpplan.problem import Choice, Edge, Expression, Node, Problem, Resource, Solution, Split, Status, Term, total
 from tpplan.solvers.reduction import reduce
 
 ILP_SOLVERS = ("highs", "cbc")
@@ -60,7 +61,23 @@ def random_expression(rng: random.Random, nodes: tuple[Node, ...], scale: float)
     )
 
 
-def random_term(rng: random.Random, nodes: tuple[Node, ...], scale: float) -> Term:
+def random_term(rng: random.Random, nodes: tuple[Node, ...], scale: float, parts: tuple[str, ...] = ()) -> Term:
+    """A linear term, a max of up to four expressions, or exposed communication max(0, a - b); with parts now and then
+    once for each of one, or with expressions that count by whether there are any."""
+    term = random_plain_term(rng, nodes, scale)
+    if parts and rng.random() < 0.7:
+        term = replace(term, each=rng.choice(parts))
+    if parts and rng.random() < 0.4:
+        guarded = replace(
+            random_expression(rng, nodes, scale),
+            where=rng.choice((None, *parts)),
+            unless=tuple(part for part in parts if rng.random() < 0.3),
+        )
+        term = replace(term, expressions=(*term.expressions, guarded))
+    return term
+
+
+def random_plain_term(rng: random.Random, nodes: tuple[Node, ...], scale: float) -> Term:
     """A linear term, a max of up to four expressions, or exposed communication max(0, a - b)."""
     weight = rng.choice((0.0, 1.0, 1.0, 32.0, rng.random()))
     if rng.random() < 0.3:
@@ -90,9 +107,29 @@ def random_edges(rng: random.Random, nodes: tuple[Node, ...], planted: Choice | 
     return tuple(edges)
 
 
-def random_resource(rng: random.Random, nodes: tuple[Node, ...], scale: float, reached: Choice) -> Resource:
+def random_splits(rng: random.Random) -> tuple[Split, ...]:
+    """None, one or two, of up to three parts."""
+    return tuple(
+        Split(parts=tuple(f"split{i} part{j}" for j in range(rng.randint(1, 3))), total=rng.choice((1, 1, 2, 3, 5)))
+        for i in range(rng.choice((0, 0, 1, 2)))
+    )
+
+
+def random_numbers(rng: random.Random, splits: tuple[Split, ...]) -> dict[str, int]:
+    """A way to divide what splits divide."""
+    found: dict[str, int] = {}
+    for split in splits:
+        found |= dict.fromkeys(split.parts, 0)
+        for _ in range(split.total):
+            found[rng.choice(split.parts)] += 1
+    return found
+
+
+def random_resource(
+    rng: random.Random, nodes: tuple[Node, ...], scale: float, reached: Choice, parts: tuple[str, ...]
+) -> Resource:
     """A limit that a choice reaches exactly, or almost, or that it exceeds."""
-    terms = tuple(random_term(rng, nodes, scale) for _ in range(rng.randint(1, 3)))
+    terms = tuple(random_term(rng, nodes, scale, parts) for _ in range(rng.randint(1, 3)))
     limit = total(terms, reached) * rng.choice((1.0, 1.0, 1.0, 1.1, 0.9))
     return Resource(name="memory", terms=terms, limit=max(0.0, limit))
 
@@ -104,13 +141,16 @@ def random_problem(seed: int) -> Problem:
     nodes = tuple(node(f"n{i}", rng.randint(smallest, 6)) for i in range(rng.choice((1, 2, 3, 4, 5, 5, 6, 6))))
     if not all(n.strategies for n in nodes):
         return Problem(nodes=nodes, edges=random_edges(rng, nodes, None), objective=())
-    planted = {n.name: rng.randrange(len(n.strategies)) for n in nodes}
+    splits = random_splits(rng)
+    parts = tuple(part for split in splits for part in split.parts)
+    planted = {n.name: rng.randrange(len(n.strategies)) for n in nodes} | random_numbers(rng, splits)
     seconds, size = rng.choice(SECONDS_SCALES), rng.choice(BYTES_SCALES)
     return Problem(
         nodes=nodes,
         edges=random_edges(rng, nodes, planted if rng.random() < 0.9 else None),
-        objective=tuple(random_term(rng, nodes, seconds) for _ in range(rng.randint(0, 6))),
-        resources=tuple(random_resource(rng, nodes, size, planted) for _ in range(rng.randint(0, 2))),
+        objective=tuple(random_term(rng, nodes, seconds, parts) for _ in range(rng.randint(0, 6))),
+        resources=tuple(random_resource(rng, nodes, size, planted, parts) for _ in range(rng.randint(0, 2))),
+        splits=splits,
     )
 
 
@@ -137,7 +177,7 @@ def assert_truthful(problem: Problem, solution: Solution) -> None:
     assert solution.choice is not None
     assert solution.objective is not None
     assert solution.bound is not None
-    assert solution.choice.keys() == {n.name for n in problem.nodes}
+    assert solution.choice.keys() == {*(n.name for n in problem.nodes), *problem.parts}
     assert problem.is_feasible(solution.choice)
     assert solution.objective == problem.price(solution.choice)
     assert solution.bound <= solution.objective
@@ -166,16 +206,18 @@ def test_random_problems_cover_what_they_are_meant_to() -> None:
     problems = [random_problem(seed) for seed in range(NUM_RANDOM_PROBLEMS)]
     solutions = [solvers.solve(problem, solver="brute-force") for problem in problems]
     infeasible = sum(solution.status is Status.INFEASIBLE for solution in solutions)
-    free = [Problem(nodes=p.nodes, edges=p.edges, objective=p.objective) for p in problems]
+    free = [replace(problem, resources=()) for problem in problems]
     unlimited = [solvers.solve(problem, solver="brute-force").objective for problem in free]
     bound_by_limits = sum(s.objective != u for s, u in zip(solutions, unlimited, strict=True))
     reduced = [r for r in map(reduce, problems) if r is not None]
     peaks = sum(bool(r.objective.peaks or any(resource.peaks for resource in r.resources)) for r in reduced)
     assert 20 <= infeasible <= NUM_RANDOM_PROBLEMS // 2
     assert bound_by_limits >= 50
-    undecided = sum(any(len(strategies) > 1 for strategies in r.alive.values()) for r in reduced)
+    undecided = sum(len(r.columns) > len(r.starts) for r in reduced)
+    divided = sum(len([part for part in r.parts if part.most]) > len({part.split for part in r.parts}) for r in reduced)
     assert peaks >= 100
-    assert undecided >= 200
+    assert undecided >= 150
+    assert divided >= 100
 
 
 # --- known answers ---------------------------------------------------------------------------------------------------
@@ -303,10 +345,11 @@ def test_reduction_leaves_only_what_can_be_chosen() -> None:
     reduced = reduce(problem)
     assert reduced is not None
     # P and T have no partner; the second edge wants b = R where a is 0 or 1, the first then a = R.
-    assert reduced.alive == {"a": [0], "b": [0]}
-    assert len(reduced.links) == 1
-    assert reduced.objective.linear.low == 1.0
-    assert not reduced.objective.linear.extras
+    assert len(reduced.columns) == 1
+    assert reduced.choice(reduced.columns, {}) == {"a": 0, "b": 0}
+    assert not reduced.skeleton.links
+    assert reduced.objective.low == 1.0
+    assert not reduced.objective.extras.any()
 
 
 def test_reduction_drops_expressions_that_are_never_the_largest() -> None:
@@ -321,8 +364,11 @@ def test_reduction_drops_expressions_that_are_never_the_largest() -> None:
     )
     reduced = reduce(problem)
     assert reduced is not None
+    # a and b are one group: b is what a is not
+    assert len(reduced.starts) == 1
     assert reduced.objective.peaks == ()
-    assert reduced.objective.linear.extras == {"a": [0.0, 2.0], "b": [0.0, 2.0]}
+    assert reduced.objective.low == 2 * 6.0
+    assert len(reduced.columns) == 1
 
 
 # --- time limits -----------------------------------------------------------------------------------------------------
@@ -432,7 +478,7 @@ def test_most_preferred_installed_solver_is_used(monkeypatch: pytest.MonkeyPatch
 def test_no_solver_installed_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, "pulp", "highspy")
     assert solvers.available() == ("brute-force",)
-    with pytest.raises(SolverError, match="pip install pulp highspy"):
+    with pytest.raises(SolverError, match="pip install highspy"):
         solvers.solve(MLP)
 
 

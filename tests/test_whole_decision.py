@@ -15,7 +15,7 @@ from tpplan import solvers
 from tpplan.assemble import Expanded, expand
 from tpplan.costs.compute import Executor
 from tpplan.errors import InfeasibleError
-from tpplan.formulate import MEMORY_ROWS, Formulation, Setting, price_space
+from tpplan.formulate import Formulation, Setting, price_space
 from tpplan.graph import ModelGraph
 from tpplan.layout import R
 from tpplan.mesh import Mesh
@@ -164,7 +164,7 @@ def check_peaks(layers: int, mesh: Mesh, steps: int) -> None:
         assert choice is not None
         expanded = expand(own, choice)
         everything = dict.fromkeys(expanded.space.deciders, 0)
-        needed = max(total(row.terms, everything) for row in expanded.problem.resources[:MEMORY_ROWS])
+        needed = max(total(row.terms, everything) for row in expanded.problem.resources)
         assert peak_of(expanded, Expanded(formulation=expanded).recomputed()).num_bytes <= needed
 
 

@@ -198,9 +198,10 @@ class Expanded:
         """Units by pattern, the root last."""
         names = [unit.name or ROOT for unit in self.formulation.units] if self.formulation.uses_fsdp else []
         patterns = dict.fromkeys(self._pattern_of(name) for name in names)
-        resharded = [treatment.reshard for treatment in self.treatments.values()]
+        treatments = self.treatments
+        resharded = [treatment.reshard for treatment in treatments.values()]
         rule = 2 * sum(resharded) >= len(resharded)
-        exceptions = tuple(name for name in names if name in self.treatments and self.treatments[name].reshard != rule)
+        exceptions = tuple(name for name in names if name in treatments and treatments[name].reshard != rule)
         return FsdpPlan(units=tuple(patterns), reshard_after_forward=rule, exceptions=exceptions)
 
     @property
@@ -278,7 +279,7 @@ class Expanded:
     def _fsdp_collectives(self) -> Counter[tuple[str, str, Axis, Pass, str, int]]:
         """Gathers and reductions of each unit; the root is gathered once a micro-batch, the others again backward."""
         found: Counter[tuple[str, str, Axis, Pass, str, int]] = Counter()
-        mesh, steps = self.formulation.mesh, self.formulation.setting.accumulation_steps
+        mesh, steps, treatments = self.formulation.mesh, self.formulation.setting.accumulation_steps, self.treatments
         kinds = Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE
         gather, scatter, reduce = map(str, kinds)
         for unit in self.formulation.units if mesh.data_parallel > 1 else ():
@@ -288,7 +289,7 @@ class Expanded:
             if mesh.shard > 1:
                 dtype = self._gathered_dtype(unit.parameters)
                 found[where, gather, Axis.SHARD, Pass.FORWARD, dtype, gathered] += steps
-                if unit.name and self.treatments[unit.name].reshard:
+                if unit.name and treatments[unit.name].reshard:
                     found[where, gather, Axis.SHARD, Pass.BACKWARD, dtype, gathered] += steps
             if not trained:
                 continue

@@ -18,10 +18,11 @@ so what one of them makes again counts where no layer of its kind keeps all: els
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, pairwise
+from typing import TypeVar, cast
 
 from tpplan.costs.additions import MOVED
 from tpplan.costs.compute import Executor
@@ -29,19 +30,20 @@ from tpplan.costs.issue import Lag, scaled, waiting
 from tpplan.costs.layers import Activations, LayerCosts, layer_activations
 from tpplan.costs.memory import SAVED
 from tpplan.costs.table import Repeat, StrategyTime, time_table
-from tpplan.graph import Boundary, Source, within
+from tpplan.graph import Boundary, Source, enclosing
 from tpplan.layout import Layout, LayoutKind
 from tpplan.ledger import BUFFERS, TRANSIENTS
 from tpplan.mesh import Axis, Mesh
 from tpplan.optimizers import optimizer_named
 from tpplan.plan import Precision, Recompute, uses_fsdp
-from tpplan.problem import Edge, Expression, Node, Problem, Resource, Term
+from tpplan.problem import Edge, Expression, Node, Problem, Resource, Shared, Term
 from tpplan.profile import Collective, Estimate, HardwareProfile
 from tpplan.rules import Strategy
 from tpplan.space import Reading, Space, is_summand
 from tpplan.treatments import TREATMENTS, Count, Numbers, Treatment, merged, numbers_of
 from tpplan.units import DTYPE_BYTES
 
+T = TypeVar("T")
 #: from a parameter to the bytes of its whole
 BytesOf = Callable[[Source], float]
 
@@ -52,9 +54,6 @@ FSDP_COPIES = "copies of FSDP"
 ACCUMULATION, ISSUE = "gradient accumulation", "waiting for the CPU"
 #: a part of the peak
 UNSHARDED = "unsharded parameters"
-
-#: the first resources of a problem are memory: in a micro-batch, and in the optimizer's step
-MEMORY_ROWS = 2
 
 #: prices that differ by less are the same
 TIE_TOLERANCE = 1e-9
@@ -116,14 +115,12 @@ class Kind:
 
     def count(self, *, recompute: Recompute | None = None, reshard: bool | None = None) -> Count:
         """How many layers have a treatment of this kind."""
-        found = [
-            count
-            for treatment, count in self.numbers.counts.items()
-            if recompute in (None, treatment.recompute) and reshard in (None, treatment.reshard)
-        ]
-        return Count(
-            constant=sum(count.constant for count in found),
-            digits=tuple(digit for count in found for digit in count.digits),
+        return self.numbers.count(
+            [
+                treatment
+                for treatment in self.numbers.counts
+                if recompute in (None, treatment.recompute) and reshard in (None, treatment.reshard)
+            ]
         )
 
 
@@ -160,7 +157,15 @@ class PricedSpace:
     is_compiled: bool
     _activations: dict[tuple[str, ...], Activations] = field(default_factory=dict)
     _units: dict[tuple[str, ...], tuple[Unit, ...]] = field(default_factory=dict)
-    _edges: list[Edge] = field(default_factory=list)
+    _frames: list[tuple[tuple[Node, ...], tuple[Edge, ...]]] = field(default_factory=list)
+    shared: Shared = field(default_factory=Shared)
+    _memo: dict[Hashable, object] = field(default_factory=dict)
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What does not depend on the mesh, computed for the first of them that asks."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return cast(T, self._memo[key])
 
     def activations(self, units: tuple[str, ...]) -> Activations:
         """What is kept between forward and backward, by layer."""
@@ -174,26 +179,35 @@ class PricedSpace:
             self._units[names] = units_of(self.space, names)
         return self._units[names]
 
+    def nodes(self) -> tuple[Node, ...]:
+        """The deciding decisions."""
+        return self._frame()[0]
+
     def edges(self) -> tuple[Edge, ...]:
         """What has to agree, once."""
-        if not self._edges:
-            self._edges.extend(dict.fromkeys(edges_of(self.space)))
-        return tuple(self._edges)
+        return self._frame()[1]
+
+    def _frame(self) -> tuple[tuple[Node, ...], tuple[Edge, ...]]:
+        if not self._frames:
+            strategies = self.space.strategies
+            nodes = (Node(name=name, strategies=tuple(map(str, strategies[name]))) for name in self.space.members)
+            self._frames.append((tuple(nodes), tuple(dict.fromkeys(edges_of(self.space)))))
+        return self._frames[0]
 
 
 def units_of(space: Space, names: tuple[str, ...]) -> tuple[Unit, ...]:
     """Every FSDP unit, the root last under the name "": each parameter in the deepest unit with all its names."""
     inside: dict[str, list[Source]] = {name: [] for name in (*names, "")}
     for source in space.graph.parameters:
-        called = (source.label, *source.aliases)
-        owners = [unit for unit in names if all(within(name, unit) for name in called)]
+        around = (frozenset(enclosing(name)) for name in (source.label, *source.aliases))
+        owners = frozenset.intersection(*around) & inside.keys()
         inside[max(owners, key=len, default="")].append(source)
     hides: dict[str, list[str]] = {name: [] for name in inside}
     owner_of: dict[str, str] = {}
     for decision, decider in space.deciders.items():
         module = decider.op.module if isinstance(decider, Reading) else decider.module
         if module not in owner_of:
-            owner_of[module] = max((unit for unit in names if within(module, unit)), key=len, default="")
+            owner_of[module] = next(name for name in enclosing(module) if name in inside)
         hides[owner_of[module]].append(space.classes[decision])
     return tuple(
         Unit(name=name, parameters=tuple(parameters), hides=tuple(hides[name]))
@@ -204,13 +218,15 @@ def units_of(space: Space, names: tuple[str, ...]) -> tuple[Unit, ...]:
 
 def edges_of(space: Space) -> Iterator[Edge]:
     """Layouts along every flow agree; so do the readings of a parameter, and strategies that are shared."""
-    for flow in space.flows:
-        source, target = space.classes[flow.source], space.classes[flow.target]
+    flows = (
+        (space.classes[flow.source], flow.result, space.classes[flow.target], flow.operand) for flow in space.flows
+    )
+    for source, result, target, operand in dict.fromkeys(flows):
         yield Edge(
             source=source,
             target=target,
-            source_layouts=tuple(str(s.results[flow.result]) for s in space.strategies[source]),
-            target_layouts=tuple(str(s.operands[flow.operand]) for s in space.strategies[target]),
+            source_layouts=tuple(str(s.results[result]) for s in space.strategies[source]),
+            target_layouts=tuple(str(s.operands[operand]) for s in space.strategies[target]),
         )
     for readings in space.readings.values():
         yield from _agreements(space, [r.name for r in readings], lambda strategy: str(strategy.operands[0]))
@@ -273,18 +289,17 @@ class Formulation:
 
     @cached_property
     def problem(self) -> Problem:
-        """The problem; nodes are the deciding decisions, and the digits of numbers of layers."""
-        names = list(self.space.members)
-        layouts = (Node(name=name, strategies=tuple(str(s) for s in self.space.strategies[name])) for name in names)
-        numbers = [kind.numbers for kind in self.kinds]
+        """The problem; nodes are the deciding decisions, splits say how many layers get which treatment."""
         limit = self.setting.memory_limit_bytes
         memory = Resource(name="memory", terms=tuple(self._memory()), limit=limit)
         step = Resource(name="memory of the optimizer's step", terms=tuple(self._step_memory()), limit=limit)
         return Problem(
-            nodes=(*layouts, *(node for own in numbers for node in own.nodes)),
+            nodes=self.priced.nodes(),
             edges=self.priced.edges(),
             objective=tuple(self._objective()),
-            resources=(memory, step, *(rule for own in numbers for rule in own.resources)),
+            resources=(memory, step),
+            splits=tuple(split for kind in self.kinds for split in kind.numbers.splits),
+            shared=self.priced.shared,
         )
 
     def strategy(self, choice: Mapping[str, int], decision: str) -> Strategy:
@@ -327,21 +342,15 @@ class Formulation:
             edges=self.problem.edges,
             objective=(*work, *conversions, *treated),
             resources=(*self.problem.resources, price),
+            splits=self.problem.splits,
+            shared=self.problem.shared,
         )
 
     # Objective
 
     def _objective(self) -> Iterator[Term]:
-        steps = self.setting.accumulation_steps
-        for name, members in self.space.members.items():
-            times = self.table[name]
-            weight = float(steps * len(members))
-            for part, seconds in (
-                (COMPUTE, [(t.forward + t.backward).seconds for t in times]),
-                (TENSOR_PARALLEL, [(t.forward_collectives + t.backward_collectives).seconds for t in times]),
-            ):
-                if any(seconds):
-                    yield _linear(part, name, seconds, weight)
+        for term in self.priced.once("runs", lambda: tuple(self._runs())):
+            yield replace(term, weight=term.weight * self.setting.accumulation_steps)
         yield from self._issue()
         yield from self._repeats()
         yield from self._tp_gradient_reductions()
@@ -353,8 +362,22 @@ class Formulation:
         if self.uses_fsdp:
             yield from self._fsdp_copies()
 
-    def lags(self) -> dict[str, Lag]:
+    def _runs(self) -> Iterator[Term]:
+        """Kernels and collectives of a micro-batch."""
+        for name, members in self.space.members.items():
+            times = self.table[name]
+            for part, seconds in (
+                (COMPUTE, [(t.forward + t.backward).seconds for t in times]),
+                (TENSOR_PARALLEL, [(t.forward_collectives + t.backward_collectives).seconds for t in times]),
+            ):
+                if any(seconds):
+                    yield _linear(part, name, seconds, float(len(members)))
+
+    def lags(self) -> Mapping[str, Lag]:
         """How far issuing a micro-batch's kernels falls behind running them; nothing where a profile does not say."""
+        return self.priced.once("lags", self._lags)
+
+    def _lags(self) -> dict[str, Lag]:
         issue_s = self.setting.profile.issue_s
         if issue_s is None:
             return {}
@@ -378,7 +401,7 @@ class Formulation:
         for kind in self.kinds:
             for mode in Recompute:
                 count = kind.count(recompute=mode)
-                compute, collectives, issued = self._again(kind.layer, mode)
+                compute, collectives, issued = self._again(kind, mode)
                 for part, expression in ((COMPUTE, compute), (TENSOR_PARALLEL, collectives)):
                     if expression.terms:
                         yield from count.times(Term(name=part, expressions=(expression,), weight=steps))
@@ -395,8 +418,12 @@ class Formulation:
             for name, number in kind.layer.again.items()
         ]
 
-    def _again(self, layer: LayerCosts, mode: Recompute) -> tuple[Expression, Expression, Expression]:
+    def _again(self, kind: Kind, mode: Recompute) -> tuple[Expression, Expression, Expression]:
         """Of a layer's forward that runs again the seconds of kernels and of collectives, and the number of both."""
+        key = "again", self.setting.units, kind.unit.name, mode
+        return self.priced.once(key, lambda: self._run_again(kind.layer, mode))
+
+    def _run_again(self, layer: LayerCosts, mode: Recompute) -> tuple[Expression, Expression, Expression]:
         rows: tuple[dict[str, tuple[float, ...]], ...] = ({}, {}, {})
         for name, number in layer.again.items() if mode is not Recompute.NONE else ():
             repeated = [time.repeated(mode) for time in self.table[name]]
@@ -412,33 +439,33 @@ class Formulation:
         rate = self.seconds_per_byte(Collective.ALL_REDUCE, Axis.TP).seconds
         if not rate:
             return
+        summands = self.priced.once(("summands", self.setting.precision), lambda: Counter(self._summands()))
+        for expressions, number in summands.items():
+            yield Term(name=TP_REDUCTION, expressions=expressions, weight=rate / self.mesh.shard * number)
+
+    def _summands(self) -> Iterator[tuple[Expression, ...]]:
+        """Bytes of each parameter's gradient where any of its readings, of which the largest counts, is R*."""
         for readings in self.space.readings.values():
-            gradient = self._gradient_bytes(readings[0].parameter) / self.mesh.shard if readings else 0.0
+            gradient = self._gradient_bytes(readings[0].parameter) if readings else 0.0
             # Once for a parameter, if any of its readings is R*.
             names = dict.fromkeys(self.space.classes[reading.name] for reading in readings)
             vectors = {
-                name: tuple(gradient * rate if is_summand(s) else 0.0 for s in self.space.strategies[name])
-                for name in names
+                name: tuple(gradient if is_summand(s) else 0.0 for s in self.space.strategies[name]) for name in names
             }
             if any(any(vector) for vector in vectors.values()):
-                expressions = tuple(Expression(terms=(item,)) for item in vectors.items())
-                yield Term(name=TP_REDUCTION, expressions=expressions)
+                yield tuple(Expression(terms=(item,)) for item in vectors.items())
 
     def _accumulation(self) -> Iterator[Term]:
         """Each micro-batch's gradients but the first's are added to those there are, on every rank its shard."""
         rate = self.setting.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
         if added := self.setting.accumulation_steps - 1:
-            for expression in self._parameter_bytes(self._gradient_bytes):
+            for expression in self._parameter_bytes((1.0, self._gradient_bytes)):
                 yield Term(name=ACCUMULATION, expressions=(expression,), weight=MOVED * added * rate / self.shards)
 
     def _optimizer(self) -> Iterator[Term]:
         """Reads parameter, gradient and states, writes parameter and states."""
         rate = self.setting.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
-
-        def moved(source: Source) -> float:
-            return 3 * self._gradient_bytes(source) + 2 * self._state_bytes(source)
-
-        for expression in self._parameter_bytes(moved):
+        for expression in self._parameter_bytes((3.0, self._gradient_bytes), (2.0, self._state_bytes)):
             yield Term(name=OPTIMIZER, expressions=(expression,), weight=rate / self.shards)
 
     def overlaps(self) -> Iterator[Beside]:
@@ -457,7 +484,7 @@ class Formulation:
                 repeated = _sum(gather, scatter) if treatment.reshard else scatter
                 beside = backward
                 if self.hides:
-                    beside = merged(_sum(backward, self._again(kind.layer, treatment.recompute)[0]))
+                    beside = merged(_sum(backward, self._again(kind, treatment.recompute)[0]))
                 if steps > 1:
                     yield Beside(transfer=repeated, compute=beside, weight=steps - 1, count=count)
                 yield Beside(transfer=_sum(repeated, reduce), compute=beside, weight=1.0, count=count)
@@ -465,9 +492,9 @@ class Formulation:
     def _collectives_of(self, unit: Unit) -> tuple[Expression, Expression, Expression]:
         """Seconds of a unit's gather, of its reduce-scatter, and of the all-reduce among replicas."""
         return (
-            self._transfer(unit, Collective.ALL_GATHER, Axis.SHARD, self._compute_bytes),
-            self._transfer(unit, Collective.REDUCE_SCATTER, Axis.SHARD, self._gradient_bytes),
-            self._transfer(unit, Collective.ALL_REDUCE, Axis.REPLICATE, self._sharded_gradient_bytes),
+            self._transfer(unit, Collective.ALL_GATHER, Axis.SHARD, (1.0, self._compute_bytes)),
+            self._transfer(unit, Collective.REDUCE_SCATTER, Axis.SHARD, (1.0, self._gradient_bytes)),
+            self._transfer(unit, Collective.ALL_REDUCE, Axis.REPLICATE, (1 / self.mesh.shard, self._gradient_bytes)),
         )
 
     def _fsdp_copies(self) -> Iterator[Term]:
@@ -481,21 +508,13 @@ class Formulation:
         is_alone = self.shards == 1
         copies_in = 0.0 if is_alone and self.setting.precision is not Precision.BF16_MIXED else 1 / self.shards
 
-        def gathered(source: Source) -> float:
-            return 2 * self._compute_bytes(source) + copies_in * (self._master(source) + self._compute_bytes(source))
-
-        def reduced(source: Source) -> float:
-            copied_in = self._compute_bytes(source) * _trainable(source) + self._gradient_bytes(source)
-            return copied_in + (2 * self._gradient_bytes(source) if is_alone else 0.0)
-
-        def moved(source: Source) -> float:
-            return gathered(source) + reduced(source)
-
+        gathered = ((2.0 + copies_in, self._compute_bytes), (copies_in, self._master))
+        reduced = ((1.0, self._trained_bytes), (3.0 if is_alone else 1.0, self._gradient_bytes))
         every = [(unit, Count(constant=1)) for unit in self.root] + [(kind.unit, kind.count()) for kind in self.kinds]
         again = [(kind.unit, kind.count(reshard=True)) for kind in self.kinds]
-        for units, bytes_of in ((every, moved), (again, gathered)):
+        for units, shares in ((every, (*gathered, *reduced)), (again, gathered)):
             for unit, count in units:
-                expression = self._bytes_expression(unit.parameters, bytes_of)
+                expression = self._bytes(unit, *shares)
                 yield from count.times(Term(name=FSDP_COPIES, expressions=(expression,), weight=rate * steps))
 
     @property
@@ -507,27 +526,29 @@ class Formulation:
         """A unit's own forward and backward compute. Collectives of the tp axis hide nothing: links are shared."""
         if not self.hides:
             return Expression(), Expression()
+        return self.priced.once(("hidden", self.setting.units, unit.name), lambda: self._beside(unit))
+
+    def _beside(self, unit: Unit) -> tuple[Expression, Expression]:
         counts = Counter(unit.hides)
         forward = tuple((name, tuple(n * t.forward.seconds for t in self.table[name])) for name, n in counts.items())
         backward = tuple((name, tuple(n * t.backward.seconds for t in self.table[name])) for name, n in counts.items())
         return Expression(terms=forward), Expression(terms=backward)
 
-    def _transfer(self, unit: Unit, kind: Collective, axis: Axis, bytes_of: BytesOf) -> Expression:
+    def _transfer(self, unit: Unit, kind: Collective, axis: Axis, share: tuple[float, BytesOf]) -> Expression:
         """Seconds of a collective over a unit's parameters, linear in their bytes between all and none sharded by tp.
 
         T(x) = T(n/t) + (T(n) - T(n/t)) (x - n/t) / (n - n/t): exact at both ends.
         """
         group = self.mesh.group(axis, self.setting.gpus_per_node)
-        whole = sum(bytes_of(source) for source in unit.parameters)
+        whole = share[0] * sum(map(share[1], unit.parameters))
         least = whole / self.mesh.tp
         profile = self.setting.profile
         low = profile.collective(kind, group, least).seconds
         if self.mesh.tp == 1 or not whole:
             return Expression(constant=low)
         slope = (profile.collective(kind, group, whole).seconds - low) / (whole - least)
-        local = self._bytes_expression(unit.parameters, bytes_of)
-        terms = tuple((name, tuple(slope * entry for entry in vector)) for name, vector in local.terms)
-        return Expression(constant=low + slope * (local.constant - least), terms=terms)
+        local = self._bytes(unit, share)
+        return _sum(_scaled(local, slope), Expression(constant=low - slope * least))
 
     def seconds_per_byte(self, kind: Collective, axis: Axis) -> Estimate:
         """What a byte costs in a full bucket."""
@@ -550,11 +571,11 @@ class Formulation:
 
     def _resting_memory(self) -> Iterator[Term]:
         """What is there between steps, and gradients."""
-        for expression in self._parameter_bytes(self._master):
+        for expression in self._parameter_bytes((1.0, self._master)):
             yield Term(name="parameters", expressions=(expression,), weight=1 / self.shards)
-        for expression in self._parameter_bytes(self._gradient_bytes):
+        for expression in self._parameter_bytes((1.0, self._gradient_bytes)):
             yield Term(name="gradients", expressions=(expression,), weight=1 / self.shards)
-        for expression in self._parameter_bytes(self._state_bytes):
+        for expression in self._parameter_bytes((1.0, self._state_bytes)):
             yield Term(name="optimizer states", expressions=(expression,), weight=1 / self.shards)
 
     def _step_memory(self) -> Iterator[Term]:
@@ -562,12 +583,17 @@ class Formulation:
         optimizer = optimizer_named(self.setting.optimizer)
         yield from self._resting_memory()
         if optimizer.of_all:
-            for expression in self._parameter_bytes(self._gradient_bytes):
+            for expression in self._parameter_bytes((1.0, self._gradient_bytes)):
                 yield Term(name=TRANSIENTS, expressions=(expression,), weight=optimizer.of_all / self.shards)
         if optimizer.of_largest:
-            each = (self._bytes_expression([source], self._gradient_bytes) for source in self.space.graph.parameters)
-            expressions = tuple(dict.fromkeys(each))
+            key = "gradients", self.setting.precision
+            expressions = self.priced.once(key, lambda: tuple(dict.fromkeys(self._gradients())))
             yield Term(name=TRANSIENTS, expressions=expressions, weight=optimizer.of_largest / self.shards)
+
+    def _gradients(self) -> Iterator[Expression]:
+        """Bytes of each parameter's."""
+        for source in self.space.graph.parameters:
+            yield self._bytes_of([source], self._gradient_bytes)
 
     def _activations(self) -> Iterator[Term]:
         """What layers keep, and what one of them makes again where none keeps it all."""
@@ -578,13 +604,22 @@ class Formulation:
             whole = [own.count(recompute=Recompute.NONE) for own in self.kinds if self._first(own) == self._first(kind)]
             for mode in Recompute:
                 count = kind.count(recompute=mode)
-                for term in _combined(activations.terms(kind.layer.kept[mode])):
+                kept, tensors = self._kept(kind, mode)
+                for term in kept:
                     yield from count.times(term)
-                tensors = _sum(*(_scaled(e, t.weight) for t in activations.terms(kind.layer.remade[mode])
-                                 for e in t.expressions))  # fmt: skip
                 if tensors.terms or tensors.constant:
-                    remade += count.where_any(merged(tensors), whole)
+                    remade += count.where_any(tensors, whole)
         yield Term(name=SAVED, expressions=tuple(remade))
+
+    def _kept(self, kind: Kind, mode: Recompute) -> tuple[tuple[Term, ...], Expression]:
+        """What a layer keeps, and what it makes again."""
+
+        def make() -> tuple[tuple[Term, ...], Expression]:
+            activations = self.activations
+            remade = (_scaled(e, t.weight) for t in activations.terms(kind.layer.remade[mode]) for e in t.expressions)
+            return tuple(_combined(activations.terms(kind.layer.kept[mode]))), merged(_sum(*remade))
+
+        return self.priced.once(("kept", self.setting.units, kind.unit.name, mode), make)
 
     def _first(self, kind: Kind) -> str:
         """The first layer of a kind, as it was before all was decided."""
@@ -596,7 +631,7 @@ class Formulation:
         unit's gradients."""
 
         def gathered(unit: Unit) -> Expression:
-            return self._bytes_expression(unit.parameters, self._compute_bytes)
+            return self._bytes(unit, (1.0, self._compute_bytes))
 
         for unit in self.root:
             yield Term(name=UNSHARDED, expressions=(gathered(unit),))
@@ -606,7 +641,7 @@ class Formulation:
             pair += kind.count(reshard=True).where_any(gathered(kind.unit))
         yield Term(name=UNSHARDED, expressions=tuple(pair), weight=2.0)
         gradients = tuple(
-            _sum(gathered(unit), self._bytes_expression(unit.parameters, self._gradient_bytes))
+            _sum(gathered(unit), self._bytes(unit, (1.0, self._gradient_bytes)))
             for unit in (*self.root, *(kind.unit for kind in self.kinds))
         )
         yield Term(name="unsharded gradients", expressions=gradients or (Expression(),))
@@ -637,17 +672,28 @@ class Formulation:
         """Gradients are reduced in the master dtype."""
         return self._master(source) * _trainable(source)
 
-    def _sharded_gradient_bytes(self, source: Source) -> float:
-        return self._gradient_bytes(source) / self.mesh.shard
+    def _trained_bytes(self, source: Source) -> float:
+        return self._compute_bytes(source) * _trainable(source)
 
-    def _parameter_bytes(self, bytes_of: BytesOf) -> Iterator[Expression]:
+    def _parameter_bytes(self, *shares: tuple[float, BytesOf]) -> Iterator[Expression]:
         """One expression for each placement that decides, and one for the parameters that nothing reads."""
-        whole = self._bytes_expression(self.space.graph.parameters, bytes_of)
+        whole = self._bytes(None, *shares)
         yield Expression(constant=whole.constant)
         for term in whole.terms:
             yield Expression(terms=(term,))
 
-    def _bytes_expression(self, parameters: Sequence[Source], bytes_of: BytesOf) -> Expression:
+    def _bytes(self, unit: Unit | None, *shares: tuple[float, BytesOf]) -> Expression:
+        """Bytes on a rank of tp of a unit's parameters, or of all: a sum of shares of the functions above."""
+        return merged(_sum(*(_scaled(self._bytes_once(unit, bytes_of), share) for share, bytes_of in shares)))
+
+    def _bytes_once(self, unit: Unit | None, bytes_of: BytesOf) -> Expression:
+        """Bytes by one of the functions above, which have their names and depend on nothing else."""
+        setting, name = self.setting, unit.name if unit is not None else None
+        key = bytes_of.__name__, name, setting.units, setting.precision, setting.optimizer
+        parameters = unit.parameters if unit is not None else self.space.graph.parameters
+        return self.priced.once(key, lambda: self._bytes_of(parameters, bytes_of))
+
+    def _bytes_of(self, parameters: Sequence[Source], bytes_of: BytesOf) -> Expression:
         """Bytes of parameters on a rank of tp, by the placements that their first readings choose."""
         constant = 0.0
         vectors: dict[str, list[float]] = {}
@@ -685,11 +731,10 @@ class Formulation:
     def kinds(self) -> tuple[Kind, ...]:
         """Layers that decide alike and cost alike."""
         found: dict[object, list[Unit]] = {}
-        layers = self.activations.layers
+        layers, kinship = self.activations.layers, self.priced.once(("kinship", self.setting.units), self._kinship)
         for unit in self.units:
             if unit.name:
-                key = (self._reads(unit), tuple(sorted(unit.hides)), layers[unit.name].signature)
-                found.setdefault((*key, self._treatments(unit)), []).append(unit)
+                found.setdefault((kinship[unit.name], self._treatments(unit)), []).append(unit)
         return tuple(
             Kind(
                 units=tuple(units),
@@ -698,6 +743,17 @@ class Formulation:
             )
             for units in found.values()
         )
+
+    def _kinship(self) -> dict[str, int]:
+        """A number for each layer, equal for those that decide alike and cost alike."""
+        numbers: dict[object, int] = {}
+        layers = self.activations.layers
+        keys = {
+            unit.name: (self._reads(unit), tuple(sorted(unit.hides)), layers[unit.name].signature)
+            for unit in self.units
+            if unit.name
+        }
+        return {name: numbers.setdefault(key, len(numbers)) for name, key in keys.items()}
 
     def _reads(self, unit: Unit) -> tuple[str, ...]:
         """Who decides how each of a unit's parameters rests; the parameter itself where nothing reads it."""

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tpplan.errors import InfeasibleError, Remedy, SolverError
-from tpplan.formulate import MEMORY_ROWS, Formulation
-from tpplan.job import Candidate, Job, Point
+from tpplan.formulate import Formulation
+from tpplan.job import Job, Point
 from tpplan.mesh import Mesh
 from tpplan.plan import Recompute
 from tpplan.problem import Solution, total
@@ -22,7 +22,7 @@ def infeasible(job: Job, points: list[Point]) -> InfeasibleError:
     choice = solution.choice
     assert choice is not None
     parts: dict[str, float] = {}
-    rows = formulation.problem.resources[:MEMORY_ROWS]
+    rows = formulation.problem.resources
     for term in max(rows, key=lambda row: total(row.terms, choice)).terms:
         parts[term.name] = parts.get(term.name, 0.0) + term.value(choice)
     parts = {name: n for name, n in sorted(parts.items(), key=lambda row: (-row[1], row[0])) if n}
@@ -62,8 +62,8 @@ def _smallest(job: Job, points: list[Point]) -> tuple[float, Formulation, Soluti
 def _least_memory(job: Job, point: Point) -> tuple[float, Formulation, Solution]:
     formulation = job.formulate(point, limit=math.inf)
     problem = formulation.problem
-    rows, rules = problem.resources[:MEMORY_ROWS], problem.resources[MEMORY_ROWS:]
-    solution = job.solver_of(replace(problem, objective=rows[0].terms, resources=rules))
+    rows = problem.resources
+    solution = job.solver_of(replace(problem, objective=rows[0].terms, resources=()))
     if solution.choice is None:
         raise SolverError(f"{point.mesh}: the decisions contradict each other")
     return max(total(row.terms, solution.choice) for row in rows), formulation, solution
@@ -104,8 +104,7 @@ def _tried(what: str, job: Job, points: list[Point]) -> Iterator[Remedy]:
     steps = formulation.setting.accumulation_steps
     micro_batch = job.batch.global_batch // (formulation.mesh.data_parallel * steps)
     found = job.solve_point(Point.of(formulation.mesh, micro_batch))
-    assert isinstance(found, Candidate), "without a ceiling nothing is bounded away"
     choice, seconds = found.solution.choice, found.solution.objective
     if choice is not None and seconds is not None:
-        peak = max(total(row.terms, choice) for row in found.formulation.problem.resources[:MEMORY_ROWS])
+        peak = max(total(row.terms, choice) for row in found.formulation.problem.resources)
         yield Remedy(what=what, num_gpus=formulation.mesh.num_gpus, step_time_s=seconds, peak_bytes=peak)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from tpplan import solvers
@@ -19,12 +20,12 @@ from tpplan.errors import IndivisibleError, ModelError, UsageError
 from tpplan.formulate import COMPUTE, TENSOR_PARALLEL, Formulation, PricedSpace, Setting, price_space
 from tpplan.graph import Direction, ModelGraph
 from tpplan.marking import trace_marking
-from tpplan.mesh import Mesh, meshes, sub_clusters
+from tpplan.mesh import Mesh, divisors, meshes, sub_clusters
 from tpplan.options import Allows, Batch, BuildModel, Cluster, ExampleInputs, Progress
 from tpplan.patterns import ROOT
 from tpplan.pins import Pin, Pinned
 from tpplan.plan import Compile, Plan, Precision, Recompute
-from tpplan.problem import Problem, Solution
+from tpplan.problem import Problem, Solution, Status
 from tpplan.profile import HardwareProfile
 from tpplan.program import on_meta_like
 from tpplan.registered import register_names
@@ -145,7 +146,9 @@ class Job:
         gpus, per_node = self.cluster.gpus, self.cluster.gpus_per_node
         every = list(meshes(gpus, per_node, tp=tp, fsdp=fsdp))
         for fewer in () if self.all_gpus else sub_clusters(gpus, per_node)[:-1]:
-            if fewer % ((tp or 1) * (fsdp or 1)) == 0:
+            degrees = [fewer // own for own in ((tp,) if tp else divisors(per_node)) if fewer % own == 0]
+            is_dividing = any(self.batch.global_batch % degree == 0 for degree in degrees)
+            if is_dividing and fewer % ((tp or 1) * (fsdp or 1)) == 0:
                 every += meshes(fewer, per_node, tp=tp, fsdp=fsdp)
         found = [Point.of(mesh, m) for mesh in every for m in self.batch.micro_batches(mesh)]
         if not found:
@@ -237,7 +240,7 @@ class Job:
 
     def _built(self) -> nn.Module:
         """The model on the meta device, in the dtype it computes in."""
-        with torch.device("meta"):
+        with torch.device("meta"), _Unfilled():
             model = self.build_model()
         if not isinstance(model, nn.Module):
             raise ModelError(f"the builder returned {type(model).__name__}, expected a torch.nn.Module")
@@ -351,28 +354,56 @@ class Job:
         reshard = self.reshard_after_forward
         return Treatment(recompute=self.recompute or Recompute.NONE, reshard=False if reshard is None else reshard)
 
-    def solver_of(self, problem: Problem) -> Solution:
+    def solver_of(self, problem: Problem, *, cutoff: float = math.inf, is_relaxed: bool = False) -> Solution:
         """The optimum of a problem, by the solver and in the time asked for."""
-        return solvers.solve(problem, solver=self.solver, time_limit_s=self.time_limit_s)
+        return solvers.solve(
+            problem, solver=self.solver, time_limit_s=self.time_limit_s, cutoff=cutoff, is_relaxed=is_relaxed
+        )
 
-    def solve_point(self, point: Point, ceiling: float = math.inf) -> Candidate | float:
-        """The optimum of one point, or a bound on it that exceeds `ceiling`.
+    def light(self, point: Point) -> Candidate | float:
+        """The optimum of a point with the lightest treatment for every layer where that fits, which then nothing is
+        faster than; else a bound: what it takes without a limit."""
+        formulation = self.formulate(point, treatment=self.lightest)
+        problem = formulation.problem
+        found = self.solver_of(replace(problem, resources=()))
+        is_fitting = found.choice is not None and problem.is_feasible(found.choice, tolerance=LIMIT_TOLERANCE)
+        if is_fitting or found.bound is None:
+            return Candidate(point=point, formulation=formulation, solution=found)
+        return found.bound
 
-        With the lightest treatment for every layer and without a limit nothing is faster: where that fits, it is the
-        optimum.
-        """
-        light = self.formulate(point, treatment=self.lightest)
-        problem = light.problem
-        relaxed = self.solver_of(replace(problem, resources=()))
-        if relaxed.choice is None:
-            return Candidate(point=point, formulation=light, solution=relaxed)
-        assert relaxed.bound is not None
-        if problem.is_feasible(relaxed.choice, tolerance=LIMIT_TOLERANCE):
-            return Candidate(point=point, formulation=light, solution=relaxed)
-        if relaxed.bound > ceiling:
-            return relaxed.bound
-        whole = self.formulate(point)
-        return Candidate(point=point, formulation=whole, solution=self.solver_of(whole.problem))
+    def full(self, point: Point, *, cutoff: float = math.inf, is_relaxed: bool = False) -> Candidate | float:
+        """The optimum of a point, or a bound on it: one that exceeds the cutoff, or that of a relaxation."""
+        formulation = self.formulate(point)
+        found = self.solver_of(formulation.problem, cutoff=cutoff, is_relaxed=is_relaxed)
+        if found.status is Status.BOUNDED:
+            assert found.bound is not None
+            return found.bound
+        return Candidate(point=point, formulation=formulation, solution=found)
+
+    def solve_point(self, point: Point) -> Candidate:
+        """The optimum of one point."""
+        found = self.light(point)
+        found = found if isinstance(found, Candidate) else self.full(point)
+        assert isinstance(found, Candidate), "without a cutoff nothing is bounded away"
+        return found
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves tensors on the meta device as they are where code would fill them with random numbers: they hold none, and
+    torch takes milliseconds for each to find that out."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        filled = args[0] if args else kwargs.get("tensor")
+        if func in _FILLS and isinstance(filled, torch.Tensor) and filled.is_meta:
+            return filled
+        return func(*args, **kwargs)
+
+
+_FILLS = frozenset({
+    nn.init.normal_, nn.init.uniform_, nn.init.trunc_normal_, nn.init.kaiming_normal_, nn.init.kaiming_uniform_,
+    nn.init.xavier_normal_, nn.init.xavier_uniform_, torch.Tensor.normal_, torch.Tensor.uniform_,
+})  # fmt: skip
 
 
 def _put_on_meta(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ Ranks are numbered row-major with tp innermost, as torch's init_device_mesh does
 groups have stride tp and replicate groups stride shard * tp.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -78,7 +79,8 @@ class Mesh:
 
 def divisors(n: int) -> tuple[int, ...]:
     """All divisors of n, ascending."""
-    return tuple(d for d in range(1, n + 1) if n % d == 0)
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return tuple(dict.fromkeys((*low, *(n // d for d in reversed(low)))))
 
 
 def sub_clusters(gpus: int, gpus_per_node: int) -> tuple[int, ...]:

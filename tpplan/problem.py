@@ -1,21 +1,23 @@
 """The optimization problem in the abstract: choose one strategy per node, agree along edges, stay under the limits.
 
-    minimize    sum_j w_j * max_a e_ja(x)                         (the objective's terms)
+    minimize    sum_j w_j * c_j * max_a e_ja(x)                   (the objective's terms)
     subject to  sum_s x_ns = 1                    for each node n
                 u_s(x_u) = v_s(x_v)               for each edge: the chosen strategies name the same layout
-                sum_j w_j * max_a e_ja(x) <= limit                for each resource
+                sum_q n_q = N                     for each split: whole numbers n_q >= 0 of its parts
+                sum_j w_j * c_j * max_a e_ja(x) <= limit          for each resource
 
 Each e is an expression `constant + sum over nodes of a vector entry picked by the node's strategy`. A term with one
 expression is linear; with several it is the largest of them, which is how exposed communication (max(0, gather -
 compute)) and peaks (the largest transient) are written. Weights are not negative, so the maximum is convex and an ILP
-represents it exactly.
+represents it exactly. c is 1, or the number n_q of a part: what each of so many like things costs. An expression may be
+left out of its maximum by whether there are any of some parts.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-#: strategy index by node name
+#: strategy index by node name, number by part
 Choice = Mapping[str, int]
 
 
@@ -38,11 +40,33 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """`total` like things that are divided among `parts`; no two parts of a problem, or nodes, share a name."""
+
+    parts: tuple[str, ...]
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Expression:
-    """constant + sum over (node, vector) of vector[chosen strategy of node]."""
+    """constant + sum over (node, vector) of vector[chosen strategy of node].
+
+    It counts only where there are any of the part `where`, if one is named, and none of the parts `unless`.
+    """
 
     constant: float = 0.0
     terms: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    where: str | None = None
+    unless: tuple[str, ...] = ()
+
+    @property
+    def is_guarded(self) -> bool:
+        """True where it does not always count."""
+        return self.where is not None or bool(self.unless)
+
+    def counts(self, choice: Choice) -> bool:
+        """Whether it counts under a choice."""
+        return (self.where is None or choice[self.where] > 0) and not any(choice[part] for part in self.unless)
 
     def value(self, choice: Choice) -> float:
         """The expression under a choice."""
@@ -51,15 +75,18 @@ class Expression:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """weight * max over expressions; `name` is the row of the report it belongs to. weight >= 0."""
+    """weight * max over expressions, times the number of the part `each` where one is named; `name` is the row of the
+    report it belongs to. weight >= 0, and one expression counts always."""
 
     name: str
     expressions: tuple[Expression, ...]
     weight: float = 1.0
+    each: str | None = None
 
     def value(self, choice: Choice) -> float:
         """The term under a choice."""
-        return self.weight * max(expression.value(choice) for expression in self.expressions)
+        number = 1 if self.each is None else choice[self.each]
+        return self.weight * number * max(e.value(choice) for e in self.expressions if e.counts(choice))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,23 +98,36 @@ class Resource:
     limit: float
 
 
+@dataclass(slots=True)
+class Shared:
+    """What a solver computed of nodes and edges, for the problems that have the same ones."""
+
+    key: object = None
+    found: object = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Nodes, edges, objective and resources; see the module docstring for the mathematics.
+    """Nodes, edges, splits, objective and resources; see the module docstring for the mathematics.
 
-    Valid on construction: raises ValueError when an edge or expression names an unknown node or its length is not
-    the node's number of strategies, and for a negative weight.
+    Valid on construction: raises ValueError when an edge, an expression or a term names an unknown node or part, when
+    the length of a vector is not the node's number of strategies, and for a negative weight.
     """
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
     objective: tuple[Term, ...]
     resources: tuple[Resource, ...] = ()
+    splits: tuple[Split, ...] = ()
+    shared: Shared = field(default_factory=Shared, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         sizes = {node.name: len(node.strategies) for node in self.nodes}
-        if len(sizes) != len(self.nodes):
-            raise ValueError("two nodes share a name")
+        parts = {part for split in self.splits for part in split.parts}
+        if len(sizes) + len(parts) != len(self.nodes) + sum(len(split.parts) for split in self.splits):
+            raise ValueError("two nodes or parts share a name")
+        if not parts.isdisjoint(sizes):
+            raise ValueError("a node and a part share a name")
         for edge in self.edges:
             for name, layouts in ((edge.source, edge.source_layouts), (edge.target, edge.target_layouts)):
                 if sizes.get(name) != len(layouts):
@@ -96,19 +136,35 @@ class Problem:
                         f"the edge {len(layouts)}"
                     )
         for term in (*self.objective, *(t for resource in self.resources for t in resource.terms)):
-            if term.weight < 0 or not term.expressions:
-                raise ValueError(f"term {term.name}: weight {term.weight}, {len(term.expressions)} expressions")
-            for expression in term.expressions:
-                for name, vector in expression.terms:
-                    if sizes.get(name) != len(vector):
-                        raise ValueError(
-                            f"term {term.name}: {name} has {sizes.get(name)} strategies, its vector {len(vector)}"
-                        )
+            self._check(term, sizes, parts)
+
+    def _check(self, term: Term, sizes: Mapping[str, int], parts: set[str]) -> None:
+        if term.weight < 0 or all(expression.is_guarded for expression in term.expressions):
+            raise ValueError(f"term {term.name}: weight {term.weight}, {len(term.expressions)} expressions")
+        named = [part for e in term.expressions for part in (e.where, *e.unless) if part is not None]
+        unknown = [part for part in (*named, term.each) if part is not None and part not in parts]
+        if unknown:
+            raise ValueError(f"term {term.name}: no split has the part {unknown[0]}")
+        for expression in term.expressions:
+            for name, vector in expression.terms:
+                if sizes.get(name) != len(vector):
+                    raise ValueError(
+                        f"term {term.name}: {name} has {sizes.get(name)} strategies, its vector {len(vector)}"
+                    )
+
+    @property
+    def parts(self) -> Iterator[str]:
+        """Parts of all splits."""
+        return (part for split in self.splits for part in split.parts)
 
     def is_consistent(self, choice: Choice) -> bool:
-        """True when every edge agrees."""
+        """True when every edge agrees, and every split adds up."""
         return all(
             edge.source_layouts[choice[edge.source]] == edge.target_layouts[choice[edge.target]] for edge in self.edges
+        ) and all(
+            min(numbers) >= 0 and sum(numbers) == split.total
+            for split in self.splits
+            if (numbers := [choice[part] for part in split.parts])
         )
 
     def price(self, choice: Choice) -> float:
@@ -129,18 +185,20 @@ def total(terms: Sequence[Term], choice: Choice) -> float:
 
 
 class Status(StrEnum):
-    """What the solver knows. FEASIBLE: stopped early with an incumbent; its gap says how far it may be off."""
+    """What the solver knows. FEASIBLE: stopped early with an incumbent; its gap says how far it may be off. BOUNDED:
+    nothing but a bound."""
 
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
     INFEASIBLE = "infeasible"
+    BOUNDED = "bounded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """A solver's answer. `bound` <= the true optimum <= `objective`; gap = (objective - bound) / objective.
 
-    choice, objective and bound are None when status is INFEASIBLE.
+    choice, objective and bound are None when status is INFEASIBLE, the first two when it is BOUNDED.
     """
 
     status: Status

@@ -1,15 +1,20 @@
 """Over all meshes and micro-batches: what a bound does not exclude is solved, the best is checked, and a counterexample
 is cut away wherever it was chosen.
 
-The answer is the optimum over every point. A point is left out where a bound says that it is slower than the best:
-first its floor (tpplan.job.Job.floor), then its optimum without a memory limit. Another is left out where a smaller
-micro-batch on its mesh does not fit.
+The answer is the optimum over every point. Best first: of all points that with the least lower bound is looked at more
+closely, until the least bound is that of a plan. A point's bounds are its floor (tpplan.job.Job.floor), its optimum
+without a memory limit, and that of the relaxation of its ILP. A point is left out where a smaller micro-batch on its
+mesh does not fit.
 """
 
+import heapq
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import partial
+from typing import assert_never
 
 from tpplan import solvers
 from tpplan.assemble import Expanded, expand
@@ -41,19 +46,36 @@ PATIENCE = 4
 BOUNDED, NO_LAYOUT, TOO_LARGE = "slower by a bound", "without a layout", "larger than what does not fit"
 
 
+class Stage(IntEnum):
+    """How closely a point is looked at next."""
+
+    LIGHT = 0
+    RELAXED = 1
+    FULL = 2
+
+
 @dataclass
 class _Progress:
-    """What is known of each point: its optimum, or a lower bound and why no more was asked."""
+    """What is known of each point: its optimum, or a lower bound, why no more was asked, and what would be asked."""
 
     solved: dict[Point, Candidate] = field(default_factory=dict)
     bounds: dict[Point, float] = field(default_factory=dict)
+    stages: dict[Point, Stage] = field(default_factory=dict)
     too_large: set[Point] = field(default_factory=set)
     without: dict[tuple[int, int], NoLayoutError] = field(default_factory=dict)
+    #: points of which the time limit left only a bound
+    undecided: dict[Point, SolverError] = field(default_factory=dict)
 
     def best(self) -> Candidate | None:
         """The fastest plan; of equals the first in the order of points."""
         feasible = [candidate for candidate in self.solved.values() if candidate.solution.objective is not None]
         return min(feasible, key=lambda candidate: (candidate.solution.objective, candidate.point), default=None)
+
+    @property
+    def ceiling(self) -> float:
+        """Seconds above which nothing need be looked at."""
+        best = self.best()
+        return math.inf if best is None or best.solution.objective is None else best.solution.objective
 
     def is_too_large(self, point: Point) -> bool:
         """True where a smaller micro-batch on the same mesh does not fit: a larger one keeps no less."""
@@ -109,11 +131,15 @@ def _explore(job: Job, points: list[Point], known: _Progress) -> Candidate:
     Raises InfeasibleError where nothing fits, and where the pins leave a decision no layout.
     """
     sizes = sorted({point.micro_batch for point in points})
-    done = 0
     for number, size in enumerate(sizes):
         own = [point for point in points if point.micro_batch == size]
+        known.too_large.update(point for point in own if known.is_too_large(point))
+        own = [point for point in own if point not in known.too_large]
+        if not own:
+            continue
         job.report("trace", number, len(sizes))
         job.traced(size)
+        done = sum(point.micro_batch < size for point in points)
         for tp in sorted({point.tp for point in own}):
             job.report("costs", done, len(points))
             try:
@@ -123,15 +149,14 @@ def _explore(job: Job, points: list[Point], known: _Progress) -> Candidate:
         own = [point for point in own if (size, point.tp) not in known.without]
         for point in own:
             known.bounds[point] = max(known.bounds.get(point, 0.0), job.floor(point))
-        for point in sorted(own, key=lambda point: (known.bounds[point], point)):
-            job.report("solve", done, len(points))
-            done += 1
-            _visit(job, point, known)
+        _best_first(job, own, known, partial(_report_left, job, done + len(own), len(points)))
     for stage, total in (("trace", len(sizes)), ("costs", len(points)), ("solve", len(points))):
         job.report(stage, total, total)
     best = known.best()
     if best is not None:
         return best
+    if known.undecided:
+        raise next(iter(known.undecided.values()))
     left = [point for point in points if (point.micro_batch, point.tp) not in known.without]
     if left:
         raise unkept(job, left) or infeasible(job, left)
@@ -141,29 +166,55 @@ def _explore(job: Job, points: list[Point], known: _Progress) -> Candidate:
     raise no_layout(job, size, {tp: found for (own, tp), found in known.without.items() if own == size})
 
 
-def _visit(job: Job, point: Point, known: _Progress) -> None:
-    """Solves a point, unless it cannot be the fastest."""
-    best = known.best()
-    ceiling = math.inf if best is None else best.solution.objective or 0.0
-    if point in known.solved or known.bounds[point] > ceiling:
-        return
-    if known.is_too_large(point):
-        known.too_large.add(point)
-        return
-    found = job.solve_point(point, ceiling)
-    if isinstance(found, float):
+def _report_left(job: Job, end: int, total: int, left: int) -> None:
+    """Progress of the points up to `end`, of which so many are left."""
+    job.report("solve", end - left, total)
+
+
+def _best_first(job: Job, points: list[Point], known: _Progress, report: Callable[[int], None]) -> None:
+    """Looks at the point of the least bound until none may be the fastest."""
+    waiting = [(known.bounds[point], point) for point in points if point not in known.solved]
+    heapq.heapify(waiting)
+    while waiting and waiting[0][0] <= known.ceiling:
+        report(len(waiting))
+        _, point = heapq.heappop(waiting)
+        stage = known.stages.get(point, Stage.LIGHT)
+        try:
+            found = _looked_at(job, point, stage, known.ceiling)
+        except SolverError as error:
+            logger.info("%s stays undecided: %s", point, error)
+            known.undecided[point] = error
+            continue
+        if isinstance(found, Candidate):
+            known.solved[point] = found
+            continue
         known.bounds[point] = max(known.bounds[point], found)
-    else:
-        known.solved[point] = found
+        known.stages[point] = Stage(min(stage + 1, Stage.FULL))
+        if stage is not Stage.FULL:
+            heapq.heappush(waiting, (known.bounds[point], point))
+
+
+def _looked_at(job: Job, point: Point, stage: Stage, ceiling: float) -> Candidate | float:
+    """A point's optimum, or a bound on it."""
+    match stage:
+        case Stage.LIGHT:
+            return job.light(point)
+        case Stage.RELAXED:
+            return job.full(point, is_relaxed=True)
+        case Stage.FULL:
+            return job.full(point, cutoff=ceiling)
+        case _:
+            assert_never(stage)
 
 
 def _certificate(best: Candidate, known: _Progress, num_points: int, num_without: int) -> SolverReport:
     """The best objective against the least bound of any point."""
     objective = best.solution.objective or 0.0
     solved = known.solved.values()
-    bound = min([objective, *(c.solution.bound for c in solved if c.solution.bound is not None)])
-    is_proven = all(c.solution.status in (Status.OPTIMAL, Status.INFEASIBLE) for c in solved)
-    left = num_points - len(known.solved) - len(known.too_large)
+    undecided = {point: known.bounds[point] for point in known.undecided if known.bounds[point] <= objective}
+    bound = min([objective, *undecided.values(), *(c.solution.bound for c in solved if c.solution.bound is not None)])
+    is_proven = all(c.solution.status in (Status.OPTIMAL, Status.INFEASIBLE) for c in solved) and not undecided
+    left = num_points - len(known.solved) - len(known.too_large) - len(undecided)
     reasons = {BOUNDED: left - num_without, NO_LAYOUT: num_without, TOO_LARGE: len(known.too_large)}
     return SolverReport(
         name=best.solution.solver,

@@ -1,10 +1,13 @@
-"""Solvers by name. A solver is a module with `solve(problem, *, time_limit_s) -> Solution` and an entry below.
+"""Solvers by name. A solver is a module with an entry below and a function
+
+    solve(problem, *, time_limit_s, cutoff, is_relaxed) -> Solution
 
 A solver's module, and the library behind it, is imported when it is first used.
 """
 
 import difflib
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -26,7 +29,7 @@ class Entry:
 
 #: in order of preference
 SOLVERS = (
-    Entry(name="highs", module="tpplan.solvers.highs", requires=("pulp", "highspy"), automatic=True),
+    Entry(name="highs", module="tpplan.solvers.highs", requires=("highspy",), automatic=True),
     Entry(name="cbc", module="tpplan.solvers.cbc", requires=("pulp",), automatic=True),
     Entry(name="brute-force", module="tpplan.solvers.brute", requires=(), automatic=False),
 )
@@ -37,11 +40,19 @@ def available() -> tuple[str, ...]:
     return tuple(entry.name for entry in SOLVERS if not _missing(entry))
 
 
-def solve(problem: Problem, *, solver: str | None = None, time_limit_s: float | None = None) -> Solution:
+def solve(
+    problem: Problem,
+    *,
+    solver: str | None = None,
+    time_limit_s: float | None = None,
+    cutoff: float = math.inf,
+    is_relaxed: bool = False,
+) -> Solution:
     """The cheapest feasible choice, by the named solver or else by the first one installed.
 
     `time_limit_s` bounds the solver's own seconds. When it expires the status is FEASIBLE and the bound tells how far
-    off the choice may be. Resources count as kept up to 1e-9 of their limit.
+    off the choice may be. Resources count as kept up to 1e-9 of their limit. Where nothing costs as little as `cutoff`
+    the status may be BOUNDED, by more than that; where is_relaxed by the optimum of a relaxation.
 
     Raises UsageError for an unknown solver or a time limit that is not positive, SolverError when no solver is
     installed or the time was too short to find any feasible choice.
@@ -49,7 +60,7 @@ def solve(problem: Problem, *, solver: str | None = None, time_limit_s: float | 
     if time_limit_s is not None and not time_limit_s > 0:
         raise UsageError(f"time limit: expected more than 0 s, got {time_limit_s}")
     entry = _first_installed() if solver is None else _named(solver)
-    return _load(entry)(problem, time_limit_s=time_limit_s)
+    return _load(entry)(problem, time_limit_s=time_limit_s, cutoff=cutoff, is_relaxed=is_relaxed)
 
 
 def _named(name: str) -> Entry:

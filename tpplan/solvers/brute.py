@@ -4,12 +4,13 @@ It shares no code and no idea with the ILP: no bounds, no relaxation, no scaling
 ends are chosen, everything else at the leaves.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Iterator
 
 from tpplan.errors import SolverError, UsageError
-from tpplan.problem import Choice, Edge, Problem, Solution, Status
+from tpplan.problem import Choice, Edge, Problem, Solution, Split, Status
 
 #: the most choices that are priced; at about 10 us for each, 10 s
 MAX_CHOICES = 1_000_000
@@ -20,8 +21,10 @@ MAX_PRODUCT = 1e12
 LIMIT_TOLERANCE = 1e-9
 
 
-def solve(problem: Problem, *, time_limit_s: float | None = None) -> Solution:
-    """The cheapest feasible choice, the first in lexicographic order among equals.
+def solve(
+    problem: Problem, *, time_limit_s: float | None = None, cutoff: float = math.inf, is_relaxed: bool = False
+) -> Solution:
+    """The cheapest feasible choice, the first in lexicographic order among equals, whatever the cutoff.
 
     Raises UsageError above MAX_CHOICES choices that agree, SolverError when the time is over.
     """
@@ -32,7 +35,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None) -> Solution:
     deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
     best: dict[str, int] | None = None
     best_price = math.inf
-    for number, choice in enumerate(_choices(problem, options)):
+    for number, choice in enumerate(_with_numbers(problem, _choices(problem, options))):
         if number >= MAX_CHOICES:
             raise UsageError(f"brute-force: at most {MAX_CHOICES:,} choices are enumerated, more agree; try 'highs'")
         if time.monotonic() > deadline:
@@ -43,6 +46,21 @@ def solve(problem: Problem, *, time_limit_s: float | None = None) -> Solution:
     if best is None:
         return Solution(status=Status.INFEASIBLE, solver="brute-force")
     return Solution(status=Status.OPTIMAL, solver="brute-force", choice=best, objective=best_price, bound=best_price)
+
+
+def _with_numbers(problem: Problem, choices: Iterator[Choice]) -> Iterator[Choice]:
+    """Each choice with every way to divide what splits divide."""
+    ways = [list(_divisions(split)) for split in problem.splits]
+    for choice in choices:
+        for numbers in itertools.product(*ways):
+            yield {**choice, **{part: number for own in numbers for part, number in own.items()}}
+
+
+def _divisions(split: Split) -> Iterator[Choice]:
+    """Every way to divide a total among its parts."""
+    for numbers in itertools.product(range(split.total + 1), repeat=len(split.parts)):
+        if sum(numbers) == split.total:
+            yield dict(zip(split.parts, numbers, strict=True))
 
 
 def _agreeing_options(problem: Problem) -> dict[str, list[int]]:
@@ -62,7 +80,7 @@ def _agreeing_options(problem: Problem) -> dict[str, list[int]]:
 
 
 def _choices(problem: Problem, options: dict[str, list[int]]) -> Iterator[Choice]:
-    """Every choice on which all edges agree, depth first; the same dict is yielded each time."""
+    """Every choice of nodes on which all edges agree, depth first; the same dict is yielded each time."""
     names = list(options)
     position = {name: i for i, name in enumerate(names)}
     closing: list[list[Edge]] = [[] for _ in names]

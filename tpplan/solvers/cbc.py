@@ -1,12 +1,15 @@
-"""CBC, as a process, by the executable that PuLP brings along or else the one on PATH."""
+"""CBC, as a process through PuLP, by the executable that PuLP brings along or else the one on PATH."""
 
+import math
 import shutil
 
+import numpy as np
 import pulp
 
 from tpplan.errors import SolverError
 from tpplan.problem import Problem, Solution, Status
 from tpplan.solvers import milp
+from tpplan.solvers.program import Program
 
 #: a fixed seed, and CBC's absolute tolerances. `increment` is by how much a better solution must be better.
 OPTIONS = (
@@ -18,46 +21,82 @@ OPTIONS = (
 )
 
 
-def solve(problem: Problem, *, time_limit_s: float | None = None) -> Solution:
+def solve(
+    problem: Problem, *, time_limit_s: float | None = None, cutoff: float = math.inf, is_relaxed: bool = False
+) -> Solution:
     """The ILP by CBC; see `milp.solve`. Raises SolverError when there is no executable.
 
     A run that is stopped early may take the time limit once more, for the relaxation.
     """
-    return milp.solve(problem, solver="cbc", run=_run, time_limit_s=time_limit_s)
+    return milp.solve(problem, solver="cbc", run=_run, time_limit_s=time_limit_s, cutoff=cutoff, is_relaxed=is_relaxed)
 
 
-def _run(program: pulp.LpProblem, time_limit_s: float | None) -> milp.Outcome:
-    """Run CBC. It does not report its bound: stopped early, the bound is the linear relaxation's optimum."""
-    _call(program, integer=True, time_limit_s=time_limit_s)
-    if program.status == pulp.LpStatusInfeasible:
+def _run(
+    program: Program, time_limit_s: float | None, *, cutoff: float = math.inf, is_relaxed: bool = False
+) -> milp.Outcome:
+    """Run CBC, whatever the cutoff, and on integers whether the relaxation would do or not. It does not report its
+    bound: stopped early, the bound is the linear relaxation's optimum."""
+    model = _model(program)
+    _call(model, integer=True, time_limit_s=time_limit_s)
+    if model.status == pulp.LpStatusInfeasible:
         # CBC 2.10 says "integer infeasible" when its clock runs out in preprocessing: then it proves nothing.
         # PuLP's measure includes writing the file, so it never lies below CBC's own.
-        out_of_time = time_limit_s is not None and program.solutionTime >= time_limit_s
+        out_of_time = time_limit_s is not None and model.solutionTime >= time_limit_s
         return milp.Outcome(status=None if out_of_time else Status.INFEASIBLE)
     # PuLP's status is Optimal for a timed-out incumbent too: only sol_status tells.
-    match program.sol_status:
+    match model.sol_status:
         case pulp.LpSolutionOptimal:
             status = Status.OPTIMAL
         case pulp.LpSolutionIntegerFeasible:
             status = Status.FEASIBLE
         case _:
             return milp.Outcome(status=None)
-    values = {variable.name: variable.varValue for variable in program.variables()}
-    objective = program.objective.valueOrDefault()  # "default": PuLP leaves a dummy without a value in an empty one
-    bound = objective if status is Status.OPTIMAL else _relaxed_optimum(program, time_limit_s)
-    program.assignVarsVals(values)
-    return milp.Outcome(status=status, objective=objective, bound=bound)
+    found = {variable.name: variable.varValue for variable in model.variables()}
+    values = np.array([found.get(_name(i)) or 0.0 for i in range(program.num_columns)])
+    objective = float(program.cost @ values)
+    bound = objective if status is Status.OPTIMAL else _relaxed_optimum(model, time_limit_s)
+    return milp.Outcome(status=status, objective=objective, bound=bound, values=values)
 
 
-def _relaxed_optimum(program: pulp.LpProblem, time_limit_s: float | None) -> float:
+def _name(column: int) -> str:
+    return f"x{column:07d}"
+
+
+def _model(program: Program) -> pulp.LpProblem:
+    """The program in PuLP's objects; a variable that no row and no cost names is left out."""
+    model = pulp.LpProblem("tpplan")
+    variables = [
+        model.add_variable(_name(i), lower, upper, pulp.LpInteger if is_integer else pulp.LpContinuous)
+        for i, (lower, upper, is_integer) in enumerate(
+            zip(program.lower.tolist(), program.upper.tolist(), program.is_integer.tolist(), strict=True)
+        )
+    ]
+    costs = {variable: cost for variable, cost in zip(variables, program.cost.tolist(), strict=True) if cost}
+    model.setObjective(pulp.LpAffineExpression(costs))
+    starts, indices, values = program.starts.tolist(), program.indices.tolist(), program.values.tolist()
+    for i, (lower, upper) in enumerate(zip(program.row_lower.tolist(), program.row_upper.tolist(), strict=True)):
+        own = range(starts[i], starts[i + 1])
+        row = {variables[indices[place]]: values[place] for place in own}
+        sides = [(pulp.LpConstraintEQ, lower)] if lower == upper else []
+        if not sides:
+            sides += [(pulp.LpConstraintGE, lower)] if lower > -math.inf else []
+            sides += [(pulp.LpConstraintLE, upper)] if upper < math.inf else []
+        for sense, right in sides:
+            # Without PuLP's operators, each of which would copy the row.
+            constraint = pulp.LpConstraint(pulp.LpAffineExpression(row), sense, rhs=right)
+            model.addConstraint(constraint, f"row{i:07d}_{sense + 1}")
+    return model
+
+
+def _relaxed_optimum(model: pulp.LpProblem, time_limit_s: float | None) -> float:
     """The optimum of the linear relaxation, -inf when it takes longer than the time limit too."""
-    _call(program, integer=False, time_limit_s=time_limit_s)
-    is_optimal = program.sol_status == pulp.LpSolutionOptimal
-    return program.objective.valueOrDefault() - milp.SOLVER_TOLERANCE if is_optimal else float("-inf")
+    _call(model, integer=False, time_limit_s=time_limit_s)
+    is_optimal = model.sol_status == pulp.LpSolutionOptimal
+    return model.objective.valueOrDefault() - milp.SOLVER_TOLERANCE if is_optimal else float("-inf")
 
 
-def _call(program: pulp.LpProblem, *, integer: bool, time_limit_s: float | None) -> None:
-    """Run the executable; status and values are left in the program."""
+def _call(model: pulp.LpProblem, *, integer: bool, time_limit_s: float | None) -> None:
+    """Run the executable; status and values are left in the model."""
     solver = pulp.COIN_CMD(
         path=_executable(),
         mip=integer,
@@ -68,7 +107,7 @@ def _call(program: pulp.LpProblem, *, integer: bool, time_limit_s: float | None)
         options=list(OPTIONS),
     )
     try:
-        program.solve(solver)
+        model.solve(solver)
     except pulp.PulpSolverError as error:
         raise SolverError(f"cbc: {error}; try solver 'highs'") from error
 

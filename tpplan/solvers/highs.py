@@ -1,68 +1,88 @@
-"""HiGHS, in process, through pulp.HiGHS and highspy.
+"""HiGHS, in process, through highspy. Its status and bound are read from HiGHS itself."""
 
-Its status and bound are read from HiGHS itself. PuLP's translation calls a timed-out incumbent optimal, leaves out the
-bound, and has no entry for some statuses.
-"""
-
+import math
 import time
 
 import highspy
 import numpy as np
-import pulp
 
 from tpplan.errors import SolverError
 from tpplan.problem import Problem, Solution, Status
 from tpplan.solvers import milp
+from tpplan.solvers.program import Program
 
 #: HiGHS drops matrix entries below this; its default, 1e-9, would drop nanoseconds next to seconds
 SMALLEST_ENTRY = 1e-12
 
+#: how far above a cutoff, in the program's unit, still counts as at it
+CUTOFF_MARGIN = 1e-7
 
-def solve(problem: Problem, *, time_limit_s: float | None = None) -> Solution:
+
+def solve(
+    problem: Problem, *, time_limit_s: float | None = None, cutoff: float = math.inf, is_relaxed: bool = False
+) -> Solution:
     """The ILP by HiGHS; see `milp.solve`."""
-    return milp.solve(problem, solver="highs", run=_run, time_limit_s=time_limit_s)
+    return milp.solve(
+        problem, solver="highs", run=_run, time_limit_s=time_limit_s, cutoff=cutoff, is_relaxed=is_relaxed
+    )
 
 
-def _run(program: pulp.LpProblem, time_limit_s: float | None) -> milp.Outcome:
+def _run(
+    program: Program, time_limit_s: float | None, *, cutoff: float = math.inf, is_relaxed: bool = False
+) -> milp.Outcome:
     """Run the linear relaxation, which is often integral, and the integer program only where it is not."""
     started = time.monotonic()
     highs = _loaded(program, time_limit_s)
     _execute(highs)
-    match highs.getModelStatus():
-        case highspy.HighsModelStatus.kInfeasible:
-            return milp.Outcome(status=Status.INFEASIBLE)
-        case highspy.HighsModelStatus.kTimeLimit:
-            return milp.Outcome(status=None)
-    integers = [variable.index for variable in program.variables() if variable.cat == pulp.LpInteger]
-    relaxed = highs.getInfo().objective_function_value
-    if highs.getModelStatus() == highspy.HighsModelStatus.kOptimal and _is_integral(highs, integers):
-        return _incumbent(program, highs, Status.OPTIMAL, bound=relaxed)
-    _mark_integers(highs, integers)
+    status, relaxed = highs.getModelStatus(), highs.getInfo().objective_function_value
+    if status == highspy.HighsModelStatus.kInfeasible:
+        return milp.Outcome(status=Status.INFEASIBLE)
+    if status == highspy.HighsModelStatus.kTimeLimit:
+        return milp.Outcome(status=Status.BOUNDED if is_relaxed else None)
+    if status == highspy.HighsModelStatus.kOptimal:
+        if _is_integral(highs, program):
+            return _incumbent(highs, Status.OPTIMAL, bound=relaxed)
+        if is_relaxed or relaxed > cutoff + CUTOFF_MARGIN:
+            return milp.Outcome(status=Status.BOUNDED, bound=relaxed)
+    elif is_relaxed:
+        return milp.Outcome(status=Status.BOUNDED)
+    integers = np.flatnonzero(program.is_integer).astype(np.int32)
+    kinds = np.full(len(integers), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
+    highs.changeColsIntegrality(len(integers), integers, kinds)
     if time_limit_s is not None:
         highs.setOptionValue("time_limit", max(0.0, time_limit_s - (time.monotonic() - started)))
     _execute(highs)
-    return _outcome(program, highs)
+    return _outcome(highs)
 
 
-def _loaded(program: pulp.LpProblem, time_limit_s: float | None) -> highspy.Highs:
+def _loaded(program: Program, time_limit_s: float | None) -> highspy.Highs:
     """HiGHS with options and the program, without its integrality."""
-    solver = pulp.HiGHS(
-        mip=False,
-        msg=False,
-        gapRel=0.0,
-        gapAbs=0.0,
-        threads=1,
-        timeLimit=time_limit_s,
-        parallel="off",
-        random_seed=0,
-        primal_feasibility_tolerance=milp.SOLVER_TOLERANCE,
-        dual_feasibility_tolerance=milp.SOLVER_TOLERANCE,
-        mip_feasibility_tolerance=milp.SOLVER_TOLERANCE,
-        small_matrix_value=SMALLEST_ENTRY,
-    )
-    solver.createAndConfigureSolver(program)
-    solver.buildSolverModel(program)
-    highs: highspy.Highs = program.solverModel
+    highs = highspy.Highs()  # type: ignore[no-untyped-call]
+    for name, value in (
+        ("output_flag", False),
+        ("threads", 1),
+        ("parallel", "off"),
+        ("random_seed", 0),
+        ("mip_rel_gap", 0.0),
+        ("mip_abs_gap", 0.0),
+        ("primal_feasibility_tolerance", milp.SOLVER_TOLERANCE),
+        ("dual_feasibility_tolerance", milp.SOLVER_TOLERANCE),
+        ("mip_feasibility_tolerance", milp.SOLVER_TOLERANCE),
+        ("small_matrix_value", SMALLEST_ENTRY),
+        ("time_limit", math.inf if time_limit_s is None else time_limit_s),
+    ):
+        highs.setOptionValue(name, value)
+    linear = highspy.HighsLp()
+    linear.num_col_, linear.num_row_ = program.num_columns, program.num_rows
+    linear.col_cost_, linear.col_lower_, linear.col_upper_ = program.cost, program.lower, program.upper
+    linear.row_lower_, linear.row_upper_ = program.row_lower, program.row_upper
+    linear.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    linear.a_matrix_.num_col_, linear.a_matrix_.num_row_ = program.num_columns, program.num_rows
+    linear.a_matrix_.start_ = program.starts.astype(np.int32)
+    linear.a_matrix_.index_ = program.indices.astype(np.int32)
+    linear.a_matrix_.value_ = program.values
+    if highs.passModel(linear) == highspy.HighsStatus.kError:
+        raise SolverError("highs: it does not take the program; try solver 'cbc'")
     return highs
 
 
@@ -73,19 +93,13 @@ def _execute(highs: highspy.Highs) -> None:
         highs.run()
 
 
-def _is_integral(highs: highspy.Highs, integers: list[int]) -> bool:
-    """True when these columns are whole numbers."""
-    values = np.array(highs.getSolution().col_value)[integers]
+def _is_integral(highs: highspy.Highs, program: Program) -> bool:
+    """True when the columns that should be are whole numbers."""
+    values = np.array(highs.getSolution().col_value)[program.is_integer]
     return bool(np.all(np.abs(values - np.round(values)) <= milp.SOLVER_TOLERANCE))
 
 
-def _mark_integers(highs: highspy.Highs, integers: list[int]) -> None:
-    """All at once: PuLP marks one by one, each of which costs HiGHS the number of columns (1 s for 20,000)."""
-    kinds = np.full(len(integers), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
-    highs.changeColsIntegrality(len(integers), np.array(integers, dtype=np.int32), kinds)
-
-
-def _outcome(program: pulp.LpProblem, highs: highspy.Highs) -> milp.Outcome:
+def _outcome(highs: highspy.Highs) -> milp.Outcome:
     """HiGHS's verdict on the integer program. Raises SolverError for a status of failure."""
     status = highs.getModelStatus()
     info = highs.getInfo()
@@ -97,12 +111,10 @@ def _outcome(program: pulp.LpProblem, highs: highspy.Highs) -> milp.Outcome:
     if status not in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kTimeLimit) or not has_incumbent:
         raise SolverError(f"highs: stopped with status {highs.modelStatusToString(status)!r}; try solver 'cbc'")
     proven = Status.OPTIMAL if status == highspy.HighsModelStatus.kOptimal else Status.FEASIBLE
-    return _incumbent(program, highs, proven, bound=info.mip_dual_bound)
+    return _incumbent(highs, proven, bound=info.mip_dual_bound)
 
 
-def _incumbent(program: pulp.LpProblem, highs: highspy.Highs, status: Status, *, bound: float) -> milp.Outcome:
-    """The values at hand go into the variables; their objective and the bound into the outcome."""
-    values = highs.getSolution().col_value
-    for variable in program.variables():
-        variable.varValue = values[variable.index]
-    return milp.Outcome(status=status, objective=highs.getInfo().objective_function_value, bound=bound)
+def _incumbent(highs: highspy.Highs, status: Status, *, bound: float) -> milp.Outcome:
+    """The values at hand, their objective and the bound."""
+    values = np.array(highs.getSolution().col_value)
+    return milp.Outcome(status=status, objective=highs.getInfo().objective_function_value, bound=bound, values=values)

@@ -1,115 +1,177 @@
-"""What is certain before a solver runs: dead strategies, idle constraints, numbers around their minimum.
+"""What is certain before a solver runs: dead columns, idle constraints, numbers around their minimum.
 
-- A strategy dies when an edge finds no partner for it, or when alone it costs more than a limit leaves: a forbidden
-  choice is an absent column.
-- Of two strategies with the same layouts, one that is nowhere better than the other dies.
-- Edges between the same two nodes become one link, whose labels are tuples of layouts.
-- Per expression and node, the cheapest strategy's entry moves into the constant. One-hot nodes make this exact, and
+Columns are those of the skeleton (tpplan.solvers.skeleton): each chooses for a group of nodes.
+
+- A column dies when a link finds no partner for it, or when alone it costs more than a limit leaves: a forbidden choice
+  is an absent column. So does a part of a split of which a limit does not allow one.
+- Of two columns with the same layouts, one that is nowhere better than the other dies.
+- Per expression and group, the cheapest column's entry moves into the constant. One-hot groups make this exact, and
   afterwards constant <= value <= constant + sum of the largest extras.
-- Of a term's expressions those that can never be the largest are dropped. With one left, or with all over one node,
+- Of a term's expressions those that can never be the largest are dropped. With one left, or with all over one group,
   the term is linear.
 """
 
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
-from tpplan.problem import Expression, Problem, Term
+import numpy as np
+import numpy.typing as npt
+
+from tpplan.problem import Choice, Expression, Problem, Term
+from tpplan.solvers.skeleton import Ints, Mask, Skeleton, skeleton_of
+
+Floats = npt.NDArray[np.float64]
 
 #: rounding in sums must not decide whether a limit is kept: this share of it is granted
 LIMIT_TOLERANCE = 1e-9
 
-#: strategies that may still be chosen, by node, ascending
-Alive = dict[str, list[int]]
+#: columns of a kind up to which all pairs are compared at once
+MOST_AT_ONCE = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Affine:
-    """low + sum over nodes of extras[node][position of the chosen strategy among the alive]. Extras are >= 0."""
+class Part:
+    """A part of a split: its name, the split's number and total, and how many of it may be chosen."""
 
-    low: float
-    extras: Mapping[str, Sequence[float]]
+    name: str
+    split: int
+    total: int
+    most: int
 
-    @property
-    def high(self) -> float:
-        """An upper bound on the value."""
-        return self.low + sum(max(vector) for vector in self.extras.values())
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """Parts, by number, of which there must be any, or none, for an expression to count."""
+
+    where: int | None = None
+    unless: tuple[int, ...] = ()
+
+
+ALWAYS = Guard()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """weight * max over `expressions` (at least two, over at least two nodes)."""
+    """weight * max over expressions `lows[a] + extras[a, column]` whose guard holds, as often as the part `each` says.
+
+    Extras are >= 0; one of the expressions counts always.
+    """
 
     weight: float
-    expressions: tuple[Affine, ...]
+    each: int | None
+    lows: Floats
+    extras: Floats
+    guards: tuple[Guard, ...]
+    #: the most that each expression can be
+    highs: Floats
 
     @property
     def low(self) -> float:
         """A lower bound on the unweighted maximum."""
-        return max(expression.low for expression in self.expressions)
+        return max(float(low) for low, guard in zip(self.lows, self.guards, strict=True) if guard == ALWAYS)
 
     @property
     def high(self) -> float:
         """An upper bound on the unweighted maximum."""
-        return max(expression.high for expression in self.expressions)
+        return float(self.highs.max())
+
+    def raised(self) -> Floats:
+        """What each column alone adds to the lower bound."""
+        always = [a for a, guard in enumerate(self.guards) if guard == ALWAYS]
+        above = self.extras[always] - (self.low - self.lows[always])[:, None]
+        raised: Floats = np.maximum(above.max(axis=0), 0.0)
+        return raised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Total:
-    """A sum of terms: what is linear, and the peaks. `limit` is infinite for an objective."""
+    """A sum: linear rows `lows[q] + extras[q, column]`, the first once and the others as often as their part says, and
+    peaks. `limit` is infinite for an objective."""
 
-    linear: Affine
+    lows: Floats
+    extras: Floats
+    highs: Floats
     peaks: tuple[Peak, ...]
     limit: float
+    parts: tuple[Part, ...]
+
+    def _by_part(self, lows: Floats, of_peak: Mapping[int, float]) -> Floats:
+        found = lows.copy()
+        for i, peak in enumerate(self.peaks):
+            found[0 if peak.each is None else peak.each + 1] += peak.weight * of_peak[i]
+        return found
+
+    def _combined(self, by_part: Floats, choose: str) -> float:
+        value = float(by_part[0])
+        for split in dict.fromkeys(part.split for part in self.parts):
+            own = [i for i, part in enumerate(self.parts) if part.split == split and part.most]
+            value += self.parts[own[0]].total * float(getattr(by_part[[i + 1 for i in own]], choose)())
+        return value
 
     @property
     def low(self) -> float:
         """A lower bound on the value."""
-        return self.linear.low + sum(peak.weight * peak.low for peak in self.peaks)
+        return self._combined(self.lows_by_part, "min")
 
     @property
     def high(self) -> float:
         """An upper bound on the value."""
-        return self.linear.high + sum(peak.weight * peak.high for peak in self.peaks)
+        return self._combined(self._by_part(self.highs, {i: p.high for i, p in enumerate(self.peaks)}), "max")
+
+    @property
+    def lows_by_part(self) -> Floats:
+        """Lower bounds on what is there once, and for one of each part."""
+        return self._by_part(self.lows, {i: p.low for i, p in enumerate(self.peaks)})
 
     @property
     def allowance(self) -> float:
         """What is granted above the limit: rounding of the sum."""
         return LIMIT_TOLERANCE * max(abs(self.limit), abs(self.low))
 
-    def weighted_extras(self) -> Iterator[tuple[str, Sequence[float], float]]:
-        """(node, vector, factor): a choice raises the lower bound by factor * vector[position] where that is positive.
-
-        In a peak, the first part of what an expression's node adds only lifts it to the peak's lower bound.
-        """
-        for node, vector in self.linear.extras.items():
-            yield node, vector, 1.0
+    def raised(self) -> Floats:
+        """What each column alone adds to the lower bound."""
+        lows, rows = self.lows_by_part, self.extras.copy()
         for peak in self.peaks:
-            for expression in peak.expressions:
-                below = peak.low - expression.low
-                for node, vector in expression.extras.items():
-                    yield node, [extra - below for extra in vector], peak.weight
+            rows[0 if peak.each is None else peak.each + 1] += peak.weight * peak.raised()
+        found: Floats = rows[0]
+        for split in dict.fromkeys(part.split for part in self.parts):
+            own = [i for i, part in enumerate(self.parts) if part.split == split and part.most]
+            values = lows[[i + 1 for i in own], None] + rows[[i + 1 for i in own]]
+            found = found + self.parts[own[0]].total * (values.min(axis=0) - lows[[i + 1 for i in own]].min())
+        return found
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """Agreement of two nodes: labels are equal. One label per strategy of the problem, dead ones included."""
-
-    source: str
-    target: str
-    source_labels: Sequence[tuple[str, ...]]
-    target_labels: Sequence[tuple[str, ...]]
+    def affordable(self, part: int) -> int:
+        """How many of a part the limit may leave room for."""
+        lows, own = self.lows_by_part, self.parts[part]
+        siblings = [i for i, other in enumerate(self.parts) if other.split == own.split and other.most]
+        extra = float(lows[part + 1] - min(lows[i + 1] for i in siblings))
+        slack = self.limit + self.allowance - self.low
+        if extra <= 0 or slack == math.inf:
+            return own.most
+        return min(own.most, max(0, math.floor(slack / extra * (1 + LIMIT_TOLERANCE))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced:
-    """An equivalent, smaller problem. Resources that no choice can exceed are gone."""
+    """An equivalent, smaller problem: columns that are left, by their numbers in the skeleton, where each group's begin
+    among them, and what they cost. Resources that no choice can exceed are gone."""
 
-    alive: Alive
-    links: tuple[Link, ...]
+    skeleton: Skeleton
+    columns: Ints
+    starts: Ints
+    parts: tuple[Part, ...]
     objective: Total
     resources: tuple[Total, ...]
+
+    def choice(self, chosen: Ints, numbers: Mapping[str, int]) -> dict[str, int]:
+        """Strategies by node, from one column (a number in the skeleton) of each group, beside the numbers of parts."""
+        found = {}
+        groups = np.searchsorted(self.skeleton.starts, chosen, side="right") - 1
+        column_of = dict(zip(self.skeleton.starts[groups].tolist(), chosen.tolist(), strict=True))
+        for name, place in self.skeleton.places.items():
+            found[name] = int(place.strategies[column_of[place.start] - place.start])
+        return found | dict(numbers)
 
 
 def reduce(problem: Problem, *, ceiling: float = math.inf) -> Reduced | None:
@@ -117,202 +179,235 @@ def reduce(problem: Problem, *, ceiling: float = math.inf) -> Reduced | None:
 
     `ceiling`: an objective that is known to be reachable; what costs more dies.
     """
-    links = _merged_links(problem)
-    alive: Alive = {node.name: list(range(len(node.strategies))) for node in problem.nodes}
+    skeleton = shared_skeleton(problem)
+    if skeleton is None:
+        return None
+    state = _State(problem, skeleton, ceiling)
     while True:
-        if not _make_arc_consistent(alive, links):
-            return None
-        objective = _total(problem.objective, alive, ceiling)
-        resources = [_total(resource.terms, alive, resource.limit) for resource in problem.resources]
-        if any(resource.low > resource.limit + resource.allowance for resource in resources):
+        objective, *resources = state.totals()
+        if any(total.low > total.limit + total.allowance for total in (objective, *resources)):
             return None
         binding = tuple(resource for resource in resources if resource.high > resource.limit)
-        if not (
-            _remove_unaffordable(alive, (objective, *resources))
-            or _remove_dominated(alive, links, (objective, *binding))
-        ):
-            return Reduced(alive=alive, links=links, objective=objective, resources=binding)
+        dead = state.unaffordable((objective, *resources))
+        if dead is None:
+            return None
+        if not dead.any() and not state.has_fewer_parts:
+            dead = state.dominated((objective, *binding))
+            if not dead.any():
+                return Reduced(
+                    skeleton=skeleton,
+                    columns=state.columns,
+                    starts=state.starts,
+                    parts=state.parts,
+                    objective=objective,
+                    resources=binding,
+                )
+        if not state.keep(~dead):
+            return None
 
 
-def _merged_links(problem: Problem) -> tuple[Link, ...]:
-    """One link per pair of nodes that share edges, in either direction; a node's edge to itself is a link too."""
-    columns: dict[tuple[str, str], tuple[list[tuple[str, ...]], list[tuple[str, ...]]]] = {}
-    for edge in problem.edges:
-        source, target = (edge.source, edge.source_layouts), (edge.target, edge.target_layouts)
-        if (edge.target, edge.source) in columns:
-            source, target = target, source
-        sides = columns.setdefault((source[0], target[0]), ([], []))
-        sides[0].append(source[1])
-        sides[1].append(target[1])
-    return tuple(
-        Link(
-            source=source,
-            target=target,
-            source_labels=list(zip(*sides[0], strict=True)),
-            target_labels=list(zip(*sides[1], strict=True)),
+def shared_skeleton(problem: Problem) -> Skeleton | None:
+    """The skeleton of nodes and edges, found once for problems that share them."""
+    shared, key = problem.shared, (problem.nodes, problem.edges)
+    if not (isinstance(shared.key, tuple) and all(a is b for a, b in zip(shared.key, key, strict=True))):
+        shared.key, shared.found = key, skeleton_of(problem.nodes, problem.edges)
+    assert shared.found is None or isinstance(shared.found, Skeleton)
+    return shared.found
+
+
+@dataclass(slots=True)
+class _Row:
+    """A sum as it is collected: rows of constants and of entries by part, the first without one, and terms of several
+    expressions with their rows."""
+
+    constants: Floats
+    entries: Floats
+    limit: float
+    peaks: list[Peak] = field(default_factory=list)
+
+
+class _State:
+    """What is left of a problem while it is reduced."""
+
+    def __init__(self, problem: Problem, skeleton: Skeleton, ceiling: float) -> None:
+        self.skeleton = skeleton
+        self.alive: Mask = np.ones(skeleton.num_columns, bool)
+        self.columns: Ints = np.arange(skeleton.num_columns)
+        self.starts: Ints = skeleton.starts[:-1]
+        self.parts = tuple(
+            Part(name=name, split=i, total=split.total, most=split.total)
+            for i, split in enumerate(problem.splits)
+            for name in split.parts
         )
-        for (source, target), sides in columns.items()
-    )
+        self.has_fewer_parts = False
+        numbers = {part.name: i for i, part in enumerate(self.parts)}
+        sums = [(problem.objective, ceiling), *((resource.terms, resource.limit) for resource in problem.resources)]
+        self.rows = [self._row(terms, limit, numbers) for terms, limit in sums]
 
+    def _row(self, terms: tuple[Term, ...], limit: float, numbers: Mapping[str, int]) -> _Row:
+        size = 1 + len(self.parts)
+        row = _Row(constants=np.zeros(size), entries=np.zeros((size, self.skeleton.num_columns)), limit=limit)
+        for term in terms:
+            if term.weight == 0:
+                continue
+            each = None if term.each is None else numbers[term.each]
+            if len(term.expressions) == 1:
+                place = 0 if each is None else each + 1
+                row.constants[place] += term.weight * term.expressions[0].constant
+                self._add(row.entries[place], term.expressions[0], term.weight)
+                continue
+            extras = np.zeros((len(term.expressions), self.skeleton.num_columns))
+            for entries, expression in zip(extras, term.expressions, strict=True):
+                self._add(entries, expression, 1.0)
+            lows = np.array([expression.constant for expression in term.expressions])
+            guards = tuple(
+                Guard(
+                    where=None if expression.where is None else numbers[expression.where],
+                    unless=tuple(numbers[part] for part in expression.unless),
+                )
+                for expression in term.expressions
+            )
+            row.peaks.append(Peak(weight=term.weight, each=each, lows=lows, extras=extras, guards=guards, highs=lows))
+        return row
 
-def _make_arc_consistent(alive: Alive, links: Sequence[Link]) -> bool:
-    """Remove strategies without a partner along some link, until none is left; False when a node has none."""
-    by_node: dict[str, list[Link]] = {name: [] for name in alive}
-    for link in links:
-        by_node[link.source].append(link)
-        by_node[link.target].append(link)
-    waiting = deque(links)
-    queued = set(map(id, links))
-    while waiting:
-        link = waiting.popleft()
-        queued.discard(id(link))
-        for name in _prune_link(alive, link):
-            for affected in by_node[name]:
-                if id(affected) not in queued:
-                    queued.add(id(affected))
-                    waiting.append(affected)
-    return all(alive.values())
+    def _add(self, entries: Floats, expression: Expression, weight: float) -> None:
+        for name, vector in expression.terms:
+            place = self.skeleton.places[name]
+            own = np.array(vector)[place.strategies]
+            entries[place.start : place.stop] += own if weight == 1.0 else weight * own
 
+    def _around(self, lows: Floats, entries: Floats) -> tuple[Floats, Floats, Floats]:
+        """Rows with each group's minimum moved into the constant, and the most that they can be."""
+        if not entries.size:
+            return lows, entries, lows
+        least = np.minimum.reduceat(entries, self.starts, axis=1)
+        extras = entries - np.repeat(least, self.sizes, axis=1)
+        lows = lows + least.sum(axis=1)
+        return lows, extras, lows + np.maximum.reduceat(extras, self.starts, axis=1).sum(axis=1)
 
-def _prune_link(alive: Alive, link: Link) -> list[str]:
-    """Keep what agrees along one link; the nodes that lost strategies."""
-    if link.source == link.target:
-        kept = [s for s in alive[link.source] if link.source_labels[s] == link.target_labels[s]]
-        return _shrink(alive, link.source, kept)
-    offered = {link.source_labels[s] for s in alive[link.source]}
-    common = offered.intersection(link.target_labels[s] for s in alive[link.target])
-    return [
-        *_shrink(alive, link.source, [s for s in alive[link.source] if link.source_labels[s] in common]),
-        *_shrink(alive, link.target, [s for s in alive[link.target] if link.target_labels[s] in common]),
-    ]
+    @property
+    def sizes(self) -> Ints:
+        """Columns of each group."""
+        sizes: Ints = np.diff(np.append(self.starts, len(self.columns)))
+        return sizes
 
+    def totals(self) -> list[Total]:
+        """Every sum, the objective first, with terms that turn out to be linear among the linear ones."""
+        return [self._total(row) for row in self.rows]
 
-def _shrink(alive: Alive, name: str, kept: list[int]) -> list[str]:
-    """Set a node's strategies; [name] when there are fewer now."""
-    changed = len(kept) < len(alive[name])
-    alive[name] = kept
-    return [name] if changed else []
+    def _total(self, row: _Row) -> Total:
+        peaks = []
+        for peak in row.peaks:
+            if peak.each is not None and not self.parts[peak.each].most:
+                continue
+            left = self._flattened(self._undominated(peak), row)
+            if left is not None:
+                peaks.append(left)
+        row.peaks = peaks
+        row.constants, row.entries, highs = self._around(row.constants, row.entries)
+        return Total(
+            lows=row.constants,
+            extras=row.entries,
+            highs=highs,
+            peaks=tuple(peaks),
+            limit=row.limit,
+            parts=self.parts,
+        )
 
+    def _undominated(self, peak: Peak) -> Peak:
+        """The peak with the expressions that can be the largest: one below another's minimum, whatever is chosen, is
+        not, nor one whose guard cannot hold."""
+        lows, extras, highs = self._around(peak.lows, peak.extras)
+        always = [a for a, guard in enumerate(peak.guards) if guard == ALWAYS]
+        surest = max(always, key=lambda a: lows[a])
+        kept = [
+            a
+            for a, guard in enumerate(peak.guards)
+            if a == surest or (highs[a] > lows[surest] and (guard.where is None or self.parts[guard.where].most > 0))
+        ]
+        guards = tuple(peak.guards[a] for a in kept)
+        return replace(peak, lows=lows[kept], extras=extras[kept], highs=highs[kept], guards=guards)
 
-def _remove_unaffordable(alive: Alive, totals: Iterable[Total]) -> bool:
-    """Remove strategies that alone exceed what a total's lower bound leaves of its limit; True when there were any."""
-    dead: dict[str, set[int]] = {}
-    for total in totals:
-        slack = total.limit + total.allowance - total.low
-        if slack == math.inf:
-            continue
-        for name, vector, factor in total.weighted_extras():
-            if factor * max(vector) > slack:
-                unaffordable = (s for s, extra in zip(alive[name], vector, strict=True) if factor * extra > slack)
-                dead.setdefault(name, set()).update(unaffordable)
-    for name, strategies in dead.items():
-        alive[name] = [s for s in alive[name] if s not in strategies]
-    return bool(dead)
-
-
-def _remove_dominated(alive: Alive, links: Sequence[Link], totals: Sequence[Total]) -> bool:
-    """Of strategies with equal labels, remove those at least as expensive everywhere; the first of equals stays."""
-    labels: dict[str, list[Sequence[tuple[str, ...]]]] = {name: [] for name in alive}
-    for link in links:
-        labels[link.source].append(link.source_labels)
-        labels[link.target].append(link.target_labels)
-    vectors: dict[str, list[Sequence[float]]] = {name: [] for name in alive}
-    for total in totals:
-        for name, vector, _ in total.weighted_extras():
-            vectors[name].append(vector)
-    removed = False
-    for name, strategies in alive.items():
-        groups: dict[tuple[tuple[str, ...], ...], list[tuple[tuple[float, ...], int]]] = {}
-        for i, strategy in enumerate(strategies):
-            prices = tuple(vector[i] for vector in vectors[name])
-            groups.setdefault(tuple(column[strategy] for column in labels[name]), []).append((prices, strategy))
-        kept = sorted(strategy for group in groups.values() for strategy in _cheapest(group))
-        removed = removed or len(kept) < len(strategies)
-        alive[name] = kept
-    return removed
-
-
-def _cheapest(group: list[tuple[tuple[float, ...], int]]) -> list[int]:
-    """The strategies of a group of (prices, strategy) that no other one is as good as everywhere."""
-    kept: list[tuple[tuple[float, ...], int]] = []
-    for prices, strategy in sorted(group):  # only an earlier one, in lexicographic order, can dominate
-        if not any(all(a <= b for a, b in zip(other, prices, strict=True)) for other, _ in kept):
-            kept.append((prices, strategy))
-    return [strategy for _, strategy in kept]
-
-
-def _total(terms: Sequence[Term], alive: Alive, limit: float) -> Total:
-    """Collect terms: linear parts in one expression, the rest as peaks."""
-    parts: list[Affine] = []
-    peaks: list[Peak] = []
-    for term in terms:
-        if term.weight == 0:
-            continue
-        peak = Peak(weight=term.weight, expressions=_undominated([_affine(e, alive) for e in term.expressions]))
-        flat = _flattened(peak)
-        if flat is None:
-            peaks.append(peak)
+    def _flattened(self, peak: Peak, row: _Row) -> Peak | None:
+        """None for a peak that is linear, a single expression, or all over one group at most: then the row has it."""
+        if any(guard != ALWAYS for guard in peak.guards):
+            return peak
+        used = np.count_nonzero(np.maximum.reduceat(peak.extras.max(axis=0), self.starts)) if peak.extras.size else 0
+        if len(peak.lows) > 1 and used > 1:
+            return peak
+        place = 0 if peak.each is None else peak.each + 1
+        least = float(peak.lows.max())
+        row.constants[place] += peak.weight * least
+        if len(peak.lows) == 1:
+            row.entries[place] += peak.weight * peak.extras[0]
         else:
-            parts.append(flat)
-    return Total(linear=_sum(parts), peaks=tuple(peaks), limit=limit)
-
-
-def _affine(expression: Expression, alive: Alive) -> Affine:
-    """The expression over the strategies alive."""
-    vectors: dict[str, list[float]] = {}
-    for name, vector in expression.terms:
-        _accumulate(vectors, name, [vector[s] for s in alive[name]])
-    return _around_minimum(expression.constant, vectors)
-
-
-def _sum(parts: Iterable[Affine]) -> Affine:
-    """The sum of expressions."""
-    low = 0.0
-    vectors: dict[str, list[float]] = {}
-    for part in parts:
-        low += part.low
-        for name, vector in part.extras.items():
-            _accumulate(vectors, name, vector)
-    return _around_minimum(low, vectors)
-
-
-def _accumulate(vectors: dict[str, list[float]], name: str, vector: Sequence[float]) -> None:
-    """Add a vector to a node's."""
-    known = vectors.get(name)
-    vectors[name] = list(vector) if known is None else [a + b for a, b in zip(known, vector, strict=True)]
-
-
-def _around_minimum(constant: float, vectors: Mapping[str, Sequence[float]]) -> Affine:
-    """Move each node's minimum into the constant; nodes whose strategies are equal vanish."""
-    extras: dict[str, Sequence[float]] = {}
-    for name, vector in vectors.items():
-        least = min(vector)
-        constant += least
-        if max(vector) > least:
-            extras[name] = [value - least for value in vector]
-    return Affine(low=constant, extras=extras)
-
-
-def _undominated(expressions: Sequence[Affine]) -> tuple[Affine, ...]:
-    """The expressions that can be the largest: one below another's minimum, whatever is chosen, is not."""
-    surest = max(range(len(expressions)), key=lambda i: expressions[i].low)
-    return tuple(e for i, e in enumerate(expressions) if i == surest or e.high > expressions[surest].low)
-
-
-def _flattened(peak: Peak) -> Affine | None:
-    """The peak as a linear expression, where it is one: a single expression, or all over one node at most."""
-    if len(peak.expressions) == 1:
-        (only,) = peak.expressions
-        vectors = {name: [peak.weight * extra for extra in vector] for name, vector in only.extras.items()}
-        return _around_minimum(peak.weight * only.low, vectors)
-    names = {name for expression in peak.expressions for name in expression.extras}
-    if len(names) > 1:
+            row.entries[place] += peak.weight * ((peak.extras + peak.lows[:, None]).max(axis=0) - least)
         return None
-    # An expression without extras is a constant: of those at most the surest is left, so one name there is.
-    (name,) = names
-    num_strategies = max(len(expression.extras.get(name, ())) for expression in peak.expressions)
-    values = [
-        [expression.low + extra for extra in expression.extras.get(name, [0.0] * num_strategies)]
-        for expression in peak.expressions
-    ]
-    return _around_minimum(0.0, {name: [peak.weight * max(column) for column in zip(*values, strict=True)]})
+
+    def unaffordable(self, totals: tuple[Total, ...]) -> Mask | None:
+        """Columns that alone exceed what a sum's lower bound leaves of its limit. Parts of which there can be fewer are
+        told so; None where there cannot be as many as there must."""
+        dead: Mask = np.zeros(len(self.columns), bool)
+        most = [part.most for part in self.parts]
+        for total in totals:
+            if total.limit == math.inf:
+                continue
+            dead |= total.raised() > total.limit + total.allowance - total.low
+            most = [min(number, total.affordable(i)) for i, number in enumerate(most)]
+        self.has_fewer_parts = most != [part.most for part in self.parts]
+        self.parts = tuple(replace(part, most=number) for part, number in zip(self.parts, most, strict=True))
+        for split in {part.split: part.total for part in self.parts}.items():
+            if sum(part.most for part in self.parts if part.split == split[0]) < split[1]:
+                return None
+        return dead
+
+    def dominated(self, totals: tuple[Total, ...]) -> Mask:
+        """Of columns with equal labels, those at least as expensive everywhere; the first of equals stays."""
+        rows = [total.extras for total in totals]
+        rows += [peak.extras for total in totals for peak in total.peaks]
+        prices = np.concatenate(rows)
+        prices = prices[prices.any(axis=1)]
+        dead: Mask = np.zeros(len(self.columns), bool)
+        for own in self._alike():
+            dead[own] = _dominated(prices[:, own])
+        return dead
+
+    def _alike(self) -> Iterator[Ints]:
+        """Two or more columns of a group that have the same labels."""
+        groups = np.repeat(np.arange(len(self.starts)), self.sizes)
+        kinds = self.skeleton.kinds[self.columns]
+        order = np.lexsort((kinds, groups))
+        ends = np.flatnonzero(np.diff(groups[order]) | np.diff(kinds[order])) + 1
+        yield from (own for own in np.split(order, ends) if len(own) > 1)
+
+    def keep(self, kept: Mask) -> bool:
+        """Drops the other columns, and those that then have no partner; False where a group has none left."""
+        before = self.columns
+        self.alive[before[~kept]] = False
+        if not self.skeleton.prune(self.alive):
+            return False
+        left = self.alive[before]
+        self.columns = before[left]
+        self.starts = np.searchsorted(self.columns, self.skeleton.starts[:-1])
+        for row in self.rows:
+            row.entries = row.entries[:, left]
+            row.peaks = [replace(peak, extras=peak.extras[:, left]) for peak in row.peaks]
+        return True
+
+
+def _dominated(prices: Floats) -> Mask:
+    """Columns of a matrix that another one is nowhere above; of equal ones all but the first."""
+    size = prices.shape[1]
+    if size <= MOST_AT_ONCE:
+        below = np.all(prices[:, :, None] <= prices[:, None, :], axis=0)
+    else:
+        below = np.stack([np.all(prices[:, [i]] <= prices, axis=0) for i in range(size)])
+    first = np.arange(size)
+    wins = below & (~below.T | (first[:, None] < first[None, :]))
+    dominated: Mask = wins.any(axis=0)
+    return dominated
+
+
+def parts_of(choice: Choice, problem: Problem) -> dict[str, int]:
+    """The numbers of parts in a choice."""
+    return {part: choice[part] for part in problem.parts}

@@ -1,0 +1,99 @@
+"""An integer linear program as arrays, whoever solves it.
+
+minimize    cost @ x
+subject to  row_lower <= A x <= row_upper,  lower <= x <= upper,  x_i whole where is_integer
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The arrays. A by rows: those of row i are starts[i]:starts[i + 1] of indices (columns) and values."""
+
+    cost: Floats
+    lower: Floats
+    upper: Floats
+    is_integer: npt.NDArray[np.bool_]
+    row_lower: Floats
+    row_upper: Floats
+    starts: Ints
+    indices: Ints
+    values: Floats
+
+    @property
+    def num_columns(self) -> int:
+        """Variables."""
+        return len(self.cost)
+
+    @property
+    def num_rows(self) -> int:
+        """Constraints."""
+        return len(self.row_lower)
+
+
+@dataclass(slots=True)
+class Builder:
+    """Columns and rows as they are added."""
+
+    cost: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    is_integer: list[bool] = field(default_factory=list)
+    row_lower: list[float] = field(default_factory=list)
+    row_upper: list[float] = field(default_factory=list)
+    _rows: list[Ints] = field(default_factory=list)
+    _indices: list[Ints] = field(default_factory=list)
+    _values: list[Floats] = field(default_factory=list)
+
+    def columns(self, number: int, *, upper: float = 1.0, is_integer: bool = False) -> Ints:
+        """New variables between 0 and `upper`, by number."""
+        first = len(self.cost)
+        self.cost += [0.0] * number
+        self.upper += [upper] * number
+        self.is_integer += [is_integer] * number
+        return np.arange(first, first + number)
+
+    def rows(self, lower: float, upper: float, number: int = 1) -> int:
+        """New constraints, without entries yet; the first's number."""
+        first = len(self.row_lower)
+        self.row_lower += [lower] * number
+        self.row_upper += [upper] * number
+        return first
+
+    def put(self, rows: Ints | int, indices: Ints, values: Floats | float) -> None:
+        """Entries of one row, or of a row for each index."""
+        self._rows.append(np.broadcast_to(rows, indices.shape))
+        self._indices.append(indices)
+        self._values.append(np.broadcast_to(values, indices.shape))
+
+    def row(self, indices: Ints, values: Floats | float, lower: float, upper: float) -> None:
+        """A constraint with its entries."""
+        self.put(self.rows(lower, upper), indices, values)
+
+    def program(self) -> Program:
+        """What was added, rows in order; of an entry that was put twice the sum."""
+        empty: list[Ints] = [np.zeros(0, np.int64)]
+        rows, indices = np.concatenate(empty + self._rows), np.concatenate(empty + self._indices)
+        values = np.concatenate([np.zeros(0), *self._values])
+        width = max(1, len(self.cost))
+        places, inverse = np.unique(rows * width + indices, return_inverse=True)
+        summed = np.bincount(inverse.reshape(-1), weights=values, minlength=len(places))
+        kept = summed != 0
+        places, summed = places[kept], summed[kept]
+        return Program(
+            cost=np.array(self.cost),
+            lower=np.zeros(len(self.cost)),
+            upper=np.array(self.upper),
+            is_integer=np.array(self.is_integer, bool),
+            row_lower=np.array(self.row_lower),
+            row_upper=np.array(self.row_upper),
+            starts=np.searchsorted(places // width, np.arange(len(self.row_lower) + 1)),
+            indices=places % width,
+            values=summed,
+        )
