@@ -7,16 +7,20 @@ where a layout may change.
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from math import prod
-
-import networkx as nx
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from tpplan.layout import Layout, LayoutKind, fits
 from tpplan.units import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +203,25 @@ class ModelGraph:
         return {name: tuple(nodes.values()) for name, nodes in found.items()}
 
     @cached_property
+    def _memo(self) -> dict[Hashable, object]:
+        return {}
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What is worked out of this graph alone, for the first who asks under this key; a changed graph has its
+        own."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return cast(T, self._memo[key])
+
+    @cached_property
     def producers(self) -> dict[str, Op | Boundary]:
         """The node that computes a value; sources have none."""
         return {result: node for node in self.nodes for result in node.results}
 
     def to_networkx(self) -> "nx.MultiDiGraph[str]":
         """Nodes are sources and nodes by name (attribute `node`), edges carry the value that flows (`value`)."""
+        import networkx as nx  # here, for nothing else needs it, and it takes 0.2 s
+
         graph: nx.MultiDiGraph[str] = nx.MultiDiGraph()
         origin: dict[str, str] = {}
         for source in self.sources:
@@ -219,12 +236,25 @@ class ModelGraph:
 
     def to_json(self) -> str:
         """The graph as JSON with sorted keys, without the questions; the fingerprint is taken over it."""
-        return json.dumps(asdict(replace(self, questions=())), sort_keys=True, default=str)
+        return json.dumps(_as_data(replace(self, questions=())), sort_keys=True, default=str)
 
     @cached_property
     def fingerprint(self) -> str:
         """sha256 of the JSON: changes with any op, shape, literal, name or input."""
         return "sha256:" + hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def _as_data(value: object) -> object:
+    """Dataclasses as dicts of their fields, all the way down; what else there is as it is."""
+    match value:
+        case tuple():
+            return [_as_data(item) for item in value]
+        case dict():
+            return {key: _as_data(item) for key, item in value.items()}
+        case _ if is_dataclass(value):
+            return {own.name: _as_data(getattr(value, own.name)) for own in fields(value)}
+        case _:
+            return value
 
 
 def references(argument: object) -> Iterator[str]:

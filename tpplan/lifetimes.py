@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from tpplan.costs.compute import Attention, Execution, Matmul
 from tpplan.formulate import Formulation
-from tpplan.graph import Boundary, Direction, ModelGraph, Op, within
+from tpplan.graph import Boundary, Direction, ModelGraph, Op, enclosing, within
 from tpplan.layout import Conversion, Layout, Step
 from tpplan.plan import Recompute
 from tpplan.rules import Call, Strategy
@@ -30,9 +30,15 @@ class Run:
 
 def calls_of(graph: ModelGraph, modes: Mapping[str, Recompute]) -> Iterator[Run]:
     """The calls of each module. A call ends where other nodes come, or where its module is entered anew."""
+    positions: dict[str, list[int]] = {module: [] for module in modes}
+    for i, node in enumerate(graph.nodes):
+        for module in enclosing(node.module):
+            if module in positions:
+                positions[module].append(i)
     for module, mode in modes.items():
-        inside = [i for i, node in enumerate(graph.nodes) if within(node.module, module)]
-        starts = [i for i in inside if i - 1 not in set(inside) or _is_new_call(graph, i, module)]
+        inside = positions[module]
+        within_it = frozenset(inside)
+        starts = [i for i in inside if i - 1 not in within_it or _is_new_call(graph, i, module)]
         for first, following in zip(starts, [*starts[1:], len(graph.nodes)], strict=True):
             last = max(i for i in inside if i < following)
             yield Run(module=module, mode=mode, positions=range(first, last + 1))

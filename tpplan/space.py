@@ -7,7 +7,7 @@ first block may convert what the others need not.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -171,7 +171,7 @@ class _Builder:
         self.converting = _converting_boundaries(graph)
         self.extra = find_extra_layouts(graph, tp) if tp > 1 else {}
         self.written_later = crossings_before_writes(graph)
-        self.deciders = dict(self._deciders())
+        self.deciders = graph.once(_Builder, lambda: dict(self._deciders()))
 
     def _deciders(self) -> Iterator[tuple[str, Decider]]:
         for node in self.graph.nodes:
@@ -198,6 +198,8 @@ class _Builder:
             return options
         fixed = [i for i, name in enumerate(decider.operands) if name in self.fixed]
         whole = [i for i, name in enumerate(decider.results) if name in self.whole_outputs]
+        if not (fixed or whole or _leaves_model(decider)):
+            return options
         if _leaves_model(decider):
             # A user can be handed the whole or a slice, not a summand.
             options = tuple(s for s in options if s.results[0].is_plain)
@@ -346,11 +348,16 @@ def _classes(
     graph: ModelGraph, deciders: dict[str, Decider], apart: Callable[[str], Hashable] | None
 ) -> dict[str, str]:
     """Decision -> the decision that stands for it."""
+    unlike = {name: apart(name) if apart is not None else None for block in graph.blocks for name in block.names}
+    return graph.once((_classes, tuple(unlike.items())), lambda: _classes_where(graph, deciders, unlike))
+
+
+def _classes_where(graph: ModelGraph, deciders: dict[str, Decider], unlike: Mapping[str, Hashable]) -> dict[str, str]:
     position: dict[str, tuple[str, tuple[int, ...], int, Hashable]] = {}
     for block in graph.blocks:
         for name in block.names:
             place = enumerate(members(graph, name))  # two kinds of layers may share a pattern
-            own = apart(name) if apart is not None else None
+            own = unlike[name]
             position.update({node.name: (block.pattern, block.indices, i, own) for i, node in place})
     representatives: dict[object, str] = {}
     classes: dict[str, str] = {}

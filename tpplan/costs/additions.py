@@ -27,6 +27,10 @@ def additions(space: Space) -> Mapping[str, tuple[float, ...]]:
 
 
 def _counts(space: Space, name: str) -> tuple[float, ...]:
+    return space.graph.once((additions, name), lambda: _counted(space, name))
+
+
+def _counted(space: Space, name: str) -> tuple[float, ...]:
     decider = space.deciders[name]
     if isinstance(decider, Reading):
         readings = space.readings[decider.parameter.label]

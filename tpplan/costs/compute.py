@@ -9,10 +9,10 @@ stands.
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +28,8 @@ from tpplan.opaque import Observed, Ran
 from tpplan.profile import AttentionSizes, Estimate, HardwareProfile
 from tpplan.rules import OPAQUE, Call, Strategy, localized_arguments
 from tpplan.rules.matmul import GROUPED_PRODUCTS
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +232,16 @@ class Executor:
     _cache: dict[object, Execution] = field(default_factory=dict)
     #: of opaque modules, by the key of the call
     _observed: dict[str, Execution] = field(default_factory=dict)
+    #: what a call did that was asked for before, by its id; the call is kept, so that no other gets that
+    _known: dict[tuple[int, Strategy, int], tuple[Call, Execution]] = field(default_factory=dict)
+    #: what follows of executions in a graph
+    _memo: dict[Hashable, tuple[object, object]] = field(default_factory=dict)
+
+    def once(self, key: Hashable, about: object, make: Callable[[], T]) -> T:
+        """What follows of executions, for the first who asks; the key names `about` by its id, and so it is kept."""
+        if key not in self._memo:
+            self._memo[key] = (about, make())
+        return cast(T, self._memo[key][1])
 
     def observe(self, calls: Mapping[str, Observed]) -> None:
         """From now on these calls of opaque modules cost what they were seen to run. Warns of what is a guess."""
@@ -251,6 +263,13 @@ class Executor:
                 raise ModelError(f"{call.target}: no module was observed that gives {call.args[2]}")
             everything = frozenset(range(len(call.operands)))
             return replace(seen, saves=everything, saves_results=frozenset(range(len(call.results))))
+        known = self._known.get((id(call), strategy, tp))
+        if known is None:
+            known = self._known[id(call), strategy, tp] = (call, self._executed(call, strategy, tp))
+        return known[1]
+
+    def _executed(self, call: Call, strategy: Strategy, tp: int) -> Execution:
+        """The same, for like calls once."""
         shapes = tuple(
             local_shape(value.shape, layout, tp) for value, layout in zip(call.operands, strategy.operands, strict=True)
         )

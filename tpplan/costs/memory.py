@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tpplan.costs.compute import Executor, whole_strategy
 from tpplan.costs.moves import backward_move, forward_move
-from tpplan.graph import Boundary, Op, SourceKind, Value
+from tpplan.graph import Boundary, ModelGraph, Op, SourceKind, Value
 from tpplan.layout import Conversion, Layout, local_shape
 from tpplan.ledger import BUFFERS
 from tpplan.problem import Expression, Term
@@ -116,8 +116,12 @@ def _held_bytes(call: Call, strategy: Strategy, parameters: set[str], tp: int, e
 
 
 def segments_of(space: Space, executor: Executor) -> dict[str, Segment]:
-    """Segments by maker; an op with several results has one for each that is new."""
-    graph = space.graph
+    """Segments by maker; an op with several results has one for each that is new. They are the caller's own."""
+    found = executor.once((segments_of, id(space.graph)), space.graph, lambda: _segments_of(space.graph, executor))
+    return {name: Segment(s.maker, s.value, s.position, s.is_kept, s.exits) for name, s in found.items()}
+
+
+def _segments_of(graph: ModelGraph, executor: Executor) -> dict[str, Segment]:
     fixed = {s.result for s in graph.sources if s.kind is not SourceKind.INPUT}
     segment_of: dict[str, str] = {}
     segments: dict[str, Segment] = {}
@@ -136,7 +140,7 @@ def segments_of(space: Space, executor: Executor) -> dict[str, Segment]:
             continue
         execution = executor.execute(call := Call.of(graph, node), whole_strategy(call), 1)
         for position, result in enumerate(node.results):
-            alias = _aliased_operand(space, node, result, segment_of)
+            alias = _aliased_operand(graph, node, result, segment_of)
             if alias is None:
                 start(node, position)
                 segments[f"{node.name}:{position}"].is_kept = position in execution.saves_results
@@ -149,11 +153,11 @@ def segments_of(space: Space, executor: Executor) -> dict[str, Segment]:
     return segments
 
 
-def _aliased_operand(space: Space, op: Op, result: str, segment_of: dict[str, str]) -> str | None:
+def _aliased_operand(graph: ModelGraph, op: Op, result: str, segment_of: dict[str, str]) -> str | None:
     """The segment of the operand that a result is a view of."""
-    storage = space.graph.values[result].storage
+    storage = graph.values[result].storage
     for operand in op.operands:
-        if operand in segment_of and space.graph.values[operand].storage == storage:
+        if operand in segment_of and graph.values[operand].storage == storage:
             return segment_of[operand]
     return None
 

@@ -1,12 +1,12 @@
 """Time of every strategy of every decision, forward and backward, as estimates: the numbers the problem is made of."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from tpplan.costs.additions import MOVED, additions, moved_bytes
 from tpplan.costs.collectives import collectives_of, conversion_time
-from tpplan.costs.compute import Attention, Executor, Kernel, Matmul, MemoryBound, kernel_time
+from tpplan.costs.compute import Attention, Execution, Executor, Kernel, Matmul, MemoryBound, kernel_time
 from tpplan.costs.fusion import moved_shares
 from tpplan.costs.residuals import NONE, Residuals
 from tpplan.graph import Boundary, Op, Value
@@ -141,6 +141,18 @@ class Pricing:
     executor: Executor
     shares: Mapping[str, float]
     additions: Mapping[str, tuple[float, ...]]
+    #: by the id of an execution, which is kept: forward, backward, and what of forward only moves memory
+    works: dict[tuple[int, float], tuple[Execution, tuple[Work, Work, Work]]] = field(default_factory=dict)
+
+    def works_of(self, execution: Execution, moved: float) -> tuple[Work, Work, Work]:
+        """Forward, backward, and what of forward only moves memory."""
+        key = id(execution), moved
+        if key not in self.works:
+            light = (kernel for kernel in execution.forward if isinstance(kernel, MemoryBound))
+            kernels = (execution.forward, execution.backward, light)
+            forward, backward, again = (_work(self.profile, own, moved) for own in kernels)
+            self.works[key] = execution, (forward, backward, again)
+        return self.works[key][1]
 
 
 def time_table(
@@ -199,10 +211,9 @@ def _op_time(call: Call, strategy: Strategy, pricing: Pricing, moved: float, add
     profile, group = pricing.profile, pricing.group
     execution = pricing.executor.execute(call, strategy, group.ranks)
     transfers = _cross_entropy_transfers(call, strategy)
-    forward = _work(profile, execution.forward, moved)
-    backward = _work(profile, execution.backward, moved) + added
+    forward, backward, light = pricing.works_of(execution, moved)
+    backward = backward + added if added.kernels else backward
     collectives = sum((profile.collective(t.kind, group, t.num_bytes) for t in transfers), ZERO)
-    light = _work(profile, (kernel for kernel in execution.forward if isinstance(kernel, MemoryBound)), moved)
     sent = Residuals(tp_collectives=collectives.error_s)
     return StrategyTime(
         forward=forward.time,

@@ -82,7 +82,7 @@ def strategies(graph: ModelGraph, op: Op, tp: int, extra: Extra | None = None) -
 
 def find_extra_layouts(graph: ModelGraph, tp: int) -> Extra:
     """Of the graph's values, the layouts that are not every value's: slices of parts, and slices with copies."""
-    fused = fused_dims(graph, lambda call: call_strategies(call, 1))
+    fused = graph.once(fused_dims, lambda: fused_dims(graph, lambda call: call_strategies(call, 1)))
     copied = copied_dims(graph, lambda call: call_strategies(call, tp))
     by_parts = {
         name: frozenset(S(dim, *parts) for dim, found in dims.items() for parts in found)

@@ -28,6 +28,13 @@ class Call:
     def of(cls, graph: ModelGraph, op: Op, layouts: Iterable[Layout] = ()) -> "Call":
         """The call an op of a graph makes, with parts and slices as some of `layouts` have them."""
         layouts = tuple(layouts)
+        if layouts:
+            return cls._made(graph, op, layouts)
+        known, call = graph.once((Call, op.name), lambda: (op, cls._made(graph, op, ())))
+        return call if known is op else cls._made(graph, op, ())
+
+    @classmethod
+    def _made(cls, graph: ModelGraph, op: Op, layouts: tuple[Layout, ...]) -> "Call":
         return cls(
             target=op.target,
             args=op.args,
@@ -209,6 +216,10 @@ def written_operands(op: Op) -> tuple[str, ...]:
 def crossings_before_writes(graph: ModelGraph) -> frozenset[str]:
     """Boundaries, by name, through which a value goes whose storage an op writes to later: of a copy, the other side
     would not see it."""
+    return graph.once(crossings_before_writes, lambda: _crossings_before_writes(graph))
+
+
+def _crossings_before_writes(graph: ModelGraph) -> frozenset[str]:
     written: set[str] = set()
     found: set[str] = set()
     for node in reversed(graph.nodes):
