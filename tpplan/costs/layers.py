@@ -25,7 +25,7 @@ from tpplan.costs.memory import (
     segments_of,
     sources,
 )
-from tpplan.graph import Boundary, Direction, ModelGraph, Op, within
+from tpplan.graph import Boundary, Direction, ModelGraph, Op, enclosing
 from tpplan.plan import Recompute
 from tpplan.problem import Expression, Term
 from tpplan.rules import Call
@@ -73,6 +73,17 @@ def layer_activations(space: Space, executor: Executor, units: tuple[str, ...]) 
     return _Ledger(space, executor, units).activations()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """A storage, the boundaries behind which it is wanted, the layer that owns it, and whether it is there all the
+    time."""
+
+    segment: Segment
+    wanted: tuple[str, ...]
+    owner: str | None
+    is_there: bool
+
+
 class _Ledger:
     """Tensors by who owns them, under each mode."""
 
@@ -80,6 +91,7 @@ class _Ledger:
         self.space = space
         self.executor = executor
         self.units = units
+        self._is_unit = frozenset(units)
         self.sizes: dict[Key, Bytes] = {}
         self._unit_of: dict[str, str | None] = {}
         self._holding: dict[str, bool] = {}
@@ -88,8 +100,10 @@ class _Ledger:
         outside: dict[Recompute, Counter[Key]] = {mode: Counter() for mode in Recompute}
         kept = {unit: {mode: Counter[Key]() for mode in Recompute} for unit in self.units}
         remade = {unit: {mode: Counter[Key]() for mode in Recompute} for unit in self.units}
+        extras = list(self._extras())
         for mode in Recompute:
-            for owner, key, is_there in (*self._segments(mode), *self._extras(mode)):
+            held = ((owner, key, self._keeps(member, mode)) for owner, key, member in extras)
+            for owner, key, is_there in (*self._segments(mode), *held):
                 if owner is None:
                     outside[mode][key] += 1
                 else:
@@ -113,7 +127,7 @@ class _Ledger:
         """The layer that a decision is inside of."""
         module = decider.op.module if isinstance(decider, Reading) else decider.module
         if module not in self._unit_of:
-            self._unit_of[module] = next((unit for unit in self.units if within(module, unit)), None)
+            self._unit_of[module] = next((name for name in enclosing(module) if name in self._is_unit), None)
         return self._unit_of[module]
 
     def _entered(self, decider: Decider) -> str | None:
@@ -129,7 +143,21 @@ class _Ledger:
 
     def _segments(self, mode: Recompute) -> Iterator[tuple[str | None, Key, bool]]:
         """(owner, key, whether it is there all the time) of every storage that is kept under a mode."""
+        space = self.space
+        key = Holding, mode, self.units, id(space.graph)
+        segments, holdings = self.executor.once(key, space.graph, lambda: self._holdings(mode))
+        for held in holdings:
+            segment = held.segment
+            readers = tuple(sorted({space.classes[name] for name in held.wanted}))
+            key_of_it = (space.classes[segment.maker], segment.position, segment.is_kept or readers)
+            if key_of_it not in self.sizes:
+                self.sizes[key_of_it] = kept_expressions(space, segments, segment)
+            yield held.owner, key_of_it, held.is_there
+
+    def _holdings(self, mode: Recompute) -> tuple[dict[str, Segment], list[Holding]]:
+        """Every storage that is kept under a mode, whatever its layout."""
         space, segments = self.space, segments_of(self.space, self.executor)
+        found = []
         if mode is not Recompute.NONE:
             for segment in segments.values():
                 maker = space.deciders[segment.maker]
@@ -139,18 +167,14 @@ class _Ledger:
             wanted = [name for name in segment.exits if is_wanted(segments, name)]
             if not segment.is_kept and not wanted:
                 continue
-            readers = tuple(sorted({space.classes[name] for name in wanted}))
-            key = (space.classes[segment.maker], segment.position, segment.is_kept or readers)
-            if key not in self.sizes:
-                self.sizes[key] = kept_expressions(space, segments, segment)
             maker = space.deciders[segment.maker]
-            entered = self._entered(maker) or self._enters(segments, segment)
-            if entered is not None:
-                yield entered, key, True
-                continue
-            leaves = any(self._leaves(segments, name) for name in segment.exits)
-            owner = None if leaves else self._around(maker)
-            yield owner, key, mode is Recompute.NONE or self._holds(segment.maker, mode)
+            owner, is_there = self._entered(maker) or self._enters(segments, segment), True
+            if owner is None:
+                leaves = any(self._leaves(segments, name) for name in segment.exits)
+                owner = None if leaves else self._around(maker)
+                is_there = mode is Recompute.NONE or self._holds(segment.maker, mode)
+            found.append(Holding(segment=segment, wanted=tuple(wanted), owner=owner, is_there=is_there))
+        return segments, found
 
     def _enters(self, segments: dict[str, Segment], segment: Segment) -> str | None:
         """The first layer that a storage goes into from elsewhere."""
@@ -179,22 +203,29 @@ class _Ledger:
             self._holding[representative] = any(not isinstance(kernel, MemoryBound) for kernel in kernels)
         return self._holding[representative]
 
-    def _extras(self, mode: Recompute) -> Iterator[tuple[str | None, Key, bool]]:
-        """The same of tensors that are neither operands nor results, and of copies of weights."""
+    def _keeps(self, name: str, mode: Recompute) -> bool:
+        """Whether what an op keeps for itself is there all the time."""
+        return mode is Recompute.NONE or (isinstance(self.space.deciders[name], Op) and self._holds(name, mode))
+
+    def _extras(self) -> Iterator[tuple[str | None, Key, str]]:
+        """(owner, key, decision) of tensors that are neither operands nor results, and of copies of weights."""
         for name, members in self.space.members.items():
-            decider = self.space.deciders[name]
             terms = [*extra_terms(self.space, name, self.executor), *copies_read(self.space, name)]
             for i, term in enumerate(terms):
                 key = ("extra", name, i)
                 self.sizes[key] = term.expressions
                 for member in members:
-                    owner = self._around(self.space.deciders[member])
-                    is_there = mode is Recompute.NONE or (isinstance(decider, Op) and self._holds(member, mode))
-                    yield owner, key, is_there
+                    yield self._around(self.space.deciders[member]), key, member
 
     # What runs again
 
     def _again(self) -> dict[str, Counter[str]]:
+        """The same by class, with their number."""
+        key = "run again", self.units, id(self.space.graph)
+        again = self.executor.once(key, self.space.graph, self._run_again)
+        return {unit: Counter(self.space.classes[name] for name in names) for unit, names in again.items()}
+
+    def _run_again(self) -> dict[str, list[str]]:
         """Of each layer, the decisions before the last op that keeps anything, and it too if that is a result."""
         inside: dict[str, list[str]] = {unit: [] for unit in self.units}
         for name, decider in self.space.deciders.items():
@@ -210,7 +241,7 @@ class _Ledger:
                     execution = _execution_of(self.space.graph, decider, self.executor)
                     if execution.saves or execution.saves_results or execution.saved_bytes:
                         last = place + bool(execution.saves_results or execution.saved_bytes)
-            found[unit] = Counter(self.space.classes[name] for name in names[:last])
+            found[unit] = names[:last]
         return found
 
 
