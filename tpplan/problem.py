@@ -100,10 +100,10 @@ class Resource:
 
 @dataclass(slots=True)
 class Shared:
-    """What a solver computed of nodes and edges, for the problems that have the same ones."""
+    """What a solver computed of edges, by nodes, for the problems that have the same ones."""
 
-    key: object = None
-    found: object = None
+    edges: tuple[Edge, ...] = ()
+    found: dict[tuple[Node, ...], object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

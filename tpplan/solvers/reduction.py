@@ -208,11 +208,14 @@ def reduce(problem: Problem, *, ceiling: float = math.inf) -> Reduced | None:
 
 def shared_skeleton(problem: Problem) -> Skeleton | None:
     """The skeleton of nodes and edges, found once for problems that share them."""
-    shared, key = problem.shared, (problem.nodes, problem.edges)
-    if not (isinstance(shared.key, tuple) and all(a is b for a, b in zip(shared.key, key, strict=True))):
-        shared.key, shared.found = key, skeleton_of(problem.nodes, problem.edges)
-    assert shared.found is None or isinstance(shared.found, Skeleton)
-    return shared.found
+    shared = problem.shared
+    if shared.edges is not problem.edges:
+        shared.edges, shared.found = problem.edges, {}
+    if problem.nodes not in shared.found:
+        shared.found[problem.nodes] = skeleton_of(problem.nodes, problem.edges)
+    found = shared.found[problem.nodes]
+    assert found is None or isinstance(found, Skeleton)
+    return found
 
 
 @dataclass(slots=True)
