@@ -31,7 +31,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-import torch._dynamo  # before the fork: DTensor imports it when first used, and each rank would
+
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
@@ -199,7 +199,7 @@ def on_two_ranks(rounds: int, num_steps: int) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/out"
         arguments = (plans, f"{folder}/store", out, rounds, num_steps)
-        multiprocessing.start_processes(rank_main, args=arguments, nprocs=2, start_method="fork")
+        multiprocessing.start_processes(rank_main, args=arguments, nprocs=2, start_method="spawn")
         found: list[dict[str, float]] = torch.load(out)
     return found
 

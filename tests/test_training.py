@@ -159,8 +159,8 @@ def compile_and_train(style: Style, mesh: Mesh, by_block: bool) -> None:
 @pytest.mark.parametrize(
     ("style", "mesh", "by_block"),
     [
-        (sequence_parallel, Mesh(tp=2), False),
-        (data_parallel, Mesh(shard=2), True),
+        (sequence_parallel, Mesh(tp=2), True),
+        (data_parallel, Mesh(shard=2), False),
         (sequence_parallel, Mesh(shard=2, tp=2), True),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
@@ -198,7 +198,7 @@ def tokens_and_targets(size: int, seq_len: int) -> dict[str, Tensor]:
 
 
 def whole_sequences(graph: ModelGraph) -> Callable[[str, Strategy], bool]:
-    """Forbids slices of x [B, T, D] by sequence, for one token more cannot be cut, and by batch, which beams change."""
+    """Forbids slices of the batch and of the sequence of x [B, T, D]: one token more of one text cannot be cut."""
     crossing = {node.name for node in graph.nodes if isinstance(node, Boundary)}
     return lambda decision, strategy: decision not in crossing or strategy.results[0] not in (S(0), S(1))
 
@@ -221,7 +221,7 @@ def generate(plan: Plan) -> None:
 
 
 @pytest.mark.slow
-def test_a_hugging_face_model_generates_under_a_plan_without_sequence_parallelism() -> None:
+def test_a_hugging_face_model_generates_under_a_plan_that_cuts_no_text() -> None:
     pytest.importorskip("transformers")
     plan = tpplan.solve(
         hugging_face,

@@ -97,9 +97,9 @@ def _complaints(found: Checksums, mesh: DeviceMesh) -> dict[str, str]:
     """By what differs: an error message, the same on every rank."""
     device = mesh.device_type
     mine = torch.tensor([zlib.crc32(repr(sorted(named.items())).encode()) for named in found.values()], device=device)
-    table = mine.new_empty(dist.get_world_size() * len(mine))
-    dist.all_gather_into_tensor(table, mine)
-    sums = dict(zip(found, table.view(-1, len(mine)).T.tolist(), strict=True))
+    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, mine)
+    sums = dict(zip(found, torch.stack(of_ranks).T.tolist(), strict=True))
     groups: list[list[int]] = mesh.mesh.flatten(0, -2).tolist()
     pairs = {
         what: [(group[0], rank) for group in groups for rank in group if of_rank[rank] != of_rank[group[0]]]
