@@ -9,7 +9,7 @@ training are slower than alone, and how much FSDP's collectives slow what they r
 every model, to the runs of the machine's other models; a machine without others has those of the one it is most like.
 
 Prints errors by source, GPU, size and number of GPUs, beside those of a plain lookup: the median MFU of the other
-models' runs on that GPU with the same recomputation. --out writes the table with predictions and 90 % error bars.
+models' runs on that GPU with the same recomputation; the bias is the mean error. --out writes the table with predictions and 90 % error bars.
 --refit writes the numbers fitted to all runs into the profiles of a folder.
 """
 
@@ -435,7 +435,7 @@ def report(table: pd.DataFrame, runs: Sequence[Run]) -> Iterator[str]:
         "GPUs": table.n_gpus,
         "recomputed": [str(run.recompute) for run in runs],
     }
-    yield f"{'':32}{'runs':>6}{'median |error|':>16}{'90th pct':>10}{'bias':>8}   lookup: median, 90th pct"
+    yield f"{'':32}{'runs':>6}{'median |error|':>16}{'90th pct':>10}{'mean error':>12}{'median':>8}   lookup: median, 90th pct"
     yield _line("all", error, lookup_error)
     for title, key in groups.items():
         for name, rows in error.groupby(key, observed=True):
@@ -455,7 +455,8 @@ def report(table: pd.DataFrame, runs: Sequence[Run]) -> Iterator[str]:
 def _line(title: str, error: "pd.Series[float]", looked: "pd.Series[float]") -> str:
     size, other = error.abs(), looked.abs().dropna()
     beside = f"{other.median():11.1%}{other.quantile(0.9):11.1%} ({len(other)})" if len(other) else ""
-    return f"{title:32}{len(error):6}{size.median():16.1%}{size.quantile(0.9):10.1%}{error.median():+8.1%}   {beside}"
+    spread = f"{size.median():16.1%}{size.quantile(0.9):10.1%}{error.mean():+12.1%}{error.median():+8.1%}"
+    return f"{title:32}{len(error):6}{spread}   {beside}"
 
 
 def _ordered(table: pd.DataFrame, runs: Sequence[Run]) -> tuple[int, int]:

@@ -31,7 +31,6 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
