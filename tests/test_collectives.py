@@ -1,18 +1,27 @@
 """The plan's list of tensor-parallel collectives against those that real ranks issue, one by one."""
 
+import importlib
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from examples import NAMES, eager_to_shard, example, machine, solve_example
 from ranks import run_ranks
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpplan
+from tpplan.issued import differences
+from tpplan.issued import listed as listed_anywhere
 from tpplan.mesh import Axis
-from tpplan.plan import Plan
+from tpplan.plan import Pass, Plan
 from tpplan.profile import Collective, HardwareProfile
+from tpplan.tracker import fake_step
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 #: (kind, bytes of the whole value, dtype)
 Issued = Counter[tuple[str, int, str]]
@@ -81,3 +90,75 @@ def test_listed_collectives_are_those_issued(name: str, links: str, ranks: int) 
     assert expected
     for found in run_ranks(ranks, issued, name, plan):
         assert found == expected
+
+
+# ---- every axis, on a fake group
+
+
+def swept() -> Any:
+    """scripts/collectives.py as a module."""
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        return importlib.import_module("collectives")
+    finally:
+        sys.path.remove(str(SCRIPTS))
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("mlp", "tp2-zero3-of-3"),
+        ("mlp", "tp2-hsdp"),
+        *(pytest.param(name, way, marks=pytest.mark.long) for name in NAMES for way in swept().WAYS),
+    ],
+)
+def test_everything_listed_is_issued(name: str, way: str) -> None:
+    """FSDP's gathers and reductions, padding and recomputation included."""
+    row = swept().compared(name, way)
+    assert row.num_listed
+    assert row.differences == ()
+
+
+class Scaled(nn.Module):
+    """Two layers of odd widths, each with a parameter without dims, and a weight that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.unread = nn.Parameter(torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+def test_what_fsdp_fills_up_or_cannot_hold_is_listed_as_issued() -> None:
+    plan = tpplan.solve(
+        Scaled,
+        lambda batch, seq_len: {"x": torch.zeros(batch, 7)},
+        cluster=tpplan.Cluster(gpus=6, gpus_per_node=6, profile=eager_to_shard()),
+        global_batch=24,
+        micro_batch=2,
+        seq_len=1,
+        tp=1,
+        fsdp=3,
+        precision="fp32",
+        all_gpus=True,
+        prove=False,
+    )
+    step = fake_step(Scaled, {"x": torch.zeros(2, 7)}, lambda loss, _: loss, plan, is_tracked=False)
+    assert [str(found) for found in differences(plan, listed_anywhere(plan), step.issued)] == []
+    of_layer = 3 * (3 * 7 + 3)  # 7 rows on 3 ranks are 3 on each in FSDP's buffers, and so are 7 entries
+    rows = [row for row in plan.collectives if (row.where, row.during) == ("layers.*", Pass.BACKWARD)]
+    assert {row.num_bytes for row in rows if row.axis is Axis.SHARD} == {4 * of_layer}

@@ -42,6 +42,8 @@ Rename = Callable[[T, Callable[[str], str]], T]
 
 #: as what FSDP gathers parameters of several dtypes
 BYTES = "uint8"
+#: numbers that ranks exchange of each parameter that FSDP does not hold: whether its gradient is there, and came now
+FLAGS = 2
 #: relative difference between tied and expanded prices that rounding explains
 PRICE_TOLERANCE = 1e-6
 
@@ -249,6 +251,7 @@ class Expanded:
                 counts[self._key(where, transfer)] += steps
         counts.update(self._tp_reductions())
         counts.update(self._fsdp_collectives())
+        counts.update(self._averages())
         return tuple(
             CollectivePlan(
                 where=where, kind=kind, axis=axis, during=during, dtype=dtype, num_bytes=num_bytes, count=count
@@ -284,10 +287,11 @@ class Expanded:
         gather, scatter, reduce = map(str, kinds)
         for unit in self.formulation.units if mesh.data_parallel > 1 else ():
             where = self._pattern_of(unit.name) or ROOT
-            trained = [source for source in unit.parameters if self._has_gradient(source)]
-            gathered, reduced = self._unit_bytes(unit.parameters, trained)
-            if mesh.shard > 1:
-                dtype = self._gathered_dtype(unit.parameters)
+            held = [source for source in unit.parameters if not self._is_beside_fsdp(source)]
+            trained = [source for source in held if self._has_gradient(source)]
+            gathered, reduced = self._unit_bytes(held, trained)
+            if mesh.shard > 1 and held:
+                dtype = self._gathered_dtype(held)
                 found[where, gather, Axis.SHARD, Pass.FORWARD, dtype, gathered] += steps
                 if unit.name and treatments[unit.name].reshard:
                     found[where, gather, Axis.SHARD, Pass.BACKWARD, dtype, gathered] += steps
@@ -299,6 +303,27 @@ class Expanded:
             if mesh.replicate > 1:
                 found[where, reduce, Axis.REPLICATE, Pass.BACKWARD, dtype, reduced // mesh.shard] += 1
         return found
+
+    def _averages(self) -> Counter[tuple[str, str, Axis, Pass, str, int]]:
+        """Of the gradients that FSDP does not hold, over each of its axes: first which ranks have one, then in buckets
+        (tpplan.average)."""
+        found: Counter[tuple[str, str, Axis, Pass, str, int]] = Counter()
+        beside = [s for s in self._weights.trainable if self._is_beside_fsdp(s)] if self.formulation.uses_fsdp else []
+        sizes: dict[str, list[int]] = {}
+        for source in filter(self._has_gradient, beside):
+            sizes.setdefault(self._master_dtype(source), []).append(self._weights.master_width(source))
+        for axis in (Axis.REPLICATE, Axis.SHARD):
+            if beside and self.formulation.mesh.size(axis) > 1:
+                kind = str(Collective.ALL_REDUCE)
+                found[ROOT, kind, axis, Pass.STEP, "int32", FLAGS * DTYPE_BYTES["int32"] * len(beside)] += 1
+                for dtype, own in sizes.items():
+                    for bucket in bucketed(own, BUCKET_BYTES):
+                        found[ROOT, kind, axis, Pass.STEP, dtype, sum(own[position] for position in bucket)] += 1
+        return found
+
+    def _is_beside_fsdp(self, source: Source) -> bool:
+        """True for a parameter without dims, which FSDP2 cannot hold."""
+        return not self.graph.values[source.result].shape
 
     @property
     def _weights(self) -> Weights:

@@ -78,9 +78,7 @@ class Averager:
             return set(self.came)
         places = range(len(self.slots))
         flags = [[slot.gradient() is not None for slot in self.slots], [place in self.came for place in places]]
-        ranks_with = torch.tensor(flags, dtype=torch.int32, device=self.slots[0].parameter().device)
-        self._sum(ranks_with)
-        has_any, came = ranks_with.tolist()
+        has_any, came = self.ranks_with(flags)
         wanted = [_gradient_of(slot) for slot, count in zip(self.slots, has_any, strict=True) if count]
         for bucket in buckets(wanted, BUCKET_BYTES):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
@@ -90,6 +88,17 @@ class Averager:
             parts = torch.split(flat, [gradient.numel() for gradient in bucket])
             torch._foreach_copy_(bucket, [part.view_as(own) for part, own in zip(parts, bucket, strict=True)])
         return {place for place in places if came[place]}
+
+    def ranks_with(self, flags: list[list[bool]]) -> list[list[int]]:
+        """How many ranks say yes, flag by flag."""
+        found: list[list[int]] = self.summed(flags).tolist()
+        return found
+
+    def summed(self, flags: list[list[bool]]) -> Tensor:
+        """The same as a tensor."""
+        counted = torch.tensor(flags, dtype=torch.int32, device=self.slots[0].parameter().device)
+        self._sum(counted)
+        return counted
 
     def _sum(self, x: Tensor) -> None:
         for group in self.groups:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tpplan.average import Averager
 from tpplan.convert import Converter
 from tpplan.graph import LOSS_SCOPE
 from tpplan.localize import Site
@@ -104,7 +105,7 @@ class CollectiveLog(TorchDispatchMode):
             where=self._where(owner),
             kind=str(kind) if kind is not None else name,
             axis=axis,
-            during=Pass.STEP if isinstance(owner, Reducer) else self._during,
+            during=Pass.STEP if isinstance(owner, Reducer | Averager) else self._during,
             dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
             num_bytes=whole * ranks if name in _LOCAL else whole,
         )
@@ -126,7 +127,7 @@ class CollectiveLog(TorchDispatchMode):
                 return self._modules[id(owner)] or ROOT
             case FSDPParamGroup():
                 return owner._module_fqn or ROOT
-            case Reducer():
+            case Reducer() | Averager():
                 return ROOT
             case _:
                 return (self._running[-1] or ROOT) if self._running else LOSS_SCOPE
@@ -139,7 +140,7 @@ def _owner() -> object:
         for name in ("self", "ctx"):
             held = frame.f_locals.get(name)
             found = getattr(held, "converter", held) if name == "ctx" else held
-            if isinstance(found, Converter | FSDPParamGroup | Reducer):
+            if isinstance(found, Converter | FSDPParamGroup | Reducer | Averager):
                 return found
         frame = frame.f_back  # type: ignore[assignment]
     return None

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from tpplan import draws
 from tpplan.apply import apply_plan, no_sync, plan_name
+from tpplan.average import Averager
 from tpplan.costs.compute import fused_attention, fused_rms_norm
 from tpplan.fake_group import fake_group
 from tpplan.issued import CollectiveLog, Issued
@@ -88,8 +89,15 @@ class Tracker(FSDPMemTracker):  # type: ignore[no-untyped-call]
 def gpu_kernels() -> Iterator[None]:
     """Attention and RMS norm as one kernel each; a rank's own random state needs a seed, which no fake tensor has."""
     attention = patch.object(F, "scaled_dot_product_attention", fused_attention)
-    with attention, patch.object(F, "rms_norm", fused_rms_norm), patch.object(draws, "_next_seed", lambda: 0):
+    seed, alone = patch.object(draws, "_next_seed", lambda: 0), patch.object(Averager, "ranks_with", _as_this_one)
+    with attention, patch.object(F, "rms_norm", fused_rms_norm), seed, alone:
         yield
+
+
+def _as_this_one(averager: Averager, flags: list[list[bool]]) -> list[list[int]]:
+    """What ranks that are not there say of their gradients, which no fake tensor knows: they are as this one."""
+    averager.summed(flags)
+    return [list(map(int, row)) for row in flags]
 
 
 def track(build_model: Callable[[], nn.Module], inputs: Inputs, loss: Loss, plan: Plan) -> Tracked:
