@@ -29,7 +29,8 @@ class Attention(nn.Module):
         part = fused.shape[-1] // (H // K + 2)  # a rank has so many of keys, of values, and twice that of queries
         heads = (y.unflatten(-1, (-1, E)).transpose(1, 2) for y in fused.split((H // K * part, part, part), -1))
         q, k, v = heads
-        q, k = q * self.angles.cos(), k * self.angles.cos()
+        scales = self.angles.cos().to(q.dtype)
+        q, k = q * scales, k * scales
         return self.out(
             F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
         )

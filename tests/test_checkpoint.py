@@ -144,6 +144,11 @@ def in_canonical_order(folder: Path) -> None:
     qkv = model.layers[0].attention.qkv._parameters["weight"]
     optimizer.state[qkv]["momentum_buffer"] = qkv.detach().clone()
     tpplan.save_checkpoint(folder, model, optimizer, step=0)
+    optimizer.state[qkv]["row"] = qkv.detach()[:, :1]  # as factored optimizers have
+    with pytest.raises(
+        UsageError, match=r"row of layers\.0\.attention\.qkv\.weight is sharded, and its shape \[64, 1\]"
+    ):
+        tpplan.save_checkpoint(folder, model, optimizer, step=1)
 
 
 def test_fused_weights_and_their_states_are_saved_in_their_own_order(tmp_path: Path) -> None:
@@ -263,6 +268,37 @@ def test_the_latest_is_the_last_saved_and_whole(tmp_path: Path) -> None:
         assert latest_checkpoint(tmp_path) == tmp_path / "step-00000020"
     (tmp_path / "latest").unlink()
     assert latest_checkpoint(tmp_path) == tmp_path / "step-00000020"
+
+
+# ---- optimizers
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), fused=True, amsgrad=True),
+        lambda parameters: torch.optim.Adafactor(parameters),
+    ],
+    ids=["sgd", "momentum", "fused", "adafactor"],
+)
+def test_optimizers_and_frozen_parameters_go_on_where_they_were(make: Callable[..., Any], tmp_path: Path) -> None:
+    def trained_part() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = build_model()
+        model.layers[0].requires_grad_(False)
+        return model, make([parameter for parameter in model.parameters() if parameter.requires_grad])
+
+    model, optimizer = trained_part()
+    for step in range(2):
+        step_of(model, optimizer, step)
+    tpplan.save_checkpoint(tmp_path, model, optimizer, step=2)
+    again, again_optimizer = trained_part()
+    step_of(again, again_optimizer, 0)  # it has states of its own, which must go
+    tpplan.load_checkpoint(tmp_path, again, again_optimizer)
+    assert_equal(contents(again, again_optimizer), contents(model, optimizer))
+    assert step_of(again, again_optimizer, 3) == step_of(model, optimizer, 3)
+    assert_equal(contents(again, again_optimizer), contents(model, optimizer))
 
 
 # ---- refusals

@@ -12,6 +12,7 @@ import torch._dynamo  # before the forks: DTensor imports it when first used, an
 import torch.distributed as dist
 import torch.distributed.tensor
 from fused_model import FusedModel, batch, build_model, loss_of, plan_for
+from plans import handmade_plan
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -155,6 +156,40 @@ def test_values_are_cast_to_the_models_dtypes(saved: Path) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, dict(expected.named_parameters())[name].to(torch.bfloat16))
+
+
+def build_hugging_face() -> nn.Module:
+    """With grouped heads, rotary buffers, and a head tied to the embedding."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "use_cache": False}
+    return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes, **heads))
+
+
+def load_hugging_face(folder: Path, expected: Tensor) -> None:
+    with torch.device("meta"):
+        model = build_hugging_face()
+    units = tuple(f"model.layers.{number}" for number in range(3))
+    apply_plan(model, handmade_plan(model, Mesh(shard=2), units=units))
+    tpplan.load_safetensors(model, folder, build_model=build_hugging_face)
+    with torch.no_grad():
+        assert torch.allclose(model(IDS).logits, expected, atol=1e-6)
+
+
+IDS = torch.arange(12).view(2, 6)
+
+
+@pytest.mark.slow
+def test_what_hugging_face_saved_is_loaded(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = build_hugging_face()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert "lm_head.weight" not in (tmp_path / "model.safetensors.index.json").read_text()
+    with torch.no_grad():
+        expected = model(IDS).logits
+    run_ranks(2, load_hugging_face, tmp_path, expected)
 
 
 # ---- what a rank allocates
