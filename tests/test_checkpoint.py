@@ -260,7 +260,7 @@ def test_the_latest_is_the_last_saved_and_whole(tmp_path: Path) -> None:
         path = tpplan.save_checkpoint(tmp_path, model, step=step)
         assert latest_checkpoint(tmp_path) == path
     assert path.name == "step-00000010-2"
-    (tmp_path / "step-00000030.incomplete").mkdir()
+    (tmp_path / "step-00000030.incomplete").mkdir()  # a killed writer's, until the next save
     assert tpplan.load_checkpoint(tmp_path, model).step == 10
     assert tpplan.load_checkpoint(tmp_path / "step-00000020", model).step == 20
     for pointer in ("step-00000040", "step-00000030.incomplete", "../elsewhere", ""):
@@ -268,6 +268,8 @@ def test_the_latest_is_the_last_saved_and_whole(tmp_path: Path) -> None:
         assert latest_checkpoint(tmp_path) == tmp_path / "step-00000020"
     (tmp_path / "latest").unlink()
     assert latest_checkpoint(tmp_path) == tmp_path / "step-00000020"
+    tpplan.save_checkpoint(tmp_path, model, step=11, keep=2)  # the step says nothing of age
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000010-2", "step-00000011"]
 
 
 # ---- optimizers

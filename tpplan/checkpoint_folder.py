@@ -78,9 +78,10 @@ def commit(place: Path) -> Path:
 
 
 def keep_last(folder: Path, number: int) -> None:
-    """Removes all but so many of the checkpoints, and never the latest."""
+    """Removes all but those that were written last, so many, and never the latest."""
     latest = latest_checkpoint(folder)
-    for path in complete_checkpoints(folder)[:-number]:
+    by_age = sorted(complete_checkpoints(folder), key=lambda path: path.stat().st_mtime_ns)
+    for path in by_age[:-number]:
         if path != latest:
             gone = path.with_suffix(_REMOVED)  # in one step, so that a half is never taken for a whole
             os.rename(path, gone)
