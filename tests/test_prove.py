@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 import tpplan
 from tpplan import convert, localize, prove, read, search, solvers
 from tpplan.assemble import Expanded, expand
+from tpplan.errors import PlanMismatchError
 from tpplan.graph import ModelGraph
 from tpplan.layout import R_STAR, Conversion, LayoutKind, R, S
 from tpplan.mesh import Mesh
@@ -177,6 +178,15 @@ def test_fused_projections_are_sharded_part_by_part(take: Callable[[Tensor], tup
     assert plan.parameters["first.c_proj.weight"].placement == S(1)
     assert plan.sizes["first"]
     equals_one_process(build, plan)
+
+
+def test_a_batch_written_into_code_is_refused_in_another_batch() -> None:
+    """view(4, T, -1, d) of a rank's 2 samples would be taken for 4 samples with half the heads."""
+    planned = LocalSizes((SizePlan(call="view", of=(1, 0, 0), count=4, position=0, written=2, local=1),))
+    assert planned(Tensor.view, (torch.zeros(1, 16, 32), 2, 16, -1, 8), {}).shape == (1, 16, 4, 8)
+    assert planned(Tensor.view, (torch.zeros(4, 16, 32), 4, 16, -1, 8), {}).shape == (4, 16, 4, 8)
+    with pytest.raises(PlanMismatchError, match=r"view of a tensor of shape \[2, 16, 32\] with size 4: .* for 2 and"):
+        planned(Tensor.view, (torch.zeros(2, 16, 32), 4, 16, -1, 8), {})
 
 
 def test_slices_are_replaced_in_the_dim_that_the_plan_names() -> None:

@@ -1,7 +1,8 @@
 """Sizes written into a model's code, replaced by one rank's: `x.view(b, t, self.num_heads, d)` on a slice of the heads.
 
 A call with another number in that place, or about a tensor of another shape, is left alone, so what follows from
-`x.shape` stays as it is.
+`x.shape` stays as it is. Where the number is a batch or a length, it is another in another batch: that the code gives
+the whole's for a tensor that has a rank's, as it was planned for another size, is an error.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpplan.errors import PlanMismatchError
 from tpplan.plan import SizePlan
 
 _VIEW, _EXPAND = (Tensor.view, Tensor.reshape, torch.reshape), (Tensor.expand, torch.Tensor.broadcast_to)
@@ -92,11 +94,28 @@ class LocalSizes:
 
     def _local(self, call: str, x: Tensor, count: int, position: int, size: Any) -> Any:
         planned = self.table.get((call, count, position, size), ()) if type(size) is int else ()
-        return next((own.local for own in planned if _is_shape(x.shape, own.of)), size)
+        local = next((own.local for own in planned if _is_shape(x.shape, own.of)), size)
+        if local is size and type(size) is int:
+            for own in self.sizes:
+                if (own.call, own.count, own.position) == (call, count, position) and _is_scaled(x.shape, size, own):
+                    raise PlanMismatchError(
+                        f"{call} of a tensor of shape {list(x.shape)} with size {size}: the plan knows a rank's size "
+                        f"for {own.written} and shape {list(own.of)} (0: any) alone; solve again for this batch and "
+                        "length"
+                    )
+        return local
 
 
 def _is_shape(shape: torch.Size, of: tuple[int, ...]) -> bool:
     return len(shape) == len(of) and all(wanted in (0, size) for size, wanted in zip(shape, of, strict=True))
+
+
+def _is_scaled(shape: torch.Size, size: int, planned: SizePlan) -> bool:
+    """The size is to the one dim that is not as planned what the planned one is to the planned dim."""
+    if len(shape) != len(planned.of):
+        return False
+    others = [(here, there) for here, there in zip(shape, planned.of, strict=True) if there not in (0, here)]
+    return len(others) == 1 and others[0][1] == planned.local and size * planned.local == planned.written * others[0][0]
 
 
 def _num_dims(item: Any) -> int:
