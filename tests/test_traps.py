@@ -137,6 +137,76 @@ class OnTheInstance(MLP):
         self.up.forward = lambda given: forward(given) * 2  # type: ignore[method-assign]
 
 
+@torch.jit.script
+def scripted(h: Tensor, weight: Tensor) -> Tensor:
+    return torch.relu(h @ weight)
+
+
+class Scripted(MLP):
+    """TorchScript optimizes a function when it has run a few times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(HIDDEN))
+        for _ in range(3):
+            scripted(
+                torch.ones(2, 2, device="cpu", requires_grad=True), torch.ones(2, 2, device="cpu")
+            ).sum().backward()
+
+    def between(self, h: Tensor, *_: Tensor) -> Tensor:
+        return scripted(h, self.weight)
+
+
+class KeptByHook(MLP):
+    """What a hook puts aside is what leaves the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Tensor] = {}
+        self.first = nn.Linear(DIM, DIM)
+        self.first.register_forward_hook(self.keep)
+
+    def keep(self, _module: nn.Module, _args: object, out: Tensor) -> None:
+        self.kept["first"] = out
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+        return super().forward(self.first(x).tanh()) + self.kept["first"].mean()
+
+
+class ReadsAtRest(MLP):
+    """A penalty on all weights."""
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+        return super().forward(x) + sum(weight.square().sum() for weight in self.parameters())
+
+
+class PutsModule(MLP):
+    """A module without weights is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act: nn.Module = nn.Identity()
+
+    def between(self, h: Tensor, *_: Tensor) -> Tensor:
+        self.act = nn.GELU()
+        return self.act(h)
+
+
+class Mapped(MLP):
+    """Inside torch.vmap."""
+
+    def between(self, h: Tensor, *_: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row.softmax(-1))(h)
+
+
+class Reports(MLP):
+    """A number that is only reported."""
+
+    def forward(self, x: Tensor, *rest: Tensor) -> tuple[Tensor, float]:  # type: ignore[override]
+        loss = super().forward(x)
+        return loss, loss.item()
+
+
 class Masked(MLP):
     """Goes another way where the mask is not all true."""
 
@@ -284,6 +354,7 @@ class Named(nn.Module):
         *((model, PLAIN) for model in (HookThatReads, AuxiliaryLosses, Caught)),
         *((model, PLAIN) for model in (HookInForward, ModuleHook, ParameterHook, LossesInAList)),
         *((model, PLAIN) for model in (Reentrant, ReentrantWhole, InClosure, SelfInClosure, OnTheInstance)),
+        *((model, PLAIN) for model in (Scripted, KeptByHook, ReadsAtRest, PutsModule, Mapped)),
         *((model, MASK) for model in (Masked, AnotherMask)),
         *((model, IDS) for model in (SevenIn, LossByToken)),
     ],

@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
@@ -240,7 +241,13 @@ class Job:
 
     def _built(self) -> nn.Module:
         """The model on the meta device, in the dtype it computes in."""
-        with torch.device("meta"), _Unfilled():
+        try:
+            with torch.device("meta"), _Unfilled():
+                model = self.build_model()
+        except (RuntimeError, NotImplementedError) as error:
+            # Code that asks weights for values, as torch.nn.utils.parametrizations.orthogonal does, needs some.
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            warnings.warn(f"the builder fails on the meta device, and runs on the CPU: {reason}", stacklevel=2)
             model = self.build_model()
         if not isinstance(model, nn.Module):
             raise ModelError(f"the builder returned {type(model).__name__}, expected a torch.nn.Module")

@@ -34,6 +34,10 @@ _QUESTIONS = frozenset({"__bool__", "__contains__", "__float__", "__index__", "_
                         "equal", "allclose", "is_nonzero"})  # fmt: skip
 #: calls that are given the values of a tensor by the code
 _CONSTANTS = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", "from_numpy", "scalar_tensor"})
+#: calls that ask a tensor what it is, `__get__` those of an attribute such as dtype
+_DESCRIPTIONS = frozenset({"__get__", "size", "dim", "numel", "nelement", "ndimension", "stride", "element_size",
+                           "is_floating_point", "is_complex", "is_contiguous", "get_device", "type", "__len__",
+                           "__hash__", "__repr__", "__format__"})  # fmt: skip
 #: types of numbers that may be sizes
 _COUNTS = frozenset({torch.int64, torch.int32})
 #: where code asks on behalf of other code
@@ -104,16 +108,13 @@ class KnownValues(TorchFunctionMode):
             func, args, kwargs = torch.Tensor.split, split, {}
         if name == "register_hook":
             raise ModelError(f"{asking_line()}: a hook on a gradient is code that no plan can follow; remove it")
+        if name not in _DESCRIPTIONS and any(map(_is_at_rest, (*args, *kwargs.values()))):
+            raise AtRestError(f"{asking_line()}: reads parameters past their modules' attributes (parameters())")
         if getattr(func, "__self__", None) is torch.Tensor.data:
             self._laid_bare.add(args[0].untyped_storage()._cdata)
         before, self.constant = self.constant, _digest((args, kwargs)) if name in _CONSTANTS else self.constant
         try:
             results = func(*args, **kwargs)
-        except Exception as error:
-            if DTensor in types:
-                where = asking_line()
-                raise AtRestError(f"{where}: reads parameters past their modules' attributes (parameters())") from error
-            raise
         finally:
             self.constant = before
         call = pytree.tree_map(_kept, (args, kwargs))
@@ -217,6 +218,13 @@ class KnownValues(TorchFunctionMode):
         return torch.device("cpu") if is_meta else argument
 
 
+def _is_at_rest(argument: Any) -> bool:
+    """True for a parameter of an applied model that is no local tensor, and for a list of such."""
+    if isinstance(argument, list | tuple):
+        return any(map(_is_at_rest, argument))
+    return isinstance(argument, DTensor) and isinstance(argument, torch.nn.Parameter)
+
+
 def _version(tensor: Tensor) -> int | None:
     """How often a tensor was written to, through any view; inference tensors do not count."""
     return None if tensor.is_inference() else tensor._version
@@ -232,6 +240,17 @@ def _digest(arguments: Any) -> str:
     leaves = [leaf for leaf in pytree.tree_leaves(arguments) if not isinstance(leaf, Tensor)]
     data = [leaf.tobytes() if isinstance(leaf, np.ndarray) else repr(leaf).encode() for leaf in leaves]
     return hashlib.sha256(b"\0".join(data)).hexdigest()[:16]
+
+
+def raising_line(error: BaseException) -> str:
+    """The innermost line of code that is neither torch's nor ours among those that an error came through, or ""."""
+    found, step = "", error.__traceback__
+    while step is not None:
+        file = step.tb_frame.f_code.co_filename
+        if is_foreign(file) and (code := linecache.getline(file, step.tb_lineno).strip()):
+            found = f"{Path(file).name}:{step.tb_lineno}: {code}"
+        step = step.tb_next
+    return found
 
 
 def asking_line() -> str:

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tpplan.again import surrounded_again
 from tpplan.errors import ModelError
+from tpplan.known import raising_line
 from tpplan.opaque import PLAIN, Observed, OpaqueCall, Ran, described
 from tpplan.registered import registered_name
 
@@ -52,7 +53,9 @@ def observe(module: nn.Module, call: OpaqueCall, *, is_untouched: bool = False) 
         raise
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UnobservableError(f"on fake tensors: {type(error).__name__}: {reason}") from error
+        line = raising_line(error)
+        where = f" at {line}" if line else ""
+        raise UnobservableError(f"{type(error).__name__}: {reason}{where}") from error
 
 
 def _observe(

@@ -104,6 +104,8 @@ def record(
             _noting(mode.tracer, scope, known),
             _functions_in_the_open(),
             branches_in_the_open(),
+            # TorchScript hides from autograd what it has optimized.
+            torch.jit.optimized_execution(False),  # type: ignore[attr-defined]
         ):
             found, spec = pytree.tree_flatten(_opened(module(*placed)))
         specs.append(spec)
@@ -111,7 +113,7 @@ def record(
 
     tensors = [value for _, _, value in given]
     try:
-        with _ONE_AT_A_TIME, _grouped_products(), counting_by(counts), _keeping_results():
+        with _ONE_AT_A_TIME, _described(), counting_by(counts), _keeping_results():
             graph_module = make_fx(run, pre_dispatch=True)(*tensors)
             _drop_failed(graph_module.graph)
     except Exception as error:
@@ -244,16 +246,23 @@ def _whole(argument: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _grouped_products() -> Iterator[None]:
+def _described() -> Iterator[None]:
     """torch knows the shapes of a grouped product for its CUDA kernel: bfloat16, rows of whole 16 bytes. Other kernels,
-    of a CPU or of the code's own, take others, and the code that chose this one knows its device."""
+    of a CPU or of the code's own, take others, and the code that chose this one knows its device. Those of a CTC loss
+    it does not know where lengths are tensors."""
 
     def product(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
         groups = (offs.shape[0],) if a.dim() == b.dim() == 2 else a.shape[:1] if a.dim() == b.dim() else ()
         return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
 
+    def ctc(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Losses [N], and what backward needs [N, T, 2 S + 1], for log_probs [T, N, C] and targets of at most S."""
+        length, rows = log_probs.shape[0], log_probs.shape[1:-1]
+        return log_probs.new_empty(rows), log_probs.new_empty(*rows, length, 2 * targets.shape[-1] + 1)
+
     library: Any = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
     library.impl("_grouped_mm", product, allow_override=True)
+    library.impl("_ctc_loss.Tensor", ctc, allow_override=True)
     try:
         yield
     finally:

@@ -129,6 +129,8 @@ class _Read(torch.autograd.Function):
         ctx.reads.reducer.reading_backward(ctx.reads.slot)
         if ctx.reads.averager is not None:
             ctx.reads.averager.gradient_comes()
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()  # a DTensor is none
         # A summand's label is wrong until the reducer has summed it. DTensor.from_local costs 20 times as much as this,
         # and DTensor's own __init__, which adds nothing, twice.
         return DTensor.__new__(DTensor, gradient.contiguous(), ctx.spec, requires_grad=False), None

@@ -143,6 +143,8 @@ class GraphReader:
         return names
 
     def _add_value(self, name: str, tensor: torch.Tensor, *, carries_gradient: bool) -> None:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise ModelError(f"{name} is a tensor of torch.func or torch.vmap, of which a plan knows no layout")
         storage = self.storages.setdefault(tensor.untyped_storage()._cdata, name)
         self.values[name] = Value(
             name=name,
@@ -158,11 +160,12 @@ class GraphReader:
             match node.op:
                 case "placeholder":
                     continue
-                case "get_attr":
-                    names[node.name] = self._attribute(module, node)
-                case "call_function":
+                case "get_attr" | "call_function":
+                    read = self._attribute if node.op == "get_attr" else self._call
                     try:
-                        names[node.name] = self._call(module, node, names)
+                        names[node.name] = read(module, node, names)
+                    except UnreadableError:
+                        raise
                     except ModelError as error:
                         raise UnreadableError(str(error), node.meta[SCOPE]) from error
                 case "output":
@@ -171,7 +174,7 @@ class GraphReader:
                     raise ModelError(f"traced graph: unexpected node {node.op} {node.name}")
         return []
 
-    def _attribute(self, module: Any, node: Any) -> Argument:
+    def _attribute(self, module: Any, node: Any, _names: dict[str, Argument]) -> Argument:
         value = operator.attrgetter(node.target)(module)
         if not isinstance(value, torch.Tensor):
             raise ModelError(f"traced graph: {node.target} is a {type(value).__name__}, not a tensor")

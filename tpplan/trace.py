@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from tpplan import operators
 from tpplan.errors import ModelError
 from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, within
-from tpplan.known import is_foreign
+from tpplan.known import is_foreign, raising_line
 from tpplan.opaque import Opaques, recording
 from tpplan.program import Program, StoppedError, naming_modules, on_meta, record
 from tpplan.reader import GraphReader, NotAlikeError, path_of
@@ -317,20 +317,37 @@ def _trace(
             _check_modules(model, modules, parameters)
             where = f"in module {running[-1]!r}" if running and running[-1] else "in the model's forward or loss"
             error = stopped.__cause__
+            assert error is not None
             reason = (str(error).strip() or "no message").splitlines()[0]
-            hint = (
-                "torch does not say what that op gives: register it and its backward with torch.library.register_fake."
-                if isinstance(error, NotImplementedError) and "Meta" in reason
-                else "It must run on meta tensors, or whole on fake ones: look there for control flow on values, numpy."
-            )
             raise TraceError(
-                f"the model could not be traced: {type(error).__name__} {where}: {reason}"
-                + (f"\n{hint}" if not isinstance(error, ModelError) else ""),
+                f"the model could not be traced: {type(error).__name__} {where}: {reason}{_advice(error, reason)}",
                 ran=stopped.ran,
                 module=running[-1] if running else None,
             ) from error
         _check_modules(model, modules, parameters)
         return GraphReader(model, program).read(), program
+
+
+def _advice(error: BaseException, reason: str) -> str:
+    """The line of code that raised an error, and what to try where the error does not say so itself."""
+    line = raising_line(error)
+    at = f"\nat {line}" if line else ""
+    match error:
+        case ModelError():
+            return at
+        case UnknownValueError():
+            return (
+                f"{at}\nKeep it a tensor, choose with torch.where or torch.cond, or decide it by the configuration "
+                "or by the example inputs, whose values are known."
+            )
+        case _ if "Meta" in reason or "fake impl" in reason:
+            return (
+                f"{at}\ntorch does not say what that op gives: register it and its backward with "
+                "torch.library.register_fake."
+            )
+        case _ if "out of meta tensor" in reason or "numpy" in reason:
+            return f"{at}\nThere are no values while a model is planned: compute it with torch."
+    return f"{at}\nIt must run on meta tensors, or whole on fake ones: look there for control flow on values, numpy."
 
 
 def _check_modules(model: nn.Module, modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:

@@ -21,13 +21,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tpplan.convert import TpGroup
 from tpplan.counts import COUNTING, counting_by
 from tpplan.errors import ModelError
-from tpplan.graph import Argument, Ref
-from tpplan.layout import LayoutKind, R, local_shape
+from tpplan.graph import Argument, Ref, Value
+from tpplan.layout import Layout, LayoutKind, R, local_shape
 from tpplan.losses import vocabulary_parallel
 from tpplan.opaque import Observed, Ran
 from tpplan.profile import AttentionSizes, Estimate, HardwareProfile
 from tpplan.rules import OPAQUE, Call, Strategy, localized_arguments
 from tpplan.rules.matmul import GROUPED_PRODUCTS
+from tpplan.units import DTYPE_BYTES
 
 T = TypeVar("T")
 
@@ -202,7 +203,14 @@ def _is_view(func: Any) -> bool:
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> Matmul:
     batch = left.shape[0] if left.dim() == 3 else 1
-    return Matmul(m=left.shape[-2], n=right.shape[-1], k=left.shape[-1], batch=batch, dtype=_name(left.dtype))
+    return _matmul(m=left.shape[-2], n=right.shape[-1], k=left.shape[-1], batch=batch, dtype=left.dtype)
+
+
+def _matmul(*, m: int, n: int, k: int, batch: int, dtype: torch.dtype) -> Matmul:
+    """A product of complex numbers is four of real ones."""
+    if dtype.is_complex:
+        batch, dtype = 4 * batch, dtype.to_real()
+    return Matmul(m=m, n=n, k=k, batch=batch, dtype=_name(dtype))
 
 
 def _convolution(
@@ -218,7 +226,7 @@ def _convolution(
     else:
         sizes = (result.shape[0] * prod(result.shape[2:]), weight.shape[0] // groups, weight.shape[1] * window)
     m, n, k = map(int, sizes)
-    return Matmul(m=m, n=n, k=k, batch=groups, dtype=_name(x.dtype))
+    return _matmul(m=m, n=n, k=k, batch=groups, dtype=x.dtype)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -256,7 +264,8 @@ class Executor:
                 warnings.warn("in a module that runs whole, a size that data decides is priced as 1", stacklevel=2)
 
     def execute(self, call: Call, strategy: Strategy, tp: int) -> Execution:
-        """One rank's share of a call under a strategy. Raises ModelError where the op cannot run on meta tensors."""
+        """One rank's share of a call under a strategy. Warns where the op, or its backward, cannot run on meta tensors,
+        and takes its bytes then."""
         if call.target == OPAQUE:
             seen = self._observed.get(str(call.args[2]))
             if seen is None:
@@ -280,7 +289,11 @@ class Executor:
         function = _callable(call, strategy)
         key = (function, structure, shapes, flags, carries)
         if key not in self._cache:
-            self._cache[key] = _run(call, function, args, shapes)
+            try:
+                self._cache[key] = _run(call, function, args, shapes)
+            except ModelError as error:
+                warnings.warn(f"{str(error).splitlines()[0]}: priced by bytes alone", stacklevel=2)
+                self._cache[key] = _by_bytes(call, strategy, tp)
         return self._cache[key]
 
 
@@ -382,6 +395,31 @@ def _run(
     execution = _execution(forward, tuple(log.kernels), saved, operands, list(_tensors(output)))
     backward_bytes = log.peak_bytes - left_bytes
     return replace(execution, forward_bytes=forward_bytes, backward_bytes=backward_bytes, gradients=gradients)
+
+
+def _by_bytes(call: Call, strategy: Strategy, tp: int) -> Execution:
+    """An op that reads its operands and writes its results, keeps all of both, and does so twice in backward."""
+
+    def num_bytes(value: Value, layout: Layout) -> int:
+        return prod(local_shape(value.shape, layout, tp)) * DTYPE_BYTES[value.dtype]
+
+    given = [num_bytes(value, layout) for value, layout in zip(call.operands, strategy.operands, strict=True)]
+    made = [num_bytes(value, layout) for value, layout in zip(call.results, strategy.results, strict=True)]
+    carries = any(value.carries_gradient for value in call.results)
+    moved = MemoryBound(num_bytes=sum(given) + sum(made))
+    return Execution(
+        forward=(moved,),
+        backward=(moved, moved) if carries else (),
+        saves=frozenset(range(len(given))) if carries else frozenset(),
+        saves_results=frozenset(range(len(made))) if carries else frozenset(),
+        saved_bytes=0,
+        forward_bytes=0,
+        backward_bytes=sum(given) if carries else 0,
+        gradients=tuple(
+            Gradient(size, False) if carries and value.carries_gradient else None
+            for value, size in zip(call.operands, given, strict=True)
+        ),
+    )
 
 
 def _gradient(found: torch.Tensor | None, given: list[torch.Tensor]) -> Gradient | None:
@@ -522,14 +560,34 @@ def whole_strategy(call: Call) -> Strategy:
     return Strategy((R,) * len(call.operands), (R,) * len(call.results))
 
 
+def _stand_in(dtype: str, covered: Iterable[str]) -> str:
+    """The dtype itself where it is covered, else the narrowest that is no narrower, else the widest."""
+    known = sorted(covered, key=lambda name: DTYPE_BYTES[name])
+    if dtype in known or not known:
+        return dtype
+    return next((name for name in known if DTYPE_BYTES[name] >= DTYPE_BYTES[dtype]), known[-1])
+
+
+def _as_if(found: Estimate, dtype: str, stand_in: str) -> Estimate:
+    """The time of another dtype's kernel as this one's: longer as this one is wider, and as uncertain as it is long."""
+    if dtype == stand_in:
+        return found
+    seconds = found.seconds * max(1.0, DTYPE_BYTES[dtype] / DTYPE_BYTES[stand_in])
+    return Estimate(seconds=seconds, error_s=seconds, extrapolated=True)
+
+
 def kernel_time(profile: HardwareProfile, kernel: Kernel) -> Estimate:
-    """Seconds of one kernel in training, issuing it included where it is not beside. Raises ProfileError for what the
-    profile does not cover."""
+    """Seconds of one kernel in training, issuing it included where it is not beside. What a profile has in no table of
+    its dtype stands in that of another. Raises ProfileError where it has no table at all."""
     match kernel:
         case Matmul(m=m, n=n, k=k, batch=batch, dtype=dtype):
-            time = profile.matmul_slowdown * profile.matmul(m=m, n=n, k=k, batch=batch, dtype=dtype)
+            stand_in = _stand_in(dtype, (table.dtype for table in profile.matmuls))
+            found = profile.matmul(m=m, n=n, k=k, batch=batch, dtype=stand_in)
+            time = profile.matmul_slowdown * _as_if(found, dtype, stand_in)
         case Attention(flop=flop, dtype=dtype, is_backward=is_backward, sizes=sizes):
-            time = profile.attention(flop=flop, dtype=dtype, backward=is_backward, sizes=sizes)
+            stand_in = _stand_in(dtype, (rate.dtype for rate in profile.attention_rates))
+            found = profile.attention(flop=flop, dtype=stand_in, backward=is_backward, sizes=sizes)
+            time = _as_if(found, dtype, stand_in)
         case MemoryBound(num_bytes=num_bytes):
             time = profile.memory_bound(num_bytes=num_bytes)
     return time + profile.issuing
