@@ -1,0 +1,52 @@
+"""scripts/export_gaps.py: what its table and its exit code say."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The script, whose `coverage` is that of scripts."""
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.delitem(sys.modules, "coverage", raising=False)
+    import export_gaps
+
+    yield export_gaps
+    sys.modules.pop("coverage", None)
+
+
+def test_a_gap_is_what_export_traces_and_nothing_proves(script: ModuleType) -> None:
+    row = script.Row(name="x", runs="yes", exports="yes", proven="yes", error=1e-6)
+    assert not row.is_gap
+    assert not row.is_wrong
+    assert replace(row, proven="ModelError: no").is_gap
+    assert not replace(row, proven="ModelError: no", exports="RuntimeError: no").is_gap
+    assert replace(row, error=1e-2).is_wrong
+    assert replace(row, error=float("nan")).is_wrong
+    assert "GAP" in script.line(replace(row, proven="ModelError: no"))
+
+
+def test_every_construct_runs_where_a_step_of_it_does(script: ModuleType) -> None:
+    found = script.constructs()
+    assert len({construct.name for construct in found}) == len(found) > 150
+    for name in ("EMA teacher", "einsum", "dict returned"):
+        construct = next(c for c in found if c.name == name)
+        outcome = script.step(script.built(construct), construct)
+        assert any(gradient is not None for gradient in outcome.gradients.values())
+
+
+@pytest.mark.long
+def test_a_construct_is_examined(script: ModuleType) -> None:
+    construct = next(c for c in script.constructs() if c.name == "self in a closure")
+    (row,) = script.rows_of([construct], numerics=False, budget_s=200.0)
+    assert (row.runs, row.exports, row.proven, row.whole) == ("yes", "yes", "yes", "")
+    assert row.sharded is not None
+    assert row.sharded > 0.9
