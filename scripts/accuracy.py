@@ -9,7 +9,8 @@ training are slower than alone, and how much FSDP's collectives slow what they r
 every model, to the runs of the machine's other models; a machine without others has those of the one it is most like.
 
 Prints errors by source, GPU, size and number of GPUs, beside those of a plain lookup: the median MFU of the other
-models' runs on that GPU with the same recomputation; the bias is the mean error. --out writes the table with predictions and 90 % error bars.
+models' runs on that GPU with the same recomputation; the bias is the mean error. --out writes the table with
+predictions and 90 % error bars.
 --refit writes the numbers fitted to all runs into the profiles of a folder.
 """
 
@@ -435,7 +436,8 @@ def report(table: pd.DataFrame, runs: Sequence[Run]) -> Iterator[str]:
         "GPUs": table.n_gpus,
         "recomputed": [str(run.recompute) for run in runs],
     }
-    yield f"{'':32}{'runs':>6}{'median |error|':>16}{'90th pct':>10}{'mean error':>12}{'median':>8}   lookup: median, 90th pct"
+    errors = f"{'median |error|':>16}{'90th pct':>10}{'mean error':>12}{'median':>8}"
+    yield f"{'':32}{'runs':>6}{errors}   lookup: median, 90th pct"
     yield _line("all", error, lookup_error)
     for title, key in groups.items():
         for name, rows in error.groupby(key, observed=True):
