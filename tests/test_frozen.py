@@ -123,8 +123,8 @@ def train_adapters(plan: Plan) -> None:
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param(Mesh(tp=2), marks=pytest.mark.slow),
-        pytest.param(Mesh(shard=2), marks=pytest.mark.slow),
+        pytest.param(Mesh(tp=2), marks=pytest.mark.long),
+        pytest.param(Mesh(shard=2), marks=pytest.mark.long),
         Mesh(shard=2, tp=2),
     ],
     ids=str,

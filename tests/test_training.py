@@ -73,9 +73,9 @@ def evaluate(style: Style, mesh: Mesh) -> None:
 @pytest.mark.parametrize(
     ("style", "mesh"),
     [
-        (vocabulary_parallel, Mesh(tp=2)),
+        pytest.param(vocabulary_parallel, Mesh(tp=2), marks=pytest.mark.long),
         (sequence_parallel, Mesh(shard=2, tp=2)),
-        (data_parallel, Mesh(shard=2)),
+        pytest.param(data_parallel, Mesh(shard=2), marks=pytest.mark.long),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -134,7 +134,7 @@ def test_torchs_encoder_takes_no_fused_kernel_on_slices() -> None:
     run_ranks(2, evaluate_encoder, plan)
 
 
-# ---- compiling
+# ---- compiling: minutes, so the default suite leaves it out
 
 
 def compile_and_train(style: Style, mesh: Mesh, by_block: bool) -> None:
@@ -155,6 +155,7 @@ def compile_and_train(style: Style, mesh: Mesh, by_block: bool) -> None:
     torch.testing.assert_close(value, loss_of(reference, *my_part(mesh)).detach())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("style", "mesh", "by_block"),
@@ -220,6 +221,7 @@ def generate(plan: Plan) -> None:
     assert torch.equal(*sampled)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_hugging_face_model_generates_under_a_plan_that_cuts_no_text() -> None:
     pytest.importorskip("transformers")

@@ -102,7 +102,7 @@ def own_loss_parallel(model: nn.Module, mesh: Mesh) -> object:
     ("style", "mesh", "loss_of", "steps"),
     [
         (vocabulary_parallel, Mesh(tp=2), outer_loss, 4),
-        (data_parallel, Mesh(shard=2), outer_loss, 1),
+        pytest.param(data_parallel, Mesh(shard=2), outer_loss, 1, marks=pytest.mark.long),
         (own_loss_parallel, Mesh(shard=2), own_loss, 2),
         (sequence_parallel, Mesh(shard=2, tp=2), outer_loss, 2),
         (data_parallel, Mesh(replicate=2, shard=2), outer_loss, 2),
