@@ -78,7 +78,7 @@ def interrupted(plan: Plan, checkpoints: Any, steps: int) -> tuple[int, list[flo
     history = train.train(
         model,
         model_file,
-        train.plan_share(plan, dist.get_rank()),
+        plan.batch_for(dist.get_rank()),
         steps=steps,
         lr=LEARNING_RATE,
         device=torch.device("cpu"),
