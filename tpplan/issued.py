@@ -180,11 +180,11 @@ class Difference:
 
 
 def listed(plan: Plan) -> Counter[Issued]:
-    """What the plan lists for a step, by pattern."""
+    """What the plan lists for a step, by pattern; a block of which one layer is left has been listed by its name."""
     found: Counter[Issued] = Counter()
     for row in plan.collectives:
         key = Issued(
-            where=row.where,
+            where=pattern_of(plan, row.where),
             kind=row.kind,
             axis=str(row.axis),
             during=row.during,
