@@ -155,11 +155,11 @@ class PricedSpace:
     times: Mapping[str, tuple[StrategyTime, ...]]
     executor: Executor
     is_compiled: bool
-    _activations: dict[tuple[str, ...], Activations] = field(default_factory=dict)
-    _units: dict[tuple[str, ...], tuple[Unit, ...]] = field(default_factory=dict)
-    _frames: list[tuple[tuple[Node, ...], tuple[Edge, ...]]] = field(default_factory=list)
-    shared: Shared = field(default_factory=Shared)
-    _memo: dict[Hashable, object] = field(default_factory=dict)
+    _activations: dict[tuple[str, ...], Activations] = field(default_factory=dict, init=False)
+    _units: dict[tuple[str, ...], tuple[Unit, ...]] = field(default_factory=dict, init=False)
+    _frames: list[tuple[tuple[Node, ...], tuple[Edge, ...]]] = field(default_factory=list, init=False)
+    shared: Shared = field(default_factory=Shared, init=False)
+    _memo: dict[Hashable, object] = field(default_factory=dict, init=False)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """What does not depend on the mesh, computed for the first of them that asks."""
