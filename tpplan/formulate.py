@@ -350,7 +350,8 @@ class Formulation:
 
     def _objective(self) -> Iterator[Term]:
         for term in self.priced.once("runs", lambda: tuple(self._runs())):
-            yield replace(term, weight=term.weight * self.setting.accumulation_steps)
+            weight = term.weight * self.setting.accumulation_steps
+            yield Term(name=term.name, expressions=term.expressions, weight=weight)
         yield from self._issue()
         yield from self._repeats()
         yield from self._tp_gradient_reductions()
@@ -684,7 +685,8 @@ class Formulation:
 
     def _bytes(self, unit: Unit | None, *shares: tuple[float, BytesOf]) -> Expression:
         """Bytes on a rank of tp of a unit's parameters, or of all: a sum of shares of the functions above."""
-        return merged(_sum(*(_scaled(self._bytes_once(unit, bytes_of), share) for share, bytes_of in shares)))
+        found = [_scaled(self._bytes_once(unit, bytes_of), share) for share, bytes_of in shares]
+        return found[0] if len(found) == 1 else merged(_sum(*found))
 
     def _bytes_once(self, unit: Unit | None, bytes_of: BytesOf) -> Expression:
         """Bytes by one of the functions above, which have their names and depend on nothing else."""
@@ -784,6 +786,8 @@ def _constant(part: str, amount: float) -> Term:
 
 
 def _scaled(expression: Expression, weight: float) -> Expression:
+    if weight == 1.0:
+        return expression
     terms = tuple((name, tuple(weight * entry for entry in vector)) for name, vector in expression.terms)
     return Expression(constant=weight * expression.constant, terms=terms)
 

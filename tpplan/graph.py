@@ -8,7 +8,7 @@ where a layout may change.
 import hashlib
 import json
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from math import prod
@@ -246,15 +246,12 @@ class ModelGraph:
 
 def _as_data(value: object) -> object:
     """Dataclasses as dicts of their fields, all the way down; what else there is as it is."""
-    match value:
-        case tuple():
-            return [_as_data(item) for item in value]
-        case dict():
-            return {key: _as_data(item) for key, item in value.items()}
-        case _ if is_dataclass(value):
-            return {own.name: _as_data(getattr(value, own.name)) for own in fields(value)}
-        case _:
-            return value
+    if isinstance(value, tuple):
+        return [_as_data(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _as_data(item) for key, item in value.items()}
+    names = getattr(type(value), "__dataclass_fields__", ())  # what dataclasses.fields looks up, and takes longer
+    return {name: _as_data(getattr(value, name)) for name in names} if names else value
 
 
 def references(argument: object) -> Iterator[str]:

@@ -49,8 +49,9 @@ class Count:
     def times(self, term: Term) -> Iterator[Term]:
         """Terms whose sum is the number times a term."""
         if self.constant:
-            yield replace(term, weight=term.weight * self.constant)
-        yield from (replace(term, each=part) for part in self.parts)
+            yield Term(name=term.name, expressions=term.expressions, weight=term.weight * self.constant)
+        for part in self.parts:
+            yield Term(name=term.name, expressions=term.expressions, weight=term.weight, each=part)
 
     def where_any(self, expression: Expression, others: Sequence["Count"] = ()) -> Iterator[Expression]:
         """Expressions of which the largest is `expression` if there is such a layer and none of the others; none else.
