@@ -93,6 +93,7 @@ def handmade_plan(
             is_extrapolated=False,
             time_s={},
             peak_memory_bytes=0.0,
+            slack_bytes=0.0,
             memory_limit_bytes=0.0,
             memory_bytes={},
             peak_during=Pass.BACKWARD,

@@ -74,6 +74,8 @@ WITH_TORCH = (
     "convert",
     "losses",
     "costs",
+    "kinds",
+    "peaks",
     "formulate",
     "lifetimes",
     "reruns",

@@ -111,6 +111,7 @@ EXAMPLE = Plan(
         is_extrapolated=False,
         time_s={"compute": 0.4, "tp collectives": 0.1},
         peak_memory_bytes=1e9,
+        slack_bytes=1e8,
         memory_limit_bytes=2e9,
         memory_bytes={"parameters": 1e9},
         peak_during=Pass.BACKWARD,

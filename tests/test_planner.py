@@ -89,8 +89,7 @@ def test_ilp_finds_the_optimum_that_enumeration_finds(name: str, mesh: Mesh) -> 
     problem = formulate(graph, profile, mesh).problem
     fastest = solvers.solve(problem)
     assert fastest.choice is not None
-    memory = problem.resources[0].terms
-    peak = total(memory, fastest.choice)
+    peak = max(total(row.terms, fastest.choice) for row in problem.resources)
     for share in (1.0, 0.9, 0.8, 0.6, 0.3):
         limited = formulate(graph, profile, mesh, peak * share).problem
         exact = solvers.solve(limited, solver="brute-force")

@@ -11,13 +11,14 @@ from ranks import run_ranks
 from test_examples import relative_errors
 from test_models import loss, run, text
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import tpplan
 from tpplan import assemble, replay
 from tpplan.costs.compute import Executor, Matmul, whole_strategy
 from tpplan.costs.layers import layer_activations
-from tpplan.errors import UsageError
+from tpplan.errors import InfeasibleError, UsageError
 from tpplan.formulate import Formulation
 from tpplan.ledger import Peak
 from tpplan.plan import Plan, Recompute
@@ -57,7 +58,8 @@ class Stack(nn.Module):
 
 
 def solved(mode: str, **options: object) -> Plan:
-    pinned = {"tp": 1, "cluster": tpplan.Cluster(gpus=1, gpus_per_node=1, profile="cpu-gloo")} | options
+    cluster = tpplan.Cluster(gpus=1, gpus_per_node=1, profile="cpu-gloo")
+    pinned = {"tp": 1, "cluster": cluster, "recompute": mode} | options
     return tpplan.solve(
         Stack,
         text,
@@ -66,7 +68,6 @@ def solved(mode: str, **options: object) -> Plan:
         micro_batch=BATCH,
         seq_len=LENGTH,
         precision="fp32",
-        recompute=mode,
         **pinned,
     )
 
@@ -171,3 +172,46 @@ def test_zero_2_keeps_layers_gathered_and_gathers_once() -> None:
 def test_an_unknown_mode_is_named() -> None:
     with pytest.raises(UsageError, match="unknown recomputation 'some'; known: none, full, selective"):
         solved("some")
+
+
+def held_after_forward(model_of: type[nn.Module], inputs: Mapping[str, Tensor], plan: Plan) -> int:
+    """On a rank, bytes of the storages that are there between forward and backward and were not before."""
+    torch.manual_seed(0)
+    model = tpplan.apply_plan(model_of(), plan)
+    before = {tensor.untyped_storage().data_ptr() for tensor in local_tensors()}
+    value = loss(model(**tpplan.forward_inputs(model, inputs)), inputs)
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local_tensors()}
+    value.backward()
+    return sum(size for pointer, size in found.items() if pointer not in before)
+
+
+def local_tensors() -> list[Tensor]:
+    gc.collect()
+    found = (tensor for tensor in gc.get_objects() if issubclass(type(tensor), Tensor))
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in found]
+
+
+def test_some_layers_are_recomputed_and_some_resharded_on_real_ranks() -> None:
+    """k of n layers, as the memory limit leaves it: one process's function, and less is held the lower the limit."""
+    cluster = tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard(intra_bytes_per_s=1e8))
+    options = {"cluster": cluster, "fsdp": 2, "recompute": None, "all_gpus": True}
+    ample = solved("none", **options | {"recompute": "none", "reshard_after_forward": False})
+    with pytest.raises(InfeasibleError) as caught:
+        solved("any", **options | {"memory_limit_bytes": 1.0})
+    least, most = caught.value.needed_bytes, ample.predicted.peak_memory_bytes
+    plans = [
+        ample,
+        *(solved("any", **options | {"memory_limit_bytes": least + s * (most - least)}) for s in (0.4, 0.0)),
+    ]
+    mixed = plans[1]
+    assert 0 < len(mixed.recomputed_modules()) < LAYERS or 0 < sum(mixed.resharded_units().values()) < LAYERS
+    inputs = text(BATCH, LENGTH)
+    value, gradients = run(Stack, inputs, None)
+    held = []
+    for plan in plans:
+        for applied_value, applied in run_ranks(2, run, Stack, inputs, plan):
+            assert applied_value == pytest.approx(value, rel=1e-5)
+            assert max(relative_errors(applied, gradients).values()) < 1e-4
+        held.append(run_ranks(2, held_after_forward, Stack, inputs, plan)[0])
+    assert held == sorted(held, reverse=True)
+    assert held[0] > held[1] > held[2]

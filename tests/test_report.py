@@ -118,6 +118,7 @@ def make_plan(
             is_extrapolated=False,
             time_s={"compute": 0.4, "tensor-parallel collectives": 0.1, "fsdp": 0.0},
             peak_memory_bytes=40.0 * GIB,
+            slack_bytes=2.0 * GIB,
             memory_limit_bytes=80.0 * GIB,
             memory_bytes={"parameters": 10.0 * GIB, "saved activations": 30.0 * GIB},
             peak_during=Pass.BACKWARD,
@@ -313,7 +314,8 @@ def test_parts_are_largest_first_with_their_share_and_zeros_left_out() -> None:
     text = " ".join(render(make_plan(), width=120).split())
     assert "500 ms +/- 50 ms" in text
     assert "compute 400 ms 80.0% ################ tensor-parallel collectives 100 ms 20.0% #### Predicted peak" in text
-    assert "40.00 GiB of 80.00 GiB: 50.0%, 40.00 GiB free; most during backward, in <root>" in text
+    assert "40.00 GiB predicted + 2.00 GiB slack of 80.00 GiB: 52.5%, 38.00 GiB free; most during backward" in text
+    assert "slack 2.00 GiB 2.5% of limit" in text
     assert "saved activations 30.00 GiB 37.5% of limit" in text
 
 

@@ -108,7 +108,7 @@ def shadow_prices(problem: Problem) -> Iterator[Alternative]:
     cluster = problem.cluster
     profile = cluster.load_profile()
     limit = problem.options.get("memory_limit_bytes")
-    limit = profile.usable_bytes if limit is None else limit
+    limit = profile.memory_bytes if limit is None else limit
     changes: list[tuple[str, dict[str, Any]]] = [
         ("as it is", {}),
         (f"1 GiB more memory per GPU ({format_bytes(limit + GIB)})", {"memory_limit_bytes": limit + GIB}),

@@ -51,7 +51,8 @@ PRICE_TOLERANCE = 1e-6
 def expand(formulation: Formulation, choice: Mapping[str, int]) -> Formulation:
     """The solution with every decision its own class and one strategy: what will be applied, nothing shared.
 
-    Raises AssertionError where its price, priced from scratch, is not the tied problem's.
+    Raises AssertionError where its price, priced from scratch, is not the tied problem's, or where it may need more
+    memory than that says: it may need less, for what was chosen need not name the least recomputed layers.
     """
     space = formulation.space
     untied = replace(
@@ -72,11 +73,14 @@ def expand(formulation: Formulation, choice: Mapping[str, int]) -> Formulation:
     expanded = replace(formulation, priced=priced, setting=decided)
     problem = formulation.problem
     everything = dict.fromkeys(untied.deciders, 0)
-    pairs = [(problem.price(choice), expanded.problem.price(everything))]
-    pairs.append((total(problem.resources[0].terms, choice), total(expanded.problem.resources[0].terms, everything)))
-    for before, after in pairs:
-        assert abs(before - after) <= PRICE_TOLERANCE * max(before, after), (
-            f"the tied problem prices its solution at {before}, the expanded plan costs {after}"
+    before, after = problem.price(choice), expanded.problem.price(everything)
+    assert abs(before - after) <= PRICE_TOLERANCE * max(before, after), (
+        f"the tied problem prices its solution at {before}, the expanded plan costs {after}"
+    )
+    for tied_row, row in zip(problem.resources, expanded.problem.resources, strict=True):
+        before, after = total(tied_row.terms, choice), total(row.terms, everything)
+        assert after <= before * (1 + PRICE_TOLERANCE), (
+            f"{row.name}: the tied problem says {before} bytes, the expanded plan needs {after}"
         )
     assert expanded.problem.is_consistent(everything), "the expanded plan's layouts disagree along an edge"
     return expanded
@@ -366,6 +370,7 @@ class Expanded:
             is_extrapolated=is_extrapolated,
             time_s={name: float(seconds) for name, seconds in time.items()},
             peak_memory_bytes=peak.num_bytes,
+            slack_bytes=float(self.formulation.setting.slack_bytes),
             memory_limit_bytes=self.formulation.setting.memory_limit_bytes,
             memory_bytes=peak.memory_bytes,
             peak_during=peak.during,

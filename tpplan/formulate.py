@@ -12,13 +12,11 @@ collectives is waited for where it is issued. What runs again takes as long as i
 layer.
 Besides layouts, how many of the layers that are alike get which treatment is a decision: what of them is recomputed,
 and whether FSDP reshards them after forward (tpplan.treatments).
-Resource: peak bytes of one rank = parameters + gradients + optimizer states (each over its FSDP shard) + saved
-activations + unsharded units + the largest op's gradients. Layers that are recomputed come before those that are not,
-so what one of them makes again counts where no layer of its kind keeps all: else that layer's are gone by then.
+Resources: bytes of one rank at the moments at which it may hold most (tpplan.peaks).
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, pairwise
@@ -28,19 +26,19 @@ from tpplan.costs.additions import MOVED
 from tpplan.costs.compute import Executor
 from tpplan.costs.issue import Lag, scaled, waiting
 from tpplan.costs.layers import Activations, LayerCosts, layer_activations
-from tpplan.costs.memory import SAVED
 from tpplan.costs.table import Repeat, StrategyTime, time_table
 from tpplan.graph import Boundary, Source, enclosing
+from tpplan.kinds import Kind, Unit
 from tpplan.layout import Layout, LayoutKind
-from tpplan.ledger import BUFFERS, TRANSIENTS
 from tpplan.mesh import Axis, Mesh
 from tpplan.optimizers import optimizer_named
+from tpplan.peaks import Peaks
 from tpplan.plan import Precision, Recompute, uses_fsdp
 from tpplan.problem import Edge, Expression, Node, Problem, Resource, Shared, Term
 from tpplan.profile import Collective, Estimate, HardwareProfile
 from tpplan.rules import Strategy
 from tpplan.space import Reading, Space, is_summand
-from tpplan.treatments import TREATMENTS, Count, Numbers, Treatment, merged, numbers_of
+from tpplan.treatments import TREATMENTS, Count, Treatment, merged, numbers_of
 from tpplan.units import DTYPE_BYTES
 
 T = TypeVar("T")
@@ -52,9 +50,6 @@ COMPUTE, TENSOR_PARALLEL, DATA_PARALLEL = "compute", "tensor-parallel collective
 TP_REDUCTION, OPTIMIZER = "tensor-parallel gradient reduction", "optimizer"
 FSDP_COPIES = "copies of FSDP"
 ACCUMULATION, ISSUE = "gradient accumulation", "waiting for the CPU"
-#: a part of the peak
-UNSHARDED = "unsharded parameters"
-
 #: prices that differ by less are the same
 TIE_TOLERANCE = 1e-9
 #: what a conversion counts among equals: less than anything that takes time
@@ -75,6 +70,8 @@ class Setting:
     memory_limit_bytes: float
     accumulation_steps: int
     units: tuple[str, ...]
+    #: of the limit what is never the model's
+    slack_bytes: float = 0.0
     #: what of every unit but the root runs again in backward; None: decided for each
     recompute: Recompute | None = Recompute.NONE
     #: ZeRO-3; False keeps units gathered until their backward (ZeRO-2); None: decided for each
@@ -89,39 +86,6 @@ class Setting:
         if self.precision is Precision.BF16_MIXED and dtype == "bfloat16":
             return DTYPE_BYTES["float32"]
         return DTYPE_BYTES[dtype]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """An FSDP unit: parameters gathered together. `hides` are the decisions of its module."""
-
-    name: str
-    parameters: tuple[Source, ...]
-    hides: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """Layers that decide alike and cost alike, in the order they run in, and how many get each treatment."""
-
-    units: tuple[Unit, ...]
-    layer: LayerCosts
-    numbers: Numbers
-
-    @property
-    def unit(self) -> Unit:
-        """One that stands for all."""
-        return self.units[0]
-
-    def count(self, *, recompute: Recompute | None = None, reshard: bool | None = None) -> Count:
-        """How many layers have a treatment of this kind."""
-        return self.numbers.count(
-            [
-                treatment
-                for treatment in self.numbers.counts
-                if recompute in (None, treatment.recompute) and reshard in (None, treatment.reshard)
-            ]
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,14 +254,11 @@ class Formulation:
     @cached_property
     def problem(self) -> Problem:
         """The problem; nodes are the deciding decisions, splits say how many layers get which treatment."""
-        limit = self.setting.memory_limit_bytes
-        memory = Resource(name="memory", terms=tuple(self._memory()), limit=limit)
-        step = Resource(name="memory of the optimizer's step", terms=tuple(self._step_memory()), limit=limit)
         return Problem(
             nodes=self.priced.nodes(),
             edges=self.priced.edges(),
             objective=tuple(self._objective()),
-            resources=(memory, step),
+            resources=self.peaks.rows(),
             splits=tuple(split for kind in self.kinds for split in kind.numbers.splits),
             shared=self.priced.shared,
         )
@@ -558,94 +519,26 @@ class Formulation:
 
     # Memory
 
-    def _memory(self) -> Iterator[Term]:
-        """At least the peak of what is chosen (tpplan.replay): as if all that lasts were there at once, and beside it
-        the most that anything makes for a while."""
-        yield from self._resting_memory()
-        yield from self._activations()
-        if self.mesh.tp > 1:
-            everything = sum(map(self._gradient_bytes, self.space.graph.parameters)) / self.shards
-            bucket = Expression(constant=min(everything, float(BUCKET_BYTES)))
-            yield Term(name=BUFFERS, expressions=(bucket,))
-        if self.uses_fsdp:
-            yield from self._unsharded()
-
-    def _resting_memory(self) -> Iterator[Term]:
-        """What is there between steps, and gradients."""
-        for expression in self._parameter_bytes((1.0, self._master)):
-            yield Term(name="parameters", expressions=(expression,), weight=1 / self.shards)
-        for expression in self._parameter_bytes((1.0, self._gradient_bytes)):
-            yield Term(name="gradients", expressions=(expression,), weight=1 / self.shards)
-        for expression in self._parameter_bytes((1.0, self._state_bytes)):
-            yield Term(name="optimizer states", expressions=(expression,), weight=1 / self.shards)
-
-    def _step_memory(self) -> Iterator[Term]:
-        """The optimizer's temporaries, when activations are gone."""
-        optimizer = optimizer_named(self.setting.optimizer)
-        yield from self._resting_memory()
-        if optimizer.of_all:
-            for expression in self._parameter_bytes((1.0, self._gradient_bytes)):
-                yield Term(name=TRANSIENTS, expressions=(expression,), weight=optimizer.of_all / self.shards)
-        if optimizer.of_largest:
-            key = "gradients", self.setting.precision
-            expressions = self.priced.once(key, lambda: tuple(dict.fromkeys(self._gradients())))
-            yield Term(name=TRANSIENTS, expressions=expressions, weight=optimizer.of_largest / self.shards)
-
-    def _gradients(self) -> Iterator[Expression]:
-        """Bytes of each parameter's."""
-        for source in self.space.graph.parameters:
-            yield self._bytes_of([source], self._gradient_bytes)
-
-    def _activations(self) -> Iterator[Term]:
-        """What layers keep, and what one of them makes again where none keeps it all."""
-        activations = self.activations
-        yield from activations.outside
-        remade = [Expression()]
-        for kind in self.kinds:
-            whole = [own.count(recompute=Recompute.NONE) for own in self.kinds if self._first(own) == self._first(kind)]
-            for mode in Recompute:
-                count = kind.count(recompute=mode)
-                kept, tensors = self._kept(kind, mode)
-                for term in kept:
-                    yield from count.times(term)
-                if tensors.terms or tensors.constant:
-                    remade += count.where_any(tensors, whole)
-        yield Term(name=SAVED, expressions=tuple(remade))
-
-    def _kept(self, kind: Kind, mode: Recompute) -> tuple[tuple[Term, ...], Expression]:
-        """What a layer keeps, and what it makes again."""
-
-        def make() -> tuple[tuple[Term, ...], Expression]:
-            activations = self.activations
-            remade = (_scaled(e, t.weight) for t in activations.terms(kind.layer.remade[mode]) for e in t.expressions)
-            return tuple(_combined(activations.terms(kind.layer.kept[mode]))), merged(_sum(*remade))
-
-        return self.priced.once(("kept", self.setting.units, kind.unit.name, mode), make)
-
-    def _first(self, kind: Kind) -> str:
-        """The first layer of a kind, as it was before all was decided."""
-        name = kind.unit.name
-        return self.setting.kin[name] if self.setting.kin is not None else name
-
-    def _unsharded(self) -> Iterator[Term]:
-        """The root stays gathered, and so do units that are not resharded; of the others the current and the next; one
-        unit's gradients."""
-
-        def gathered(unit: Unit) -> Expression:
-            return self._bytes(unit, (1.0, self._compute_bytes))
-
-        for unit in self.root:
-            yield Term(name=UNSHARDED, expressions=(gathered(unit),))
-        pair = [Expression()]
-        for kind in self.kinds:
-            yield from kind.count(reshard=False).times(Term(name=UNSHARDED, expressions=(gathered(kind.unit),)))
-            pair += kind.count(reshard=True).where_any(gathered(kind.unit))
-        yield Term(name=UNSHARDED, expressions=tuple(pair), weight=2.0)
-        gradients = tuple(
-            _sum(gathered(unit), self._bytes(unit, (1.0, self._gradient_bytes)))
-            for unit in (*self.root, *(kind.unit for kind in self.kinds))
+    @property
+    def peaks(self) -> Peaks:
+        """What the memory constraint is made of."""
+        setting = self.setting
+        return Peaks(
+            space=self.space,
+            mesh=self.mesh,
+            activations=self.activations,
+            kinds=self.kinds,
+            root=self.root,
+            first_of=setting.kin or {},
+            optimizer=optimizer_named(setting.optimizer),
+            precision=setting.precision,
+            steps=setting.accumulation_steps,
+            slack_bytes=setting.slack_bytes,
+            limit=setting.memory_limit_bytes,
+            uses_fsdp=self.uses_fsdp,
+            bucket_bytes=float(BUCKET_BYTES),
+            once=self.priced.once,
         )
-        yield Term(name="unsharded gradients", expressions=gradients or (Expression(),))
 
     # Parameters
 
@@ -790,15 +683,6 @@ def _scaled(expression: Expression, weight: float) -> Expression:
         return expression
     terms = tuple((name, tuple(weight * entry for entry in vector)) for name, vector in expression.terms)
     return Expression(constant=weight * expression.constant, terms=terms)
-
-
-def _combined(terms: Iterable[Term]) -> Iterator[Term]:
-    """Terms with all linear ones as one."""
-    found = list(terms)
-    linear = [_scaled(term.expressions[0], term.weight) for term in found if len(term.expressions) == 1]
-    yield from (term for term in found if len(term.expressions) > 1)
-    if linear:
-        yield Term(name=found[0].name, expressions=(merged(_sum(*linear)),))
 
 
 def _trainable(source: Source) -> int:

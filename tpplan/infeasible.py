@@ -1,7 +1,7 @@
 """When nothing fits: how much is missing, and what would fit."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from tpplan.errors import InfeasibleError, Remedy, SolverError
@@ -9,11 +9,13 @@ from tpplan.formulate import Formulation
 from tpplan.job import Job, Point
 from tpplan.mesh import Mesh
 from tpplan.plan import Recompute
-from tpplan.problem import Solution, total
+from tpplan.problem import Problem, Solution, total
 from tpplan.units import format_bytes, format_seconds
 
 #: how many times as many GPUs are tried when nothing fits
 LARGER_CLUSTERS = (2, 4, 8, 16, 32, 64)
+#: a smaller peak is one that is smaller by this share
+LEAST_GAIN = 1e-3
 
 
 def infeasible(job: Job, points: list[Point]) -> InfeasibleError:
@@ -59,14 +61,27 @@ def _smallest(job: Job, points: list[Point]) -> tuple[float, Formulation, Soluti
     return min((_least_memory(job, point) for point in meshes.values()), key=lambda row: row[0])
 
 
+def least_peak(problem: Problem, solve: Callable[[Problem], Solution]) -> tuple[float, Solution] | None:
+    """The least that the largest row of the memory constraint can be, up to LEAST_GAIN, whatever limit there is; None
+    where the decisions contradict each other. The largest row is made smaller until all cannot be."""
+    rows, needed = problem.resources, math.inf
+    row, best = rows[0], None
+    while True:
+        lower = tuple(replace(other, limit=needed * (1 - LEAST_GAIN)) for other in rows)
+        found = solve(replace(problem, objective=row.terms, resources=lower))
+        if found.choice is None:
+            return best
+        peaks = [total(own.terms, found.choice) for own in rows]
+        needed = max(peaks)
+        row, best = rows[peaks.index(needed)], (needed, found)
+
+
 def _least_memory(job: Job, point: Point) -> tuple[float, Formulation, Solution]:
     formulation = job.formulate(point, limit=math.inf)
-    problem = formulation.problem
-    rows = problem.resources
-    solution = job.solver_of(replace(problem, objective=rows[0].terms, resources=()))
-    if solution.choice is None:
+    found = least_peak(formulation.problem, job.solver_of)
+    if found is None:
         raise SolverError(f"{point.mesh}: the decisions contradict each other")
-    return max(total(row.terms, solution.choice) for row in rows), formulation, solution
+    return found[0], formulation, found[1]
 
 
 def _remedies(job: Job, points: list[Point], mesh: Mesh) -> Iterator[Remedy]:

@@ -10,6 +10,8 @@ from tpplan.plan import Pass
 PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer states"
 UNSHARDED_PARAMETERS, UNSHARDED_GRADIENTS = "unsharded parameters", "unsharded gradients"
 TRANSIENTS, BUFFERS = "transients", "collective buffers"
+#: what the framework and its allocator hold beside what is predicted
+SLACK = "slack"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

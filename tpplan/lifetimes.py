@@ -8,15 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tpplan.costs.compute import Attention, Execution, Matmul
+from tpplan.costs.memory import HELD_STEPS, call_exits
 from tpplan.formulate import Formulation
-from tpplan.graph import Boundary, Direction, ModelGraph, Op, enclosing, within
-from tpplan.layout import Conversion, Layout, Step
+from tpplan.graph import Boundary, Direction, ModelGraph, Op, enclosing
+from tpplan.layout import Conversion, Layout
 from tpplan.plan import Recompute
 from tpplan.rules import Call, Strategy
 from tpplan.space import reading_conversion
-
-#: sums over ranks, and what moves as much; tpplan.recompute.KEPT says the same to torch
-_HELD_STEPS = frozenset({Step.ALL_REDUCE, Step.REDUCE_SCATTER, Step.ALL_TO_ALL})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +75,7 @@ class Lifetimes:
         self.made: dict[int, list[Storage]] = {i: [] for i in range(len(self.nodes))}
         #: positions at which a storage enters a module
         self.entered: dict[Storage, list[int]] = {}
-        self._exits = self._call_exits()
+        self._exits = call_exits(self.space.graph)
         self._make_storages()
 
     def strategy(self, decision: str) -> Strategy:
@@ -95,7 +93,7 @@ class Lifetimes:
         if run is None or run.mode is not Recompute.SELECTIVE:
             return False
         if isinstance(node, Boundary):
-            return not _HELD_STEPS.isdisjoint(self.conversion(node).forward)
+            return not HELD_STEPS.isdisjoint(self.conversion(node).forward)
         return any(isinstance(kernel, Matmul | Attention) for kernel in self.executions[position].forward)
 
     def uses(self, storage: Storage) -> set[int]:
@@ -113,18 +111,6 @@ class Lifetimes:
     def stop(self, run: Run) -> int:
         """The last position that runs again: that of the last op that keeps anything."""
         return max((i for i in run.positions if i in self.executions and _keeps(self.executions[i])), default=-1)
-
-    def _call_exits(self) -> dict[int, int]:
-        """By position of a boundary into a module, where that call of it ends."""
-        found: dict[int, int] = {}
-        running: list[tuple[int, str]] = []
-        for i, node in enumerate(self.nodes):
-            while running and not within(node.module, running[-1][1]):
-                found[running.pop()[0]] = i - 1
-            if isinstance(node, Boundary) and node.direction is Direction.INPUT:
-                running.append((i, node.module))
-        found.update((position, len(self.nodes) - 1) for position, _ in running)
-        return found
 
     def _make_storages(self) -> None:
         storage_of: dict[str, Storage | None] = {source.result: None for source in self.space.graph.sources}

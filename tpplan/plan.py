@@ -196,7 +196,8 @@ class Prediction:
     """Predicted seconds per optimizer step and bytes per GPU, by part. error_s is one standard deviation.
 
     memory_bytes is what lives at the peak: in the pass `peak_during`, when something of the module `peak_module` runs
-    ("<root>" is the model itself).
+    ("<root>" is the model itself). slack_bytes are beside it, whatever runs: the profile's, for what the framework and
+    its allocator hold. The limit is one on both together.
     """
 
     step_time_s: Amount
@@ -204,6 +205,7 @@ class Prediction:
     is_extrapolated: bool
     time_s: Mapping[str, Amount]
     peak_memory_bytes: Amount
+    slack_bytes: Amount
     memory_limit_bytes: Amount
     memory_bytes: Mapping[str, Amount]
     peak_during: Pass

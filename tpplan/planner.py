@@ -157,7 +157,7 @@ def _prepare(
         reshard_after_forward=options.reshard_after_forward,
         is_compiled=options.compile,
         wishes=options.allows,
-        limit=profile.usable_bytes if limit is None else limit,
+        limit=profile.memory_bytes if limit is None else limit,
         all_gpus=options.all_gpus,
         solver=options.solver,
         time_limit_s=options.time_limit_s,

@@ -89,7 +89,8 @@ def expanded_as(
         gpus_per_node=gpus_per_node,
         precision=plan.precision,
         optimizer=plan.optimizer,
-        memory_limit_bytes=profile.usable_bytes,
+        memory_limit_bytes=profile.memory_bytes,
+        slack_bytes=profile.slack_bytes,
         accumulation_steps=plan.batch.accumulation_steps,
         units=tuple(unit for unit in plan.fsdp_units() if unit),
         treatments={

@@ -122,9 +122,14 @@ class HardwareProfile:
         return self.memory.memory_bytes
 
     @property
+    def slack_bytes(self) -> int:
+        """Bytes of device memory that are never the model's: context, communicators, what the allocator cannot use."""
+        return self.memory.reserved_bytes
+
+    @property
     def usable_bytes(self) -> int:
         """Bytes of device memory that a model may fill."""
-        return self.memory.memory_bytes - self.memory.reserved_bytes
+        return self.memory_bytes - self.slack_bytes
 
     @property
     def matmul_slowdown(self) -> float:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from tpplan.errors import PlanError
 from tpplan.layer_table import layer_lines
+from tpplan.ledger import SLACK
 from tpplan.mesh import Axis
 from tpplan.patterns import ROOT, format_ranges
 from tpplan.plan import CollectivePlan, Compile, Pass, Plan, Precision, Prediction, ProofStatus, Recompute
@@ -223,14 +224,14 @@ def _time(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _memory(plan: Plan) -> Iterator[RenderableType]:
+    """What is predicted, and beside it the slack; the limit is one on both."""
     predicted = plan.predicted
-    limit = predicted.memory_limit_bytes
-    share = predicted.peak_memory_bytes / limit if limit else 0.0
-    yield Text(
-        f"{gib(predicted.peak_memory_bytes)} of {gib(limit)}: {share:.1%}, "
-        f"{gib(limit - predicted.peak_memory_bytes)} free; {_moment(predicted)}"
-    )
-    yield _parts(predicted.memory_bytes, limit, "of limit", gib)
+    limit, peak, slack = predicted.memory_limit_bytes, predicted.peak_memory_bytes, predicted.slack_bytes
+    share = (peak + slack) / limit if limit else 0.0
+    held = f"{gib(peak)} predicted + {gib(slack)} slack" if slack else gib(peak)
+    yield Text(f"{held} of {gib(limit)}: {share:.1%}, {gib(limit - peak - slack)} free; {_moment(predicted)}")
+    parts = {**predicted.memory_bytes, **({SLACK: slack} if slack else {})}
+    yield _parts(parts, limit, "of limit", gib)
 
 
 def _moment(predicted: Prediction) -> str:

@@ -7,25 +7,26 @@ A tensor that enters a layer is the layer's, whoever makes it: the layer keeps i
 made inside is the layer's own. What is neither is there whatever is chosen.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from tpplan.costs.compute import Execution, Executor, MemoryBound, whole_strategy
 from tpplan.costs.memory import (
+    HELD_STEPS,
     SAVED,
     Segment,
     copies_read,
     extra_terms,
-    gradients_passing,
     is_wanted,
     kept_expressions,
-    largest_move,
-    largest_op,
     segments_of,
     sources,
 )
+from tpplan.costs.moments import Kept, Moments, Stretch
 from tpplan.graph import Boundary, Direction, ModelGraph, Op, enclosing
+from tpplan.layout import Conversion
 from tpplan.plan import Recompute
 from tpplan.problem import Expression, Term
 from tpplan.rules import Call
@@ -55,17 +56,74 @@ class LayerCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Activations:
-    """Activations of a model: terms of what no layer owns, costs by layer, and bytes by key."""
+class Owned:
+    """A storage that is kept where nothing is recomputed: its key, the position that makes it, and that whose backward
+    it is kept for in the end, under whichever mode."""
 
-    outside: tuple[Term, ...]
+    key: Key
+    maker: int
+    until: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """Activations of a model: terms of what no layer owns, costs by layer, bytes by key, and what is there at each
+    moment of the layers and around them. `positions` are the nodes of each layer that runs, in order."""
+
+    outside: tuple[Owned, ...]
     layers: Mapping[str, LayerCosts]
     sizes: Mapping[Key, Bytes]
+    inputs: Term
+    positions: Mapping[str, tuple[int, ...]]
+    _moments: Moments
+    _kept: Mapping[str, tuple[Owned, ...]]
+    _stretches: dict[object, Stretch] = field(default_factory=dict)
 
     def terms(self, tensors: Mapping[Key, int]) -> Iterator[Term]:
         """Terms of one layer's tensors."""
         for key, count in tensors.items():
             yield Term(name=SAVED, expressions=self.sizes[key], weight=float(count))
+
+    def kept_outside(self, *, until: float = math.inf, before: float = math.inf) -> Iterator[Term]:
+        """Terms of what no layer owns, made before a position and maybe wanted by one up to another."""
+        found = Counter(entry.key for entry in self.outside if entry.until <= until and entry.maker < before)
+        yield from self.terms(found)
+
+    @property
+    def first(self) -> int:
+        """The position at which the first layer begins; 0 without layers."""
+        return min((own[0] for own in self.positions.values()), default=0)
+
+    @property
+    def is_between(self) -> bool:
+        """Whether nodes that are in no layer run between layers."""
+        inside = {i for own in self.positions.values() for i in own}
+        return bool(inside) and len(inside) < max(inside) + 1 - min(inside)
+
+    def within(self, unit: str, parameters: frozenset[str]) -> Stretch:
+        """Moments of a layer; gradients of these parameters count as soon as they are there."""
+        key = unit, parameters
+        if key not in self._stretches:
+            kept = self._parts(self._kept[unit])
+            self._stretches[key] = self._moments.stretch(self.positions[unit], kept, parameters, is_repeated=True)
+        return self._stretches[key]
+
+    def around(self, parameters: frozenset[str], *, is_before: bool) -> Stretch | None:
+        """Moments before the first layer, or of all else that is in no layer; None where there are no nodes."""
+        key = is_before, parameters
+        if key not in self._stretches:
+            inside = {i for own in self.positions.values() for i in own}
+            ours = range(self.first) if is_before else range(self.first, self._moments.num_nodes)
+            positions = [i for i in ours if i not in inside]
+            if not positions:
+                return None
+            kept = self._parts(entry for entry in self.outside if not is_before or entry.maker < self.first)
+            self._stretches[key] = self._moments.stretch(positions, kept, parameters, is_repeated=False)
+        return self._stretches[key]
+
+    def _parts(self, owned: Iterable[Owned]) -> list[Kept]:
+        """Of each storage one expression that is no more than what is counted of it."""
+        return [Kept(num_bytes=self.sizes[entry.key][0], maker=entry.maker, until=entry.until) for entry in owned]
 
 
 def layer_activations(space: Space, executor: Executor, units: tuple[str, ...]) -> Activations:
@@ -82,6 +140,11 @@ class Holding:
     wanted: tuple[str, ...]
     owner: str | None
     is_there: bool
+    #: whether anything wants it, whether a layer is given it, the position that makes it, and Owned.until
+    is_needed: bool
+    is_given: bool
+    made: int
+    until: float
 
 
 class _Ledger:
@@ -95,30 +158,35 @@ class _Ledger:
         self.sizes: dict[Key, Bytes] = {}
         self._unit_of: dict[str, str | None] = {}
         self._holding: dict[str, bool] = {}
+        self._position = {node.name: i for i, node in enumerate(space.graph.nodes)}
+        self._places: dict[str, list[int]] = {}
+        for i, node in enumerate(space.graph.nodes):
+            if (unit := self.unit_of(node)) is not None:
+                self._places.setdefault(unit, []).append(i)
 
     def activations(self) -> Activations:
-        outside: dict[Recompute, Counter[Key]] = {mode: Counter() for mode in Recompute}
+        outside: list[Owned] = []
+        own: dict[str, list[Owned]] = {unit: [] for unit in self.units}
         kept = {unit: {mode: Counter[Key]() for mode in Recompute} for unit in self.units}
         remade = {unit: {mode: Counter[Key]() for mode in Recompute} for unit in self.units}
         extras = list(self._extras())
         for mode in Recompute:
-            held = ((owner, key, self._keeps(member, mode)) for owner, key, member in extras)
-            for owner, key, is_there in (*self._segments(mode), *held):
-                if owner is None:
-                    outside[mode][key] += 1
-                else:
-                    (kept if is_there else remade)[owner][mode][key] += 1
+            held = ((owner, entry, self._keeps(member, mode)) for owner, entry, member in extras)
+            for owner, entry, is_there in (*self._segments(mode), *held):
+                if owner is not None:
+                    (kept if is_there else remade)[owner][mode][entry.key] += 1
+                # What leaves a layer is there whatever the layer does.
+                if mode is Recompute.NONE:
+                    (outside if owner is None else own[owner]).append(entry)
         again = self._again()
-        # What leaves a layer is there whatever the layer does.
-        rest = tuple(
-            Term(name=SAVED, expressions=self.sizes[key], weight=float(count))
-            for key, count in outside[Recompute.NONE].items()
-        )
-        passing = (largest_op(self.space, self.executor), largest_move(self.space), gradients_passing(self.space))
         return Activations(
-            outside=(*rest, *passing, sources(self.space)),
+            outside=tuple(outside),
             layers={unit: LayerCosts(kept=kept[unit], remade=remade[unit], again=again[unit]) for unit in self.units},
             sizes=self.sizes,
+            inputs=sources(self.space),
+            positions={unit: tuple(found) for unit, found in self._places.items()},
+            _moments=Moments(self.space, self.executor, segments_of(self.space, self.executor)),
+            _kept={unit: tuple(found) for unit, found in own.items()},
         )
 
     # Who owns what
@@ -141,21 +209,28 @@ class _Ledger:
         unit = self.unit_of(decider)
         return None if isinstance(decider, Boundary) and decider.module == unit else unit
 
-    def _segments(self, mode: Recompute) -> Iterator[tuple[str | None, Key, bool]]:
-        """(owner, key, whether it is there all the time) of every storage that is kept under a mode."""
+    def _segments(self, mode: Recompute) -> Iterator[tuple[str | None, Owned, bool]]:
+        """(owner, storage, whether it is there all the time) of every storage that is kept under a mode."""
         space = self.space
         key = Holding, mode, self.units, id(space.graph)
         segments, holdings = self.executor.once(key, space.graph, lambda: self._holdings(mode))
         for held in holdings:
-            segment = held.segment
+            segment, maker = held.segment, space.deciders[held.segment.maker]
             readers = tuple(sorted({space.classes[name] for name in held.wanted}))
             key_of_it = (space.classes[segment.maker], segment.position, segment.is_kept or readers)
             if key_of_it not in self.sizes:
                 self.sizes[key_of_it] = kept_expressions(space, segments, segment)
-            yield held.owner, key_of_it, held.is_there
+            parts = None if held.is_given else self._sums_held(maker, key_of_it)
+            until = min(segment.until, held.made) if parts is not None else held.until
+            entry = Owned(key=key_of_it, maker=held.made, until=until)
+            if parts is not None and mode is Recompute.SELECTIVE and (held.owner is not None or not held.is_needed):
+                yield held.owner or self.unit_of(maker), replace(entry, key=parts[0]), True
+                entry = replace(entry, key=parts[1])
+            if held.is_needed:
+                yield held.owner, entry, held.is_there
 
     def _holdings(self, mode: Recompute) -> tuple[dict[str, Segment], list[Holding]]:
-        """Every storage that is kept under a mode, whatever its layout."""
+        """Every storage that is kept under a mode, whatever its layout, or that selective recomputation may hold."""
         space, segments = self.space, segments_of(self.space, self.executor)
         found = []
         if mode is not Recompute.NONE:
@@ -164,16 +239,35 @@ class _Ledger:
                 if self._entered(maker) is not None or self._holds(segment.maker, mode):
                     segment.is_kept = True
         for segment in segments.values():
-            wanted = [name for name in segment.exits if is_wanted(segments, name)]
-            if not segment.is_kept and not wanted:
-                continue
+            wanted = tuple(name for name in segment.exits if is_wanted(segments, name))
+            is_needed = segment.is_kept or bool(wanted)
             maker = space.deciders[segment.maker]
+            is_sum = isinstance(maker, Boundary) and mode is Recompute.SELECTIVE and self.unit_of(maker) is not None
+            if not is_needed and not is_sum:
+                continue
+            made, until = self._position[segment.maker], segment.until
             owner, is_there = self._entered(maker) or self._enters(segments, segment), True
-            if owner is None:
+            is_given = owner is not None and is_needed
+            if owner is not None and is_given:
+                until = min(until, self._places[owner][0])  # a layer that runs again is given it again
+            else:
                 leaves = any(self._leaves(segments, name) for name in segment.exits)
                 owner = None if leaves else self._around(maker)
                 is_there = mode is Recompute.NONE or self._holds(segment.maker, mode)
-            found.append(Holding(segment=segment, wanted=tuple(wanted), owner=owner, is_there=is_there))
+                if self._holds(segment.maker, Recompute.SELECTIVE):
+                    until = min(until, made)
+            found.append(
+                Holding(
+                    segment=segment,
+                    wanted=wanted,
+                    owner=owner,
+                    is_there=is_there,
+                    is_needed=is_needed,
+                    is_given=is_given,
+                    made=made,
+                    until=until,
+                )
+            )
         return segments, found
 
     def _enters(self, segments: dict[str, Segment], segment: Segment) -> str | None:
@@ -203,19 +297,40 @@ class _Ledger:
             self._holding[representative] = any(not isinstance(kernel, MemoryBound) for kernel in kernels)
         return self._holding[representative]
 
+    def _sums_held(self, maker: Decider, key: Key) -> tuple[Key, Key] | None:
+        """Keys of what selective recomputation holds of a boundary's result, sums over ranks and what moves as much,
+        and of what it does not; None where it holds nothing. `key` is that of all."""
+        if not isinstance(maker, Boundary) or self.unit_of(maker) is None:
+            return None
+        space, name = self.space, self.space.classes[maker.name]
+        steps = [Conversion(s.operands[0], s.results[0]).forward for s in space.strategies[name]]
+        is_held = [not HELD_STEPS.isdisjoint(step) for step in steps]
+        if not any(is_held):
+            return None
+        held, rest = ("held", *key), ("not held", *key)
+        if held not in self.sizes:
+            (whole,) = self.sizes[key]
+            ((_, vector),) = whole.terms
+            for own, wanted in ((held, True), (rest, False)):
+                part = tuple(entry * (yes is wanted) for entry, yes in zip(vector, is_held, strict=True))
+                self.sizes[own] = (Expression(terms=((name, part),)),)
+        return held, rest
+
     def _keeps(self, name: str, mode: Recompute) -> bool:
         """Whether what an op keeps for itself is there all the time."""
         return mode is Recompute.NONE or (isinstance(self.space.deciders[name], Op) and self._holds(name, mode))
 
-    def _extras(self) -> Iterator[tuple[str | None, Key, str]]:
-        """(owner, key, decision) of tensors that are neither operands nor results, and of copies of weights."""
+    def _extras(self) -> Iterator[tuple[str | None, Owned, str]]:
+        """(owner, storage, decision) of tensors that are neither operands nor results, and of copies of weights."""
         for name, members in self.space.members.items():
             terms = [*extra_terms(self.space, name, self.executor), *copies_read(self.space, name)]
             for i, term in enumerate(terms):
                 key = ("extra", name, i)
                 self.sizes[key] = term.expressions
                 for member in members:
-                    yield self._around(self.space.deciders[member]), key, member
+                    own = self.space.deciders[member]
+                    place = self._position[own.op.name if isinstance(own, Reading) else own.name]
+                    yield self._around(own), Owned(key=key, maker=place, until=place), member
 
     # What runs again
 

@@ -5,23 +5,22 @@ many ops save a view of it. A boundary that only renames (identity, R -> R*) pas
 it renames, so that storage is kept if any such reader wants it: a maximum over readers.
 """
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from tpplan.costs.compute import Executor, whole_strategy
-from tpplan.costs.moves import backward_move, forward_move
-from tpplan.graph import Boundary, ModelGraph, Op, SourceKind, Value
-from tpplan.layout import Conversion, Layout, local_shape
-from tpplan.ledger import BUFFERS
+from tpplan.graph import Boundary, Direction, ModelGraph, Op, SourceKind, Value, within
+from tpplan.layout import Conversion, Layout, Step, local_shape
 from tpplan.problem import Expression, Term
 from tpplan.rules import Call, Strategy
 from tpplan.space import Reading, Space, reading_conversion
 from tpplan.units import DTYPE_BYTES
 
 #: parts of the peak
-SAVED, LARGEST_OP, SOURCES = "saved activations", "largest op", "inputs and buffers"
-#: gradients of activations that wait at once for their producers
-PASSING = 2.0
+SAVED, SOURCES = "saved activations", "inputs and buffers"
+#: sums over ranks, and what moves as much, which selective recomputation holds; tpplan.recompute.KEPT says it to torch
+HELD_STEPS = frozenset({Step.ALL_REDUCE, Step.REDUCE_SCATTER, Step.ALL_TO_ALL})
 
 
 def local_bytes(value: Value, layout: Layout, tp: int) -> int:
@@ -34,13 +33,20 @@ def local_bytes(value: Value, layout: Layout, tp: int) -> int:
 
 @dataclass(slots=True)
 class Segment:
-    """A storage between the boundaries it crosses: who makes it, whether an op keeps it, which boundaries read it."""
+    """A storage between the boundaries it crosses: who makes it, whether an op keeps it, which boundaries read it.
+
+    By position in the graph, through all further boundaries: `last_reader`, while whose call or op it is read, and
+    `until`, the first that may keep it, infinite where none does. `is_wanted`: one behind a boundary keeps it.
+    """
 
     maker: str
     value: Value
     position: int
-    is_kept: bool
-    exits: list[str]
+    is_kept: bool = False
+    exits: list[str] = field(default_factory=list)
+    last_reader: int = -1
+    until: float = math.inf
+    is_wanted: bool = False
 
 
 def sources(space: Space) -> Term:
@@ -49,108 +55,73 @@ def sources(space: Space) -> Term:
     return Term(name=SOURCES, expressions=(Expression(constant=float(sum(value.num_bytes for value in values))),))
 
 
-def largest_op(space: Space, executor: Executor) -> Term:
-    """What an op holds while it runs: forward what it drops again, backward gradients and what it makes of them.
-
-    Gradients of parameters count elsewhere.
-    """
-    parameters = {source.result for source in space.graph.parameters}
-    expressions = []
-    for name in space.members:
-        op = space.deciders[name]
-        if not isinstance(op, Op):
-            continue
-        call = Call.of(space.graph, op)
-        vector = tuple(
-            _held_bytes(call, strategy, parameters, space.tp, executor) for strategy in space.strategies[name]
-        )
-        expressions.append(Expression(terms=((name, vector),)))
-    return Term(name=LARGEST_OP, expressions=tuple(expressions) or (Expression(),))
-
-
-def largest_move(space: Space) -> Term:
-    """What a conversion holds while it runs, forward or backward, and a reading of a parameter likewise."""
-    expressions = []
-    for name in space.members:
-        match space.deciders[name]:
-            case Op():
-                continue
-            case Boundary(operand=moved):
-                conversions = [Conversion(s.operands[0], s.results[0]) for s in space.strategies[name]]
-            case Reading(parameter=parameter):
-                moved = parameter.result
-                conversions = [reading_conversion(s) for s in space.strategies[name]]
-        vector = tuple(_moved_bytes(conversion, space.graph.values[moved], space.tp) for conversion in conversions)
-        if any(vector):
-            expressions.append(Expression(terms=((name, vector),)))
-    return Term(name=BUFFERS, expressions=tuple(expressions) or (Expression(),))
-
-
-def _moved_bytes(conversion: Conversion, value: Value, tp: int) -> float:
-    forward, backward = (
-        move(conversion, value.shape, value.dtype, tp).held_bytes for move in (forward_move, backward_move)
-    )
-    return float(max(forward, backward * value.carries_gradient))
-
-
-def gradients_passing(space: Space) -> Term:
-    """Gradients of values that wait while others are computed: of a residual beside its branch, say."""
-    expressions = []
-    for name in space.members:
-        decider = space.deciders[name]
-        if isinstance(decider, Boundary) and space.graph.values[decider.operand].carries_gradient:
-            value = space.graph.values[decider.operand]
-            vector = tuple(float(local_bytes(value, s.operands[0], space.tp)) for s in space.strategies[name])
-            expressions.append(Expression(terms=((name, vector),)))
-    return Term(name=LARGEST_OP, expressions=tuple(expressions) or (Expression(),), weight=PASSING)
-
-
-def _held_bytes(call: Call, strategy: Strategy, parameters: set[str], tp: int, executor: Executor) -> float:
-    execution = executor.execute(call, strategy, tp)
-    counted = sum(
-        local_bytes(value, layout, tp)
-        for value, layout in zip(call.operands, strategy.operands, strict=True)
-        if value.name in parameters and value.carries_gradient
-    )
-    return float(max(execution.forward_bytes, execution.backward_bytes - counted))
+def call_exits(graph: ModelGraph) -> dict[int, int]:
+    """By position of a boundary into a module, where that call of it ends: its caller holds what it gave until then."""
+    found: dict[int, int] = {}
+    running: list[tuple[int, str]] = []
+    for i, node in enumerate(graph.nodes):
+        while running and not within(node.module, running[-1][1]):
+            found[running.pop()[0]] = i - 1
+        if isinstance(node, Boundary) and node.direction is Direction.INPUT:
+            running.append((i, node.module))
+    found.update((position, len(graph.nodes) - 1) for position, _ in running)
+    return found
 
 
 def segments_of(space: Space, executor: Executor) -> dict[str, Segment]:
     """Segments by maker; an op with several results has one for each that is new. They are the caller's own."""
     found = executor.once((segments_of, id(space.graph)), space.graph, lambda: _segments_of(space.graph, executor))
-    return {name: Segment(s.maker, s.value, s.position, s.is_kept, s.exits) for name, s in found.items()}
+    return {name: replace(segment) for name, segment in found.items()}
 
 
 def _segments_of(graph: ModelGraph, executor: Executor) -> dict[str, Segment]:
+    exits = call_exits(graph)
     fixed = {s.result for s in graph.sources if s.kind is not SourceKind.INPUT}
     segment_of: dict[str, str] = {}
     segments: dict[str, Segment] = {}
 
-    def start(node: Op | Boundary, position: int) -> None:
-        result = node.results[position]
-        key = f"{node.name}:{position}"
-        segments[key] = Segment(node.name, graph.values[result], position, is_kept=False, exits=[])
+    def start(node: Op | Boundary, place: int, position: int) -> None:
+        result = node.results[place]
+        key = f"{node.name}:{place}"
+        segments[key] = Segment(node.name, graph.values[result], place, last_reader=exits.get(position, position))
         segment_of[result] = key
 
-    for node in graph.nodes:
+    for position, node in enumerate(graph.nodes):
+        own = [segments[segment_of[operand]] for operand in node.operands if operand in segment_of]
+        for segment in own:
+            segment.last_reader = max(segment.last_reader, exits.get(position, position))
         if isinstance(node, Boundary):
-            if node.operand in segment_of:
-                segments[segment_of[node.operand]].exits.append(node.name)
-            start(node, 0)
+            for segment in own:
+                segment.exits.append(node.name)
+            start(node, 0, position)
             continue
         execution = executor.execute(call := Call.of(graph, node), whole_strategy(call), 1)
-        for position, result in enumerate(node.results):
+        for place, result in enumerate(node.results):
             alias = _aliased_operand(graph, node, result, segment_of)
             if alias is None:
-                start(node, position)
-                segments[f"{node.name}:{position}"].is_kept = position in execution.saves_results
+                start(node, place, position)
             else:
                 segment_of[result] = alias
-        for index in execution.saves:
-            operand = node.operands[index]
-            if operand in segment_of and operand not in fixed:
-                segments[segment_of[operand]].is_kept = True
+        kept = [segment_of[node.results[place]] for place in execution.saves_results]
+        kept += [
+            segment_of[operand]
+            for operand in (node.operands[index] for index in execution.saves)
+            if operand in segment_of and operand not in fixed
+        ]
+        for key in kept:
+            segments[key].is_kept = True
+            segments[key].until = min(segments[key].until, position)
+    _pass_on(segments)
     return segments
+
+
+def _pass_on(segments: dict[str, Segment]) -> None:
+    """What is read and kept behind boundaries may be the storage before them."""
+    for segment in reversed(segments.values()):
+        for behind in (segments[f"{name}:0"] for name in segment.exits):
+            segment.last_reader = max(segment.last_reader, behind.last_reader)
+            segment.until = min(segment.until, behind.until)
+            segment.is_wanted = segment.is_wanted or behind.is_kept or behind.is_wanted
 
 
 def _aliased_operand(graph: ModelGraph, op: Op, result: str, segment_of: dict[str, str]) -> str | None:
@@ -165,14 +136,9 @@ def _aliased_operand(graph: ModelGraph, op: Op, result: str, segment_of: dict[st
 def kept_expressions(space: Space, segments: dict[str, Segment], segment: Segment) -> tuple[Expression, ...]:
     """Expressions whose maximum is the bytes that this segment's storage keeps."""
     maker = space.classes[segment.maker]
-    is_boundary = isinstance(space.deciders[maker], Boundary)
-    if segment.is_kept or is_boundary:
+    if segment.is_kept or isinstance(space.deciders[maker], Boundary):
         # Whether this boundary makes a tensor and the next one renames it is a product of choices: counted where made.
-        own = tuple(
-            0.0 if _renames(space, maker, s) else _local(space, segment.value, s.results[segment.position])
-            for s in space.strategies[maker]
-        )
-        return (Expression(terms=((maker, own),)),)
+        return (Expression(terms=((maker, own_bytes(space, segment)),)),)
     readers = dict.fromkeys(space.classes[name] for name in segment.exits if is_wanted(segments, name))
     return tuple(
         Expression(
@@ -187,6 +153,15 @@ def kept_expressions(space: Space, segments: dict[str, Segment], segment: Segmen
             )
         )
         for reader in readers
+    )
+
+
+def own_bytes(space: Space, segment: Segment) -> tuple[float, ...]:
+    """A rank's bytes of a storage by its maker's strategies; none where a boundary only renames."""
+    maker = space.classes[segment.maker]
+    return tuple(
+        0.0 if _renames(space, maker, s) else _local(space, segment.value, s.results[segment.position])
+        for s in space.strategies[maker]
     )
 
 

@@ -1,0 +1,104 @@
+"""The memory constraint against the step gone through: never below it, and not far above."""
+
+import random
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from examples import example, machine
+
+from tpplan import solvers
+from tpplan.assemble import Expanded, expand
+from tpplan.costs.compute import Executor
+from tpplan.formulate import Formulation, Setting, price_space
+from tpplan.graph import ModelGraph
+from tpplan.mesh import Mesh
+from tpplan.plan import Precision
+from tpplan.problem import Expression, Term, total
+from tpplan.replay import peak_of
+from tpplan.space import build_space
+from tpplan.trace import trace
+
+MESHES = [Mesh(replicate=replicate, shard=shard, tp=tp) for replicate in (1, 2) for shard in (1, 2, 4) for tp in (1, 2)]
+EXECUTOR = Executor()
+
+
+def llama(batch: int, **sizes: int) -> ModelGraph:
+    module = example("llama")
+    config = {"num_layers": 3, "model_dim": 64, "hidden_dim": 128, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 256}
+    with torch.device("meta"):
+        model = module.Llama(module.Config(**config | sizes))
+        inputs = module.example_inputs(batch, 32)
+    return trace(model, inputs, loss=module.loss)
+
+
+def formulated(graph: ModelGraph, mesh: Mesh, **settings: object) -> Formulation:
+    layers = sorted({source.label.split(".")[1] for source in graph.parameters if source.label.startswith("layers.")})
+    setting = Setting(
+        profile=machine(),
+        gpus_per_node=4,
+        memory_limit_bytes=1e15,
+        units=tuple(f"layers.{i}" for i in layers),
+        **{  # type: ignore[arg-type]
+            "precision": Precision.FP32,
+            "optimizer": "adamw",
+            "accumulation_steps": 1,
+            "recompute": None,
+            "reshard_after_forward": None,
+            **settings,
+        },
+    )
+    space = build_space(graph, mesh.tp, unused_outputs=frozenset({"output"}))
+    return Formulation(priced=price_space(space, setting.profile, 4, EXECUTOR), mesh=mesh, setting=setting)
+
+
+def chosen(formulation: Formulation, rng: random.Random) -> dict[str, int]:
+    """What suits a random price of every strategy and treatment."""
+    problem = formulation.problem
+    nodes = (
+        Term(name=n.name, expressions=(Expression(terms=((n.name, tuple(rng.random() for _ in n.strategies)),)),))
+        for n in problem.nodes
+    )
+    parts = (Term(name=part, expressions=(Expression(constant=rng.random()),), each=part) for part in problem.parts)
+    choice = solvers.solve(replace(problem, objective=(*nodes, *parts), resources=())).choice
+    assert choice is not None
+    return choice
+
+
+def excesses(formulation: Formulation, rng: random.Random, times: int) -> Iterator[float]:
+    """How far the constraint is above the peak of the step gone through, as a share of it."""
+    for _ in range(times):
+        expanded = expand(formulation, chosen(formulation, rng))
+        everything = dict.fromkeys(expanded.space.deciders, 0)
+        needed = max(total(row.terms, everything) for row in expanded.problem.resources)
+        yield needed / peak_of(expanded, Expanded(formulation=expanded).recomputed()).num_bytes - 1
+
+
+SETTINGS = (
+    {"accumulation_steps": 1},
+    {"accumulation_steps": 3},
+    {"optimizer": "sgd", "accumulation_steps": 2},
+    {"precision": Precision.BF16_MIXED, "optimizer": "adamw-foreach"},
+)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(shard=2, tp=2), Mesh(tp=2), Mesh(replicate=2, shard=2)], ids=str)
+def test_the_constraint_is_not_below_the_step_gone_through(mesh: Mesh) -> None:
+    rng = random.Random(str(mesh))
+    graph = llama(batch=2)
+    for settings in SETTINGS[:2]:
+        assert min(excesses(formulated(graph, mesh, **settings), rng, 2)) >= -1e-9
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("batch", [1, 4, 32])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_constraint_is_tight_on_any_mesh(batch: int, settings: dict[str, object]) -> None:
+    """Not below the peak, and in the median less than a tenth above it."""
+    rng = random.Random(f"{batch} {settings}")
+    graph = llama(batch)
+    found = [excess for mesh in MESHES for excess in excesses(formulated(graph, mesh, **settings), rng, 8)]
+    assert min(found) >= -1e-9
+    assert statistics.median(found) < 0.1

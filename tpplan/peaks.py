@@ -1,0 +1,465 @@
+"""The memory constraint: what a rank holds at the moments at which it may hold most, each a resource of the problem.
+
+Of a step gone through node by node (tpplan.replay) most is held in one of these, and each row is at least what the
+replay finds there (L what lasts: parameters, states, inputs, slack, and gradients of micro-batches before):
+
+    at the loss         L + all that is kept + the most around the layers
+    in a layer          L + all that is kept, but for what only later nodes want, + what a layer makes again
+                        + the most in a layer, which is the last of its kind: of those before it less is kept
+    in the first layer  L + all gradients + a layer + the most in it; where no gradients were there before
+    after the layers    L + all gradients + the most before the first layer, and where FSDP reduces the root's
+    in the step         L + all gradients + the optimizer's temporaries
+
+A layer's backward frees what it kept and leaves its gradients. Of layers that are alike the first are recomputed, so
+that what is freed grows from the first layer to the last, and in one stretch of like layers most is held at an end.
+Where several kinds take turns, all gradients count in every layer. When a layer goes back, FSDP2 may still reduce the
+gradients of the one behind it, which then keeps nothing.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import ceil, prod
+from typing import Any
+
+from tpplan.costs.layers import Activations, LayerCosts
+from tpplan.costs.memory import SAVED
+from tpplan.costs.moments import undominated
+from tpplan.graph import Source
+from tpplan.kinds import Kind, Unit
+from tpplan.layout import local_shape
+from tpplan.ledger import (
+    BUFFERS,
+    GRADIENTS,
+    PARAMETERS,
+    SLACK,
+    STATES,
+    TRANSIENTS,
+    UNSHARDED_PARAMETERS,
+)
+from tpplan.mesh import Mesh
+from tpplan.optimizers import Optimizer
+from tpplan.plan import Precision, Recompute
+from tpplan.problem import Expression, Resource, Term
+from tpplan.space import Space
+from tpplan.treatments import Count, merged
+from tpplan.units import DTYPE_BYTES
+
+#: bytes per element of a parameter
+Width = Callable[[Source], float]
+#: elements that count of a rank's part of a parameter, by its shape
+Elements = Callable[[tuple[int, ...]], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Layers that were alike before their treatments were decided. `first` names the first, `unit` is the last; each of
+    layer`'s modes has a number of layers in `counts`."""
+
+    first: str
+    unit: Unit
+    size: int
+    layer: LayerCosts
+    counts: Mapping[Recompute, Count]
+
+    def where_lightest(
+        self, mode: Recompute, expression: Expression, among: Sequence[Recompute]
+    ) -> Iterator[Expression]:
+        """The expression where the least recomputed layer is in one of some modes, of which this is one."""
+        lighter = [self.counts[own] for own in Recompute if _WEIGHT[own] < min(map(_WEIGHT.__getitem__, among))]
+        yield from self.counts[mode].where_any(expression, lighter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """What the rows are made of. `first_of` names the first layer of each one's family."""
+
+    space: Space
+    mesh: Mesh
+    activations: Activations
+    kinds: tuple[Kind, ...]
+    root: tuple[Unit, ...]
+    first_of: Mapping[str, str]
+    optimizer: Optimizer
+    precision: Precision
+    steps: int
+    slack_bytes: float
+    limit: float
+    uses_fsdp: bool
+    bucket_bytes: float
+    #: computes what is the same on every mesh for the first that asks
+    once: Callable[[Hashable, Callable[[], Any]], Any]
+
+    def rows(self) -> tuple[Resource, ...]:
+        """All of them."""
+        return tuple(Resource(name=f"memory {name}", terms=terms, limit=self.limit) for name, terms in self._rows())
+
+    def _rows(self) -> Iterator[tuple[str, tuple[Term, ...]]]:
+        lasting = tuple(self._lasting())
+        gradients = (self._term(GRADIENTS, self.space.graph.parameters, self._gradient_width, self._shard),)
+        before = () if self._are_gradients_new else gradients
+        yield "at the loss", (*lasting, *before, *self._kept_by_layers(), *self._at_the_loss())
+        if self._later:
+            yield "in the last layers", (*lasting, *before, *self._kept_by_layers(), *self._in_a_layer(self._later))
+        if self.families:
+            kept = self._kept_by_layers(self._earlier)
+            yield "in a layer", (*lasting, *before, *kept, *self._in_a_layer(self._earlier))
+            if self._are_gradients_new:
+                yield "in the first layer", (*lasting, *gradients, *self._in_the_first_layer())
+        yield "after the layers", (*lasting, *gradients, *self._after_the_layers())
+        yield "in the step", (*lasting, *gradients, *self._in_the_step())
+
+    # What lasts
+
+    def _lasting(self) -> Iterator[Term]:
+        everything = self.space.graph.parameters
+        if self.slack_bytes:
+            yield _constant(SLACK, self.slack_bytes)
+        yield self._term(PARAMETERS, everything, self._master_width, self._shard)
+        yield self._term(STATES, everything, self._state_width, self._shard)
+        yield self.activations.inputs
+
+    def _kept_by_layers(self, families: Sequence[Family] | None = None) -> Iterator[Term]:
+        """Between forward and backward; of all, or of some families."""
+        names = None if families is None else {family.first for family in families}
+        for kind in self.kinds:
+            if names is not None and self._first(kind) not in names:
+                continue
+            for mode in Recompute:
+                count = kind.count(recompute=mode)
+                for term in self._kept(kind, mode):
+                    yield from count.times(term)
+
+    def _kept(self, kind: Kind, mode: Recompute) -> tuple[Term, ...]:
+        """By a layer."""
+        terms = self.activations.terms(kind.layer.kept[mode])
+        found: tuple[Term, ...] = self.once((*self._key("kept", kind.unit), mode), lambda: tuple(_combined(terms)))
+        return found
+
+    def _remade(self, family: Family, mode: Recompute) -> Expression:
+        """What a layer makes again, at most."""
+        terms = self.activations.terms(family.layer.remade[mode])
+        found: Expression = self.once((*self._key("remade", family.unit), mode), lambda: _upper(terms))
+        return found
+
+    def _key(self, what: str, unit: Unit) -> tuple[str, int, str]:
+        return what, id(self.activations), unit.name
+
+    # The moments
+
+    def _at_the_loss(self) -> Iterator[Term]:
+        yield from self.activations.kept_outside()
+        yield from self._gathered_throughout()
+        if self.mesh.shard > 1:  # the buffer of the last one that was gathered, or of the next
+            yield Term(name=BUFFERS, expressions=(Expression(), *self._gathered), weight=1 + self._cast)
+        if self.uses_fsdp and self.activations.is_between:  # what the layer behind leaves may still be reduced
+            yield Term(name=BUFFERS, expressions=tuple(map(self._reduced, self.families)))
+        stretch = self.activations.around(self._growing(), is_before=False)
+        yield Term(name=TRANSIENTS, expressions=stretch.moments if stretch is not None else (Expression(),))
+
+    def _in_a_layer(self, families: Sequence[Family]) -> Iterator[Term]:
+        last = max(max(self.activations.positions[family.unit.name]) for family in families)
+        yield from self.activations.kept_outside(until=last)
+        yield from self._gathered_throughout()
+        if self.uses_fsdp:
+            yield self._gathered_for_a_while()
+        found = [moment for family in families for moment in self._moments_in(family, self._growing(family))]
+        yield Term(name=TRANSIENTS, expressions=undominated(found))
+        remade = [expression for family in families for expression in self._made_again(family)]
+        yield Term(name=SAVED, expressions=(Expression(), *remade))
+        behind = [part for family in self._followers(families) for part in self._behind(family, families)]
+        yield Term(name=BUFFERS, expressions=(Expression(), *behind))
+        if self.uses_fsdp and self._are_gradients_new:
+            for family in self._later:
+                yield self._term(GRADIENTS, family.unit.parameters, self._gradient_width, self._shard)
+
+    def _in_the_first_layer(self) -> Iterator[Term]:
+        yield from self.activations.kept_outside(before=self.activations.first)
+        family = self._largest
+        if self.uses_fsdp:
+            for unit in self.root:
+                yield self._term(UNSHARDED_PARAMETERS, unit.parameters, self._compute_width, self._padded)
+            is_first = len(self._earlier) == 1 and self.mesh.shard > 1  # then there is no layer to gather before it
+            times = 1.0 if is_first else self._gatherings
+            yield Term(name=UNSHARDED_PARAMETERS, expressions=tuple(self._gathered), weight=times)
+            yield Term(name=BUFFERS, expressions=tuple(map(self._reduced, self.families)))
+        yield from self._kept_by_layers(self._earlier[:-1])
+        yield Term(name=SAVED, expressions=undominated(self._wholes(family)))
+        growing = self._growing(family) if self.uses_fsdp else frozenset[str]()
+        yield Term(name=TRANSIENTS, expressions=undominated(self._moments_in(family, growing)))
+
+    def _after_the_layers(self) -> Iterator[Term]:
+        yield from self.activations.kept_outside(before=self.activations.first)
+        found = [Expression()]
+        if self.mesh.tp > 1:  # summands over tp, in a bucket
+            every = self._bytes(self.space.graph.parameters, self._gradient_width, self._shard)
+            found.append(Expression(constant=min(_highest(every), self.bucket_bytes)))
+        growing = self._growing() if self.uses_fsdp else frozenset[str]()
+        stretch = self.activations.around(growing, is_before=True)
+        gathered = [self._bytes(u.parameters, self._compute_width, self._padded) for u in self.root if self.uses_fsdp]
+        reducing = [self._reduced(family) for family in self.families] if self.uses_fsdp else [Expression()]
+        for moment, buffer in product(stretch.moments if stretch is not None else (), reducing):
+            found.append(merged(_sum(moment, *gathered, buffer)))
+        for unit in self.root if self.uses_fsdp else ():
+            found.append(merged(_sum(self._unsharded_gradients(unit), self._reducing(unit))))
+        yield Term(name=TRANSIENTS, expressions=undominated(found))
+
+    def _in_the_step(self) -> Iterator[Term]:
+        parameters = self.space.graph.parameters
+        if self.optimizer.of_all:
+            every = self._bytes(parameters, self._gradient_width, self._shard)
+            yield Term(name=TRANSIENTS, expressions=(every,), weight=float(self.optimizer.of_all))
+        if self.optimizer.of_largest:
+            each = dict.fromkeys(self._bytes([source], self._gradient_width, self._shard) for source in parameters)
+            yield Term(name=TRANSIENTS, expressions=tuple(each), weight=float(self.optimizer.of_largest))
+
+    # One layer
+
+    def _moments_in(self, family: Family, growing: frozenset[str]) -> list[Expression]:
+        """Beside what it keeps and makes again; at the end FSDP reduces its gradients, and its parameters are gone."""
+        stretch = self.activations.within(family.unit.name, growing)
+        found = list(stretch.moments)
+        if self.uses_fsdp:
+            gathered = _scaled(self._bytes(family.unit.parameters, self._compute_width, self._padded), -1.0)
+            found.append(merged(_sum(stretch.after, self._reducing(family.unit), gathered)))
+        return found
+
+    def _made_again(self, family: Family) -> Iterator[Expression]:
+        """Of the least recomputed of its layers, or of one that is more so."""
+        for mode in Recompute:
+            tensors = self._remade(family, mode)
+            heavier = [own for own in Recompute if _WEIGHT[own] >= _WEIGHT[mode]]
+            for own in heavier if tensors.terms or tensors.constant else ():
+                yield from family.where_lightest(own, tensors, heavier)
+
+    def _behind(self, family: Family, kept_of: Sequence[Family]) -> Iterator[Expression]:
+        """What there is of its last layer when the one before goes back: gradients, maybe still reduced, and nothing
+        that was kept, as far as that counts."""
+        left = self._reduced(family) if self.uses_fsdp else Expression()
+        if self._are_gradients_new:
+            shard = self._shard if self.uses_fsdp else prod
+            left = _sum(left, self._bytes(family.unit.parameters, self._gradient_width, shard))
+        for mode in Recompute:
+            kept = _lower(self.activations.terms(family.layer.kept[mode] if family in kept_of else {}))
+            found = merged(_sum(left, _scaled(kept, -1.0)))
+            yield from family.where_lightest(mode, found, [mode])
+
+    def _wholes(self, family: Family) -> Iterator[Expression]:
+        """All that there ever is of a layer, under whichever mode."""
+        for mode in (Recompute.SELECTIVE, Recompute.FULL):
+            tensors = family.layer.kept[mode], family.layer.remade[mode]
+            yield merged(_sum(*(_upper(self.activations.terms(own)) for own in tensors)))
+
+    # FSDP
+
+    @property
+    def _cast(self) -> float:
+        """Of what is gathered a rank's shard, cast before."""
+        return 1 / self.mesh.shard if self.precision is Precision.BF16_MIXED else 0.0
+
+    @property
+    def _gatherings(self) -> float:
+        """How often there is a layer's whole: itself and the buffer of the next, or a copy of a parameter."""
+        if self.mesh.shard > 1:
+            return 2 + self._cast
+        return 1 + float(self.precision is Precision.BF16_MIXED)
+
+    def _gathered_throughout(self) -> Iterator[Term]:
+        """The root, and layers that are not resharded."""
+        if not self.uses_fsdp:
+            return
+        for unit in self.root:
+            yield self._term(UNSHARDED_PARAMETERS, unit.parameters, self._compute_width, self._padded)
+        for kind, gathered in zip(self.kinds, self._gathered, strict=True):
+            yield from kind.count(reshard=False).times(Term(name=UNSHARDED_PARAMETERS, expressions=(gathered,)))
+
+    def _gathered_for_a_while(self) -> Term:
+        """Of layers that are resharded, the largest, with the next one's buffer; in forward any has a buffer."""
+        found = [Expression()]
+        for kind, gathered in zip(self.kinds, self._gathered, strict=True):
+            if self.mesh.shard > 1:
+                found.append(_scaled(gathered, 1 + self._cast))
+            found += kind.count(reshard=True).where_any(_scaled(gathered, self._gatherings))
+        return Term(name=UNSHARDED_PARAMETERS, expressions=tuple(found))
+
+    @property
+    def _gathered(self) -> list[Expression]:
+        """A layer of each kind."""
+        return [self._bytes(kind.unit.parameters, self._compute_width, self._padded) for kind in self.kinds]
+
+    def _unsharded_gradients(self, unit: Unit) -> Expression:
+        trained = [source for source in unit.parameters if source.trainable]
+        return self._bytes(trained, self._compute_width, prod)
+
+    def _reducing(self, unit: Unit) -> Expression:
+        """Gradients beside the buffer that they are reduced in, and the shard that comes out."""
+        shard = self._bytes(unit.parameters, self._gradient_width, self._shard)
+        return _sum(self._bytes(unit.parameters, self._gradient_width, self._padded), shard)
+
+    def _reduced(self, family: Family) -> Expression:
+        """That buffer."""
+        return self._bytes(family.unit.parameters, self._gradient_width, self._padded)
+
+    def _growing(self, family: Family | None = None) -> frozenset[str]:
+        """Parameters whose gradients count as soon as they are there: FSDP's until they are reduced."""
+        if self.uses_fsdp:
+            units = (*self.root, *((family.unit,) if family is not None else ()))
+            return frozenset(source.label for unit in units for source in unit.parameters)
+        return frozenset(source.label for source in self.space.graph.parameters if self._are_gradients_new)
+
+    # Families
+
+    @cached_property
+    def families(self) -> tuple[Family, ...]:
+        """In the order of their last layers."""
+        found: dict[str, list[Kind]] = {}
+        for kind in self.kinds:
+            found.setdefault(self._first(kind), []).append(kind)
+        positions = self.activations.positions
+        families = [self._family(first, kinds) for first, kinds in found.items()]
+        return tuple(sorted(filter(None, families), key=lambda family: max(positions[family.unit.name])))
+
+    def _first(self, kind: Kind) -> str:
+        """The first layer of its family."""
+        return self.first_of.get(kind.unit.name, kind.unit.name)
+
+    def _family(self, first: str, kinds: Sequence[Kind]) -> Family | None:
+        positions = self.activations.positions
+        units = [
+            (max(positions[unit.name]), unit, kind) for kind in kinds for unit in kind.units if unit.name in positions
+        ]
+        if not units:
+            return None
+        _, unit, last = max(units, key=lambda row: row[0])
+        counts = {mode: _added(kind.count(recompute=mode) for kind in kinds) for mode in Recompute}
+        return Family(first=first, unit=unit, size=len(units), layer=last.layer, counts=counts)
+
+    @property
+    def _largest(self) -> Family:
+        """That of most layers."""
+        return max(self.families, key=lambda family: family.size)
+
+    @property
+    def _later(self) -> tuple[Family, ...]:
+        """Families that end behind the largest."""
+        return self.families[self.families.index(self._largest) + 1 :] if self.families else ()
+
+    @property
+    def _earlier(self) -> tuple[Family, ...]:
+        """The largest, last, and those before it."""
+        return self.families[: self.families.index(self._largest) + 1] if self.families else ()
+
+    def _followers(self, families: Sequence[Family]) -> tuple[Family, ...]:
+        """Families of which a layer comes behind one of these."""
+        positions = self.activations.positions
+        first = min(positions[unit.name][0] for kind in self.kinds for unit in kind.units if unit.name in positions)
+        if families == self._earlier:
+            return tuple(f for f in self.families if f.size > 1 or positions[f.unit.name][0] != first)
+        return tuple(families[1:])
+
+    @property
+    def _are_gradients_new(self) -> bool:
+        """Whether there are no gradients before the micro-batch, and one family alone has more than one layer."""
+        return self.steps == 1 and sum(family.size > 1 for family in self.families) <= 1
+
+    # Bytes of parameters
+
+    def _master_width(self, source: Source) -> float:
+        dtype = self.space.graph.values[source.result].dtype
+        is_cast = self.precision is Precision.BF16_MIXED and dtype == "bfloat16"
+        return float(DTYPE_BYTES["float32" if is_cast else dtype])
+
+    def _gradient_width(self, source: Source) -> float:
+        return self._master_width(source) * source.trainable
+
+    def _state_width(self, source: Source) -> float:
+        return self.optimizer.bytes_per_element(int(self._master_width(source))) * source.trainable
+
+    def _compute_width(self, source: Source) -> float:
+        return float(DTYPE_BYTES[self.space.graph.values[source.result].dtype])
+
+    def _shard(self, shape: tuple[int, ...]) -> int:
+        """What rests on a rank: FSDP cuts dim 0, and the first ranks have the most."""
+        first, *others = shape or (1,)
+        return ceil(first / self.mesh.shard) * prod(others)
+
+    def _padded(self, shape: tuple[int, ...]) -> int:
+        """The whole with dim 0 filled up to a multiple of FSDP's ranks, in whose buffers it lies so."""
+        return self._shard(shape) * self.mesh.shard if shape else 1
+
+    def _term(self, part: str, parameters: Iterable[Source], width: Width, elements: Elements) -> Term:
+        return Term(name=part, expressions=(self._bytes(parameters, width, elements),))
+
+    def _bytes(self, parameters: Iterable[Source], width: Width, elements: Elements) -> Expression:
+        """Bytes of parameters on a rank, by the placements that their first readings choose."""
+        constant, vectors = 0.0, dict[str, list[float]]()
+        for (name, shape, wide), number in Counter(
+            (*self._rest(source), width(source)) for source in parameters
+        ).items():
+            if not wide:
+                continue
+            if name is None:
+                constant += number * wide * elements(shape)
+                continue
+            strategies = self.space.strategies[name]
+            vector = vectors.setdefault(name, [0.0] * len(strategies))
+            for i, strategy in enumerate(strategies):
+                vector[i] += number * wide * elements(local_shape(shape, strategy.operands[0], self.mesh.tp))
+        return Expression(constant=constant, terms=tuple((name, tuple(v)) for name, v in vectors.items()))
+
+    def _rest(self, source: Source) -> tuple[str | None, tuple[int, ...]]:
+        """Who decides how a parameter rests, None where nothing reads it, and its whole shape."""
+        readings, shape = self.space.readings[source.label], self.space.graph.values[source.result].shape
+        return (self.space.classes[readings[0].name] if readings else None), shape
+
+
+#: how much runs again
+_WEIGHT = {Recompute.NONE: 0, Recompute.SELECTIVE: 1, Recompute.FULL: 2}
+
+
+def _added(counts: Iterable[Count]) -> Count:
+    found = list(counts)
+    return Count(
+        constant=sum(count.constant for count in found), parts=tuple(part for count in found for part in count.parts)
+    )
+
+
+def _upper(terms: Iterable[Term]) -> Expression:
+    """At least the terms' sum: of a maximum the sum of what may be the largest, none of which is negative."""
+    found = ((expression, term.weight) for term in terms for expression in undominated(term.expressions))
+    return merged(_sum(*(_scaled(expression, weight) for expression, weight in found)))
+
+
+def _lower(terms: Iterable[Term]) -> Expression:
+    """At most the terms' sum: of a maximum one of what it is over."""
+    return merged(_sum(*(_scaled(term.expressions[0], term.weight) for term in terms)))
+
+
+def _combined(terms: Iterable[Term]) -> Iterator[Term]:
+    """Terms with all linear ones as one."""
+    found = list(terms)
+    linear = [_scaled(term.expressions[0], term.weight) for term in found if len(term.expressions) == 1]
+    yield from (term for term in found if len(term.expressions) > 1)
+    if linear:
+        yield Term(name=found[0].name, expressions=(merged(_sum(*linear)),))
+
+
+def _highest(expression: Expression) -> float:
+    return expression.constant + sum(max(vector) for _, vector in expression.terms)
+
+
+def _constant(part: str, amount: float) -> Term:
+    return Term(name=part, expressions=(Expression(constant=amount),))
+
+
+def _scaled(expression: Expression, weight: float) -> Expression:
+    terms = tuple((name, tuple(weight * entry for entry in vector)) for name, vector in expression.terms)
+    return Expression(constant=weight * expression.constant, terms=terms)
+
+
+def _sum(*expressions: Expression) -> Expression:
+    return Expression(
+        constant=sum(e.constant for e in expressions), terms=tuple(term for e in expressions for term in e.terms)
+    )
