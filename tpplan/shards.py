@@ -5,7 +5,8 @@ stays until the next unit has its own; the parameters go after the unit's forwar
 root's stay throughout.
 Backward: the same, but the unit before is gathered as soon as this one is there (prefetched), and a buffer goes when it
 has been copied out. When a unit's backward is done its parameters go, and its gradients are copied into a flat buffer,
-which lasts until the next unit has one, and reduced into shards.
+which lasts until the next unit has one, and reduced into shards. The last one's stays until then: a loop's variable
+holds it (foreach_reduce in fsdp/_fully_shard/_fsdp_collectives.py).
 A unit on one rank of its axis is not gathered, but copied and cast, parameter by parameter.
 """
 
@@ -23,8 +24,9 @@ ROOT_UNIT = ""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitBytes:
     """Bytes of a unit on a rank: as gathered, the cast shard, the largest parameter, and its gradients as they are
-    reduced, whole and sharded."""
+    reduced, whole and sharded. `labels` are its parameters, in order."""
 
+    labels: tuple[str, ...]
     gathered: float
     cast: float
     largest: float
@@ -171,9 +173,12 @@ class Shards:
         if not gradients:
             return
         self.reducing = self.ledger.hold(Piece(BUFFERS, unit.reduced))
+        held = next((gradients[label] for label in reversed(unit.labels) if label in gradients), None)
+        last = self.ledger.hold(held) if held is not None and self.ranks > 1 else None
         for gradient in gradients.values():
             self.ledger.drop(gradient)
         reduced = self.ledger.hold(Piece(GRADIENTS, unit.sharded_gradients))
+        self.ledger.drop(last)
         if self.ranks == 1:
             self.ledger.pass_by({})
         if name in self.sharded:
@@ -188,6 +193,7 @@ def _unit_bytes(weights: Weights, parameters: tuple[Source, ...]) -> UnitBytes:
     is_cast = any(weights.master_width(source) != widths[source.label] for source in parameters)
     flat = sum(widths[source.label] * weights.padded_elements(source) for source in parameters)
     return UnitBytes(
+        labels=tuple(source.label for source in parameters),
         gathered=float(flat),
         cast=flat / weights.formulation.mesh.shard if is_cast else 0.0,
         largest=float(max(widths[s.label] * weights.elements(s) for s in parameters)) if is_cast else 0.0,

@@ -202,6 +202,7 @@ def _step(
                 log.begin(Pass.FORWARD)
             outputs = model(**accepted) if isinstance(accepted, Mapping) else model(*accepted)
             scaled = loss(outputs, inputs) / count
+            del outputs  # held on, they would be there throughout backward
             if log is not None:
                 log.begin(Pass.BACKWARD)
             scaled.backward()  # type: ignore[no-untyped-call]
