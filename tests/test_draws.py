@@ -10,6 +10,7 @@ from examples import eager_to_shard
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import tpplan
 from tpplan.draws import DrawByRank
@@ -204,3 +205,77 @@ def test_a_plan_that_hides_where_slices_are_dropped_does_not_type() -> None:
     assert "module nowhere: in the plan, not in the model" in found.message
     with pytest.raises(PlanError, match=r"draws\[0\]: 'blocks.\*' matches none"):
         Plan.from_dict(dataclasses.replace(plan, draws=("blocks.*",)).to_dict())
+
+
+class Again(nn.Module):
+    """Most of a layer in a function that it checkpoints itself: a count of heads in its code, and a dropout."""
+
+    def __init__(self, checkpoint: str | None) -> None:
+        super().__init__()
+        self.up, self.down, self.checkpoint = nn.Linear(DIM, 64), nn.Linear(64, DIM), checkpoint
+
+    def inner(self, x: Tensor) -> Tensor:
+        heads = self.up(x).view(x.shape[0], x.shape[1], HEADS, 16).relu()
+        return self.down(F.dropout(heads.flatten(2), P, self.training))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpoint is None:
+            return x + self.inner(x)
+        return x + checkpoint(self.inner, x, use_reentrant=self.checkpoint == "reentrant")
+
+
+class Layers(nn.Module):
+    """tokens [B, T] -> logits [B, T, V]."""
+
+    def __init__(self, checkpoint: str | None) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32, DIM), nn.Linear(DIM, 32)
+        self.layers = nn.ModuleList(Again(checkpoint) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def text(batch: int, length: int) -> dict[str, Tensor]:
+    numbers = torch.Generator().manual_seed(1)
+    return {name: torch.randint(32, (batch, length), generator=numbers) for name in ("tokens", "targets")}
+
+
+def entropy(outputs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    return tpplan.cross_entropy(outputs, inputs["targets"])
+
+
+def checkpointed_step(checkpoint: str | None, plan: Plan) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = tpplan.apply_plan(Layers(checkpoint), plan)
+    torch.manual_seed(5)
+    inputs = text(2, 8)
+    entropy(model(inputs["tokens"]), inputs).backward()
+    return {name: weight.grad.full_tensor() for name, weight in model.named_parameters()}
+
+
+def test_what_a_module_checkpoints_itself_runs_again_as_it_ran() -> None:
+    """By then its forward is over: what is dropped, and a rank's number of heads, are those of the forward all the
+    same."""
+    found = {}
+    for kind in (None, "reentrant", "not reentrant"):
+        plan = tpplan.solve(
+            lambda kind=kind: Layers(kind),
+            text,
+            loss=entropy,
+            cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
+            global_batch=2,
+            micro_batch=2,
+            seq_len=8,
+            tp=2,
+            precision="fp32",
+            pins={"layers.*": "megatron"},
+        )
+        assert plan.drawing_modules()
+        assert plan.size_plans()
+        found[kind] = run_ranks(2, checkpointed_step, kind, plan)[0]
+    for kind in ("reentrant", "not reentrant"):
+        assert all(torch.equal(found[kind][name], gradient) for name, gradient in found[None].items())

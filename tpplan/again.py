@@ -8,15 +8,27 @@ from typing import Any
 from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import CheckpointFunction
 
+#: makes what surrounds code once
+Surroundings = Callable[[], contextlib.AbstractContextManager[object]]
+
 #: torch's function for checkpoints that are not reentrant, which it looks up for each
 _WITHOUT_REENTRANT = "_checkpoint_without_reentrant_generator"
 
 
 @contextlib.contextmanager
-def surrounded_again(surroundings: Callable[[], contextlib.AbstractContextManager[object]]) -> Iterator[None]:
+def surrounded_again(surroundings: Surroundings) -> Iterator[None]:
     """Whatever is checkpointed while this lasts runs in new surroundings() each time, the first included."""
+    with remembered_again(lambda: surroundings):
+        yield
+
+
+@contextlib.contextmanager
+def remembered_again(remember: Callable[[], Surroundings]) -> Iterator[None]:
+    """The same, with the surroundings that remember() gives where the checkpoint is made."""
 
     def within(function: Callable[..., Any]) -> Callable[..., Any]:
+        surroundings = remember()
+
         def run(*args: Any, **kwargs: Any) -> Any:
             with surroundings():
                 return function(*args, **kwargs)

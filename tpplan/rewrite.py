@@ -2,8 +2,10 @@
 
 A module with rewriters gets a subclass whose forward runs under a mode. Calls in forwards of the modules inside it are
 left alone, as the plan names the module whose code makes a call, and so is code of ours that runs within a forward.
+What the code checkpoints is rewritten alike when it runs again in backward, by when the forward is over.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, auto
@@ -12,6 +14,7 @@ from typing import Any, Protocol, TypeVar, cast
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from tpplan.again import Surroundings, remembered_again
 from tpplan.subclass import subclass
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -62,13 +65,27 @@ def running_rewriters() -> tuple[Rewriter, ...]:
 def _left_alone(function: F, whose: _LeftAlone) -> F:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        _running.append(whose)
-        try:
+        with _leaving_alone(whose):
             return function(*args, **kwargs)
-        finally:
-            _running.pop()
 
     return cast(F, run)
+
+
+@contextlib.contextmanager
+def _leaving_alone(whose: _LeftAlone) -> Iterator[None]:
+    _running.append(whose)
+    try:
+        yield
+    finally:
+        _running.pop()
+
+
+def _as_now() -> Surroundings:
+    """What rewrites the code that is running."""
+    innermost = _running[-1]
+    if isinstance(innermost, _Rewriting):
+        return functools.partial(_Rewriting, innermost.rewriters)
+    return functools.partial(_leaving_alone, innermost)
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
@@ -89,7 +106,7 @@ def _as_written_class(cls: type[nn.Module]) -> type[nn.Module]:
 def _rewriting_class(cls: type[nn.Module], rewriters: tuple[Rewriter, ...]) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _Rewriting(rewriters):
+        with _Rewriting(rewriters), remembered_again(_as_now):
             return cls.forward(self, *args, **kwargs)
 
     return subclass(cls, {"forward": forward}, _rewriting_class, (rewriters,))
