@@ -96,6 +96,7 @@ solve(3, memory_limit_bytes=float(sys.argv[2]), micro_batch="auto").dump(sys.arg
 """
 
 
+@pytest.mark.long
 def test_a_plan_is_the_same_byte_for_byte(tmp_path: Path) -> None:
     """Everything free, memory binding, in two processes that hash otherwise."""
     limit = binding_limit(3)

@@ -141,6 +141,7 @@ def test_a_rank_that_is_killed_in_a_step_ends_all(dying: int) -> None:
     assert_one_message(found, f"rank {dying}: died", "no sign of life", dead=dying)
 
 
+@pytest.mark.long
 def test_a_rank_that_stands_still_outside_of_collectives_is_waited_for() -> None:
     """Its thread shows that it lives."""
     found = ends(lambda: train(Model(on_culprit(lambda: time.sleep(9.0))), plan()), silence_s=6.0)

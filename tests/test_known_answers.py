@@ -206,6 +206,7 @@ def first_seen(profile: HardwareProfile) -> list[str]:
     return order
 
 
+@pytest.mark.long
 def test_what_saves_memory_comes_in_order_of_price() -> None:
     """Where links are fast FSDP's second gather is cheaper than any kernel; where they are slow it comes last. What is
     light to do again comes before products."""

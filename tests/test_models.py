@@ -355,6 +355,7 @@ def split_heads(graph: ModelGraph) -> Callable[[str, Strategy], bool]:
     return lambda decision, strategy: decision not in found or strategy.results == (found[decision],)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_sizes_and_fused_weights_under_torch_compile() -> None:
     plan = solve_for_two(NanoGPT, text, allows=split_heads)

@@ -191,6 +191,7 @@ def local_tensors() -> list[Tensor]:
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in found]
 
 
+@pytest.mark.long
 def test_some_layers_are_recomputed_and_some_resharded_on_real_ranks() -> None:
     """k of n layers, as the memory limit leaves it: one process's function, and less is held the lower the limit."""
     cluster = tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard(intra_bytes_per_s=1e8))

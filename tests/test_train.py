@@ -102,8 +102,12 @@ def sharded_part(plan: Plan) -> float:
 
 @pytest.mark.parametrize(
     ("tp", "fsdp", "micro_batch", "accumulation_steps"),
-    [(2, 1, 4, 2), (4, 1, 8, 1), (1, 4, 2, 1), (2, 2, 2, 2)],
-    ids=["tp2", "tp4", "fsdp4", "tp2-fsdp2"],
+    [
+        pytest.param(2, 1, 4, 2, id="tp2"),
+        pytest.param(4, 1, 8, 1, id="tp4", marks=pytest.mark.long),
+        pytest.param(1, 4, 2, 1, id="fsdp4", marks=pytest.mark.long),
+        pytest.param(2, 2, 2, 2, id="tp2-fsdp2"),
+    ],
 )
 def test_plans_train_as_one_process_does(
     one_process: tuple[list[float], dict[str, torch.Tensor]],
@@ -175,6 +179,7 @@ def test_runs_that_differ_are_found(losses: list[float], gradients: dict[str, li
         train.compare(train.History(losses=losses, first_gradients=tensors), reference)
 
 
+@pytest.mark.long
 def test_torchrun_compares_a_plan_with_a_recorded_run(tmp_path: Path) -> None:
     batch = {"global_batch": BATCH, "micro_batch": 4, "seq_len": SEQ_LEN}
     plan, recorded = tmp_path / "plan.json", tmp_path / "alone.pt"

@@ -141,10 +141,10 @@ def compile_and_train(style: Style, mesh: Mesh, by_block: bool) -> None:
     reference = build()
     loss_of(reference, *batch()).backward()
     model = build()
-    apply_plan(model, style(model, mesh))
-    if by_block:
-        for layer in model.layers:
-            layer.compile()
+    plan = style(model, mesh)
+    assert len(set(plan.fsdp_units()) - {""}) == len(model.layers)
+    apply_plan(model, plan, compile=by_block)
+    assert all((layer._compiled_call_impl is not None) is by_block for layer in model.layers)
     forward = model if by_block else torch.compile(model)
     for _ in range(2):
         model.zero_grad()

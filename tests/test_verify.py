@@ -60,6 +60,7 @@ def test_a_right_plan_passes_on_real_ranks(gpt_plan: Plan, tmp_path: Path, capsy
     assert names == ["proof", "parameters", "loss", "gradients", "collectives", "memory"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_plan_for_512_ranks_is_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = solve_example(
@@ -191,6 +192,7 @@ def test_one_rank_is_no_tensor_parallelism() -> None:
         smaller_mesh(Mesh(shard=2, tp=4), 1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_plan_with_fewer_layers_and_ranks_passes(tmp_path: Path) -> None:
     plan = solve_example(

@@ -50,8 +50,12 @@ AVERAGER = "_tpplan_averager"
 _AXES = tuple(str(axis) for axis in (Axis.REPLICATE, Axis.SHARD, Axis.TP))
 
 
-def apply_plan(model: nn.Module, plan: Plan | str | os.PathLike[str], *, mesh: DeviceMesh | None = None) -> nn.Module:
+def apply_plan(
+    model: nn.Module, plan: Plan | str | os.PathLike[str], *, mesh: DeviceMesh | None = None, compile: bool = False
+) -> nn.Module:
     """Lays the model out as the plan says, in place, and returns it.
+
+    compile=True compiles each layer that is an FSDP unit of its own, recomputation and all, before FSDP takes it.
 
     Parameters get rank 0's values everywhere; those on the meta device stay there, in their local shape. `mesh`, if one
     is given, has the axes replicate, shard and tp. Raises UsageError without a process group or for a model a plan was
@@ -86,6 +90,10 @@ def apply_plan(model: nn.Module, plan: Plan | str | os.PathLike[str], *, mesh: D
     for module, mode in {_module(modules, name): mode for name, mode in loaded.recomputed_modules().items()}.items():
         recompute(module, mode)
     _broadcast_replicas(model, mesh)
+    if compile:
+        outermost = _outermost(model)
+        for name in filter(None, loaded.fsdp_units()):
+            _module(outermost, name).compile()
     _shard_data(model, loaded, mesh)
     keep_mesh(model, mesh)
     check_first_step(model, mesh)
@@ -153,6 +161,12 @@ def _rewriters(plan: Plan, modules: dict[str, nn.Module], group: TpGroup) -> dic
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     """Modules by the names that a plan uses. Of a checkpoint wrapper and what it wraps, the wrapped one."""
     return {plan_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
+
+
+def _outermost(model: nn.Module) -> dict[str, nn.Module]:
+    """The same, but of a checkpoint wrapper and what it wraps the wrapper."""
+    named = reversed(list(model.named_modules(remove_duplicate=False)))
+    return {plan_name(name): module for name, module in named}
 
 
 def plan_name(name: str) -> str:
@@ -340,8 +354,7 @@ def _shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     axes = mesh[Axis.SHARD] if plan.mesh.replicate == 1 else mesh[Axis.REPLICATE, Axis.SHARD]
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = mixed if is_mixed else MixedPrecisionPolicy()
-    named = reversed(list(model.named_modules(remove_duplicate=False)))
-    outermost = {plan_name(name): module for name, module in named}  # checkpoint wrappers and all
+    outermost = _outermost(model)
     scalars = {model.get_parameter(name) for name in _real_names(model, plan.scalars_beside_fsdp())}
     resharded = plan.resharded_units()
     for name in (*(unit for unit in plan.fsdp_units() if unit), ""):

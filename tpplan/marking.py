@@ -53,8 +53,8 @@ def trace_marking(
     except ModelError as error:
         try:
             return traced(_first_line(error))
-        except ModelError as last:
-            raise error from last
+        except ModelError:
+            raise error from error.__cause__  # which says more than that of the last resort
 
 
 def _trace_marking(
@@ -139,7 +139,7 @@ class _Marks:
         if not name:
             raise ModelError(
                 f"{error}\nNor can the model run whole on fake tensors, as torch.export would run it: {why}"
-            ) from error
+            ) from (error.__cause__ or error)
         self.add(self._around(name), reason, error)
 
     def _around(self, name: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, auto
 from typing import Any, Protocol, TypeVar, cast
 
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -106,7 +107,8 @@ def _as_written_class(cls: type[nn.Module]) -> type[nn.Module]:
 def _rewriting_class(cls: type[nn.Module], rewriters: tuple[Rewriter, ...]) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _Rewriting(rewriters), remembered_again(_as_now):
+        again = contextlib.nullcontext() if torch.compiler.is_compiling() else remembered_again(_as_now)
+        with _Rewriting(rewriters), again:
             return cls.forward(self, *args, **kwargs)
 
     return subclass(cls, {"forward": forward}, _rewriting_class, (rewriters,))
