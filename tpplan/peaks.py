@@ -212,7 +212,8 @@ class Peaks:
             every = self._bytes(parameters, self._gradient_width, self._shard)
             yield Term(name=TRANSIENTS, expressions=(every,), weight=float(self.optimizer.of_all))
         if self.optimizer.of_largest:
-            each = dict.fromkeys(self._bytes([source], self._gradient_width, self._shard) for source in parameters)
+            unlike = {(*self._rest(source), self._gradient_width(source)): source for source in parameters}
+            each = dict.fromkeys(self._bytes([source], self._gradient_width, self._shard) for source in unlike.values())
             yield Term(name=TRANSIENTS, expressions=tuple(each), weight=float(self.optimizer.of_largest))
 
     # One layer

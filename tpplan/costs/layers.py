@@ -158,6 +158,7 @@ class _Ledger:
         self.sizes: dict[Key, Bytes] = {}
         self._unit_of: dict[str, str | None] = {}
         self._holding: dict[str, bool] = {}
+        self._are_sums: dict[str, tuple[bool, ...]] = {}
         self._position = {node.name: i for i, node in enumerate(space.graph.nodes)}
         self._places: dict[str, list[int]] = {}
         for i, node in enumerate(space.graph.nodes):
@@ -302,9 +303,11 @@ class _Ledger:
         and of what it does not; None where it holds nothing. `key` is that of all."""
         if not isinstance(maker, Boundary) or self.unit_of(maker) is None:
             return None
-        space, name = self.space, self.space.classes[maker.name]
-        steps = [Conversion(s.operands[0], s.results[0]).forward for s in space.strategies[name]]
-        is_held = [not HELD_STEPS.isdisjoint(step) for step in steps]
+        name = self.space.classes[maker.name]
+        if name not in self._are_sums:
+            conversions = (Conversion(s.operands[0], s.results[0]) for s in self.space.strategies[name])
+            self._are_sums[name] = tuple(not HELD_STEPS.isdisjoint(conversion.forward) for conversion in conversions)
+        is_held = self._are_sums[name]
         if not any(is_held):
             return None
         held, rest = ("held", *key), ("not held", *key)
