@@ -55,7 +55,7 @@ def apply_plan(
 ) -> nn.Module:
     """Lays the model out as the plan says, in place, and returns it.
 
-    compile=True compiles each layer that is an FSDP unit of its own, recomputation and all, before FSDP takes it.
+    compile=True compiles each repeated layer, recomputation and all, before FSDP takes it; the model where none is.
 
     Parameters get rank 0's values everywhere; those on the meta device stay there, in their local shape. `mesh`, if one
     is given, has the axes replicate, shard and tp. Raises UsageError without a process group or for a model a plan was
@@ -92,7 +92,7 @@ def apply_plan(
     _broadcast_replicas(model, mesh)
     if compile:
         outermost = _outermost(model)
-        for name in filter(None, loaded.fsdp_units()):
+        for name in loaded.layers():
             _module(outermost, name).compile()
     _shard_data(model, loaded, mesh)
     keep_mesh(model, mesh)

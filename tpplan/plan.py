@@ -417,6 +417,11 @@ class Plan:
         names = [name for unit in self.fsdp.units for name, _ in self.expand(unit)]
         return tuple("" if name == ROOT else name for name in names)
 
+    def layers(self) -> tuple[str, ...]:
+        """Names of the repeated layers: FSDP's units, else those of blocks, else the root, ""."""
+        units = tuple(filter(None, self.fsdp_units()))
+        return units or tuple(name for pattern in self.blocks for name, _ in self.expand(pattern)) or ("",)
+
     def resharded_units(self) -> dict[str, bool]:
         """Whether each unit but the root is resharded after forward, by module name, patterns expanded."""
         found = {name: self.fsdp.reshard_after_forward for name in self.fsdp_units() if name}
