@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from tpplan import solvers
 from tpplan.bystander import copied
-from tpplan.errors import IndivisibleError, ModelError, UsageError
+from tpplan.errors import IndivisibleError, ModelError, SolverError, UsageError
 from tpplan.formulate import COMPUTE, TENSOR_PARALLEL, Formulation, PricedSpace, Setting, price_space
 from tpplan.graph import Direction, ModelGraph
 from tpplan.marking import trace_marking
@@ -351,8 +351,12 @@ class Job:
                 for term in problem.objective
                 if term.name in (COMPUTE, TENSOR_PARALLEL)
             )
-            found = self.solver_of(replace(problem, objective=parts, resources=()))
-            self.floors[key] = found.bound or 0.0
+            try:
+                self.floors[key] = self.solver_of(replace(problem, objective=parts, resources=())).bound or 0.0
+            except SolverError:
+                if self.time_limit_s is None:
+                    raise
+                self.floors[key] = 0.0  # out of time: no time is below it
         return self.floors[key] * self.batch.accumulation_steps(point.mesh, point.micro_batch)
 
     @property

@@ -95,6 +95,7 @@ def _refuse(problems: Iterator[str]) -> None:
 
 
 def _machine(plan: Plan) -> HardwareProfile:
+    """The plan's, or any where that is not here: no time is looked at, and bytes are the same on all."""
     try:
         return load_profile(plan.cluster.profile)
     except ProfileError:
