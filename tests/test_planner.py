@@ -423,3 +423,25 @@ def test_parameters_without_dims_are_planned_beside_fsdp() -> None:
         plan = solve_tempered(**options)
         assert plan.proof.status == "proven"
         assert set(plan.scalars_beside_fsdp()) == {"temperature"}
+
+
+def test_out_of_time_the_incumbent_is_feasible_with_its_gap() -> None:
+    """One rank of tp has nothing to decide; of the other points only bounds are left, which the certificate heeds."""
+    llama = example("llama")
+
+    def solved(time_limit_s: float | None) -> Plan:
+        return tpplan.solve(
+            llama.build_model,
+            llama.example_inputs,
+            loss=llama.loss,
+            cluster=tpplan.Cluster(gpus=8, gpus_per_node=8, profile="h100-sxm"),
+            global_batch=16,
+            seq_len=64,
+            time_limit_s=time_limit_s,
+        )
+
+    optimum, hurried = solved(None), solved(1e-9)
+    assert optimum.solver.status is Status.OPTIMAL
+    assert hurried.solver.status is Status.FEASIBLE
+    assert hurried.solver.bound_s < optimum.solver.objective_s <= hurried.solver.objective_s
+    assert hurried.solver.gap > 0
