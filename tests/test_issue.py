@@ -3,13 +3,14 @@
 import dataclasses
 
 import pytest
-from examples import eager_to_shard, solve_example
+from examples import eager_to_shard, example, solve_example
 
 from tpplan.costs.compute import MemoryBound, kernel_time
 from tpplan.costs.issue import Lag, waiting
 from tpplan.formulate import ISSUE
 from tpplan.plan import Plan
 from tpplan.profile import HardwareProfile
+from tpplan.profile_tables import OptimizerIssue
 
 #: kernels of a forward and of a backward
 KERNELS = (40, 80)
@@ -73,3 +74,35 @@ def test_on_a_cpu_issuing_is_added_to_each_kernel() -> None:
     assert longer == pytest.approx(0.25)
     assert issuing(profile, 0.25).issue_s is None
     assert kernel_time(issuing(eager_to_shard(), 0.25), kernel) == kernel_time(eager_to_shard(), kernel)
+
+
+def stepping(profile: HardwareProfile, sharded_s: float, plain_s: float) -> HardwareProfile:
+    """A machine where so many seconds of the CPU are one parameter's part of a step."""
+    issue = OptimizerIssue(
+        optimizer="adamw", sharded_s=sharded_s, plain_s=plain_s, relative_error=0.5, sources=("made-up",)
+    )
+    return dataclasses.replace(profile, optimizer_issues=(issue,))
+
+
+@pytest.mark.parametrize(("gpus", "each_s"), [(1, 1.0), (2, 8.0)])
+def test_an_optimizer_is_issued_for_each_parameter_sharded_or_plain(gpus: int, each_s: float) -> None:
+    model = example("mlp").build_model()
+    issued_s = each_s * len(list(model.parameters()))
+    on_cpu = dataclasses.replace(eager_to_shard(), device_type="cpu")
+    for machine, is_cpu in ((eager_to_shard(), False), (on_cpu, True)):
+        free, dear = (
+            solve_example("mlp", profile, gpus=gpus, prove=False).predicted
+            for profile in (machine, stepping(machine, sharded_s=8.0, plain_s=1.0))
+        )
+        # A CPU issues and runs; beside a GPU it issues, which here takes longer than all the GPU does.
+        alone_s = free.time_s["optimizer"] if is_cpu else 0.0
+        assert dear.time_s["optimizer"] == pytest.approx(issued_s + alone_s)
+        assert dear.step_time_error_s == pytest.approx(0.5 * issued_s, rel=1e-3)
+
+
+def test_an_optimizer_issued_in_less_than_a_gpu_runs_it_costs_nothing() -> None:
+    plans = [
+        solve_example("mlp", profile, gpus=2, prove=False)
+        for profile in (eager_to_shard(), stepping(eager_to_shard(), sharded_s=1e-12, plain_s=1e-12))
+    ]
+    assert plans[0].predicted.time_s == pytest.approx(plans[1].predicted.time_s)

@@ -91,6 +91,7 @@ WITH_TORCH = (
     "measure_attention",
     "measure_groups",
     "measure_launch",
+    "measure_optimizers",
     "measure",
     "survey",
     "reduce",

@@ -36,8 +36,10 @@ from tpplan.measure import (
     measure_collectives,
     measure_compute,
     measure_launch,
+    measure_optimizers,
 )
 from tpplan.mesh import GroupShape
+from tpplan.optimizers import OPTIMIZERS
 from tpplan.profile import AttentionSizes, Collective, Estimate, HardwareProfile, load_profile
 from tpplan.stopwatch import Stopwatch, Window, in_rounds
 
@@ -234,6 +236,16 @@ def test_issuing_a_kernel_of_a_step_takes_longer_than_launching_one() -> None:
     launch = measure_launch(CPU, 0.2)
     assert launch.issue_s is not None
     assert launch.issue_s > launch.launch_s  # autograd, modules and views, beside the kernel itself
+
+
+def test_issuing_a_step_on_dtensors_takes_longer_than_on_tensors(profile: HardwareProfile) -> None:
+    alone = measure_optimizers(CPU, 0.5)
+    assert not dist.is_initialized()
+    for issues in (alone, profile.optimizer_issues or ()):
+        assert [issue.optimizer for issue in issues] == [*OPTIMIZERS]
+        one_by_one = issues[0]
+        # Several ops for each parameter, each through Python: 6 times as long where it was measured.
+        assert one_by_one.sharded_s > 2 * one_by_one.plain_s > 0
 
 
 def test_shapes_that_fill_no_table_give_a_rate_alone() -> None:

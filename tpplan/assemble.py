@@ -387,11 +387,11 @@ class Expanded:
         estimates = [e for t in times for e in (t.forward, t.backward, t.forward_collectives, t.backward_collectives)]
         estimates += [estimate for again in repeats for estimate in (again.compute, again.collectives)]
         extrapolated = any(e.extrapolated for e in estimates)
-        moved = profile.memory_bound(num_bytes=BUCKET_BYTES)
+        moved, step = profile.memory_bound(num_bytes=BUCKET_BYTES), formulation.optimizer_issue()
         moving_s = sum(time.get(part, 0.0) for part in (FSDP_COPIES, ACCUMULATION, OPTIMIZER))
         residuals += Residuals(
-            memory=moving_s * moved.relative_error,
-            launches=time.get(ISSUE, 0.0) * profile.launch.relative_error,
+            memory=max(0.0, moving_s - step.seconds) * moved.relative_error,
+            launches=time.get(ISSUE, 0.0) * profile.launch.relative_error + step.error_s,
         )
         data_axis = Axis.SHARD if formulation.mesh.shard > 1 else Axis.REPLICATE
         axes = {DATA_PARALLEL: data_axis, TP_REDUCTION: Axis.TP}

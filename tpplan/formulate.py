@@ -425,10 +425,26 @@ class Formulation:
                 yield Term(name=ACCUMULATION, expressions=(expression,), weight=MOVED * added * rate / self.shards)
 
     def _optimizer(self) -> Iterator[Term]:
-        """Reads parameter, gradient and states, writes parameter and states."""
-        rate = self.setting.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
-        for expression in self._parameter_bytes((3.0, self._gradient_bytes), (2.0, self._state_bytes)):
-            yield Term(name=OPTIMIZER, expressions=(expression,), weight=rate / self.shards)
+        """Reads parameter, gradient and states, writes parameter and states; issuing that comes on top where the CPU
+        itself does it, and else the longer of both counts."""
+        profile = self.setting.profile
+        rate = profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES / self.shards
+        issuing_s = self.optimizer_issue().seconds
+        moved = (3.0, self._gradient_bytes), (2.0, self._state_bytes)
+        if issuing_s and profile.device_type == "cuda":
+            whole = self._bytes(None, *moved)
+            yield Term(name=OPTIMIZER, expressions=(_scaled(whole, rate), Expression(constant=issuing_s)))
+            return
+        if issuing_s:
+            yield _constant(OPTIMIZER, issuing_s)
+        for expression in self._parameter_bytes(*moved):
+            yield Term(name=OPTIMIZER, expressions=(expression,), weight=rate)
+
+    def optimizer_issue(self) -> Estimate:
+        """What the CPU takes of the optimizer's step for all parameters that train."""
+        is_sharded = self.uses_fsdp or self.mesh.tp > 1
+        issue = self.setting.profile.optimizer_issue(self.setting.optimizer, is_sharded=is_sharded)
+        return issue * sum(map(_trainable, self.space.graph.parameters))
 
     def overlaps(self) -> Iterator[Beside]:
         """FSDP's collectives, each with the compute that it runs beside; nothing runs beside the root's."""

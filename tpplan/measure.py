@@ -39,6 +39,7 @@ from tpplan.machine import MEASURED, device_name, dtype_name, dtype_of, memory, 
 from tpplan.measure_attention import AttentionShape, measure_attention
 from tpplan.measure_groups import measure_collectives
 from tpplan.measure_launch import measure_launch
+from tpplan.measure_optimizers import measure_optimizers
 from tpplan.profile import SCHEMA_VERSION, HardwareProfile
 from tpplan.profile_tables import (
     AttentionRate,
@@ -49,6 +50,7 @@ from tpplan.profile_tables import (
     Launch,
     MatmulTable,
     MemoryBoundTable,
+    OptimizerIssue,
     Overlap,
     Source,
 )
@@ -79,6 +81,7 @@ __all__ = [
     "measure_launch",
     "measure_matmuls",
     "measure_memory_bound",
+    "measure_optimizers",
 ]
 
 #: from what a cache holds to what none does; on a CPU below 32 MiB, from where on glibc returns memory to the system
@@ -99,8 +102,8 @@ COLD_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}
 #: so many operands that lie apart, and results that live on, are enough: small ones stay in caches in a model too
 MOST_APART = 256
 #: of the time for compute; matmuls have the rest
-LAUNCH_SHARE, MEMORY_BOUND_SHARE, ATTENTION_SHARE = 0.02, 0.05, 0.13
-MATMUL_SHARE = 1 - LAUNCH_SHARE - MEMORY_BOUND_SHARE - ATTENTION_SHARE
+LAUNCH_SHARE, OPTIMIZER_SHARE, MEMORY_BOUND_SHARE, ATTENTION_SHARE = 0.02, 0.03, 0.05, 0.13
+MATMUL_SHARE = 1 - LAUNCH_SHARE - OPTIMIZER_SHARE - MEMORY_BOUND_SHARE - ATTENTION_SHARE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +145,7 @@ class ComputeTables:
 
     bandwidth: Bandwidth
     launch: Launch
+    optimizer_issues: tuple[OptimizerIssue, ...]
     memory_bound_table: MemoryBoundTable
     matmuls: tuple[MatmulTable, ...]
     attention_rates: tuple[AttentionRate, ...]
@@ -156,7 +160,7 @@ def measure_compute(
     grid: ComputeGrid | None = None,
     progress: Progress = silent,
 ) -> ComputeTables:
-    """Launch cost, memory-bound, attention and matmul times of a device, in about budget_s seconds.
+    """Launch cost, optimizers', memory-bound, attention and matmul times of a device, in about budget_s seconds.
 
     dtypes are torch's names. With little time the largest sizes of matmuls and attention are left out, if they would
     take most of it, and matmul sizes between others. Every rank of the default group, if any, must call this. Raises
@@ -175,6 +179,7 @@ def measure_compute(
     ]
     return ComputeTables(
         launch=launch,
+        optimizer_issues=measure_optimizers(device, OPTIMIZER_SHARE * budget_s),
         bandwidth=bandwidth,
         memory_bound_table=memory_bound,
         attention_rates=tuple(rate for rate, _ in attention),
@@ -378,6 +383,7 @@ def make_profile(
         date=today,
         attention_tables=compute.attention_tables or None,
         memory_bound_table=compute.memory_bound_table,
+        optimizer_issues=compute.optimizer_issues,
         overlap=overlap,
     )
     return dataclasses.replace(profile, group_extrapolation=group_extrapolation(profile))

@@ -38,6 +38,7 @@ from tpplan.profile_tables import (
     MatmulTable,
     Memory,
     MemoryBoundTable,
+    OptimizerIssue,
     Overlap,
     Part,
     Source,
@@ -59,7 +60,7 @@ class HardwareProfile:
 
     What may be absent: software (versions by name: torch, cuda, nccl, driver, python) and the date of the measurement;
     attention_tables, in whose place attention_rates stand; memory_bound_table, in whose place the bandwidth stands;
-    overlap; and fitted, numbers that no benchmark gave, at most two.
+    optimizer_issues and overlap; and fitted, numbers that no benchmark gave, at most two.
     """
 
     schema_version: int
@@ -80,6 +81,7 @@ class HardwareProfile:
     date: Annotated[datetime.date, Text(datetime.date.fromisoformat, r"\d{4}-\d{2}-\d{2}")] | None = None
     attention_tables: tuple[AttentionTable, ...] | None = None
     memory_bound_table: MemoryBoundTable | None = None
+    optimizer_issues: tuple[OptimizerIssue, ...] | None = None
     overlap: Overlap | None = None
     fitted: tuple[Fitted, ...] | None = None
 
@@ -93,6 +95,7 @@ class HardwareProfile:
         check_unique("attention_rates", [rate.dtype for rate in self.attention_rates])
         check_unique("collectives", [(table.kind, table.ranks, table.ranks_per_node) for table in self.collectives])
         check_unique("attention_tables", [(t.dtype, t.causal, t.backward) for t in self.attention_tables or ()])
+        check_unique("optimizer_issues", [issue.optimizer for issue in self.optimizer_issues or ()])
         check_unique("fitted", [number.name for number in self.fitted or ()])
         if len(self.fitted or ()) > MOST_FITTED:
             raise ProfileError(f"fitted: expected at most {MOST_FITTED} numbers, got {len(self.fitted or ())}")
@@ -164,6 +167,14 @@ class HardwareProfile:
         if self.device_type == "cuda" or self.launch.issue_s is None:
             return Estimate.zero()
         return Estimate(seconds=self.launch.issue_s, error_s=self.launch.issue_s * self.launch.relative_error)
+
+    def optimizer_issue(self, optimizer: str, *, is_sharded: bool) -> Estimate:
+        """What the CPU takes of an optimizer's step for each parameter; nothing where no measurement says it."""
+        found = next((issue for issue in self.optimizer_issues or () if issue.optimizer == optimizer), None)
+        if found is None:
+            return Estimate.zero()
+        seconds = found.sharded_s if is_sharded else found.plain_s
+        return Estimate(seconds=seconds, error_s=seconds * found.relative_error)
 
     def matmul(self, *, m: int, n: int, k: int, batch: int = 1, dtype: str) -> Estimate:
         """Batched (m, k) @ (k, n): T = max(L + (T_c - L) f, M), never decreasing in any size.
@@ -285,6 +296,7 @@ class HardwareProfile:
             "matmuls": self.matmuls,
             "attention_rates": self.attention_rates,
             "attention_tables": self.attention_tables or (),
+            "optimizer_issues": self.optimizer_issues or (),
             "collectives": self.collectives,
         }
         for name, entries in tables.items():

@@ -13,6 +13,7 @@ from tpplan.profile_tables import (
     CollectiveTable,
     MatmulTable,
     MemoryBoundTable,
+    OptimizerIssue,
     Part,
     Spread,
 )
@@ -30,6 +31,8 @@ def table_name(part: Part) -> str:
             return part.dtype
         case AttentionTable():
             return f"{part.dtype}{' causal' if part.causal else ''} {'backward' if part.backward else 'forward'}"
+        case OptimizerIssue():
+            return part.optimizer
         case CollectiveTable():
             return f"{part.kind} on {part.ranks} ranks, {part.ranks_per_node} per node"
         case _:
@@ -57,6 +60,8 @@ def _missing(profile: HardwareProfile) -> Iterator[str]:
             yield f"attention_tables: none for {rate.dtype}; one rate is used for all sizes"
     if profile.launch.issue_s is None and profile.device_type == "cuda":
         yield "launch.issue_s: missing; nothing says how fast the CPU issues kernels"
+    if not profile.optimizer_issues:
+        yield "optimizer_issues: missing; an optimizer's step is priced by its bytes alone"
     for across, where in ((False, "within a node"), (True, "across nodes")):
         have = {table.kind for table in profile.collectives if (table.group.nodes > 1) == across}
         absent = [str(kind) for kind in Collective if kind not in have]

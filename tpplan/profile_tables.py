@@ -196,6 +196,21 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerIssue:
+    """What the CPU takes of an optimizer's step for each parameter, however small it is, on one of tpplan.optimizers.
+
+    sharded_s: of a DTensor, as parameters of applied plans are. plain_s: of a tensor of one rank.
+    """
+
+    optimizer: str
+    sharded_s: Positive
+    plain_s: Positive
+    relative_error: NonNegative
+    sources: tuple[str, ...]
+    inferred: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulTable:
     """Time of batched (m, k) @ (k, n) over a grid: time_s is row-major over batch, m, n, k and never decreases.
 
@@ -375,6 +390,7 @@ Part = (
     Memory
     | Bandwidth
     | Launch
+    | OptimizerIssue
     | MemoryBoundTable
     | MatmulTable
     | AttentionRate

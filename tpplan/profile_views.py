@@ -67,6 +67,14 @@ def facts(profile: HardwareProfile) -> tuple[tuple[str, str], ...]:
     ]
     if launch.issue_s is not None:
         lines.append(("issue", f"{format_seconds(launch.issue_s)} of the CPU a kernel"))
+    for step in profile.optimizer_issues or ():
+        lines.append(
+            (
+                "optimizer",
+                f"{step.optimizer}: {format_seconds(step.sharded_s)} of the CPU a sharded parameter,"
+                f" {format_seconds(step.plain_s)} a plain one, +/- {step.relative_error:.0%}",
+            )
+        )
     if profile.overlap is not None:
         overlap = profile.overlap
         lines.append(

@@ -22,6 +22,7 @@ from tpplan.measure import (
     LAUNCH_SHARE,
     MATMUL_SHARE,
     MEMORY_BOUND_SHARE,
+    OPTIMIZER_SHARE,
     ComputeGrid,
     ComputeTables,
     default_grid,
@@ -30,6 +31,7 @@ from tpplan.measure import (
     measure_launch,
     measure_matmuls,
     measure_memory_bound,
+    measure_optimizers,
 )
 from tpplan.measure_groups import group_shapes, measure_collective, measure_overlap, ranks_per_node, subgroup
 from tpplan.mesh import GroupShape
@@ -43,6 +45,7 @@ from tpplan.profile_tables import (
     Launch,
     MatmulTable,
     MemoryBoundTable,
+    OptimizerIssue,
     Overlap,
 )
 from tpplan.stopwatch import Progress, silent, slowest
@@ -61,6 +64,7 @@ class Measured:
     """What has been measured so far; the parts of a profile under the same names."""
 
     launch: Launch | None = None
+    optimizer_issues: tuple[OptimizerIssue, ...] = ()
     bandwidth: Bandwidth | None = None
     memory_bound_table: MemoryBoundTable | None = None
     overlap: Overlap | None = None
@@ -76,6 +80,7 @@ class Measured:
         assert self.memory_bound_table
         return ComputeTables(
             launch=self.launch,
+            optimizer_issues=self.optimizer_issues,
             bandwidth=self.bandwidth,
             memory_bound_table=self.memory_bound_table,
             matmuls=self.matmuls,
@@ -134,6 +139,14 @@ class Survey:
             weight=of_compute * LAUNCH_SHARE,
             is_done=done.launch is not None,
             measure=lambda so_far, budget_s: replace(so_far, launch=measure_launch(self.device, budget_s)),
+        )
+        yield Section(
+            name="optimizers",
+            weight=of_compute * OPTIMIZER_SHARE,
+            is_done=bool(done.optimizer_issues),
+            measure=lambda so_far, budget_s: replace(
+                so_far, optimizer_issues=measure_optimizers(self.device, budget_s)
+            ),
         )
         yield Section(
             name="memory",

@@ -11,7 +11,7 @@ end of one of them: with I, D of a micro-batch, F of its forward, and A micro-ba
 
     T - A D = max(0, A (I - D), F_I - F_D, (A - 1) (I - D) + F_I - F_D)
 
-A CPU runs its own kernels: there issuing one is added to its time. The optimizer's few kernels are left out.
+A CPU runs its own kernels: there issuing one is added to its time. An optimizer's step is measured by itself.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
