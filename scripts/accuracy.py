@@ -5,18 +5,21 @@
 RUNS.csv has a row per run: model sizes, GPUs, mesh, what is recomputed, tokens per second and GPU, peak memory (README
 names the columns). Each run is traced and priced as tpplan prices a plan, at its own mesh, micro-batch, recomputation
 and ZeRO stage. A machine's profile may hold two numbers that no benchmark gave (`fitted`): by how much matmuls in
-training are slower than alone, and how much FSDP's collectives slow what they run beside. Here each is fitted again for
-every model, to the runs of the machine's other models; a machine without others has those of the one it is most like.
+training are slower than alone, and how much FSDP's collectives slow what they run beside. Where a table has runs enough
+they are fitted again for every model, to the other models' runs on that machine, or else on the one it is most like;
+where it has not, the profile's serve.
 
 Prints errors by source, GPU, size and number of GPUs, beside those of a plain lookup: the median MFU of the other
 models' runs on that GPU with the same recomputation; the bias is the mean error. --out writes the table with
-predictions and 90 % error bars.
+predictions and 90 % error bars. A run without measured tokens per second is predicted all the same. One that cannot be
+(pipelines, FP8, an unknown GPU) is named, with the reason, and has no prediction; the exit code is 2 if none has one.
 --refit writes the numbers fitted to all runs into the profiles of a folder.
 """
 
 import argparse
 import itertools
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,18 +42,27 @@ from tpplan.profile import HardwareProfile, load_profile
 from tpplan.profile_tables import Fitted
 from tpplan.units import GIB
 
-#: a GPU as tables name it -> the profile, and the machine that it is most like
-MACHINES = {
-    "A100 SXM 40GB": ("a100-sxm-40gb", "a100-sxm-80gb"),
-    "A100 SXM 80GB": ("a100-sxm-80gb", "a100-sxm-40gb"),
-    "H100 SXM 80GB": ("h100-sxm", "h100-96gb-hbm2e"),
-    "H100 SXM 96GB HBM2e 500W": ("h100-96gb-hbm2e", "h100-sxm"),
-    "H200 SXM": ("h200-sxm", "h100-sxm"),
+#: a profile -> the machine that it is most like
+LIKE = {
+    "a100-sxm-40gb": "a100-sxm-80gb",
+    "a100-sxm-80gb": "a100-sxm-40gb",
+    "h100-sxm": "h100-96gb-hbm2e",
+    "h100-96gb-hbm2e": "h100-sxm",
+    "h200-sxm": "h100-sxm",
+    "b200": "h100-sxm",
 }
-#: machines without published runs, and the one each is most like
-UNPUBLISHED = {"b200": "h100-sxm"}
+#: what a table's name of a GPU has in it -> the profile; the first that fits. Parts on PCIe are others
+MACHINES = {
+    r"\bA100.*40 ?GB": "a100-sxm-40gb",
+    r"\bA100": "a100-sxm-80gb",
+    r"\bH100.*96 ?GB": "h100-96gb-hbm2e",
+    r"\bH100": "h100-sxm",
+    r"\bH200": "h200-sxm",
+    r"\bB200": "b200",
+}
+OTHER_PARTS = r"PCIE|NVL\b|CNX"
 #: dense bfloat16 FLOP/s that published MFU is relative to
-PEAK_FLOP_PER_S = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
+PEAK_FLOP_PER_S = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12}
 SECOND_OVER_FIRST_FLASH_ATTENTION = 2.0
 #: torchtitan's "selective op" keeps every second matmul, and attention [torchtitan, models/llama/parallelize_llama.py]
 EVERY_OTHER_MATMUL = "selective op"
@@ -61,6 +73,8 @@ KERNELS = (COMPUTE, OPTIMIZER)
 SPREAD = 0.02
 #: what is fitted to fewer runs is no property of a machine
 FEWEST_RUNS = 10
+#: root mean square of the log error of the 8 peaks in the table of published runs that the README speaks of
+PEAK_ERROR = 0.2
 FITTED = {
     "matmul_slowdown": "matmuls in training against alone, in benchmarks: clocks under load, real data",
     "overlap_slowdown": "seconds that kernels take longer for each second of an FSDP collective beside them",
@@ -72,12 +86,12 @@ REFINEMENTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A published run. tokens_per_s is per GPU; peak_bytes None where nobody says."""
+    """A published run. tokens_per_s is per GPU; it, and peak_bytes, are None where nobody says."""
 
     row: int
     source: str
     model: str
-    gpu: str
+    machine: str
     gpus: int
     gpus_per_node: int
     sizes: Sizes
@@ -91,13 +105,8 @@ class Run:
     precision: Precision
     software: Software
     recomputes_every_other_matmul: bool
-    tokens_per_s: float
+    tokens_per_s: float | None
     peak_bytes: float | None
-
-    @property
-    def machine(self) -> str:
-        """The name of its profile."""
-        return MACHINES[self.gpu][0]
 
     @property
     def step_tokens(self) -> float:
@@ -110,9 +119,20 @@ class Run:
         return 6 * self.sizes.num_parameters + 12 * self.sizes.layers * self.sizes.hidden * self.sizes.seq_len
 
     @property
+    def peak_flop_per_s(self) -> float:
+        """Of the tensor cores, in dense bfloat16."""
+        return PEAK_FLOP_PER_S[self.machine[:4]]
+
+    @property
+    def measured_s(self) -> float:
+        """Of a step, where tokens per second are said."""
+        assert self.tokens_per_s is not None
+        return self.step_tokens / self.tokens_per_s
+
+    @property
     def mfu(self) -> float:
-        """Of the tensor cores' peak."""
-        return self.tokens_per_s * self.flop_per_token / PEAK_FLOP_PER_S[self.gpu[:4]]
+        """Of the tensor cores' peak, where tokens per second are said."""
+        return self.step_tokens / self.measured_s * self.flop_per_token / self.peak_flop_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,47 +182,78 @@ class Prediction:
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_runs(table: pd.DataFrame) -> list[Run]:
-    """The rows of a table. Raises ValueError with the row for what cannot be read."""
-    runs = []
+def read_runs(table: pd.DataFrame) -> tuple[list[Run], list[str]]:
+    """The runs in the rows of a table, and what cannot be read in its other rows. Raises ValueError where a column is
+    missing."""
+    runs, problems = [], []
     for row, entry in table.iterrows():
         try:
             runs.append(_run(int(str(row)), entry))
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"row {int(str(row)) + 2}: {error}") from error
-    return runs
+        except KeyError as error:
+            raise ValueError(f"no column {error}; it has {', '.join(map(str, table.columns))}") from error
+        except ValueError as error:
+            problems.append(f"row {int(str(row)) + 2}: {error}")
+    return runs, problems
+
+
+def machine_of(gpu: str) -> str:
+    """The profile of a GPU as a table names it. Raises ValueError for one that has none."""
+    found = next((name for pattern, name in MACHINES.items() if re.search(pattern, gpu, re.IGNORECASE)), None)
+    if found is None or re.search(OTHER_PARTS, gpu, re.IGNORECASE):
+        raise ValueError(f"gpu {gpu!r}: expected an SXM part with a profile, of {', '.join(LIKE)}")
+    return found
+
+
+def _whole(entry: "pd.Series[object]", name: str, default: int | None = None) -> int:
+    """A whole number of a row. Raises ValueError where there is none and nothing stands for it."""
+    value = entry[name]
+    if pd.isna(value):
+        if default is None:
+            raise ValueError(f"no {name}")
+        return default
+    number = float(str(value))
+    if number != int(number) or number < 1:
+        raise ValueError(f"{name} {value}: expected a whole number, 1 or more")
+    return int(number)
+
+
+def _measured(entry: "pd.Series[object]", name: str) -> float | None:
+    """A number of a row; None where it, or its column, is not there."""
+    value = entry.get(name)
+    return None if pd.isna(value) else float(str(value))
 
 
 def _run(row: int, entry: "pd.Series[object]") -> Run:
-    gpu = next((name for name in MACHINES if str(entry["gpu"]).startswith(name)), None)
-    if gpu is None:
-        raise ValueError(f"gpu {entry['gpu']!r}: expected one of {', '.join(MACHINES)}")
-    gpus, tp, notes = int(entry["n_gpus"]), int(entry["tp"]), str(entry["notes"])
-    if int(entry["pp"]) != 1:
+    gpus, tp, notes = _whole(entry, "n_gpus"), _whole(entry, "tp", 1), str(entry["notes"])
+    if _whole(entry, "pp", 1) != 1:
         raise ValueError(f"pp {entry['pp']}: pipeline parallelism is not planned")
+    sizes = {name: _whole(entry, name) for name in ("layers", "hidden", "ffn", "heads", "vocab", "seq_len")}
+    mode = "none" if pd.isna(entry["dp_mode"]) else str(entry["dp_mode"]).lower()
+    is_replicated = mode.split()[0] in ("none", "ddp", "dp")
     return Run(
         row=row,
         source=str(entry["source_id"]),
         model=str(entry["model"]),
-        gpu=gpu,
+        machine=machine_of(str(entry["gpu"])),
         gpus=gpus,
         gpus_per_node=min(gpus, 4 if "4 per node" in str(entry["gpu"]) else 8),
         sizes=Sizes(
-            **{name: int(entry[name]) for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq_len")},
-            num_parameters=float(entry["n_params"]),
+            **sizes,
+            kv_heads=_whole(entry, "kv_heads", sizes["heads"]),
+            num_parameters=float(str(entry["n_params"])),
         ),
-        micro_batch=int(entry["micro_batch_per_gpu"]),
-        global_batch=int(entry["global_batch"]),
+        micro_batch=_whole(entry, "micro_batch_per_gpu"),
+        global_batch=_whole(entry, "global_batch"),
         tp=tp,
-        shard=1 if str(entry["dp_mode"]) in ("none", "nan") else int(entry["fsdp_degree"]),
-        reshard="zero2" not in str(entry["dp_mode"]),
+        shard=1 if is_replicated else _whole(entry, "fsdp_degree", gpus // tp),
+        reshard="zero2" not in mode and "zero1" not in mode,
         recompute=_recompute(str(entry["activation_checkpointing"])),
-        is_compiled=str(entry["compile"]) == "yes",
+        is_compiled=str(entry["compile"]).lower() in ("yes", "true", "1"),
         precision=_precision(str(entry["precision"])),
         software=software(notes),
         recomputes_every_other_matmul=str(entry["activation_checkpointing"]) == EVERY_OTHER_MATMUL,
-        tokens_per_s=float(entry["tokens_per_s_per_gpu"]),
-        peak_bytes=float(entry["peak_mem_gib"]) * GIB if pd.notna(entry["peak_mem_gib"]) else None,
+        tokens_per_s=_measured(entry, "tokens_per_s_per_gpu"),
+        peak_bytes=None if (peak_gib := _measured(entry, "peak_mem_gib")) is None else peak_gib * GIB,
     )
 
 
@@ -211,6 +262,8 @@ def _recompute(text: str) -> Recompute:
 
 
 def _precision(text: str) -> Precision:
+    if "fp8" in text.lower() or not any(name in text.lower() for name in ("bf16", "bfloat16", "fp16", "nan")):
+        raise ValueError(f"precision {text!r}: expected 16 bits; others are not priced here")
     is_pure = "PURE" in text or "params+states" in text
     return Precision.BF16 if is_pure else Precision.BF16_MIXED
 
@@ -321,7 +374,7 @@ def _at(formulation: Formulation, matmul_slowdown: float) -> Formulation:
 
 def fit(runs: Sequence[Run], priced: Mapping[int, Parts]) -> tuple[tuple[float, float], float]:
     """The two numbers of least squared log error, and the root of its mean."""
-    measured = np.array([run.step_tokens / run.tokens_per_s for run in runs])
+    measured = np.array([run.measured_s for run in runs])
     slowdowns, overlaps = MATMUL_SLOWDOWNS, OVERLAP_SLOWDOWNS
     best = (math.inf, 0.0, 0.0)
     for _ in range(REFINEMENTS):
@@ -343,7 +396,7 @@ def _around(value: float, grid: np.ndarray) -> np.ndarray:
 
 def log_errors(runs: Sequence[Run], priced: Mapping[int, Parts], numbers: tuple[float, float]) -> list[float]:
     """ln(predicted / measured) of each run."""
-    return [math.log(priced[run.row].seconds(*numbers) * run.tokens_per_s / run.step_tokens) for run in runs]
+    return [math.log(priced[run.row].seconds(*numbers) / run.measured_s) for run in runs]
 
 
 def left_out(runs: Sequence[Run], priced: Mapping[int, Parts]) -> list[float]:
@@ -359,7 +412,7 @@ def left_out(runs: Sequence[Run], priced: Mapping[int, Parts]) -> list[float]:
 def transferred(runs: Sequence[Run], priced: Mapping[int, Parts]) -> list[float]:
     """Log errors of each machine's runs, predicted by numbers fitted to those of the machine it is most like."""
     errors: list[float] = []
-    for machine, like in MACHINES.values():
+    for machine, like in LIKE.items():
         own, others = ([run for run in runs if run.machine == name] for name in (machine, like))
         if own and others:
             errors += log_errors(own, priced, fit(others, priced)[0])
@@ -367,18 +420,19 @@ def transferred(runs: Sequence[Run], priced: Mapping[int, Parts]) -> list[float]
 
 
 def predict(run: Run, runs: Sequence[Run], priced: Mapping[int, Parts]) -> Prediction:
-    """From runs of other models, on this machine or else on the one it is most like, or else on any. Without any, the
-    numbers in the machine's profile serve.
+    """From measured runs of other models on this machine, or else on the one it is most like, where there are enough.
+    Else the numbers in the machine's profile serve.
 
     The bar is that of predicting those runs in the same way: each model from the others, or each machine from its like.
     """
     others = [other for other in runs if other.model != run.model]
-    like = MACHINES[run.gpu][1]
-    on_it, on_like = ([other for other in others if other.machine == machine] for machine in (run.machine, like))
-    if len(on_it) >= 2:
+    on_it, on_like = (
+        [other for other in others if other.machine == machine] for machine in (run.machine, LIKE[run.machine])
+    )
+    if len(on_it) >= FEWEST_RUNS:
         numbers, errors = fit(on_it, priced)[0], left_out(on_it, priced)
-    elif len(chosen := on_like if len(on_like) >= 2 else others) >= 2:
-        numbers, errors = fit(chosen, priced)[0], [*transferred(others, priced), *left_out(chosen, priced)]
+    elif len(on_like) >= FEWEST_RUNS:
+        numbers, errors = fit(on_like, priced)[0], [*transferred(others, priced), *left_out(on_like, priced)]
     else:
         profile = load_profile(run.machine)
         numbers = (profile.matmul_slowdown, profile.overlap_slowdown)
@@ -394,35 +448,41 @@ def memory_bar(run: Run, runs: Sequence[Run], priced: Mapping[int, Parts]) -> fl
         for other in runs
         if other.peak_bytes is not None and other.model != run.model
     ]
-    return WITHIN_90_PERCENT * (rms(errors) if errors else UNKNOWN_RELATIVE_ERROR)
+    return WITHIN_90_PERCENT * (rms(errors) if errors else PEAK_ERROR)
 
 
 def lookup(run: Run, runs: Sequence[Run]) -> float | None:
     """Tokens per second by the median MFU of other models with this GPU and recomputation."""
-    alike = [r.mfu for r in runs if (r.gpu, r.recompute) == (run.gpu, run.recompute) and r.model != run.model]
-    return float(np.median(alike)) * PEAK_FLOP_PER_S[run.gpu[:4]] / run.flop_per_token if alike else None
+    alike = [r.mfu for r in runs if (r.machine, r.recompute) == (run.machine, run.recompute) and r.model != run.model]
+    return float(np.median(alike)) * run.peak_flop_per_s / run.flop_per_token if alike else None
 
 
 # --- the report ----------------------------------------------------------------------------------------------------
 
 
 def with_predictions(table: pd.DataFrame, runs: Sequence[Run], priced: Mapping[int, Parts]) -> pd.DataFrame:
-    """The table with what is predicted for each run, each from runs of other models."""
-    predictions = {run.row: predict(run, runs, priced) for run in runs}
-    found = table.copy()
-    found["predicted_tokens_per_s_per_gpu"] = [predictions[run.row].tokens_per_s for run in runs]
-    found["predicted_tokens_per_s_error"] = [
-        predictions[run.row].tokens_per_s * predictions[run.row].bar for run in runs
-    ]
-    found["predicted_peak_mem_gib"] = [priced[run.row].peak_bytes / GIB for run in runs]
-    found["predicted_peak_mem_error"] = [
-        memory_bar(run, runs, priced) * priced[run.row].peak_bytes / GIB for run in runs
-    ]
-    return found
+    """The table with what is predicted for each run, each from measured runs of other models; empty for other rows."""
+    measured = measured_of(runs)
+    rows = {}
+    for run in runs:
+        found, peak_gib = predict(run, measured, priced), priced[run.row].peak_bytes / GIB
+        rows[run.row] = {
+            "predicted_tokens_per_s_per_gpu": found.tokens_per_s,
+            "predicted_tokens_per_s_error": found.tokens_per_s * found.bar,
+            "predicted_peak_mem_gib": peak_gib,
+            "predicted_peak_mem_error": memory_bar(run, measured, priced) * peak_gib,
+        }
+    return table.join(pd.DataFrame.from_dict(rows, orient="index"))
+
+
+def measured_of(runs: Sequence[Run]) -> list[Run]:
+    """Those whose tokens per second are said."""
+    return [run for run in runs if run.tokens_per_s is not None]
 
 
 def report(table: pd.DataFrame, runs: Sequence[Run]) -> Iterator[str]:
-    """Lines: errors by group, the bars, the lookup beside them, the order of plans, memory."""
+    """Lines: errors by group, the bars, the lookup beside them, the order of plans, memory; of the runs, which are
+    measured, and their rows of the table."""
     error = table.predicted_tokens_per_s_per_gpu / table.tokens_per_s_per_gpu - 1
     looked = pd.Series([lookup(run, runs) for run in runs], index=table.index, dtype=float)
     lookup_error = looked / table.tokens_per_s_per_gpu - 1
@@ -431,7 +491,7 @@ def report(table: pd.DataFrame, runs: Sequence[Run]) -> Iterator[str]:
     )
     groups = {
         "source": table.source_id,
-        "GPU": [run.gpu for run in runs],
+        "GPU": [run.machine for run in runs],
         "size": sizes,
         "GPUs": table.n_gpus,
         "recomputed": [str(run.recompute) for run in runs],
@@ -446,12 +506,13 @@ def report(table: pd.DataFrame, runs: Sequence[Run]) -> Iterator[str]:
     yield f"within their 90 % bar: {inside:.0%}"
     right, pairs = _ordered(table, runs)
     yield f"pairs of runs of one model on one machine in the right order: {right} of {pairs}"
-    memory = table[table.peak_mem_gib.notna()]
-    for _, row in memory.iterrows():
-        yield (
-            f"peak memory {row.model} on {row.n_gpus} x {row.gpu}, tp {row.tp}: measured {row.peak_mem_gib:.1f} GiB, "
-            f"predicted {row.predicted_peak_mem_gib:.1f} ({row.predicted_peak_mem_gib / row.peak_mem_gib - 1:+.0%})"
-        )
+    for run in runs:
+        if run.peak_bytes is not None:
+            peak_gib, predicted_gib = run.peak_bytes / GIB, table.predicted_peak_mem_gib[run.row]
+            yield (
+                f"peak memory {run.model} on {run.gpus} x {run.machine}, tp {run.tp}: measured {peak_gib:.1f} GiB, "
+                f"predicted {predicted_gib:.1f} ({predicted_gib / peak_gib - 1:+.0%})"
+            )
 
 
 def _line(title: str, error: "pd.Series[float]", looked: "pd.Series[float]") -> str:
@@ -494,7 +555,7 @@ def fitted(runs: Sequence[Run], priced: Mapping[int, Parts]) -> dict[str, tuple[
                 Fitted(name=name, value=round(value, 3), residual=round(residual, 3), runs=len(own), what=what)
                 for (name, what), value in zip(FITTED.items(), numbers, strict=True)
             )
-    for machine, like in (*MACHINES.values(), *UNPUBLISHED.items()):
+    for machine, like in LIKE.items():
         if machine not in found and like in found:
             found[machine] = tuple(
                 replace(n, what=f"{n.what}; fitted to runs on {like}", residual=round(max(n.residual, far), 3))
@@ -520,19 +581,26 @@ def main() -> int:
     arguments = parser.parse_args()
     table = pd.read_csv(arguments.data)
     try:
-        runs = read_runs(table)
-        priced = {}
-        for run in track(runs, description="price", console=Console(stderr=True), disable=not sys.stderr.isatty()):
-            try:
-                priced[run.row] = price(run)
-            except (ValueError, TpplanError) as error:
-                raise ValueError(f"row {run.row + 2}: {error}") from error
+        runs, problems = read_runs(table)
     except ValueError as error:
         print(f"accuracy: {arguments.data}: {error}", file=sys.stderr)
         return 2
-    predicted = with_predictions(table, runs, priced)
-    print("\n".join(report(predicted, runs)))
-    numbers = fitted(runs, priced)
+    priced = {}
+    for run in track(runs, description="price", console=Console(stderr=True), disable=not sys.stderr.isatty()):
+        try:
+            priced[run.row] = price(run)
+        except (ValueError, TpplanError) as error:
+            problems.append(f"row {run.row + 2}: {error}")
+    for problem in problems:
+        print(f"accuracy: {arguments.data}: not predicted: {problem}", file=sys.stderr)
+    runs = [run for run in runs if run.row in priced]
+    print(f"predicted: {len(runs)} of {len(table)} runs")
+    if not runs:
+        return 2
+    predicted, measured = with_predictions(table, runs, priced), measured_of(runs)
+    if measured:
+        print("\n".join(report(predicted.loc[[run.row for run in measured]], measured)))
+    numbers = fitted(measured, priced)
     for machine, pair in numbers.items():
         print(machine, ", ".join(f"{n.name} {n.value} (residual {n.residual:.1%} of {n.runs} runs)" for n in pair))
     if arguments.out is not None:

@@ -6,13 +6,14 @@ loss is one kernel each way on bfloat16 logits, of which it keeps nothing but th
 [llm-foundry v0.0.4, models/mpt/modeling_mpt.py: loss_fn is fused_crossentropy unless told; flash-attention v1.0.9,
 csrc/xentropy].
 
-Llama is the example's, but as torchtitan runs it where a run is torchtitan's: norms step by step in float32, rotations
+Llama, with a head of its own or tied, is the example's, but as torchtitan runs it where a run is torchtitan's: norms step by step in float32, rotations
 of complex numbers, keys and values repeated for every head [torchtitan, models/norms.py and models/llama/model.py].
 """
 
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from llama import Attention, Config, Llama
 Loss = Callable[[Tensor, dict[str, Tensor]], Tensor]
 
 #: of a table's parameters and the nearest architecture's, how far they may be apart
-CLOSE = 0.02
+CLOSE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,20 +86,21 @@ class MptBlock(nn.Module):
 
 
 class Mpt(nn.Module):
-    """tokens [B, T] -> logits [B, T, V]; learned positions, and a head that is the embedding."""
+    """tokens [B, T] -> logits [B, T, V]; learned positions, and a head that is the embedding unless told otherwise."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, *, has_own_head: bool = False) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(sizes.vocab, sizes.hidden), nn.Embedding(sizes.seq_len, sizes.hidden)
         self.blocks = nn.ModuleList(MptBlock(sizes) for _ in range(sizes.layers))
         self.norm_f = nn.LayerNorm(sizes.hidden)
+        self.lm_head = nn.Linear(sizes.hidden, sizes.vocab, bias=False) if has_own_head else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [B, T] -> logits [B, T, V]."""
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.norm_f(x), self.wte.weight)
+        return F.linear(self.norm_f(x), (self.lm_head or self.wte).weight)
 
 
 @torch.library.custom_op("accuracy::fused_cross_entropy", mutates_args=())
@@ -213,6 +215,17 @@ def _torchtitan(sizes: Sizes) -> nn.Module:
     return model
 
 
+def _tied(build: Callable[[Sizes], nn.Module]) -> Callable[[Sizes], nn.Module]:
+    """The same Llama with a head that is the embedding."""
+
+    def build_tied(sizes: Sizes) -> nn.Module:
+        model = build(sizes)
+        model.lm_head.weight = model.tok_embeddings.weight
+        return model
+
+    return build_tied
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """How a model is built, its loss on whole logits and on sharded ones, and Megatron's layouts with sequence
@@ -238,7 +251,14 @@ MPT_PINS = {
     "norm_f": "sequence",
 }
 LLAMA = Architecture(_llama, _loss, _sharded_loss, megatron_pins("sequence"))
-ARCHITECTURES = {"MPT": Architecture(Mpt, _fused_loss, _sharded_loss, MPT_PINS), "Llama": LLAMA}
+MPT = Architecture(Mpt, _fused_loss, _sharded_loss, MPT_PINS)
+TIED_LLAMA = "Llama, tied"
+ARCHITECTURES = {
+    "MPT": MPT,
+    "MPT, untied": replace(MPT, build=partial(Mpt, has_own_head=True)),
+    "Llama": LLAMA,
+    TIED_LLAMA: replace(LLAMA, build=_tied(_llama)),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +298,9 @@ def architecture(sizes: Sizes, ran: Software = UNKNOWN) -> Architecture:
     if abs(counts[name] / sizes.num_parameters - 1) > CLOSE:
         shown = ", ".join(f"{name} {count / 1e9:.3f}e9" for name, count in counts.items())
         raise ValueError(f"{sizes.num_parameters / 1e9:.3f}e9 parameters in the table; of these sizes: {shown}")
-    return ran.llama if name == "Llama" and ran.llama is not None else ARCHITECTURES[name]
+    if ran.llama is None or not name.startswith("Llama"):
+        return ARCHITECTURES[name]
+    return replace(ran.llama, build=_tied(ran.llama.build)) if name == TIED_LLAMA else ran.llama
 
 
 def example_inputs(batch: int, seq_len: int) -> dict[str, Tensor]:

@@ -347,7 +347,11 @@ def prediction(plan: tpplan.Plan | None) -> str:
     if plan is None:
         return ""
     step_time, error = format_seconds(plan.predicted.step_time_s), format_seconds(plan.predicted.step_time_error_s)
-    return f"; the plan predicted {step_time} +/- {error} on {plan.cluster.profile}"
+    predicted = f"; the plan predicted {step_time} +/- {error} on {plan.cluster.profile}"
+    ranks, cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.cpu_count() or 1
+    if dist.get_backend() == "gloo" and ranks > cores:
+        predicted += f" (where {ranks} ranks share {cores} cores, one waits for another to be scheduled: not predicted)"
+    return predicted
 
 
 def write(history: History, options: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -63,7 +64,9 @@ def row(model: str, **changes: object) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def runs() -> list[accuracy.Run]:
     rows = [row("one"), row("two"), row("two", activation_checkpointing="full"), row("two", dp_mode="zero2", tp=1)]
-    return accuracy.read_runs(pd.DataFrame(rows))
+    found, problems = accuracy.read_runs(pd.DataFrame(rows))
+    assert not problems
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -110,14 +113,51 @@ def test_rows_are_read_as_they_say(runs: list[accuracy.Run]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gpu": "A900"}, "row 2: gpu 'A900': expected one of A100 SXM 40GB"),
-        ({"pp": 2}, "row 2: pp 2: pipeline"),
-        ({"activation_checkpointing": "some"}, "row 2: 'some' is not a valid Recompute"),
+        ({"gpu": "A900"}, "gpu 'A900': expected an SXM part with a profile, of a100-sxm-40gb,"),
+        ({"gpu": "H100 PCIe 80GB"}, "gpu 'H100 PCIe 80GB': expected an SXM part"),
+        ({"gpu": "GH200"}, "gpu 'GH200': expected an SXM part"),
+        ({"pp": 2}, "pp 2: pipeline"),
+        ({"activation_checkpointing": "some"}, "'some' is not a valid Recompute"),
+        ({"precision": "fp8 (bf16 elsewhere)"}, "precision 'fp8 (bf16 elsewhere)': expected 16 bits"),
+        ({"micro_batch_per_gpu": math.nan}, "no micro_batch_per_gpu"),
+        ({"layers": 2.5}, "layers 2.5: expected a whole number, 1 or more"),
     ],
 )
-def test_what_cannot_be_read_is_named(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        accuracy.read_runs(pd.DataFrame([row("one", **changes)]))
+def test_what_cannot_be_read_is_named_and_the_rest_is_read(changes: dict[str, object], message: str) -> None:
+    runs, (problem,) = accuracy.read_runs(pd.DataFrame([row("one", **changes), row("two")]))
+    assert [run.model for run in runs] == ["two"]
+    assert problem.startswith(f"row 2: {message}")
+
+
+def test_a_table_without_a_column_is_refused() -> None:
+    with pytest.raises(ValueError, match="no column 'hidden'; it has date, model,"):
+        accuracy.read_runs(pd.DataFrame([row("one")]).drop(columns="hidden"))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "machine"),
+    [
+        ("A100-SXM4-40GB", "a100-sxm-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm-80gb"),
+        ("H100 SXM 96GB HBM2e 500W (Grand Teton)", "h100-96gb-hbm2e"),
+        ("H100 SXM5", "h100-sxm"),
+        ("H200 SXM 141GB (4 per node)", "h200-sxm"),
+        ("B200 SXM 180GB", "b200"),
+    ],
+)
+def test_a_gpu_has_a_profile_by_what_tables_call_it(gpu: str, machine: str) -> None:
+    (run,), _ = accuracy.read_runs(pd.DataFrame([row("one", gpu=gpu)]))
+    assert run.machine == machine
+    assert run.gpus_per_node == (4 if "4 per node" in gpu else 8)
+
+
+def test_what_a_row_leaves_open_is_what_is_usual() -> None:
+    (run,), _ = accuracy.read_runs(
+        pd.DataFrame([row("one", kv_heads=math.nan, dp_mode="ddp", tp=math.nan, peak_mem_gib=2.0)])
+    )
+    assert (run.sizes.kv_heads, run.shard, run.tp, run.peak_bytes) == (run.sizes.heads, 1, 1, 2 * 2**30)
+    (fsdp,), _ = accuracy.read_runs(pd.DataFrame([row("one", fsdp_degree=math.nan, tp=2)]))
+    assert fsdp.shard == 4
 
 
 def test_a_model_with_other_parameters_than_its_sizes_give_is_refused() -> None:
@@ -135,6 +175,18 @@ def test_the_code_of_a_run_is_told_by_its_notes() -> None:
     assert titan.num_parameters(llama) == ARCHITECTURES["Llama"].num_parameters(llama)
     mpt = dataclasses.replace(SIZES, num_parameters=ARCHITECTURES["MPT"].num_parameters(SIZES))
     assert accuracy.architecture(mpt, told["torchtitan"]) is ARCHITECTURES["MPT"]
+
+
+def test_a_head_is_tied_where_the_parameters_say_so() -> None:
+    for name, architecture in ARCHITECTURES.items():
+        sizes = dataclasses.replace(SIZES, num_parameters=architecture.num_parameters(SIZES))
+        assert accuracy.architecture(sizes) is architecture, name
+        model = architecture.build(sizes)
+        shapes = [list(p.shape) for p in model.parameters()]
+        assert shapes.count([SIZES.vocab, SIZES.hidden]) == (2 if name in ("Llama", "MPT, untied") else 1)
+    tied = dataclasses.replace(SIZES, num_parameters=ARCHITECTURES["Llama, tied"].num_parameters(SIZES))
+    titan = accuracy.architecture(tied, SOFTWARE["torchtitan"])
+    assert titan.num_parameters(tied) == tied.num_parameters
 
 
 def test_torchtitans_layers_are_llamas() -> None:
@@ -168,6 +220,7 @@ def test_planted_numbers_are_found_again(runs: list[accuracy.Run], priced: dict[
 
 def test_a_model_has_no_part_in_its_own_prediction(runs: list[accuracy.Run], priced: dict[int, accuracy.Parts]) -> None:
     plain = slowed(runs, priced, (1.2, 0.5))
+    plain += [plain[0], *plain[1:]] * accuracy.FEWEST_RUNS
     odd = [dataclasses.replace(run, tokens_per_s=run.tokens_per_s / 3) if run.model == "one" else run for run in plain]
     assert accuracy.predict(plain[0], plain, priced) == accuracy.predict(odd[0], odd, priced)
     assert accuracy.predict(plain[1], [*plain, plain[0]], priced) != accuracy.predict(odd[1], [*odd, odd[0]], priced)
@@ -184,15 +237,21 @@ def test_the_command_writes_the_table_with_predictions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table, out = tmp_path / "runs.csv", tmp_path / "out.csv"
-    pd.DataFrame([row("one", peak_mem_gib=1.0), row("two"), row("two", tp=3)]).to_csv(table, index=False)
+    pd.DataFrame([row("two", tp=3), row("two", pp=2)]).to_csv(table, index=False)
     monkeypatch.setattr(sys, "argv", ["accuracy.py", "published", "--data", str(table), "--out", str(out)])
     assert accuracy.main() == 2
-    assert "row 4: " in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert "row 2: " in captured.err
+    assert "row 3: pp 2" in captured.err
+    assert captured.out == "predicted: 0 of 2 runs\n"
     assert not out.exists()
     rows = [row("one", peak_mem_gib=1.0), row("two"), row("two", micro_batch_per_gpu=1)]
-    pd.DataFrame(rows).to_csv(table, index=False)
+    wrong, unmeasured = row("two", tp=3), row("two", tokens_per_s_per_gpu=math.nan)
+    pd.DataFrame([wrong, *rows, unmeasured]).to_csv(table, index=False)
     assert accuracy.main() == 0
     found = pd.read_csv(out)
+    assert found.iloc[0, -4:].isna().all()
+    found = found.iloc[1:]
     assert list(found.columns[-4:]) == [
         "predicted_tokens_per_s_per_gpu",
         "predicted_tokens_per_s_error",
@@ -201,5 +260,8 @@ def test_the_command_writes_the_table_with_predictions(
     ]
     assert (found.iloc[:, -4:] > 0).all().all()
     shown = capsys.readouterr().out
+    assert shown.startswith("predicted: 4 of 5 runs\n")
+    assert re.search(r"^all +3 ", shown, re.MULTILINE)
+    assert found.iloc[3, -4] == pytest.approx(found.iloc[1, -4])  # the same run, unmeasured
     assert "within their 90 % bar" in shown
     assert "pairs of runs of one model on one machine in the right order" in shown
