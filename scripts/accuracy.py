@@ -227,6 +227,7 @@ def _run(row: int, entry: "pd.Series[object]") -> Run:
     gpus, tp, notes = _whole(entry, "n_gpus"), _whole(entry, "tp", 1), str(entry["notes"])
     if _whole(entry, "pp", 1) != 1:
         raise ValueError(f"pp {entry['pp']}: pipeline parallelism is not planned")
+    micro_batch = _whole(entry, "micro_batch_per_gpu")
     sizes = {name: _whole(entry, name) for name in ("layers", "hidden", "ffn", "heads", "vocab", "seq_len")}
     mode = "none" if pd.isna(entry["dp_mode"]) else str(entry["dp_mode"]).lower()
     is_replicated = mode.split()[0] in ("none", "ddp", "dp")
@@ -242,8 +243,8 @@ def _run(row: int, entry: "pd.Series[object]") -> Run:
             kv_heads=_whole(entry, "kv_heads", sizes["heads"]),
             num_parameters=float(str(entry["n_params"])),
         ),
-        micro_batch=_whole(entry, "micro_batch_per_gpu"),
-        global_batch=_whole(entry, "global_batch"),
+        micro_batch=micro_batch,
+        global_batch=_whole(entry, "global_batch", micro_batch * gpus // tp),
         tp=tp,
         shard=1 if is_replicated else _whole(entry, "fsdp_degree", gpus // tp),
         reshard="zero2" not in mode and "zero1" not in mode,

@@ -156,8 +156,8 @@ def test_what_a_row_leaves_open_is_what_is_usual() -> None:
         pd.DataFrame([row("one", kv_heads=math.nan, dp_mode="ddp", tp=math.nan, peak_mem_gib=2.0)])
     )
     assert (run.sizes.kv_heads, run.shard, run.tp, run.peak_bytes) == (run.sizes.heads, 1, 1, 2 * 2**30)
-    (fsdp,), _ = accuracy.read_runs(pd.DataFrame([row("one", fsdp_degree=math.nan, tp=2)]))
-    assert fsdp.shard == 4
+    (fsdp,), _ = accuracy.read_runs(pd.DataFrame([row("one", fsdp_degree=math.nan, global_batch=math.nan, tp=2)]))
+    assert (fsdp.shard, fsdp.global_batch) == (4, 2 * 4)
 
 
 def test_a_model_with_other_parameters_than_its_sizes_give_is_refused() -> None:
