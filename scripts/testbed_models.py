@@ -16,6 +16,9 @@ sys.path.append(str(Path(__file__).resolve().parent / "examples"))
 
 import gpt
 
+#: one op for all parameters: AdamW's default goes through Python for each
+OPTIMIZER = "adamw-fused"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
@@ -114,6 +117,7 @@ class Nodes:
             cluster=self.cluster,
             global_batch=workload.global_batch,
             seq_len=workload.seq_len,
+            optimizer=OPTIMIZER,
             **{"all_gpus": True, "recompute": "none", "reshard_after_forward": True, **options},
         )
 

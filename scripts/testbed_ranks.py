@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from testbed_models import Workload, gpt, workload_named
+from testbed_models import OPTIMIZER, Workload, gpt, workload_named
 from torch import nn
 
 import tpplan
@@ -70,7 +70,7 @@ class Trainee:
     def __init__(self, workload: Workload, plan: Plan, rank: int) -> None:
         torch.manual_seed(SEED)
         self.model: nn.Module = tpplan.apply_plan(workload.build_model(), plan)
-        # Fused: one kernel for a group of parameters. A loop of small kernels is what the profile does not time.
+        assert plan.optimizer == OPTIMIZER, plan.optimizer
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
         batch = gpt.example_inputs(workload.global_batch, workload.seq_len, seed=SEED)
         size, steps = plan.batch.micro_batch, plan.batch.accumulation_steps
