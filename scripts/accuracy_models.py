@@ -6,9 +6,9 @@ loss is one kernel each way on bfloat16 logits, of which it keeps nothing but th
 [llm-foundry v0.0.4, models/mpt/modeling_mpt.py: loss_fn is fused_crossentropy unless told; flash-attention v1.0.9,
 csrc/xentropy].
 
-Llama, with a head of its own or tied, is the example's, but as torchtitan runs it where a run is torchtitan's: norms step
-by step in float32, rotations of complex numbers, keys and values repeated for every head [torchtitan, models/norms.py and
-models/llama/model.py].
+Llama, with a head of its own or tied, is the example's, but as torchtitan runs it where a run is torchtitan's: norms
+step by step in float32, rotations of complex numbers, keys and values repeated for every head [torchtitan,
+models/norms.py and models/llama/model.py].
 """
 
 import sys
