@@ -34,10 +34,11 @@ from rich.progress import track
 
 from tpplan.errors import TpplanError
 from tpplan.fit import UNKNOWN_RELATIVE_ERROR, rms
-from tpplan.formulate import COMPUTE, DATA_PARALLEL, OPTIMIZER, Formulation, price_space
+from tpplan.formulate import COMPUTE, DATA_PARALLEL, OPTIMIZER, Formulation
 from tpplan.options import Cluster, Options
 from tpplan.plan import Precision, Recompute, write_atomically
 from tpplan.planner import Priced, price_mesh
+from tpplan.priced import price_space
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.profile_tables import Fitted
 from tpplan.units import GIB

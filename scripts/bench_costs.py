@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from tpplan.costs.compute import Executor
-from tpplan.formulate import price_space
 from tpplan.load import load_model_file
+from tpplan.priced import price_space
 from tpplan.profile import load_profile
 from tpplan.space import Space, build_space
 from tpplan.trace import trace

@@ -12,12 +12,14 @@ from examples import example, machine
 from tpplan import solvers
 from tpplan.assemble import Expanded, expand
 from tpplan.costs.compute import Executor
-from tpplan.formulate import Formulation, Setting, price_space
+from tpplan.formulate import Formulation
 from tpplan.graph import ModelGraph
 from tpplan.mesh import Mesh
 from tpplan.plan import Precision
+from tpplan.priced import price_space
 from tpplan.problem import Expression, Term, total
 from tpplan.replay import peak_of
+from tpplan.setting import Setting
 from tpplan.space import build_space
 from tpplan.trace import trace
 

@@ -13,14 +13,16 @@ from tpplan import search, solvers
 from tpplan.assemble import expand
 from tpplan.costs.compute import Executor
 from tpplan.errors import InfeasibleError, ModelError, UsageError
-from tpplan.formulate import DATA_PARALLEL, Formulation, Setting, price_space
+from tpplan.formulate import DATA_PARALLEL, Formulation
 from tpplan.graph import Direction, ModelGraph
 from tpplan.layout import ROWS, S
 from tpplan.mesh import GroupShape, Mesh
 from tpplan.plan import Plan, Precision
+from tpplan.priced import price_space
 from tpplan.problem import Status, total
 from tpplan.profile import Collective, HardwareProfile
 from tpplan.prove import Counterexample
+from tpplan.setting import Setting
 from tpplan.space import build_space
 from tpplan.trace import trace
 

@@ -15,16 +15,18 @@ from tpplan import solvers
 from tpplan.assemble import Expanded, expand
 from tpplan.costs.compute import Executor
 from tpplan.errors import InfeasibleError
-from tpplan.formulate import Formulation, Setting, price_space
+from tpplan.formulate import Formulation
 from tpplan.graph import ModelGraph
 from tpplan.infeasible import least_peak
 from tpplan.layout import R
 from tpplan.mesh import Mesh
 from tpplan.plan import Plan, Precision, Recompute
+from tpplan.priced import price_space
 from tpplan.problem import Status, total
 from tpplan.profile import HardwareProfile
 from tpplan.replay import peak_of
 from tpplan.rules import Strategy
+from tpplan.setting import Setting
 from tpplan.space import build_space
 from tpplan.trace import trace
 from tpplan.treatments import TREATMENTS

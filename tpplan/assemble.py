@@ -20,13 +20,13 @@ from tpplan.formulate import (
     TENSOR_PARALLEL,
     TP_REDUCTION,
     Formulation,
-    price_space,
 )
 from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, RepeatedBlock, Source, within
 from tpplan.layout import Conversion, Layout, R, local_shape
 from tpplan.mesh import Axis
 from tpplan.patterns import ROOT, format_ranges
 from tpplan.plan import BoundaryPlan, CollectivePlan, CrossingPlan, FsdpPlan, ParameterPlan, Pass, Prediction, Recompute
+from tpplan.priced import price_space
 from tpplan.problem import total
 from tpplan.profile import Collective
 from tpplan.replay import peak_of

@@ -16,34 +16,30 @@ Resources: bytes of one rank at the moments at which it may hold most (tpplan.pe
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, pairwise
-from typing import TypeVar, cast
+from itertools import islice
 
 from tpplan.costs.additions import MOVED
-from tpplan.costs.compute import Executor
-from tpplan.costs.issue import Lag, scaled, waiting
-from tpplan.costs.layers import Activations, LayerCosts, layer_activations
-from tpplan.costs.table import Repeat, StrategyTime, time_table
-from tpplan.graph import Boundary, Source, enclosing
+from tpplan.costs.issue import Lag, repeated, waiting
+from tpplan.costs.layers import Activations, LayerCosts
+from tpplan.costs.table import Repeat, StrategyTime
+from tpplan.expressions import added, constant_term, linear_term, merged, minus, scaled
+from tpplan.graph import Boundary
 from tpplan.kinds import Kind, Unit
-from tpplan.layout import Layout, LayoutKind
 from tpplan.mesh import Axis, Mesh
 from tpplan.optimizers import optimizer_named
+from tpplan.parameter_bytes import BytesOf, ParameterBytes
 from tpplan.peaks import Peaks
 from tpplan.plan import Precision, Recompute, uses_fsdp
-from tpplan.problem import Edge, Expression, Node, Problem, Resource, Shared, Term
-from tpplan.profile import Collective, Estimate, HardwareProfile
+from tpplan.priced import PricedSpace
+from tpplan.problem import Expression, Problem, Resource, Term
+from tpplan.profile import Collective, Estimate
 from tpplan.rules import Strategy
-from tpplan.space import Reading, Space, is_summand
-from tpplan.treatments import TREATMENTS, Count, Treatment, merged, numbers_of
-from tpplan.units import DTYPE_BYTES
-
-T = TypeVar("T")
-#: from a parameter to the bytes of its whole
-BytesOf = Callable[[Source], float]
+from tpplan.setting import Setting
+from tpplan.space import Space, is_summand
+from tpplan.treatments import TREATMENTS, Count, Treatment, numbers_of
 
 #: parts of the step's time
 COMPUTE, TENSOR_PARALLEL, DATA_PARALLEL = "compute", "tensor-parallel collectives", "exposed data-parallel collectives"
@@ -57,35 +53,6 @@ CONVERSION_S = 1e-9
 
 #: bytes reduced at once; gradients of many small parameters travel together (torch DDP's default bucket)
 BUCKET_BYTES = 25 * 2**20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What surrounds the model: how it is trained, on what."""
-
-    profile: HardwareProfile
-    gpus_per_node: int
-    precision: Precision
-    optimizer: str
-    memory_limit_bytes: float
-    accumulation_steps: int
-    units: tuple[str, ...]
-    #: of the limit what is never the model's
-    slack_bytes: float = 0.0
-    #: what of every unit but the root runs again in backward; None: decided for each
-    recompute: Recompute | None = Recompute.NONE
-    #: ZeRO-3; False keeps units gathered until their backward (ZeRO-2); None: decided for each
-    reshard_after_forward: bool | None = True
-    #: what has been decided, by unit
-    treatments: Mapping[str, Treatment] | None = None
-    #: the first layer of each one's kind, where layers were alike before something was decided
-    kin: Mapping[str, str] | None = None
-
-    def master_bytes(self, dtype: str) -> int:
-        """Bytes per element of a parameter at rest and of its gradient; the trace has the compute dtype."""
-        if self.precision is Precision.BF16_MIXED and dtype == "bfloat16":
-            return DTYPE_BYTES["float32"]
-        return DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,127 +72,10 @@ class Beside:
         if self.compute is None:
             yield from self.count.times(issued)
             return
-        exposed = (Expression(), _minus(self.transfer, self.compute))
+        exposed = (Expression(), minus(self.transfer, self.compute))
         yield from self.count.times(replace(issued, expressions=exposed, weight=self.weight * (1 - slowdown)))
         if slowdown:
             yield from self.count.times(replace(issued, weight=self.weight * slowdown))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PricedSpace:
-    """A decision space with what its strategies cost per micro-batch: the same for every mesh of its tp degree."""
-
-    space: Space
-    times: Mapping[str, tuple[StrategyTime, ...]]
-    executor: Executor
-    is_compiled: bool
-    _activations: dict[tuple[str, ...], Activations] = field(default_factory=dict, init=False)
-    _units: dict[tuple[str, ...], tuple[Unit, ...]] = field(default_factory=dict, init=False)
-    _frames: list[tuple[tuple[Node, ...], tuple[Edge, ...]]] = field(default_factory=list, init=False)
-    shared: Shared = field(default_factory=Shared, init=False)
-    _memo: dict[Hashable, object] = field(default_factory=dict, init=False)
-
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What does not depend on the mesh, computed for the first of them that asks."""
-        if key not in self._memo:
-            self._memo[key] = make()
-        return cast(T, self._memo[key])
-
-    def activations(self, units: tuple[str, ...]) -> Activations:
-        """What is kept between forward and backward, by layer."""
-        if units not in self._activations:
-            self._activations[units] = layer_activations(self.space, self.executor, units)
-        return self._activations[units]
-
-    def units(self, names: tuple[str, ...]) -> tuple[Unit, ...]:
-        """Every FSDP unit, the root last under the name "": each parameter in the deepest unit with all its names."""
-        if names not in self._units:
-            self._units[names] = units_of(self.space, names)
-        return self._units[names]
-
-    def nodes(self) -> tuple[Node, ...]:
-        """The deciding decisions."""
-        return self._frame()[0]
-
-    def edges(self) -> tuple[Edge, ...]:
-        """What has to agree, once."""
-        return self._frame()[1]
-
-    def _frame(self) -> tuple[tuple[Node, ...], tuple[Edge, ...]]:
-        if not self._frames:
-            strategies = self.space.strategies
-            nodes = (Node(name=name, strategies=tuple(map(str, strategies[name]))) for name in self.space.members)
-            self._frames.append((tuple(nodes), tuple(dict.fromkeys(edges_of(self.space)))))
-        return self._frames[0]
-
-
-def units_of(space: Space, names: tuple[str, ...]) -> tuple[Unit, ...]:
-    """Every FSDP unit, the root last under the name "": each parameter in the deepest unit with all its names."""
-    inside: dict[str, list[Source]] = {name: [] for name in (*names, "")}
-    for source in space.graph.parameters:
-        around = (frozenset(enclosing(name)) for name in (source.label, *source.aliases))
-        owners = frozenset.intersection(*around) & inside.keys()
-        inside[max(owners, key=len, default="")].append(source)
-    hides: dict[str, list[str]] = {name: [] for name in inside}
-    owner_of: dict[str, str] = {}
-    for decision, decider in space.deciders.items():
-        module = decider.op.module if isinstance(decider, Reading) else decider.module
-        if module not in owner_of:
-            owner_of[module] = next(name for name in enclosing(module) if name in inside)
-        hides[owner_of[module]].append(space.classes[decision])
-    return tuple(
-        Unit(name=name, parameters=tuple(parameters), hides=tuple(hides[name]))
-        for name, parameters in inside.items()
-        if parameters
-    )
-
-
-def edges_of(space: Space) -> Iterator[Edge]:
-    """Layouts along every flow agree; so do the readings of a parameter, and strategies that are shared."""
-    flows = (
-        (space.classes[flow.source], flow.result, space.classes[flow.target], flow.operand) for flow in space.flows
-    )
-    for source, result, target, operand in dict.fromkeys(flows):
-        yield Edge(
-            source=source,
-            target=target,
-            source_layouts=tuple(str(s.results[result]) for s in space.strategies[source]),
-            target_layouts=tuple(str(s.operands[operand]) for s in space.strategies[target]),
-        )
-    for readings in space.readings.values():
-        yield from _agreements(space, [r.name for r in readings], lambda strategy: str(strategy.operands[0]))
-    for shared in space.shared:
-        yield from _agreements(space, shared, str)
-
-
-def _agreements(space: Space, names: Sequence[str], label: Callable[[Strategy], str]) -> Iterator[Edge]:
-    """All of these decisions choose strategies with the same label."""
-    classes = list(dict.fromkeys(space.classes[name] for name in names))
-    for source, target in pairwise(classes):
-        yield Edge(
-            source=source,
-            target=target,
-            source_layouts=tuple(map(label, space.strategies[source])),
-            target_layouts=tuple(map(label, space.strategies[target])),
-        )
-
-
-def price_space(
-    space: Space,
-    profile: HardwareProfile,
-    gpus_per_node: int,
-    executor: Executor,
-    *,
-    is_compiled: bool = False,
-) -> PricedSpace:
-    """Times of every decision."""
-    group = Mesh(tp=space.tp).group(Axis.TP, gpus_per_node)
-    return PricedSpace(
-        space=space,
-        times=time_table(space, profile, group, executor, is_compiled=is_compiled),
-        executor=executor,
-        is_compiled=is_compiled,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +137,7 @@ class Formulation:
         """
         work = tuple(t for t in self.problem.objective if t.name in (COMPUTE, TENSOR_PARALLEL, TP_REDUCTION))
         conversions = (
-            _linear("conversions", name, [CONVERSION_S * (s.operands != s.results) for s in strategies], 1.0)
+            linear_term("conversions", name, [CONVERSION_S * (s.operands != s.results) for s in strategies], 1.0)
             for name in self.space.members
             if isinstance(self.space.deciders[name], Boundary) and len(strategies := self.space.strategies[name]) > 1
         )
@@ -295,7 +145,7 @@ class Formulation:
             term
             for kind in self.kinds
             for treatment, count in kind.numbers.counts.items()
-            for term in count.times(_constant("treated layers", CONVERSION_S * _departures(treatment)))
+            for term in count.times(constant_term("treated layers", CONVERSION_S * _departures(treatment)))
         )
         price = Resource(name="step time", terms=self.problem.objective, limit=objective_s * (1 + TIE_TOLERANCE))
         return Problem(
@@ -333,7 +183,7 @@ class Formulation:
                 (TENSOR_PARALLEL, [(t.forward_collectives + t.backward_collectives).seconds for t in times]),
             ):
                 if any(seconds):
-                    yield _linear(part, name, seconds, float(len(members)))
+                    yield linear_term(part, name, seconds, float(len(members)))
 
     def lags(self) -> Mapping[str, Lag]:
         """How far issuing a micro-batch's kernels falls behind running them; nothing where a profile does not say."""
@@ -350,7 +200,7 @@ class Formulation:
             rest = [issue_s * t.backward_kernels - (t.backward + t.backward_collectives).seconds for t in times]
             both = [first + other for first, other in zip(forward, rest, strict=True)]
             if any(forward) or any(both):
-                found[name] = Lag(forward=scaled(forward, len(members)), both=scaled(both, len(members)))
+                found[name] = Lag(forward=repeated(forward, len(members)), both=repeated(both, len(members)))
         return found
 
     def _issue(self) -> Iterator[Term]:
@@ -368,7 +218,7 @@ class Formulation:
                     if expression.terms:
                         yield from count.times(Term(name=part, expressions=(expression,), weight=steps))
                 if issue_s is not None and issued.terms:
-                    behind = merged(_minus(_minus(_scaled(issued, issue_s), compute), collectives))
+                    behind = merged(minus(minus(scaled(issued, issue_s), compute), collectives))
                     yield from count.times(Term(name=ISSUE, expressions=(Expression(), behind), weight=steps))
 
     def repeats(self) -> list[Repeat]:
@@ -408,7 +258,7 @@ class Formulation:
     def _summands(self) -> Iterator[tuple[Expression, ...]]:
         """Bytes of each parameter's gradient where any of its readings, of which the largest counts, is R*."""
         for readings in self.space.readings.values():
-            gradient = self._gradient_bytes(readings[0].parameter) if readings else 0.0
+            gradient = self.parameter_bytes.gradients(readings[0].parameter) if readings else 0.0
             # Once for a parameter, if any of its readings is R*.
             names = dict.fromkeys(self.space.classes[reading.name] for reading in readings)
             vectors = {
@@ -421,30 +271,30 @@ class Formulation:
         """Each micro-batch's gradients but the first's are added to those there are, on every rank its shard."""
         rate = self.setting.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
         if added := self.setting.accumulation_steps - 1:
-            for expression in self._parameter_bytes((1.0, self._gradient_bytes)):
-                yield Term(name=ACCUMULATION, expressions=(expression,), weight=MOVED * added * rate / self.shards)
+            for expression in self.parameter_bytes.by_placement((1.0, self.parameter_bytes.gradients)):
+                yield Term(name=ACCUMULATION, expressions=(expression,), weight=MOVED * added * rate / self.mesh.shard)
 
     def _optimizer(self) -> Iterator[Term]:
         """Reads parameter, gradient and states, writes parameter and states; issuing that comes on top where the CPU
         itself does it, and else the longer of both counts."""
         profile = self.setting.profile
-        rate = profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES / self.shards
+        rate = profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES / self.mesh.shard
         issuing_s = self.optimizer_issue().seconds
-        moved = (3.0, self._gradient_bytes), (2.0, self._state_bytes)
+        moved = (3.0, self.parameter_bytes.gradients), (2.0, self.parameter_bytes.states)
         if issuing_s and profile.device_type == "cuda":
-            whole = self._bytes(None, *moved)
-            yield Term(name=OPTIMIZER, expressions=(_scaled(whole, rate), Expression(constant=issuing_s)))
+            whole = self.parameter_bytes.of(None, *moved)
+            yield Term(name=OPTIMIZER, expressions=(scaled(whole, rate), Expression(constant=issuing_s)))
             return
         if issuing_s:
-            yield _constant(OPTIMIZER, issuing_s)
-        for expression in self._parameter_bytes(*moved):
+            yield constant_term(OPTIMIZER, issuing_s)
+        for expression in self.parameter_bytes.by_placement(*moved):
             yield Term(name=OPTIMIZER, expressions=(expression,), weight=rate)
 
     def optimizer_issue(self) -> Estimate:
         """What the CPU takes of the optimizer's step for all parameters that train."""
         is_sharded = self.uses_fsdp or self.mesh.tp > 1
         issue = self.setting.profile.optimizer_issue(self.setting.optimizer, is_sharded=is_sharded)
-        return issue * sum(map(_trainable, self.space.graph.parameters))
+        return issue * sum(source.trainable for source in self.space.graph.parameters)
 
     def overlaps(self) -> Iterator[Beside]:
         """FSDP's collectives, each with the compute that it runs beside; nothing runs beside the root's."""
@@ -452,27 +302,28 @@ class Formulation:
         for unit in self.root:
             gather, scatter, reduce = self._collectives_of(unit)
             once = Count(constant=1)
-            yield Beside(transfer=_sum(gather, scatter), compute=None, weight=steps, count=once)
+            yield Beside(transfer=added(gather, scatter), compute=None, weight=steps, count=once)
             yield Beside(transfer=reduce, compute=None, weight=1.0, count=once)
         for kind in self.kinds:
             gather, scatter, reduce = self._collectives_of(kind.unit)
             forward, backward = self._hidden_time(kind.unit)
             yield Beside(transfer=gather, compute=forward, weight=steps, count=kind.count())
             for treatment, count in kind.numbers.counts.items():
-                repeated = _sum(gather, scatter) if treatment.reshard else scatter
+                repeated = added(gather, scatter) if treatment.reshard else scatter
                 beside = backward
                 if self.hides:
-                    beside = merged(_sum(backward, self._again(kind, treatment.recompute)[0]))
+                    beside = merged(added(backward, self._again(kind, treatment.recompute)[0]))
                 if steps > 1:
                     yield Beside(transfer=repeated, compute=beside, weight=steps - 1, count=count)
-                yield Beside(transfer=_sum(repeated, reduce), compute=beside, weight=1.0, count=count)
+                yield Beside(transfer=added(repeated, reduce), compute=beside, weight=1.0, count=count)
 
     def _collectives_of(self, unit: Unit) -> tuple[Expression, Expression, Expression]:
         """Seconds of a unit's gather, of its reduce-scatter, and of the all-reduce among replicas."""
+        gathered, reduced = self.parameter_bytes.computed, self.parameter_bytes.gradients
         return (
-            self._transfer(unit, Collective.ALL_GATHER, Axis.SHARD, (1.0, self._compute_bytes)),
-            self._transfer(unit, Collective.REDUCE_SCATTER, Axis.SHARD, (1.0, self._gradient_bytes)),
-            self._transfer(unit, Collective.ALL_REDUCE, Axis.REPLICATE, (1 / self.mesh.shard, self._gradient_bytes)),
+            self._transfer(unit, Collective.ALL_GATHER, Axis.SHARD, (1.0, gathered)),
+            self._transfer(unit, Collective.REDUCE_SCATTER, Axis.SHARD, (1.0, reduced)),
+            self._transfer(unit, Collective.ALL_REDUCE, Axis.REPLICATE, (1 / self.mesh.shard, reduced)),
         )
 
     def _fsdp_copies(self) -> Iterator[Term]:
@@ -483,16 +334,16 @@ class Formulation:
         """
         rate = self.setting.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
         steps = self.setting.accumulation_steps
-        is_alone = self.shards == 1
-        copies_in = 0.0 if is_alone and self.setting.precision is not Precision.BF16_MIXED else 1 / self.shards
+        is_alone = self.mesh.shard == 1
+        copies_in = 0.0 if is_alone and self.setting.precision is not Precision.BF16_MIXED else 1 / self.mesh.shard
 
-        gathered = ((2.0 + copies_in, self._compute_bytes), (copies_in, self._master))
-        reduced = ((1.0, self._trained_bytes), (3.0 if is_alone else 1.0, self._gradient_bytes))
+        gathered = ((2.0 + copies_in, self.parameter_bytes.computed), (copies_in, self.parameter_bytes.resting))
+        reduced = ((1.0, self.parameter_bytes.trained), (3.0 if is_alone else 1.0, self.parameter_bytes.gradients))
         every = [(unit, Count(constant=1)) for unit in self.root] + [(kind.unit, kind.count()) for kind in self.kinds]
         again = [(kind.unit, kind.count(reshard=True)) for kind in self.kinds]
         for units, shares in ((every, (*gathered, *reduced)), (again, gathered)):
             for unit, count in units:
-                expression = self._bytes(unit, *shares)
+                expression = self.parameter_bytes.of(unit, *shares)
                 yield from count.times(Term(name=FSDP_COPIES, expressions=(expression,), weight=rate * steps))
 
     @property
@@ -525,13 +376,18 @@ class Formulation:
         if self.mesh.tp == 1 or not whole:
             return Expression(constant=low)
         slope = (profile.collective(kind, group, whole).seconds - low) / (whole - least)
-        local = self._bytes(unit, share)
-        return _sum(_scaled(local, slope), Expression(constant=low - slope * least))
+        local = self.parameter_bytes.of(unit, share)
+        return added(scaled(local, slope), Expression(constant=low - slope * least))
 
     def seconds_per_byte(self, kind: Collective, axis: Axis) -> Estimate:
         """What a byte costs in a full bucket."""
         group = self.mesh.group(axis, self.setting.gpus_per_node)
         return self.setting.profile.collective(kind, group, BUCKET_BYTES) * (1 / BUCKET_BYTES)
+
+    @property
+    def parameter_bytes(self) -> ParameterBytes:
+        """Of parameters and what belongs to them, on a rank of tp."""
+        return ParameterBytes(priced=self.priced, setting=self.setting)
 
     # Memory
 
@@ -556,72 +412,7 @@ class Formulation:
             once=self.priced.once,
         )
 
-    # Parameters
-
-    @property
-    def shards(self) -> int:
-        """Ranks that share a parameter beyond tp."""
-        return self.mesh.shard
-
-    def _state_bytes(self, source: Source) -> float:
-        """Of the optimizer."""
-        value = self.space.graph.values[source.result]
-        width = self.setting.master_bytes(value.dtype)
-        return (
-            value.num_elements * optimizer_named(self.setting.optimizer).bytes_per_element(width) * _trainable(source)
-        )
-
-    def _master(self, source: Source) -> float:
-        value = self.space.graph.values[source.result]
-        return float(value.num_elements * self.setting.master_bytes(value.dtype))
-
-    def _compute_bytes(self, source: Source) -> float:
-        return float(self.space.graph.values[source.result].num_bytes)
-
-    def _gradient_bytes(self, source: Source) -> float:
-        """Gradients are reduced in the master dtype."""
-        return self._master(source) * _trainable(source)
-
-    def _trained_bytes(self, source: Source) -> float:
-        return self._compute_bytes(source) * _trainable(source)
-
-    def _parameter_bytes(self, *shares: tuple[float, BytesOf]) -> Iterator[Expression]:
-        """One expression for each placement that decides, and one for the parameters that nothing reads."""
-        whole = self._bytes(None, *shares)
-        yield Expression(constant=whole.constant)
-        for term in whole.terms:
-            yield Expression(terms=(term,))
-
-    def _bytes(self, unit: Unit | None, *shares: tuple[float, BytesOf]) -> Expression:
-        """Bytes on a rank of tp of a unit's parameters, or of all: a sum of shares of the functions above."""
-        found = [_scaled(self._bytes_once(unit, bytes_of), share) for share, bytes_of in shares]
-        return found[0] if len(found) == 1 else merged(_sum(*found))
-
-    def _bytes_once(self, unit: Unit | None, bytes_of: BytesOf) -> Expression:
-        """Bytes by one of the functions above, which have their names and depend on nothing else."""
-        setting, name = self.setting, unit.name if unit is not None else None
-        key = bytes_of.__name__, name, setting.units, setting.precision, setting.optimizer
-        parameters = unit.parameters if unit is not None else self.space.graph.parameters
-        return self.priced.once(key, lambda: self._bytes_of(parameters, bytes_of))
-
-    def _bytes_of(self, parameters: Sequence[Source], bytes_of: BytesOf) -> Expression:
-        """Bytes of parameters on a rank of tp, by the placements that their first readings choose."""
-        constant = 0.0
-        vectors: dict[str, list[float]] = {}
-        for source in parameters:
-            readings = self.space.readings[source.label]
-            if not readings:
-                constant += bytes_of(source)
-                continue
-            name = self.space.classes[readings[0].name]
-            vector = vectors.setdefault(name, [0.0] * len(self.space.strategies[name]))
-            for i, strategy in enumerate(self.space.strategies[name]):
-                vector[i] += bytes_of(source) / self.parts(strategy.operands[0])
-        return Expression(constant=constant, terms=tuple((name, tuple(v)) for name, v in vectors.items()))
-
-    def parts(self, layout: Layout) -> int:
-        """Over how many ranks of tp a placement divides."""
-        return self.mesh.tp if layout.kind is LayoutKind.SHARD else 1
+    # Units
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -688,34 +479,3 @@ class Formulation:
 def _departures(treatment: Treatment) -> float:
     """How far a treatment is from what is done unless something asks for another."""
     return float((treatment.recompute is not Recompute.NONE) + (not treatment.reshard))
-
-
-def _constant(part: str, amount: float) -> Term:
-    return Term(name=part, expressions=(Expression(constant=amount),))
-
-
-def _scaled(expression: Expression, weight: float) -> Expression:
-    if weight == 1.0:
-        return expression
-    terms = tuple((name, tuple(weight * entry for entry in vector)) for name, vector in expression.terms)
-    return Expression(constant=weight * expression.constant, terms=terms)
-
-
-def _trainable(source: Source) -> int:
-    """1 for a parameter that trains, 0 for a frozen one: what it has of gradients and states."""
-    return int(source.trainable)
-
-
-def _linear(part: str, name: str, vector: Sequence[float], weight: float) -> Term:
-    return Term(name=part, expressions=(Expression(terms=((name, tuple(vector)),)),), weight=weight)
-
-
-def _sum(*expressions: Expression) -> Expression:
-    return Expression(
-        constant=sum(e.constant for e in expressions), terms=tuple(term for e in expressions for term in e.terms)
-    )
-
-
-def _minus(left: Expression, right: Expression) -> Expression:
-    negative = tuple((name, tuple(-entry for entry in vector)) for name, vector in right.terms)
-    return Expression(constant=left.constant - right.constant, terms=(*left.terms, *negative))

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from tpplan import solvers
 from tpplan.bystander import copied
 from tpplan.errors import IndivisibleError, ModelError, SolverError, UsageError
-from tpplan.formulate import COMPUTE, TENSOR_PARALLEL, Formulation, PricedSpace, Setting, price_space
+from tpplan.formulate import COMPUTE, TENSOR_PARALLEL, Formulation
 from tpplan.graph import Direction, ModelGraph
 from tpplan.marking import trace_marking
 from tpplan.mesh import Mesh, divisors, meshes, sub_clusters
@@ -26,12 +26,14 @@ from tpplan.options import Allows, Batch, BuildModel, Cluster, ExampleInputs, Pr
 from tpplan.patterns import ROOT
 from tpplan.pins import Pin, Pinned
 from tpplan.plan import Compile, Plan, Precision, Recompute
+from tpplan.priced import PricedSpace, price_space
 from tpplan.problem import Problem, Solution, Status
 from tpplan.profile import HardwareProfile
 from tpplan.program import on_meta_like
 from tpplan.registered import register_names
 from tpplan.reuse import Reuse, Traced
 from tpplan.rules import Strategy
+from tpplan.setting import Setting
 from tpplan.solvers.reduction import LIMIT_TOLERANCE
 from tpplan.space import build_space
 from tpplan.trace import BoundaryHook, Loss, accumulated_hooks, assumptions, repeated_children

@@ -27,6 +27,7 @@ from typing import Any
 from tpplan.costs.layers import Activations, LayerCosts
 from tpplan.costs.memory import SAVED
 from tpplan.costs.moments import undominated
+from tpplan.expressions import merged
 from tpplan.graph import Source
 from tpplan.kinds import Kind, Unit
 from tpplan.layout import local_shape
@@ -44,7 +45,7 @@ from tpplan.optimizers import Optimizer
 from tpplan.plan import Precision, Recompute
 from tpplan.problem import Expression, Resource, Term
 from tpplan.space import Space
-from tpplan.treatments import Count, merged
+from tpplan.treatments import Count
 from tpplan.units import DTYPE_BYTES
 
 #: bytes per element of a parameter

@@ -11,14 +11,16 @@ from dataclasses import dataclass, replace
 from tpplan.assemble import Expanded
 from tpplan.costs.compute import Executor
 from tpplan.errors import PlanMismatchError
-from tpplan.formulate import ISSUE, TENSOR_PARALLEL, Formulation, Setting, price_space
+from tpplan.formulate import ISSUE, TENSOR_PARALLEL, Formulation
 from tpplan.graph import ModelGraph, within
 from tpplan.mesh import Axis
 from tpplan.patterns import ROOT, parse_ranges, substitute
 from tpplan.plan import CollectivePlan, Compile, Pass, Plan, Prediction, Recompute
+from tpplan.priced import price_space
 from tpplan.profile import HardwareProfile
 from tpplan.reruns import Rerun, rerun
 from tpplan.rules import Strategy
+from tpplan.setting import Setting
 from tpplan.space import Reading, build_space
 from tpplan.treatments import Treatment
 from tpplan.typecheck import Mistyped, implied_strategies

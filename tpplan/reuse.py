@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from tpplan.costs.compute import Executor
-from tpplan.formulate import PricedSpace
 from tpplan.graph import ModelGraph
 from tpplan.opaque import Opaques
+from tpplan.priced import PricedSpace
 from tpplan.trace import Inputs
 
 

@@ -91,12 +91,3 @@ def numbers_of(name: str, size: int, treatments: Sequence[Treatment]) -> Numbers
         counts={treatment: Count(parts=(part,)) for treatment, part in parts.items()},
         splits=(Split(parts=tuple(parts.values()), total=size),),
     )
-
-
-def merged(expression: Expression) -> Expression:
-    """The same with one vector for each node."""
-    vectors: dict[str, tuple[float, ...]] = {}
-    for name, vector in expression.terms:
-        known = vectors.get(name)
-        vectors[name] = vector if known is None else tuple(a + b for a, b in zip(known, vector, strict=True))
-    return replace(expression, terms=tuple(vectors.items()))

@@ -47,6 +47,6 @@ def _pairs(lag: Lag) -> Iterator[tuple[float, float]]:
     return zip(lag.forward, lag.both, strict=True)
 
 
-def scaled(values: Sequence[float], count: int) -> tuple[float, ...]:
+def repeated(values: Sequence[float], count: int) -> tuple[float, ...]:
     """Each value as often as there are decisions alike."""
     return tuple(count * value for value in values)

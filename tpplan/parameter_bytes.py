@@ -1,0 +1,86 @@
+"""Bytes of parameters, and of what belongs to them, on a rank of tp, by the placements that are chosen."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tpplan.expressions import added, merged, scaled
+from tpplan.graph import Source
+from tpplan.kinds import Unit
+from tpplan.layout import Layout, LayoutKind
+from tpplan.optimizers import optimizer_named
+from tpplan.priced import PricedSpace
+from tpplan.problem import Expression
+from tpplan.setting import Setting
+
+#: from a parameter to the bytes of its whole
+BytesOf = Callable[[Source], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterBytes:
+    """Before FSDP cuts them. The first functions are of one parameter, whole; the last of what a rank of tp has."""
+
+    priced: PricedSpace
+    setting: Setting
+
+    def states(self, source: Source) -> float:
+        """Of the optimizer."""
+        value = self.priced.space.graph.values[source.result]
+        width = self.setting.master_bytes(value.dtype)
+        each = optimizer_named(self.setting.optimizer).bytes_per_element(width)
+        return value.num_elements * each * source.trainable
+
+    def resting(self, source: Source) -> float:
+        """In the master dtype."""
+        value = self.priced.space.graph.values[source.result]
+        return float(value.num_elements * self.setting.master_bytes(value.dtype))
+
+    def computed(self, source: Source) -> float:
+        """As forward reads it."""
+        return float(self.priced.space.graph.values[source.result].num_bytes)
+
+    def gradients(self, source: Source) -> float:
+        """As they are reduced, in the master dtype; a frozen parameter has none."""
+        return self.resting(source) * source.trainable
+
+    def trained(self, source: Source) -> float:
+        """As backward makes gradients."""
+        return self.computed(source) * source.trainable
+
+    def by_placement(self, *shares: tuple[float, BytesOf]) -> Iterator[Expression]:
+        """Of all: an expression for each placement that decides, and one for the parameters that nothing reads."""
+        whole = self.of(None, *shares)
+        yield Expression(constant=whole.constant)
+        for term in whole.terms:
+            yield Expression(terms=(term,))
+
+    def of(self, unit: Unit | None, *shares: tuple[float, BytesOf]) -> Expression:
+        """Of a unit's parameters, or of all: a sum of shares of the functions above."""
+        found = [scaled(self._once(unit, bytes_of), share) for share, bytes_of in shares]
+        return found[0] if len(found) == 1 else merged(added(*found))
+
+    def _once(self, unit: Unit | None, bytes_of: BytesOf) -> Expression:
+        """By one of the functions above, which have their names and depend on nothing else."""
+        setting, name = self.setting, unit.name if unit is not None else None
+        key = bytes_of.__name__, name, setting.units, setting.precision, setting.optimizer
+        parameters = unit.parameters if unit is not None else self.priced.space.graph.parameters
+        return self.priced.once(key, lambda: self._on_a_rank(parameters, bytes_of))
+
+    def _on_a_rank(self, parameters: Sequence[Source], bytes_of: BytesOf) -> Expression:
+        """By the placements that their first readings choose."""
+        space, constant = self.priced.space, 0.0
+        vectors: dict[str, list[float]] = {}
+        for source in parameters:
+            readings = space.readings[source.label]
+            if not readings:
+                constant += bytes_of(source)
+                continue
+            name = space.classes[readings[0].name]
+            vector = vectors.setdefault(name, [0.0] * len(space.strategies[name]))
+            for i, strategy in enumerate(space.strategies[name]):
+                vector[i] += bytes_of(source) / self._parts(strategy.operands[0])
+        return Expression(constant=constant, terms=tuple((name, tuple(v)) for name, v in vectors.items()))
+
+    def _parts(self, layout: Layout) -> int:
+        """Over how many ranks of tp a placement divides."""
+        return self.priced.space.tp if layout.kind is LayoutKind.SHARD else 1
