@@ -56,6 +56,7 @@ WITH_TORCH = (
     "subclass",
     "patched",
     "again",
+    "reentry",
     "rewrite",
     "unsaid",
     "known",

@@ -38,6 +38,7 @@ from tpplan.patterns import ROOT
 from tpplan.plan import Plan, Precision, ProofStatus, check_parameters, uses_fsdp
 from tpplan.recompute import check_recomputable, recompute
 from tpplan.reduce import Reducer, Slot
+from tpplan.reentry import leave_reentry
 from tpplan.rewrite import Rewriter, rewrite_calls
 from tpplan.sizes import LocalSizes
 from tpplan.style import module_styles
@@ -351,6 +352,7 @@ def _shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     is_mixed = plan.precision is Precision.BF16_MIXED
     if not uses_fsdp(plan.mesh, plan.precision):
         return
+    leave_reentry(model)
     axes = mesh[Axis.SHARD] if plan.mesh.replicate == 1 else mesh[Axis.REPLICATE, Axis.SHARD]
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = mixed if is_mixed else MixedPrecisionPolicy()
