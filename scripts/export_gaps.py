@@ -16,6 +16,7 @@ import io
 import logging
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from coverage import TOLERANCE, Error, Outcome, on_ranks, quiet, worst_error
 from coverage_machine import machine
@@ -87,6 +89,8 @@ def built(construct: Construct) -> nn.Module:
 def step(model: nn.Module, construct: Construct) -> Outcome:
     """Loss and gradients of one step; chance is the same in each."""
     torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
     loss = loss_of(model(**construct.inputs()))
     loss.backward()
     gradients = {plan_name(name): _whole(weight.grad) for name, weight in model.named_parameters()}

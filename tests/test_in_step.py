@@ -2,9 +2,11 @@
 
 import copy
 import pickle
+import random
 import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
@@ -60,6 +62,36 @@ def random_states_that_differ() -> str:
     return complaint(lambda: model(torch.ones(2, 8)))
 
 
+class Drawing(nn.Module):
+    """Chance from outside torch scales what every rank holds whole."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.up, self.draw = nn.Linear(8, 8), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).sum() * self.draw()
+
+
+def draws_outside_torch_that_differ(draw: Callable[[], float]) -> str:
+    """Processes are seeded differently unless told; that is an error for a forward that draws, and for no other."""
+    np.random.seed(dist.get_rank())
+    random.seed(dist.get_rank())
+    constant, drawing = Drawing(lambda: 0.5), Drawing(draw)
+    for model in (constant, drawing):
+        apply_plan(model, handmade_plan(model, MESH))
+    constant(torch.ones(2, 8)).backward()
+    return complaint(lambda: drawing(torch.ones(2, 8)))
+
+
+def numpys_draws_that_differ() -> str:
+    return draws_outside_torch_that_differ(np.random.rand)
+
+
+def pythons_draws_that_differ() -> str:
+    return draws_outside_torch_that_differ(random.random)
+
+
 def parameters_that_differ() -> str:
     model = build()
     apply_plan(model, sequence_parallel(model, MESH))
@@ -74,6 +106,8 @@ def parameters_that_differ() -> str:
     [
         (batches_that_differ, r"ranks 2 and 3 are of one tensor-parallel group and differ in their batch \(ids\): .*"),
         (random_states_that_differ, r"ranks 0 and 1 .* differ in their random state \(cpu\), and so do 1 more pairs"),
+        (numpys_draws_that_differ, r"ranks 0 and 1 .* in their random state of NumPy .*: call numpy.random.seed"),
+        (pythons_draws_that_differ, r"ranks 0 and 1 .* in their random state of Python .*: call random.seed"),
         (parameters_that_differ, r"ranks 0 and 1 .* in their parameters \(embedding.weight, norm.weight\): load the"),
     ],
 )

@@ -55,6 +55,7 @@ WITH_TORCH = (
     "fake_group",
     "subclass",
     "patched",
+    "chance",
     "again",
     "reentry",
     "rewrite",

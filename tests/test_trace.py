@@ -1,7 +1,9 @@
 """Tracing small models: what crosses where, what aliases what, where gradients flow, which blocks repeat."""
 
+import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -278,6 +280,22 @@ def test_what_is_written_without_gradients_keeps_its_own():
     assert result_of(traced(clamped), "add").carries_gradient
 
 
+def test_what_is_drawn_outside_torch_is_the_same_in_every_trace():
+    """The proof compares traces; what the caller draws next is not changed by one."""
+
+    def drawn(x: Tensor, w: Tensor) -> Tensor:
+        noise = torch.tensor(np.random.rand(D), dtype=torch.float32, device=x.device)
+        return x * w * noise * random.random()
+
+    random.seed(1)
+    np.random.seed(1)
+    expected = random.random(), np.random.rand()
+    random.seed(1)
+    np.random.seed(1)
+    assert traced(drawn).fingerprint == traced(drawn).fingerprint
+    assert (random.random(), np.random.rand()) == expected
+
+
 # Gradients.
 
 
@@ -290,6 +308,21 @@ def test_gradients_flow_from_parameters_through_floating_values():
     assert not result_of(graph, "mul", 2).carries_gradient  # x * 2
     assert result_of(graph, "to").carries_gradient
     assert result_of(graph, "sum").carries_gradient
+
+
+def test_ops_that_no_gradient_goes_through_end_it():
+    def masked(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y = x * w
+        rows = torch.zeros_like(y)
+        filled = torch.zeros_like(y)
+        filled[:2] = y[:2]
+        return rows + y, y.new_ones(3), filled * 2, y.floor()  # floor has a gradient: zero
+
+    graph = traced(masked)
+    assert not result_of(graph, "zeros_like").carries_gradient
+    assert result_of(graph, "zeros_like", 1).carries_gradient  # of what is written to it
+    assert not result_of(graph, "new_ones").carries_gradient
+    assert all(result_of(graph, name).carries_gradient for name in ("add", "mul", "floor"))
 
 
 def test_detach_ends_a_gradient():

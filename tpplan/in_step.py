@@ -5,8 +5,9 @@ masks for values that all hold, or to start from different copies of what lies r
 and the result would be wrong without a sign. So the first forward with gradients compares checksums: of its inputs, of
 the random state, and of the parameters and buffers that each rank of a group holds whole.
 
-It is one gather of three numbers a rank, over all ranks: where one group differs, all ranks raise, and none waits for
-another. What differs is gathered only then. Different random states are an error once the forward has drawn from them.
+It is one gather of a few numbers a rank, over all ranks: where one group differs, all ranks raise, and none waits for
+another. What differs is gathered only then. Different random states (torch's, and those of NumPy and Python, which are
+seeded differently in every process unless told) are an error once the forward has drawn from them.
 Then the hooks go. Under torch.compile of the whole model, and on a fake process group, nothing is compared. Nor do
 later steps compare: a shape that does not divide raises in the conversion, before its collective, on every rank of the
 group, as all of them see the same shapes.
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from tpplan.applied import Applied
+from tpplan.chance import states_outside_torch
 from tpplan.errors import UsageError
 from tpplan.mesh import Axis
 from tpplan.trace import bound_arguments, named_tensors
@@ -36,6 +38,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _REMEDIES = {
     "batch": "every rank of a group must read the same samples: plan.batch_for(rank) says which",
     "random state": "the forward draws from it (dropout): call torch.manual_seed(seed + plan.mesh.data_rank(rank))",
+    "random state of NumPy": "the forward draws from it: call numpy.random.seed(seed + plan.mesh.data_rank(rank))",
+    "random state of Python": "the forward draws from it: call random.seed(seed + plan.mesh.data_rank(rank))",
     "parameters": "load the same checkpoint on every rank, and change parameters and buffers alike everywhere",
 }
 #: by what is compared: checksums by name
@@ -60,9 +64,9 @@ class _FirstStep:
     def __init__(self, applied: Applied) -> None:
         self.applied = applied
         self.handles: tuple[RemovableHandle, ...] = ()
-        #: the random states before the forward; why they must not be drawn from
-        self.states: list[Tensor] = []
-        self.complaint: str | None = None
+        #: checksums of the random states before the forward, as they are compared; why some must not be drawn from
+        self.states: Checksums = {}
+        self.complaints: dict[str, str] = {}
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compares; raises on every rank for batches or parameters that differ."""
@@ -73,11 +77,11 @@ class _FirstStep:
             self.states = _random_states(mesh.device_type)
             found: Checksums = {
                 "batch": _tensor_checksums(bound_arguments(model, args, kwargs)),
-                "random state": {str(mesh.device_type): checksum(torch.cat(self.states))},
+                **self.states,
                 "parameters": {name: checksum(tensor) for name, tensor in _replicated(model).items()},
             }
             complaints = _complaints(found, mesh)
-        self.complaint = complaints.pop("random state", None)
+        self.complaints = {what: complaints.pop(what) for what in self.states if what in complaints}
         for complaint in complaints.values():
             raise UsageError(complaint)
 
@@ -85,10 +89,10 @@ class _FirstStep:
         """Raises, on every rank, where the forward has drawn from different random states; this was the first step."""
         if torch.compiler.is_compiling() or not self.states:
             return
-        pairs = zip(self.states, _random_states(self.applied.mesh.device_type), strict=True)
-        has_drawn = not all(torch.equal(before, now) for before, now in pairs)
-        if has_drawn and self.complaint is not None:
-            raise UsageError(self.complaint)
+        now = _random_states(self.applied.mesh.device_type)
+        for what, complaint in self.complaints.items():
+            if now[what] != self.states[what]:
+                raise UsageError(complaint)
         for handle in self.handles:
             handle.remove()
 
@@ -145,9 +149,11 @@ def _replicated(model: nn.Module) -> dict[str, Tensor]:
     return replicated | {name: b for name, b in model.named_buffers() if not isinstance(b, DTensor)}
 
 
-def _random_states(device_type: str) -> list[Tensor]:
-    """The CPU generator's, and that of this process's GPU."""
-    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if device_type == "cuda" else [])
+def _random_states(device_type: str) -> Checksums:
+    """Of torch's generators, those of the CPU and of this process's GPU together, and of each other."""
+    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if device_type == "cuda" else [])
+    outside = {f"random state of {name}": {"seed": zlib.crc32(state)} for name, state in states_outside_torch().items()}
+    return {"random state": {device_type: checksum(torch.cat(states))}, **outside}
 
 
 def checksum(tensor: Tensor) -> int:

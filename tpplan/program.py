@@ -23,13 +23,15 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from tpplan import operators
 from tpplan.branches import branches_in_the_open
+from tpplan.chance import same_draws
 from tpplan.counts import Counts, counting_by
 from tpplan.graph import SourceKind
 from tpplan.known import KnownValues, Question
 from tpplan.rewrite import is_own_code_running
 
-#: the keys in a node's meta under which stand what was running, and a digest of values that the code gave
-SCOPE, CONSTANT = "tpplan_scope", "tpplan_constant"
+#: the keys in a node's meta under which stand what was running, a digest of values that the code gave, and whether
+#: gradients were on
+SCOPE, CONSTANT, DIFFERENTIATED = "tpplan_scope", "tpplan_constant", "tpplan_differentiated"
 
 
 #: a tracer's modes belong to the process, and so does what is changed in torch while one runs
@@ -78,6 +80,7 @@ def record(
     """module(*leaves) on meta tensors, the leaves being called by their paths. Of a DTensor parameter, the local tensor
     is given. Questions about the leaves' values are answered, those in `otherwise` (by number) the other way.
     Where data decides how many elements there are, and it is not known, there are all there can be; `extra` are added.
+    What the code draws from NumPy or Python is the same in every run.
 
     Raises StoppedError where the forward raises, also for a question that only real data can answer.
     """
@@ -113,7 +116,7 @@ def record(
 
     tensors = [value for _, _, value in given]
     try:
-        with _ONE_AT_A_TIME, _described(), counting_by(counts), _keeping_results():
+        with _ONE_AT_A_TIME, same_draws(), _described(), counting_by(counts), _keeping_results():
             graph_module = make_fx(run, pre_dispatch=True)(*tensors)
             _drop_failed(graph_module.graph)
     except Exception as error:
@@ -152,8 +155,8 @@ def _drop_failed(graph: torch.fx.Graph) -> None:
 
 @contextlib.contextmanager
 def _keeping_results() -> Iterator[None]:
-    """A node's meta["val"] is an alias of its result, so that results which share storage are seen to. torch notes a
-    fake tensor of its own for each, which shares nothing, and takes longer than the op."""
+    """A node's meta["val"] is an alias of its result, so that results which share storage are seen to, and says whether
+    that had a gradient. torch notes a fake tensor of its own for each, which shares nothing, and takes longer."""
     extract = proxy_tensor.extract_val
 
     def keep(value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +165,8 @@ def _keeping_results() -> Iterator[None]:
         if type(value) not in (Tensor, nn.Parameter):
             return extract(value, *args, **kwargs)
         with torch._C.DisableTorchFunction():
-            return value.detach()  # a view: code may change the shape of the result itself
+            alias = value.detach()  # a view: code may change the shape of the result itself
+            return alias.requires_grad_(value.requires_grad)
 
     proxy_tensor.extract_val = keep  # type: ignore[assignment]
     try:
@@ -204,6 +208,7 @@ def _noting(tracer: Any, scope: Callable[[], str], known: KnownValues) -> Iterat
         node: torch.fx.Node = create_node(*args, **kwargs)
         node.meta[SCOPE] = scope()
         node.meta[CONSTANT] = known.constant
+        node.meta[DIFFERENTIATED] = torch.is_grad_enabled()
         return node
 
     tracer.create_node = create

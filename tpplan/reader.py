@@ -25,7 +25,7 @@ from tpplan.graph import (
     Value,
     within,
 )
-from tpplan.program import CONSTANT, SCOPE, Program
+from tpplan.program import CONSTANT, DIFFERENTIATED, SCOPE, Program
 from tpplan.registered import registered_name
 from tpplan.rules import base_target
 from tpplan.units import FLOATING_DTYPES
@@ -280,6 +280,7 @@ class GraphReader:
         )
         flows = self.with_gradient and base_target(target) != "aten.detach.default"
         carries = flows and any(self.values[operand].carries_gradient for operand in op.operands)
+        carries &= not _stops(node)
         writes = base_target(target) != target and base_target(target) != "aten.detach.default"
         if target == "tpplan.whole.default":
             carries = bool(args[1])
@@ -386,6 +387,17 @@ class _Images:
         if isinstance(argument, Ref):
             return Ref(self.of(argument.name))
         return tuple(map(self._arguments, argument)) if isinstance(argument, tuple) else argument
+
+
+def _stops(node: torch.fx.Node) -> bool:
+    """True for an op that no gradient goes through: with gradients on, something that it was given had one and nothing
+    that it gave has (zeros_like, histc)."""
+
+    def has_gradient(values: Any) -> bool:
+        return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(values))
+
+    given = [operand.meta.get("val") for operand in node.all_input_nodes]
+    return bool(node.meta.get(DIFFERENTIATED)) and has_gradient(given) and not has_gradient(node.meta.get("val"))
 
 
 def _digest(constant: torch.Tensor) -> str:
