@@ -65,6 +65,7 @@ TINY: Values = {
 IMAGE_SIZE, TINY_IMAGE_SIZE = 224, 128
 SEQ_LEN, TINY_SEQ_LEN = 256, 32
 NUM_CLASSES, TINY_NUM_CLASSES = 1000, 16
+NUM_CHANNELS = 3
 #: ids below are padding and other marks
 FIRST_TOKEN = 4
 
@@ -105,6 +106,8 @@ class ModelType:
     batch: int = 1
     #: where it must be one
     precision: str | None = None
+    #: how many tokens of a text stand for an image, where there must be one
+    num_image_tokens: int = 0
 
 
 MODEL_TYPES: Mapping[str, ModelType] = {
@@ -132,13 +135,32 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     # Its float32 buffers meet no bfloat16 weights, in transformers as here.
     "minimax": ModelType(tiny={"block_size": 16}, precision="fp32"),
     "bert": ModelType(task=Task.MASKED_LM),
-    "t5": ModelType(both={"decoder_start_token_id": 0}),
+    **dict.fromkeys(("t5", "longt5", "switch_transformers"), ModelType(both={"decoder_start_token_id": 0})),
     # Its configuration has another size of 256, of a classifier that this model has not.
     "whisper": ModelType(task=Task.SPEECH, tiny={"max_source_positions": 32, "num_mel_bins": 16}, seq_len=192),
     "convnext": ModelType(tiny={"hidden_sizes": [16, 32, 48, 64], "patch_size": 4}),
     "resnet": ModelType(tiny={"hidden_sizes": [32, 64, 96, 128], "embedding_size": 16}),
     # Scans that are Python loops over the sequence.
     **dict.fromkeys(("mamba", "falcon_mamba"), ModelType(seq_len=16, tiny_seq_len=16)),
+    # Its constructor looks up a stage's rate of dropped paths at the stage's number: a stage must have more layers.
+    "cvt": ModelType(both={"depth": [1, 2, 3]}),
+    # The default names no base of its rotary frequencies; layers, heads and lengths have other names than elsewhere.
+    "dbrx": ModelType(
+        both={"n_layers": LEAST_LAYERS, "attn_config": {"rope_theta": 5e5}},
+        tiny={
+            "n_heads": HEADS,
+            "max_seq_len": 128,
+            "attn_config": {"kv_n_heads": KEY_VALUE_HEADS},
+            "ffn_config": {"ffn_hidden_size": 96, "moe_top_k": 2},
+        },
+    ),
+    # Its queries stand where the text has the image's token.
+    "blip-2": ModelType(
+        task=Task.IMAGE_TEXT,
+        both={"image_token_index": 3, "num_query_tokens": 8},
+        tiny={"vision_config": {"image_size": 32}, "text_config": {"word_embed_proj_dim": 64, "ffn_dim": 128}},
+        num_image_tokens=8,
+    ),
     # The loss contrasts the members of a batch.
     "clip": ModelType(task=Task.CONTRASTIVE, batch=2),
 }
@@ -176,7 +198,7 @@ def model_of(model_type: str, *, tiny: bool) -> Model:
 
     return Model(
         build_model=build_model,
-        example_inputs=lambda batch, seq_len: _inputs(config, task, batch, seq_len, tiny=tiny),
+        example_inputs=lambda batch, seq_len: _inputs(config, task, batch, seq_len, row.num_image_tokens, tiny=tiny),
         batch=row.batch,
         seq_len=row.tiny_seq_len if tiny else row.seq_len,
         precision=row.precision,
@@ -269,7 +291,7 @@ def _parts(config: transformers.PretrainedConfig) -> dict[str, transformers.Pret
 
 
 def _inputs(
-    config: transformers.PretrainedConfig, task: Task, batch: int, seq_len: int, *, tiny: bool
+    config: transformers.PretrainedConfig, task: Task, batch: int, seq_len: int, num_image_tokens: int, *, tiny: bool
 ) -> "dict[str, Tensor | bool]":
     """Keyword arguments of the model's forward that give a loss; the same ones at every call."""
     generator = torch.Generator().manual_seed(0)
@@ -281,7 +303,8 @@ def _inputs(
         return torch.randint(FIRST_TOKEN, text.vocab_size, (batch, length), generator=generator)
 
     def image() -> "Tensor":
-        return torch.randn(batch, vision.num_channels, image_size, image_size, generator=generator)
+        num_channels = getattr(vision, "num_channels", NUM_CHANNELS)
+        return torch.randn(batch, num_channels, image_size, image_size, generator=generator)
 
     match task:
         case Task.CAUSAL_LM | Task.MASKED_LM:
@@ -304,7 +327,10 @@ def _inputs(
             return {name: torch.randn(batch, 64, config.num_mel_bins, generator=generator), "labels": labels}
         case Task.IMAGE_TEXT:
             ids = tokens()
-            return {"input_ids": ids, "labels": ids.clone()}
+            if not num_image_tokens:
+                return {"input_ids": ids, "labels": ids.clone()}
+            ids[:, :num_image_tokens] = config.image_token_id
+            return {"input_ids": ids, "labels": ids.clone(), "pixel_values": image()}
         case Task.CONTRASTIVE:
             return {"input_ids": tokens(), "pixel_values": image(), "return_loss": True}
 
