@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tpplan"
 #: From the top down. A package is one room: its modules import each other.
 WITHOUT_TORCH = (
     "errors",
+    "garbage",
     "units",
     "strict",
     "buckets",

@@ -12,6 +12,8 @@ Names below are loaded when first used: reading a plan needs no torch.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tpplan.garbage import rarely_collected
+
 if TYPE_CHECKING:
     from tpplan.apply import apply_plan as apply_plan
     from tpplan.apply import no_sync as no_sync
@@ -77,7 +79,8 @@ __all__ = sorted(_HOME)  # noqa: PLE0605 - the table above, sorted
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'tpplan' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"tpplan.{_HOME[name]}"), name)
+    with rarely_collected():
+        value = getattr(importlib.import_module(f"tpplan.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 

@@ -8,6 +8,7 @@ from typing import Literal
 from tpplan.assemble import Expanded, expand
 from tpplan.errors import SolverError
 from tpplan.formulate import Formulation
+from tpplan.garbage import rarely_collected
 from tpplan.graph import ModelGraph
 from tpplan.job import Job, Point
 from tpplan.options import (
@@ -35,6 +36,7 @@ from tpplan.trace import Loss
 PRICED = "none, only priced"
 
 
+@rarely_collected()
 def solve(
     build_model: BuildModel,
     example_inputs: ExampleInputs,
@@ -110,6 +112,7 @@ class Priced:
         return Expanded(formulation=expand(self.formulation, self.choice)).prediction().peak_memory_bytes
 
 
+@rarely_collected()
 def price_mesh(
     build_model: BuildModel,
     example_inputs: ExampleInputs,
@@ -169,6 +172,7 @@ def _prepare(
     return job, job.applicable(points)
 
 
+@rarely_collected()
 def price(
     plan: Plan | str | os.PathLike[str],
     build_model: BuildModel,

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from tpplan.commands._pins import with_files
 from tpplan.errors import TpplanError
+from tpplan.garbage import rarely_collected
 from tpplan.load import UserCodeError
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -30,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _explain(error)
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="tpplan: %(message)s")
     try:
-        code: int = args.run(args)
+        with rarely_collected():
+            code: int = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
         # What is still buffered would fail once more when the interpreter ends.
