@@ -50,6 +50,8 @@ from tpplan.units import DTYPE_BYTES
 
 #: bytes per element of a parameter
 Width = Callable[[Source], float]
+#: of a parameter who decides how it rests, None where nothing reads it, its whole shape, and bytes per element
+Resting = tuple[str | None, tuple[int, ...], float]
 #: elements that count of a rank's part of a parameter, by its shape
 Elements = Callable[[tuple[int, ...]], int]
 
@@ -167,7 +169,8 @@ class Peaks:
         if self.uses_fsdp:
             yield self._gathered_for_a_while()
         found = [moment for family in families for moment in self._moments_in(family, self._growing(family))]
-        yield Term(name=TRANSIENTS, expressions=undominated(found))
+        first = self.activations.within(families[0].unit.name, self._growing(families[0]))
+        yield Term(name=TRANSIENTS, expressions=undominated(found, first.moments))
         remade = [expression for family in families for expression in self._made_again(family)]
         yield Term(name=SAVED, expressions=(Expression(), *remade))
         behind = [part for family in self._followers(families) for part in self._behind(family, families)]
@@ -189,7 +192,8 @@ class Peaks:
         yield from self._kept_by_layers(self._earlier[:-1])
         yield Term(name=SAVED, expressions=undominated(self._wholes(family)))
         growing = self._growing(family) if self.uses_fsdp else frozenset[str]()
-        yield Term(name=TRANSIENTS, expressions=undominated(self._moments_in(family, growing)))
+        known = self.activations.within(family.unit.name, growing).moments
+        yield Term(name=TRANSIENTS, expressions=undominated(self._moments_in(family, growing), known))
 
     def _after_the_layers(self) -> Iterator[Term]:
         yield from self.activations.kept_outside(before=self.activations.first)
@@ -213,8 +217,9 @@ class Peaks:
             every = self._bytes(parameters, self._gradient_width, self._shard)
             yield Term(name=TRANSIENTS, expressions=(every,), weight=float(self.optimizer.of_all))
         if self.optimizer.of_largest:
-            unlike = {(*self._rest(source), self._gradient_width(source)): source for source in parameters}
-            each = dict.fromkeys(self._bytes([source], self._gradient_width, self._shard) for source in unlike.values())
+            each = dict.fromkeys(
+                self._summed({one: 1}, self._shard) for one in self._rest(parameters, self._gradient_width)
+            )
             yield Term(name=TRANSIENTS, expressions=tuple(each), weight=float(self.optimizer.of_largest))
 
     # One layer
@@ -252,7 +257,11 @@ class Peaks:
         """All that there ever is of a layer, under whichever mode."""
         for mode in (Recompute.SELECTIVE, Recompute.FULL):
             tensors = family.layer.kept[mode], family.layer.remade[mode]
-            yield merged(_sum(*(_upper(self.activations.terms(own)) for own in tensors)))
+            whole: Expression = self.once(
+                (*self._key("whole", family.unit), mode),
+                lambda own=tensors: merged(_sum(*(_upper(self.activations.terms(table)) for table in own))),
+            )
+            yield whole
 
     # FSDP
 
@@ -286,7 +295,7 @@ class Peaks:
             found += kind.count(reshard=True).where_any(_scaled(gathered, self._gatherings))
         return Term(name=UNSHARDED_PARAMETERS, expressions=tuple(found))
 
-    @property
+    @cached_property
     def _gathered(self) -> list[Expression]:
         """A layer of each kind."""
         return [self._bytes(kind.unit.parameters, self._compute_width, self._padded) for kind in self.kinds]
@@ -396,10 +405,12 @@ class Peaks:
 
     def _bytes(self, parameters: Iterable[Source], width: Width, elements: Elements) -> Expression:
         """Bytes of parameters on a rank, by the placements that their first readings choose."""
+        return self._summed(self._rest(parameters, width), elements)
+
+    def _summed(self, resting: Mapping[Resting, int], elements: Elements) -> Expression:
+        """The same of so many parameters that rest so."""
         constant, vectors = 0.0, dict[str, list[float]]()
-        for (name, shape, wide), number in Counter(
-            (*self._rest(source), width(source)) for source in parameters
-        ).items():
+        for (name, shape, wide), number in resting.items():
             if not wide:
                 continue
             if name is None:
@@ -411,10 +422,17 @@ class Peaks:
                 vector[i] += number * wide * elements(local_shape(shape, strategy.operands[0], self.mesh.tp))
         return Expression(constant=constant, terms=tuple((name, tuple(v)) for name, v in vectors.items()))
 
-    def _rest(self, source: Source) -> tuple[str | None, tuple[int, ...]]:
-        """Who decides how a parameter rests, None where nothing reads it, and its whole shape."""
+    def _rest(self, parameters: Iterable[Source], width: Width) -> Mapping[Resting, int]:
+        """How many of the parameters rest alike and are as wide. A width is one of the methods above."""
+        parameters = tuple(parameters)
+        labels = tuple(source.label for source in parameters)
+        key = "rest", width.__name__, self.precision, self.optimizer, labels
+        found: Mapping[Resting, int] = self.once(key, lambda: Counter(self._resting(s, width) for s in parameters))
+        return found
+
+    def _resting(self, source: Source, width: Width) -> Resting:
         readings, shape = self.space.readings[source.label], self.space.graph.values[source.result].shape
-        return (self.space.classes[readings[0].name] if readings else None), shape
+        return (self.space.classes[readings[0].name] if readings else None), shape, width(source)
 
 
 #: how much runs again

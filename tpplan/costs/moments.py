@@ -94,7 +94,7 @@ class Moments:
     ) -> Stretch:
         """Of nodes by position, ascending, and what is kept of them. Gradients of `parameters` count when they are
         there; `is_repeated` where the nodes may run again in backward."""
-        read = [entry for entry in self._last_reads() if entry[1] in parameters]
+        read = list(self._last_reads(parameters))
         waits = [wait for wait in self._waits if wait[0] <= positions[-1] and wait[1] >= positions[0]]
         temporary = self._temporary(positions)
         if len(positions) > MANY_NODES:
@@ -178,13 +178,13 @@ class Moments:
         found: _Sum,
         i: float,
         waits: Iterable[tuple[int, int, str]],
-        read: Iterable[tuple[int, str, str, Vector]],
+        read: Iterable[tuple[int, str, Vector]],
     ) -> None:
         """Gradients that are there, beside those of results at i, when all after i have gone back."""
         for maker, last, value in waits:
             if maker < i < last:
                 found.add(*self._bytes_of(value))
-        for last, _, name, vector in read:
+        for last, name, vector in read:
             if last > i:
                 found.add(name, vector)
 
@@ -194,16 +194,16 @@ class Moments:
             if self.space.graph.values[name].carries_gradient and (readers := self._readers(name)):
                 yield self.position[maker], max(readers), name
 
-    def _last_reads(self) -> Iterator[tuple[int, str, str, Vector]]:
-        """(position of its last reader, label, who decides how it rests, a rank's bytes of its gradient)."""
+    def _last_reads(self, parameters: Collection[str]) -> Iterator[tuple[int, str, Vector]]:
+        """(position of its last reader, who decides how it rests, a rank's bytes of its gradient) of parameters."""
         for label, readings in self.space.readings.items():
-            if readings and readings[0].parameter.trainable:
+            if label in parameters and readings and readings[0].parameter.trainable:
                 value = self.space.graph.values[readings[0].parameter.result]
                 name = self.space.classes[readings[0].name]
                 vector = tuple(
                     float(local_bytes(value, s.operands[0], self.space.tp)) for s in self.space.strategies[name]
                 )
-                yield max(self.position[reading.op.name] for reading in readings), label, name, vector
+                yield max(self.position[reading.op.name] for reading in readings), name, vector
 
     def _readers(self, value: str) -> list[int]:
         return [self.position[reader.name] for reader in self.space.graph.consumers.get(value, ())]
@@ -258,12 +258,19 @@ class Moments:
         return tuple(forward), tuple(backward)
 
 
-def undominated(expressions: Iterable[Expression]) -> tuple[Expression, ...]:
-    """Those of which the largest is the largest of all, whatever is chosen."""
+def undominated(expressions: Iterable[Expression], known: Sequence[Expression] = ()) -> tuple[Expression, ...]:
+    """Those of which the largest is the largest of all, whatever is chosen. `known` are some of them as this gave them,
+    which need not be held against each other again."""
+    numbers = {id(expression): number for number, expression in enumerate(known)}
     found: list[Expression] = []
+    rivals: list[tuple[_Rival, bool]] = []
     for expression in sorted(dict.fromkeys(expressions), key=_most, reverse=True):
-        if not any(_exceeds(other, expression) for other in found[:RIVALS]):
-            found.append(expression)
+        is_known = id(expression) in numbers
+        if any(not (is_known and was_held) and rival.exceeds(expression) for rival, was_held in rivals):
+            continue
+        found.append(expression)
+        if len(rivals) < RIVALS:
+            rivals.append((_Rival(expression), numbers.get(id(expression), RIVALS) < RIVALS))
     return tuple(found)
 
 
@@ -272,10 +279,21 @@ def _most(expression: Expression) -> tuple[float, float]:
     return expression.constant + sum(max(vector) for _, vector in expression.terms), middle
 
 
-def _exceeds(larger: Expression, smaller: Expression) -> bool:
-    """Whether one is at least the other, node by node."""
-    lead, ours = smaller.constant - larger.constant, dict(larger.terms)
-    for name, vector in smaller.terms:
-        own = ours.pop(name, None)
-        lead += max(vector) if own is None else max(map(sub, vector, own))
-    return lead - sum(min(vector) for vector in ours.values()) <= 0
+class _Rival:
+    """An expression that many are held against, with the least that each of its nodes gives."""
+
+    def __init__(self, expression: Expression) -> None:
+        self.constant = expression.constant
+        self.rows = {name: (vector, min(vector)) for name, vector in expression.terms}
+
+    def exceeds(self, smaller: Expression) -> bool:
+        """Whether this is at least the other, node by node."""
+        lead, shared = smaller.constant - self.constant, set[str]()
+        for name, vector in smaller.terms:
+            row = None if name in shared else self.rows.get(name)
+            if row is None:
+                lead += max(vector)
+            else:
+                lead += max(map(sub, vector, row[0]))
+                shared.add(name)
+        return lead - sum(least for name, (_, least) in self.rows.items() if name not in shared) <= 0
