@@ -1,7 +1,7 @@
 """From a solved formulation to a Plan: every block expanded, priced again from scratch, then written by patterns."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -21,7 +21,7 @@ from tpplan.formulate import (
     TP_REDUCTION,
     Formulation,
 )
-from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, RepeatedBlock, Source, within
+from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, RepeatedBlock, Source, enclosing, within
 from tpplan.layout import Conversion, Layout, R, local_shape
 from tpplan.mesh import Axis
 from tpplan.patterns import ROOT, format_ranges
@@ -436,8 +436,8 @@ def by_pattern(graph: ModelGraph, table: Mapping[str, T], rename: Rename[T], abs
         rows = dict(entries)
         if absent is not None:  # siblings of another kind have no such module
             rows |= {i: absent for i in siblings if i not in entries and _numbered(pattern, i) in ran}
-        common = max(rows.values(), key=lambda entry: sum(entry == other for other in rows.values()))
-        if len(rows) < len(siblings) or sum(common == entry for entry in rows.values()) < 2:
+        common, number = _commonest(rows.values())
+        if len(rows) < len(siblings) or number < 2:
             continue
         found[pattern] = common
         for i, entry in rows.items():
@@ -446,6 +446,19 @@ def by_pattern(graph: ModelGraph, table: Mapping[str, T], rename: Rename[T], abs
             if entry != common:
                 found[name] = rename(entry, partial(_numbered, index=i))
     return found
+
+
+def _commonest(entries: Iterable[T]) -> tuple[T, int]:
+    """The entry that most are equal to, the first of several such, and how many those are."""
+    found: list[T] = []
+    counts: list[int] = []
+    for entry in entries:
+        if entry in found:
+            counts[found.index(entry)] += 1
+        else:
+            found.append(entry)
+            counts.append(1)
+    return found[counts.index(max(counts))], max(counts)
 
 
 def rename_parameter(plan: ParameterPlan, rename: Callable[[str], str]) -> ParameterPlan:
@@ -458,11 +471,16 @@ def rename_parameter(plan: ParameterPlan, rename: Callable[[str], str]) -> Param
 
 
 def _block_of(graph: ModelGraph, name: str) -> tuple[RepeatedBlock, int] | None:
-    for block in graph.blocks:
-        for index, module in zip(block.indices, block.names, strict=True):
-            if within(name, module):
-                return block, index
-    return None
+    """The block that a name is within, and its index there. Blocks are outermost: none is within another."""
+    places = graph.once(_block_of, lambda: _places(graph))
+    return next((places[module] for module in enclosing(name) if module in places), None)
+
+
+def _places(graph: ModelGraph) -> dict[str, tuple[RepeatedBlock, int]]:
+    """The same for each of a block's own modules."""
+    return {
+        name: (block, index) for block in graph.blocks for index, name in zip(block.indices, block.names, strict=True)
+    }
 
 
 def _numbered(pattern: str, index: int) -> str:

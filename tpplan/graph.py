@@ -236,7 +236,7 @@ class ModelGraph:
 
     def to_json(self) -> str:
         """The graph as JSON with sorted keys, without the questions; the fingerprint is taken over it."""
-        return json.dumps(_as_data(replace(self, questions=())), sort_keys=True, default=str)
+        return json.dumps(replace(self, questions=()), sort_keys=True, default=_as_data)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -245,13 +245,9 @@ class ModelGraph:
 
 
 def _as_data(value: object) -> object:
-    """Dataclasses as dicts of their fields, all the way down; what else there is as it is."""
-    if isinstance(value, tuple):
-        return [_as_data(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _as_data(item) for key, item in value.items()}
+    """What JSON does not know: a dataclass as a dict of its fields, anything else as it is written."""
     names = getattr(type(value), "__dataclass_fields__", ())  # what dataclasses.fields looks up, and takes longer
-    return {name: _as_data(getattr(value, name)) for name in names} if names else value
+    return {name: getattr(value, name) for name in names} if names else str(value)
 
 
 def references(argument: object) -> Iterator[str]:

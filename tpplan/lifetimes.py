@@ -175,5 +175,11 @@ class Lifetimes:
         return self.executor.execute(Call.of(self.space.graph, op), self.strategy(op.name), self.space.tp)
 
 
+def lifetimes_of(formulation: Formulation, modes: Mapping[str, Recompute]) -> Lifetimes:
+    """Those of a formulation, found once for all who ask with the same modules, in the same order."""
+    key = Lifetimes, tuple(modes.items())
+    return formulation.priced.once(key, lambda: Lifetimes(formulation, modes))
+
+
 def _keeps(execution: Execution) -> bool:
     return bool(execution.saves or execution.saves_results or execution.saved_bytes)

@@ -13,7 +13,7 @@ from tpplan.costs.moves import backward_move, forward_move
 from tpplan.formulate import BUCKET_BYTES, Formulation
 from tpplan.graph import Boundary, Op, Source, SourceKind
 from tpplan.ledger import BUFFERS, GRADIENTS, PARAMETERS, STATES, TRANSIENTS, Ledger, Peak, Piece
-from tpplan.lifetimes import Lifetimes, Run, Storage
+from tpplan.lifetimes import Lifetimes, Run, Storage, lifetimes_of
 from tpplan.plan import Pass, Recompute
 from tpplan.shards import Shards
 from tpplan.space import is_summand, reading_name
@@ -23,12 +23,12 @@ from tpplan.weights import Weights
 def peak_of(formulation: Formulation, modes: Mapping[str, Recompute]) -> Peak:
     """The peak of a step on one rank, where every decision has one strategy left; `modes` are the modules that are
     recomputed."""
-    return _Replay(formulation, Lifetimes(formulation, modes)).peak()
+    return _Replay(formulation, lifetimes_of(formulation, modes)).peak()
 
 
 def kept_bytes(formulation: Formulation, modes: Mapping[str, Recompute]) -> float:
     """What there is of activations between a micro-batch's forward and its backward."""
-    replay = _Replay(formulation, Lifetimes(formulation, modes))
+    replay = _Replay(formulation, lifetimes_of(formulation, modes))
     replay.forward(range(len(replay.nodes)), None)
     return replay.ledger.live[SAVED]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tpplan.costs.table import Transfer
 from tpplan.formulate import Formulation
 from tpplan.graph import Boundary, Op
-from tpplan.lifetimes import Lifetimes, Run
+from tpplan.lifetimes import Lifetimes, Run, lifetimes_of
 from tpplan.plan import Pass, Recompute
 from tpplan.profile import Estimate
 
@@ -30,7 +30,7 @@ class Rerun:
 
 def rerun(formulation: Formulation, modes: Mapping[str, Recompute]) -> Rerun:
     """The effect of recomputing these modules, where every decision has one strategy left."""
-    lifetimes = Lifetimes(formulation, modes)
+    lifetimes = lifetimes_of(formulation, modes)
     readings = _readings_by_op(formulation)
     calls = [list(_repeated(lifetimes, readings, run)) for run in lifetimes.runs]
     names = [name for call in calls for name in call]

@@ -199,10 +199,11 @@ class _Checker:
                 self.possible[result] = tuple(dict.fromkeys(strategy.results[i] for strategy in kept))
 
     def _op(self, op: Op) -> tuple[Strategy, ...] | str:
+        is_random = draws(Call.of(self.graph, op))
         allowed = [
             s
             for s in call_strategies(Call.of(self.graph, op, self.extra), self.tp)
-            if self._fits_the_loss(op, s) and self._draws_in_step(op, s)
+            if self._fits_the_loss(op, s) and (not is_random or self._draws_in_step(op, s))
         ]
         read = [self._read(op, name) for name in op.operands]
         fitting = tuple(s for s in allowed if _is_one_of(s, read) and _reads_alike(s, op.operands))
@@ -226,8 +227,7 @@ class _Checker:
 
     def _draws_in_step(self, op: Op, strategy: Strategy) -> bool:
         """What is dropped at random is slices in the modules that the plan says, and whole or summands in others."""
-        is_sliced = any(layout.dim is not None for layout in strategy.operands)
-        return not draws(Call.of(self.graph, op)) or is_sliced == (op.module in self.draws)
+        return any(layout.dim is not None for layout in strategy.operands) == (op.module in self.draws)
 
     def _read(self, op: Op, name: str) -> tuple[Layout, ...]:
         source = self.parameters.get(name)

@@ -10,7 +10,8 @@ made inside is the layer's own. What is neither is there whatever is chosen.
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import chain
 
 from tpplan.costs.compute import Execution, Executor, MemoryBound, whole_strategy
 from tpplan.costs.memory import (
@@ -32,8 +33,8 @@ from tpplan.problem import Expression, Term
 from tpplan.rules import Call
 from tpplan.space import Decider, Reading, Space
 
-#: bytes of like tensors: expressions whose maximum one of them takes, and a key that equals where they do
-Key = tuple[object, ...]
+#: bytes of like tensors: expressions whose maximum one of them takes, and a number that equals where they do
+Key = int
 Bytes = tuple[Expression, ...]
 
 
@@ -140,9 +141,11 @@ class Holding:
     wanted: tuple[str, ...]
     owner: str | None
     is_there: bool
-    #: whether anything wants it, whether a layer is given it, the position that makes it, and Owned.until
+    #: whether anything wants it, whether a layer is given it, the layer that a boundary makes it in, the position that
+    #: makes it, and Owned.until
     is_needed: bool
     is_given: bool
+    crossed_in: str | None
     made: int
     until: float
 
@@ -158,7 +161,7 @@ class _Ledger:
         self.sizes: dict[Key, Bytes] = {}
         self._unit_of: dict[str, str | None] = {}
         self._holding: dict[str, bool] = {}
-        self._are_sums: dict[str, tuple[bool, ...]] = {}
+        self._numbers: dict[object, Key] = {}
         self._position = {node.name: i for i, node in enumerate(space.graph.nodes)}
         self._places: dict[str, list[int]] = {}
         for i, node in enumerate(space.graph.nodes):
@@ -172,13 +175,13 @@ class _Ledger:
         remade = {unit: {mode: Counter[Key]() for mode in Recompute} for unit in self.units}
         extras = list(self._extras())
         for mode in Recompute:
-            held = ((owner, entry, self._keeps(member, mode)) for owner, entry, member in extras)
-            for owner, entry, is_there in (*self._segments(mode), *held):
+            held = ((owner, key, place, place, self._keeps(name, mode)) for owner, key, place, name in extras)
+            for owner, key, maker, until, is_there in chain(self._segments(mode), held):
                 if owner is not None:
-                    (kept if is_there else remade)[owner][mode][entry.key] += 1
+                    (kept if is_there else remade)[owner][mode][key] += 1
                 # What leaves a layer is there whatever the layer does.
                 if mode is Recompute.NONE:
-                    (outside if owner is None else own[owner]).append(entry)
+                    (outside if owner is None else own[owner]).append(Owned(key=key, maker=maker, until=until))
         again = self._again()
         return Activations(
             outside=tuple(outside),
@@ -210,25 +213,39 @@ class _Ledger:
         unit = self.unit_of(decider)
         return None if isinstance(decider, Boundary) and decider.module == unit else unit
 
-    def _segments(self, mode: Recompute) -> Iterator[tuple[str | None, Owned, bool]]:
-        """(owner, storage, whether it is there all the time) of every storage that is kept under a mode."""
-        space = self.space
-        key = Holding, mode, self.units, id(space.graph)
-        segments, holdings = self.executor.once(key, space.graph, lambda: self._holdings(mode))
+    def _segments(self, mode: Recompute) -> Iterator[tuple[str | None, Key, int, float, bool]]:
+        """(owner, key, position of the maker, Owned.until, whether it is there all the time) of every storage that is
+        kept under a mode. What depends on classes alone is found once for those of like layers."""
+        graph, classes = self.space.graph, self.space.classes
+        memo_key = Holding, mode, self.units, id(graph)
+        segments, holdings = self.executor.once(memo_key, graph, lambda: self._holdings(mode))
+        known: dict[object, tuple[Key, tuple[Key, Key] | None]] = {}
         for held in holdings:
-            segment, maker = held.segment, space.deciders[held.segment.maker]
-            readers = tuple(sorted({space.classes[name] for name in held.wanted}))
-            key_of_it = (space.classes[segment.maker], segment.position, segment.is_kept or readers)
-            if key_of_it not in self.sizes:
-                self.sizes[key_of_it] = kept_expressions(space, segments, segment)
-            parts = None if held.is_given else self._sums_held(maker, key_of_it)
+            segment = held.segment
+            maker, may_be_sum = classes[segment.maker], held.crossed_in is not None and not held.is_given
+            readers = None if segment.is_kept else tuple(classes[name] for name in held.wanted)
+            form = maker, segment.position, readers, may_be_sum
+            if form not in known:
+                key = self._key_of(segments, segment, readers)
+                known[form] = key, self._sums_held(maker, key) if may_be_sum else None
+            key, parts = known[form]
             until = min(segment.until, held.made) if parts is not None else held.until
-            entry = Owned(key=key_of_it, maker=held.made, until=until)
             if parts is not None and mode is Recompute.SELECTIVE and (held.owner is not None or not held.is_needed):
-                yield held.owner or self.unit_of(maker), replace(entry, key=parts[0]), True
-                entry = replace(entry, key=parts[1])
+                yield held.owner or held.crossed_in, parts[0], held.made, until, True
+                key = parts[1]
             if held.is_needed:
-                yield held.owner, entry, held.is_there
+                yield held.owner, key, held.made, until, held.is_there
+
+    def _key_of(self, segments: dict[str, Segment], segment: Segment, readers: tuple[str, ...] | None) -> Key:
+        """Of what is kept of a storage: all, or what these classes of boundaries read of it."""
+        what = self.space.classes[segment.maker], segment.position, readers and tuple(sorted(set(readers)))
+        key = self._number(what)
+        if key not in self.sizes:
+            self.sizes[key] = kept_expressions(self.space, segments, segment)
+        return key
+
+    def _number(self, what: object) -> Key:
+        return self._numbers.setdefault(what, len(self._numbers))
 
     def _holdings(self, mode: Recompute) -> tuple[dict[str, Segment], list[Holding]]:
         """Every storage that is kept under a mode, whatever its layout, or that selective recomputation may hold."""
@@ -243,8 +260,8 @@ class _Ledger:
             wanted = tuple(name for name in segment.exits if is_wanted(segments, name))
             is_needed = segment.is_kept or bool(wanted)
             maker = space.deciders[segment.maker]
-            is_sum = isinstance(maker, Boundary) and mode is Recompute.SELECTIVE and self.unit_of(maker) is not None
-            if not is_needed and not is_sum:
+            crossed_in = self.unit_of(maker) if isinstance(maker, Boundary) else None
+            if not is_needed and (crossed_in is None or mode is not Recompute.SELECTIVE):
                 continue
             made, until = self._position[segment.maker], segment.until
             owner, is_there = self._entered(maker) or self._enters(segments, segment), True
@@ -265,6 +282,7 @@ class _Ledger:
                     is_there=is_there,
                     is_needed=is_needed,
                     is_given=is_given,
+                    crossed_in=crossed_in,
                     made=made,
                     until=until,
                 )
@@ -298,19 +316,14 @@ class _Ledger:
             self._holding[representative] = any(not isinstance(kernel, MemoryBound) for kernel in kernels)
         return self._holding[representative]
 
-    def _sums_held(self, maker: Decider, key: Key) -> tuple[Key, Key] | None:
-        """Keys of what selective recomputation holds of a boundary's result, sums over ranks and what moves as much,
-        and of what it does not; None where it holds nothing. `key` is that of all."""
-        if not isinstance(maker, Boundary) or self.unit_of(maker) is None:
-            return None
-        name = self.space.classes[maker.name]
-        if name not in self._are_sums:
-            conversions = (Conversion(s.operands[0], s.results[0]) for s in self.space.strategies[name])
-            self._are_sums[name] = tuple(not HELD_STEPS.isdisjoint(conversion.forward) for conversion in conversions)
-        is_held = self._are_sums[name]
+    def _sums_held(self, name: str, key: Key) -> tuple[Key, Key] | None:
+        """Keys of what selective recomputation holds of the results of a class of boundaries, sums over ranks and what
+        moves as much, and of what it does not; None where it holds nothing. `key` is that of all."""
+        conversions = (Conversion(s.operands[0], s.results[0]) for s in self.space.strategies[name])
+        is_held = tuple(not HELD_STEPS.isdisjoint(conversion.forward) for conversion in conversions)
         if not any(is_held):
             return None
-        held, rest = ("held", *key), ("not held", *key)
+        held, rest = self._number(("held", key)), self._number(("not held", key))
         if held not in self.sizes:
             (whole,) = self.sizes[key]
             ((_, vector),) = whole.terms
@@ -323,17 +336,17 @@ class _Ledger:
         """Whether what an op keeps for itself is there all the time."""
         return mode is Recompute.NONE or (isinstance(self.space.deciders[name], Op) and self._holds(name, mode))
 
-    def _extras(self) -> Iterator[tuple[str | None, Owned, str]]:
-        """(owner, storage, decision) of tensors that are neither operands nor results, and of copies of weights."""
+    def _extras(self) -> Iterator[tuple[str | None, Key, int, str]]:
+        """(owner, key, position, decision) of tensors that are no operands or results, and of copies of weights."""
         for name, members in self.space.members.items():
             terms = [*extra_terms(self.space, name, self.executor), *copies_read(self.space, name)]
             for i, term in enumerate(terms):
-                key = ("extra", name, i)
+                key = self._number(("extra", name, i))
                 self.sizes[key] = term.expressions
                 for member in members:
                     own = self.space.deciders[member]
                     place = self._position[own.op.name if isinstance(own, Reading) else own.name]
-                    yield self._around(own), Owned(key=key, maker=place, until=place), member
+                    yield self._around(own), key, place, member
 
     # What runs again
 

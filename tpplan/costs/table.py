@@ -1,6 +1,6 @@
 """Time of every strategy of every decision, forward and backward, as estimates: the numbers the problem is made of."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
@@ -119,6 +119,9 @@ class Work:
         )
 
 
+NO_WORK = Work()
+
+
 def _work(profile: HardwareProfile, kernels: Iterable[Kernel], moved: float) -> Work:
     """Kernels in a row. Of those that only move memory fusion leaves the share `moved`, of their number as well."""
     time, count, errors = ZERO, 0.0, {Matmul: 0.0, Attention: 0.0, MemoryBound: 0.0}
@@ -143,6 +146,8 @@ class Pricing:
     additions: Mapping[str, tuple[float, ...]]
     #: by the id of an execution, which is kept: forward, backward, and what of forward only moves memory
     works: dict[tuple[int, float], tuple[Execution, tuple[Work, Work, Work]]] = field(default_factory=dict)
+    #: of a conversion, by what its time depends on
+    conversions: dict[Hashable, StrategyTime] = field(default_factory=dict)
 
     def works_of(self, execution: Execution, moved: float) -> tuple[Work, Work, Work]:
         """Forward, backward, and what of forward only moves memory."""
@@ -176,7 +181,7 @@ def time_table(
 
 def strategy_times(space: Space, name: str, pricing: Pricing) -> Iterator[StrategyTime]:
     """The times of one decision's strategies, in order."""
-    decider, values, profile = space.deciders[name], space.graph.values, pricing.profile
+    decider, values = space.deciders[name], space.graph.values
     moved, counts = pricing.shares.get(name, 1.0), pricing.additions.get(name, ())
     for strategy in space.strategies[name]:
         if isinstance(decider, Op):
@@ -189,15 +194,18 @@ def strategy_times(space: Space, name: str, pricing: Pricing) -> Iterator[Strate
         else:
             value, layout = values[decider.parameter.result], strategy.operands[0]
             conversion = reading_conversion(strategy)
-        added = _added(pricing, counts, [value], [layout], moved)
-        yield _conversion_time(conversion, value, profile, pricing.group, added)
+        key = conversion, layout, value.shape, value.dtype, value.carries_gradient, counts, moved
+        if key not in pricing.conversions:
+            added = _added(pricing, counts, [value], [layout], moved)
+            pricing.conversions[key] = _conversion_time(conversion, value, pricing.profile, pricing.group, added)
+        yield pricing.conversions[key]
 
 
 def _added(
     pricing: Pricing, counts: Sequence[float], values: Sequence[Value], layouts: Sequence[Layout], moved: float
 ) -> Work:
     """The additions of gradients behind some values; where kernels are fused, an addition only reads what is added."""
-    found = Work()
+    found = NO_WORK
     for count, value, layout in zip(counts, values, layouts, strict=False):
         num_bytes = moved_bytes(value, layout, pricing.group.ranks)
         addition = MemoryBound(num_bytes=round(num_bytes if moved == 1.0 else num_bytes / MOVED))
@@ -250,7 +258,7 @@ def _conversion_time(
 ) -> StrategyTime:
     """Full recomputation repeats what moves forward; selective what moves nothing between ranks, and gathers."""
     if conversion.is_identity:
-        free = added == Work()
+        free = added == NO_WORK
         return (
             FREE
             if free

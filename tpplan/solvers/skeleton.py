@@ -153,9 +153,12 @@ class _Merger:
         while waiting:
             pair = next(iter(waiting))
             del waiting[pair]
-            common = np.intersect1d(*self.links[pair])
+            width = 1 + max(int(side.max(initial=-1)) for side in self.links[pair])
+            offered, accepted = np.zeros(width, bool), np.zeros(width, bool)
+            offered[self.links[pair][0]], accepted[self.links[pair][1]] = True, True
+            common = offered & accepted
             for group, labels in zip(pair, self.links[pair], strict=True):
-                kept = np.isin(labels, common)
+                kept = common[labels]
                 if not kept.all():
                     self._keep(group, kept)
                     waiting.update(dict.fromkeys(other for other in self.links if group in other))
