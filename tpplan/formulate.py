@@ -104,11 +104,15 @@ class Formulation:
     @cached_property
     def problem(self) -> Problem:
         """The problem; nodes are the deciding decisions, splits say how many layers get which treatment."""
+        return replace(self.unlimited, resources=self.peaks.rows())
+
+    @cached_property
+    def unlimited(self) -> Problem:
+        """The problem without its resources."""
         return Problem(
             nodes=self.priced.nodes(),
             edges=self.priced.edges(),
             objective=tuple(self._objective()),
-            resources=self.peaks.rows(),
             splits=tuple(split for kind in self.kinds for split in kind.numbers.splits),
             shared=self.priced.shared,
         )
@@ -434,9 +438,11 @@ class Formulation:
         """Layers that decide alike and cost alike."""
         found: dict[object, list[Unit]] = {}
         layers, kinship = self.activations.layers, self.priced.once(("kinship", self.setting.units), self._kinship)
+        is_open = self.setting.treatments is None  # then each may get the same
         for unit in self.units:
             if unit.name:
-                found.setdefault((kinship[unit.name], self._treatments(unit)), []).append(unit)
+                key = kinship[unit.name], None if is_open else self._treatments(unit)
+                found.setdefault(key, []).append(unit)
         return tuple(
             Kind(
                 units=tuple(units),

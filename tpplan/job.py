@@ -347,14 +347,14 @@ class Job:
             alone = replace(point, num_gpus=point.tp, shard=1)
             formulation = self.formulate(alone, limit=math.inf, treatment=self.lightest)
             steps = formulation.setting.accumulation_steps
-            problem = formulation.problem
+            problem = formulation.unlimited
             parts = tuple(
                 replace(term, weight=term.weight / steps)
                 for term in problem.objective
                 if term.name in (COMPUTE, TENSOR_PARALLEL)
             )
             try:
-                self.floors[key] = self.solver_of(replace(problem, objective=parts, resources=())).bound or 0.0
+                self.floors[key] = self.solver_of(replace(problem, objective=parts)).bound or 0.0
             except SolverError:
                 if self.time_limit_s is None:
                     raise
@@ -374,13 +374,16 @@ class Job:
             problem, solver=self.solver, time_limit_s=self.time_limit_s, cutoff=cutoff, is_relaxed=is_relaxed
         )
 
-    def light(self, point: Point) -> Candidate | float:
+    def light(self, point: Point, *, cutoff: float = math.inf) -> Candidate | float:
         """The optimum of a point with the lightest treatment for every layer where that fits, which then nothing is
-        faster than; else a bound: what it takes without a limit."""
+        faster than; else a bound: what it takes without a limit. Above the cutoff the bound is enough."""
         formulation = self.formulate(point, treatment=self.lightest)
-        problem = formulation.problem
-        found = self.solver_of(replace(problem, resources=()))
-        is_fitting = found.choice is not None and problem.is_feasible(found.choice, tolerance=LIMIT_TOLERANCE)
+        found = self.solver_of(formulation.unlimited, cutoff=cutoff)
+        if found.bound is not None and found.bound > cutoff:
+            return found.bound
+        is_fitting = found.choice is not None and formulation.problem.is_feasible(
+            found.choice, tolerance=LIMIT_TOLERANCE
+        )
         if is_fitting or found.bound is None:
             return Candidate(point=point, formulation=formulation, solution=found)
         return found.bound

@@ -198,7 +198,7 @@ def _looked_at(job: Job, point: Point, stage: Stage, ceiling: float) -> Candidat
     """A point's optimum, or a bound on it."""
     match stage:
         case Stage.LIGHT:
-            return job.light(point)
+            return job.light(point, cutoff=ceiling)
         case Stage.RELAXED:
             return job.full(point, is_relaxed=True)
         case Stage.FULL:
