@@ -168,9 +168,7 @@ class Peaks:
         yield from self._gathered_throughout()
         if self.uses_fsdp:
             yield self._gathered_for_a_while()
-        found = [moment for family in families for moment in self._moments_in(family, self._growing(family))]
-        first = self.activations.within(families[0].unit.name, self._growing(families[0]))
-        yield Term(name=TRANSIENTS, expressions=undominated(found, first.moments))
+        yield Term(name=TRANSIENTS, expressions=self._moments_in([(f.unit, self._growing(f)) for f in families]))
         remade = [expression for family in families for expression in self._made_again(family)]
         yield Term(name=SAVED, expressions=(Expression(), *remade))
         behind = [part for family in self._followers(families) for part in self._behind(family, families)]
@@ -192,8 +190,7 @@ class Peaks:
         yield from self._kept_by_layers(self._earlier[:-1])
         yield Term(name=SAVED, expressions=undominated(self._wholes(family)))
         growing = self._growing(family) if self.uses_fsdp else frozenset[str]()
-        known = self.activations.within(family.unit.name, growing).moments
-        yield Term(name=TRANSIENTS, expressions=undominated(self._moments_in(family, growing), known))
+        yield Term(name=TRANSIENTS, expressions=self._moments_in([(family.unit, growing)]))
 
     def _after_the_layers(self) -> Iterator[Term]:
         yield from self.activations.kept_outside(before=self.activations.first)
@@ -224,14 +221,20 @@ class Peaks:
 
     # One layer
 
-    def _moments_in(self, family: Family, growing: frozenset[str]) -> list[Expression]:
-        """Beside what it keeps and makes again; at the end FSDP reduces its gradients, and its parameters are gone."""
-        stretch = self.activations.within(family.unit.name, growing)
-        found = list(stretch.moments)
-        if self.uses_fsdp:
-            gathered = _scaled(self._bytes(family.unit.parameters, self._compute_width, self._padded), -1.0)
-            found.append(merged(_sum(stretch.after, self._reducing(family.unit), gathered)))
-        return found
+    def _moments_in(self, layers: Sequence[tuple[Unit, frozenset[str]]]) -> tuple[Expression, ...]:
+        """Beside what each layer keeps and makes again; at its end FSDP reduces its gradients, and its parameters are
+        gone. With it the parameters whose gradients count as soon as they are there."""
+        key = "moments", id(self.activations), tuple((unit.name, growing) for unit, growing in layers)
+        stretches = [self.activations.within(unit.name, growing) for unit, growing in layers]
+        every = (moment for stretch in stretches for moment in stretch.moments)
+        known: tuple[Expression, ...] = self.once(key, lambda: undominated(every))
+        if not self.uses_fsdp:
+            return known
+        ends = []
+        for (unit, _), stretch in zip(layers, stretches, strict=True):
+            gathered = _scaled(self._bytes(unit.parameters, self._compute_width, self._padded), -1.0)
+            ends.append(merged(_sum(stretch.after, self._reducing(unit), gathered)))
+        return undominated([*known, *ends], known)
 
     def _made_again(self, family: Family) -> Iterator[Expression]:
         """Of the least recomputed of its layers, or of one that is more so."""

@@ -121,11 +121,17 @@ class Moments:
 
     # Forward
 
-    def _temporary(self, positions: Sequence[int]) -> list[Segment]:
-        """Storages that are there while something reads them, and that no sum of what is kept has in full."""
+    def _temporary(self, positions: Sequence[int]) -> list[tuple[int, int, str, Vector]]:
+        """(maker, last reader, who decides, a rank's bytes) of storages that are there while something reads them, and
+        that no sum of what is kept has in full."""
         first, last = positions[0], positions[-1]
         return [
-            segment
+            (
+                self.position[segment.maker],
+                segment.last_reader,
+                self.space.classes[segment.maker],
+                own_bytes(self.space, segment),
+            )
             for segment in self.segments.values()
             if not segment.is_kept
             and (not segment.is_wanted or isinstance(self.space.deciders[segment.maker], Op))
@@ -133,11 +139,11 @@ class Moments:
             and segment.last_reader >= first
         ]
 
-    def _while_running(self, i: int, temporary: Iterable[Segment]) -> _Sum:
+    def _while_running(self, i: int, temporary: Iterable[tuple[int, int, str, Vector]]) -> _Sum:
         found = _Sum()
-        for segment in temporary:
-            if self.position[segment.maker] <= i <= segment.last_reader:
-                found.add(self.space.classes[segment.maker], own_bytes(self.space, segment))
+        for maker, last, name, num_bytes in temporary:
+            if maker <= i <= last:
+                found.add(name, num_bytes)
         found.add(self.space.classes[self.nodes[i].name], self._vector("forward", self.nodes[i]))
         return found
 
