@@ -62,7 +62,7 @@ def convert(x: Tensor, conversion: Conversion, group: ProcessGroup) -> Tensor:
 class Converter:
     """A conversion made ready for one process group. `where` opens the error messages: module, direction, path."""
 
-    __slots__ = ("_backward", "_forward", "conversion", "group", "where")
+    __slots__ = ("_backward", "_forward", "_has_dims", "_is_nothing", "conversion", "group", "where")
 
     def __init__(self, conversion: Conversion, group: TpGroup, *, where: str) -> None:
         if ROWS in (conversion.source, conversion.target):
@@ -72,12 +72,15 @@ class Converter:
         self.where = where
         self._forward = next(iter(conversion.forward), Step.NONE)
         self._backward = next(iter(conversion.backward), Step.NONE)
+        self._is_nothing = group.size == 1 or conversion.is_identity
+        self._has_dims = conversion.source.dim is not None or conversion.target.dim is not None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The converted tensor, differentiable where x needs a gradient."""
-        if self.group.size == 1 or self.conversion.is_identity:
+        if self._is_nothing:
             return x
-        self._check(x)
+        if self._has_dims:
+            self._check(x)
         if x.requires_grad and torch.is_grad_enabled():
             converted: Tensor = _Converted.apply(x, self)  # type: ignore[no-untyped-call]
             return converted

@@ -66,8 +66,11 @@ def running_rewriters() -> tuple[Rewriter, ...]:
 def _left_alone(function: F, whose: _LeftAlone) -> F:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _leaving_alone(whose):
+        _running.append(whose)  # as _leaving_alone does, at a third of what a generator costs
+        try:
             return function(*args, **kwargs)
+        finally:
+            _running.pop()
 
     return cast(F, run)
 
