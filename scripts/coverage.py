@@ -52,7 +52,8 @@ from coverage_models import (
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.apply import apply_plan, plan_name
+from tpplan.apply import apply_plan
+from tpplan.fitting import plan_name
 from tpplan.graph import ModelGraph
 from tpplan.layout import Conversion, Layout, LayoutKind, S, fits
 from tpplan.options import Cluster

@@ -35,7 +35,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from tpplan.apply import apply_plan, plan_name
+from tpplan.apply import apply_plan
+from tpplan.fitting import plan_name
 from tpplan.options import Cluster
 from tpplan.plan import Plan
 from tpplan.planner import solve

@@ -28,8 +28,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from tpplan.apply import apply_plan, no_sync, plan_name
+from tpplan.apply import apply_plan, no_sync
 from tpplan.errors import PlanError, PlanMismatchError, UsageError
+from tpplan.fitting import plan_name
 from tpplan.layout import Conversion, R, S
 from tpplan.mesh import Mesh
 from tpplan.plan import BoundaryPlan, CrossingPlan, Plan, Precision, Recompute

@@ -125,8 +125,8 @@ def test_the_constraint_is_never_below_the_peak(monkeypatch: pytest.MonkeyPatch)
     """On layouts as they come, with little and with much beside the parameters."""
     seen: list[tuple[float, float]] = []
 
-    def noting(formulation: Formulation, modes: Mapping[str, Recompute]) -> Peak:
-        peak = replay.peak_of(formulation, modes)
+    def noting(formulation: Formulation, modes: Mapping[str, Recompute], **options: bool) -> Peak:
+        peak = replay.peak_of(formulation, modes, **options)
         choice = dict.fromkeys(formulation.space.deciders, 0)
         seen.append((max(total(r.terms, choice) for r in formulation.problem.resources), peak.num_bytes))
         return peak

@@ -256,9 +256,9 @@ def kept_bytes(tracker: Any, name: str, plan: Plan) -> int:
 def test_what_is_freed_is_what_torch_frees(mlp: Plan, mode: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[float] = []
 
-    def noting(formulation: Formulation, modes: Mapping[str, Recompute]) -> Peak:
+    def noting(formulation: Formulation, modes: Mapping[str, Recompute], **options: bool) -> Peak:
         kept.append(replay.kept_bytes(formulation, modes))
-        return replay.peak_of(formulation, modes)
+        return replay.peak_of(formulation, modes, **options)
 
     monkeypatch.setattr(assemble, "peak_of", noting)
     again = recomputing(mlp, mode)

@@ -102,9 +102,9 @@ def tensors_alive() -> list[Tensor]:
 def test_what_is_kept_is_counted(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[float] = []
 
-    def noting(formulation: Formulation, modes: Mapping[str, Recompute]) -> Peak:
+    def noting(formulation: Formulation, modes: Mapping[str, Recompute], **options: bool) -> Peak:
         found.append(replay.kept_bytes(formulation, modes))
-        return replay.peak_of(formulation, modes)
+        return replay.peak_of(formulation, modes, **options)
 
     monkeypatch.setattr(assemble, "peak_of", noting)
     solved(mode)

@@ -1,7 +1,12 @@
 """Parameters that FSDP and DTensor leave alone, on real ranks against one process: those without dims, and all of a
 model whose code would miss them if others took their place."""
 
+import contextlib
+import copy
+import os
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
+from tpplan.applied import mesh_of
 from tpplan.errors import UsageError
+from tpplan.issued import CollectiveLog, differences, listed
 from tpplan.plan import Plan, ProofStatus
+from tpplan.proof import prove_plan
 from tpplan.report import render
+from tpplan.verify import Outcome, verify_plan
 
 DIM, HIDDEN, ROWS = 8, 32, 4
 
@@ -56,6 +65,14 @@ class InClosure(MLP):
         return self.down(self.up(x + self.turned(self.up(x)))).square().mean()
 
 
+class Frozen(InClosure):
+    """A weight that does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.bias.requires_grad_(False)
+
+
 class Clipped(MLP):
     """A gradient is clipped as soon as it is accumulated."""
 
@@ -73,10 +90,14 @@ def batch(seed: int) -> Tensor:
     return torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(seed))
 
 
+def example_inputs(rows: int, _seq_len: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(rows, DIM, generator=torch.Generator().manual_seed(0))}
+
+
 def solve(build: Callable[[], nn.Module], gpus: int, **options: object) -> Plan:
     return tpplan.solve(
         build,
-        lambda rows, seq_len: {"x": batch(0)[:rows]},
+        example_inputs,
         cluster=tpplan.Cluster(gpus=gpus, gpus_per_node=gpus, profile=eager_to_shard()),
         **{"global_batch": ROWS * gpus, "micro_batch": ROWS, "seq_len": 1, "precision": "fp32", **options},  # type: ignore[arg-type]
     )
@@ -140,6 +161,83 @@ def test_parameters_without_dims_are_read_in_the_dtype_of_the_others() -> None:
     for loss, dtype, of_gradient in run_ranks(2, forward_of_mixed, plan):
         assert (dtype, of_gradient) == (torch.bfloat16, torch.float32)
         assert loss == pytest.approx(expected, rel=0.05)
+
+
+def issued_otherwise(build: Callable[[], nn.Module], plan: Plan) -> list[str]:
+    """How a step's collectives differ from the plan's list."""
+    model = tpplan.apply_plan(build(), plan)
+    mesh = mesh_of(model)
+    assert mesh is not None
+    log = CollectiveLog(model, mesh)
+    for number in range(plan.batch.accumulation_steps):
+        is_last = number + 1 == plan.batch.accumulation_steps
+        with contextlib.nullcontext() if is_last else tpplan.no_sync(model), log:
+            model(batch(number)).backward()
+    return [str(found) for found in differences(plan, listed(plan), log.issued)]
+
+
+@pytest.mark.parametrize("build", [InClosure, Clipped, Frozen])
+def test_an_untouched_plan_lists_what_is_issued(build: type[nn.Module]) -> None:
+    plan = solve(build, 2, tp=1, all_gpus=True, global_batch=3 * ROWS * 2)
+    assert plan.untouched is not None
+    counts = {row.dtype: row.count for row in plan.collectives}
+    # Hooks run at the end of every backward, and see the mean over ranks.
+    assert counts == dict.fromkeys(("int32", "float32"), 3 if build is Clipped else 1)
+    assert run_ranks(2, issued_otherwise, build, plan) == [[], []]
+    prove_plan(plan, build, example_inputs)
+
+
+MODEL = """
+import torch
+from test_untouched import {0} as build_model, example_inputs
+"""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [InClosure, Clipped])
+def test_an_untouched_plan_is_verified(build: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    file = tmp_path / "model.py"
+    file.write_text(MODEL.format(build.__name__))
+    plan = solve(build, 2, tp=1, all_gpus=True, global_batch=3 * ROWS * 2)
+    for options in ({"ranks": 2}, {"dry": True}):
+        report = verify_plan(plan, str(file), **options)  # type: ignore[arg-type]
+        assert [check for check in report.checks if check.outcome is not Outcome.PASS] == []
+
+
+def train_copy(plan: Plan) -> dict[str, Tensor]:
+    """Gradients of a copy, of a pickled copy, and of the model."""
+    torch.manual_seed(0)
+    model = tpplan.apply_plan(Clipped(), plan)
+    found = {}
+    for twin, label in ((copy.deepcopy(model), "copied"), (pickle.loads(pickle.dumps(model)), "pickled")):
+        twin(batch(dist.get_rank())).backward()
+        found |= {f"{label} {name}": whole(p.grad).clone() for name, p in twin.named_parameters() if p.grad is not None}
+    return found
+
+
+def test_copies_of_an_untouched_model_average_without_its_hooks() -> None:
+    plan = solve(Clipped, 2, tp=1, all_gpus=True)
+    torch.manual_seed(0)
+    reference = copy.deepcopy(Clipped())
+    sum(reference(batch(rank)) for rank in range(2)).div(2).backward()
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    for found in run_ranks(2, train_copy, plan):
+        for label in ("copied", "pickled"):
+            own = {name: found[f"{label} {name}"] for name in expected}
+            assert max(relative_errors(own, expected).values()) < 1e-4
+
+
+def unfreeze(plan: Plan) -> None:
+    model = tpplan.apply_plan(Frozen(), plan)
+    model.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"parameter up\.bias trains, and was frozen"):
+        model(batch(0))
+
+
+def test_what_was_frozen_is_not_trained_unaveraged() -> None:
+    run_ranks(2, unfreeze, solve(Frozen, 2, tp=1, all_gpus=True))
 
 
 @pytest.mark.parametrize("build", [InClosure, Clipped])

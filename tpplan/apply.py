@@ -13,6 +13,8 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -28,15 +30,17 @@ from tpplan.convert import TpGroup
 from tpplan.draws import DrawByRank
 from tpplan.errors import PlanError, PlanMismatchError, TpplanError, UsageError
 from tpplan.fast_path import leave_fast_path
+from tpplan.fitting import check_filled, check_model, module_called, modules_by_name, outermost_by_name, plan_name
 from tpplan.in_step import check_first_step
 from tpplan.localize import Site
 from tpplan.losses import ShardedClasses
 from tpplan.mesh import Axis
 from tpplan.opaque import HOOKS, opaque_class
+from tpplan.originals import Originals
 from tpplan.patched import fold_forwards
 from tpplan.patterns import ROOT
-from tpplan.plan import Plan, Precision, ProofStatus, check_parameters, uses_fsdp
-from tpplan.recompute import check_recomputable, recompute
+from tpplan.plan import Plan, Precision, ProofStatus, uses_fsdp
+from tpplan.recompute import recompute
 from tpplan.reduce import Reducer, Slot
 from tpplan.reentry import leave_reentry
 from tpplan.rewrite import Rewriter, rewrite_calls
@@ -44,8 +48,6 @@ from tpplan.sizes import LocalSizes
 from tpplan.style import module_styles
 from tpplan.subclass import SITE, is_generated
 
-#: what wrappers put into the names of the modules inside them; state_dict leaves them out, and so does a plan
-_WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod")
 #: where the model keeps what averages gradients that FSDP does not
 AVERAGER = "_tpplan_averager"
 _AXES = tuple(str(axis) for axis in (Axis.REPLICATE, Axis.SHARD, Axis.TP))
@@ -72,6 +74,7 @@ def apply_plan(
     ):
         raise UsageError("the model is sharded already: apply a plan once, to a plain model")
     loaded = _agreed_plan(model, plan)
+    originals = Originals(model)
     if loaded.proof.status is ProofStatus.UNPROVEN and dist.get_rank() == 0:
         warnings.warn("the plan is unproven: nothing says that it computes the same as the model", stacklevel=2)
     device_type = mesh.device_type if mesh is not None else _device_type(model)
@@ -88,16 +91,17 @@ def apply_plan(
     _keep_hooks(model, loaded)
     lay_out(model, loaded, mesh[Axis.TP])
     modules = modules_by_name(model)
-    for module, mode in {_module(modules, name): mode for name, mode in loaded.recomputed_modules().items()}.items():
+    modes = {module_called(modules, name): mode for name, mode in loaded.recomputed_modules().items()}
+    for module, mode in modes.items():
         recompute(module, mode)
     _broadcast_replicas(model, mesh)
     if compile:
-        outermost = _outermost(model)
+        outermost = outermost_by_name(model)
         for name in loaded.layers():
-            _module(outermost, name).compile()
+            module_called(outermost, name).compile()
     _shard_data(model, loaded, mesh)
     keep_mesh(model, mesh)
-    check_first_step(model, mesh)
+    check_first_step(model, mesh, originals)
     return model
 
 
@@ -106,7 +110,7 @@ def lay_out(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     modules = modules_by_name(model)
     rewrite_calls(_rewriters(plan, modules, TpGroup.of(mesh.get_group())))
     for name, style in module_styles(plan).items():
-        style._apply(_module(modules, name), mesh)
+        style._apply(module_called(modules, name), mesh)
     if plan.mesh.tp > 1:
         leave_fast_path(model)
 
@@ -151,34 +155,12 @@ def _rewriters(plan: Plan, modules: dict[str, nn.Module], group: TpGroup) -> dic
     named += [(name, DrawByRank(group.rank)) for name in plan.drawing_modules()]
     found: dict[nn.Module, dict[type, Rewriter]] = {}
     for name, rewriter in named:
-        known = found.setdefault(_module(modules, name), {}).setdefault(type(rewriter), rewriter)
+        known = found.setdefault(module_called(modules, name), {}).setdefault(type(rewriter), rewriter)
         if known != rewriter:
             raise PlanError(
                 f"{name or ROOT} is a module that has another name too, and the plan rewrites it differently"
             )
     return {module: list(rewriters.values()) for module, rewriters in found.items()}
-
-
-def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by the names that a plan uses. Of a checkpoint wrapper and what it wraps, the wrapped one."""
-    return {plan_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
-
-
-def _outermost(model: nn.Module) -> dict[str, nn.Module]:
-    """The same, but of a checkpoint wrapper and what it wraps the wrapper."""
-    named = reversed(list(model.named_modules(remove_duplicate=False)))
-    return {plan_name(name): module for name, module in named}
-
-
-def plan_name(name: str) -> str:
-    """A module's or parameter's name without what wrappers put there."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
-
-
-def _module(modules: dict[str, nn.Module], name: str) -> nn.Module:
-    if name not in modules:
-        raise PlanMismatchError(f"the plan names module {name!r}, which the model does not have")
-    return modules[name]
 
 
 # ---- agreement
@@ -206,62 +188,7 @@ def _check_fits(model: nn.Module, plan: Plan) -> None:
             f"{plan.mesh.num_gpus}, or solve again with --gpus {ranks}"
         )
     check_model(model, plan)
-
-
-def check_model(model: nn.Module, plan: Plan) -> None:
-    """Raises PlanMismatchError, PlanError or UsageError for a model that the plan cannot be applied to."""
-    check_parameters(
-        plan,
-        {
-            plan_name(name): (tuple(parameter.shape), parameter.requires_grad)
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-        },
-    )
-    _check_ties(model, plan)
-    if plan.untouched is not None:
-        _check_plain(model, plan)
-        return
-    modules = modules_by_name(model)
-    for name, style in module_styles(plan).items():
-        style.check(_module(modules, name))
-    for name in (*plan.size_plans(), *plan.sharded_losses(), *plan.drawing_modules(), *plan.opaque_modules()):
-        _module(modules, name)
-    wrapped = {plan_name(name) for name, _ in model.named_modules() if name.endswith(_WRAPPER_NAMES[0])}
-    for name in plan.recomputed_modules():
-        check_recomputable(_module(modules, name), name)
-        if name in wrapped:
-            raise UsageError(
-                f"recompute.{name or ROOT}: it stands in a checkpoint wrapper already: leave that to the plan"
-            )
-    for name in plan.fsdp_units():
-        _module(modules, name)
-
-
-def _check_plain(model: nn.Module, plan: Plan) -> None:
-    """A plan that leaves parameters as they are shards none, and needs them to be there."""
-    if plan.mesh.shard > 1 or plan.precision is Precision.BF16_MIXED:
-        raise PlanError(f"untouched: parameters that stay as they are cannot be sharded or cast ({plan.mesh})")
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise UsageError(
-                f"parameter {name} is on the meta device, and filling it would put another in its place, which the "
-                f"plan must not: {plan.untouched}; build the model on its device"
-            )
-
-
-def _check_ties(model: nn.Module, plan: Plan) -> None:
-    """A weight under two names has one placement and one gradient, in the plan as in the model."""
-    names: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), set()).add(plan_name(name))
-    found = {frozenset(group) for group in names.values()}
-    planned = {frozenset((name, *parameter.aliases)) for name, parameter in plan.parameter_plans().items()}
-    for groups, others, there, here in ((found, planned, "model", "plan"), (planned, found, "plan", "model")):
-        for group in groups - others:
-            if len(group) > 1:
-                raise PlanMismatchError(
-                    f"{', '.join(sorted(group))} are one parameter in the {there} and not in the {here}: tie them alike"
-                )
+    check_filled(model, plan)
 
 
 # ---- the mesh and what lies on it
@@ -356,14 +283,14 @@ def _shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     axes = mesh[Axis.SHARD] if plan.mesh.replicate == 1 else mesh[Axis.REPLICATE, Axis.SHARD]
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = mixed if is_mixed else MixedPrecisionPolicy()
-    outermost = _outermost(model)
+    outermost = outermost_by_name(model)
     scalars = {model.get_parameter(name) for name in _real_names(model, plan.scalars_beside_fsdp())}
     resharded = plan.resharded_units()
     for name in (*(unit for unit in plan.fsdp_units() if unit), ""):
         # The root's parameters are needed again as soon as backward starts.
         reshard = resharded.get(name, False)
         fully_shard(
-            _module(outermost, name),
+            module_called(outermost, name),
             mesh=axes,
             reshard_after_forward=reshard,
             mp_policy=policy,
@@ -371,6 +298,27 @@ def _shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         )
     if scalars:
         _replicate(model, plan, mesh, axes, policy.param_dtype)
+    before = _BeforeForward(tuple(slot for reducer in _reducers(model) for slot in reducer.slots), mesh.device_type)
+    before(model, ())
+    model.register_forward_pre_hook(before, prepend=True)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _BeforeForward:
+    """Runs before FSDP gathers anything. Slots see their parameters at rest. And what autocast keeps of weights that it
+    has cast goes: from an earlier forward's, gradients would come when FSDP has reduced all."""
+
+    slots: tuple[Slot, ...]
+    device_type: str
+
+    def __call__(self, _model: nn.Module, _inputs: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for slot in self.slots:
+            slot.parameter()
+        if torch.is_autocast_enabled(self.device_type):
+            torch.clear_autocast_cache()
 
 
 def _real_names(model: nn.Module, names: Iterable[str]) -> list[str]:

@@ -91,6 +91,8 @@ class Expanded:
     """An expanded formulation read decision by decision."""
 
     formulation: Formulation
+    #: where parameters stay as they are, backwards of a step that average all gradients; None where that is FSDP's work
+    num_averages: int | None = None
 
     @property
     def graph(self) -> ModelGraph:
@@ -254,7 +256,8 @@ class Expanded:
             for transfer in times[0].transfers:
                 counts[self._key(where, transfer)] += steps
         counts.update(self._tp_reductions())
-        counts.update(self._fsdp_collectives())
+        if self.num_averages is None:
+            counts.update(self._fsdp_collectives())
         counts.update(self._averages())
         return tuple(
             CollectivePlan(
@@ -312,22 +315,26 @@ class Expanded:
         """Of the gradients that FSDP does not hold, over each of its axes: first which ranks have one, then in buckets
         (tpplan.average)."""
         found: Counter[tuple[str, str, Axis, Pass, str, int]] = Counter()
-        beside = [s for s in self._weights.trainable if self._is_beside_fsdp(s)] if self.formulation.uses_fsdp else []
+        weights, times = self._weights, 1 if self.num_averages is None else self.num_averages
+        beside = [source for source in weights.trainable if self._is_beside_fsdp(source)]
         sizes: dict[str, list[int]] = {}
         for source in filter(self._has_gradient, beside):
-            sizes.setdefault(self._master_dtype(source), []).append(self._weights.master_width(source))
+            num_bytes = weights.master_width(source) * weights.elements(source)
+            sizes.setdefault(self._master_dtype(source), []).append(num_bytes)
         for axis in (Axis.REPLICATE, Axis.SHARD):
             if beside and self.formulation.mesh.size(axis) > 1:
                 kind = str(Collective.ALL_REDUCE)
-                found[ROOT, kind, axis, Pass.STEP, "int32", FLAGS * DTYPE_BYTES["int32"] * len(beside)] += 1
+                found[ROOT, kind, axis, Pass.STEP, "int32", FLAGS * DTYPE_BYTES["int32"] * len(beside)] += times
                 for dtype, own in sizes.items():
                     for bucket in bucketed(own, BUCKET_BYTES):
-                        found[ROOT, kind, axis, Pass.STEP, dtype, sum(own[position] for position in bucket)] += 1
+                        found[ROOT, kind, axis, Pass.STEP, dtype, sum(own[position] for position in bucket)] += times
         return found
 
     def _is_beside_fsdp(self, source: Source) -> bool:
-        """True for a parameter without dims, which FSDP2 cannot hold."""
-        return not self.graph.values[source.result].shape
+        """True where FSDP is not used for it: all parameters stay as they are, or it has no dims."""
+        if self.num_averages is not None:
+            return True
+        return self.formulation.uses_fsdp and not self.graph.values[source.result].shape
 
     @property
     def _weights(self) -> Weights:
@@ -362,7 +369,11 @@ class Expanded:
         time: Counter[str] = Counter()
         for term in problem.objective:
             time[term.name] += term.value(everything)  # type: ignore[assignment]
-        peak = peak_of(self.formulation, self.recomputed() if modes is None else modes)
+        peak = peak_of(
+            self.formulation,
+            self.recomputed() if modes is None else modes,
+            is_averaged=self.num_averages is not None,
+        )
         error, is_extrapolated = self._error(dict(time))
         return Prediction(
             step_time_s=float(sum(time.values())),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.convert import TpGroup, all_reduce_in_place
+from tpplan.errors import UsageError
 from tpplan.reduce import BUCKET_BYTES, Slot, buckets
 
 #: what code registers on a parameter to be called when its gradient has been accumulated
@@ -36,6 +37,10 @@ class Averager:
     backward: int = -1
     came: set[int] = field(default_factory=set)
 
+    def __reduce__(self) -> tuple[Callable[..., "Averager"], tuple[Any, ...]]:
+        """A copied model's has that one's slots, and no hooks, which torch does not copy either."""
+        return _averager, (self.groups, self.slots)
+
     def watch(self, model: nn.Module) -> None:
         """From now on the plain parameters of a model are its slots. Their own hooks on accumulated gradients are taken
         over: they would see one rank's."""
@@ -50,9 +55,25 @@ class Averager:
             if own:
                 self.hooks[place] = tuple(own.values())
                 own.clear()
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _, place=place: self.gradient_comes(place)
-            )
+        model.register_forward_pre_hook(self.before_forward)
+
+    def before_forward(self, model: nn.Module, _inputs: object) -> None:
+        """Sees to it that each slot's parameter calls: in a copied model, or where others took their place, they do not
+        yet. Raises UsageError for a parameter that trains and is no slot."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        own = {id(slot.parameter()): place for place, slot in enumerate(self.slots)}
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if id(parameter) not in own:
+                raise UsageError(
+                    f"parameter {name} trains, and was frozen or another when the plan was applied: its gradient would "
+                    "not be averaged; apply the plan to the model as it is to be trained"
+                )
+            hooks = parameter._post_accumulate_grad_hooks or {}
+            if not any(isinstance(hook, _Arrival) for hook in hooks.values()):
+                parameter.register_post_accumulate_grad_hook(_Arrival(self, own[id(parameter)]))  # type: ignore[no-untyped-call]
 
     def gradient_comes(self, place: int | None = None) -> None:
         """Called in a backward, before its end, for a slot's gradient that it makes."""
@@ -104,6 +125,22 @@ class Averager:
         for group in self.groups:
             if group.size > 1:
                 all_reduce_in_place(x, group)
+
+
+def _averager(groups: tuple[TpGroup, ...], slots: list[Slot]) -> Averager:
+    return Averager(groups=groups, slots=slots)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Arrival:
+    """A hook on an accumulated gradient."""
+
+    averager: Averager
+    place: int
+
+    def __call__(self, _: Tensor) -> None:
+        self.averager.gradient_comes(self.place)
 
 
 def _gradient_of(slot: Slot) -> Tensor:

@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tpplan.apply import plan_name
 from tpplan.checkpoint_folder import begin, commit, keep_last, latest_checkpoint, written
 from tpplan.errors import UsageError, WeightsError
+from tpplan.fitting import plan_name
 from tpplan.load_weights import BuildModel, make_memory, prepare_buffers
 from tpplan.materialize import all_ranks, listed, raise_together, targets_of
 

@@ -20,15 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from tpplan.apply import apply_plan, no_sync, plan_name
+from tpplan.apply import apply_plan, no_sync
 from tpplan.draws import WithoutDropout
 from tpplan.errors import ModelError, UsageError
+from tpplan.fitting import plan_name
 from tpplan.issued import CollectiveLog, Issued
 from tpplan.load import ModelSpec, load_model_file
 from tpplan.mesh import Axis
 from tpplan.plan import Pass, Plan, Precision
 from tpplan.shrink import in_float32
-from tpplan.trace import Inputs, forward_inputs, quiet
+from tpplan.trace import Inputs, accumulated_hooks, forward_inputs, quiet
 from tpplan.tracker import fake_step
 
 #: of a gradient: what is below this share of the model's largest is rounding
@@ -139,7 +140,10 @@ def reference_step(subject: Subject, plan: Plan) -> Reference:
     """The mean over all micro-batches of the model on each, in float32."""
     model = built(subject)
     parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    loss = train_step(model, subject, subject.micro_batches(plan))
+    micro_batches = subject.micro_batches(plan)
+    # A hook on an accumulated gradient sees the mean over data-parallel ranks of each backward.
+    together = plan.batch.accumulation_steps if accumulated_hooks(model) else 0
+    loss = _together(model, subject, micro_batches, together) if together else train_step(model, subject, micro_batches)
     gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
     return Reference(loss=loss, parameters=parameters, gradients=gradients)
 
@@ -152,6 +156,24 @@ def built(subject: Subject) -> nn.Module:
     return model
 
 
+def _together(model: nn.Module, subject: Subject, micro_batches: Sequence[Inputs], num_backwards: int) -> float:
+    """As train_step, in so many backwards, each of what the data-parallel ranks do at a time."""
+    total = 0.0
+    with WithoutDropout():
+        for index in range(num_backwards):
+            losses = [_loss(model, subject, inputs) for inputs in micro_batches[index::num_backwards]]
+            mean = torch.stack(losses).sum() / len(micro_batches)
+            mean.backward()  # type: ignore[no-untyped-call]
+            total += float(mean.detach())
+    return total
+
+
+def _loss(model: nn.Module, subject: Subject, inputs: Inputs) -> Tensor:
+    accepted = forward_inputs(model, inputs)
+    outputs = model(**accepted) if isinstance(accepted, Mapping) else model(*accepted)
+    return subject.loss(outputs, inputs)
+
+
 def train_step(
     model: nn.Module, subject: Subject, micro_batches: Sequence[Inputs], log: CollectiveLog | None = None
 ) -> float:
@@ -159,10 +181,8 @@ def train_step(
     total = 0.0
     for index, inputs in enumerate(micro_batches):
         is_last = index + 1 == len(micro_batches)
-        accepted = forward_inputs(model, inputs)
         with _watched(model, log, is_last=is_last):
-            outputs = model(**accepted) if isinstance(accepted, Mapping) else model(*accepted)
-            loss = subject.loss(outputs, inputs)
+            loss = _loss(model, subject, inputs)
             if log is not None:
                 log.begin(Pass.BACKWARD)
             (loss / len(micro_batches)).backward()  # type: ignore[no-untyped-call]

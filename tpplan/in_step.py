@@ -8,9 +8,9 @@ the random state, and of the parameters and buffers that each rank of a group ho
 It is one gather of a few numbers a rank, over all ranks: where one group differs, all ranks raise, and none waits for
 another. What differs is gathered only then. Different random states (torch's, and those of NumPy and Python, which are
 seeded differently in every process unless told) are an error once the forward has drawn from them.
-Then the hooks go. Under torch.compile of the whole model, and on a fake process group, nothing is compared. Nor do
-later steps compare: a shape that does not divide raises in the conversion, before its collective, on every rank of the
-group, as all of them see the same shapes.
+Then the hooks go. What a process can see alone is looked for, too (tpplan.originals). Under torch.compile of the whole
+model, and on a fake process group, nothing is compared. Nor do later steps compare: a shape that does not divide raises
+in the conversion, before its collective, on every rank of the group, as all of them see the same shapes.
 """
 
 import zlib
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
@@ -29,6 +30,7 @@ from tpplan.applied import Applied
 from tpplan.chance import states_outside_torch
 from tpplan.errors import UsageError
 from tpplan.mesh import Axis
+from tpplan.originals import Originals, check_hooks, stop_optimizers
 from tpplan.trace import bound_arguments, named_tensors
 
 #: elements that are widened to 64 bits at a time
@@ -46,11 +48,12 @@ _REMEDIES = {
 Checksums = dict[str, dict[str, int]]
 
 
-def check_first_step(model: nn.Module, mesh: DeviceMesh) -> None:
-    """The model's first forward with gradients raises UsageError, on all ranks, where tp groups are not in step."""
-    if mesh[Axis.TP].size() == 1 or dist.get_backend() == "fake":
+def check_first_step(model: nn.Module, mesh: DeviceMesh, originals: Originals) -> None:
+    """The model's first forward with gradients raises UsageError, on all ranks, where tp groups are not in step; and
+    for hooks that are never called; and optimizers of what the parameters were will raise when they step."""
+    if dist.get_backend() == "fake" or (mesh[Axis.TP].size() == 1 and not isinstance(model, FSDPModule)):
         return
-    check = _FirstStep(Applied(mesh))
+    check = _FirstStep(Applied(mesh), originals)
     check.handles = (
         model.register_forward_pre_hook(check.before, prepend=True, with_kwargs=True),
         model.register_forward_hook(check.after),
@@ -61,8 +64,10 @@ def check_first_step(model: nn.Module, mesh: DeviceMesh) -> None:
 class _FirstStep:
     """Both hooks."""
 
-    def __init__(self, applied: Applied) -> None:
+    def __init__(self, applied: Applied, originals: Originals) -> None:
         self.applied = applied
+        self.originals = originals
+        self.has_begun = False
         self.handles: tuple[RemovableHandle, ...] = ()
         #: checksums of the random states before the forward, as they are compared; why some must not be drawn from
         self.states: Checksums = {}
@@ -72,7 +77,12 @@ class _FirstStep:
         """Compares; raises on every rank for batches or parameters that differ."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
+        self.has_begun = True
+        stop_optimizers(model, self.originals)
+        check_hooks(model)
         mesh = self.applied.mesh
+        if mesh[Axis.TP].size() == 1:
+            return
         with torch.no_grad(), _disable_current_modes():
             self.states = _random_states(mesh.device_type)
             found: Checksums = {
@@ -87,9 +97,9 @@ class _FirstStep:
 
     def after(self, _model: nn.Module, _args: object, _output: object) -> None:
         """Raises, on every rank, where the forward has drawn from different random states; this was the first step."""
-        if torch.compiler.is_compiling() or not self.states:
+        if torch.compiler.is_compiling() or not self.has_begun:
             return
-        now = _random_states(self.applied.mesh.device_type)
+        now = _random_states(self.applied.mesh.device_type) if self.complaints else {}
         for what, complaint in self.complaints.items():
             if now[what] != self.states[what]:
                 raise UsageError(complaint)

@@ -227,6 +227,7 @@ class Job:
         graph, opaques = trace_marking(
             model, lambda: copied(model), inputs, loss=self.loss, cast=cast, untouched=untouched, whole=self.whole
         )
+        opaques.is_hooked = bool(untouched)
         units = tuple(unit for unit in units if not opaques.hides(unit))
         assumed: tuple[str, ...] = ()
         if graph.questions:

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from tpplan.apply import modules_by_name, plan_name
 from tpplan.errors import ModelError, TpplanError, WeightsError
+from tpplan.fitting import modules_by_name, plan_name
 
 #: a part of a tensor, a slice of each dim
 Box = tuple[slice, ...]

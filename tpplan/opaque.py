@@ -113,6 +113,14 @@ class Opaques:
     calls: dict[object, Observed] = field(default_factory=dict)
     #: why the parameters must stay the tensors that they are; the root runs whole then
     untouched: str = ""
+    #: they must because of hooks on accumulated gradients, which run at the end of every backward
+    is_hooked: bool = False
+
+    def num_averages(self, num_backwards: int) -> int | None:
+        """How often a step of so many backwards averages all gradients, where parameters stay (tpplan.average)."""
+        if not self.untouched:
+            return None
+        return num_backwards if self.is_hooked else 1
 
     def hides(self, name: str) -> bool:
         """True for a module inside one of them."""

@@ -196,7 +196,7 @@ def price(
     traced = job.traced(loaded.batch.micro_batch)
     named = traced.model.named_parameters(remove_duplicate=False)
     check_parameters(loaded, {name: (tuple(weight.shape), weight.requires_grad) for name, weight in named})
-    priced = price_plan(traced.graph, loaded, machine, per_node, job.reuse.executor)
+    priced = price_plan(traced.graph, loaded, machine, per_node, job.reuse.executor, traced.opaques)
     seconds = priced.predicted.step_time_s
     return replace(
         loaded,

@@ -14,6 +14,7 @@ from tpplan.errors import PlanMismatchError
 from tpplan.formulate import ISSUE, TENSOR_PARALLEL, Formulation
 from tpplan.graph import ModelGraph, within
 from tpplan.mesh import Axis
+from tpplan.opaque import Opaques
 from tpplan.patterns import ROOT, parse_ranges, substitute
 from tpplan.plan import CollectivePlan, Compile, Pass, Plan, Prediction, Recompute
 from tpplan.priced import price_space
@@ -40,14 +41,20 @@ class Priced:
 
 
 def price_plan(
-    graph: ModelGraph, plan: Plan, profile: HardwareProfile, gpus_per_node: int, executor: Executor | None = None
+    graph: ModelGraph,
+    plan: Plan,
+    profile: HardwareProfile,
+    gpus_per_node: int,
+    executor: Executor | None = None,
+    opaques: Opaques | None = None,
 ) -> Priced:
     """Prices a plan that types on the graph. Raises PlanMismatchError for another, with what does not fit, and
-    ProfileError for what the profile does not cover. `executor` knows the graph's opaque modules."""
+    ProfileError for what the profile does not cover. `executor` and `opaques` know the modules that run whole."""
     implied = implied_strategies(graph, plan)
     if isinstance(implied, Mistyped):
         raise PlanMismatchError(f"the plan does not fit the model: {implied.message}")
-    return priced_as(expanded_as(graph, plan, implied, profile, gpus_per_node, executor or Executor()), plan)
+    found = expanded_as(graph, plan, implied, profile, gpus_per_node, executor or Executor(), opaques or Opaques())
+    return priced_as(found, plan)
 
 
 def priced_as(expanded: Expanded, plan: Plan) -> Priced:
@@ -69,6 +76,7 @@ def expanded_as(
     profile: HardwareProfile,
     gpus_per_node: int,
     executor: Executor,
+    opaques: Opaques,
 ) -> Expanded:
     """The formulation in which every decision has the strategy that the plan implies, and no other."""
     parameters = plan.parameter_plans()
@@ -105,7 +113,7 @@ def expanded_as(
     formulation = Formulation(priced=priced, mesh=plan.mesh, setting=setting)
     everything = dict.fromkeys(fixed.deciders, 0)
     assert formulation.problem.is_consistent(everything), "what the checker derived disagrees along an edge"
-    return Expanded(formulation=formulation)
+    return Expanded(formulation=formulation, num_averages=opaques.num_averages(setting.accumulation_steps))
 
 
 def _with_reruns(priced: Priced, again: Rerun, plan: Plan) -> Priced:

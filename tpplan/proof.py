@@ -11,9 +11,9 @@ Predicted times are a machine's, and nothing here says whether they are right.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from tpplan.apply import check_model
 from tpplan.assemble import Expanded
 from tpplan.errors import ModelError, ProfileError, TpplanError, VerificationError
+from tpplan.fitting import check_model
 from tpplan.graph import Boundary, Direction, within
 from tpplan.issued import Issued, listed
 from tpplan.job import Job
@@ -74,7 +74,7 @@ def prove_plan(
     except TpplanError as error:
         raise VerificationError(_with_path(error)) from error
     per_node = plan.cluster.gpus_per_node
-    expanded = expanded_as(traced.graph, plan, implied, machine, per_node, job.reuse.executor)
+    expanded = expanded_as(traced.graph, plan, implied, machine, per_node, job.reuse.executor, traced.opaques)
     _refuse(_dtype_problems(plan, expanded))
     _check_structure(plan, expanded, traced, job)
     priced = priced_as(expanded, plan)

@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tpplan.average import Averager
 from tpplan.convert import Converter, TpGroup
-from tpplan.errors import PlanError, PlanMismatchError
+from tpplan.errors import PlanError, PlanMismatchError, UsageError
 from tpplan.layout import R_STAR, ROWS, Conversion, Layout, LayoutKind, R, can_convert
 from tpplan.patterns import ROOT
+from tpplan.plan import ParameterPlan
 from tpplan.reduce import Reducer, Slot
 from tpplan.rewrite import own_code
 
@@ -45,6 +46,8 @@ class ParameterReads:
     converters: Mapping[str, Converter | None]
     reducer: Reducer
     slot: Slot | None
+    #: as planned: where it was not to train, nothing reduces its gradient
+    trainable: bool = True
     #: of a parameter that FSDP does not hold: what averages its gradient, and the dtype in which FSDP has others read
     averager: Averager | None = None
     dtype: torch.dtype | None = None
@@ -71,6 +74,11 @@ class ParameterReads:
                 f"({planned}); plan again for this model"
             )
         if parameter.requires_grad and torch.is_grad_enabled():
+            if not self.trainable:
+                raise UsageError(
+                    f"parameter {self.name} trains, and was frozen when the plan was made, which reduces no gradient "
+                    "for it: solve for the model as it is to be trained, then freeze what is to wait"
+                )
             local: Tensor = _Read.apply(parameter, self)  # type: ignore[no-untyped-call]
         else:
             assert isinstance(parameter, DTensor)
@@ -94,10 +102,9 @@ def check_reads(name: str, placement: Layout, layouts: Mapping[str, Layout]) -> 
             raise PlanError(f"{where}: what rests as {placement} cannot be read as {layout}")
 
 
-def plan_reads(
-    name: str, placement: Layout, layouts: Mapping[str, Layout], group: TpGroup, reducer: Reducer, slot: Slot
-) -> ParameterReads:
+def plan_reads(name: str, plan: ParameterPlan, group: TpGroup, reducer: Reducer, slot: Slot) -> ParameterReads:
     """The conversions of a parameter's reads; its slot enters the reducer where one of them is R*."""
+    placement, layouts = plan.placement, plan.reads
     summand = any(layout == R_STAR or (placement == R and layout.dim is not None) for layout in layouts.values())
     base = R_STAR if summand else placement
     converters: dict[str, Converter | None] = {}
@@ -107,7 +114,12 @@ def plan_reads(
     if summand:
         reducer.slots.append(slot)
     return ParameterReads(
-        name=name, layouts=layouts, converters=converters, reducer=reducer, slot=slot if summand else None
+        name=name,
+        layouts=layouts,
+        converters=converters,
+        reducer=reducer,
+        slot=slot if summand else None,
+        trainable=plan.trainable,
     )
 
 
@@ -126,11 +138,16 @@ class _Read(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[DTensor | None, None]:
         if gradient is None:
             return None, None
-        ctx.reads.reducer.reading_backward(ctx.reads.slot)
-        if ctx.reads.averager is not None:
-            ctx.reads.averager.gradient_comes()
+        if gradient.requires_grad:
+            raise UsageError(
+                f"parameter {ctx.reads.name}: its gradient is to be differentiated again (create_graph=True), which "
+                "the reading of a distributed parameter cannot do: plan with --tp 1"
+            )
         if gradient.is_sparse:
             gradient = gradient.to_dense()  # a DTensor is none
+        gradient = ctx.reads.reducer.reading_backward(ctx.reads.slot, gradient.contiguous(), ctx)
+        if ctx.reads.averager is not None:
+            ctx.reads.averager.gradient_comes()
         # A summand's label is wrong until the reducer has summed it. DTensor.from_local costs 20 times as much as this,
         # and DTensor's own __init__, which adds nothing, twice.
-        return DTensor.__new__(DTensor, gradient.contiguous(), ctx.spec, requires_grad=False), None
+        return DTensor.__new__(DTensor, gradient, ctx.spec, requires_grad=False), None

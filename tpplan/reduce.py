@@ -11,18 +11,22 @@ Accumulation needs no context manager. A backward that adds to a gradient alread
     sum over t ranks of (G / t + summand_i)  =  G + sum of the summands
 
 `no_sync` leaves summands as they are until the next backward outside it.
+
+Two want the sum at once, and get it by an all-reduce at each read: hooks on a parameter's gradient, and
+torch.autograd.grad. And what reaches a parameter past its reads (a penalty on weights in the loss) is no summand, but
+the whole on each rank: where it is to be added to summands, a t-th of it is.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from tpplan.buckets import bucketed
-from tpplan.convert import TpGroup, all_reduce_in_place
+from tpplan.convert import TpGroup, all_reduce, all_reduce_in_place
 from tpplan.units import MIB
 
 #: gradients are copied together up to this size: large enough to be bound by bandwidth, small beside the model
@@ -35,13 +39,16 @@ class Slot:
     """A parameter that is read as R*, found by its module and name because to_empty and loading may replace it.
 
     `is_summand`: what stands in `.grad` is to be reduced still. `sharded` is the parameter as FSDP keeps it at rest,
-    for the time in which the module holds the gathered one.
+    for the time in which the module holds the gathered one. `arrived`: by backward, what reads have given of a gradient
+    that is not accumulated yet. `at_once`: the last backward in which they gave sums.
     """
 
     module: nn.Module
     name: str
     is_summand: bool = False
     sharded: nn.Parameter | None = None
+    arrived: dict[int, list[Tensor]] = field(default_factory=dict)
+    at_once: int = -1
 
     def parameter(self) -> nn.Parameter:
         """The parameter that the optimizer sees."""
@@ -56,6 +63,45 @@ class Slot:
         gradient = self.parameter().grad
         return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
+    def is_watched_by_others(self, num_ranks: int) -> bool:
+        """True where somebody has a hook on its gradient. From now on we do: on what reads read, and, where FSDP has
+        gathered that, on the parameter at rest, too, which code outside of forward reads."""
+        registered, at_rest = self.module._parameters[self.name], self.parameter()
+        assert registered is not None
+        for parameter in (registered,) if registered is at_rest else (registered, at_rest):
+            if not any(isinstance(hook, _Watch) for hook in (parameter._backward_hooks or {}).values()):
+                assert isinstance(parameter, DTensor)
+                is_read = parameter is registered
+                parameter.register_hook(_Watch(self, num_ranks, parameter.placements, is_read))  # type: ignore[no-untyped-call]
+        return len(at_rest._backward_hooks or {}) > 1 or bool(at_rest._post_accumulate_grad_hooks)
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _Watch:
+    """A hook on the gradient of a slot's parameter, about to be accumulated: what no read gave becomes a summand."""
+
+    slot: Slot
+    num_ranks: int
+    placements: tuple[Placement, ...]
+    is_read: bool
+    __torch_unserializable__: ClassVar[bool] = True  # as torch.save asks: a copy gets its own
+
+    @torch.no_grad()
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        running = torch._C._current_graph_task_id()
+        arrived = self.slot.arrived.pop(running, []) if self.is_read else []
+        if not self.slot.is_summand or self.slot.at_once == running:
+            return None
+        assert isinstance(gradient, DTensor)
+        if len(arrived) == 1 and gradient._local_tensor is arrived[0]:
+            return None
+        laid = gradient.redistribute(placements=self.placements)
+        share = laid._local_tensor / self.num_ranks
+        for summand in arrived:
+            share.add_(summand, alpha=1 - 1 / self.num_ranks)
+        return DTensor.__new__(DTensor, share, laid._spec, requires_grad=False)
+
 
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -68,17 +114,33 @@ class Reducer:
     #: the backward (autograd's graph task) at whose end a reduction is due already
     backward: int = -1
 
-    def reading_backward(self, slot: Slot | None) -> None:
-        """Called by a parameter's read when its gradient comes by, before that is accumulated anywhere."""
-        if slot is not None and not slot.is_summand:
+    def reading_backward(self, slot: Slot | None, gradient: Tensor, read: Any) -> Tensor:
+        """Called by a parameter's read, a node of autograd's, when its gradient comes by, before that is accumulated
+        anywhere. Returns what is to be accumulated."""
+        running = torch._C._current_graph_task_id()
+        if slot is not None:
+            gradient = self._counted(slot, gradient, read, running)
+        if self.is_enabled and self.slots and running != self.backward:
+            self.backward = running
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_other_callbacks)
+        return gradient
+
+    def _counted(self, slot: Slot, summand: Tensor, read: Any, running: int) -> Tensor:
+        """The summand, to be reduced later; the sum where that is wanted now, or as much of it as makes a summand."""
+        is_traced = torch.compiler.is_compiling()
+        is_returned = not is_traced and _is_returned(read)
+        if is_returned or (not is_traced and slot.is_watched_by_others(self.group.size)):
+            slot.at_once = running
+            total = all_reduce(summand, "sum", self.group)
+            return total / self.group.size if slot.is_summand and not is_returned else total
+        if not slot.is_summand:
             reduced = slot.gradient()
             if reduced is not None:
                 reduced.div_(self.group.size)
             slot.is_summand = True
-        running = torch._C._current_graph_task_id()
-        if self.is_enabled and self.slots and running != self.backward:
-            self.backward = running
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_other_callbacks)
+        if not is_traced:
+            slot.arrived.setdefault(running, []).append(summand)
+        return summand
 
     def _after_other_callbacks(self) -> None:
         """FSDP finishes its reduce-scatters in a callback of its own, which may have been queued after this one."""
@@ -92,6 +154,15 @@ class Reducer:
             _all_reduce_bucket(bucket, self.group)
         for slot, _ in due:
             slot.is_summand = False
+
+
+def _is_returned(read: Any) -> bool:
+    """True in torch.autograd.grad for what a read gives to a parameter that was asked for, which is not accumulated."""
+    try:
+        torch._C._will_engine_execute_node(read.next_functions[0][0])
+    except RuntimeError:  # of a leaf whose gradient is captured, torch says that it cannot say
+        return True
+    return False
 
 
 def buckets(tensors: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:

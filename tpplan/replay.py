@@ -20,10 +20,10 @@ from tpplan.space import is_summand, reading_name
 from tpplan.weights import Weights
 
 
-def peak_of(formulation: Formulation, modes: Mapping[str, Recompute]) -> Peak:
+def peak_of(formulation: Formulation, modes: Mapping[str, Recompute], *, is_averaged: bool = False) -> Peak:
     """The peak of a step on one rank, where every decision has one strategy left; `modes` are the modules that are
-    recomputed."""
-    return _Replay(formulation, lifetimes_of(formulation, modes)).peak()
+    recomputed. is_averaged: parameters stay as they are, and gradients are averaged in buckets, without FSDP."""
+    return _Replay(formulation, lifetimes_of(formulation, modes), is_averaged=is_averaged).peak()
 
 
 def kept_bytes(formulation: Formulation, modes: Mapping[str, Recompute]) -> float:
@@ -36,7 +36,7 @@ def kept_bytes(formulation: Formulation, modes: Mapping[str, Recompute]) -> floa
 class _Replay:
     """What lives now, and what it is of: activations by storage, gradients by value."""
 
-    def __init__(self, formulation: Formulation, lifetimes: Lifetimes) -> None:
+    def __init__(self, formulation: Formulation, lifetimes: Lifetimes, *, is_averaged: bool = False) -> None:
         self.formulation = formulation
         self.lifetimes = lifetimes
         self.graph = formulation.space.graph
@@ -44,7 +44,8 @@ class _Replay:
         self.ledger = Ledger()
         self.weights = Weights(formulation=formulation)
         self.parameters = {source.result: source for source in self.graph.parameters}
-        self.shards = Shards.of(formulation, self.ledger) if formulation.uses_fsdp else None
+        self.is_averaged = is_averaged
+        self.shards = Shards.of(formulation, self.ledger) if formulation.uses_fsdp and not is_averaged else None
         self.uses = {storage: lifetimes.uses(storage) for made in lifetimes.made.values() for storage in made}
         self.pieces: dict[Storage, Piece] = {}
         #: what is kept, by the position whose backward wants it last
@@ -61,6 +62,8 @@ class _Replay:
         for _ in range(min(self.formulation.setting.accumulation_steps, 2)):
             self._micro_batch()
         self.ledger.during, self.ledger.module = Pass.STEP, ""
+        if self.is_averaged:
+            self._average()
         self.ledger.pass_by({TRANSIENTS: self.weights.step_temporaries()})
         assert self.ledger.peak is not None
         return self.ledger.peak
@@ -247,6 +250,13 @@ class _Replay:
         summands = [source for source in self.weights.trainable if self._is_summand(source)]
         total = self.weights.resting(self.weights.master_width, summands)
         self.ledger.pass_by({BUFFERS: min(total, float(BUCKET_BYTES))})
+
+    def _average(self) -> None:
+        """All gradients, which the one op that the model is has left, are copied into buckets."""
+        total = self.weights.resting(self.weights.master_width, self.weights.trainable)
+        self.ledger.hold(Piece(GRADIENTS, total))
+        if self.formulation.mesh.replicate > 1:
+            self.ledger.pass_by({BUFFERS: min(total, float(BUCKET_BYTES))})
 
     def _is_summand(self, source: Source) -> bool:
         readings = self.formulation.space.readings[source.label]

@@ -94,14 +94,17 @@ def search(job: Job, points: list[Point], *, prove: bool) -> Plan:
         known.solved[best.point] = best
         choice = best.solution.choice
         assert choice is not None
-        expanded = Expanded(formulation=expand(best.formulation, choice))
+        traced = job.traced(best.point.micro_batch)
+        expanded = Expanded(
+            formulation=expand(best.formulation, choice),
+            num_averages=traced.opaques.num_averages(best.formulation.setting.accumulation_steps),
+        )
         num_without = sum((point.micro_batch, point.tp) in known.without for point in points)
         certificate = _certificate(best, known, len(points), num_without)
         if not prove:
             return plan_of(job, expanded, best, certificate, ProofStatus.UNPROVEN, rounds)
         job.report("prove", rounds - 1, rounds)
         plan = plan_of(job, expanded, best, certificate, ProofStatus.PROVEN, rounds)
-        traced = job.traced(best.point.micro_batch)
         checked = check_structure(
             traced.model,
             traced.inputs,

@@ -78,7 +78,7 @@ class Application:
     def reads_of(self, name: str, plan: ParameterPlan, slot: Slot, shared: TensorParallel) -> ParameterReads:
         """How a parameter is read; tied names have one entry, and one slot in the reducer."""
         if name not in self.reads:
-            self.reads[name] = plan_reads(name, plan.placement, plan.reads, shared.group, shared.reducer, slot)
+            self.reads[name] = plan_reads(name, plan, shared.group, shared.reducer, slot)
         return self.reads[name]
 
 

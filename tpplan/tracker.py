@@ -26,10 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from tpplan import draws
-from tpplan.apply import apply_plan, no_sync, plan_name
+from tpplan.apply import apply_plan, no_sync
 from tpplan.average import Averager
 from tpplan.costs.compute import fused_attention, fused_rms_norm
 from tpplan.fake_group import fake_group
+from tpplan.fitting import plan_name
 from tpplan.issued import CollectiveLog, Issued
 from tpplan.mesh import Axis
 from tpplan.plan import Pass, Plan, Precision
@@ -119,14 +120,17 @@ def fake_step(
     Raises what applying the plan raises.
     """
     degrees = tuple(plan.mesh.size(axis) for axis in Axis)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # What must stay as it is was captured when the model was built: it is built as what it stays.
     with fake_group(plan.mesh.num_gpus), gpu_kernels():
-        with torch.device("meta"):
+        with mode if plan.untouched is not None else torch.device("meta"):
             model = build_model()
         mesh = init_device_mesh("cpu", degrees, mesh_dim_names=tuple(map(str, Axis)))
         model = apply_plan(model, plan, mesh=mesh)
         log = CollectiveLog(model, mesh)
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            model.to_empty(device="cpu")
+        with mode:
+            if plan.untouched is None:
+                model.to_empty(device="cpu")
             faked = pytree.tree_map_only(Tensor, lambda tensor: _given(tensor, plan, mode), inputs)
             optimizer = OPTIMIZERS.get(plan.optimizer, torch.optim.SGD)(model.parameters())
             with log.naming():
