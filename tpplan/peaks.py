@@ -19,7 +19,7 @@ gradients of the one behind it, which then keeps nothing.
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from math import ceil, prod
 from typing import Any
@@ -260,10 +260,8 @@ class Peaks:
         """All that there ever is of a layer, under whichever mode."""
         for mode in (Recompute.SELECTIVE, Recompute.FULL):
             tensors = family.layer.kept[mode], family.layer.remade[mode]
-            whole: Expression = self.once(
-                (*self._key("whole", family.unit), mode),
-                lambda own=tensors: merged(_sum(*(_upper(self.activations.terms(table)) for table in own))),
-            )
+            parts = (term for own in tensors for term in self.activations.terms(own))
+            whole: Expression = self.once((*self._key("whole", family.unit), mode), partial(_upper, parts))
             yield whole
 
     # FSDP
