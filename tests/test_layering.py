@@ -121,6 +121,7 @@ WITH_TORCH = (
     "checkpoint",
     "bystander",
     "issued",
+    "answers",
     "tracker",
     "prove",
     "options",

@@ -30,8 +30,8 @@ from tpplan.rewrite import is_own_code_running
 from tpplan.unsaid import UnknownValueError, Unsaid, with_parts
 
 #: what asks a tensor for its values
-_QUESTIONS = frozenset({"__bool__", "__contains__", "__float__", "__index__", "__int__", "item", "tolist",
-                        "equal", "allclose", "is_nonzero"})  # fmt: skip
+QUESTIONS = frozenset({"__bool__", "__contains__", "__float__", "__index__", "__int__", "item", "tolist",
+                       "equal", "allclose", "is_nonzero"})  # fmt: skip
 #: calls that are given the values of a tensor by the code
 _CONSTANTS = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", "from_numpy", "scalar_tensor"})
 #: calls that ask a tensor what it is, `__get__` those of an attribute such as dtype
@@ -83,6 +83,8 @@ class KnownValues(TorchFunctionMode):
         self.guessed: dict[str, str] = {}
         self._extra = extra
         self.questions: list[Question] = []
+        #: all that was asked, with the line of code
+        self.answers: list[tuple[str, object]] = []
         self.constant = ""
         self._otherwise = otherwise
         self._inputs = {id(tensor): (tensor, value) for tensor, value in inputs if not value.is_meta}
@@ -101,7 +103,7 @@ class KnownValues(TorchFunctionMode):
         if is_own_code_running():
             return self._ask_as_it_is(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        if name in _QUESTIONS and args and isinstance(args[0], Tensor):
+        if name in QUESTIONS and args and isinstance(args[0], Tensor):
             return self._answer(func, args, kwargs)
         if (split := with_parts(name, args, kwargs, self._extra)) is not None:
             self.guessed[asking_line()] = "about equal parts"
@@ -126,7 +128,7 @@ class KnownValues(TorchFunctionMode):
 
     def _ask_as_it_is(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Code of ours draws seeds on the CPU."""
-        if getattr(func, "__name__", "") not in _QUESTIONS:
+        if getattr(func, "__name__", "") not in QUESTIONS:
             return func(*args, **kwargs)
         with disable_proxy_modes_tracing():
             return func(*args, **kwargs)
@@ -159,6 +161,7 @@ class KnownValues(TorchFunctionMode):
                 raise
             return [Unsaid(str(error)) for _ in range(len(args[0]))]
         KnownValues.num_answered += 1
+        self.answers.append((asking_line(), answer))
         if not self._reads_inputs:
             return answer
         is_other = len(self.questions) in self._otherwise and isinstance(answer, bool)

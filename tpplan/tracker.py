@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from tpplan import draws
+from tpplan.answers import answered, answers_of
 from tpplan.apply import apply_plan, no_sync
 from tpplan.average import Averager
 from tpplan.costs.compute import fused_attention, fused_rms_norm
@@ -116,7 +117,8 @@ def fake_step(
 ) -> FakeStep:
     """A step of the plan's mesh, whatever its size, seen from rank 0: micro-batches, all alike, and the optimizer.
 
-    Collectives are those of a first step; memory is that of a second one, in which the optimizer has its states.
+    Collectives are those of a first step; memory is that of a second one. By then the optimizer has made its states, and
+    has used them: of an operator that DTensor meets for the first time it makes fake results as large as the whole.
     Raises what applying the plan raises.
     """
     degrees = tuple(plan.mesh.size(axis) for axis in Axis)
@@ -125,6 +127,7 @@ def fake_step(
     with fake_group(plan.mesh.num_gpus), gpu_kernels():
         with mode if plan.untouched is not None else torch.device("meta"):
             model = build_model()
+        answers = answers_of(model, inputs, loss)
         mesh = init_device_mesh("cpu", degrees, mesh_dim_names=tuple(map(str, Axis)))
         model = apply_plan(model, plan, mesh=mesh)
         log = CollectiveLog(model, mesh)
@@ -133,14 +136,15 @@ def fake_step(
                 model.to_empty(device="cpu")
             faked = pytree.tree_map_only(Tensor, lambda tensor: _given(tensor, plan, mode), inputs)
             optimizer = OPTIMIZERS.get(plan.optimizer, torch.optim.SGD)(model.parameters())
-            with log.naming():
-                _step(model, faked, loss, plan, optimizer, log=log)
             is_tracked &= plan.optimizer in OPTIMIZERS
-            return FakeStep(
-                issued=tuple(log.issued),
-                shapes={plan_name(name): _local_shape(weight) for name, weight in model.named_parameters()},
-                tracked=_peak(model, faked, loss, plan, optimizer) if is_tracked else None,
-            )
+            with answered(answers):
+                with log.naming():
+                    _step(model, faked, loss, plan, optimizer, log=log)
+                return FakeStep(
+                    issued=tuple(log.issued),
+                    shapes={plan_name(name): _local_shape(weight) for name, weight in model.named_parameters()},
+                    tracked=_peak(model, faked, loss, plan, optimizer) if is_tracked else None,
+                )
 
 
 def _local_shape(weight: Tensor) -> tuple[int, ...]:
@@ -210,5 +214,6 @@ def _step(
             if log is not None:
                 log.begin(Pass.BACKWARD)
             scaled.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
+    for _ in range(1 if log is None else 2):
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
