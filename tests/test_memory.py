@@ -11,15 +11,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpplan
 from tpplan import assemble, replay
+from tpplan.answers import answered, answers_of
+from tpplan.costs.memory import returned_until
 from tpplan.errors import UsageError
 from tpplan.formulate import Formulation
 from tpplan.ledger import Ledger, Peak, Piece
 from tpplan.optimizers import optimizer_named
 from tpplan.plan import Pass, Plan, Recompute
 from tpplan.problem import total
+from tpplan.trace import trace
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 CLUSTER = tpplan.Cluster(gpus=1, gpus_per_node=1, profile="cpu-gloo")
@@ -147,3 +152,86 @@ def test_the_peak_is_the_tracked_one(way: str, monkeypatch: pytest.MonkeyPatch) 
     assert -memory.ROUNDING <= row.error <= memory.NINE_TENTHS_BAR
     as_it_is = row.tracked.as_it_is_bytes
     assert as_it_is is None or as_it_is >= row.tracked.peak_bytes
+
+
+class Asking(nn.Module):
+    """Looks at its input, and at whether it is a fake one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, torch._subclasses.FakeTensor) or bool((x > 0).all()):
+            return x.sum()
+        return (x * 2).sum()
+
+
+@pytest.mark.parametrize("value", [1.0, -1.0])
+def test_code_takes_the_way_of_training_on_fake_tensors(value: float) -> None:
+    """The model does not see that they are fake, and is told what it is told in a run on meta tensors, every time."""
+    x = torch.full((4,), value)
+    told = answers_of(Asking(), {"x": x}, lambda outputs, _: outputs)
+    assert told is not None
+    assert list(told.values()) == [(value > 0,)]
+    with FakeTensorMode() as mode, answered(told), CountingProducts() as counting:
+        faked = mode.from_tensor(x)
+        Asking()(faked)
+        Asking()(faked)
+    assert counting.number == (0 if value > 0 else 2)
+
+
+class CountingProducts(TorchDispatchMode):
+    """Counts products by a number."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func is torch.ops.aten.mul.Tensor
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_cannot_be_answered_changes_nothing() -> None:
+    class Unanswered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, device="meta"))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum() if bool((self.weight > 0).all()) else -x.sum()
+
+    assert answers_of(Unanswered(), {"x": torch.ones(4)}, lambda outputs, _: outputs) is None
+    with answered(None), FakeTensorMode() as mode:
+        assert isinstance(mode.from_tensor(torch.ones(4)), torch._subclasses.FakeTensor)
+
+
+class Inner(nn.Module):
+    """Gives two tensors by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"state": x + self.weight, "other": x.sum()}
+
+
+class Outer(nn.Module):
+    """Has a dict from another module while it goes on with a tensor of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = Inner(), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.inner(x)
+        halves = found["state"].half()
+        return self.norm(halves.float()).sum()
+
+
+def test_a_field_is_there_while_its_caller_runs() -> None:
+    with torch.device("meta"):
+        graph = trace(Outer(), {"x": torch.zeros(ROWS, WIDTH)})
+    held = returned_until(graph)
+    assert {graph.nodes[i].path: graph.nodes[end].module for i, end in held.items()} == {
+        "output.state": "",
+        "output.other": "",
+    }
+    state = next(i for i in held if graph.nodes[i].path == "output.state")
+    assert held[state] > max(graph.nodes.index(node) for node in graph.consumers[graph.nodes[state].results[0]])

@@ -1,14 +1,15 @@
 """The memory that a plan's activations lie in: who makes each, who reads it last, which ops' backward wants it.
 
 A storage starts at an op that makes a new tensor, or at a boundary whose conversion does. While a module's forward
-runs, its caller holds what it was given; other values are gone when they have been read for the last time.
+runs, its caller holds what it was given, and it holds what came out of others as a field of something; other values are
+gone when they have been read for the last time.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tpplan.costs.compute import Attention, Execution, Matmul
-from tpplan.costs.memory import HELD_STEPS, call_exits
+from tpplan.costs.memory import HELD_STEPS, call_exits, returned_until
 from tpplan.formulate import Formulation
 from tpplan.graph import Boundary, Direction, ModelGraph, Op, enclosing
 from tpplan.layout import Conversion, Layout
@@ -75,7 +76,7 @@ class Lifetimes:
         self.made: dict[int, list[Storage]] = {i: [] for i in range(len(self.nodes))}
         #: positions at which a storage enters a module
         self.entered: dict[Storage, list[int]] = {}
-        self._exits = call_exits(self.space.graph)
+        self._exits, self._returned = call_exits(self.space.graph), returned_until(self.space.graph)
         self._make_storages()
 
     def strategy(self, decision: str) -> Strategy:
@@ -132,6 +133,8 @@ class Lifetimes:
         if self.conversion(node).forward:
             storage = self._new(position, node.result, self.strategy(node.name).results[0])
             storage.last_reader = until
+        if storage is not None and position in self._returned:
+            storage.last_reader = max(storage.last_reader, self._returned[position])
         storage_of[node.result] = storage
 
     def _run(self, position: int, op: Op, storage_of: dict[str, Storage | None]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tpplan.costs.compute import Executor, whole_strategy
-from tpplan.graph import Boundary, Direction, ModelGraph, Op, SourceKind, Value, within
+from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, SourceKind, Value, within
 from tpplan.layout import Conversion, Layout, Step, local_shape
 from tpplan.problem import Expression, Term
 from tpplan.rules import Call, Strategy
@@ -36,7 +36,8 @@ class Segment:
     """A storage between the boundaries it crosses: who makes it, whether an op keeps it, which boundaries read it.
 
     By position in the graph, through all further boundaries: `last_reader`, while whose call or op it is read, and
-    `until`, the first that may keep it, infinite where none does. `is_wanted`: one behind a boundary keeps it.
+    `until`, the first that may keep it, infinite where none does. `is_wanted`: one behind a boundary keeps it. What a
+    module returned may be there up to `held_until`, read or not.
     """
 
     maker: str
@@ -45,6 +46,7 @@ class Segment:
     is_kept: bool = False
     exits: list[str] = field(default_factory=list)
     last_reader: int = -1
+    held_until: int = -1
     until: float = math.inf
     is_wanted: bool = False
 
@@ -81,6 +83,26 @@ def call_exits(graph: ModelGraph) -> dict[int, int]:
     return found
 
 
+def returned_until(graph: ModelGraph) -> dict[int, int]:
+    """By position of a boundary out of a module, under whose path a field of a dict or dataclass comes out, where the
+    forward that called it ends: while its code uses the one, all fields are there. A tensor alone, or unpacked from a
+    tuple, is taken to be replaced or used up."""
+    found: dict[int, int] = {}
+    returned: dict[str | None, list[int]] = {None: []}
+    running: list[str] = []
+    for i, node in enumerate(graph.nodes):
+        while running and (node.module == LOSS_SCOPE or not within(node.module, running[-1])):
+            found.update(dict.fromkeys(returned.pop(running.pop()), i - 1))
+        if not isinstance(node, Boundary):
+            continue
+        if node.direction is Direction.INPUT and node.module not in returned:
+            running.append(node.module)
+            returned[node.module] = []
+        elif node.direction is Direction.OUTPUT and any(not part.isdecimal() for part in node.path.split(".")[1:]):
+            returned[next((name for name in reversed(running) if name != node.module), None)].append(i)
+    return found | {i: len(graph.nodes) - 1 for positions in returned.values() for i in positions}
+
+
 def segments_of(space: Space, executor: Executor) -> dict[str, Segment]:
     """Segments by maker; an op with several results has one for each that is new. They are the caller's own."""
     found = executor.once((segments_of, id(space.graph)), space.graph, lambda: _segments_of(space.graph, executor))
@@ -88,7 +110,7 @@ def segments_of(space: Space, executor: Executor) -> dict[str, Segment]:
 
 
 def _segments_of(graph: ModelGraph, executor: Executor) -> dict[str, Segment]:
-    exits = call_exits(graph)
+    exits, returned = call_exits(graph), returned_until(graph)
     fixed = {s.result for s in graph.sources if s.kind is not SourceKind.INPUT}
     segment_of: dict[str, str] = {}
     segments: dict[str, Segment] = {}
@@ -96,7 +118,13 @@ def _segments_of(graph: ModelGraph, executor: Executor) -> dict[str, Segment]:
     def start(node: Op | Boundary, place: int, position: int) -> None:
         result = node.results[place]
         key = f"{node.name}:{place}"
-        segments[key] = Segment(node.name, graph.values[result], place, last_reader=exits.get(position, position))
+        segments[key] = Segment(
+            node.name,
+            graph.values[result],
+            place,
+            last_reader=exits.get(position, position),
+            held_until=returned.get(position, -1),
+        )
         segment_of[result] = key
 
     for position, node in enumerate(graph.nodes):
@@ -175,6 +203,19 @@ def own_bytes(space: Space, segment: Segment) -> tuple[float, ...]:
     return tuple(
         0.0 if _renames(space, maker, s) else _local(space, segment.value, s.results[segment.position])
         for s in space.strategies[maker]
+    )
+
+
+def held_bytes(space: Space, segments: dict[str, Segment], segment: Segment) -> tuple[str, tuple[float, ...]]:
+    """A rank's bytes of what is held of a module's result (returned_until), and who decides them: none of what is kept
+    anyway. It is not where what is kept of it is a copy that a boundary behind makes."""
+    wanted = next((name for name in segment.exits if is_wanted(segments, name)), None)
+    decider = space.classes[segment.maker if wanted is None else wanted]
+    return decider, tuple(
+        0.0
+        if segment.is_kept or (wanted is not None and _renames(space, decider, s))
+        else _local(space, segment.value, s.results[segment.position] if wanted is None else s.operands[0])
+        for s in space.strategies[decider]
     )
 
 

@@ -2,7 +2,7 @@
 
 A moment is a node's forward or its backward. Beside all that autograd keeps of the stretch there is then
 
-    forward of i    what nobody keeps and a later node still reads, what i makes for a while;
+    forward of i    what nobody keeps and a later node still reads or code holds, what i makes for a while;
                     less what nodes after i will keep
     backward of i   gradients of i's results and operands and what i makes for a while, of values that wait for their
                     producers, of parameters that later nodes read;
@@ -12,12 +12,12 @@ Each is at least what tpplan.replay finds there: where the replay knows what a c
 most that it may be. A moment that another one exceeds whatever is chosen is left out.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import add, sub
 
 from tpplan.costs.compute import Executor
-from tpplan.costs.memory import Segment, local_bytes, own_bytes
+from tpplan.costs.memory import Segment, held_bytes, local_bytes, own_bytes
 from tpplan.costs.moves import backward_move, forward_move
 from tpplan.graph import Boundary, Op
 from tpplan.layout import Conversion
@@ -78,7 +78,7 @@ class _Sum:
 class Moments:
     """Those of one decision space."""
 
-    def __init__(self, space: Space, executor: Executor, segments: Mapping[str, Segment]) -> None:
+    def __init__(self, space: Space, executor: Executor, segments: dict[str, Segment]) -> None:
         self.space = space
         self.executor = executor
         self.segments = segments
@@ -96,12 +96,12 @@ class Moments:
         there; `is_repeated` where the nodes may run again in backward."""
         read = list(self._last_reads(parameters))
         waits = [wait for wait in self._waits if wait[0] <= positions[-1] and wait[1] >= positions[0]]
-        temporary = self._temporary(positions)
+        temporary, returned = self._temporary(positions), self._returned(positions)
         if len(positions) > MANY_NODES:
             kept = ()
         found = []
         for i in positions:
-            forward = self._while_running(i, temporary)
+            forward = self._while_running(i, temporary, returned)
             for entry in kept:
                 if entry.maker > i:
                     forward.subtract(entry.num_bytes)
@@ -139,8 +139,28 @@ class Moments:
             and segment.last_reader >= first
         ]
 
-    def _while_running(self, i: int, temporary: Iterable[tuple[int, int, str, Vector]]) -> _Sum:
+    def _returned(self, positions: Sequence[int]) -> list[tuple[Segment, str, Vector]]:
+        """What modules returned, and is held after it has been read: who decides it, and its bytes."""
+        first, last = positions[0], positions[-1]
+        return [
+            (segment, *held_bytes(self.space, self.segments, segment))
+            for segment in self.segments.values()
+            if segment.held_until > segment.last_reader
+            and not segment.is_kept
+            and segment.last_reader < last
+            and segment.held_until >= first
+        ]
+
+    def _while_running(
+        self,
+        i: int,
+        temporary: Iterable[tuple[int, int, str, Vector]],
+        returned: Iterable[tuple[Segment, str, Vector]],
+    ) -> _Sum:
         found = _Sum()
+        for segment, name, vector in returned:
+            if segment.last_reader < i <= segment.held_until:
+                found.add(name, vector)
         for maker, last, name, num_bytes in temporary:
             if maker <= i <= last:
                 found.add(name, num_bytes)
