@@ -117,8 +117,8 @@ def fake_step(
 ) -> FakeStep:
     """A step of the plan's mesh, whatever its size, seen from rank 0: micro-batches, all alike, and the optimizer.
 
-    Collectives are those of a first step; memory is that of a second one. By then the optimizer has made its states, and
-    has used them: of an operator that DTensor meets for the first time it makes fake results as large as the whole.
+    Collectives are those of a first step; memory is that of a second one. By then the optimizer has made its states and
+    used them: of an operator that DTensor meets for the first time it makes fake results as large as the whole.
     Raises what applying the plan raises.
     """
     degrees = tuple(plan.mesh.size(axis) for axis in Axis)
