@@ -59,6 +59,7 @@ class Segment:
             self.is_kept,
             self.exits,
             self.last_reader,
+            self.held_until,
             self.until,
             self.is_wanted,
         )
