@@ -144,9 +144,9 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     **dict.fromkeys(("mamba", "falcon_mamba"), ModelType(seq_len=16, tiny_seq_len=16)),
     # Its constructor looks up a stage's rate of dropped paths at the stage's number: a stage must have more layers.
     "cvt": ModelType(both={"depth": [1, 2, 3]}),
-    # The default names no base of its rotary frequencies; layers, heads and lengths have other names than elsewhere.
+    # The default has no base of its rotary frequencies and no bound to clip at, and its names are its own.
     "dbrx": ModelType(
-        both={"n_layers": LEAST_LAYERS, "attn_config": {"rope_theta": 5e5}},
+        both={"n_layers": LEAST_LAYERS, "attn_config": {"rope_theta": 5e5, "clip_qkv": 8.0}},
         tiny={
             "n_heads": HEADS,
             "max_seq_len": 128,
@@ -270,6 +270,8 @@ def _tiny_sizes(config: transformers.PretrainedConfig) -> dict[str, object]:
     for key, value in values.items():
         if "drop" in key and isinstance(value, float):
             changes[key] = 0.0
+        if "drop" in key and isinstance(value, list | tuple) and all(isinstance(rate, float) for rate in value):
+            changes[key] = [0.0 for _ in value]
         if key.endswith("_token_id") and isinstance(value, int | list):
             changes[key] = {"pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 1}.get(key, 2)
     return changes | {name: _tiny_sizes(part) for name, part in _parts(config).items()}
