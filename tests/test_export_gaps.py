@@ -43,6 +43,15 @@ def test_every_construct_runs_where_a_step_of_it_does(script: ModuleType) -> Non
         assert any(gradient is not None for gradient in outcome.gradients.values())
 
 
+def test_in_double_a_step_is_the_same_to_more_digits(script: ModuleType) -> None:
+    construct = next(c for c in script.constructs() if c.name == "EMA teacher")
+    wide = script.in_double(construct)
+    narrow, found = (script.step(script.built(each), each) for each in (construct, wide))
+    assert {str(g.dtype) for g in found.gradients.values() if g is not None} == {"torch.float64"}
+    assert narrow.loss != found.loss
+    assert narrow.loss == pytest.approx(found.loss, rel=1e-5)
+
+
 @pytest.mark.long
 def test_a_construct_is_examined(script: ModuleType) -> None:
     construct = next(c for c in script.constructs() if c.name == "self in a closure")
