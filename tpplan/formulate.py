@@ -117,6 +117,16 @@ class Formulation:
             shared=self.priced.shared,
         )
 
+    @property
+    def alone(self) -> Problem:
+        """Kernels and tp collectives of one micro-batch, no layer recomputed: every plan takes at least as long."""
+        return Problem(
+            nodes=self.priced.nodes(),
+            edges=self.priced.edges(),
+            objective=self._runs_once(),
+            shared=self.priced.shared,
+        )
+
     def strategy(self, choice: Mapping[str, int], decision: str) -> Strategy:
         """The chosen strategy of any decision."""
         representative = self.space.classes[decision]
@@ -164,7 +174,7 @@ class Formulation:
     # Objective
 
     def _objective(self) -> Iterator[Term]:
-        for term in self.priced.once("runs", lambda: tuple(self._runs())):
+        for term in self._runs_once():
             weight = term.weight * self.setting.accumulation_steps
             yield Term(name=term.name, expressions=term.expressions, weight=weight)
         yield from self._issue()
@@ -177,6 +187,9 @@ class Formulation:
                 yield from overlap.terms(self.setting.profile.overlap_slowdown)
         if self.uses_fsdp:
             yield from self._fsdp_copies()
+
+    def _runs_once(self) -> tuple[Term, ...]:
+        return self.priced.once("runs", lambda: tuple(self._runs()))
 
     def _runs(self) -> Iterator[Term]:
         """Kernels and collectives of a micro-batch."""

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from tpplan import solvers
 from tpplan.bystander import copied
 from tpplan.errors import IndivisibleError, ModelError, SolverError, UsageError
-from tpplan.formulate import COMPUTE, TENSOR_PARALLEL, Formulation
+from tpplan.formulate import Formulation
 from tpplan.graph import Direction, ModelGraph
 from tpplan.marking import trace_marking
 from tpplan.mesh import Mesh, divisors, meshes, sub_clusters
@@ -216,7 +216,9 @@ class Job:
         return Pinned(graph=self.traced(micro_batch).graph, pins=self.pins)
 
     def _trace(self, micro_batch: int) -> Traced:
-        model = self._built()
+        if self._model_key not in self.reuse.models:
+            self.reuse.models[self._model_key] = self._built()
+        model = self.reuse.models[self._model_key]  # what runs is a copy
         units = repeated_children(model)
         inputs = self.example_inputs(micro_batch, self.batch.seq_len)
         if self.precision is Precision.BF16:
@@ -345,17 +347,9 @@ class Job:
         the optimizer left out, no layer recomputed, and no limit kept."""
         key = point.micro_batch, point.tp
         if key not in self.floors:
-            alone = replace(point, num_gpus=point.tp, shard=1)
-            formulation = self.formulate(alone, limit=math.inf, treatment=self.lightest)
-            steps = formulation.setting.accumulation_steps
-            problem = formulation.unlimited
-            parts = tuple(
-                replace(term, weight=term.weight / steps)
-                for term in problem.objective
-                if term.name in (COMPUTE, TENSOR_PARALLEL)
-            )
+            formulation = self.formulate(replace(point, num_gpus=point.tp, shard=1))
             try:
-                self.floors[key] = self.solver_of(replace(problem, objective=parts)).bound or 0.0
+                self.floors[key] = self.solver_of(formulation.alone).bound or 0.0
             except SolverError:
                 if self.time_limit_s is None:
                     raise

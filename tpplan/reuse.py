@@ -36,6 +36,8 @@ class Traced:
 class Reuse:
     """What was computed so far, by all that it depends on; it grows with every call that is given it."""
 
+    #: as they were built, on the meta device
+    models: dict[Hashable, nn.Module] = field(default_factory=dict)
     traces: dict[Hashable, Traced] = field(default_factory=dict)
     spaces: dict[Hashable, PricedSpace] = field(default_factory=dict)
     #: modules that proofs have found to be run whole, and why, by model
