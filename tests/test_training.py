@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import tpplan
 from tpplan.apply import apply_plan
+from tpplan.errors import PlanMismatchError
 from tpplan.graph import Boundary, ModelGraph
 from tpplan.layout import S
 from tpplan.mesh import Mesh
@@ -205,6 +207,12 @@ def whole_sequences(graph: ModelGraph) -> Callable[[str, Strategy], bool]:
     return lambda decision, strategy: decision not in crossing or strategy.results[0] not in (S(0), S(1))
 
 
+def whole_batches(graph: ModelGraph) -> Callable[[str, Strategy], bool]:
+    """Forbids slices of the batch of x [B, T, D]."""
+    crossing = {node.name for node in graph.nodes if isinstance(node, Boundary)}
+    return lambda decision, strategy: decision not in crossing or strategy.results[0] != S(0)
+
+
 def generate(plan: Plan) -> None:
     models = []
     for on in (None, plan):
@@ -222,11 +230,8 @@ def generate(plan: Plan) -> None:
     assert torch.equal(*sampled)
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_hugging_face_model_generates_under_a_plan_that_cuts_no_text() -> None:
-    pytest.importorskip("transformers")
-    plan = tpplan.solve(
+def planned_text(**options: Any) -> Plan:
+    return tpplan.solve(
         hugging_face,
         tokens_and_targets,
         loss=lambda outputs, inputs: tpplan.cross_entropy(outputs["logits"], inputs["targets"]),
@@ -236,8 +241,35 @@ def test_a_hugging_face_model_generates_under_a_plan_that_cuts_no_text() -> None
         seq_len=LENGTH,
         tp=2,
         precision="fp32",
-        pins={"model.layers.*.self_attn": "megatron", "model.layers.*.mlp": "megatron", "lm_head": "replicated"},
-        allows=whole_sequences,
+        **options,
     )
+
+
+PINS = {"model.layers.*.self_attn": "megatron", "model.layers.*.mlp": "megatron", "lm_head": "replicated"}
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_hugging_face_model_generates_under_a_plan_that_cuts_no_text() -> None:
+    pytest.importorskip("transformers")
+    plan = planned_text(pins=PINS, allows=whole_sequences)
     assert plan.proof.status is ProofStatus.PROVEN
     run_ranks(2, generate, plan)
+
+
+def generate_slices(plan: Plan) -> None:
+    model = tpplan.apply_plan(hugging_face(), plan).eval()
+    prompt = tokens_and_targets(BATCH, 5)["input_ids"][:, :4]
+    for use_cache in (True, False):  # a token of its own, or five
+        with pytest.raises(
+            PlanMismatchError, match=r"module model\.\S+, input .*dim 1 of shape .* does not divide by tp = 2"
+        ):
+            model.generate(prompt, max_new_tokens=3, do_sample=False, use_cache=use_cache)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_generating_under_slices_of_the_sequence_is_refused_by_name() -> None:
+    pytest.importorskip("transformers")
+    norms = {"model.layers.*.input_layernorm": "sequence", "model.layers.*.post_attention_layernorm": "sequence"}
+    run_ranks(2, generate_slices, planned_text(pins=PINS | norms, allows=whole_batches))
