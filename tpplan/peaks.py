@@ -6,8 +6,9 @@ replay finds there (L what lasts: parameters, states, inputs, slack, and gradien
     at the loss         L + all that is kept + the most around the layers
     in a layer          L + all that is kept, but for what only later nodes want, + what a layer makes again
                         + the most in a layer, which is the last of its kind: of those before it less is kept
-    in the first layer  L + all gradients + a layer + the most in it; where no gradients were there before
-    after the layers    L + all gradients + the most before the first layer, and where FSDP reduces the root's
+    in the first layer  L + the gradients of all that goes back before + a layer + the most in it; where no gradients
+                        were there before
+    after the layers    L + the same + the most before the first layer, and where FSDP reduces the root's
     in the step         L + all gradients + the optimizer's temporaries
 
 A layer's backward frees what it kept and leaves its gradients. Of layers that are alike the first are recomputed, so
@@ -101,7 +102,7 @@ class Peaks:
 
     def _rows(self) -> Iterator[tuple[str, tuple[Term, ...]]]:
         lasting = tuple(self._lasting())
-        gradients = (self._term(GRADIENTS, self.space.graph.parameters, self._gradient_width, self._shard),)
+        gradients = (self._gradients(),)
         before = () if self._are_gradients_new else gradients
         yield "at the loss", (*lasting, *before, *self._kept_by_layers(), *self._at_the_loss())
         if self._later:
@@ -110,8 +111,8 @@ class Peaks:
             kept = self._kept_by_layers(self._earlier)
             yield "in a layer", (*lasting, *before, *kept, *self._in_a_layer(self._earlier))
             if self._are_gradients_new:
-                yield "in the first layer", (*lasting, *gradients, *self._in_the_first_layer())
-        yield "after the layers", (*lasting, *gradients, *self._after_the_layers())
+                yield "in the first layer", (*lasting, *self._in_the_first_layer())
+        yield "after the layers", (*lasting, *self._after_the_layers())
         yield "in the step", (*lasting, *gradients, *self._in_the_step())
 
     # What lasts
@@ -180,6 +181,8 @@ class Peaks:
     def _in_the_first_layer(self) -> Iterator[Term]:
         yield from self.activations.kept_outside(before=self.activations.first)
         family = self._largest
+        own = self._alone_in(family.unit) if len(self._earlier) == 1 else ()
+        yield self._gradients(without=(*self._in_the_end, *own))
         if self.uses_fsdp:
             for unit in self.root:
                 yield self._term(UNSHARDED_PARAMETERS, unit.parameters, self._compute_width, self._padded)
@@ -188,17 +191,19 @@ class Peaks:
             yield Term(name=UNSHARDED_PARAMETERS, expressions=tuple(self._gathered), weight=times)
             yield Term(name=BUFFERS, expressions=tuple(map(self._reduced, self.families)))
         yield from self._kept_by_layers(self._earlier[:-1])
-        yield Term(name=SAVED, expressions=undominated(self._wholes(family)))
-        growing = self._growing(family) if self.uses_fsdp else frozenset[str]()
+        yield Term(name=SAVED, expressions=(Expression(), *self._wholes(family)))
+        growing = self._growing(family) if self.uses_fsdp else frozenset(source.label for source in own)
         yield Term(name=TRANSIENTS, expressions=self._moments_in([(family.unit, growing)]))
 
     def _after_the_layers(self) -> Iterator[Term]:
         yield from self.activations.kept_outside(before=self.activations.first)
-        found = [Expression()]
+        late = self._in_the_end if self.steps == 1 else ()
+        yield self._gradients(without=late)
+        found = [self._bytes(late, self._gradient_width, self._shard)]
         if self.mesh.tp > 1:  # summands over tp, in a bucket
-            every = self._bytes(self.space.graph.parameters, self._gradient_width, self._shard)
-            found.append(Expression(constant=min(_highest(every), self.bucket_bytes)))
-        growing = self._growing() if self.uses_fsdp else frozenset[str]()
+            bucket = min(_highest(self._every_gradient), self.bucket_bytes)
+            found.append(_sum(found[0], Expression(constant=bucket)))
+        growing = self._growing() if self.uses_fsdp else frozenset(source.label for source in late)
         stretch = self.activations.around(growing, is_before=True)
         gathered = [self._bytes(u.parameters, self._compute_width, self._padded) for u in self.root if self.uses_fsdp]
         reducing = [self._reduced(family) for family in self.families] if self.uses_fsdp else [Expression()]
@@ -211,8 +216,7 @@ class Peaks:
     def _in_the_step(self) -> Iterator[Term]:
         parameters = self.space.graph.parameters
         if self.optimizer.of_all:
-            every = self._bytes(parameters, self._gradient_width, self._shard)
-            yield Term(name=TRANSIENTS, expressions=(every,), weight=float(self.optimizer.of_all))
+            yield Term(name=TRANSIENTS, expressions=(self._every_gradient,), weight=float(self.optimizer.of_all))
         if self.optimizer.of_largest:
             each = dict.fromkeys(
                 self._summed({one: 1}, self._shard) for one in self._rest(parameters, self._gradient_width)
@@ -257,12 +261,12 @@ class Peaks:
             yield from family.where_lightest(mode, found, [mode])
 
     def _wholes(self, family: Family) -> Iterator[Expression]:
-        """All that there ever is of a layer, under whichever mode."""
-        for mode in (Recompute.SELECTIVE, Recompute.FULL):
+        """All that there ever is of a layer, under a mode that one has."""
+        for mode in Recompute:
             tensors = family.layer.kept[mode], family.layer.remade[mode]
             parts = (term for own in tensors for term in self.activations.terms(own))
             whole: Expression = self.once((*self._key("whole", family.unit), mode), partial(_upper, parts))
-            yield whole
+            yield from family.counts[mode].where_any(whole)
 
     # FSDP
 
@@ -375,6 +379,34 @@ class Peaks:
     def _are_gradients_new(self) -> bool:
         """Whether there are no gradients before the micro-batch, and one family alone has more than one layer."""
         return self.steps == 1 and sum(family.size > 1 for family in self.families) <= 1
+
+    # Gradients
+
+    @cached_property
+    def _every_gradient(self) -> Expression:
+        """At rest, of all parameters."""
+        return self._bytes(self.space.graph.parameters, self._gradient_width, self._shard)
+
+    def _gradients(self, without: Sequence[Source] = ()) -> Term:
+        """At rest, of all but some."""
+        late = _scaled(self._bytes(without, self._gradient_width, self._shard), -1.0)
+        return Term(name=GRADIENTS, expressions=(merged(_sum(self._every_gradient, late)),))
+
+    @cached_property
+    def _in_the_end(self) -> tuple[Source, ...]:
+        """Parameters outside the layers whose gradients come after the layers': those that are read before the first
+        one alone; FSDP reduces all last."""
+        outside = [source for unit in self.root for source in unit.parameters]
+        before = {node.name for node in self.space.graph.nodes[: self.activations.first]}
+        return tuple(source for source in outside if self.uses_fsdp or self._readers(source) <= before)
+
+    def _alone_in(self, unit: Unit) -> tuple[Source, ...]:
+        """Parameters of a layer that nothing else reads."""
+        inside = {self.space.graph.nodes[i].name for i in self.activations.positions[unit.name]}
+        return tuple(source for source in unit.parameters if self._readers(source) <= inside)
+
+    def _readers(self, source: Source) -> set[str]:
+        return {reading.op.name for reading in self.space.readings[source.label]}
 
     # Bytes of parameters
 
