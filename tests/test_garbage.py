@@ -9,9 +9,14 @@ from tpplan.garbage import RARELY, rarely_collected
 
 def test_searches_are_rare_within_and_as_before_after_an_error() -> None:
     before = gc.get_threshold()
-    with pytest.raises(KeyError), rarely_collected():
+
+    @rarely_collected()
+    def fail() -> None:
         assert gc.get_threshold() == (RARELY, *before[1:])
         raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert gc.get_threshold() == before
 
 

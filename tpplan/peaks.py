@@ -28,7 +28,7 @@ from typing import Any
 from tpplan.costs.layers import Activations, LayerCosts
 from tpplan.costs.memory import SAVED
 from tpplan.costs.moments import undominated
-from tpplan.expressions import merged
+from tpplan.expressions import added, constant_term, merged, scaled
 from tpplan.graph import Source
 from tpplan.kinds import Kind, Unit
 from tpplan.layout import local_shape
@@ -120,7 +120,7 @@ class Peaks:
     def _lasting(self) -> Iterator[Term]:
         everything = self.space.graph.parameters
         if self.slack_bytes:
-            yield _constant(SLACK, self.slack_bytes)
+            yield constant_term(SLACK, self.slack_bytes)
         yield self._term(PARAMETERS, everything, self._master_width, self._shard)
         yield self._term(STATES, everything, self._state_width, self._shard)
         yield self.activations.inputs
@@ -202,15 +202,15 @@ class Peaks:
         found = [self._bytes(late, self._gradient_width, self._shard)]
         if self.mesh.tp > 1:  # summands over tp, in a bucket
             bucket = min(_highest(self._every_gradient), self.bucket_bytes)
-            found.append(_sum(found[0], Expression(constant=bucket)))
+            found.append(added(found[0], Expression(constant=bucket)))
         growing = self._growing() if self.uses_fsdp else frozenset(source.label for source in late)
         stretch = self.activations.around(growing, is_before=True)
         gathered = [self._bytes(u.parameters, self._compute_width, self._padded) for u in self.root if self.uses_fsdp]
         reducing = [self._reduced(family) for family in self.families] if self.uses_fsdp else [Expression()]
         for moment, buffer in product(stretch.moments if stretch is not None else (), reducing):
-            found.append(merged(_sum(moment, *gathered, buffer)))
+            found.append(merged(added(moment, *gathered, buffer)))
         for unit in self.root if self.uses_fsdp else ():
-            found.append(merged(_sum(self._unsharded_gradients(unit), self._reducing(unit))))
+            found.append(merged(added(self._unsharded_gradients(unit), self._reducing(unit))))
         yield Term(name=TRANSIENTS, expressions=undominated(found))
 
     def _in_the_step(self) -> Iterator[Term]:
@@ -236,8 +236,8 @@ class Peaks:
             return known
         ends = []
         for (unit, _), stretch in zip(layers, stretches, strict=True):
-            gathered = _scaled(self._bytes(unit.parameters, self._compute_width, self._padded), -1.0)
-            ends.append(merged(_sum(stretch.after, self._reducing(unit), gathered)))
+            gathered = scaled(self._bytes(unit.parameters, self._compute_width, self._padded), -1.0)
+            ends.append(merged(added(stretch.after, self._reducing(unit), gathered)))
         return undominated([*known, *ends], known)
 
     def _made_again(self, family: Family) -> Iterator[Expression]:
@@ -254,10 +254,10 @@ class Peaks:
         left = self._reduced(family) if self.uses_fsdp else Expression()
         if self._are_gradients_new:
             shard = self._shard if self.uses_fsdp else prod
-            left = _sum(left, self._bytes(family.unit.parameters, self._gradient_width, shard))
+            left = added(left, self._bytes(family.unit.parameters, self._gradient_width, shard))
         for mode in Recompute:
             kept = _lower(self.activations.terms(family.layer.kept[mode] if family in kept_of else {}))
-            found = merged(_sum(left, _scaled(kept, -1.0)))
+            found = merged(added(left, scaled(kept, -1.0)))
             yield from family.where_lightest(mode, found, [mode])
 
     def _wholes(self, family: Family) -> Iterator[Expression]:
@@ -296,8 +296,8 @@ class Peaks:
         found = [Expression()]
         for kind, gathered in zip(self.kinds, self._gathered, strict=True):
             if self.mesh.shard > 1:
-                found.append(_scaled(gathered, 1 + self._cast))
-            found += kind.count(reshard=True).where_any(_scaled(gathered, self._gatherings))
+                found.append(scaled(gathered, 1 + self._cast))
+            found += kind.count(reshard=True).where_any(scaled(gathered, self._gatherings))
         return Term(name=UNSHARDED_PARAMETERS, expressions=tuple(found))
 
     @cached_property
@@ -312,7 +312,7 @@ class Peaks:
     def _reducing(self, unit: Unit) -> Expression:
         """Gradients beside the buffer that they are reduced in, and the shard that comes out."""
         shard = self._bytes(unit.parameters, self._gradient_width, self._shard)
-        return _sum(self._bytes(unit.parameters, self._gradient_width, self._padded), shard)
+        return added(self._bytes(unit.parameters, self._gradient_width, self._padded), shard)
 
     def _reduced(self, family: Family) -> Expression:
         """That buffer."""
@@ -349,7 +349,7 @@ class Peaks:
         if not units:
             return None
         _, unit, last = max(units, key=lambda row: row[0])
-        counts = {mode: _added(kind.count(recompute=mode) for kind in kinds) for mode in Recompute}
+        counts = {mode: _together(kind.count(recompute=mode) for kind in kinds) for mode in Recompute}
         return Family(first=first, unit=unit, size=len(units), layer=last.layer, counts=counts)
 
     @property
@@ -389,8 +389,8 @@ class Peaks:
 
     def _gradients(self, without: Sequence[Source] = ()) -> Term:
         """At rest, of all but some."""
-        late = _scaled(self._bytes(without, self._gradient_width, self._shard), -1.0)
-        return Term(name=GRADIENTS, expressions=(merged(_sum(self._every_gradient, late)),))
+        late = scaled(self._bytes(without, self._gradient_width, self._shard), -1.0)
+        return Term(name=GRADIENTS, expressions=(merged(added(self._every_gradient, late)),))
 
     @cached_property
     def _in_the_end(self) -> tuple[Source, ...]:
@@ -472,7 +472,7 @@ class Peaks:
 _WEIGHT = {Recompute.NONE: 0, Recompute.SELECTIVE: 1, Recompute.FULL: 2}
 
 
-def _added(counts: Iterable[Count]) -> Count:
+def _together(counts: Iterable[Count]) -> Count:
     found = list(counts)
     return Count(
         constant=sum(count.constant for count in found), parts=tuple(part for count in found for part in count.parts)
@@ -482,37 +482,22 @@ def _added(counts: Iterable[Count]) -> Count:
 def _upper(terms: Iterable[Term]) -> Expression:
     """At least the terms' sum: of a maximum the sum of what may be the largest, none of which is negative."""
     found = ((expression, term.weight) for term in terms for expression in undominated(term.expressions))
-    return merged(_sum(*(_scaled(expression, weight) for expression, weight in found)))
+    return merged(added(*(scaled(expression, weight) for expression, weight in found)))
 
 
 def _lower(terms: Iterable[Term]) -> Expression:
     """At most the terms' sum: of a maximum one of what it is over."""
-    return merged(_sum(*(_scaled(term.expressions[0], term.weight) for term in terms)))
+    return merged(added(*(scaled(term.expressions[0], term.weight) for term in terms)))
 
 
 def _combined(terms: Iterable[Term]) -> Iterator[Term]:
     """Terms with all linear ones as one."""
     found = list(terms)
-    linear = [_scaled(term.expressions[0], term.weight) for term in found if len(term.expressions) == 1]
+    linear = [scaled(term.expressions[0], term.weight) for term in found if len(term.expressions) == 1]
     yield from (term for term in found if len(term.expressions) > 1)
     if linear:
-        yield Term(name=found[0].name, expressions=(merged(_sum(*linear)),))
+        yield Term(name=found[0].name, expressions=(merged(added(*linear)),))
 
 
 def _highest(expression: Expression) -> float:
     return expression.constant + sum(max(vector) for _, vector in expression.terms)
-
-
-def _constant(part: str, amount: float) -> Term:
-    return Term(name=part, expressions=(Expression(constant=amount),))
-
-
-def _scaled(expression: Expression, weight: float) -> Expression:
-    terms = tuple((name, tuple(weight * entry for entry in vector)) for name, vector in expression.terms)
-    return Expression(constant=weight * expression.constant, terms=terms)
-
-
-def _sum(*expressions: Expression) -> Expression:
-    return Expression(
-        constant=sum(e.constant for e in expressions), terms=tuple(term for e in expressions for term in e.terms)
-    )
