@@ -267,19 +267,26 @@ def test_plans_with_shared_state_are_those_without(reuse: Reuse) -> None:
     assert solve_gpt(reuse, prove=True).dumps() == alone.dumps()
 
 
-def test_a_model_is_traced_once_for_all_that_share_it() -> None:
-    built = []
+def test_a_model_is_built_once_and_traced_once_a_shape_for_all_that_share_it() -> None:
+    built, seen = [], []
 
     def build_model() -> nn.Module:
         built.append(1)
-        return example("mlp").build_model()
+        model = example("mlp").build_model()
+        model.register_forward_pre_hook(lambda _module, args, kwargs: seen.append(1), with_kwargs=True)
+        return model
+
+    def solved(**options: object) -> int:
+        """How often forward ran for it."""
+        before = len(seen)
+        solve_example("mlp", eager_to_shard(), builder=build_model, reuse=shared, prove=False, **options)
+        return len(seen) - before
 
     shared = Reuse()
-    for gpus in (1, 2):
-        solve_example("mlp", eager_to_shard(), gpus=gpus, builder=build_model, reuse=shared, prove=False)
+    assert solved(gpus=1) > 0
+    assert solved(gpus=2) == 0
+    assert solved(gpus=2, micro_batch=2) > 0
     assert len(built) == 1
-    solve_example("mlp", eager_to_shard(), gpus=2, builder=build_model, reuse=shared, prove=False, micro_batch=2)
-    assert len(built) == 2  # other shapes
 
 
 # On the command line
