@@ -218,6 +218,14 @@ def _whole(entry: "pd.Series[object]", name: str, default: int | None = None) ->
     return int(number)
 
 
+def _is_yes(entry: "pd.Series[object]", name: str) -> bool:
+    """Yes or no; no where a row says nothing. Raises ValueError for any other word."""
+    text = str(entry[name]).lower()
+    if text not in ("yes", "true", "1", "no", "false", "0", "nan"):
+        raise ValueError(f"{name} {entry[name]!r}: expected yes or no")
+    return text in ("yes", "true", "1")
+
+
 def _measured(entry: "pd.Series[object]", name: str) -> float | None:
     """A number of a row; None where it, or its column, is not there."""
     value = entry.get(name)
@@ -232,6 +240,8 @@ def _run(row: int, entry: "pd.Series[object]") -> Run:
     sizes = {name: _whole(entry, name) for name in ("layers", "hidden", "ffn", "heads", "vocab", "seq_len")}
     mode = "none" if pd.isna(entry["dp_mode"]) else str(entry["dp_mode"]).lower()
     is_replicated = mode.split()[0] in ("none", "ddp", "dp")
+    if not is_replicated and not any(word in mode for word in ("fsdp", "hsdp", "zero2", "zero3")):
+        raise ValueError(f"dp_mode {entry['dp_mode']!r}: expected none, ddp, fsdp, hsdp, zero2 or zero3")
     return Run(
         row=row,
         source=str(entry["source_id"]),
@@ -248,9 +258,9 @@ def _run(row: int, entry: "pd.Series[object]") -> Run:
         global_batch=_whole(entry, "global_batch", micro_batch * gpus // tp),
         tp=tp,
         shard=1 if is_replicated else _whole(entry, "fsdp_degree", gpus // tp),
-        reshard="zero2" not in mode and "zero1" not in mode,
+        reshard="zero2" not in mode,
         recompute=_recompute(str(entry["activation_checkpointing"])),
-        is_compiled=str(entry["compile"]).lower() in ("yes", "true", "1"),
+        is_compiled=_is_yes(entry, "compile"),
         precision=_precision(str(entry["precision"])),
         software=software(notes),
         recomputes_every_other_matmul=str(entry["activation_checkpointing"]) == EVERY_OTHER_MATMUL,
@@ -591,6 +601,9 @@ def main() -> int:
     for run in track(runs, description="price", console=Console(stderr=True), disable=not sys.stderr.isatty()):
         try:
             priced[run.row] = price(run)
+            if off := architecture(run.sizes, run.software).relative_excess(run.sizes):
+                how = f"{abs(off):.1%} {'more' if off > 0 else 'fewer'} parameters"
+                print(f"accuracy: {arguments.data}: row {run.row + 2}: priced as a model with {how}", file=sys.stderr)
         except (ValueError, TpplanError) as error:
             problems.append(f"row {run.row + 2}: {error}")
     for problem in problems:

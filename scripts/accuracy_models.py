@@ -32,8 +32,8 @@ from llama import Attention, Config, Llama
 #: (logits [B, T, V], inputs) -> the mean over tokens
 Loss = Callable[[Tensor, dict[str, Tensor]], Tensor]
 
-#: of a table's parameters and the nearest architecture's, how far they may be apart
-CLOSE = 0.1
+#: of a table's parameters and the nearest architecture's, how far they may be apart, and from where on that is said
+CLOSE, SAID = 0.1, 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +241,11 @@ class Architecture:
         """Of the model with these sizes."""
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in self.build(sizes).parameters())
+
+    def relative_excess(self, sizes: Sizes) -> float:
+        """How many more parameters it has than a table says, as a part of these; 0 where that is next to none."""
+        excess = self.num_parameters(sizes) / sizes.num_parameters - 1
+        return excess if abs(excess) > SAID else 0.0
 
 
 MPT_PINS = {

@@ -120,6 +120,8 @@ def test_rows_are_read_as_they_say(runs: list[accuracy.Run]) -> None:
         ({"activation_checkpointing": "some"}, "'some' is not a valid Recompute"),
         ({"precision": "fp8 (bf16 elsewhere)"}, "precision 'fp8 (bf16 elsewhere)': expected 16 bits"),
         ({"micro_batch_per_gpu": math.nan}, "no micro_batch_per_gpu"),
+        ({"dp_mode": "zero1"}, "dp_mode 'zero1': expected none, ddp, fsdp, hsdp, zero2 or zero3"),
+        ({"compile": "reduce-overhead"}, "compile 'reduce-overhead': expected yes or no"),
         ({"layers": 2.5}, "layers 2.5: expected a whole number, 1 or more"),
     ],
 )
@@ -247,8 +249,12 @@ def test_the_command_writes_the_table_with_predictions(
     assert not out.exists()
     rows = [row("one", peak_mem_gib=1.0), row("two"), row("two", micro_batch_per_gpu=1)]
     wrong, unmeasured = row("two", tp=3), row("two", tokens_per_s_per_gpu=math.nan)
+    rows[-1]["n_params"] *= 0.95
     pd.DataFrame([wrong, *rows, unmeasured]).to_csv(table, index=False)
     assert accuracy.main() == 0
+    captured = capsys.readouterr()
+    assert "row 5: priced as a model with 5.3% more parameters" in captured.err
+    assert captured.err.count("priced as a model") == 1
     found = pd.read_csv(out)
     assert found.iloc[0, -4:].isna().all()
     found = found.iloc[1:]
@@ -259,7 +265,7 @@ def test_the_command_writes_the_table_with_predictions(
         "predicted_peak_mem_error",
     ]
     assert (found.iloc[:, -4:] > 0).all().all()
-    shown = capsys.readouterr().out
+    shown = captured.out
     assert shown.startswith("predicted: 4 of 5 runs\n")
     assert re.search(r"^all +3 ", shown, re.MULTILINE)
     assert found.iloc[3, -4] == pytest.approx(found.iloc[1, -4])  # the same run, unmeasured

@@ -149,6 +149,9 @@ def in_canonical_order(folder: Path) -> None:
         UsageError, match=r"row of layers\.0\.attention\.qkv\.weight is sharded, and its shape \[64, 1\]"
     ):
         tpplan.save_checkpoint(folder, model, optimizer, step=1)
+    optimizer.state[qkv]["row"] = qkv._local_tensor[:, 0].detach()
+    with pytest.raises(UsageError, match=r"qkv\.weight, of shape \[\d+\], is each rank's own"):
+        tpplan.save_checkpoint(folder, model, optimizer, step=1)
 
 
 def test_fused_weights_and_their_states_are_saved_in_their_own_order(tmp_path: Path) -> None:

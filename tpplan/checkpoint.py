@@ -180,7 +180,8 @@ def _saved_optimizer(names: Mapping[int, str], optimizer: Optimizer) -> _SavedOp
     of_groups = _parameter_names(names, optimizer)
     state = optimizer.state_dict()
     flat = [name for group in of_groups for name in group]
-    shapes = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    shapes = [tuple(parameter.shape) for parameter in parameters]
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
     for number, entry in state["state"].items():
@@ -194,6 +195,11 @@ def _saved_optimizer(names: Mapping[int, str], optimizer: Optimizer) -> _SavedOp
                     f"the optimizer's {key} of {flat[number]} is sharded, and its shape {list(value.shape)} is not its "
                     f"parameter's, {list(shapes[number])}: such a state cannot be saved"
                 )
+            elif isinstance(value, Tensor) and value.dim() and _is_cut(parameters[number]):
+                raise UsageError(
+                    f"the optimizer's {key} of {flat[number]}, of shape {list(value.shape)}, is each rank's own, and "
+                    "the parameter is sharded: only rank 0's would be saved; such a state cannot be"
+                )
             else:
                 scalars.setdefault(flat[number], {})[key] = value.cpu() if isinstance(value, Tensor) else value
     groups = [
@@ -201,6 +207,11 @@ def _saved_optimizer(names: Mapping[int, str], optimizer: Optimizer) -> _SavedOp
         for group, group_names in zip(state["param_groups"], of_groups, strict=True)
     ]
     return _SavedOptimizer(tensors=tensors, scalars=scalars, groups=groups)
+
+
+def _is_cut(parameter: Tensor) -> bool:
+    """Ranks hold different parts of it."""
+    return isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements)
 
 
 def _is_like_parameter(key: str, shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
