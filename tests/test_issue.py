@@ -106,3 +106,4 @@ def test_an_optimizer_issued_in_less_than_a_gpu_runs_it_costs_nothing() -> None:
         for profile in (eager_to_shard(), stepping(eager_to_shard(), sharded_s=1e-12, plain_s=1e-12))
     ]
     assert plans[0].predicted.time_s == pytest.approx(plans[1].predicted.time_s)
+    assert plans[0].predicted.step_time_error_s == plans[1].predicted.step_time_error_s

@@ -28,7 +28,7 @@ from tpplan.patterns import ROOT, format_ranges
 from tpplan.plan import BoundaryPlan, CollectivePlan, CrossingPlan, FsdpPlan, ParameterPlan, Pass, Prediction, Recompute
 from tpplan.priced import price_space
 from tpplan.problem import total
-from tpplan.profile import Collective
+from tpplan.profile import Collective, Estimate
 from tpplan.replay import peak_of
 from tpplan.rules import OPAQUE, Call, Strategy, draws, has_rule
 from tpplan.space import CROSS_ENTROPY, is_summand
@@ -399,6 +399,8 @@ class Expanded:
         estimates += [estimate for again in repeats for estimate in (again.compute, again.collectives)]
         extrapolated = any(e.extrapolated for e in estimates)
         moved, step = profile.memory_bound(num_bytes=BUCKET_BYTES), formulation.optimizer_issue()
+        if profile.device_type == "cuda" and step.seconds < time.get(OPTIMIZER, 0.0):
+            step = Estimate.zero()  # the GPU takes longer
         moving_s = sum(time.get(part, 0.0) for part in (FSDP_COPIES, ACCUMULATION, OPTIMIZER))
         residuals += Residuals(
             memory=max(0.0, moving_s - step.seconds) * moved.relative_error,
