@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tpplan
 from tpplan import assemble, replay
 from tpplan.answers import answered, answers_of
-from tpplan.costs.memory import returned_until
+from tpplan.costs.memory import Segment, returned_until
 from tpplan.errors import UsageError
 from tpplan.formulate import Formulation
 from tpplan.ledger import Ledger, Peak, Piece
@@ -116,6 +116,13 @@ def test_a_piece_counts_while_somebody_holds_it() -> None:
     assert ledger.live_bytes == 0
     assert ledger.peak is not None
     assert dict(ledger.peak.memory_bytes) == {"a": 3.0, "b": 2.0}
+
+
+def test_a_copy_of_a_segment_has_all_that_it_has() -> None:
+    fields = {field.name: object() for field in dataclasses.fields(Segment)}
+    segment = Segment(**fields)
+    assert segment.copy() == segment
+    assert segment.copy() is not segment
 
 
 SMALL: dict[str, Any] = {

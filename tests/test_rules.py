@@ -1,7 +1,7 @@
 """Every sharding rule against brute force over ranks, both directions; and the brute force against planted mistakes."""
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ from rule_samples import SAMPLES, const, ids, x
 from validate import STAND_INS, Sample, WrongStrategyError, check_gradient, check_value, missing_strategies, violation
 
 from tpplan import rules
+from tpplan.graph import Ref, Value
 from tpplan.layout import R_STAR, ROWS, Layout, P, R, S, copied, joint
 from tpplan.rules import Call, Strategy, call_strategies
 from tpplan.rules.call import base_target
@@ -262,6 +263,14 @@ def test_megatron_pair_is_offered():
     assert parse_strategy("R*, S(0), S(0) => S(2)") in call_strategies(column.call, 2)
     row = call("aten.linear.default", x(2, 6, 12), x(4, 12), x(4))
     assert parse_strategy("S(2), S(1), P => P") in call_strategies(row.call, 2)
+
+
+def test_a_call_without_names_keeps_all_else_of_its_values():
+    known = {field.name: object() for field in fields(Value)} | {"name": "a", "storage": "b"}
+    call = Call(target="", args=(Ref("a"),), kwargs=(("out", Ref("c")),), operands=(Value(**known),), results=())
+    like = call.anonymous()
+    assert like.operands == (replace(call.operands[0], name="0", storage="1"),)
+    assert (like.args, like.kwargs) == ((Ref("0"),), (("out", Ref("2")),))
 
 
 def test_an_op_without_a_rule_runs_on_whole_operands_alone():

@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -368,12 +368,9 @@ class Plan:
     def parameter_plans(self) -> dict[str, ParameterPlan]:
         """Plans by parameter name, patterns expanded."""
         return {
-            name: ParameterPlan(
-                placement=plan.placement,
+            name: replace(
+                plan,
                 reads={substitute(reader, index): layout for reader, layout in plan.reads.items()},
-                shape=plan.shape,
-                dtype=plan.dtype,
-                trainable=plan.trainable,
                 aliases=tuple(substitute(alias, index) for alias in plan.aliases),
             )
             for name, (plan, index) in self._expanded(self.parameters).items()

@@ -7,7 +7,8 @@ it renames, so that storage is kept if any such reader wants it: a maximum over 
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 
 from tpplan.costs.compute import Executor, whole_strategy
 from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, SourceKind, Value, within
@@ -51,18 +52,11 @@ class Segment:
     is_wanted: bool = False
 
     def copy(self) -> "Segment":
-        """Another with the same; dataclasses.replace takes ten times as long."""
-        return Segment(
-            self.maker,
-            self.value,
-            self.position,
-            self.is_kept,
-            self.exits,
-            self.last_reader,
-            self.held_until,
-            self.until,
-            self.is_wanted,
-        )
+        """Another with the same; dataclasses.replace takes five times as long."""
+        return Segment(*_FIELDS(self))
+
+
+_FIELDS = attrgetter(*(field.name for field in fields(Segment)))
 
 
 def sources(space: Space) -> Term:

@@ -53,15 +53,7 @@ class Call:
             return numbers.setdefault(name, str(len(numbers)))
 
         def unnamed(value: Value) -> Value:
-            name, storage = number(value.name), number(value.storage)
-            return Value(
-                name=name,
-                shape=value.shape,
-                dtype=value.dtype,
-                carries_gradient=value.carries_gradient,
-                storage=storage,
-                varying=value.varying,
-            )
+            return replace(value, name=number(value.name), storage=number(value.storage))
 
         def argument(given: Argument) -> Argument:
             if isinstance(given, Ref):
