@@ -4,16 +4,19 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+import tpplan
 from profiles import full_profile
-from tpplan.costs.compute import Attention, Executor, Kernel, Matmul, kernel_time
+from tpplan.costs.compute import Attention, Executor, Kernel, Matmul, MemoryBound, kernel_time
 from tpplan.graph import Argument, Ref, Value
 from tpplan.layout import R
 from tpplan.opaque import Observed, Ran
+from tpplan.plan import Plan
 from tpplan.profile import AttentionSizes, HardwareProfile
+from tpplan.report import render
 from tpplan.rules import Call, Strategy
 
 X = (2, 8, 12, 12)
@@ -128,3 +131,71 @@ def test_what_is_guessed_of_a_module_that_runs_whole_is_said() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         executor.observe(observed("guessed", product, sifts))
+
+
+def test_what_meta_tensors_do_not_run_moves_its_bytes_and_says_so() -> None:
+    def value(name: str, *shape: int) -> Value:
+        return Value(name=name, shape=shape, dtype="float32", carries_gradient=False, storage=name)
+
+    factors = Call(
+        target="aten.geqrf.default",
+        args=(Ref("x"),),
+        kwargs=(),
+        operands=(value("x", 8, 8),),
+        results=(value("a", 8, 8), value("tau", 8)),
+    )
+    with pytest.warns(UserWarning, match=r"aten\.geqrf\.default.*priced by bytes alone") as warned:
+        execution = Executor().execute(factors, Strategy((R,), (R, R)), 1)
+    assert execution.forward == (MemoryBound(num_bytes=4 * (8 * 8 + 8 * 8 + 8)),)
+    assert execution.guesses == tuple(str(warning.message) for warning in warned)
+
+
+class Sifts(nn.Module):
+    """Asks for a weight's value, so that it runs whole, and for indices, which meta tensors do not give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[(x > 0).nonzero()[:, 0]].sum(0) * self.scale.sum().item() * self.scale
+
+
+class Built(nn.Module):
+    """Asks for a weight's value while it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sifts() for _ in range(2))
+        self.up = nn.Linear(8, 8)
+        assert self.layers[0].scale.sum().item() == 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.layers[1](x) + self.layers[0](x)).sum()
+
+
+def example_inputs(batch: int, seq_len: int) -> dict[str, Tensor]:
+    return {"x": torch.zeros(batch, 8)}
+
+
+@pytest.mark.filterwarnings("ignore:in a module that runs whole:UserWarning")
+def test_what_was_guessed_stands_in_the_plan() -> None:
+    """However often a shared trace was warned of, and when a file is priced again."""
+    reuse, cluster = tpplan.Reuse(), tpplan.Cluster(gpus=1, gpus_per_node=1, profile="cpu-gloo")
+
+    def solved(build_model: type[nn.Module]) -> Plan:
+        return tpplan.solve(
+            build_model, example_inputs, cluster=cluster, global_batch=4, seq_len=1, prove=False, reuse=reuse
+        )
+
+    with pytest.warns(UserWarning, match="the builder fails on the meta device"):
+        plan = solved(Built)
+    assert plan.notes is not None
+    assert len(plan.notes) == 2
+    assert plan.notes[0].startswith("the builder fails on the meta device, and runs on the CPU: ")
+    assert plan.notes[1] == "layers.*: aten.nonzero.default: priced by bytes alone"
+    assert all(note in " ".join(render(plan).split()) for note in plan.notes)
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert solved(Built).notes == plan.notes
+    with pytest.warns(UserWarning, match="the builder fails on the meta device"):
+        assert tpplan.price(plan, Built, example_inputs, profile="cpu-gloo").notes == plan.notes

@@ -231,6 +231,16 @@ class Expanded:
                 found[op.target] += self._seconds(op)  # type: ignore[assignment]
         return {target: float(seconds) for target, seconds in sorted(found.items())}
 
+    def guesses(self) -> tuple[str, ...]:
+        """What is not known of ops, but taken to be, by the modules that they stand in."""
+        space, executor = self.formulation.space, self.formulation.priced.executor
+        found = (
+            f"{self._pattern_of(op.module) or ROOT}: {guess}"
+            for op in self.graph.ops
+            for guess in executor.execute(Call.of(self.graph, op), self.strategy(op.name), space.tp).guesses
+        )
+        return tuple(dict.fromkeys(found))
+
     def opaque_seconds(self) -> dict[str, float]:
         """Modules that run whole, and the seconds they take in a step."""
         found: Counter[str] = Counter()

@@ -31,7 +31,7 @@ from tpplan.problem import Problem, Solution, Status
 from tpplan.profile import HardwareProfile
 from tpplan.program import on_meta_like
 from tpplan.registered import register_names
-from tpplan.reuse import Reuse, Traced
+from tpplan.reuse import Built, Reuse, Traced
 from tpplan.rules import Strategy
 from tpplan.setting import Setting
 from tpplan.solvers.reduction import LIMIT_TOLERANCE
@@ -218,7 +218,8 @@ class Job:
     def _trace(self, micro_batch: int) -> Traced:
         if self._model_key not in self.reuse.models:
             self.reuse.models[self._model_key] = self._built()
-        model = self.reuse.models[self._model_key]  # what runs is a copy
+        built = self.reuse.models[self._model_key]
+        model = built.model  # what runs is a copy
         units = repeated_children(model)
         inputs = self.example_inputs(micro_batch, self.batch.seq_len)
         if self.precision is Precision.BF16:
@@ -242,17 +243,20 @@ class Job:
             graph=graph,
             assumptions=assumed,
             opaques=opaques,
+            notes=built.notes,
         )
 
-    def _built(self) -> nn.Module:
+    def _built(self) -> Built:
         """The model on the meta device, in the dtype it computes in."""
+        notes: tuple[str, ...] = ()
         try:
             with torch.device("meta"), _Unfilled():
                 model = self.build_model()
         except (RuntimeError, NotImplementedError) as error:
             # Code that asks weights for values, as torch.nn.utils.parametrizations.orthogonal does, needs some.
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            warnings.warn(f"the builder fails on the meta device, and runs on the CPU: {reason}", stacklevel=2)
+            notes = (f"the builder fails on the meta device, and runs on the CPU: {reason}",)
+            warnings.warn(notes[0], stacklevel=2)
             model = self.build_model()
         if not isinstance(model, nn.Module):
             raise ModelError(f"the builder returned {type(model).__name__}, expected a torch.nn.Module")
@@ -267,7 +271,7 @@ class Job:
             for parameter in model.parameters():
                 if parameter.dtype == torch.float32:
                     parameter.data = parameter.data.to(torch.bfloat16)
-        return model
+        return Built(model, notes)
 
     def cast(self, units: tuple[str, ...]) -> BoundaryHook:
         """FSDP's mixed precision casts what enters the root and each unit; so does the trace."""

@@ -86,6 +86,7 @@ def plan_of(
         unruled_ops=expanded.unruled_ops(),
         opaque=_opaque_plans(traced, expanded) or None,
         untouched=traced.opaques.untouched or None,
+        notes=(*traced.notes, *expanded.guesses()) or None,
     )
     if not plan.recompute:
         return plan

@@ -277,7 +277,8 @@ class Plan:
     applying the plan compiles nothing. `unruled_ops` are those that no rule covers, which run whole, with the seconds
     they take in a step, `opaque` modules that do. `outputs` are the model's outputs that it returns sharded, by path.
     `untouched` says why parameters stay the plain tensors that they are, where they must: each rank has all of them,
-    and gradients are averaged over data-parallel ranks.
+    and gradients are averaged over data-parallel ranks. `notes` are what a reader is to know of how it was made: what a
+    builder did that was not asked of it, which costs are guesses.
     """
 
     schema_version: Count
@@ -306,6 +307,7 @@ class Plan:
     unruled_ops: Mapping[str, Amount]
     opaque: Mapping[str, OpaquePlan] | None = None
     untouched: str | None = None
+    notes: tuple[str, ...] | None = None
 
     @property
     def mesh(self) -> Mesh:

@@ -210,6 +210,7 @@ def price(
         ),
         unruled_ops=priced.unruled_ops,
         opaque=loaded.opaque and _repriced(loaded, priced.opaque_seconds),
+        notes=(*traced.notes, *priced.guesses) or None,
     )
 
 

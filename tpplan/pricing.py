@@ -38,6 +38,7 @@ class Priced:
     collectives: tuple[CollectivePlan, ...]
     unruled_ops: Mapping[str, float]
     opaque_seconds: Mapping[str, float]
+    guesses: tuple[str, ...]
 
 
 def price_plan(
@@ -65,6 +66,7 @@ def priced_as(expanded: Expanded, plan: Plan) -> Priced:
         collectives=expanded.collectives(),
         unruled_ops=expanded.unruled_ops(),
         opaque_seconds=expanded.opaque_seconds(),
+        guesses=expanded.guesses(),
     )
     return _with_reruns(priced, rerun(expanded.formulation, modes), plan) if modes else priced
 

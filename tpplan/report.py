@@ -315,6 +315,8 @@ def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
         dearest = sorted(plan.unruled_ops.items(), key=lambda item: (-item[1], item[0]))
         shown = ", ".join(f"{target} ({format_seconds(seconds)} of the step)" for target, seconds in dearest)
         yield "no rule for", f"{shown}: these run on whole values"
+    for note in plan.notes or ():
+        yield "note", note
     yield "versions", f"tpplan {plan.tpplan_version}, torch {plan.torch_version}"
 
 

@@ -19,9 +19,18 @@ from tpplan.priced import PricedSpace
 from tpplan.trace import Inputs
 
 
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model on the meta device, and how it came there if not by its builder alone."""
+
+    model: nn.Module
+    notes: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A model on the meta device, what it was run on (so many sequences), and what was seen."""
+    """A model on the meta device, what it was run on (so many sequences), and what was seen. `notes` are on how it was
+    built."""
 
     micro_batch: int
     model: nn.Module
@@ -30,14 +39,14 @@ class Traced:
     graph: ModelGraph
     assumptions: tuple[str, ...]
     opaques: Opaques
+    notes: tuple[str, ...]
 
 
 @dataclass(slots=True)
 class Reuse:
     """What was computed so far, by all that it depends on; it grows with every call that is given it."""
 
-    #: as they were built, on the meta device
-    models: dict[Hashable, nn.Module] = field(default_factory=dict)
+    models: dict[Hashable, Built] = field(default_factory=dict)
     traces: dict[Hashable, Traced] = field(default_factory=dict)
     spaces: dict[Hashable, PricedSpace] = field(default_factory=dict)
     #: modules that proofs have found to be run whole, and why, by model

@@ -70,7 +70,8 @@ class Execution:
     results; `saved_bytes`: of tensors that are neither (statistics, masks, log-probabilities).
 
     `forward_bytes` are the most that forward held besides what it leaves behind, `backward_bytes` the most that
-    backward held, the gradients of results and operands among them. `gradients` are those of operands.
+    backward held, the gradients of results and operands among them. `gradients` are those of operands. `guesses` say
+    what was not seen, and what is taken in its place.
     """
 
     forward: tuple[Kernel, ...]
@@ -81,6 +82,7 @@ class Execution:
     forward_bytes: int
     backward_bytes: int
     gradients: tuple["Gradient | None", ...] = ()
+    guesses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,9 @@ _VIEW_LIKE = frozenset({"aten.empty_like.default", "aten.new_empty.default", "at
 #: ops that read as much of their first operand as they return
 _LOOKUPS = frozenset({"aten.embedding.default", "aten.index_select.default", "aten.gather.default",
                       "aten.index.Tensor"})  # fmt: skip
+
+#: what is taken of an op whose kernels are not seen
+_BY_BYTES = "priced by bytes alone"
 
 #: backward of flash attention recomputes the scores: 5 products against the forward's 2 [Dao 2023, section 3.1]
 _ATTENTION_BACKWARD_PRODUCTS = 2.5
@@ -256,12 +261,9 @@ class Executor:
         for key, observed in calls.items():
             if key in self._observed:
                 continue
-            self._observed[key] = _execution_of(observed)
-            guessed = sorted({str(ran.op) for ran in (*observed.forward, *observed.backward) if _is_guess(ran)})
-            if guessed:
-                warnings.warn(f"in a module that runs whole, {', '.join(guessed)}: priced by bytes alone", stacklevel=2)
-            if not observed.is_bounded:
-                warnings.warn("in a module that runs whole, a size that data decides is priced as 1", stacklevel=2)
+            self._observed[key] = seen = _execution_of(observed)
+            for guess in seen.guesses:
+                warnings.warn(f"in a module that runs whole, {guess}", stacklevel=2)
 
     def execute(self, call: Call, strategy: Strategy, tp: int) -> Execution:
         """One rank's share of a call under a strategy. Warns where the op, or its backward, cannot run on meta tensors,
@@ -292,8 +294,8 @@ class Executor:
             try:
                 self._cache[key] = _run(call, function, args, shapes)
             except ModelError as error:
-                warnings.warn(f"{str(error).splitlines()[0]}: priced by bytes alone", stacklevel=2)
-                self._cache[key] = _by_bytes(call, strategy, tp)
+                self._cache[key] = moved = _by_bytes(call, strategy, tp, str(error).splitlines()[0])
+                warnings.warn(moved.guesses[0], stacklevel=2)
         return self._cache[key]
 
 
@@ -307,7 +309,17 @@ def _execution_of(observed: Observed) -> Execution:
         saved_bytes=observed.kept_bytes,
         forward_bytes=observed.forward_bytes,
         backward_bytes=observed.backward_bytes,
+        guesses=tuple(_guesses_of(observed)),
     )
+
+
+def _guesses_of(observed: Observed) -> Iterator[str]:
+    """What an opaque module ran that is not seen to the last."""
+    unseen = sorted({str(ran.op) for ran in (*observed.forward, *observed.backward) if _is_guess(ran)})
+    if unseen:
+        yield f"{', '.join(unseen)}: {_BY_BYTES}"
+    if not observed.is_bounded:
+        yield "a size that data decides is priced as 1"
 
 
 def _kernels_of(ran: Ran) -> tuple[Kernel, ...]:
@@ -397,8 +409,9 @@ def _run(
     return replace(execution, forward_bytes=forward_bytes, backward_bytes=backward_bytes, gradients=gradients)
 
 
-def _by_bytes(call: Call, strategy: Strategy, tp: int) -> Execution:
-    """An op that reads its operands and writes its results, keeps all of both, and does so twice in backward."""
+def _by_bytes(call: Call, strategy: Strategy, tp: int, reason: str) -> Execution:
+    """An op that reads its operands and writes its results, keeps all of both, and does so twice in backward; the
+    reason says why that is taken of it."""
 
     def num_bytes(value: Value, layout: Layout) -> int:
         return prod(local_shape(value.shape, layout, tp)) * DTYPE_BYTES[value.dtype]
@@ -419,6 +432,7 @@ def _by_bytes(call: Call, strategy: Strategy, tp: int) -> Execution:
             Gradient(size, False) if carries and value.carries_gradient else None
             for value, size in zip(call.operands, given, strict=True)
         ),
+        guesses=(f"{reason}: {_BY_BYTES}",),
     )
 
 
