@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.attention.flex_attention as flex
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd.graph import get_gradient_edge
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
@@ -93,28 +95,57 @@ def _observe(
             raise UnobservableError(f"its forward puts a new parameter at {replaced[0]!r}")
         found, spec = pytree.tree_flatten(output)
         _check(found, given, weights)
+        outputs = tuple(_meta(leaf, environment) if isinstance(leaf, Tensor) else leaf for leaf in found)
         results = [leaf for leaf in found if isinstance(leaf, Tensor)]
-        result_bytes = sum(nbytes for nbytes in {_key(r): _nbytes(r, environment) for r in results}.values())
+        ends = {get_gradient_edge(result): _fake(result) for result in results if result.requires_grad}
+        seen_given, seen_results = _watched(given, environment), _watched(results, environment)
         left, peak, forward = log.live_bytes, log.peak_bytes, tuple(log.ran)
+        del args, kwargs, given, output, found, results  # what is there still, autograd keeps
+        keeps, keeps_results = _living(seen_given), _living(seen_results)
+        kept_results = {seen_results[i].key: seen_results[i].num_bytes for i in keeps_results}
+        kept = log.live_bytes
         log.restart()
         wanted = [x for x in (*leaves, *weights.values()) if isinstance(x, Tensor) and x.requires_grad]
-        ends = [result for result in results if result.requires_grad]
         if ends and wanted:
             with log:
-                torch.autograd.backward(ends, [torch.empty_like(end) for end in ends])
-        outputs = tuple(_meta(leaf, environment) if isinstance(leaf, Tensor) else leaf for leaf in found)
+                torch.autograd.backward(tuple(ends), [torch.empty_like(like) for like in ends.values()])
     return Observed(
         key=_digest(type(module), call, outputs, forward, log.ran),
         outputs=outputs,
         spec=spec,
         forward=forward,
         backward=tuple(log.ran),
-        kept_bytes=max(0, left - result_bytes),
+        keeps=keeps,
+        keeps_results=keeps_results,
+        kept_bytes=max(0, kept - sum(kept_results.values())),
         forward_bytes=peak - left,
-        backward_bytes=log.peak_bytes - left,
+        backward_bytes=log.peak_bytes - kept,
         bodies=tuple(sorted(log.bodies)),
         is_bounded=log.is_bounded,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """A tensor's storage, which this does not keep."""
+
+    storage: "weakref.ref[torch.UntypedStorage]"
+    key: int
+    num_bytes: int
+
+
+def _watched(leaves: list[Any], environment: ShapeEnv) -> list[_Watched]:
+    """Those of the tensors among leaves."""
+    return [
+        _Watched(weakref.ref(leaf.untyped_storage()), _key(leaf), _nbytes(leaf, environment))
+        for leaf in leaves
+        if isinstance(leaf, Tensor)
+    ]
+
+
+def _living(watched: list[_Watched]) -> frozenset[int]:
+    """Which of them are there still, by position."""
+    return frozenset(i for i, one in enumerate(watched) if one.storage() is not None)
 
 
 def _check(found: list[Any], given: list[Any], weights: Mapping[str, Tensor]) -> None:

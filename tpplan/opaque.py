@@ -50,9 +50,10 @@ class Ran:
 class Observed:
     """One call of an opaque module: what it gives (on the meta device), what it ran, and the bytes that it held.
 
-    `kept_bytes` stay for backward besides operands and results; forward_bytes and backward_bytes are the most that was
-    held on top. `bodies` are the loops and choices whose functions ran once each. `is_bounded`: every size that data
-    decides has a bound, by which it was counted. Equal keys: the same was seen.
+    `keeps` are those of the tensors given, by position, that stay for backward, `keeps_results` those of the tensors
+    among its outputs, and `kept_bytes` stay besides; forward_bytes and backward_bytes are the most that was held on
+    top. `bodies` are the loops and choices whose functions ran once each. `is_bounded`: every size that data decides
+    has a bound, by which it was counted. Equal keys: the same ran.
     """
 
     key: str
@@ -60,6 +61,8 @@ class Observed:
     spec: pytree.TreeSpec
     forward: tuple[Ran, ...]
     backward: tuple[Ran, ...]
+    keeps: frozenset[int]
+    keeps_results: frozenset[int]
     kept_bytes: int
     forward_bytes: int
     backward_bytes: int

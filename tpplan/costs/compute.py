@@ -272,8 +272,7 @@ class Executor:
             seen = self._observed.get(str(call.args[2]))
             if seen is None:
                 raise ModelError(f"{call.target}: no module was observed that gives {call.args[2]}")
-            everything = frozenset(range(len(call.operands)))
-            return replace(seen, saves=everything, saves_results=frozenset(range(len(call.results))))
+            return _of_call(seen, call)
         known = self._known.get((id(call), strategy, tp))
         if known is None:
             known = self._known[id(call), strategy, tp] = (call, self._executed(call, strategy, tp))
@@ -300,16 +299,27 @@ class Executor:
 
 
 def _execution_of(observed: Observed) -> Execution:
-    """Kernels of what an opaque module ran. What it keeps of its operands and results is not seen: all, it is taken."""
+    """Kernels of what an opaque module ran, and what it kept of what it was given and gave."""
     return Execution(
         forward=tuple(kernel for ran in observed.forward for kernel in _kernels_of(ran)),
         backward=tuple(kernel for ran in observed.backward for kernel in _kernels_of(ran)),
-        saves=frozenset(),
-        saves_results=frozenset(),
+        saves=observed.keeps,
+        saves_results=observed.keeps_results,
         saved_bytes=observed.kept_bytes,
         forward_bytes=observed.forward_bytes,
         backward_bytes=observed.backward_bytes,
         guesses=tuple(_guesses_of(observed)),
+    )
+
+
+def _of_call(seen: Execution, call: Call) -> Execution:
+    """The same of an opaque module's call, which gives each operand that carries one its gradient."""
+    carries = any(value.carries_gradient for value in call.results)
+    return replace(
+        seen,
+        gradients=tuple(
+            Gradient(value.num_bytes, False) if carries and value.carries_gradient else None for value in call.operands
+        ),
     )
 
 
