@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpplan
+from tpplan.formulate import DATA_PARALLEL
 from tpplan.issued import differences
 from tpplan.issued import listed as listed_anywhere
 from tpplan.mesh import Axis
@@ -162,3 +164,43 @@ def test_what_fsdp_fills_up_or_cannot_hold_is_listed_as_issued() -> None:
     of_layer = 3 * (3 * 7 + 3)  # 7 rows on 3 ranks are 3 on each in FSDP's buffers, and so are 7 entries
     rows = [row for row in plan.collectives if row.where.startswith("layers.") and row.during is Pass.BACKWARD]
     assert {row.num_bytes for row in rows if row.axis is Axis.SHARD} == {4 * of_layer}
+
+
+class Odd(nn.Module):
+    """Two layers of odd widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+        self.head = nn.Linear(7, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("shard", [1, 3])
+def test_what_fsdp_fills_up_is_priced_as_issued(shard: int) -> None:
+    """On a device where nothing hides, each collective counted takes its time."""
+    profile = replace(eager_to_shard(latency_s=1e-5, intra_bytes_per_s=1e6), device_type="cpu")
+    plan = tpplan.solve(
+        Odd,
+        lambda batch, seq_len: {"x": torch.zeros(batch, 7)},
+        cluster=tpplan.Cluster(gpus=6, gpus_per_node=6, profile=profile),
+        global_batch=24,
+        micro_batch=2,
+        seq_len=1,
+        tp=1,
+        fsdp=shard,
+        precision="fp32",
+        all_gpus=True,
+        prove=False,
+    )
+    step = fake_step(Odd, {"x": torch.zeros(2, 7)}, lambda loss, _: loss, plan, is_tracked=False)
+    assert [str(found) for found in differences(plan, listed_anywhere(plan), step.issued)] == []
+    seconds = sum(
+        row.count * profile.collective(Collective(row.kind), plan.mesh.group(row.axis, 6), row.num_bytes).seconds
+        for row in plan.collectives
+    )
+    assert plan.predicted.time_s[DATA_PARALLEL] == pytest.approx(seconds, rel=1e-9)

@@ -28,6 +28,7 @@ from tpplan.costs.table import Repeat, StrategyTime
 from tpplan.expressions import added, constant_term, linear_term, merged, minus, scaled
 from tpplan.graph import Boundary
 from tpplan.kinds import Kind, Unit
+from tpplan.layout import R
 from tpplan.mesh import Axis, Mesh
 from tpplan.optimizers import optimizer_named
 from tpplan.parameter_bytes import BytesOf, ParameterBytes
@@ -268,14 +269,18 @@ class Formulation:
         rate = self.seconds_per_byte(Collective.ALL_REDUCE, Axis.TP).seconds
         if not rate:
             return
-        summands = self.priced.once(("summands", self.setting.precision), lambda: Counter(self._summands()))
+        key = "summands", self.setting.precision, self.parameter_bytes.ranks
+        summands = self.priced.once(key, lambda: Counter(self._summands()))
         for expressions, number in summands.items():
             yield Term(name=TP_REDUCTION, expressions=expressions, weight=rate / self.mesh.shard * number)
 
     def _summands(self) -> Iterator[tuple[Expression, ...]]:
         """Bytes of each parameter's gradient where any of its readings, of which the largest counts, is R*."""
         for readings in self.space.readings.values():
-            gradient = self.parameter_bytes.gradients(readings[0].parameter) if readings else 0.0
+            if not readings:
+                continue
+            own = self.parameter_bytes
+            gradient = own.filled(readings[0].parameter, own.gradients, R)
             # Once for a parameter, if any of its readings is R*.
             names = dict.fromkeys(self.space.classes[reading.name] for reading in readings)
             vectors = {
@@ -386,14 +391,15 @@ class Formulation:
         T(x) = T(n/t) + (T(n) - T(n/t)) (x - n/t) / (n - n/t): exact at both ends.
         """
         group = self.mesh.group(axis, self.setting.gpus_per_node)
-        whole = share[0] * sum(map(share[1], unit.parameters))
+        own = self.parameter_bytes
+        whole = share[0] * sum(own.filled(source, share[1], R) for source in unit.parameters)
         least = whole / self.mesh.tp
         profile = self.setting.profile
         low = profile.collective(kind, group, least).seconds
         if self.mesh.tp == 1 or not whole:
             return Expression(constant=low)
         slope = (profile.collective(kind, group, whole).seconds - low) / (whole - least)
-        local = self.parameter_bytes.of(unit, share)
+        local = own.of(unit, share)
         return added(scaled(local, slope), Expression(constant=low - slope * least))
 
     def seconds_per_byte(self, kind: Collective, axis: Axis) -> Estimate:
@@ -404,7 +410,7 @@ class Formulation:
     @property
     def parameter_bytes(self) -> ParameterBytes:
         """Of parameters and what belongs to them, on a rank of tp."""
-        return ParameterBytes(priced=self.priced, setting=self.setting)
+        return ParameterBytes(priced=self.priced, setting=self.setting, shard=self.mesh.shard)
 
     # Memory
 

@@ -1,12 +1,17 @@
-"""Bytes of parameters, and of what belongs to them, on a rank of tp, by the placements that are chosen."""
+"""Bytes of parameters, and of what belongs to them, on a rank of tp, by the placements that are chosen.
+
+FSDP2 fills dim 0 of what a rank of tp has up to a multiple of its own ranks: of each there is as much as on the first,
+and that is what its buffers hold and its collectives move. A sum over the units of a mesh counts that.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil, prod
 
 from tpplan.expressions import added, merged, scaled
 from tpplan.graph import Source
 from tpplan.kinds import Unit
-from tpplan.layout import Layout, LayoutKind
+from tpplan.layout import Layout, LayoutKind, R, local_shape
 from tpplan.optimizers import optimizer_named
 from tpplan.priced import PricedSpace
 from tpplan.problem import Expression
@@ -18,10 +23,12 @@ BytesOf = Callable[[Source], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterBytes:
-    """Before FSDP cuts them. The first functions are of one parameter, whole; the last of what a rank of tp has."""
+    """Before FSDP cuts them among `shard` ranks. The first functions are of one parameter, whole; the last of what a
+    rank of tp has, filled up."""
 
     priced: PricedSpace
     setting: Setting
+    shard: int
 
     def states(self, source: Source) -> float:
         """Of the optimizer."""
@@ -62,7 +69,7 @@ class ParameterBytes:
     def _once(self, unit: Unit | None, bytes_of: BytesOf) -> Expression:
         """By one of the functions above, which have their names and depend on nothing else."""
         setting, name = self.setting, unit.name if unit is not None else None
-        key = bytes_of.__name__, name, setting.units, setting.precision, setting.optimizer
+        key = bytes_of.__name__, name, setting.units, setting.precision, setting.optimizer, self.ranks
         parameters = unit.parameters if unit is not None else self.priced.space.graph.parameters
         return self.priced.once(key, lambda: self._on_a_rank(parameters, bytes_of))
 
@@ -73,14 +80,30 @@ class ParameterBytes:
         for source in parameters:
             readings = space.readings[source.label]
             if not readings:
-                constant += bytes_of(source)
+                constant += self.filled(source, bytes_of, R)
                 continue
             name = space.classes[readings[0].name]
             vector = vectors.setdefault(name, [0.0] * len(space.strategies[name]))
             for i, strategy in enumerate(space.strategies[name]):
-                vector[i] += bytes_of(source) / self._parts(strategy.operands[0])
+                vector[i] += self.filled(source, bytes_of, strategy.operands[0])
         return Expression(constant=constant, terms=tuple((name, tuple(v)) for name, v in vectors.items()))
 
-    def _parts(self, layout: Layout) -> int:
-        """Over how many ranks of tp a placement divides."""
-        return self.priced.space.tp if layout.kind is LayoutKind.SHARD else 1
+    def filled(self, source: Source, bytes_of: BytesOf, placement: Layout) -> float:
+        """By one of those functions, of a parameter on a rank of tp, filled up as FSDP does."""
+        tp, value = self.priced.space.tp, self.priced.space.graph.values[source.result]
+        if self.ranks == 1 or not value.shape or not value.num_elements:
+            return bytes_of(source) / (tp if placement.kind is LayoutKind.SHARD else 1)
+        first, *others = local_shape(value.shape, placement, tp)
+        return bytes_of(source) * ceil(first / self.ranks) * self.ranks * prod(others) / value.num_elements
+
+    @property
+    def ranks(self) -> int:
+        """FSDP's, where they fill up any parameter; 1 where all divide, however they are placed."""
+        space = self.priced.space
+        parts = self.shard * space.tp
+
+        def divides_all() -> bool:
+            shapes = (space.graph.values[source.result].shape for source in space.graph.parameters)
+            return not any(shape and shape[0] % parts for shape in shapes)
+
+        return 1 if self.shard == 1 or self.priced.once(("all divide", parts), divides_all) else self.shard
