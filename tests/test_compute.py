@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tpplan
 from profiles import full_profile
-from tpplan.costs.compute import Attention, Executor, Kernel, Matmul, MemoryBound, kernel_time
+from tpplan.costs.compute import Executor
+from tpplan.costs.kernels import Attention, Kernel, Matmul, MemoryBound, kernel_time
 from tpplan.graph import Argument, Ref, Value
 from tpplan.layout import R
 from tpplan.opaque import Observed, Ran

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from examples import eager_to_shard, example, solve_example
 
-from tpplan.costs.compute import MemoryBound, kernel_time
 from tpplan.costs.issue import Lag, waiting
+from tpplan.costs.kernels import MemoryBound, kernel_time
 from tpplan.formulate import ISSUE
 from tpplan.plan import Plan
 from tpplan.profile import HardwareProfile

@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tpplan
 from tpplan import assemble, replay
-from tpplan.costs.compute import Executor, Matmul, whole_strategy
+from tpplan.costs.compute import Executor, whole_strategy
+from tpplan.costs.kernels import Matmul
 from tpplan.costs.layers import layer_activations
 from tpplan.errors import InfeasibleError, UsageError
 from tpplan.formulate import Formulation

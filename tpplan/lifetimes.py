@@ -8,7 +8,8 @@ gone when they have been read for the last time.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from tpplan.costs.compute import Attention, Execution, Matmul
+from tpplan.costs.compute import Execution
+from tpplan.costs.kernels import Attention, Matmul
 from tpplan.costs.memory import HELD_STEPS, call_exits, returned_until
 from tpplan.formulate import Formulation
 from tpplan.graph import Boundary, Direction, ModelGraph, Op, enclosing

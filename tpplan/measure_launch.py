@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tpplan.costs.compute import kernels_of
+from tpplan.costs.kernels import kernels_of
 from tpplan.fit import TIME_DIGITS, digits, relative_error
 from tpplan.machine import MEASURED
 from tpplan.profile_tables import Launch

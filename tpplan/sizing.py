@@ -10,7 +10,8 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from tpplan.costs.compute import Attention, Executor, Matmul, whole_strategy
+from tpplan.costs.compute import Executor, whole_strategy
+from tpplan.costs.kernels import Attention, Matmul
 from tpplan.errors import IndivisibleError, InfeasibleError
 from tpplan.options import BuildModel, Cluster, ExampleInputs
 from tpplan.plan import Plan

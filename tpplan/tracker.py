@@ -29,7 +29,7 @@ from tpplan import draws
 from tpplan.answers import answered, answers_of
 from tpplan.apply import apply_plan, no_sync
 from tpplan.average import Averager
-from tpplan.costs.compute import fused_attention, fused_rms_norm
+from tpplan.costs.stand_ins import fused_attention, fused_rms_norm
 from tpplan.fake_group import fake_group
 from tpplan.fitting import plan_name
 from tpplan.issued import CollectiveLog, Issued

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
-from tpplan.costs.compute import Execution, Executor, MemoryBound, whole_strategy
+from tpplan.costs.compute import Execution, Executor, whole_strategy
+from tpplan.costs.kernels import MemoryBound
 from tpplan.costs.memory import (
     HELD_STEPS,
     SAVED,

@@ -6,8 +6,9 @@ from typing import assert_never
 
 from tpplan.costs.additions import MOVED, additions, moved_bytes
 from tpplan.costs.collectives import collectives_of, conversion_time
-from tpplan.costs.compute import Attention, Execution, Executor, Kernel, Matmul, MemoryBound, kernel_time
+from tpplan.costs.compute import Execution, Executor
 from tpplan.costs.fusion import moved_shares
+from tpplan.costs.kernels import Attention, Kernel, Matmul, MemoryBound, kernel_time
 from tpplan.costs.residuals import NONE, Residuals
 from tpplan.graph import Boundary, Op, Value
 from tpplan.layout import Conversion, Layout, LayoutKind

@@ -1,0 +1,234 @@
+"""Kernels: what operators launch below autograd, and how long each takes on a machine.
+
+A kernel is a matmul (M, N, K), an attention (FLOP), or memory-bound (bytes read plus written). Views launch nothing.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tpplan.profile import AttentionSizes, Estimate, HardwareProfile
+from tpplan.units import DTYPE_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matmul:
+    """batch x (m, k) @ (k, n)."""
+
+    m: int
+    n: int
+    k: int
+    batch: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """A fused attention kernel; flop is what is executed, half where causal."""
+
+    flop: float
+    dtype: str
+    is_backward: bool
+    sizes: AttentionSizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBound:
+    """A kernel whose time is the bytes it reads and writes."""
+
+    num_bytes: int
+
+
+Kernel = Matmul | Attention | MemoryBound
+
+_VIEW_LIKE = frozenset({"aten.empty_like.default", "aten.new_empty.default", "aten.empty.memory_format",
+                        "aten.new_empty_strided.default", "aten.empty_strided.default", "aten.detach.default",
+                        "aten._unsafe_view.default", "aten.lift_fresh.default"})  # fmt: skip
+
+#: ops that read as much of their first operand as they return
+_LOOKUPS = frozenset({"aten.embedding.default", "aten.index_select.default", "aten.gather.default",
+                      "aten.index.Tensor"})  # fmt: skip
+
+#: backward of flash attention recomputes the scores: 5 products against the forward's 2 [Dao 2023, section 3.1]
+_ATTENTION_BACKWARD_PRODUCTS = 2.5
+
+
+def bytes_of(tensors: Iterator[torch.Tensor]) -> int:
+    """Of the elements of all."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a nest of tuples and lists, left to right."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from tensors_in(item)
+
+
+class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Turns each operator below autograd into the kernel it launches; adds up the storages made, while they live."""
+
+    def __init__(self, causal: bool, operands: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels: list[Kernel] = []
+        self.causal = causal
+        self.live_bytes = self.peak_bytes = 0
+        self._known = WeakIdKeyDictionary({operand.untyped_storage(): True for operand in operands})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not is_view(func):
+            self.kernels.extend(self._kernels(str(func), args, result))
+        for tensor in tensors_in(result):
+            self._hold(tensor.untyped_storage())
+        return result
+
+    def restart(self) -> None:
+        """Forgets kernels and peak; what lives counts on."""
+        self.kernels = []
+        self.peak_bytes = self.live_bytes
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            return
+        self._known[storage] = True
+        self.live_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._release, storage.nbytes())
+
+    def _release(self, num_bytes: int) -> None:
+        self.live_bytes -= num_bytes
+
+    def _kernels(self, name: str, args: Any, result: Any) -> Iterator[Kernel]:
+        match name:
+            case "aten.convolution.default":
+                yield _convolution(args[0], args[1], result, transposed=args[6], groups=args[8])
+            case "aten.convolution_backward.default":
+                product = _convolution(args[1], args[2], args[0], transposed=args[7], groups=args[9])
+                # The input's gradient and the weight's are the same product with the sizes changing places.
+                if args[10][0]:
+                    yield replace(product, n=product.k, k=product.n)
+                if args[10][1]:
+                    yield replace(product, m=product.k, k=product.m)
+            case _:
+                yield self._kernel(name, args, result)
+
+    def _kernel(self, name: str, args: Any, result: Any) -> Kernel:
+        if name in ("aten.mm.default", "aten.bmm.default"):
+            return _product(args[0], args[1])
+        if name in ("aten.addmm.default", "aten.baddbmm.default"):
+            return _product(args[1], args[2])
+        if name in _LOOKUPS:
+            indices = [tensor for tensor in tensors_in(args) if not tensor.is_floating_point()]
+            return MemoryBound(num_bytes=2 * bytes_of(tensors_in(result)) + bytes_of(iter(indices)))
+        if name == "aten.scatter_add_.default":
+            return MemoryBound(num_bytes=bytes_of(iter(args[2:3])) + 3 * bytes_of(iter(args[3:4])))
+        if "_scaled_dot_product_" in name or "_flash_attention_" in name:
+            return self.attention(name, args)
+        return MemoryBound(num_bytes=bytes_of(tensors_in(args)) + bytes_of(tensors_in(result)))
+
+    def attention(self, name: str, args: Any) -> Attention:
+        """The kernel of an attention operator of this name."""
+        is_backward = "backward" in name
+        query, key, value = args[1:4] if is_backward else args[:3]
+        products = _ATTENTION_BACKWARD_PRODUCTS if is_backward else 1.0
+        width = query.shape[-1] + value.shape[-1]
+        flop = 2.0 * prod(query.shape[:-1]) * key.shape[-2] * width * products
+        sizes = AttentionSizes(
+            batch_heads=prod(query.shape[:-2]),
+            queries=query.shape[-2],
+            keys=key.shape[-2],
+            head_dim=width / 2,
+            causal=self.causal,
+        )
+        flop = flop / 2 if self.causal else flop
+        return Attention(flop=flop, dtype=_name(query.dtype), is_backward=is_backward, sizes=sizes)
+
+
+def is_view(func: Any) -> bool:
+    """True for an operator that launches nothing: a view, or memory that is not filled."""
+    if str(func) in _VIEW_LIKE:
+        return True
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> Matmul:
+    batch = left.shape[0] if left.dim() == 3 else 1
+    return _matmul(m=left.shape[-2], n=right.shape[-1], k=left.shape[-1], batch=batch, dtype=left.dtype)
+
+
+def _matmul(*, m: int, n: int, k: int, batch: int, dtype: torch.dtype) -> Matmul:
+    """A product of complex numbers is four of real ones."""
+    if dtype.is_complex:
+        batch, dtype = 4 * batch, dtype.to_real()
+    return Matmul(m=m, n=n, k=k, batch=batch, dtype=_name(dtype))
+
+
+def _convolution(
+    x: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, *, transposed: bool, groups: int
+) -> Matmul:
+    """As an implicit matrix product: positions x (channels in * window) @ (channels in * window) x channels out.
+
+    x [N, Ci, *sizes], weight [Co, Ci / groups, *window] ([Ci, Co / groups, *window] transposed), a batch of groups.
+    """
+    window = prod(weight.shape[2:])
+    if transposed:
+        sizes = (x.shape[0] * prod(x.shape[2:]), weight.shape[1] * window, weight.shape[0] // groups)
+    else:
+        sizes = (result.shape[0] * prod(result.shape[2:]), weight.shape[0] // groups, weight.shape[1] * window)
+    m, n, k = map(int, sizes)
+    return _matmul(m=m, n=n, k=k, batch=groups, dtype=x.dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def kernels_of(work: Callable[[], object]) -> int:
+    """How many kernels a call launches, counted as costs count them."""
+    log = KernelLog(False, ())
+    with log:
+        work()
+    return len(log.kernels)
+
+
+def _stand_in(dtype: str, covered: Iterable[str]) -> str:
+    """The dtype itself where it is covered, else the narrowest that is no narrower, else the widest."""
+    known = sorted(covered, key=lambda name: DTYPE_BYTES[name])
+    if dtype in known or not known:
+        return dtype
+    return next((name for name in known if DTYPE_BYTES[name] >= DTYPE_BYTES[dtype]), known[-1])
+
+
+def _as_if(found: Estimate, dtype: str, stand_in: str) -> Estimate:
+    """The time of another dtype's kernel as this one's: longer as this one is wider, and as uncertain as it is long."""
+    if dtype == stand_in:
+        return found
+    seconds = found.seconds * max(1.0, DTYPE_BYTES[dtype] / DTYPE_BYTES[stand_in])
+    return Estimate(seconds=seconds, error_s=seconds, extrapolated=True)
+
+
+def kernel_time(profile: HardwareProfile, kernel: Kernel) -> Estimate:
+    """Seconds of one kernel in training, issuing it included where it is not beside. What a profile has in no table of
+    its dtype stands in that of another. Raises ProfileError where it has no table at all."""
+    match kernel:
+        case Matmul(m=m, n=n, k=k, batch=batch, dtype=dtype):
+            stand_in = _stand_in(dtype, (table.dtype for table in profile.matmuls))
+            found = profile.matmul(m=m, n=n, k=k, batch=batch, dtype=stand_in)
+            time = profile.matmul_slowdown * _as_if(found, dtype, stand_in)
+        case Attention(flop=flop, dtype=dtype, is_backward=is_backward, sizes=sizes):
+            stand_in = _stand_in(dtype, (rate.dtype for rate in profile.attention_rates))
+            found = profile.attention(flop=flop, dtype=stand_in, backward=is_backward, sizes=sizes)
+            time = _as_if(found, dtype, stand_in)
+        case MemoryBound(num_bytes=num_bytes):
+            time = profile.memory_bound(num_bytes=num_bytes)
+    return time + profile.issuing
