@@ -33,10 +33,11 @@ from rich.console import Console
 from rich.progress import track
 
 from tpplan.errors import TpplanError
+from tpplan.files import write_atomically
 from tpplan.fit import UNKNOWN_RELATIVE_ERROR, rms
 from tpplan.formulate import COMPUTE, DATA_PARALLEL, OPTIMIZER, Formulation
 from tpplan.options import Cluster, Options
-from tpplan.plan import Precision, Recompute, write_atomically
+from tpplan.plan import Precision, Recompute
 from tpplan.planner import Priced, price_mesh
 from tpplan.priced import price_space
 from tpplan.profile import HardwareProfile, load_profile

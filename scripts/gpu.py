@@ -42,18 +42,10 @@ from gpu_results import Measured, Row, Summary, table
 import tpplan
 from tpplan.errors import TpplanError, UsageError
 from tpplan.fake_group import fake_group
+from tpplan.files import write_atomically
 from tpplan.measure import default_grid, make_profile, measure_collectives, measure_compute
-from tpplan.plan import (
-    BoundaryPlan,
-    CrossingPlan,
-    Fingerprints,
-    Plan,
-    Precision,
-    ProofReport,
-    ProofStatus,
-    parameters_fingerprint,
-    write_atomically,
-)
+from tpplan.model_check import parameters_fingerprint
+from tpplan.plan import BoundaryPlan, CrossingPlan, Fingerprints, Plan, Precision, ProofReport, ProofStatus
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.profile_tables import Source
 from tpplan.units import KIB

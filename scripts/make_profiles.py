@@ -15,7 +15,7 @@ from profile_data.machines import MACHINES
 from profile_data.read import Data
 from profile_data.report import print_report
 
-from tpplan.plan import write_atomically
+from tpplan.files import write_atomically
 from tpplan.profile import load_profile
 
 OUTPUT = Path(__file__).resolve().parent.parent / "profiles"

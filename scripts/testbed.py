@@ -29,8 +29,9 @@ from testbed_network import Network, NotPermittedError, RanksError, run_on_nodes
 from testbed_ranks import FEWEST_STEPS, REFERENCE_BYTES, REFERENCE_SIZE
 
 from tpplan.errors import TpplanError, UsageError
+from tpplan.files import write_atomically
 from tpplan.mesh import Axis, GroupShape
-from tpplan.plan import Plan, write_atomically
+from tpplan.plan import Plan
 from tpplan.profile import Collective, HardwareProfile, load_profile
 from tpplan.strict import decode, encode, read_json
 

@@ -23,8 +23,9 @@ from torch import nn
 
 import tpplan
 from tpplan.errors import TpplanError
+from tpplan.files import write_atomically
 from tpplan.measure import default_grid, measure_collectives, measure_matmuls
-from tpplan.plan import Plan, write_atomically
+from tpplan.plan import Plan
 from tpplan.profile import Collective
 from tpplan.stopwatch import slowest
 from tpplan.units import KIB

@@ -7,6 +7,7 @@ from torch import nn
 
 from tpplan.layout import ROWS, R, parse_conversion, parse_layout
 from tpplan.mesh import Mesh
+from tpplan.model_check import parameters_fingerprint
 from tpplan.plan import (
     BatchPlan,
     BoundaryPlan,
@@ -25,7 +26,6 @@ from tpplan.plan import (
     ProofStatus,
     Recompute,
     SolverReport,
-    parameters_fingerprint,
 )
 from tpplan.problem import Status
 

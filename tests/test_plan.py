@@ -21,6 +21,7 @@ from scripts.make_schema import SCHEMA_PATH, plan_schema, schema_text
 from tpplan.errors import PlanError, PlanMismatchError
 from tpplan.layout import R_STAR, ROWS, Conversion, P, R, S, layouts_of
 from tpplan.mesh import Axis
+from tpplan.model_check import check_parameters
 from tpplan.patterns import MAX_BLOCK_INDEX, format_ranges, parse_ranges
 from tpplan.plan import (
     BatchPlan,
@@ -43,7 +44,6 @@ from tpplan.plan import (
     Recompute,
     SizePlan,
     SolverReport,
-    check_parameters,
 )
 from tpplan.problem import Status
 from tpplan.strict import AtLeast, Text

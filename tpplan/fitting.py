@@ -4,8 +4,9 @@ from torch import nn
 
 from tpplan.errors import PlanError, PlanMismatchError, UsageError
 from tpplan.graph import within
+from tpplan.model_check import check_parameters
 from tpplan.patterns import ROOT
-from tpplan.plan import Plan, Precision, check_parameters, uses_fsdp
+from tpplan.plan import Plan, Precision, uses_fsdp
 from tpplan.recompute import check_recomputable
 from tpplan.style import module_styles
 

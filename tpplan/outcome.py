@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 
 from tpplan.assemble import Expanded, blocks_table, by_pattern, rename_parameter
 from tpplan.job import Candidate, Job
+from tpplan.model_check import parameters_fingerprint
 from tpplan.patterns import ROOT
 from tpplan.plan import (
     SCHEMA_VERSION,
@@ -24,7 +25,6 @@ from tpplan.plan import (
     ProofStatus,
     Recompute,
     SolverReport,
-    parameters_fingerprint,
 )
 from tpplan.pricing import with_repeats
 from tpplan.reader import path_of

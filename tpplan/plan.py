@@ -7,10 +7,8 @@ plan.schema.json describes the file; `load(dump(plan)) == plan`.
 
 import hashlib
 import itertools
-import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -18,7 +16,8 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 from tpplan.batching import BatchShare
-from tpplan.errors import PlanError, PlanMismatchError, UsageError
+from tpplan.errors import PlanError, UsageError
+from tpplan.files import format_json, write_atomically
 from tpplan.graph import within
 from tpplan.layout import LAYOUT_PATTERN, Conversion, Layout, parse_conversion, parse_layout
 from tpplan.mesh import Axis, Mesh
@@ -356,7 +355,7 @@ class Plan:
 
     def dumps(self) -> str:
         """The file's text: sorted keys, one line for what holds no further objects."""
-        return _format_json(self.to_dict()) + "\n"
+        return format_json(self.to_dict()) + "\n"
 
     def dump(self, path: str | os.PathLike[str]) -> None:
         """Writes the file atomically: it appears whole or not at all."""
@@ -496,69 +495,3 @@ class Plan:
                 raise PlanError(
                     f"{origin}: recompute.{region or ROOT}: {inner} in it is recomputed too; name one of them"
                 )
-
-
-def parameters_fingerprint(rows: Mapping[str, tuple[tuple[int, ...], bool]]) -> str:
-    """sha256 over sorted (name, shape, trainable)."""
-    text = json.dumps([[name, list(shape), trainable] for name, (shape, trainable) in sorted(rows.items())])
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
-
-
-def check_parameters(plan: Plan, rows: Mapping[str, tuple[tuple[int, ...], bool]]) -> None:
-    """Compares the plan's parameters with a model's: {name: (shape, trainable)}, aliases included.
-
-    Raises PlanMismatchError naming what is missing, what is unknown, and which shapes differ.
-    """
-    expected = {
-        name: (parameter.shape, parameter.trainable)
-        for canonical, parameter in plan.parameter_plans().items()
-        for name in (canonical, *parameter.aliases)
-    }
-    differences = [f"{name}: in the plan, not in the model" for name in sorted(expected.keys() - rows.keys())]
-    differences += [f"{name}: in the model, not in the plan" for name in sorted(rows.keys() - expected.keys())]
-    for name in sorted(expected.keys() & rows.keys()):
-        if expected[name][0] != tuple(rows[name][0]):
-            differences.append(
-                f"{name}: shape {list(expected[name][0])} in the plan, {list(rows[name][0])} in the model"
-            )
-        elif expected[name][1] != rows[name][1]:
-            differences.append(f"{name}: trainable {expected[name][1]} in the plan, {rows[name][1]} in the model")
-    if differences:
-        shown = "\n  ".join(differences[:8]) + (f"\n  and {len(differences) - 8} more" if len(differences) > 8 else "")
-        raise PlanMismatchError(
-            f"the plan was made for another model; {len(differences)} parameters differ:\n  {shown}"
-        )
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file beside its final place and renames it. Raises PlanError where the folder cannot be written."""
-    temporary: Path | None = None
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            temporary = Path(file.name)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o644)
-        temporary.replace(path)
-        temporary = None
-    except OSError as error:
-        raise PlanError(f"{path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-
-
-def _format_json(value: object, indent: str = "") -> str:
-    """JSON with sorted keys; an object or list of scalars stands on one line."""
-    deeper = indent + "  "
-    match value:
-        case dict() if value and any(isinstance(member, dict | list) and member for member in value.values()):
-            members = (f"{deeper}{json.dumps(key)}: {_format_json(value[key], deeper)}" for key in sorted(value))
-            return "{\n" + ",\n".join(members) + f"\n{indent}}}"
-        case list() if any(isinstance(member, dict | list) for member in value):
-            return "[\n" + ",\n".join(deeper + _format_json(member, deeper) for member in value) + f"\n{indent}]"
-        case _:
-            return json.dumps(value, sort_keys=True, allow_nan=False)

@@ -11,6 +11,7 @@ from tpplan.formulate import Formulation
 from tpplan.garbage import rarely_collected
 from tpplan.graph import ModelGraph
 from tpplan.job import Job, Point
+from tpplan.model_check import check_parameters
 from tpplan.options import (
     Allows,
     Batch,
@@ -24,7 +25,7 @@ from tpplan.options import (
 )
 from tpplan.patterns import ROOT
 from tpplan.pins import parse_pins
-from tpplan.plan import OpaquePlan, Plan, Precision, Recompute, SolverReport, check_parameters
+from tpplan.plan import OpaquePlan, Plan, Precision, Recompute, SolverReport
 from tpplan.pricing import price_plan
 from tpplan.problem import Status
 from tpplan.profile import HardwareProfile, load_profile

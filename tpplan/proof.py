@@ -17,11 +17,12 @@ from tpplan.fitting import check_model
 from tpplan.graph import Boundary, Direction, within
 from tpplan.issued import Issued, listed
 from tpplan.job import Job
+from tpplan.model_check import parameters_fingerprint
 from tpplan.optimizers import optimizer_named
 from tpplan.options import BuildModel, ExampleInputs
 from tpplan.outcome import input_shapes
 from tpplan.patterns import ROOT
-from tpplan.plan import CollectivePlan, Fingerprints, Plan, Prediction, parameters_fingerprint
+from tpplan.plan import CollectivePlan, Fingerprints, Plan, Prediction
 from tpplan.pricing import expanded_as, priced_as
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.prove import find_difference

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tpplan.errors import ProfileError, UsageError
+from tpplan.files import write_atomically
 from tpplan.machine import device_name, dtype_name, dtype_of, software
 from tpplan.measure import (
     ATTENTION_SHARE,
@@ -35,7 +36,6 @@ from tpplan.measure import (
 )
 from tpplan.measure_groups import group_shapes, measure_collective, measure_overlap, ranks_per_node, subgroup
 from tpplan.mesh import GroupShape
-from tpplan.plan import write_atomically
 from tpplan.profile import Collective, HardwareProfile
 from tpplan.profile_tables import (
     AttentionRate,

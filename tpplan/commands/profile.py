@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from tpplan.commands._progress import Report, bars
 from tpplan.errors import ProfileError, UsageError
-from tpplan.plan import write_atomically
+from tpplan.files import write_atomically
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.profile_check import warnings
 from tpplan.profile_report import DEFAULT_WIDTH, as_data, render, to_html
