@@ -85,11 +85,7 @@ def record(
     Raises StoppedError where the forward raises, also for a question that only real data can answer.
     """
     placed = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    given: list[tuple[SourceKind, str, Tensor]] = [
-        *((SourceKind.PARAMETER, name, _local(value)) for name, value in module.named_parameters()),
-        *((SourceKind.BUFFER, name, value) for name, value in module.named_buffers()),
-        *((SourceKind.INPUT, p, leaf) for p, leaf in zip(paths, placed, strict=True) if isinstance(leaf, Tensor)),
-    ]
+    given = _given(module, paths, placed)
     inputs = ((p, v) for p, v in zip(placed, leaves, strict=True) if isinstance(v, Tensor))
     known = KnownValues(inputs, otherwise, extra)
     counts = Counts(known, extra)
@@ -101,23 +97,14 @@ def record(
         mode = get_proxy_mode()
         assert mode is not None
         graphs.append(mode.tracer.graph)
-        with (
-            known,
-            _plainly(mode, known),
-            _noting(mode.tracer, scope, known),
-            _functions_in_the_open(),
-            branches_in_the_open(),
-            # TorchScript hides from autograd what it has optimized.
-            torch.jit.optimized_execution(False),  # type: ignore[attr-defined]
-        ):
+        with known, _plainly(mode, known), _noting(mode.tracer, scope, known), _nothing_hidden():
             found, spec = pytree.tree_flatten(_opened(module(*placed)))
         specs.append(spec)
         return [_local(leaf) if isinstance(leaf, Tensor) else None for leaf in found]
 
-    tensors = [value for _, _, value in given]
     try:
         with _ONE_AT_A_TIME, same_draws(), _described(), counting_by(counts), _keeping_results():
-            graph_module = make_fx(run, pre_dispatch=True)(*tensors)
+            graph_module = make_fx(run, pre_dispatch=True)(*(tensor for _, _, tensor in given))
             _drop_failed(graph_module.graph)
     except Exception as error:
         raise StoppedError(graphs[0] if graphs else torch.fx.Graph()) from error
@@ -133,6 +120,23 @@ def record(
         guessed={line: f"{count} elements, all there can be" for line, count in counts.guessed.items()} | known.guessed,
         varies=counts.varies or bool(known.guessed),
     )
+
+
+def _given(module: nn.Module, paths: Sequence[str], leaves: Sequence[Any]) -> list[tuple[SourceKind, str, Tensor]]:
+    """The tensors that a run is given, with what each is and is called."""
+    return [
+        *((SourceKind.PARAMETER, name, _local(value)) for name, value in module.named_parameters()),
+        *((SourceKind.BUFFER, name, value) for name, value in module.named_buffers()),
+        *((SourceKind.INPUT, path, x) for path, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor)),
+    ]
+
+
+@contextlib.contextmanager
+def _nothing_hidden() -> Iterator[None]:
+    """Functions and branches run in the open; TorchScript hides from autograd what it has optimized."""
+    is_optimized = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
+    with _functions_in_the_open(), branches_in_the_open(), is_optimized:
+        yield
 
 
 def _opened(tree: Any) -> Any:
