@@ -385,17 +385,22 @@ def test_a_cpu_hides_no_collective_behind_compute() -> None:
 def test_fsdp_copies_what_it_gathers_and_reduces() -> None:
     """float32 on four ranks, for a weight of n bytes in a layer: two gathers, each n/4 read and written on the way in
     and n on the way out, and a reduction's way in; replicated: two copies of n, a reduction's way in, a single rank's
-    copy. The root is gathered once."""
+    copy. The root is gathered once. What does not divide among the ranks is filled up."""
     profile = machine(hbm_bytes_per_s=1e9)
     copied = {}
     for degree in (4, 1):
         plan = solve_example("mlp", profile, gpus=4, tp=1, fsdp=degree, micro_batch=2, prove=False)
         copied[degree] = plan.predicted.time_s["copies of FSDP"] * 1e9
         assert plan.batch.accumulation_steps == 1
-    in_layers = 4 * sum(prod(p.shape) for name, p in plan.parameter_plans().items() if name.startswith("layers."))
-    in_root = 4 * sum(prod(p.shape) for name, p in plan.parameter_plans().items() if not name.startswith("layers."))
-    assert copied[4] == pytest.approx(in_layers * (2 * (2 / 4 + 2) + 2) + in_root * ((2 / 4 + 2) + 2))
-    assert copied[1] == pytest.approx(in_layers * (2 * 2 + 2 + 2) + in_root * (2 + 2 + 2))
+
+    def filled(ranks: int, *, in_layers: bool) -> int:
+        shapes = (p.shape for name, p in plan.parameter_plans().items() if name.startswith("layers.") == in_layers)
+        return 4 * sum(-(-rows // ranks) * ranks * prod(others) for rows, *others in shapes)
+
+    layers, root = filled(4, in_layers=True), filled(4, in_layers=False)
+    assert copied[4] == pytest.approx(layers * (2 * (2 / 4 + 2) + 2) + root * ((2 / 4 + 2) + 2))
+    layers, root = filled(1, in_layers=True), filled(1, in_layers=False)
+    assert copied[1] == pytest.approx(layers * (2 * 2 + 2 + 2) + root * (2 + 2 + 2))
 
 
 class Tempered(nn.Module):
