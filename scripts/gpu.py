@@ -21,7 +21,6 @@ import platform
 import sys
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "examples"))
 
@@ -48,6 +46,7 @@ from tpplan.model_check import parameters_fingerprint
 from tpplan.plan import BoundaryPlan, CrossingPlan, Fingerprints, Plan, Precision, ProofReport, ProofStatus
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.profile_tables import Source
+from tpplan.storages import Storages
 from tpplan.units import KIB
 
 PLANS = Path(__file__).resolve().parent / "gpu_plans"
@@ -245,7 +244,7 @@ def tracked_peak(step: Callable[[], None], held: Iterable[Tensor]) -> int:
         tracker.add(tensor)
     with tracker:
         step()
-    return tracker.peak_bytes
+    return tracker.made.peak_bytes
 
 
 def held_by(model: nn.Module) -> Iterator[Tensor]:
@@ -259,21 +258,11 @@ class Tracker(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live_bytes = self.peak_bytes = 0
-        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.made = Storages()
 
     def add(self, tensor: Tensor) -> None:
-        """Counts a tensor's storage, once; of a DTensor, the rank's part."""
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        if storage in self._known:
-            return
-        self._known[storage] = True
-        self.live_bytes += storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._free, storage.nbytes())
-
-    def _free(self, num_bytes: int) -> None:
-        self.live_bytes -= num_bytes
+        """Counts a tensor's storage; of a DTensor, the rank's part."""
+        self.made.add(getattr(tensor, "_local_tensor", tensor))
 
     def __torch_dispatch__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         result = func(*args, **(kwargs or {}))

@@ -17,9 +17,20 @@ import torch._dynamo  # before the forks: DTensor imports it when first used, an
 import torch.distributed as dist
 import torch.distributed.tensor
 import torch.nn.functional as F
+from one_process import TOLERANCE, assert_same, gradients, mean_over_replicas, whole
 from plans import handmade_plan
 from ranks import RankError, run_ranks
-from tiny_llama import batch, build, data_parallel, loss_of, sequence_parallel, tensor_parallel, vocabulary_parallel
+from tiny_llama import (
+    Style,
+    batch,
+    build,
+    data_parallel,
+    loss_of,
+    my_part,
+    sequence_parallel,
+    tensor_parallel,
+    vocabulary_parallel,
+)
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,7 +41,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tpplan.apply import apply_plan, no_sync
 from tpplan.errors import PlanError, PlanMismatchError, UsageError
-from tpplan.fitting import plan_name
 from tpplan.layout import Conversion, R, S
 from tpplan.mesh import Mesh
 from tpplan.plan import BoundaryPlan, CrossingPlan, Plan, Precision, Recompute
@@ -39,37 +49,7 @@ from tpplan.style import styles
 
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-#: largest relative error of a gradient in float32: sums are ordered differently, nothing else differs
-TOLERANCE = 1e-5
-Style = Callable[..., Plan]
 Read = Callable[[int], tuple[Tensor, Tensor]]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {plan_name(name): whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
-    assert found.keys() == expected.keys()
-    errors = {name: float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected}
-    worst = max(errors, key=lambda name: errors[name])
-    assert errors[worst] < tolerance, f"{worst}: relative error {errors[worst]:.1e}"
-
-
-def my_part(mesh: Mesh, step: int = 0) -> tuple[Tensor, Tensor]:
-    ids, targets = batch(step)
-    rank, parts = mesh.data_rank(dist.get_rank()), mesh.data_parallel
-    return ids.chunk(parts)[rank], targets.chunk(parts)[rank]
-
-
-def mean_over_replicas(loss: Tensor) -> float:
-    losses = loss.detach().clone()
-    dist.all_reduce(losses)
-    return losses.item() / dist.get_world_size()
 
 
 # ---- losses and gradients

@@ -6,16 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from examples import NAMES, eager_to_shard, example, solve_example
+from one_process import TOLERANCE, part, relative_errors
 from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
 import tpplan
 from tpplan.plan import Plan
 
-#: relative to the largest gradient of the parameter; float32 sums in another order differ by a few 1e-7
-TOLERANCE = 1e-5
-#: of the model's largest gradient: below that a gradient is noise (a key's bias has none: softmax ignores shifts)
-NOISE = 1e-3
 BATCH, SEQ_LEN = 8, 32
 
 Outcome = tuple[float, dict[str, torch.Tensor], list[str]]
@@ -24,11 +21,6 @@ Outcome = tuple[float, dict[str, torch.Tensor], list[str]]
 def build(name: str) -> torch.nn.Module:
     torch.manual_seed(7)
     return example(name).build_model()
-
-
-def part(inputs: dict[str, torch.Tensor], index: int, parts: int) -> dict[str, torch.Tensor]:
-    """The index-th of equal parts of a batch."""
-    return {key: value.chunk(parts)[index] for key, value in inputs.items()}
 
 
 def run(name: str, model: torch.nn.Module, plan: Plan | None, rank: int) -> float:
@@ -65,15 +57,6 @@ def applied(name: str, plan: Plan) -> Outcome:
         assert isinstance(parameter.grad, DTensor), key
         gradients[key] = parameter.grad.full_tensor()
     return loss.item() / dist.get_world_size(), gradients, list(model.state_dict())
-
-
-def relative_errors(gradients: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Per parameter the largest difference over its largest reference entry."""
-    floor = NOISE * max(gradient.abs().max().item() for gradient in reference.values())
-    return {
-        key: (gradients[key] - expected).abs().max().item() / max(expected.abs().max().item(), floor)
-        for key, expected in reference.items()
-    }
 
 
 #: whose plans the default suite runs on four ranks, too

@@ -10,10 +10,9 @@ import torch._dynamo  # before the forks: DTensor imports it when first used, an
 import torch.distributed as dist
 import torch.distributed.tensor
 from examples import eager_to_shard, example
+from one_process import TOLERANCE, gradients, relative_errors
 from ranks import run_ranks
-from test_apply import gradients
 from test_collectives import CollectiveLog, listed
-from test_examples import TOLERANCE, relative_errors
 from torch import Tensor, nn
 
 import tpplan

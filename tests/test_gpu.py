@@ -135,9 +135,9 @@ def test_the_tracker_counts_each_storage_while_it_lives() -> None:
         del second
         third = torch.ones(500)
     assert view.numel() == 1000
-    assert (tracker.live_bytes, tracker.peak_bytes) == (4 * 1500, 4 * 2000)
+    assert (tracker.made.live_bytes, tracker.made.peak_bytes) == (4 * 1500, 4 * 2000)
     del first, view, third
-    assert tracker.live_bytes == 0
+    assert tracker.made.live_bytes == 0
 
 
 def test_a_step_with_a_planted_tensor_is_seen() -> None:

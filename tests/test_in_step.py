@@ -14,8 +14,7 @@ import torch.distributed as dist
 import torch.distributed.tensor
 from plans import handmade_plan
 from ranks import run_ranks
-from test_apply import my_part
-from tiny_llama import build, loss_of, sequence_parallel
+from tiny_llama import build, loss_of, my_part, sequence_parallel
 from torch import Tensor, nn
 
 from tpplan.apply import apply_plan

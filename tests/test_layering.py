@@ -55,6 +55,7 @@ WITHOUT_TORCH = (
 )
 WITH_TORCH = (
     "operators",
+    "storages",
     "fake_group",
     "subclass",
     "patched",

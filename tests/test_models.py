@@ -10,8 +10,8 @@ import torch
 import torch._dynamo  # before the forks
 import torch.nn.functional as F
 from examples import eager_to_shard
+from one_process import relative_errors
 from ranks import run_ranks
-from test_examples import relative_errors
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations

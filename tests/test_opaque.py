@@ -11,8 +11,8 @@ import torch._dynamo  # before the forks
 import torch.distributed as dist
 import torch.nn.functional as F
 from examples import eager_to_shard
+from one_process import relative_errors
 from ranks import run_ranks
-from test_examples import relative_errors
 from torch import Tensor, nn
 from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan

@@ -8,10 +8,10 @@ import torch
 import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed as dist
 import torch.distributed.tensor
+from one_process import assert_same, gradients, whole
 from plans import handmade_plan
 from ranks import run_ranks
-from test_apply import assert_same, gradients, my_part, whole
-from tiny_llama import batch, build, data_parallel, loss_of, sequence_parallel
+from tiny_llama import batch, build, data_parallel, loss_of, my_part, sequence_parallel
 from torch import Tensor, nn
 
 from tpplan.apply import apply_plan, no_sync

@@ -245,11 +245,11 @@ def kept_bytes(tracker: Any, name: str, plan: Plan) -> int:
         inputs = module.example_inputs(plan.batch.micro_batch, plan.batch.seq_len)
         for parameter in model.parameters():
             tracker.add(parameter)
-        before = tracker.live_bytes
+        before = tracker.made.live_bytes
         with tracker:
             loss = module.loss(model(**tpplan.forward_inputs(model, inputs)), inputs)
         assert loss.requires_grad
-        return tracker.live_bytes - before
+        return tracker.made.live_bytes - before
 
 
 @pytest.mark.parametrize("mode", [Recompute.FULL, Recompute.SELECTIVE])

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 from examples import eager_to_shard
+from one_process import relative_errors
 from ranks import run_ranks
-from test_examples import relative_errors
 from test_models import loss, run, text
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor

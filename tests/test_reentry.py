@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed.tensor  # before the forks
 import torch.nn.functional as F
+from one_process import assert_same, gradients
 from plans import handmade_plan
 from ranks import run_ranks
-from test_apply import assert_same, gradients
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from examples import eager_to_shard
+from one_process import TOLERANCE, part, relative_errors
 from plans import Boundaries, Parameters, handmade_plan
 from ranks import run_ranks
-from test_examples import TOLERANCE, part, relative_errors
 from torch import Tensor, nn
 
 import tpplan

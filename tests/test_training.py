@@ -9,10 +9,20 @@ import torch
 import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed.tensor
 from examples import eager_to_shard
+from one_process import assert_same, gradients, whole
 from ranks import run_ranks
-from test_apply import Style, assert_same, gradients, my_part, whole
 from test_models import BATCH, DIM, HEADS, LENGTH, VOCAB, solve_for_two, text
-from tiny_llama import batch, build, data_parallel, loss_of, sequence_parallel, tensor_parallel, vocabulary_parallel
+from tiny_llama import (
+    Style,
+    batch,
+    build,
+    data_parallel,
+    loss_of,
+    my_part,
+    sequence_parallel,
+    tensor_parallel,
+    vocabulary_parallel,
+)
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

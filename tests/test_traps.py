@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from examples import eager_to_shard
+from one_process import relative_errors
 from ranks import run_ranks
-from test_examples import relative_errors
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint

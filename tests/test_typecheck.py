@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from examples import NAMES, eager_to_shard, example, solve_example
+from one_process import relative_errors
 from plans import Boundaries, Parameters, handmade_plan
 from ranks import run_ranks
-from test_examples import relative_errors
 from test_prove import DIM as PROVE_DIM
 from test_prove import LENGTH, Scaled
 from test_prove import Model as ProveModel

@@ -13,8 +13,8 @@ import torch
 import torch._dynamo  # before the forks
 import torch.distributed as dist
 from examples import eager_to_shard
+from one_process import relative_errors
 from ranks import run_ranks
-from test_examples import relative_errors
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

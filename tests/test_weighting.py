@@ -8,10 +8,10 @@ import torch._dynamo  # before the forks: DTensor imports it when first used, an
 import torch.distributed as dist
 import torch.distributed.tensor
 import torch.nn.functional as F
+from one_process import TOLERANCE, assert_same, gradients, mean_over_replicas
 from plans import handmade_plan
 from ranks import run_ranks
-from test_apply import TOLERANCE, Style, assert_same, gradients, mean_over_replicas
-from tiny_llama import batch, build, data_parallel, sequence_parallel, vocabulary_parallel
+from tiny_llama import Style, batch, build, data_parallel, sequence_parallel, vocabulary_parallel
 from torch import Tensor, nn
 
 import tpplan

@@ -3,7 +3,10 @@
 B batch, T sequence, D model, F hidden, V vocabulary, H heads.
 """
 
+from collections.abc import Callable
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from plans import handmade_plan
 from torch import Tensor, nn
@@ -15,6 +18,9 @@ from tpplan.plan import Plan
 
 B, T, D, HEAD_DIM, HIDDEN, V = 4, 8, 32, 8, 48, 64
 NUM_LAYERS = 2
+
+#: makes a plan for a model on a mesh
+Style = Callable[..., Plan]
 
 
 class Norm(nn.Module):
@@ -91,6 +97,12 @@ def loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
 
 
 _COLUMN, _ROW = ("S(0)", "S(0)"), ("S(1)", "S(1)")
+
+
+def my_part(mesh: Mesh, step: int = 0) -> tuple[Tensor, Tensor]:
+    ids, targets = batch(step)
+    rank, parts = mesh.data_rank(dist.get_rank()), mesh.data_parallel
+    return ids.chunk(parts)[rank], targets.chunk(parts)[rank]
 
 
 def layer_parameters() -> dict[str, tuple[str, str]]:

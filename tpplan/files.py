@@ -29,6 +29,16 @@ def write_atomically(path: Path, text: str) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def unwritable(path: Path) -> str | None:
+    """Why no file can be written there; None where nothing is in the way."""
+    folder = path.parent
+    if path.is_dir():
+        return "it is a folder"
+    if not folder.is_dir():
+        return f"{folder} is not a folder"
+    return None if os.access(folder, os.W_OK) else f"{folder} is not writable"
+
+
 def format_json(value: object, indent: str = "") -> str:
     """JSON with sorted keys; an object or list of scalars stands on one line."""
     deeper = indent + "  "

@@ -22,13 +22,13 @@ from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tpplan.again import surrounded_again
 from tpplan.errors import ModelError
 from tpplan.known import raising_line
 from tpplan.opaque import PLAIN, Observed, OpaqueCall, Ran, described
 from tpplan.registered import registered_name
+from tpplan.storages import Storages
 
 #: a size that data decides, and without bound, is counted as
 UNKNOWN_SIZE = 1
@@ -99,11 +99,11 @@ def _observe(
         results = [leaf for leaf in found if isinstance(leaf, Tensor)]
         ends = {get_gradient_edge(result): _fake(result) for result in results if result.requires_grad}
         seen_given, seen_results = _watched(given, environment), _watched(results, environment)
-        left, peak, forward = log.live_bytes, log.peak_bytes, tuple(log.ran)
+        left, peak, forward = log.made.live_bytes, log.made.peak_bytes, tuple(log.ran)
         del args, kwargs, given, output, found, results  # what is there still, autograd keeps
         keeps, keeps_results = _living(seen_given), _living(seen_results)
         kept_results = {seen_results[i].key: seen_results[i].num_bytes for i in keeps_results}
-        kept = log.live_bytes
+        kept = log.made.live_bytes
         log.restart()
         wanted = [x for x in (*leaves, *weights.values()) if isinstance(x, Tensor) and x.requires_grad]
         if ends and wanted:
@@ -119,7 +119,7 @@ def _observe(
         keeps_results=keeps_results,
         kept_bytes=max(0, kept - sum(kept_results.values())),
         forward_bytes=peak - left,
-        backward_bytes=log.peak_bytes - kept,
+        backward_bytes=log.made.peak_bytes - kept,
         bodies=tuple(sorted(log.bodies)),
         is_bounded=log.is_bounded,
     )
@@ -208,13 +208,12 @@ class _Log(TorchDispatchMode):
         self.ran: list[Ran] = []
         self.bodies: set[str] = set()
         self.is_bounded = True
-        self.live_bytes = self.peak_bytes = 0
-        self._known = WeakIdKeyDictionary({operand.untyped_storage(): True for operand in operands})
+        self.made = Storages(without=operands)
 
     def restart(self) -> None:
         """Forgets what ran and the peak; what lives counts on."""
         self.ran = []
-        self.peak_bytes = self.live_bytes
+        self.made.forget_peak()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -231,7 +230,7 @@ class _Log(TorchDispatchMode):
             noted = pytree.tree_map(self._noted, (tuple(args), kwargs))
             self.ran.append(Ran(op=func, args=noted[0], kwargs=noted[1], results=tuple(map(self._noted, made))))
         for tensor in made:
-            self._hold(tensor)
+            self.made.add(tensor, _nbytes(tensor, self.environment))
         return results
 
     def _followed(self, name: str, argument: Any) -> Any:
@@ -253,19 +252,6 @@ class _Log(TorchDispatchMode):
         if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             return _known_size(leaf, self.environment)
         return None if callable(leaf) and not isinstance(leaf, torch.dtype) else leaf
-
-    def _hold(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage in self._known:
-            return
-        self._known[storage] = True
-        num_bytes = _nbytes(tensor, self.environment)
-        self.live_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._release, num_bytes)
-
-    def _release(self, num_bytes: int) -> None:
-        self.live_bytes -= num_bytes
 
 
 def _key(tensor: Tensor) -> int:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from tpplan.commands._progress import Report, bars
 from tpplan.errors import ProfileError, UsageError
-from tpplan.files import write_atomically
+from tpplan.files import unwritable, write_atomically
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.profile_check import warnings
 from tpplan.profile_report import DEFAULT_WIDTH, as_data, render, to_html
@@ -180,14 +180,7 @@ def _device(wanted: str | None) -> "Iterator[torch.device]":
 
 def _check_writable(path: Path) -> None:
     """Measuring takes minutes: raises ProfileError before, where its result could not be written."""
-    folder, problem = path.parent, None
-    if path.is_dir():
-        problem = "it is a folder"
-    elif not folder.is_dir():
-        problem = f"{folder} is not a folder"
-    elif not os.access(folder, os.W_OK):
-        problem = f"{folder} is not writable"
-    if problem:
+    if problem := unwritable(path):
         raise ProfileError(f"{path}: cannot be written: {problem}")
 
 

@@ -1,7 +1,6 @@
 """`tpplan solve model.py --gpus 16 --profile h100-sxm ...`: finds the plan of least predicted step time that fits."""
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from tpplan.commands._output import print_lines, print_plan
 from tpplan.commands._pins import add_pins, pins_of
 from tpplan.commands._progress import bars
 from tpplan.errors import ModelError, PlanError, UsageError
+from tpplan.files import unwritable
 from tpplan.load import ModelSpec, load_model_file
 from tpplan.mesh import meshes
 from tpplan.optimizers import OPTIMIZERS, optimizer_named
@@ -201,17 +201,7 @@ def training_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def check_output(path: Path | None) -> None:
     """Solving takes minutes: raises PlanError before, where its result could not be written."""
-    if path is None:
-        return
-    folder = path.parent
-    problem = None
-    if path.is_dir():
-        problem = "it is a folder"
-    elif not folder.is_dir():
-        problem = f"{folder} is not a folder"
-    elif not os.access(folder, os.W_OK):
-        problem = f"{folder} is not writable"
-    if problem:
+    if path is not None and (problem := unwritable(path)):
         raise PlanError(f"{path}: cannot be written: {problem}")
 
 

@@ -223,7 +223,7 @@ def _run(
         with _counting_as(call), torch.set_grad_enabled(carries), saving, log:
             output = function(*real_args, **real_kwargs)
         forward = tuple(log.kernels) or _hidden_copy(call, output)
-        left_bytes, forward_bytes = log.live_bytes, log.peak_bytes - log.live_bytes
+        left_bytes, forward_bytes = log.made.live_bytes, log.made.peak_bytes - log.made.live_bytes
         log.restart()
         results = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -237,7 +237,7 @@ def _run(
         shown = ", ".join(f"{value.dtype}{list(shape)}" for value, shape in zip(call.operands, shapes, strict=True))
         raise ModelError(f"{call.target} on ({shown}) cannot be costed on meta tensors: {error}") from error
     execution = _execution(forward, tuple(log.kernels), saved, operands, list(tensors_in(output)))
-    backward_bytes = log.peak_bytes - left_bytes
+    backward_bytes = log.made.peak_bytes - left_bytes
     return replace(execution, forward_bytes=forward_bytes, backward_bytes=backward_bytes, gradients=gradients)
 
 

@@ -3,7 +3,6 @@
 A kernel is a matmul (M, N, K), an attention (FLOP), or memory-bound (bytes read plus written). Views launch nothing.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -11,9 +10,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tpplan.profile import AttentionSizes, Estimate, HardwareProfile
+from tpplan.storages import Storages
 from tpplan.units import DTYPE_BYTES
 
 
@@ -74,38 +73,26 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Turns each operator below autograd into the kernel it launches; adds up the storages made, while they live."""
+    """Turns each operator below autograd into the kernel it launches; `made` are the storages that it makes."""
 
     def __init__(self, causal: bool, operands: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []
         self.causal = causal
-        self.live_bytes = self.peak_bytes = 0
-        self._known = WeakIdKeyDictionary({operand.untyped_storage(): True for operand in operands})
+        self.made = Storages(without=operands)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not is_view(func):
             self.kernels.extend(self._kernels(str(func), args, result))
         for tensor in tensors_in(result):
-            self._hold(tensor.untyped_storage())
+            self.made.add(tensor)
         return result
 
     def restart(self) -> None:
         """Forgets kernels and peak; what lives counts on."""
         self.kernels = []
-        self.peak_bytes = self.live_bytes
-
-    def _hold(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known:
-            return
-        self._known[storage] = True
-        self.live_bytes += storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._release, storage.nbytes())
-
-    def _release(self, num_bytes: int) -> None:
-        self.live_bytes -= num_bytes
+        self.made.forget_peak()
 
     def _kernels(self, name: str, args: Any, result: Any) -> Iterator[Kernel]:
         match name:

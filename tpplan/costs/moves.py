@@ -1,6 +1,5 @@
 """What a conversion holds while it runs, executed: its own code on meta tensors, each collective as a tensor made."""
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -9,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tpplan.convert import Converter, TpGroup, local_rows, mask_rows
 from tpplan.layout import ROWS, Conversion, local_shape
+from tpplan.storages import Storages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,36 +25,18 @@ class Move:
 NO_MOVE = Move(held_bytes=0, result_bytes=0)
 
 
-class Storages(TorchDispatchMode):
-    """Adds up the storages that operators make, each until it is freed."""
+class _Log(TorchDispatchMode):
+    """Notes the storages that operators make."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live_bytes = self.peak_bytes = 0
-        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-    def leave_out(self, tensor: torch.Tensor) -> None:
-        """What is there without being counted."""
-        self._known[tensor.untyped_storage()] = True
-
-    def add(self, tensor: torch.Tensor) -> None:
-        """Counts a tensor's storage, once."""
-        storage = tensor.untyped_storage()
-        if storage in self._known:
-            return
-        self._known[storage] = True
-        self.live_bytes += storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._free, storage.nbytes())
-
-    def _free(self, num_bytes: int) -> None:
-        self.live_bytes -= num_bytes
+        self.made = Storages(without=[given])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops._c10d_functional.wait_tensor.default:  # on meta tensors it makes a new one
             return args[0]
         result = func(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self.add, result)
+        tree_map_only(torch.Tensor, self.made.add, result)
         return result
 
 
@@ -93,11 +74,9 @@ def _rank_of(tp: int) -> TpGroup:
 
 def _executed(step: Callable[[torch.Tensor], Any], shape: tuple[int, ...], dtype: str) -> Move:
     x = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-    log = Storages()
-    log.leave_out(x)
-    with log:
+    with _Log(x) as log:
         result = step(x)
-        held_bytes = log.peak_bytes
-        result_bytes = log.live_bytes
+        held_bytes = log.made.peak_bytes
+        result_bytes = log.made.live_bytes
     del result
     return Move(held_bytes=held_bytes, result_bytes=result_bytes)
