@@ -36,6 +36,7 @@ WITHOUT_TORCH = (
     "patterns",
     "batching",
     "plan",
+    "by_pattern",
     "model_check",
     "shrink",
     "checkpoint_folder",

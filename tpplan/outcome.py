@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from tpplan.assemble import Expanded, blocks_table, by_pattern, rename_parameter
+from tpplan.assemble import Expanded
+from tpplan.by_pattern import blocks_table, by_pattern, rename_parameter
 from tpplan.job import Candidate, Job
 from tpplan.model_check import parameters_fingerprint
 from tpplan.patterns import ROOT

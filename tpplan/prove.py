@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tpplan.assemble import Expanded, by_pattern
+from tpplan.assemble import Expanded
+from tpplan.by_pattern import by_pattern
 from tpplan.bystander import applied_as
 from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Argument, Boundary, Direction, ModelGraph, Op, Ref, enclosing, within
 from tpplan.known import AtRestError
