@@ -52,7 +52,6 @@ WITHOUT_TORCH = (
     "pins",
     "layer_table",
     "report",
-    "exporters",
 )
 WITH_TORCH = (
     "operators",
@@ -137,6 +136,7 @@ WITH_TORCH = (
     "search",
     "planner",
     "proof",
+    "exporters",
     "sizing",
     "alternatives",
     "load",

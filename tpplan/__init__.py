@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tpplan.checkpoint_folder import latest_checkpoint as latest_checkpoint
     from tpplan.data import PlanSampler as PlanSampler
     from tpplan.data import by_step as by_step
+    from tpplan.exporters import export as export
     from tpplan.load_weights import init_weights as init_weights
     from tpplan.load_weights import load_safetensors as load_safetensors
     from tpplan.load_weights import load_state_dict as load_state_dict
@@ -55,6 +56,7 @@ _HOME = {
     "apply_plan": "apply",
     "by_step": "data",
     "cross_entropy": "losses",
+    "export": "exporters",
     "forward_inputs": "trace",
     "guard": "watch",
     "init_weights": "load_weights",

@@ -104,3 +104,9 @@ class WeightsError(TpplanError):
     """Weights or a checkpoint are missing, unreadable, or of another model."""
 
     exit_code = 10
+
+
+class ExportError(TpplanError):
+    """A plan says what another form has no words for; the message names the module."""
+
+    exit_code = 11

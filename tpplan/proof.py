@@ -27,6 +27,7 @@ from tpplan.pricing import expanded_as, priced_as
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.prove import find_difference
 from tpplan.reuse import Reuse, Traced
+from tpplan.rules import Strategy
 from tpplan.trace import Loss
 from tpplan.typecheck import Mistyped, implied_strategies
 
@@ -40,6 +41,9 @@ class Proven:
     """What follows from a plan that is proven: on the given model, whatever its file says."""
 
     num_values: int
+    traced: Traced
+    #: layouts of each node's operands and results, by its name
+    strategies: Mapping[str, Strategy]
     collectives: tuple[CollectivePlan, ...]
     predicted: Prediction
     fingerprints: Fingerprints
@@ -83,6 +87,8 @@ def prove_plan(
         _refuse(_listing_problems(plan, priced.collectives))
     return Proven(
         num_values=len(traced.graph.values),
+        traced=traced,
+        strategies=implied,
         collectives=priced.collectives,
         predicted=priced.predicted,
         fingerprints=prints,

@@ -1,0 +1,42 @@
+"""`tpplan export plan.json model.py -o parallelize.py`: a plan as code for PyTorch alone, where torch's styles have
+words for it. It is proven for the model first.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tpplan.errors import ModelError
+from tpplan.load import load_model_file
+from tpplan.plan import Plan, write_atomically
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+
+def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the verb."""
+    parser = subparsers.add_parser("export", help="write a plan as code", description=__doc__, allow_abbrev=False)
+    parser.set_defaults(run=run)
+    parser.add_argument("plan", metavar="plan.json", help="a plan that `tpplan solve -o` wrote")
+    parser.add_argument("model", metavar="model.py", help="what it was made for, as given to `tpplan solve`")
+    parser.add_argument("--to", default="pytorch", metavar="FORM", help="of which form (default and only: pytorch)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to write it (default: stdout)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the file."""
+    from tpplan.exporters import export
+
+    plan, spec = Plan.load(args.plan), load_model_file(args.model)
+    try:
+        text = export(plan, spec.build_model, spec.example_inputs, loss=spec.loss, to=args.to)
+    except ModelError as error:
+        raise spec.locate(error) from error
+    if args.output is None:
+        sys.stdout.write(text)
+    else:
+        write_atomically(args.output, text)
+        print(f"wrote {args.output}", file=sys.stderr)
+    return 0

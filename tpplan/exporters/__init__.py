@@ -1,0 +1,95 @@
+"""Plans in other words: an exporter is a module here with a function
+
+    export(laid: LaidOut) -> str
+
+whose first docstring line says what it writes. It raises ExportError, naming the module, for what it cannot say: what
+it writes computes what the plan does.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+
+from torch import nn
+
+from tpplan.errors import UsageError
+from tpplan.graph import Boundary, Direction, ModelGraph
+from tpplan.layout import Layout
+from tpplan.options import BuildModel, ExampleInputs
+from tpplan.plan import Plan
+from tpplan.proof import prove_plan
+from tpplan.rules import Strategy
+from tpplan.trace import Loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A tensor that enters or leaves a module: in which layout, and in which it goes on."""
+
+    path: str
+    source: Layout
+    target: Layout
+    carries_gradient: bool
+
+    @property
+    def is_conversion(self) -> bool:
+        """True where the layout changes."""
+        return self.source != self.target
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaidOut:
+    """A proven plan with its model (on the meta device), the traced graph, and the layouts that follow from both."""
+
+    plan: Plan
+    model: nn.Module
+    graph: ModelGraph
+    strategies: Mapping[str, Strategy]
+
+    @cached_property
+    def crossings(self) -> dict[tuple[str, Direction], tuple[Crossing, ...]]:
+        """By module and direction, in order; those of several calls once where they agree."""
+        found: dict[tuple[str, Direction], dict[Crossing, None]] = {}
+        for boundary in self.graph.boundaries:
+            found.setdefault((boundary.module, boundary.direction), {})[self.crossing(boundary)] = None
+        return {place: tuple(crossings) for place, crossings in found.items()}
+
+    def crossing(self, boundary: Boundary) -> Crossing:
+        """What happens to a tensor there."""
+        strategy = self.strategies[boundary.name]
+        return Crossing(
+            path=boundary.path,
+            source=strategy.operands[0],
+            target=strategy.results[0],
+            carries_gradient=self.graph.values[boundary.result].carries_gradient,
+        )
+
+
+def exporters() -> dict[str, str]:
+    """Names of the exporters, and what each writes."""
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    return {name: (_module(name).__doc__ or "").partition("\n")[0] for name in names}
+
+
+def export(
+    plan: Plan, build_model: BuildModel, example_inputs: ExampleInputs, *, loss: Loss | None = None, to: str = "pytorch"
+) -> str:
+    """The plan's text in another form, once it is proven for this model.
+
+    Raises UsageError for an unknown form, VerificationError for a plan that is wrong, ExportError for one that the form
+    has no words for.
+    """
+    if to not in exporters():
+        raise UsageError(f"export to {to!r}: expected one of {', '.join(exporters())}")
+    proven = prove_plan(plan, build_model, example_inputs, loss=loss)
+    traced = proven.traced
+    laid = LaidOut(plan=plan, model=traced.model, graph=traced.graph, strategies=proven.strategies)
+    text: str = _module(to).export(laid)
+    return text
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{name}")

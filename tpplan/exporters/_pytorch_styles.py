@@ -1,0 +1,91 @@
+"""What exporters/pytorch.py writes into its files beside torch's own styles: this text, as far as it is needed."""
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
+
+
+class Entering(ParallelStyle):
+    """Arguments of a module, by name: how they come, how they go on, and whether as the DTensor that they are then."""
+
+    def __init__(self, **arguments: tuple[Placement, Placement, bool]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        signature = inspect.signature(module.forward)
+
+        def convert(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            for name, (source, target, is_kept) in self.arguments.items():
+                x = DTensor.from_local(bound.arguments[name], device_mesh, [source], run_check=False)
+                x = x.redistribute(placements=[target])
+                bound.arguments[name] = x if is_kept else x.to_local()
+            return bound.args, bound.kwargs
+
+        module.register_forward_pre_hook(convert, with_kwargs=True)
+        return module
+
+
+class Leaving(ParallelStyle):
+    """The output of a module: how its forward gives it, how it goes on, and whether as a DTensor."""
+
+    def __init__(self, source: Placement, target: Placement, is_kept: bool) -> None:
+        super().__init__()
+        self.source, self.target, self.is_kept = source, target, is_kept
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def convert(_module: nn.Module, _args: Any, output: Any) -> Any:
+            y = DTensor.from_local(output, device_mesh, [self.source], run_check=False)
+            y = y.redistribute(placements=[self.target])
+            return y if self.is_kept else y.to_local()
+
+        module.register_forward_hook(convert)
+        return module
+
+
+class OnWhole(ParallelStyle):
+    """Every rank has these weights, and runs them on the whole."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            whole = distribute_tensor(parameter.detach(), device_mesh, [Replicate()])
+            module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+        def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+            wrap = partial(DTensor.from_local, device_mesh=device_mesh, placements=[Replicate()], run_check=False)
+            return tree_map_only(torch.Tensor, wrap, args), tree_map_only(torch.Tensor, wrap, kwargs)
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(lambda _module, _args, output: tree_map_only(DTensor, DTensor.to_local, output))
+        return module
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Gradients of weights that every rank read with a part of the tokens are summed, as optimizers want them."""
+
+    def add_up(parameter: torch.Tensor) -> None:
+        if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(add_up)  # type: ignore[no-untyped-call]
+
+
+def keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    """Selective recomputation keeps what products, attention and sums over ranks give."""
+    is_kept = op.name().partition(".")[0] in KEPT
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+#: names of ops
+KEPT: frozenset[str] = frozenset()
