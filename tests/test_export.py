@@ -142,7 +142,10 @@ def frozen(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple((key, tuple(value.items()) if isinstance(value, dict) else value) for key, value in options.items())
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = ("with replicas", "four ranks", "recomputed", "FSDP alone")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long if case in LONG else ()) for case in CASES])
 def test_it_trains_as_one_process_does(case: str) -> None:
     name, gpus, options = CASES[case]
     plan = planned(name, gpus, frozen(options))
