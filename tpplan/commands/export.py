@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpplan.errors import ModelError
+from tpplan.files import write_atomically
 from tpplan.load import load_model_file
-from tpplan.plan import Plan, write_atomically
+from tpplan.plan import Plan
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
