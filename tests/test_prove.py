@@ -19,7 +19,7 @@ import tpplan
 from tpplan import convert, localize, prove, read, search, solvers
 from tpplan.assemble import Expanded, expand
 from tpplan.errors import PlanMismatchError
-from tpplan.graph import ModelGraph
+from tpplan.graph import Boundary, ModelGraph
 from tpplan.layout import R_STAR, Conversion, LayoutKind, R, S
 from tpplan.mesh import Mesh
 from tpplan.plan import Plan, ProofStatus, SizePlan
@@ -68,10 +68,19 @@ class Model(nn.Module):
         return (x + self.mlp(x)).square().mean()
 
 
-def solve(model: Callable[[], nn.Module], **options: object) -> Plan:
+def vectors(batch: int, seq_len: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(batch, seq_len, DIM)}
+
+
+def solve(
+    model: Callable[[], nn.Module],
+    *,
+    inputs: Callable[[int, int], dict[str, Tensor]] = vectors,
+    **options: object,
+) -> Plan:
     return tpplan.solve(
         model,
-        lambda batch, seq_len: {"x": torch.randn(batch, seq_len, DIM)},
+        inputs,
         cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
         global_batch=1,
         seq_len=LENGTH,
@@ -451,6 +460,54 @@ def test_a_trace_that_breaks_is_blamed_where_it_first_went_astray() -> None:
     assert isinstance(found, Counterexample)
     assert found.message == f"aten.arange.default in the root: the number {LENGTH} became {LENGTH // 2}"
     assert embedded in found.blamed
+
+
+class Tower(nn.Module):
+    """Takes what its embedding gives, and is not who calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, DIM)
+        self.attention = RotaryAttention()
+        self.mlp = MLP()
+
+    def forward(self, x: Tensor, cos: Tensor) -> Tensor:
+        return x + self.mlp(self.attention(x, cos))
+
+
+class Around(nn.Module):
+    """Calls the embedding of a child, and makes positions from what that gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Tower()
+        self.head = nn.Linear(DIM, 64, bias=False)
+        self.head.weight = self.tower.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tower.embedding(tokens)
+        angles = torch.arange(x.shape[1], device=x.device)[:, None] / 10.0
+        return F.cross_entropy(self.head(self.tower(x, angles.cos())).flatten(0, 1), tokens.flatten())
+
+
+def test_code_sees_what_the_child_of_a_child_gives_it() -> None:
+    with torch.device("meta"):
+        graph = trace(Around(), {"tokens": torch.zeros(1, LENGTH, dtype=torch.long)})
+    seen = {
+        name: {node.module for node in given_nodes(graph, name) if isinstance(node, Boundary)} - {name}
+        for name in ("", "tower", "tower.attention")
+    }
+    assert seen[""] == {"tower", "tower.embedding", "head"}
+    assert seen["tower"] == {"tower.embedding", "tower.attention", "tower.mlp"}
+    assert seen["tower.attention"] == {f"tower.attention.{name}_proj" for name in "qkvo"}
+
+
+def test_the_length_read_off_an_embedding_blames_its_sequence_and_no_more() -> None:
+    """The one cut is of slices of the sequence: the table, which is the head's too, stays sharded along its width."""
+    plan = solve(Around, inputs=lambda batch, seq_len: {"tokens": torch.arange(batch * seq_len).view(batch, seq_len)})
+    assert plan.proof.status is ProofStatus.PROVEN
+    assert plan.parameters["tower.embedding.weight"].placement.kind is LayoutKind.SHARD
+    assert len(plan.proof.cuts) <= 1
 
 
 class Normed(nn.Module):

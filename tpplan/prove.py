@@ -465,8 +465,12 @@ def _title(node: Op | Boundary | None) -> str:
 
 def _strange(expanded: Expanded, node: Op | Boundary | None, image: _Image) -> frozenset[int]:
     """Sizes that an op was given, or gave, and that neither its results nor its literals have on a rank."""
-    if not isinstance(node, Op) or not takes_sizes(node.target):
+    if not isinstance(node, Op):
         return frozenset()
+    if not takes_sizes(node.target):
+        wanted = _expected_literals(expanded, node)
+        after = _first_change(wanted, image.literals)[1] if wanted != image.literals else None
+        return frozenset({after} if type(after) is int else ())
     tp, strategy = expanded.formulation.mesh.tp, expanded.strategy(node.name)
     call = Call.of(expanded.graph, node)
     pairs = zip(call.results, strategy.results, strict=True)
