@@ -100,9 +100,33 @@ def parameters_that_differ() -> str:
     return complaint(lambda: loss_of(model, *my_part(MESH)))
 
 
+class Branches(nn.Module):
+    """Two alike, column- and row-parallel, in the order of a set of strings: another in each process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleDict({name: nn.Linear(8, 16) for name in ("a", "b")})
+        self.down = nn.ModuleDict({name: nn.Linear(16, 8, bias=False) for name in ("a", "b")})
+
+    def forward(self, x: Tensor) -> Tensor:
+        names = ("a", "b") if dist.get_rank() % 2 == 0 else ("b", "a")
+        found = {name: self.down[name](self.up[name](x).relu()) for name in names}
+        return (found["a"] * found["b"].sigmoid()).sum()
+
+
+def orders_that_differ() -> str:
+    model = Branches()
+    sharded = {f"up.{name}.{kind}": ("S(0)", "S(0)") for name in "ab" for kind in ("weight", "bias")}
+    sharded |= {f"down.{name}.weight": ("S(1)", "S(1)") for name in "ab"}
+    outputs = {f"down.{name}": ({}, {"output": "P -> R"}) for name in "ab"}
+    apply_plan(model, handmade_plan(model, MESH, parameters=sharded, boundaries=outputs))
+    return complaint(lambda: model(torch.ones(2, 8))).replace("ranks 2 and 3", "ranks 0 and 1")
+
+
 @pytest.mark.parametrize(
     ("step", "message"),
     [
+        (orders_that_differ, r"ranks 0 and 1 .* at module down.a, output output, the other at module down.b, output"),
         (batches_that_differ, r"ranks 2 and 3 are of one tensor-parallel group and differ in their batch \(ids\): .*"),
         (random_states_that_differ, r"ranks 0 and 1 .* differ in their random state \(cpu\), and so do 1 more pairs"),
         (numpys_draws_that_differ, r"ranks 0 and 1 .* in their random state of NumPy .*: call numpy.random.seed"),

@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 
 from tpplan.errors import PlanMismatchError
 from tpplan.intervals import Interval, exchange, held, in_order, rank_by_rank
-from tpplan.layout import ROWS, Conversion, Layout, Step, fits
+from tpplan.layout import COLLECTIVE_STEPS, ROWS, Conversion, Layout, Step, fits
 
 _ops = torch.ops._c10d_functional
 
@@ -62,7 +62,7 @@ def convert(x: Tensor, conversion: Conversion, group: ProcessGroup) -> Tensor:
 class Converter:
     """A conversion made ready for one process group. `where` opens the error messages: module, direction, path."""
 
-    __slots__ = ("_backward", "_forward", "_has_dims", "_is_nothing", "conversion", "group", "where")
+    __slots__ = ("_backward", "_forward", "_has_dims", "_is_nothing", "conversion", "group", "where", "witness")
 
     def __init__(self, conversion: Conversion, group: TpGroup, *, where: str) -> None:
         if ROWS in (conversion.source, conversion.target):
@@ -74,6 +74,8 @@ class Converter:
         self._backward = next(iter(conversion.backward), Step.NONE)
         self._is_nothing = group.size == 1 or conversion.is_identity
         self._has_dims = conversion.source.dim is not None or conversion.target.dim is not None
+        #: while there is one, it is told of each call that brings collectives, before them
+        self.witness: Callable[[str], None] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The converted tensor, differentiable where x needs a gradient."""
@@ -81,10 +83,16 @@ class Converter:
             return x
         if self._has_dims:
             self._check(x)
-        if x.requires_grad and torch.is_grad_enabled():
+        is_differentiated = x.requires_grad and torch.is_grad_enabled()
+        if self.witness is not None and self._communicates(with_backward=is_differentiated):
+            self.witness(self.where)
+        if is_differentiated:
             converted: Tensor = _Converted.apply(x, self)  # type: ignore[no-untyped-call]
             return converted
         return self.forward(x)
+
+    def _communicates(self, *, with_backward: bool) -> bool:
+        return self._forward in COLLECTIVE_STEPS or (with_backward and self._backward in COLLECTIVE_STEPS)
 
     def forward(self, x: Tensor) -> Tensor:
         """The value's half."""

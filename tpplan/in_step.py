@@ -8,13 +8,18 @@ the random state, and of the parameters and buffers that each rank of a group ho
 It is one gather of a few numbers a rank, over all ranks: where one group differs, all ranks raise, and none waits for
 another. What differs is gathered only then. Different random states (torch's, and those of NumPy and Python, which are
 seeded differently in every process unless told) are an error once the forward has drawn from them.
+
+Nor may ranks come to their conversions in different orders, as code does that iterates over a set of strings, for each
+process has an order of its own: collectives would mix what belongs apart. In that forward the ranks of a group say in
+front of each conversion which it is, unless modules are compiled.
+
 Then the hooks go. What a process can see alone is looked for, too (tpplan.originals). Under torch.compile of the whole
 model, and on a fake process group, nothing is compared. Nor do later steps compare: a shape that does not divide raises
 in the conversion, before its collective, on every rank of the group, as all of them see the same shapes.
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -29,8 +34,10 @@ from torch.utils.hooks import RemovableHandle
 from tpplan.applied import Applied
 from tpplan.chance import states_outside_torch
 from tpplan.errors import UsageError
+from tpplan.localize import Site
 from tpplan.mesh import Axis
 from tpplan.originals import Originals, check_hooks, stop_optimizers
+from tpplan.subclass import SITE
 from tpplan.trace import bound_arguments, named_tensors
 
 #: elements that are widened to 64 bits at a time
@@ -44,6 +51,11 @@ _REMEDIES = {
     "random state of Python": "the forward draws from it: call random.seed(seed + plan.mesh.data_rank(rank))",
     "parameters": "load the same checkpoint on every rank, and change parameters and buffers alike everywhere",
 }
+_ORDER_REMEDY = (
+    "their collectives would mix what belongs apart. Code that iterates over a set of strings does so in an order of "
+    "its own in every process: let it iterate over sorted(...), or start all ranks with the same PYTHONHASHSEED"
+)
+END_OF_FORWARD = "the end of the forward"
 #: by what is compared: checksums by name
 Checksums = dict[str, dict[str, int]]
 
@@ -67,7 +79,7 @@ class _FirstStep:
     def __init__(self, applied: Applied, originals: Originals) -> None:
         self.applied = applied
         self.originals = originals
-        self.has_begun = False
+        self.has_begun = self.is_watching = False
         self.handles: tuple[RemovableHandle, ...] = ()
         #: checksums of the random states before the forward, as they are compared; why some must not be drawn from
         self.states: Checksums = {}
@@ -94,17 +106,49 @@ class _FirstStep:
         self.complaints = {what: complaints.pop(what) for what in self.states if what in complaints}
         for complaint in complaints.values():
             raise UsageError(complaint)
+        self.is_watching = all(module._compiled_call_impl is None for module in model.modules())
+        if self.is_watching:
+            _witness(model, self.meet)
 
-    def after(self, _model: nn.Module, _args: object, _output: object) -> None:
+    def meet(self, where: str) -> None:
+        """Raises, on every rank of the tp group, where one is elsewhere."""
+        with torch.no_grad(), _disable_current_modes():
+            mesh = self.applied.mesh
+            group = mesh[Axis.TP].get_group()
+            mine = torch.tensor([zlib.crc32(where.encode())], device=mesh.device_type)
+            of_ranks = [torch.empty_like(mine) for _ in range(group.size())]
+            dist.all_gather(of_ranks, mine, group=group)
+            if len(set(torch.cat(of_ranks).tolist())) == 1:
+                return
+            places: list[Any] = [None] * group.size()
+            dist.all_gather_object(places, where, group=group)
+        other = next(rank for rank, place in enumerate(places) if place != places[0])
+        ranks = dist.get_process_group_ranks(group)
+        raise UsageError(
+            f"ranks {ranks[0]} and {ranks[other]} are of one tensor-parallel group and run in different orders: one is "
+            f"at {places[0]}, the other at {places[other]}; {_ORDER_REMEDY}"
+        )
+
+    def after(self, model: nn.Module, _args: object, _output: object) -> None:
         """Raises, on every rank, where the forward has drawn from different random states; this was the first step."""
         if torch.compiler.is_compiling() or not self.has_begun:
             return
+        if self.is_watching:
+            self.meet(END_OF_FORWARD)
+            _witness(model, None)
         now = _random_states(self.applied.mesh.device_type) if self.complaints else {}
         for what, complaint in self.complaints.items():
             if now[what] != self.states[what]:
                 raise UsageError(complaint)
         for handle in self.handles:
             handle.remove()
+
+
+def _witness(model: nn.Module, witness: Callable[[str], None] | None) -> None:
+    for module in model.modules():
+        site: Site | None = module.__dict__.get(SITE)
+        for converter in site.converters() if site is not None else ():
+            converter.witness = witness
 
 
 def _complaints(found: Checksums, mesh: DeviceMesh) -> dict[str, str]:

@@ -14,7 +14,7 @@ import copy
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -149,6 +149,13 @@ class Site:
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             return reads.local(parameter, self.names)
         return parameter
+
+    def converters(self) -> Iterator[Converter]:
+        """Of all that crosses its boundary, and of the parameters that it owns."""
+        crossings = [crossing for argument in self.arguments for crossing in argument.crossings.values()]
+        yield from (c.converter for c in (*crossings, *self.outputs.values()) if c.converter is not None)
+        for reads in (*self.reads.values(), *(self.whole or {}).values()):
+            yield from (converter for converter in reads.converters.values() if converter is not None)
 
     def whole_weights(self, module: nn.Module) -> dict[str, Tensor]:
         """The weights below a module that runs whole, as its forward sees them, by name."""
