@@ -582,8 +582,34 @@ def test_a_higher_order_op_that_is_not_followed_is_named(model, message):
 
 
 def test_a_failing_loss_is_told_apart():
-    with pytest.raises(ModelError, match="in the model's forward or loss"):
+    with pytest.raises(ModelError, match="KeyError in the loss: 'absent'"):
         trace(nn.Linear(D, D, device="meta"), {"input": meta(B, D)}, loss=lambda out, given: given["absent"])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (
+            {"inptu": meta(B, D), "y": meta(B)},
+            r"gives 'inptu', 'y': missing .*'input'. Did you mean 'input' by 'inptu'",
+        ),
+        ({"y": meta(B)}, r"Linear.forward takes \(input.*and example_inputs gives 'y': missing .*the loss alone"),
+        ((meta(B, D), meta(B)), r"gives 2 values: too many positional arguments. All of a tuple goes to forward"),
+    ],
+)
+def test_inputs_that_forward_does_not_take_are_named(inputs, message):
+    with pytest.raises(ModelError, match=message) as error:
+        trace(nn.Linear(D, D, device="meta"), inputs)
+    assert "meta tensors" not in str(error.value)
+
+
+def test_an_error_of_the_model_s_own_is_not_taken_for_one_of_forward_s_arguments():
+    class Adding(nn.Linear):
+        def forward(self, input):
+            return super().forward(input) + "1"
+
+    with pytest.raises(ModelError, match=r"TypeError in the model's forward: (.|\n)*without tpplan too"):
+        trace(Adding(D, D, device="meta"), {"input": meta(B, D)})
 
 
 @pytest.mark.parametrize("model", [Failing(), Stack(Layer(D, 8), Layer(D, 8))], ids=["failing", "fine"])

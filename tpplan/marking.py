@@ -137,8 +137,9 @@ class _Marks:
         reason, error = self.opaques.reasons[name], self.errors[name]
         logger.info("module %s cannot stand as one operator: %s", name or "the root", why)
         if not name:
+            again = "that fails in the same way" if _first_line(error.__cause__ or error) in why else why
             raise ModelError(
-                f"{error}\nNor can the model run whole on fake tensors, as torch.export would run it: {why}"
+                f"{error}\nNor can the model run whole on fake tensors, as torch.export would run it: {again}"
             ) from (error.__cause__ or error)
         self.add(self._around(name), reason, error)
 

@@ -6,10 +6,11 @@ is computed.
 """
 
 import contextlib
+import difflib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -315,9 +316,11 @@ def _trace(
             program = record(_Step(model, loss, spec), leaves, paths, scope, otherwise, extra)
         except StoppedError as stopped:
             _check_modules(model, modules, parameters)
-            where = f"in module {running[-1]!r}" if running and running[-1] else "in the model's forward or loss"
             error = stopped.__cause__
             assert error is not None
+            if isinstance(error, TypeError) and (problem := _uncallable(model, inputs)):
+                raise ModelError(problem) from error
+            where = _place(running, loss)
             reason = (str(error).strip() or "no message").splitlines()[0]
             raise TraceError(
                 f"the model could not be traced: {type(error).__name__} {where}: {reason}{_advice(error, reason)}",
@@ -347,7 +350,42 @@ def _advice(error: BaseException, reason: str) -> str:
             )
         case _ if "out of meta tensor" in reason or "numpy" in reason:
             return f"{at}\nThere are no values while a model is planned: compute it with torch."
-    return f"{at}\nIt must run on meta tensors, or whole on fake ones: look there for control flow on values, numpy."
+    return (
+        f"{at}\nIf the model fails so without tpplan too, on the same inputs, mend it first. Otherwise it does there "
+        "what tensors without values cannot: look for control flow on values, numpy."
+    )
+
+
+def _place(running: Sequence[str], loss: Loss | None) -> str:
+    """Where a trace stopped; `running` are the modules whose forwards ran."""
+    if running and running[-1]:
+        return f"in module {running[-1]!r}"
+    if running:
+        return "in the model's forward"
+    return "in the loss" if loss is not None else "where the model is called"
+
+
+def _uncallable(model: nn.Module, inputs: Inputs) -> str:
+    """Why forward cannot be called with the example inputs, and what to give instead; "" where it can."""
+    signature, given = inspect.signature(model.forward), forward_inputs(model, inputs)
+    try:
+        signature.bind(**given) if isinstance(given, Mapping) else signature.bind(*given)
+    except TypeError as error:
+        takes = f"{type(model).__name__}.forward takes {signature}"
+        if not isinstance(inputs, Mapping):
+            return (
+                f"{takes}, and example_inputs gives {len(inputs)} values: {error}. All of a tuple goes to forward; of "
+                "a dict, the loss takes what forward does not"
+            )
+        left = [name for name in inputs if name not in signature.parameters]
+        missing = [name for name in signature.parameters if name not in inputs]
+        near = [(name, found) for name in left for found in difflib.get_close_matches(name, missing, n=1)]
+        hint = f" Did you mean {near[0][1]!r} by {near[0][0]!r}?" if near else ""
+        return (
+            f"{takes}, and example_inputs gives {', '.join(map(repr, inputs))}: {error}.{hint} A dict's entries go to "
+            "forward by its arguments' names, and the others to the loss alone"
+        )
+    return ""
 
 
 def _check_modules(model: nn.Module, modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
