@@ -123,6 +123,35 @@ def test_fingerprint_is_that_of_the_content():
     assert len({graph.fingerprint for graph in CHANGES.values()}) == len(CHANGES)
 
 
+def called(name: str, target: str, *operands: str) -> Op:
+    return Op(name=name, target=target, args=tuple(map(Ref, operands)), kwargs=(), results=(name,), module="")
+
+
+def test_the_fingerprint_is_that_of_any_order_in_which_the_same_is_computed():
+    """As a set of strings gives it; names follow from the order."""
+    names = ("x", "w", "a", "b", "c")
+    values = {name: value(name, 2, 3, storage="a" if name == "c" else name) for name in names}
+    cos, sin, add = (
+        called("a", "aten.cos", "x"),
+        called("b", "aten.sin", "x"),
+        called("c", "aten.add_.Tensor", "a", "b"),
+    )
+    graph = replace(GRAPH, values=values, nodes=(cos, sin, add), outputs=(("output", "c"),), loss=None)
+    renamed = (called("a", "aten.sin", "x"), called("b", "aten.cos", "x"), called("c", "aten.add_.Tensor", "b", "a"))
+    written = values | {"c": value("c", 2, 3, storage="b")}
+    assert replace(graph, nodes=(sin, cos, add)).fingerprint == graph.fingerprint
+    assert replace(graph, values=written, nodes=renamed).fingerprint == graph.fingerprint
+    assert replace(graph, values=written, nodes=(*renamed[:2], add)).fingerprint != graph.fingerprint
+    assert replace(graph, nodes=(sin, cos, replace(add, target="aten.sub_.Tensor"))).fingerprint != graph.fingerprint
+
+
+def test_the_fingerprint_tells_what_is_read_before_a_write_from_what_is_read_after():
+    values = {name: value(name, 2, 3, storage="x" if name == "a" else name) for name in ("x", "w", "a", "b")}
+    write, read = called("a", "aten.add_.Tensor", "x", "w"), called("b", "aten.cos", "x")
+    graph = replace(GRAPH, values=values, nodes=(write, read), outputs=(("output", "b"),), loss=None)
+    assert replace(graph, nodes=(read, write)).fingerprint != graph.fingerprint
+
+
 def test_json_holds_the_whole_graph():
     data = json.loads(GRAPH.to_json())
     assert data["values"]["w"] == {

@@ -235,13 +235,75 @@ class ModelGraph:
         return graph
 
     def to_json(self) -> str:
-        """The graph as JSON with sorted keys, without the questions; the fingerprint is taken over it."""
+        """The graph as JSON with sorted keys, without the questions."""
         return json.dumps(replace(self, questions=()), sort_keys=True, default=_as_data)
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of the JSON: changes with any op, shape, literal, name or input."""
-        return "sha256:" + hashlib.sha256(self.to_json().encode()).hexdigest()
+        """sha256 of what is computed of what: changes with any op, shape, literal, module or input.
+
+        It does not with the order of ops that do not depend on each other, nor with the names that follow from it: code
+        that iterates over a set of strings has another order in each process.
+        """
+        seen = _Digests(self)
+        computed = [sorted(map(seen.source, self.sources)), sorted([seen.node(node) for node in self.nodes])]
+        given = [(path, seen.read(value)) for path, value in self.outputs]
+        loss = seen.read(self.loss) if self.loss is not None else None
+        return "sha256:" + _digest(
+            (computed, given, loss, sorted((block.prefix, block.indices) for block in self.blocks))
+        )
+
+
+class _Digests:
+    """What nodes compute, from sources on; nodes come in order. What an op may write to is another value after it."""
+
+    def __init__(self, graph: ModelGraph) -> None:
+        self.values = graph.values
+        self.of_value: dict[str, str] = {}
+        self.of_writes: dict[str, str] = {}
+
+    def source(self, source: Source) -> str:
+        """Of a source, by what it is called."""
+        found = _digest((source.kind, source.label, source.aliases, source.trainable, self._described(source.result)))
+        self.of_value[source.result] = found
+        return found
+
+    def node(self, node: Op | Boundary) -> str:
+        """Of a node, by what it reads."""
+        results = [self._described(result) for result in node.results]
+        if isinstance(node, Boundary):
+            found = _digest((node.module, node.direction, node.path, self.read(node.operand), results))
+        else:
+            kwargs = [(name, self._argument(value)) for name, value in node.kwargs]
+            found = _digest((node.target, node.module, self._argument(node.args), kwargs, results))
+        self.of_value.update((result, f"{found}.{i}") for i, result in enumerate(node.results))
+        if isinstance(node, Op) and _may_write(node):
+            self.of_writes.update((self.values[operand].storage, found) for operand in node.operands)
+        return found
+
+    def read(self, name: str) -> tuple[str, str]:
+        """A value as it is now; by its name where nothing has computed it."""
+        return self.of_value.get(name, name), self.of_writes.get(self.values[name].storage, "")
+
+    def _described(self, name: str) -> object:
+        value = self.values[name]
+        storage = self.of_value.get(value.storage, value.storage) if value.storage != name else ""
+        return value.shape, value.dtype, value.carries_gradient, value.varying, storage
+
+    def _argument(self, argument: Argument) -> object:
+        if isinstance(argument, Ref):
+            return {"value": self.read(argument.name)}
+        return [self._argument(item) for item in argument] if isinstance(argument, tuple) else argument
+
+
+def _may_write(op: Op) -> bool:
+    """True for what writes to an operand, as torch names it (`add_`, `add.out`), and for what gives nothing."""
+    name, _, overload = op.target.rpartition(".")
+    return name.endswith("_") or "out" in overload or not op.results
+
+
+def _digest(data: object) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
 def _as_data(value: object) -> object:
