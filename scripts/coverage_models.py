@@ -154,6 +154,22 @@ MODEL_TYPES: Mapping[str, ModelType] = {
             "ffn_config": {"ffn_hidden_size": 96, "moe_top_k": 2},
         },
     ),
+    # A head's rotated dims are shared out to time, height and width, by default as the published heads have them.
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe", "glm46v", "glm_ocr", "paddleocr_vl"),
+        ModelType(
+            tiny={
+                "text_config": {
+                    "rope_parameters": {
+                        "rope_theta": 1e4,
+                        "rope_type": "default",
+                        "partial_rotary_factor": 1.0,
+                        "mrope_section": [2, 1, 1],
+                    }
+                }
+            }
+        ),
+    ),
     # Its queries stand where the text has the image's token.
     "blip-2": ModelType(
         task=Task.IMAGE_TEXT,
