@@ -53,15 +53,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpplan.apply import apply_plan
+from tpplan.bystander import copied
 from tpplan.fitting import plan_name
 from tpplan.graph import ModelGraph
 from tpplan.layout import Conversion, Layout, LayoutKind, S, fits
+from tpplan.marking import trace_marking
 from tpplan.options import Cluster
 from tpplan.patterns import ROOT
 from tpplan.plan import BoundaryPlan, CrossingPlan, MeshPlan, ParameterPlan, Plan, Precision, ProofStatus, SizePlan
 from tpplan.planner import solve
 from tpplan.profile import HardwareProfile, load_profile
-from tpplan.trace import trace
 from tpplan.typecheck import typecheck
 
 #: a gradient's error is relative to its largest element, or to this share of the model's largest: what is smaller
@@ -432,7 +433,9 @@ class Twin:
             numbers=Correspondence(
                 wide=modules[0], twin=modules[1], wide_seq_len=wide.seq_len, twin_seq_len=model.seq_len
             ),
-            graph=trace(modules[1], model.example_inputs(model.batch, model.seq_len)),
+            graph=trace_marking(
+                modules[1], lambda: copied(modules[1]), model.example_inputs(model.batch, model.seq_len)
+            )[0],
             reference=step(built(model), model),
         )
 
