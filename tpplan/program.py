@@ -170,7 +170,8 @@ def _keeping_results() -> Iterator[None]:
             return extract(value, *args, **kwargs)
         with torch._C.DisableTorchFunction():
             alias = value.detach()  # a view: code may change the shape of the result itself
-            return alias.requires_grad_(value.requires_grad)
+            # Inside torch.vmap even asking for no gradient is refused.
+            return alias.requires_grad_() if value.requires_grad else alias
 
     proxy_tensor.extract_val = keep  # type: ignore[assignment]
     try:
