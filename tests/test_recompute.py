@@ -1,9 +1,11 @@
 """Recomputation and ZeRO-2 as they are priced, against what a model keeps and runs."""
 
 import gc
+import random
 from collections import Counter
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 import torch
 from examples import eager_to_shard
@@ -217,3 +219,95 @@ def test_some_layers_are_recomputed_and_some_resharded_on_real_ranks() -> None:
         held.append(run_ranks(2, held_after_forward, Stack, inputs, plan)[0])
     assert held == sorted(held, reverse=True)
     assert held[0] > held[1] > held[2]
+
+
+class Draws(Block):
+    """Noise from outside torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * (1 + torch.from_numpy(np.random.rand(32).astype(np.float32)))
+        return super().forward(x) * (random.random() + 0.5)
+
+
+class Follows(Block):
+    """A mean that is followed in a buffer, written to; another one is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("written", torch.zeros(32))
+        self.register_buffer("replaced", torch.zeros(32))
+        self.register_buffer("constant", torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.written.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        self.replaced = 0.5 * self.replaced + x.detach().mean((0, 1))
+        return super().forward(x * (self.constant + self.written)) * (1 + self.replaced)
+
+
+class Remembers(Block):
+    """Numbers, lists and features on the module, which the next forward starts from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.past = 0, []
+        self.norm.state = torch.zeros(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.past.append(x.detach().mean())
+        y = super().forward(x * self.calls + self.norm.state) + sum(self.past)
+        self.norm.state, self.last = y.detach().mean((0, 1)), y
+        return y
+
+
+def trained_with(block: type[Block], mode: str) -> dict[str, Tensor]:
+    """Three steps: losses, gradients, and what the model has then."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(block(), block())
+    if mode != "none":
+        for layer in layers:
+            recompute(layer, Recompute(mode))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    found = {}
+    for step in range(3):
+        np.random.seed(step)
+        random.seed(step)
+        x = torch.randn(BATCH, LENGTH, 32, generator=torch.Generator().manual_seed(step))
+        value = layers(x).square().mean()
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        found |= {f"loss {step}": value.detach(), f"drawn {step}": torch.tensor([np.random.rand(), random.random()])}
+        found |= {f"{name} {step}": weight.grad.clone() for name, weight in layers.named_parameters()}
+    found |= dict(layers.named_buffers())
+    for i, layer in enumerate(layers):
+        found[f"calls {i}"] = torch.tensor([getattr(layer, "calls", 0), len(getattr(layer, "past", ()))])
+        found[f"last {i}"] = getattr(layer, "last", torch.zeros(1)).detach()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("block", [Draws, Follows, Remembers])
+def test_what_runs_again_runs_as_it_ran_and_leaves_no_trace(block: type[Block], mode: str) -> None:
+    expected, found = trained_with(block, "none"), trained_with(block, mode)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_buffer_that_is_written_to_later_alone_is_refused() -> None:
+    class Late(Follows):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls > 1:
+                self.constant.mul_(2)
+            return super().forward(x)
+
+    block = Late()
+    recompute(block, Recompute.FULL)
+    x = torch.ones(BATCH, LENGTH, 32)
+    block(x).mean().backward()
+    with pytest.raises(UsageError, match="buffer constant of a Late that is recomputed was written to"):
+        block(x)

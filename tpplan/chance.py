@@ -4,6 +4,7 @@ import contextlib
 import pickle
 import random
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -16,14 +17,35 @@ def states_outside_torch() -> Mapping[str, bytes]:
     return {"NumPy": pickle.dumps(np.random.get_state()), "Python": pickle.dumps(random.getstate())}
 
 
+def states_of_generators() -> tuple[Any, ...]:
+    """For `restored`."""
+    return np.random.get_state(), random.getstate()
+
+
+@contextlib.contextmanager
+def restored(states: tuple[Any, ...]) -> Iterator[None]:
+    """What is drawn inside is what was drawn from these states on; the generators are left as they were found."""
+    now = states_of_generators()
+    _set_states(states)
+    try:
+        yield
+    finally:
+        _set_states(now)
+
+
+def _set_states(states: tuple[Any, ...]) -> None:
+    of_numpy, of_python = states
+    np.random.set_state(of_numpy)
+    random.setstate(of_python)
+
+
 @contextlib.contextmanager
 def same_draws() -> Iterator[None]:
     """Each time, what is drawn inside is the same; the generators are left as they were found."""
-    of_numpy, of_python = np.random.get_state(), random.getstate()
+    now = states_of_generators()
     np.random.seed(_SEED)
     random.seed(_SEED)
     try:
         yield
     finally:
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)
+        _set_states(now)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tpplan.errors import PlanMismatchError
 from tpplan.patterns import ROOT
 from tpplan.plan import Recompute
+from tpplan.run_again import RunAgain
 from tpplan.subclass import subclass
 
 #: ops whose results selective recomputation keeps: they cost more to do again than their results take to keep
@@ -52,6 +53,8 @@ def recomputed_class(cls: type[nn.Module], mode: Recompute) -> type[nn.Module]:
         if not torch.is_grad_enabled():
             return cls.forward(self, *args, **kwargs)
         run: Callable[..., Any] = functools.partial(cls.forward, self)
+        if not torch.compiler.is_compiling():  # which runs what it compiles once, and keeps what it draws elsewhere
+            run = RunAgain(self, run)
         return checkpoint(run, *args, use_reentrant=False, **contexts, **kwargs)
 
     return subclass(cls, {"forward": forward}, recomputed_class, (mode,))
