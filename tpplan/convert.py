@@ -60,16 +60,20 @@ def convert(x: Tensor, conversion: Conversion, group: ProcessGroup) -> Tensor:
 
 @final
 class Converter:
-    """A conversion made ready for one process group. `where` opens the error messages: module, direction, path."""
+    """A conversion made ready for one process group. `where` opens the error messages: module, direction, path.
+    is_read: of a weight that is read, to which code may write."""
 
-    __slots__ = ("_backward", "_forward", "_has_dims", "_is_nothing", "conversion", "group", "where", "witness")
+    __slots__ = (
+        "_backward", "_forward", "_has_dims", "_is_nothing", "conversion", "group", "is_read", "where", "witness"
+    )  # fmt: skip
 
-    def __init__(self, conversion: Conversion, group: TpGroup, *, where: str) -> None:
+    def __init__(self, conversion: Conversion, group: TpGroup, *, where: str, is_read: bool = False) -> None:
         if ROWS in (conversion.source, conversion.target):
             raise ValueError(f"{conversion} needs its mask: local_rows and mask_rows")
         self.conversion = conversion
         self.group = group
         self.where = where
+        self.is_read = is_read
         self._forward = next(iter(conversion.forward), Step.NONE)
         self._backward = next(iter(conversion.backward), Step.NONE)
         self._is_nothing = group.size == 1 or conversion.is_identity
@@ -126,7 +130,9 @@ class _Converted(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, converter: Converter) -> Tensor:
         ctx.converter = converter
         converted = converter.forward(x)
-        return x.view_as(x) if converted is x else converted
+        if converted is not x:
+            return converted
+        return x.detach() if converter.is_read else x.view_as(x)
 
     @staticmethod
     @once_differentiable

@@ -38,6 +38,7 @@ from tpplan.solvers.reduction import LIMIT_TOLERANCE
 from tpplan.space import build_space
 from tpplan.trace import BoundaryHook, Loss, accumulated_hooks, assumptions, repeated_children
 from tpplan.treatments import Treatment
+from tpplan.written import why_copies, write_within, writes_of
 
 logger = logging.getLogger(__name__)
 
@@ -165,8 +166,30 @@ class Job:
 
     def applicable(self, points: list[Point]) -> list[Point]:
         """Those on which the traced model can be laid out: all, unless its parameters must stay plain tensors, whole on
-        each rank. Raises UsageError where there is none then."""
-        reason = self.traced(min(point.micro_batch for point in points)).opaques.untouched
+        each rank, or are written to. Raises UsageError where there is none then."""
+        traced = self.traced(min(point.micro_batch for point in points))
+        return self._untouched(self._written(points, traced), traced.opaques.untouched)
+
+    def _written(self, points: list[Point], traced: Traced) -> list[Point]:
+        """Those on which what code writes to parameters is written to them, and once."""
+        write = next(iter(writes_of(traced.graph)), None)
+        if write is None:
+            return points
+        kept = [point for point in points if not why_copies(point.mesh, self.precision)]
+        if not kept:
+            raise UsageError(
+                f"{write}, and {why_copies(points[0].mesh, self.precision)}: plan with --fsdp 1 and as many GPUs as "
+                "--tp, in fp32 or bf16, or write to it after optimizer.step() instead"
+            )
+        again = write_within(traced.graph, traced.units)
+        if again is not None and self.recompute not in (None, Recompute.NONE):
+            raise UsageError(
+                f"{again}, and would again where that layer is recomputed: leave out --recompute {self.recompute}, or "
+                "write to it after optimizer.step() instead"
+            )
+        return kept
+
+    def _untouched(self, points: list[Point], reason: str) -> list[Point]:
         if not reason:
             return points
         if self.precision is Precision.BF16_MIXED:

@@ -7,7 +7,7 @@ What comes out has a shape then, and what ran below autograd is its price. Funct
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -44,13 +44,15 @@ class _ForeignError(UnobservableError):
 
 def observe(module: nn.Module, call: OpaqueCall, *, is_untouched: bool = False) -> Observed:
     """Runs the module on fake tensors, forward and backward. Where it is the model, whose parameters are not touched,
-    it may read them past their modules. Raises UnobservableError."""
+    it may read them past their modules, and put others in their places. Raises UnobservableError."""
     try:
         try:
-            return _observe(module, call, contextlib.nullcontext)
+            return _observe(module, call, lambda _: contextlib.nullcontext(), is_untouched)
         except _ForeignError:
             weights = set(call.weights) if is_untouched else set()
-            return _observe(module, call, lambda fakes: _Elsewhere({name: fakes[name] for name in weights}))
+            return _observe(
+                module, call, lambda fakes: _Elsewhere({name: fakes[name] for name in weights}), is_untouched
+            )
     except UnobservableError:
         raise
     except Exception as error:
@@ -64,6 +66,7 @@ def _observe(
     module: nn.Module,
     call: OpaqueCall,
     elsewhere: Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[object]],
+    is_untouched: bool,
 ) -> Observed:
     environment = ShapeEnv()
     with (
@@ -86,13 +89,18 @@ def _observe(
             with _on_fakes(module, weights | buffers), others:
                 yield
 
+        storages = {name: _key(weight) for name, weight in weights.items()}
         with surrounded_again(on_fakes), on_fakes(), log:
             output = type(module).forward(module, *args, **kwargs)
             after = dict(module.named_parameters())
+        written = frozenset(name for name, storage in storages.items() if storage in log.written)
+        replaced = frozenset(
+            name for name in storages.keys() | after.keys() if _is_other(name, storages, weights, after)
+        )
         if pytree.tree_structure((args, kwargs)) != call.spec:
             raise UnobservableError("it changes a list or dict that it is given")
-        if replaced := [name for name, weight in after.items() if weights.get(name) is not weight]:
-            raise UnobservableError(f"its forward puts a new parameter at {replaced[0]!r}")
+        if replaced and not is_untouched:
+            raise UnobservableError(f"its forward puts a new parameter, or new data, at {min(replaced)!r}")
         found, spec = pytree.tree_flatten(output)
         _check(found, given, weights)
         outputs = tuple(_meta(leaf, environment) if isinstance(leaf, Tensor) else leaf for leaf in found)
@@ -122,6 +130,7 @@ def _observe(
         backward_bytes=log.made.peak_bytes - kept,
         bodies=tuple(sorted(log.bodies)),
         is_bounded=log.is_bounded,
+        written=written | (replaced & weights.keys()),
     )
 
 
@@ -146,6 +155,13 @@ def _watched(leaves: list[Any], environment: ShapeEnv) -> list[_Watched]:
 def _living(watched: list[_Watched]) -> frozenset[int]:
     """Which of them are there still, by position."""
     return frozenset(i for i, one in enumerate(watched) if one.storage() is not None)
+
+
+def _is_other(
+    name: str, storages: Mapping[str, int], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> bool:
+    """True where a forward has put another parameter in the place of one, or other data into it (`.data = ...`)."""
+    return after.get(name) is not before.get(name) or _key(after[name]) != storages[name]
 
 
 def _check(found: list[Any], given: list[Any], weights: Mapping[str, Tensor]) -> None:
@@ -209,6 +225,8 @@ class _Log(TorchDispatchMode):
         self.bodies: set[str] = set()
         self.is_bounded = True
         self.made = Storages(without=operands)
+        #: storages whose contents were changed
+        self.written: set[int] = set()
 
     def restart(self) -> None:
         """Forgets what ran and the peak; what lives counts on."""
@@ -224,6 +242,7 @@ class _Log(TorchDispatchMode):
         if isinstance(func, torch._ops.HigherOrderOperator):
             results = func(*(self._followed(str(func), argument) for argument in args), **kwargs)
         else:
+            self.written.update(map(_key, _written(func, args, kwargs)))
             results = func(*args, **kwargs)
         made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
         if not str(func).startswith("prim."):
@@ -252,6 +271,14 @@ class _Log(TorchDispatchMode):
         if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             return _known_size(leaf, self.environment)
         return None if callable(leaf) and not isinstance(leaf, torch.dtype) else leaf
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an op changes, as its schema says."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))
 
 
 def _key(tensor: Tensor) -> int:

@@ -53,7 +53,8 @@ class Observed:
     `keeps` are those of the tensors given, by position, that stay for backward, `keeps_results` those of the tensors
     among its outputs, and `kept_bytes` stay besides; forward_bytes and backward_bytes are the most that was held on
     top. `bodies` are the loops and choices whose functions ran once each. `is_bounded`: every size that data decides
-    has a bound, by which it was counted. Equal keys: the same ran.
+    has a bound, by which it was counted. `written` are the weights, by name, whose values it changes, or in whose places
+    it puts others. Equal keys: the same ran.
     """
 
     key: str
@@ -68,6 +69,7 @@ class Observed:
     backward_bytes: int
     bodies: tuple[str, ...]
     is_bounded: bool
+    written: frozenset[str]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -154,7 +156,8 @@ class _Recorder:
         if observed is None:
             raise UnobservedError(call)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        made = iter(operators.opaque(given, list(weights.values()), observed.key))
+        written = [place for place, weight in enumerate(weights) if weight in observed.written]
+        made = iter(operators.opaque(given, list(weights.values()), observed.key, written))
         found = [next(made) if isinstance(leaf, Tensor) else leaf for leaf in observed.outputs]
         return pytree.tree_unflatten(found, observed.spec)
 

@@ -41,9 +41,9 @@ def sibling(inputs: list[Tensor], module: str, like: str) -> list[Tensor]:
     return list(outputs)
 
 
-def opaque(inputs: list[Tensor], weights: list[Tensor], key: str) -> list[Tensor]:
-    """Stands for a call of a module that runs whole."""
-    outputs: list[Tensor] = torch.ops.tpplan.opaque(inputs, weights, key)
+def opaque(inputs: list[Tensor], weights: list[Tensor], key: str, written: list[int]) -> list[Tensor]:
+    """Stands for a call of a module that runs whole, and writes to some of its weights."""
+    outputs: list[Tensor] = torch.ops.tpplan.opaque(inputs, weights, key, written)
     return list(outputs)
 
 
@@ -57,7 +57,7 @@ def _sibling(inputs: list[Tensor], module: str, like: str) -> list[Tensor]:
     return [output.new_empty_strided(output.shape, output.stride()) for output in running_traces[-1][like]]
 
 
-def _opaque(inputs: list[Tensor], weights: list[Tensor], key: str) -> list[Tensor]:
+def _opaque(inputs: list[Tensor], weights: list[Tensor], key: str, written: list[int]) -> list[Tensor]:
     return [output.new_empty_strided(output.shape, output.stride()) for output in running_opaques[-1][key]]
 
 
@@ -89,7 +89,7 @@ _LIBRARY: Any = torch.library.Library("tpplan", "FRAGMENT")  # type: ignore[no-u
 _LIBRARY.define("boundary(Tensor(a) x, str module, str direction, str path) -> Tensor(a)")
 _LIBRARY.define("frame(Tensor(a) x, str module, str side) -> Tensor(a)")
 _LIBRARY.define("sibling(Tensor[] inputs, str module, str like) -> Tensor[]")
-_LIBRARY.define("opaque(Tensor[] inputs, Tensor[] weights, str key) -> Tensor[]")
+_LIBRARY.define("opaque(Tensor[] inputs, Tensor[] weights, str key, int[] written) -> Tensor[]")
 _LIBRARY.define("whole(Tensor(a) x, bool carries_gradient) -> Tensor(a)")
 _LIBRARY.impl("whole", lambda x, carries_gradient: x.view_as(x), "CompositeImplicitAutograd")
 _LIBRARY.define("cross_entropy(Tensor logits, Tensor targets, int ignore_index) -> Tensor")

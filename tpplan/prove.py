@@ -47,8 +47,8 @@ BOUNDARY, FRAME, SIBLING = "tpplan.boundary.default", "tpplan.frame.default", "t
 #: what a trace that stopped holds and a ModelGraph does not
 _PASSED = frozenset({FRAME, *IGNORED})
 #: what conversions are made of besides collectives: they move elements
-_MOVES = frozenset({"view", "view_as", "clone", "contiguous", "chunk", "cat", "narrow", "movedim", "new_zeros", "copy_",
-                    "wait_tensor"})  # fmt: skip
+_MOVES = frozenset({"view", "view_as", "clone", "contiguous", "chunk", "cat", "detach", "narrow", "movedim",
+                    "new_zeros", "copy_", "wait_tensor"})  # fmt: skip
 #: and what else a step takes
 _ALSO = {
     Step.DIVIDE: frozenset({"div"}),

@@ -110,7 +110,9 @@ def plan_reads(name: str, plan: ParameterPlan, group: TpGroup, reducer: Reducer,
     converters: dict[str, Converter | None] = {}
     for reader, layout in layouts.items():
         where = f"parameter {name} read by {reader or ROOT}"
-        converters[reader] = None if layout == base else Converter(Conversion(base, layout), group, where=where)
+        converters[reader] = (
+            None if layout == base else Converter(Conversion(base, layout), group, where=where, is_read=True)
+        )
     if summand:
         reducer.slots.append(slot)
     return ParameterReads(
@@ -131,8 +133,9 @@ class _Read(torch.autograd.Function):
         ctx.reads = reads
         ctx.spec = parameter._spec
         ctx.set_materialize_grads(False)
-        local = parameter._local_tensor
-        return local.view_as(local)
+        # No view: what code writes to a weight, it may write to this one as well.
+        local: Tensor = parameter._local_tensor.detach()
+        return local
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[DTensor | None, None]:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from tpplan.blocks import find_repeated_blocks
 from tpplan.errors import ModelError
 from tpplan.graph import (
+    OWN_SCOPE,
     Argument,
     Boundary,
     Direction,
@@ -278,7 +279,9 @@ class GraphReader:
         op = Op(
             name=name, target=target, args=args, kwargs=kwargs, results=(), module=self.first_name(node.meta[SCOPE])
         )
-        flows = self.with_gradient and base_target(target) != "aten.detach.default"
+        # Ours is inside an autograd function, which has a backward of its own.
+        detaches = base_target(target) == "aten.detach.default" and node.meta[SCOPE] != OWN_SCOPE
+        flows = self.with_gradient and not detaches
         carries = flows and any(self.values[operand].carries_gradient for operand in op.operands)
         carries &= not _stops(node)
         writes = base_target(target) != target and base_target(target) != "aten.detach.default"

@@ -311,7 +311,7 @@ def _trace(
         naming_modules(model, running, opaques.hides),
         quiet(),
     ):
-        parameters = dict(model.named_parameters())
+        parameters = {name: (own, own.untyped_storage()._cdata) for name, own in model.named_parameters()}
         try:
             program = record(_Step(model, loss, spec), leaves, paths, scope, otherwise, extra)
         except StoppedError as stopped:
@@ -388,9 +388,11 @@ def _uncallable(model: nn.Module, inputs: Inputs) -> str:
     return ""
 
 
-def _check_modules(model: nn.Module, modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises ReplacedError where a forward has put another module or parameter in the place of one, which no plan would
-    reach."""
+def _check_modules(
+    model: nn.Module, modules: Mapping[str, nn.Module], parameters: Mapping[str, tuple[nn.Parameter, int]]
+) -> None:
+    """Raises ReplacedError where a forward has put another module or parameter in the place of one, or other data into
+    one, which no plan would reach. Parameters are given with their storages."""
     for name, module in model.named_modules():
         if modules.get(name) is not module:
             raise ReplacedError(
@@ -399,9 +401,11 @@ def _check_modules(model: nn.Module, modules: Mapping[str, nn.Module], parameter
                 module=name.rpartition(".")[0],
             )
     for name, parameter in model.named_parameters():
-        if parameters.get(name) is not parameter:
+        own, storage = parameters.get(name, (None, 0))
+        if own is not parameter or parameter.untyped_storage()._cdata != storage:
+            what = "a new parameter" if own is not parameter else "new data"
             raise ReplacedError(
-                f"the forward puts a new parameter at {name!r}: a plan is for those that the builder returns. Write to "
+                f"the forward puts {what} at {name!r}: a plan is for those that the builder returns. Write to "
                 "it under torch.no_grad() (copy_)",
                 module=name.rpartition(".")[0],
             )

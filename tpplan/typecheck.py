@@ -13,6 +13,7 @@ ranks and both directions) and the conversions of tpplan.layout. Of decisions, c
     a rule has every operand that carries a gradient R, or every one R*.
 (4) The loss is R, and so are the model's outputs, unless the plan says that they leave sharded.
 (5) The plan names nothing that the graph has not, and gives every parameter the graph's names and shape.
+(6) Where code writes to a parameter, no copy is written, and nothing twice (tpplan.written).
 
 What an op gives follows from what it reads, with two exceptions: a dim that is stretched may be whole or a slice, as
 far as it is told to stretch, and a tensor made of nothing and written to later may be R or R*. So `_forward` keeps what
@@ -23,7 +24,7 @@ model runs: every layout must have its `local_shapes`.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source
+from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, within
 from tpplan.layout import R_STAR, ROWS, Conversion, Layout, P, R, can_convert, fits, local_shape
 from tpplan.patterns import ROOT
 from tpplan.plan import BoundaryPlan, ParameterPlan, Plan
@@ -37,6 +38,7 @@ from tpplan.rules import (
     find_extra_layouts,
     written_operands,
 )
+from tpplan.written import why_copies, write_within, writes_of
 
 EMBEDDING = "aten.embedding.default"
 #: the one op of a user's loss that takes a sharded output and plain tensors together
@@ -85,6 +87,8 @@ class _Checker:
         self.losses = plan.sharded_losses()
         self.draws = frozenset(plan.drawing_modules())
         self.opaque = frozenset(plan.opaque_modules())
+        self.copies = why_copies(plan.mesh, plan.precision)
+        self.recomputed = tuple(plan.recomputed_modules())
         self.sized = plan.size_plans().keys()
         self.modules = boundaries.keys() | self.sized | self.losses.keys() | self.draws
         self.crossings = _crossings(boundaries)
@@ -106,6 +110,7 @@ class _Checker:
         for source in self.graph.parameters:
             for problem in self._parameter(source, self.plans[source.label]):
                 yield Mistyped(message=f"parameter {source.label}: {problem}", place=("parameters", source.label))
+        yield from self._written()
         yield from self._forward()
         yield from self._backward()
 
@@ -137,6 +142,18 @@ class _Checker:
             yield Mistyped(message=f"output {path}: in the plan, not in the model", place=("outputs", path))
         for module in sorted(self.losses.keys() - losses):
             yield Mistyped(message=f"loss of {module or ROOT}: in the plan, not in the model", place=("losses", module))
+
+    def _written(self) -> Iterator[Mistyped]:
+        """(6)"""
+        write = next(iter(writes_of(self.graph)), None)
+        if write is not None and self.copies:
+            yield Mistyped(message=f"{write}, and {self.copies}", place=("mesh_degrees",))
+        write = write_within(self.graph, self.recomputed)
+        if write is not None:
+            region = next(name for name in self.recomputed if within(write.module, name))
+            yield Mistyped(
+                message=f"{write}, and would again where {region or ROOT} is recomputed", place=("recompute",)
+            )
 
     def _parameter(self, source: Source, plan: ParameterPlan) -> Iterator[str]:
         shape = self.graph.values[source.result].shape

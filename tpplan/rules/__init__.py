@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 from tpplan.graph import ModelGraph, Op
 from tpplan.layout import R, S
 from tpplan.rules.call import (
+    OPAQUE,
     Call,
     Rule,
     Strategy,
@@ -120,7 +121,5 @@ def _strategies_of(rule: Rule | None, call: Call, _literals: str, tp: int) -> tu
     return tuple(found)
 
 
-#: a module's own code, whose backward may be anything: all of it is whole, and so are the gradients
-OPAQUE = "tpplan.opaque.default"
 #: ops of ours that communicate: they count positions from the first rank's, and know of as many slices as ranks
 _POSITIONAL = "tpplan."

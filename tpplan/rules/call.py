@@ -7,6 +7,9 @@ from tpplan.graph import Argument, ModelGraph, Op, Ref, Value, references
 from tpplan.intervals import Parts
 from tpplan.layout import R_STAR, ROWS, Layout, P, R, S, copied
 
+#: a module's own code, whose backward may be anything: all of it is whole, and so are the gradients
+OPAQUE = "tpplan.opaque.default"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
@@ -208,9 +211,17 @@ def registered_rules() -> dict[str, Rule]:
 
 
 def written_operands(op: Op) -> tuple[str, ...]:
-    """Operands that an op writes to, as far as its name says: `add_`, `__iand__`, `out=`."""
+    """Operands that an op writes to, as far as its name says: `add_`, `__iand__`, `out=`. Of a module that runs whole,
+    the weights that it was seen to write to: their places among its weights stand last."""
+    if op.target == OPAQUE:
+        weights = tuple(references(op.args[1]))
+        return tuple(weights[place] for place in _integers(op.args[3]))
     is_in_place = base_target(op.target) != op.target or op.target.startswith("aten.__i")
     return (*(op.operands[:1] if is_in_place else ()), *references(dict(op.kwargs).get("out")))
+
+
+def _integers(argument: Argument) -> tuple[int, ...]:
+    return tuple(place for place in argument if isinstance(place, int)) if isinstance(argument, tuple) else ()
 
 
 def crossings_before_writes(graph: ModelGraph) -> frozenset[str]:
