@@ -432,6 +432,29 @@ def test_parameters_without_dims_are_planned_beside_fsdp() -> None:
         assert set(plan.scalars_beside_fsdp()) == {"temperature"}
 
 
+class OfTwoDtypes(Tempered):
+    """A layer in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.wide(x.double()).float())
+
+
+def test_fsdp_units_of_several_dtypes_are_refused_by_name_and_other_meshes_taken() -> None:
+    def solve(**options: object) -> Plan:
+        cluster = tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard())
+        given = {"global_batch": 4, "micro_batch": 2, "seq_len": 1, "precision": "fp32", **options}
+        return tpplan.solve(OfTwoDtypes, lambda rows, _: {"x": torch.randn(rows, 8)}, cluster=cluster, **given)
+
+    assert solve().mesh.tp == 2
+    for options in ({"tp": 1, "all_gpus": True}, {"fsdp": 2}, {"tp": 2, "precision": "bf16-mixed"}):
+        with pytest.raises(UsageError, match=r"in <root> \S+ is float32 and wide.weight is float64"):
+            solve(**options)
+
+
 def test_out_of_time_the_incumbent_is_feasible_with_its_gap() -> None:
     """One rank of tp has nothing to decide; of the other points only bounds are left, which the certificate heeds."""
     llama = example("llama")

@@ -19,13 +19,13 @@ from tpplan import solvers
 from tpplan.bystander import copied
 from tpplan.errors import IndivisibleError, ModelError, SolverError, UsageError
 from tpplan.formulate import Formulation
-from tpplan.graph import Direction, ModelGraph
+from tpplan.graph import Direction, ModelGraph, within
 from tpplan.marking import trace_marking
 from tpplan.mesh import Mesh, divisors, meshes, sub_clusters
 from tpplan.options import Allows, Batch, BuildModel, Cluster, ExampleInputs, Progress
 from tpplan.patterns import ROOT
 from tpplan.pins import Pin, Pinned
-from tpplan.plan import Compile, Plan, Precision, Recompute
+from tpplan.plan import Compile, Plan, Precision, Recompute, uses_fsdp
 from tpplan.priced import PricedSpace, price_space
 from tpplan.problem import Problem, Solution, Status
 from tpplan.profile import HardwareProfile
@@ -168,7 +168,8 @@ class Job:
         """Those on which the traced model can be laid out: all, unless its parameters must stay plain tensors, whole on
         each rank, or are written to. Raises UsageError where there is none then."""
         traced = self.traced(min(point.micro_batch for point in points))
-        return self._untouched(self._written(points, traced), traced.opaques.untouched)
+        points = self._untouched(self._written(points, traced), traced.opaques.untouched)
+        return points if traced.opaques.untouched else self._of_one_dtype(points, traced)
 
     def _written(self, points: list[Point], traced: Traced) -> list[Point]:
         """Those on which what code writes to parameters is written to them, and once."""
@@ -188,6 +189,33 @@ class Job:
                 "write to it after optimizer.step() instead"
             )
         return kept
+
+    def _of_one_dtype(self, points: list[Point], traced: Traced) -> list[Point]:
+        """Those on which FSDP2 holds no parameters of several dtypes in one unit, which it cannot reduce as one."""
+        held = [point for point in points if uses_fsdp(point.mesh, self.precision)]
+        several = self._several_dtypes(traced) if held else ""
+        kept = [point for point in points if point not in held] if several else points
+        if not kept:
+            raise UsageError(
+                f"FSDP2 takes one dtype of trained parameters a unit, and {several}: give them one dtype, or plan "
+                "with as many GPUs as --tp, in fp32 or bf16"
+            )
+        return kept
+
+    def _several_dtypes(self, traced: Traced) -> str:
+        """A unit with parameters of several dtypes, as built; "" where there is none."""
+        dtypes = self.reuse.models[self._model_key].dtypes
+        found: dict[str, dict[torch.dtype, str]] = {}
+        for name, weight in traced.model.named_parameters():
+            if weight.requires_grad and weight.dim():
+                unit = next((unit for unit in traced.units if within(name, unit)), "")
+                own = weight.dtype if self.precision is Precision.BF16 else dtypes[name]
+                found.setdefault(unit, {}).setdefault(own, name)
+        several = next(((unit, names) for unit, names in found.items() if len(names) > 1), None)
+        if several is None:
+            return ""
+        shown = " and ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in several[1].items())
+        return f"in {several[0] or ROOT} {shown}"
 
     def _untouched(self, points: list[Point], reason: str) -> list[Point]:
         if not reason:
@@ -290,11 +318,12 @@ class Job:
                 raise ModelError(f"parameter {name} has no shape before the first call: call the model in the builder")
         _put_on_meta(model)
         register_names(model)
+        dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
         if self.precision is not Precision.FP32:
             for parameter in model.parameters():
                 if parameter.dtype == torch.float32:
                     parameter.data = parameter.data.to(torch.bfloat16)
-        return Built(model, notes)
+        return Built(model, dtypes, notes)
 
     def cast(self, units: tuple[str, ...]) -> BoundaryHook:
         """FSDP's mixed precision casts what enters the root and each unit; so does the trace."""

@@ -7,9 +7,10 @@ A trace depends on the model and its inputs alone, an executed op on its shapes,
 The plans are those that calls on their own give.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from tpplan.costs.compute import Executor
@@ -21,9 +22,11 @@ from tpplan.trace import Inputs
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model on the meta device, and how it came there if not by its builder alone."""
+    """A model on the meta device, the dtypes that its parameters were built in, by name, and how it came there if not
+    by its builder alone."""
 
     model: nn.Module
+    dtypes: Mapping[str, torch.dtype]
     notes: tuple[str, ...] = ()
 
 
