@@ -443,15 +443,33 @@ class OfTwoDtypes(Tempered):
         return super().forward(x + self.wide(x.double()).float())
 
 
-def test_fsdp_units_of_several_dtypes_are_refused_by_name_and_other_meshes_taken() -> None:
+class Sparse(Tempered):
+    """A table with a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 8, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.table(torch.arange(1, device=x.device)))
+
+
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [
+        (OfTwoDtypes, r"in <root> \S+ is float32 and wide.weight is float64"),
+        (Sparse, "table looks up with sparse=True"),
+    ],
+)
+def test_what_fsdp_cannot_hold_is_refused_by_name_and_other_meshes_taken(build: type[nn.Module], why: str) -> None:
     def solve(**options: object) -> Plan:
         cluster = tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard())
         given = {"global_batch": 4, "micro_batch": 2, "seq_len": 1, "precision": "fp32", **options}
-        return tpplan.solve(OfTwoDtypes, lambda rows, _: {"x": torch.randn(rows, 8)}, cluster=cluster, **given)
+        return tpplan.solve(build, lambda rows, _: {"x": torch.randn(rows, 8)}, cluster=cluster, **given)
 
     assert solve().mesh.tp == 2
     for options in ({"tp": 1, "all_gpus": True}, {"fsdp": 2}, {"tp": 2, "precision": "bf16-mixed"}):
-        with pytest.raises(UsageError, match=r"in <root> \S+ is float32 and wide.weight is float64"):
+        with pytest.raises(UsageError, match=why):
             solve(**options)
 
 

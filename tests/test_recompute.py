@@ -4,6 +4,7 @@ import gc
 import random
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from tpplan.recompute import recompute
 from tpplan.rules import Call
 from tpplan.space import build_space
 from tpplan.trace import trace
+from tpplan.typecheck import Mistyped, typecheck
 
 BATCH, LENGTH, LAYERS = 2, 16, 4
 MODES = ("none", "selective", "full")
@@ -244,6 +246,17 @@ class Follows(Block):
         return super().forward(x * (self.constant + self.written)) * (1 + self.replaced)
 
 
+class Normalizes(Block):
+    """A batch norm, which says to nobody that it writes to its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(LENGTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.batch_norm(x))
+
+
 class Remembers(Block):
     """Numbers, lists and features on the module, which the next forward starts from."""
 
@@ -287,7 +300,7 @@ def trained_with(block: type[Block], mode: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-@pytest.mark.parametrize("block", [Draws, Follows, Remembers])
+@pytest.mark.parametrize("block", [Draws, Follows, Normalizes, Remembers])
 def test_what_runs_again_runs_as_it_ran_and_leaves_no_trace(block: type[Block], mode: str) -> None:
     expected, found = trained_with(block, "none"), trained_with(block, mode)
     assert found.keys() == expected.keys()
@@ -311,3 +324,52 @@ def test_a_buffer_that_is_written_to_later_alone_is_refused() -> None:
     block(x).mean().backward()
     with pytest.raises(UsageError, match="buffer constant of a Late that is recomputed was written to"):
         block(x)
+
+
+class Recurrent(Block):
+    """torch's own, which writes to products of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.GRU(32, 32, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.cells(x)[0])
+
+
+class InPlace(Block):
+    """A product that is written to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu_())
+
+
+@pytest.mark.parametrize(("block", "why"), [(Recurrent, "aten.gru"), (InPlace, "aten.relu_")])
+def test_what_writes_to_products_is_recomputed_fully_or_not_at_all(block: type[Block], why: str) -> None:
+    class Model(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(block() for _ in range(2))
+
+    def solve(mode: str) -> Plan:
+        cluster = tpplan.Cluster(gpus=1, gpus_per_node=1, profile="cpu-gloo")
+        given = {"global_batch": BATCH, "micro_batch": BATCH, "seq_len": LENGTH, "precision": "fp32"}
+        return tpplan.solve(Model, text, loss=loss, cluster=cluster, recompute=mode, **given)
+
+    full = solve("full")
+    assert set(full.recomputed_modules().values()) == {Recompute.FULL}
+    with pytest.raises(UsageError, match=f"layers.0 cannot be recomputed selectively: {why}"):
+        solve("selective")
+    with torch.device("meta"):
+        graph = trace(Model(), text(BATCH, LENGTH), loss=loss)
+    edited = replace(full, recompute=dict.fromkeys(full.recompute, Recompute.SELECTIVE))
+    problem = typecheck(graph, edited)
+    assert isinstance(problem, Mistyped)
+    assert f"is recomputed selectively: {why}" in problem.message
+
+
+def test_a_recurrent_layer_that_is_recomputed_selectively_raises() -> None:
+    block = Recurrent()
+    recompute(block, Recompute.SELECTIVE)
+    with pytest.raises(UsageError, match=r"unsafe_split\S* runs in a module that is recomputed selectively"):
+        block(torch.ones(BATCH, LENGTH, 32)).mean().backward()

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tpplan.errors import ModelError
 from tpplan.graph import LOSS_SCOPE, Direction, ModelGraph, Op, SourceKind, Value
 from tpplan.layout import S
+from tpplan.siblings import are_alike
 from tpplan.trace import TraceError, assumptions, trace
 
 B, D = 6, 4
@@ -464,6 +465,21 @@ def test_a_layer_without_siblings_is_no_block():
 def test_blocks_within_blocks_are_not_listed():
     pairs = [nn.Sequential(Layer(D, 8), Layer(D, 8)) for _ in range(2)]
     assert blocks(*pairs) == [("layers", (0, 1))]
+
+
+def test_layers_that_know_themselves_and_the_model_are_found_alike():
+    class Knows(Layer):
+        def __init__(self, owner: nn.Module) -> None:
+            super().__init__(D, 8)
+            self.around = [owner, self]
+
+    owner = nn.Module()
+    owned = [Knows(owner) for _ in range(2)]
+    owner.layers = nn.ModuleList(owned)
+    assert are_alike(*owned)
+    owned[0].around.append(owned[1])
+    owned[1].around.append(owned[1])
+    assert not are_alike(*owned)
 
 
 def test_copies_of_a_layer_are_what_tracing_it_gives():

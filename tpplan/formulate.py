@@ -41,7 +41,7 @@ from tpplan.rules import Strategy
 from tpplan.setting import Setting
 from tpplan.space import Space, is_summand
 from tpplan.treatments import TREATMENTS, Count, Treatment, numbers_of
-from tpplan.written import write_within
+from tpplan.written import why_not_selective, write_within
 
 #: parts of the step's time
 COMPUTE, TENSOR_PARALLEL, DATA_PARALLEL = "compute", "tensor-parallel collectives", "exposed data-parallel collectives"
@@ -495,11 +495,14 @@ class Formulation:
             given = setting.treatments[unit.name]
             return (given if self.uses_fsdp else replace(given, reshard=True),)
         reshard = setting.reshard_after_forward if self.uses_fsdp else True
-        recompute = Recompute.NONE if write_within(self.space.graph, (unit.name,)) else setting.recompute
+        graph = self.space.graph
+        recompute = Recompute.NONE if write_within(graph, (unit.name,)) else setting.recompute
+        impossible = Recompute.SELECTIVE if why_not_selective(graph, unit.name) else None
         return tuple(
             treatment
             for treatment in TREATMENTS
             if recompute in (None, treatment.recompute) and reshard in (None, treatment.reshard)
+            if treatment.recompute is not impossible
         )
 
 

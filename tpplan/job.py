@@ -38,7 +38,7 @@ from tpplan.solvers.reduction import LIMIT_TOLERANCE
 from tpplan.space import build_space
 from tpplan.trace import BoundaryHook, Loss, accumulated_hooks, assumptions, repeated_children
 from tpplan.treatments import Treatment
-from tpplan.written import why_copies, write_within, writes_of
+from tpplan.written import why_copies, why_not_selective, write_within, writes_of
 
 logger = logging.getLogger(__name__)
 
@@ -168,8 +168,11 @@ class Job:
         """Those on which the traced model can be laid out: all, unless its parameters must stay plain tensors, whole on
         each rank, or are written to. Raises UsageError where there is none then."""
         traced = self.traced(min(point.micro_batch for point in points))
+        for unit in traced.units if self.recompute is Recompute.SELECTIVE else ():
+            if obstacle := why_not_selective(traced.graph, unit):
+                raise UsageError(f"{unit} cannot be recomputed selectively: {obstacle}; plan with --recompute full")
         points = self._untouched(self._written(points, traced), traced.opaques.untouched)
-        return points if traced.opaques.untouched else self._of_one_dtype(points, traced)
+        return points if traced.opaques.untouched else self._within_fsdp(points, traced)
 
     def _written(self, points: list[Point], traced: Traced) -> list[Point]:
         """Those on which what code writes to parameters is written to them, and once."""
@@ -190,16 +193,13 @@ class Job:
             )
         return kept
 
-    def _of_one_dtype(self, points: list[Point], traced: Traced) -> list[Point]:
-        """Those on which FSDP2 holds no parameters of several dtypes in one unit, which it cannot reduce as one."""
+    def _within_fsdp(self, points: list[Point], traced: Traced) -> list[Point]:
+        """Those on which FSDP2 holds nothing that it cannot."""
         held = [point for point in points if uses_fsdp(point.mesh, self.precision)]
-        several = self._several_dtypes(traced) if held else ""
-        kept = [point for point in points if point not in held] if several else points
+        obstacle = (self._several_dtypes(traced) or _sparse_gradient(traced.graph)) if held else ""
+        kept = [point for point in points if point not in held] if obstacle else points
         if not kept:
-            raise UsageError(
-                f"FSDP2 takes one dtype of trained parameters a unit, and {several}: give them one dtype, or plan "
-                "with as many GPUs as --tp, in fp32 or bf16"
-            )
+            raise UsageError(f"{obstacle}, or plan with as many GPUs as --tp, in fp32 or bf16")
         return kept
 
     def _several_dtypes(self, traced: Traced) -> str:
@@ -215,7 +215,8 @@ class Job:
         if several is None:
             return ""
         shown = " and ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in several[1].items())
-        return f"in {several[0] or ROOT} {shown}"
+        where = several[0] or ROOT
+        return f"FSDP2 takes one dtype of trained parameters a unit, and in {where} {shown}: give them one dtype"
 
     def _untouched(self, points: list[Point], reason: str) -> list[Point]:
         if not reason:
@@ -454,6 +455,19 @@ class Job:
         found = found if isinstance(found, Candidate) else self.full(point)
         assert isinstance(found, Candidate), "without a cutoff nothing is bounded away"
         return found
+
+
+def _sparse_gradient(graph: ModelGraph) -> str:
+    """A lookup that gives a sparse gradient; "" where there is none."""
+    found = (op for op in graph.ops if op.args[_SPARSE.get(op.target, len(op.args)) :][:1] == (True,))
+    op = next(found, None)
+    if op is None:
+        return ""
+    return f"FSDP2 takes no sparse gradients, and {op.module or ROOT} looks up with sparse=True: leave that out"
+
+
+#: where lookups are told to give sparse gradients
+_SPARSE = {"aten.embedding.default": 4, "aten.embedding_bag.default": 5, "aten.embedding_bag.padding_idx": 5}
 
 
 class _Unfilled(TorchFunctionMode):

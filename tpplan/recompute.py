@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tpplan.errors import PlanMismatchError
+from tpplan.errors import PlanMismatchError, UsageError
 from tpplan.patterns import ROOT
 from tpplan.plan import Recompute
 from tpplan.run_again import RunAgain
@@ -27,6 +27,9 @@ KEPT = frozenset({
     "aten::_flash_attention_forward", "aten::_efficient_attention_forward", "aten::_cudnn_attention_forward",
     "_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_to_all_single",
 })  # fmt: skip
+
+#: views that torch does not know for views: it would not see that a kept result is written to
+_UNSAFE = ("aten::unsafe_chunk", "aten::unsafe_split")
 
 
 def check_recomputable(module: nn.Module, name: str) -> None:
@@ -61,4 +64,9 @@ def recomputed_class(cls: type[nn.Module], mode: Recompute) -> type[nn.Module]:
 
 
 def _policy(_context: object, op: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+    if op.name().startswith(_UNSAFE):
+        raise UsageError(
+            f"{op.name()} runs in a module that is recomputed selectively: what is written to its results would be "
+            "written to products that are kept; recompute that module fully"
+        )
     return CheckpointPolicy.MUST_SAVE if op.name().partition(".")[0] in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

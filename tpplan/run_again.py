@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from tpplan.chance import restored, states_of_generators
 from tpplan.errors import UsageError
@@ -60,22 +62,23 @@ class RunAgain:
         values = (value for _, own in before for key, value in own.items() if key not in _OF_ANY_MODULE)
         held = [(value, _copied(value)) for value in values if _is_container(value)]
         known: frozenset[str] | None = vars(self.module).get(_WRITTEN)
+
+        def is_copied(name: str, owner: nn.Module) -> bool:
+            return known is None or name in known or isinstance(owner, _NormBase)
+
         buffers = [
-            (
-                name,
-                owner._buffers,
-                key,
-                buffer,
-                _version(buffer),
-                buffer.clone() if known is None or name in known else None,
-            )
+            (name, owner._buffers, key, buffer, _version(buffer), buffer.clone() if is_copied(name, owner) else None)
             for name, owner, key, buffer in _buffers(self.module)
         ]
         output = self.run(*args, **kwargs)
         self.changed = [change for table, own in before for change in _changes(table, own)]
         self.filled = [(value, then) for value, then in held if not _holds(value, then)]
-        written = [found for found in buffers if _version(found[3]) != found[4]]
-        for name, table, key, _, _, copy in written:
+        written = [
+            (name, table, key, copy)
+            for name, table, key, buffer, version, copy in buffers
+            if _version(buffer) != version or (copy is not None and (known is not None or _differ(buffer, copy)))
+        ]
+        for name, table, key, copy in written:
             if copy is None:
                 raise UsageError(
                     f"buffer {name} of a {type(self.module).__name__} that is recomputed was written to in this "
@@ -137,6 +140,11 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
 def _version(tensor: Tensor) -> int:
     """How often it was written to."""
     return int(tensor._version)
+
+
+def _differ(buffer: Tensor, copy: Tensor) -> bool:
+    """True where a copy shows that a buffer was written to, of which a batch norm tells nobody. False without values."""
+    return not buffer.is_meta and type(buffer) is Tensor and not torch.equal(buffer, copy)
 
 
 def _is_container(value: Any) -> bool:

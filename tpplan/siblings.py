@@ -10,6 +10,7 @@ tensors for values, or left something behind on itself, stands for nobody.
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -124,33 +125,50 @@ def alike_layers(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
     return groups
 
 
-def are_alike(first: Any, second: Any) -> bool:
-    """True where tracing one must give what tracing the other gives. In doubt, False."""
-    if first is second:
+def are_alike(first: Any, second: Any, met: "_Pairs | None" = None) -> bool:
+    """True where tracing one must give what tracing the other gives. In doubt, False. `met`: the modules that are being
+    compared; code may reach one by several ways, or from inside itself."""
+    if first is second and not isinstance(first, nn.Module):
         return True
     if type(first) is not type(second):
         return False
+    met = _Pairs() if met is None else met
     match first:
         case nn.Module():
-            return _modules_alike(first, second)
+            is_known = id(first) in met.images
+            return met.are_a_pair(first, second) and (is_known or first is second or _modules_alike(first, second, met))
         case torch.Tensor():
             return first.device.type == "meta" == second.device.type and _signature(first) == _signature(second)
         case dict():
-            return list(first) == list(second) and all(are_alike(first[key], second[key]) for key in first)
+            return list(first) == list(second) and all(are_alike(first[key], second[key], met) for key in first)
         case list() | tuple():
-            return len(first) == len(second) and all(map(are_alike, first, second))
+            return len(first) == len(second) and all(are_alike(a, b, met) for a, b in zip(first, second, strict=True))
         case set() | frozenset():
             return bool(first == second)
         case _:
             return isinstance(first, _PLAIN) and bool(first == second)
 
 
-def _modules_alike(first: nn.Module, second: nn.Module) -> bool:
+@dataclass(slots=True)
+class _Pairs:
+    """One module each, both ways, by id."""
+
+    images: dict[int, nn.Module] = field(default_factory=dict)
+    origins: dict[int, nn.Module] = field(default_factory=dict)
+
+    def are_a_pair(self, first: nn.Module, second: nn.Module) -> bool:
+        """True where they are, or become one."""
+        return self.images.setdefault(id(first), second) is second and (
+            self.origins.setdefault(id(second), first) is first
+        )
+
+
+def _modules_alike(first: nn.Module, second: nn.Module, met: _Pairs) -> bool:
     ours, theirs = vars(first), vars(second)
     if any(module.get(name) for module in (ours, theirs) for name in _HOOKS) or "forward" in ours:
         return False
     return list(ours) == list(theirs) and all(
-        are_alike(ours[name], theirs[name]) for name in ours if name not in _HOOKS and name != SITE
+        are_alike(ours[name], theirs[name], met) for name in ours if name not in _HOOKS and name != SITE
     )
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, within
 from tpplan.layout import R_STAR, ROWS, Conversion, Layout, P, R, can_convert, fits, local_shape
 from tpplan.patterns import ROOT
-from tpplan.plan import BoundaryPlan, ParameterPlan, Plan
+from tpplan.plan import BoundaryPlan, ParameterPlan, Plan, Recompute
 from tpplan.rules import (
     OPAQUE,
     Call,
@@ -38,7 +38,7 @@ from tpplan.rules import (
     find_extra_layouts,
     written_operands,
 )
-from tpplan.written import why_copies, write_within, writes_of
+from tpplan.written import why_copies, why_not_selective, write_within, writes_of
 
 EMBEDDING = "aten.embedding.default"
 #: the one op of a user's loss that takes a sharded output and plain tensors together
@@ -88,7 +88,7 @@ class _Checker:
         self.draws = frozenset(plan.drawing_modules())
         self.opaque = frozenset(plan.opaque_modules())
         self.copies = why_copies(plan.mesh, plan.precision)
-        self.recomputed = tuple(plan.recomputed_modules())
+        self.recomputed = plan.recomputed_modules()
         self.sized = plan.size_plans().keys()
         self.modules = boundaries.keys() | self.sized | self.losses.keys() | self.draws
         self.crossings = _crossings(boundaries)
@@ -154,6 +154,10 @@ class _Checker:
             yield Mistyped(
                 message=f"{write}, and would again where {region or ROOT} is recomputed", place=("recompute",)
             )
+        for region, mode in self.recomputed.items():
+            obstacle = why_not_selective(self.graph, region) if mode is Recompute.SELECTIVE else ""
+            if obstacle:
+                yield Mistyped(message=f"{region or ROOT} is recomputed selectively: {obstacle}", place=("recompute",))
 
     def _parameter(self, source: Source, plan: ParameterPlan) -> Iterator[str]:
         shape = self.graph.values[source.result].shape

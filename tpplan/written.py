@@ -15,6 +15,14 @@ from tpplan.patterns import ROOT
 from tpplan.plan import Precision
 from tpplan.rules import OPAQUE, written_operands
 
+#: ops whose results selective recomputation keeps, as code calls them
+_KEPT = (
+    "aten.linear", "aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.addmm", "aten.baddbmm", "aten.addbmm",
+    "aten.einsum", "aten.tensordot", "aten.bilinear", "aten.conv", "aten._convolution", "aten._grouped_mm",
+    "aten._scaled_mm", "aten.scaled_dot_product_attention", "tpplan.opaque",
+)  # fmt: skip
+_RECURRENT = ("aten.gru", "aten.lstm", "aten.rnn_", "aten.quantized_")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
@@ -50,6 +58,24 @@ def why_copies(mesh: Mesh, precision: Precision) -> str:
     if mesh.data_parallel > 1:
         return f"on {mesh.data_parallel} data-parallel ranks each would write to its own copy"
     return "bf16-mixed computes with a copy" if precision is Precision.BF16_MIXED else ""
+
+
+def why_not_selective(graph: ModelGraph, region: str) -> str:
+    """Why a module cannot keep the results of products and run the rest again; "" where it can. Code that writes to
+    such a result writes to what is kept: torch raises, or does not notice (recurrent layers)."""
+    makers: dict[str, str] = {}
+    for op in graph.ops:
+        if not within(op.module, region):
+            continue
+        written = {graph.values[name].storage for name in written_operands(op)}
+        kept = next((makers[storage] for storage in written if makers.get(storage, "").startswith(_KEPT)), None)
+        if kept is not None:
+            return f"{op.target} in {op.module or ROOT} writes to what {kept} gave, which would be kept"
+        if op.target.startswith(_RECURRENT):
+            return f"{op.target} in {op.module or ROOT} writes to products of its own, which would be kept"
+        for name in op.results:
+            makers.setdefault(graph.values[name].storage, op.target)
+    return ""
 
 
 def write_within(graph: ModelGraph, regions: Iterable[str]) -> Write | None:
