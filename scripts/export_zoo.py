@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from export_zoo_layers import LAYERS, heads, joined
 from export_zoo_models import MODELS
-from export_zoo_modules import DIM, HIDDEN, LENGTH, MODULES, NUM_HEADS
+from export_zoo_modules import DIM, HIDDEN, LENGTH, MODULES
 from torch import Tensor, nn
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.map import map as map_rows
@@ -56,16 +57,6 @@ class Applies(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x, self.weight)
-
-
-def heads(x: Tensor) -> Tensor:
-    """[B, H, T, D / H]"""
-    return x.unflatten(-1, (NUM_HEADS, -1)).transpose(1, 2)
-
-
-def joined(x: Tensor) -> Tensor:
-    """The inverse."""
-    return x.transpose(1, 2).flatten(2)
 
 
 def like(x: Tensor, y: Tensor) -> Tensor:
@@ -229,6 +220,8 @@ FUNCTIONS: Mapping[str, Function] = {
     "scaled_dot_product_attention": lambda x, w: joined(
         F.scaled_dot_product_attention(heads(x @ w), heads(x), heads(x), is_causal=True)
     ),
+    "shifted windows": lambda x, w: windows((x @ w).roll(-2, 1)).roll(2, 1),
+    "weight of unit rows": lambda x, w: F.linear(x, w / w.norm(dim=1, keepdim=True)),
     "dropouts": lambda x, w: F.alpha_dropout(F.dropout1d(F.dropout(x @ w, 0.1), 0.1), 0.1),
     # fft and complex
     "fft": lambda x, w: torch.fft.ifft(torch.fft.fft(x @ w, dim=1), dim=1).real,
@@ -275,6 +268,7 @@ FUNCTIONS: Mapping[str, Function] = {
         torch.einsum("bhqd,bhkd,bhke->bhqe", heads(x @ w), heads(x), heads(x)).transpose(1, 2).flatten(2)
     ),
     "einsum with ellipsis": lambda x, w: torch.einsum("...d,ed->...e", x, w),
+    "einsum of three": lambda x, w: torch.einsum("btd,de,ef->btf", x, w, w),
     "einsum of a diagonal": lambda x, w: x * torch.einsum("ii->i", w),
     "einsum with sublists": lambda x, w: torch.einsum(x, [0, 1, 2], w, [2, 3], [0, 1, 3]),
     "tensordot and kron": lambda x, w: torch.tensordot(x, w, 1) + torch.kron(w[:2, :2], w[:4, :8]).sum(),
@@ -284,6 +278,9 @@ FUNCTIONS: Mapping[str, Function] = {
     "slices written": lambda x, w: written(x @ w, lambda y: y.__setitem__((slice(None), 1), y[:, 0] * 2)),
     "index_put_": lambda x, w: written(
         x @ w, lambda y: y.index_put_((torch.tensor([0, 1], device=x.device),), y[2:4] * 2, accumulate=True)
+    ),
+    "index_put_ to one place twice": lambda x, w: written(
+        x @ w, lambda y: y.index_put_((torch.tensor([0, 0, 1], device=x.device),), y[1:4] * 2, accumulate=True)
     ),
     "masked_fill_": lambda x, w: written(x @ w, lambda y: y.masked_fill_(y > 0, 0.0)),
     "scatter": lambda x, w: (x @ w).scatter(-1, (x @ w).argsort(-1), x),
@@ -376,6 +373,12 @@ FUNCTIONS: Mapping[str, Function] = {
 }
 
 
+def windows(x: Tensor) -> Tensor:
+    """Attention among four neighbours."""
+    own = x.reshape(-1, 4, DIM)
+    return F.scaled_dot_product_attention(own, own, own).view_as(x)
+
+
 def forward_mode(x: Tensor, w: Tensor) -> Tensor:
     """A directional derivative by dual numbers."""
     with torch.autograd.forward_ad.dual_level():
@@ -425,7 +428,7 @@ def constructs() -> list[Construct]:
     )
     modules = (
         Construct(name=name, build=functools.partial(Between, module), inputs=activations)
-        for name, module in MODULES.items()
+        for name, module in (*MODULES.items(), *LAYERS.items())
     )
     models = (Construct(name=name, build=build, inputs=inputs) for name, (build, inputs) in MODELS.items())
     return [*modules, *models, *functions]

@@ -208,6 +208,82 @@ class Iterates(MLP):
         return y.square().mean()
 
 
+class Contrastive(nn.Module):
+    """Two towers, and a loss over the pairs of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.scale = MLP(), MLP(), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        one, other = (F.normalize(tower.run(z).mean(1), dim=-1) for tower, z in ((self.first, x), (self.second, y)))
+        logits, own = self.scale.exp() * one @ other.T, torch.arange(x.shape[0], device=x.device)
+        return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
+
+
+class PredictsNoise(nn.Module):
+    """Noise by a schedule that stands in a buffer, at a step that is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2 * DIM, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, DIM))
+        self.register_buffer("kept", torch.linspace(0.99, 0.1, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        step = torch.randint(0, 10, x.shape[:1], device=x.device)
+        noise, kept = torch.randn_like(x), self.kept[step][:, None, None]
+        angle = step[:, None, None] * torch.exp(-torch.arange(DIM // 2, device=x.device) / 4.0)
+        time = torch.cat((angle.sin(), angle.cos()), -1).expand(-1, x.shape[1], -1)
+        noisy = kept.sqrt() * x + (1 - kept).sqrt() * noise
+        return F.mse_loss(self.layers(torch.cat((noisy, time), -1)), noise)
+
+
+class FillsIn(MLP):
+    """Half of the tokens, in an order that is drawn, and a loss on the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.missing, self.position = nn.Parameter(torch.zeros(1, 1, DIM)), nn.Parameter(torch.randn(1, LENGTH, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.rand(x.shape[:2], device=x.device).argsort(1)
+        seen, back = order[:, : LENGTH // 2, None].expand(-1, -1, DIM), order.argsort(1)
+        y = self.run((x + self.position).gather(1, seen))
+        filled = torch.cat((y, self.missing.expand(x.shape[0], LENGTH - LENGTH // 2, -1)), 1)
+        filled = filled.gather(1, back[..., None].expand(-1, -1, DIM))
+        is_missing = (back >= LENGTH // 2).float()
+        return ((filled - x).square().mean(-1) * is_missing).sum() / is_missing.sum()
+
+
+class PassesMessages(nn.Module):
+    """Along the edges of a graph, and a mean of what arrives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.message, self.update = nn.Linear(2 * DIM, HIDDEN), nn.Linear(HIDDEN + DIM, DIM)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        nodes, (source, target) = x.flatten(0, 1), edges
+        messages = self.message(torch.cat((nodes[source], nodes[target]), -1)).relu()
+        arrived = torch.zeros(len(nodes), HIDDEN, device=x.device).index_add_(0, target, messages)
+        number = torch.zeros(len(nodes), device=x.device).index_add_(
+            0, target, torch.ones(len(target), device=x.device)
+        )
+        return self.update(torch.cat((arrived / number.clamp(min=1)[:, None], nodes), -1)).square().mean()
+
+
+class SeveralTokensAhead(Text):
+    """A loss for each distance, and one that keeps logits small."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        hidden, total = self.run(self.embedding(tokens)), torch.zeros((), device=tokens.device)
+        for ahead in range(3):
+            logits = self.head(hidden[:, : LENGTH - ahead]).flatten(0, 1)
+            loss = F.cross_entropy(logits, labels[:, ahead:].flatten(), label_smoothing=0.1)
+            total = total + 0.5**ahead * (loss + 1e-2 * logits.logsumexp(-1).square().mean())
+        return total
+
+
 Inputs = Callable[[], dict[str, object]]
 
 
@@ -217,6 +293,10 @@ def of_x() -> dict[str, object]:
 
 def of_text() -> dict[str, object]:
     return {"tokens": tokens(), "labels": tokens()}
+
+
+def of_graph() -> dict[str, object]:
+    return {"x": activations(), "edges": torch.randint(NUM_ROWS * LENGTH, (2, 40), generator=numbers())}
 
 
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], Inputs]] = {
@@ -246,4 +326,9 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "a number out of the input": (DiesOnMeta, of_x),
     "branches on values": (UsesWeightsValue, of_x),
     "a loop that data ends": (Iterates, of_x),
+    "loss over the pairs of a batch": (Contrastive, lambda: {"x": activations(), "y": activations().roll(1, 0)}),
+    "noise predicted": (PredictsNoise, of_x),
+    "tokens left out and filled in": (FillsIn, of_x),
+    "messages on a graph": (PassesMessages, of_graph),
+    "several tokens ahead": (SeveralTokensAhead, of_text),
 }
