@@ -143,7 +143,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _differ(buffer: Tensor, copy: Tensor) -> bool:
-    """True where a copy shows that a buffer was written to, of which a batch norm tells nobody. False without values."""
+    """True where a copy shows that a buffer was written to, of which a batch norm tells nobody."""
     return not buffer.is_meta and type(buffer) is Tensor and not torch.equal(buffer, copy)
 
 

@@ -19,7 +19,7 @@ from tpplan.rules import OPAQUE, written_operands
 _KEPT = (
     "aten.linear", "aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.addmm", "aten.baddbmm", "aten.addbmm",
     "aten.einsum", "aten.tensordot", "aten.bilinear", "aten.conv", "aten._convolution", "aten._grouped_mm",
-    "aten._scaled_mm", "aten.scaled_dot_product_attention", "tpplan.opaque",
+    "aten._scaled_mm", "aten.scaled_dot_product_attention",
 )  # fmt: skip
 _RECURRENT = ("aten.gru", "aten.lstm", "aten.rnn_", "aten.quantized_")
 
@@ -73,6 +73,8 @@ def why_not_selective(graph: ModelGraph, region: str) -> str:
             return f"{op.target} in {op.module or ROOT} writes to what {kept} gave, which would be kept"
         if op.target.startswith(_RECURRENT):
             return f"{op.target} in {op.module or ROOT} writes to products of its own, which would be kept"
+        if op.target == OPAQUE:
+            return f"{op.module or ROOT} runs whole, and may write to products of its own, which would be kept"
         for name in op.results:
             makers.setdefault(graph.values[name].storage, op.target)
     return ""
