@@ -53,8 +53,8 @@ class Observed:
     `keeps` are those of the tensors given, by position, that stay for backward, `keeps_results` those of the tensors
     among its outputs, and `kept_bytes` stay besides; forward_bytes and backward_bytes are the most that was held on
     top. `bodies` are the loops and choices whose functions ran once each. `is_bounded`: every size that data decides
-    has a bound, by which it was counted. `written` are the weights, by name, whose values it changes, or in whose places
-    it puts others. Equal keys: the same ran.
+    has a bound, by which it was counted. `written` are the weights, by name, whose values it changes, or in whose
+    places it puts others. Equal keys: the same ran.
     """
 
     key: str
