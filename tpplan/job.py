@@ -181,8 +181,9 @@ class Job:
             return points
         kept = [point for point in points if not why_copies(point.mesh, self.precision)]
         if not kept:
+            where = f"{write}: {traced.opaques.untouched}" if traced.opaques.untouched else str(write)
             raise UsageError(
-                f"{write}, and {why_copies(points[0].mesh, self.precision)}: plan with --fsdp 1 and as many GPUs as "
+                f"{where}, and {why_copies(points[0].mesh, self.precision)}: plan with --fsdp 1 and as many GPUs as "
                 "--tp, in fp32 or bf16, or write to it after optimizer.step() instead"
             )
         again = write_within(traced.graph, traced.units)
