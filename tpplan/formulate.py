@@ -106,7 +106,12 @@ class Formulation:
     @cached_property
     def problem(self) -> Problem:
         """The problem; nodes are the deciding decisions, splits say how many layers get which treatment."""
-        return replace(self.unlimited, resources=self.peaks.rows())
+        return replace(self.unlimited, resources=tuple(self.peaks.rows()))
+
+    def fits(self, choice: Mapping[str, int], *, tolerance: float) -> bool:
+        """Whether a choice is within the memory limit, up to a relative tolerance; asked for before the rest of the
+        problem is made, it takes no more of the rows than up to the first that is exceeded."""
+        return all(row.is_kept(choice, tolerance) for row in self.peaks.rows())
 
     @cached_property
     def unlimited(self) -> Problem:
@@ -115,7 +120,7 @@ class Formulation:
             nodes=self.priced.nodes(),
             edges=self.priced.edges(),
             objective=tuple(self._objective()),
-            splits=tuple(split for kind in self.kinds for split in kind.numbers.splits),
+            splits=tuple(split for kind in self._timed for split in kind.numbers.splits),
             shared=self.priced.shared,
         )
 
@@ -229,9 +234,11 @@ class Formulation:
     def _repeats(self) -> Iterator[Term]:
         """What of recomputed layers runs again."""
         steps, issue_s = float(self.setting.accumulation_steps), self.setting.profile.issue_s
-        for kind in self.kinds:
+        for kind in self._timed:
             for mode in Recompute:
                 count = kind.count(recompute=mode)
+                if not (count.constant or count.parts):
+                    continue
                 compute, collectives, issued = self._again(kind, mode)
                 for part, expression in ((COMPUTE, compute), (TENSOR_PARALLEL, collectives)):
                     if expression.terms:
@@ -246,17 +253,24 @@ class Formulation:
             self.table[name][0].repeated(treatment.recompute) * (number * count.constant)
             for kind in self.kinds
             for treatment, count in kind.numbers.counts.items()
-            for name, number in kind.layer.again.items()
+            if treatment.recompute is not Recompute.NONE
+            for name, number in self._layer(kind).again.items()
         ]
+
+    def _layer(self, kind: Kind) -> LayerCosts:
+        """What one of a kind costs."""
+        return self.activations.layers[kind.unit.name]
 
     def _again(self, kind: Kind, mode: Recompute) -> tuple[Expression, Expression, Expression]:
         """Of a layer's forward that runs again the seconds of kernels and of collectives, and the number of both."""
+        if mode is Recompute.NONE:
+            return Expression(), Expression(), Expression()
         key = "again", self.setting.units, kind.unit.name, mode
-        return self.priced.once(key, lambda: self._run_again(kind.layer, mode))
+        return self.priced.once(key, lambda: self._run_again(self._layer(kind), mode))
 
     def _run_again(self, layer: LayerCosts, mode: Recompute) -> tuple[Expression, Expression, Expression]:
         rows: tuple[dict[str, tuple[float, ...]], ...] = ({}, {}, {})
-        for name, number in layer.again.items() if mode is not Recompute.NONE else ():
+        for name, number in layer.again.items():
             repeated = [time.repeated(mode) for time in self.table[name]]
             vectors = zip(*((r.compute.seconds, r.collectives.seconds, r.kernels) for r in repeated), strict=True)
             for row, vector in zip(rows, vectors, strict=True):
@@ -327,7 +341,7 @@ class Formulation:
             once = Count(constant=1)
             yield Beside(transfer=added(gather, scatter), compute=None, weight=steps, count=once)
             yield Beside(transfer=reduce, compute=None, weight=1.0, count=once)
-        for kind in self.kinds:
+        for kind in self._timed:
             gather, scatter, reduce = self._collectives_of(kind.unit)
             forward, backward = self._hidden_time(kind.unit)
             yield Beside(transfer=gather, compute=forward, weight=steps, count=kind.count())
@@ -362,8 +376,8 @@ class Formulation:
 
         gathered = ((2.0 + copies_in, self.parameter_bytes.computed), (copies_in, self.parameter_bytes.resting))
         reduced = ((1.0, self.parameter_bytes.trained), (3.0 if is_alone else 1.0, self.parameter_bytes.gradients))
-        every = [(unit, Count(constant=1)) for unit in self.root] + [(kind.unit, kind.count()) for kind in self.kinds]
-        again = [(kind.unit, kind.count(reshard=True)) for kind in self.kinds]
+        every = [(unit, Count(constant=1)) for unit in self.root] + [(kind.unit, kind.count()) for kind in self._timed]
+        again = [(kind.unit, kind.count(reshard=True)) for kind in self._timed]
         for units, shares in ((every, (*gathered, *reduced)), (again, gathered)):
             for unit, count in units:
                 expression = self.parameter_bytes.of(unit, *shares)
@@ -415,7 +429,7 @@ class Formulation:
 
     # Memory
 
-    @property
+    @cached_property
     def peaks(self) -> Peaks:
         """What the memory constraint is made of."""
         setting = self.setting
@@ -456,17 +470,31 @@ class Formulation:
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """Layers that decide alike and cost alike."""
+        return self._grouped(self.priced.once(("kinship", self.setting.units), self._kinship))
+
+    @property
+    def _timed(self) -> tuple[Kind, ...]:
+        """The same as far as time is concerned: where no layer is recomputed, what they keep does not matter."""
+        treatments = self.setting.treatments
+        is_open = treatments is None or any(own.recompute is not Recompute.NONE for own in treatments.values())
+        return self.kinds if is_open else self._deciding_alike
+
+    @cached_property
+    def _deciding_alike(self) -> tuple[Kind, ...]:
+        """Layers that decide alike."""
+        return self._grouped(self.priced.once(("likeness", self.setting.units), self._likeness))
+
+    def _grouped(self, likeness: Mapping[str, int]) -> tuple[Kind, ...]:
+        """Layers by their numbers, and by their treatments where those are given."""
         found: dict[object, list[Unit]] = {}
-        layers, kinship = self.activations.layers, self.priced.once(("kinship", self.setting.units), self._kinship)
         is_open = self.setting.treatments is None  # then each may get the same
         for unit in self.units:
             if unit.name:
-                key = kinship[unit.name], None if is_open else self._treatments(unit)
+                key = likeness[unit.name], None if is_open else self._treatments(unit)
                 found.setdefault(key, []).append(unit)
         return tuple(
             Kind(
                 units=tuple(units),
-                layer=layers[units[0].name],
                 numbers=numbers_of(units[0].name, len(units), self._treatments(units[0])),
             )
             for units in found.values()
@@ -474,14 +502,13 @@ class Formulation:
 
     def _kinship(self) -> dict[str, int]:
         """A number for each layer, equal for those that decide alike and cost alike."""
-        numbers: dict[object, int] = {}
+        likeness = self.priced.once(("likeness", self.setting.units), self._likeness)
         layers = self.activations.layers
-        keys = {
-            unit.name: (self._reads(unit), tuple(sorted(unit.hides)), layers[unit.name].signature)
-            for unit in self.units
-            if unit.name
-        }
-        return {name: numbers.setdefault(key, len(numbers)) for name, key in keys.items()}
+        return _numbered({name: (number, layers[name].signature) for name, number in likeness.items()})
+
+    def _likeness(self) -> dict[str, int]:
+        """A number for each layer, equal for those that decide alike."""
+        return _numbered({u.name: (self._reads(u), tuple(sorted(u.hides))) for u in self.units if u.name})
 
     def _reads(self, unit: Unit) -> tuple[str, ...]:
         """Who decides how each of a unit's parameters rests; the parameter itself where nothing reads it."""
@@ -504,6 +531,12 @@ class Formulation:
             if recompute in (None, treatment.recompute) and reshard in (None, treatment.reshard)
             if treatment.recompute is not impossible
         )
+
+
+def _numbered(keys: Mapping[str, object]) -> dict[str, int]:
+    """A number for each name, equal for equal keys."""
+    numbers: dict[object, int] = {}
+    return {name: numbers.setdefault(key, len(numbers)) for name, key in keys.items()}
 
 
 def _departures(treatment: Treatment) -> float:

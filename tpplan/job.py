@@ -352,7 +352,7 @@ class Job:
     def _space_key(self, micro_batch: int, tp: int) -> Hashable:
         """What decisions and their costs depend on."""
         cuts = frozenset((name, strategy) for (own, name), cut in self.cuts.items() if own == tp for strategy in cut)
-        machine = self.profile.fingerprint, self.cluster.gpus_per_node
+        machine = self.profile, self.cluster.gpus_per_node
         ways = self.is_compiled, self.unused_outputs, _hashable(self.wishes), self.pins
         return self.trace_key(micro_batch), tp, machine, ways, cuts
 
@@ -434,9 +434,7 @@ class Job:
         found = self.solver_of(formulation.unlimited, cutoff=cutoff)
         if found.bound is not None and found.bound > cutoff:
             return found.bound
-        is_fitting = found.choice is not None and formulation.problem.is_feasible(
-            found.choice, tolerance=LIMIT_TOLERANCE
-        )
+        is_fitting = found.choice is not None and formulation.fits(found.choice, tolerance=LIMIT_TOLERANCE)
         if is_fitting or found.bound is None:
             return Candidate(point=point, formulation=formulation, solution=found)
         return found.bound

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from tpplan.costs.layers import LayerCosts
 from tpplan.graph import Source
 from tpplan.plan import Recompute
 from tpplan.treatments import Count, Numbers
@@ -22,7 +21,6 @@ class Kind:
     """Layers that decide alike and cost alike, in the order they run in, and how many get each treatment."""
 
     units: tuple[Unit, ...]
-    layer: LayerCosts
     numbers: Numbers
 
     @property

@@ -96,9 +96,9 @@ class Peaks:
     #: computes what is the same on every mesh for the first that asks
     once: Callable[[Hashable, Callable[[], Any]], Any]
 
-    def rows(self) -> tuple[Resource, ...]:
+    def rows(self) -> Iterator[Resource]:
         """All of them."""
-        return tuple(Resource(name=f"memory {name}", terms=terms, limit=self.limit) for name, terms in self._rows())
+        return (Resource(name=f"memory {name}", terms=terms, limit=self.limit) for name, terms in self._rows())
 
     def _rows(self) -> Iterator[tuple[str, tuple[Term, ...]]]:
         lasting = tuple(self._lasting())
@@ -138,7 +138,7 @@ class Peaks:
 
     def _kept(self, kind: Kind, mode: Recompute) -> tuple[Term, ...]:
         """By a layer."""
-        terms = self.activations.terms(kind.layer.kept[mode])
+        terms = self.activations.terms(self.activations.layers[kind.unit.name].kept[mode])
         found: tuple[Term, ...] = self.once((*self._key("kept", kind.unit), mode), lambda: tuple(_combined(terms)))
         return found
 
@@ -349,8 +349,9 @@ class Peaks:
         if not units:
             return None
         _, unit, last = max(units, key=lambda row: row[0])
+        layer = self.activations.layers[last.unit.name]
         counts = {mode: _together(kind.count(recompute=mode) for kind in kinds) for mode in Recompute}
-        return Family(first=first, unit=unit, size=len(units), layer=last.layer, counts=counts)
+        return Family(first=first, unit=unit, size=len(units), layer=layer, counts=counts)
 
     @property
     def _largest(self) -> Family:

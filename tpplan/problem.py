@@ -97,6 +97,10 @@ class Resource:
     terms: tuple[Term, ...]
     limit: float
 
+    def is_kept(self, choice: Choice, tolerance: float) -> bool:
+        """True when a choice is within the limit, up to a relative tolerance."""
+        return total(self.terms, choice) <= self.limit + tolerance * abs(self.limit)
+
 
 @dataclass(slots=True)
 class Shared:
@@ -173,10 +177,7 @@ class Problem:
 
     def is_feasible(self, choice: Choice, *, tolerance: float = 1e-6) -> bool:
         """True when edges agree and every resource is within its limit, up to a relative tolerance."""
-        return self.is_consistent(choice) and all(
-            total(resource.terms, choice) <= resource.limit + tolerance * abs(resource.limit)
-            for resource in self.resources
-        )
+        return self.is_consistent(choice) and all(resource.is_kept(choice, tolerance) for resource in self.resources)
 
 
 def total(terms: Sequence[Term], choice: Choice) -> float:

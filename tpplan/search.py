@@ -175,11 +175,17 @@ def _report_left(job: Job, end: int, total: int, left: int) -> None:
 
 
 def _best_first(job: Job, points: list[Point], known: _Progress, report: Callable[[int], None]) -> None:
-    """Looks at the point of the least bound until none may be the fastest."""
-    waiting = [(known.bounds[point], point) for point in points if point not in known.solved]
-    heapq.heapify(waiting)
-    while waiting and waiting[0][0] <= known.ceiling:
-        report(len(waiting))
+    """Looks at the point of the least bound until none may be the fastest; until there is a plan, at those of one
+    tp degree after the other."""
+    waiting: list[tuple[float, Point]] = []
+    aside = _by_degree([(known.bounds[point], point) for point in points if point not in known.solved])
+    while True:
+        while aside and (not waiting or known.best() is not None):
+            waiting += aside.pop(0)
+            heapq.heapify(waiting)
+        if not waiting or waiting[0][0] > known.ceiling:
+            break
+        report(len(waiting) + sum(map(len, aside)))
         _, point = heapq.heappop(waiting)
         stage = known.stages.get(point, Stage.LIGHT)
         try:
@@ -195,6 +201,14 @@ def _best_first(job: Job, points: list[Point], known: _Progress, report: Callabl
         known.stages[point] = Stage(min(stage + 1, Stage.FULL))
         if stage is not Stage.FULL:
             heapq.heappush(waiting, (known.bounds[point], point))
+
+
+def _by_degree(bounds: list[tuple[float, Point]]) -> list[list[tuple[float, Point]]]:
+    """Points with their bounds by tp degree, that of the least bound first."""
+    found: dict[int, list[tuple[float, Point]]] = {}
+    for bound, point in sorted(bounds):
+        found.setdefault(point.tp, []).append((bound, point))
+    return list(found.values())
 
 
 def _looked_at(job: Job, point: Point, stage: Stage, ceiling: float) -> Candidate | float:

@@ -180,7 +180,8 @@ def _modes() -> object:
 
 def _signature(leaf: Any) -> object:
     if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
+        with torch._C.DisableTorchFunction():  # a trace's modes are asked of each attribute otherwise
+            return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
     return leaf
 
 

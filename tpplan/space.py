@@ -139,7 +139,7 @@ def build_space(
         tp=tp,
         deciders=builder.deciders,
         strategies={name: found[name] for name in builder.deciders},
-        flows=tuple(builder.flows()),
+        flows=graph.once(Flow, lambda: tuple(builder.flows())),
         classes=classes,
     )
 
