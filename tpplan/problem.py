@@ -104,10 +104,12 @@ class Resource:
 
 @dataclass(slots=True)
 class Shared:
-    """What a solver computed of edges, by nodes, for the problems that have the same ones."""
+    """What a solver computed of edges, by nodes, for the problems that have the same ones. What was last found to be
+    valid need not be looked at again."""
 
     edges: tuple[Edge, ...] = ()
     found: dict[tuple[Node, ...], object] = field(default_factory=dict)
+    valid: tuple[tuple[Node, ...], tuple[Edge, ...], tuple[Term, ...], tuple[Split, ...]] = ((), (), (), ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +134,16 @@ class Problem:
             raise ValueError("two nodes or parts share a name")
         if not parts.isdisjoint(sizes):
             raise ValueError("a node and a part share a name")
+        nodes, edges, objective, splits = self.shared.valid
+        if not (nodes is self.nodes and edges is self.edges):
+            self._check_edges(sizes)
+        if not (nodes is self.nodes and objective is self.objective and splits == self.splits):
+            self._check_terms(self.objective, sizes, parts)
+        for resource in self.resources:
+            self._check_terms(resource.terms, sizes, parts)
+        self.shared.valid = self.nodes, self.edges, self.objective, self.splits
+
+    def _check_edges(self, sizes: Mapping[str, int]) -> None:
         for edge in self.edges:
             for name, layouts in ((edge.source, edge.source_layouts), (edge.target, edge.target_layouts)):
                 if sizes.get(name) != len(layouts):
@@ -139,7 +151,9 @@ class Problem:
                         f"edge {edge.source} -> {edge.target}: {name} has {sizes.get(name)} strategies, "
                         f"the edge {len(layouts)}"
                     )
-        for term in (*self.objective, *(t for resource in self.resources for t in resource.terms)):
+
+    def _check_terms(self, terms: Sequence[Term], sizes: Mapping[str, int], parts: set[str]) -> None:
+        for term in terms:
             self._check(term, sizes, parts)
 
     def _check(self, term: Term, sizes: Mapping[str, int], parts: set[str]) -> None:

@@ -17,17 +17,13 @@ MOVED = 3.0
 
 def additions(space: Space) -> Mapping[str, tuple[float, ...]]:
     """Additions behind each result of a decision, one entry per class: the mean over its members."""
-    found = {}
+    found, by_member = {}, space.graph.once(additions, lambda: {name: _counted(space, name) for name in space.deciders})
     for name, members in space.members.items():
-        counts = [_counts(space, member) for member in members]
+        counts = [by_member[member] for member in members]
         mean = tuple(sum(column) / len(counts) for column in zip(*counts, strict=True))
         if any(mean):
             found[name] = mean
     return found
-
-
-def _counts(space: Space, name: str) -> tuple[float, ...]:
-    return space.graph.once((additions, name), lambda: _counted(space, name))
 
 
 def _counted(space: Space, name: str) -> tuple[float, ...]:

@@ -12,8 +12,10 @@ Columns are those of the skeleton (tpplan.solvers.skeleton): each chooses for a 
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +53,7 @@ class Guard:
 ALWAYS = Guard()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Peak:
     """weight * max over expressions `lows[a] + extras[a, column]` whose guard holds, as often as the part `each` says.
 
@@ -66,7 +68,7 @@ class Peak:
     #: the most that each expression can be
     highs: Floats
 
-    @property
+    @cached_property
     def low(self) -> float:
         """A lower bound on the unweighted maximum."""
         return max(float(low) for low, guard in zip(self.lows, self.guards, strict=True) if guard == ALWAYS)
@@ -84,7 +86,7 @@ class Peak:
         return raised
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Total:
     """A sum: linear rows `lows[q] + extras[q, column]`, the first once and the others as often as their part says, and
     peaks. `limit` is infinite for an objective."""
@@ -109,7 +111,7 @@ class Total:
             value += self.parts[own[0]].total * float(getattr(by_part[[i + 1 for i in own]], choose)())
         return value
 
-    @property
+    @cached_property
     def low(self) -> float:
         """A lower bound on the value."""
         return self._combined(self.lows_by_part, "min")
@@ -119,7 +121,7 @@ class Total:
         """An upper bound on the value."""
         return self._combined(self._by_part(self.highs, {i: p.high for i, p in enumerate(self.peaks)}), "max")
 
-    @property
+    @cached_property
     def lows_by_part(self) -> Floats:
         """Lower bounds on what is there once, and for one of each part."""
         return self._by_part(self.lows, {i: p.low for i, p in enumerate(self.peaks)})
@@ -141,15 +143,24 @@ class Total:
             found = found + self.parts[own[0]].total * (values.min(axis=0) - lows[[i + 1 for i in own]].min())
         return found
 
-    def affordable(self, part: int) -> int:
-        """How many of a part the limit may leave room for."""
-        lows, own = self.lows_by_part, self.parts[part]
-        siblings = [i for i, other in enumerate(self.parts) if other.split == own.split and other.most]
-        extra = float(lows[part + 1] - min(lows[i + 1] for i in siblings))
-        slack = self.limit + self.allowance - self.low
-        if extra <= 0 or slack == math.inf:
-            return own.most
-        return min(own.most, max(0, math.floor(slack / extra * (1 + LIMIT_TOLERANCE))))
+    def affordable(self) -> list[int]:
+        """How many of each part the limit may leave room for."""
+        lows, slack = self.lows_by_part, self.limit + self.allowance - self.low
+        least: dict[int, float] = {}
+        for part, low in zip(self.parts, lows[1:].tolist(), strict=True):
+            if part.most:
+                least[part.split] = min(low, least.get(part.split, math.inf))
+        return [
+            _within(slack, float(low - least[part.split]), part.most)
+            for part, low in zip(self.parts, lows[1:].tolist(), strict=True)
+        ]
+
+
+def _within(slack: float, extra: float, most: int) -> int:
+    """How often an amount goes into what is left, as far as that counts."""
+    if extra <= 0 or slack == math.inf:
+        return most
+    return min(most, max(0, math.floor(slack / extra * (1 + LIMIT_TOLERANCE))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +261,7 @@ class _State:
     def _row(self, terms: tuple[Term, ...], limit: float, numbers: Mapping[str, int]) -> _Row:
         size = 1 + len(self.parts)
         row = _Row(constants=np.zeros(size), entries=np.zeros((size, self.skeleton.num_columns)), limit=limit)
+        linear: list[tuple[int, float, Expression]] = []
         for term in terms:
             if term.weight == 0:
                 continue
@@ -257,11 +269,10 @@ class _State:
             if len(term.expressions) == 1:
                 place = 0 if each is None else each + 1
                 row.constants[place] += term.weight * term.expressions[0].constant
-                self._add(row.entries[place], term.expressions[0], term.weight)
+                linear.append((place, term.weight, term.expressions[0]))
                 continue
             extras = np.zeros((len(term.expressions), self.skeleton.num_columns))
-            for entries, expression in zip(extras, term.expressions, strict=True):
-                self._add(entries, expression, 1.0)
+            self._add(extras, [(i, 1.0, expression) for i, expression in enumerate(term.expressions)])
             lows = np.array([expression.constant for expression in term.expressions])
             guards = tuple(
                 Guard(
@@ -271,13 +282,26 @@ class _State:
                 for expression in term.expressions
             )
             row.peaks.append(Peak(weight=term.weight, each=each, lows=lows, extras=extras, guards=guards, highs=lows))
+        self._add(row.entries, linear)
         return row
 
-    def _add(self, entries: Floats, expression: Expression, weight: float) -> None:
-        for name, vector in expression.terms:
-            place = self.skeleton.places[name]
-            own = np.array(vector)[place.strategies]
-            entries[place.start : place.stop] += own if weight == 1.0 else weight * own
+    def _add(self, rows: Floats, weighted: Sequence[tuple[int, float, Expression]]) -> None:
+        """Adds so many times an expression's entries to a row, by its number, one after the other."""
+        places = [self.skeleton.places[name] for _, _, expression in weighted for name, _ in expression.terms]
+        if not places:
+            return
+        vectors = [vector for _, _, expression in weighted for _, vector in expression.terms]
+        lengths = np.fromiter(map(len, vectors), np.int64, len(vectors))
+        sizes = np.fromiter((place.stop - place.start for place in places), np.int64, len(places))
+        numbers = [len(expression.terms) for _, _, expression in weighted]
+        begins = np.repeat([number for number, _, _ in weighted], numbers) * rows.shape[1]
+        begins += [place.start for place in places]
+        entries = np.fromiter(chain.from_iterable(vectors), np.float64, int(lengths.sum()))
+        picked = np.concatenate([place.strategies for place in places]) + np.repeat(np.cumsum(lengths) - lengths, sizes)
+        # Within a group a column's number grows by one with its place.
+        columns = np.arange(len(picked)) + np.repeat(begins - (np.cumsum(sizes) - sizes), sizes)
+        weights = np.repeat(np.repeat([weight for _, weight, _ in weighted], numbers), sizes)
+        np.add.at(rows.reshape(-1), columns, weights * entries[picked])
 
     def _around(self, lows: Floats, entries: Floats) -> tuple[Floats, Floats, Floats]:
         """Rows with each group's minimum moved into the constant, and the most that they can be."""
@@ -356,7 +380,7 @@ class _State:
             if total.limit == math.inf:
                 continue
             dead |= total.raised() > total.limit + total.allowance - total.low
-            most = [min(number, total.affordable(i)) for i, number in enumerate(most)]
+            most = list(map(min, most, total.affordable()))
         self.has_fewer_parts = most != [part.most for part in self.parts]
         self.parts = tuple(replace(part, most=number) for part, number in zip(self.parts, most, strict=True))
         for split in {part.split: part.total for part in self.parts}.items():
