@@ -242,6 +242,21 @@ MLP = Problem(
 )
 
 
+def test_what_changes_of_a_valid_problem_is_checked() -> None:
+    sizes = {own.name: len(own.strategies) for own in MLP.nodes}
+    first = MLP.nodes[0].name
+    wrong = (Term(name="wrong", expressions=(Expression(terms=((first, (1.0,) * (sizes[first] + 1)),)),)),)
+    limited = replace(MLP, resources=(Resource(name="memory", terms=(), limit=1.0),))
+    for change in (
+        {"resources": (Resource(name="memory", terms=wrong, limit=1.0),)},
+        {"objective": wrong},
+        {"edges": (replace(MLP.edges[0], source="nobody"),)},
+        {"nodes": MLP.nodes[1:]},
+    ):
+        with pytest.raises(ValueError, match="strategies"):
+            replace(limited, **change)
+
+
 @pytest.mark.parametrize("solver", ALL_SOLVERS)
 def test_column_row_pair_wins_and_both_ends_agree(solver: str) -> None:
     solution = solvers.solve(MLP, solver=solver)

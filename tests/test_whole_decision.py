@@ -135,9 +135,12 @@ def check_instance(seed: int) -> None:
     mesh = Mesh(replicate=rng.choice([1, 2]), shard=rng.choice([1, 2, 4]), tp=tp)
     graph, steps = GRAPHS[num_layers, 1], rng.choice([1, 3])
     free = formulate(graph, random_machine(rng), mesh, memory_limit_bytes=1e15, accumulation_steps=steps)
+    fastest = solvers.solve(free.problem).choice
+    assert fastest is not None
     for limit in limits(free, rng):
         setting = dataclasses.replace(free.setting, memory_limit_bytes=limit)
         limited = dataclasses.replace(free, setting=setting)
+        assert limited.fits(fastest, tolerance=1e-9) == limited.problem.is_feasible(fastest, tolerance=1e-9)
         found = solvers.solve(limited.problem)
         assert found.status is Status.OPTIMAL
         assert found.objective == pytest.approx(enumerated(limited), rel=1e-7)

@@ -2,9 +2,10 @@
 is cut away wherever it was chosen.
 
 The answer is the optimum over every point. Best first: of all points that with the least lower bound is looked at more
-closely, until the least bound is that of a plan. A point's bounds are its floor (tpplan.job.Job.floor), its optimum
-without a memory limit, and that of the relaxation of its ILP. A point is left out where a smaller micro-batch on its
-mesh does not fit.
+closely, until the least bound is that of a plan. A plan that is known early leaves most points out by their first
+bounds, and so, until there is one, only points of one tp degree are looked at, and then of the next. A point's bounds
+are its floor (tpplan.job.Job.floor), its optimum without a memory limit, and that of the relaxation of its ILP. A point
+is left out where a smaller micro-batch on its mesh does not fit.
 """
 
 import heapq
