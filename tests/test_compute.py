@@ -109,6 +109,7 @@ def observed(key: str, *ran: Ran, is_bounded: bool = True) -> dict[str, Observed
             backward=(),
             keeps=frozenset(),
             keeps_results=frozenset(),
+            written=frozenset(),
             kept_bytes=0,
             forward_bytes=0,
             backward_bytes=0,

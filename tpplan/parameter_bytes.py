@@ -4,7 +4,8 @@ FSDP2 fills dim 0 of what a rank of tp has up to a multiple of its own ranks: of
 and that is what its buffers hold and its collectives move. A sum over the units of a mesh counts that.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 
@@ -16,6 +17,16 @@ from tpplan.optimizers import optimizer_named
 from tpplan.priced import PricedSpace
 from tpplan.problem import Expression
 from tpplan.setting import Setting
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """What counts of a parameter: the decision that its first reading is, if it is read, and its bytes as a whole."""
+
+    decision: str | None
+    shape: tuple[int, ...]
+    num_bytes: float
+
 
 #: from a parameter to the bytes of its whole
 BytesOf = Callable[[Source], float]
@@ -69,32 +80,44 @@ class ParameterBytes:
     def _once(self, unit: Unit | None, bytes_of: BytesOf) -> Expression:
         """By one of the functions above, which have their names and depend on nothing else."""
         setting, name = self.setting, unit.name if unit is not None else None
-        key = bytes_of.__name__, name, setting.units, setting.precision, setting.optimizer, self.ranks
+        key = bytes_of.__name__, name, setting.units, setting.precision, setting.optimizer
         parameters = unit.parameters if unit is not None else self.priced.space.graph.parameters
-        return self.priced.once(key, lambda: self._on_a_rank(parameters, bytes_of))
+        alike = self.priced.once((*key, "alike"), lambda: Counter(self._weight(s, bytes_of) for s in parameters))
+        return self.priced.once((*key, self.ranks), lambda: self._on_a_rank(alike))
 
-    def _on_a_rank(self, parameters: Sequence[Source], bytes_of: BytesOf) -> Expression:
-        """By the placements that their first readings choose."""
-        space, constant = self.priced.space, 0.0
+    def _weight(self, source: Source, bytes_of: BytesOf) -> _Weight:
+        space = self.priced.space
+        readings = space.readings[source.label]
+        return _Weight(
+            decision=space.classes[readings[0].name] if readings else None,
+            shape=space.graph.values[source.result].shape,
+            num_bytes=bytes_of(source),
+        )
+
+    def _on_a_rank(self, weights: Mapping[_Weight, int]) -> Expression:
+        """Of so many of each, by the placements that are chosen."""
+        space, ranks, constant = self.priced.space, self.ranks, 0.0
         vectors: dict[str, list[float]] = {}
-        for source in parameters:
-            readings = space.readings[source.label]
-            if not readings:
-                constant += self.filled(source, bytes_of, R)
+        for weight, count in weights.items():
+            if weight.decision is None:
+                constant += count * self._filled(weight, R, ranks)
                 continue
-            name = space.classes[readings[0].name]
-            vector = vectors.setdefault(name, [0.0] * len(space.strategies[name]))
-            for i, strategy in enumerate(space.strategies[name]):
-                vector[i] += self.filled(source, bytes_of, strategy.operands[0])
+            strategies = space.strategies[weight.decision]
+            vector = vectors.setdefault(weight.decision, [0.0] * len(strategies))
+            for i, strategy in enumerate(strategies):
+                vector[i] += count * self._filled(weight, strategy.operands[0], ranks)
         return Expression(constant=constant, terms=tuple((name, tuple(v)) for name, v in vectors.items()))
 
     def filled(self, source: Source, bytes_of: BytesOf, placement: Layout) -> float:
         """By one of those functions, of a parameter on a rank of tp, filled up as FSDP does."""
-        tp, value = self.priced.space.tp, self.priced.space.graph.values[source.result]
-        if self.ranks == 1 or not value.shape or not value.num_elements:
-            return bytes_of(source) / (tp if placement.kind is LayoutKind.SHARD else 1)
-        first, *others = local_shape(value.shape, placement, tp)
-        return bytes_of(source) * ceil(first / self.ranks) * self.ranks * prod(others) / value.num_elements
+        return self._filled(self._weight(source, bytes_of), placement, self.ranks)
+
+    def _filled(self, weight: _Weight, placement: Layout, ranks: int) -> float:
+        tp = self.priced.space.tp
+        if ranks == 1 or 0 in weight.shape or not weight.shape:
+            return weight.num_bytes / (tp if placement.kind is LayoutKind.SHARD else 1)
+        first, *others = local_shape(weight.shape, placement, tp)
+        return weight.num_bytes * ceil(first / ranks) * ranks * prod(others) / prod(weight.shape)
 
     @property
     def ranks(self) -> int:
