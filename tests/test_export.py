@@ -45,7 +45,22 @@ class Tied(nn.Module):
         return self.head(x + self.down(torch.relu(self.up(x))))
 
 
-BUILDERS = {"tied": Tied}
+class Tuned(Tied):
+    """Of which only the feed-forward is trained, its head on its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+        for module in (self.embed, self.norm, self.head):
+            module.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(self.norm(x + self.down(torch.relu(self.up(x)))))
+
+
+BUILDERS = {"tied": Tied, "tuned": Tuned}
 
 
 @functools.cache
@@ -97,7 +112,7 @@ def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         losses.append(loss.full_tensor() if isinstance(loss, DTensor) else loss.detach())
     found = {key: parameter.grad for key, parameter in model.named_parameters()}
     whole = {key: grad.full_tensor() if isinstance(grad, DTensor) else grad for key, grad in found.items()}
-    return {"loss": sum(losses), **whole}
+    return {"loss": sum(losses), **{key: grad for key, grad in whole.items() if grad is not None}}
 
 
 def built(name: str) -> nn.Module:
@@ -134,6 +149,7 @@ CASES = {
     "biases": ("gpt", 2, {"tp": 2, "pins": GPT | NORMS}),
     "four ranks": ("gpt", 4, {"tp": 4, "pins": GPT}),
     "tied": ("tied", 2, {"tp": 2, "pins": {"embed": "vocabulary"}}),
+    "frozen": ("tuned", 2, {"tp": 2, "pins": {"embed": "vocabulary"}}),
     "no boundary between": ("mlp", 2, {"tp": 2}),
 }
 

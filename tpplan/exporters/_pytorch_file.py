@@ -41,13 +41,15 @@ _HEAD = """\
 {usage}
 
 Written by tpplan {version} from the plan {hash}, for torch {torch}.
-Ranks of a tp group read the same batch, the others their own: {steps} x {micro_batch} sequences of {seq_len} a step.
+Ranks of a tp group read the same batch, and draw from the same random state; the others have their own. A step is
+{steps} x {micro_batch} sequences of {seq_len}.
 How torch moves tensors inside a layer is its own; what the plan predicts, it predicts of tpplan.apply_plan.
 \"\"\"
 """
 _USAGE = """\
     torch.distributed.init_process_group()
-    model = parallelize(build_model())
+    torch.manual_seed(0)                                # every rank starts from the same weights
+    model = parallelize(build_model().cuda())
     optimizer = torch.optim.AdamW(model.parameters())"""
 _LOSS_PARALLEL = """
     with torch.distributed.tensor.parallel.loss_parallel():    # the output is a DTensor, split by classes
@@ -156,6 +158,9 @@ def _mesh_lines(plan: Plan) -> Iterator[str]:
 
 
 def _style_lines(plan: Plan, styles: Styles) -> Iterator[str]:
+    has_frozen = not all(parameter.trainable for parameter in plan.parameters.values())
+    if has_frozen:
+        yield "frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]"
     for section, what in _SECTIONS.items():
         found = dict(getattr(styles, section))
         root = found.pop("", None)
@@ -164,6 +169,8 @@ def _style_lines(plan: Plan, styles: Styles) -> Iterator[str]:
             yield f'parallelize_module(model, mesh["tp"], {section})'
         if root is not None:
             yield f'parallelize_module(model, mesh["tp"], {root})'
+    if has_frozen:
+        yield from ("for name in frozen:", "    model.get_parameter(name).requires_grad_(False)")
     for name, alias in styles.ties:
         owner, _, attribute = alias.rpartition(".")
         yield f'model.get_submodule("{owner}").{attribute} = model.get_parameter("{name}")'

@@ -121,17 +121,17 @@ class _Finder:
 
     def _of_whole_weights(self, name: str, parameters: Mapping[str, ParameterPlan]) -> str:
         reads = {layout for parameter in parameters.values() for layout in parameter.reads.values()}
-        inputs = self._inputs(name)
-        entering = [crossing for crossing in inputs if crossing.carries_gradient] or list(inputs)
-        leaving = self._outputs(name)
-        if reads <= {R} and {crossing.target for crossing in entering} <= {R}:
+        entering = [crossing.target for crossing in self._inputs(name)]
+        layouts = {*entering, *(crossing.source for crossing in self._outputs(name))}
+        if reads <= {R} and layouts <= {R}:
             return "OnWhole()"
-        dims = {crossing.target for crossing in entering} | {crossing.source for crossing in leaving}
-        if reads == {R_STAR} and len(entering) == len(dims) == 1 and (dim := entering[0].target.dim) is not None:
+        is_summed = reads == {R_STAR} or not any(parameter.trainable for parameter in parameters.values())
+        if is_summed and len(entering) == len(layouts) == 1 and (dim := entering[0].dim) is not None:
             return f"SequenceParallel(sequence_dim={dim}, use_local_output=True)"
+        met = ", ".join(map(str, layouts)) or "nothing"
         raise ExportError(
-            f"module {name or ROOT}: {_words(parameters)} meet {', '.join(map(str, dims)) or 'nothing'}; torch has a "
-            "style for weights on the whole, and on slices of the one dim of the input and the output"
+            f"module {name or ROOT}: {_words(parameters)} meet {met}; torch has a style for weights on the whole, and on "
+            "slices of the one dim of the input and the output"
         )
 
     def _column(self, name: str) -> str:
