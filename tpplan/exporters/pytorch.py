@@ -130,8 +130,8 @@ class _Finder:
             return f"SequenceParallel(sequence_dim={dim}, use_local_output=True)"
         met = ", ".join(map(str, layouts)) or "nothing"
         raise ExportError(
-            f"module {name or ROOT}: {_words(parameters)} meet {met}; torch has a style for weights on the whole, and on "
-            "slices of the one dim of the input and the output"
+            f"module {name or ROOT}: {_words(parameters)} meet {met}; torch has a style for weights on the whole, and "
+            "on slices of the one dim of the input and the output"
         )
 
     def _column(self, name: str) -> str:
