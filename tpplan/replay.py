@@ -252,9 +252,10 @@ class _Replay:
         self.ledger.pass_by({BUFFERS: min(total, float(BUCKET_BYTES))})
 
     def _average(self) -> None:
-        """All gradients, which the one op that the model is has left, are copied into buckets."""
+        """All gradients, those too that no traced op gives, are copied into buckets."""
+        unseen = [source for source in self.weights.trainable if source.label not in self.of_parameters]
+        self.ledger.hold(Piece(GRADIENTS, self.weights.resting(self.weights.master_width, unseen)))
         total = self.weights.resting(self.weights.master_width, self.weights.trainable)
-        self.ledger.hold(Piece(GRADIENTS, total))
         if self.formulation.mesh.replicate > 1:
             self.ledger.pass_by({BUFFERS: min(total, float(BUCKET_BYTES))})
 
