@@ -5,8 +5,10 @@ column-parallel layers that read it a DTensor goes, so that their gradients are 
 else would meet that DTensor, or would need a rank's own code, has no words there and is refused.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import nn
 
@@ -60,14 +62,14 @@ class _Finder:
     #: modules whose own conversions are in their style
     with_inputs: set[str] = field(default_factory=set)
     with_outputs: set[str] = field(default_factory=set)
-    #: column-parallel layers, and values that come to them as DTensors
+    #: column-parallel layers, and those to which something else than a DTensor comes
     columns: set[str] = field(default_factory=set)
-    kept: set[str] = field(default_factory=set)
+    reading_plain: set[str] = field(default_factory=set)
 
     def styles(self) -> Styles:
         """A style for each module that needs one. Raises ExportError for what torch has none."""
         self.columns = {name for name, module in self._owners() if self._is_column(name, module)}
-        self.kept = self._find_kept()
+        self._follow_kept()
         for name, module in self._owners():
             self.layers[name] = self._style(name, module)
         for (name, direction), crossings in self.laid.crossings.items():
@@ -86,22 +88,22 @@ class _Finder:
             if module._parameters:
                 yield name, module
 
-    def _parameters(self, name: str) -> dict[str, ParameterPlan]:
-        """Of a module's own, by attribute."""
-        prefix = f"{name}." if name else ""
-        return {
-            label.removeprefix(prefix): parameter
-            for canonical, parameter in self.laid.plan.parameter_plans().items()
-            for label in (canonical, *parameter.aliases)
-            if label.rpartition(".")[0] == name
-        }
+    @cached_property
+    def _owned(self) -> dict[str, dict[str, ParameterPlan]]:
+        """Parameters by the module that has them, and by attribute."""
+        found: dict[str, dict[str, ParameterPlan]] = defaultdict(dict)
+        for canonical, parameter in self.laid.plan.parameter_plans().items():
+            for label in (canonical, *parameter.aliases):
+                owner, _, attribute = label.rpartition(".")
+                found[owner][attribute] = parameter
+        return found
 
     def _is_column(self, name: str, module: nn.Module) -> bool:
-        weight = self._parameters(name).get("weight")
+        weight = self._owned[name].get("weight")
         return type(module) is nn.Linear and weight is not None and weight.placement == S(0)
 
     def _style(self, name: str, module: nn.Module) -> str:
-        parameters = self._parameters(name)
+        parameters = self._owned[name]
         for attribute, parameter in parameters.items():
             others = parameter.reads.keys() - {name, *_owners_of(parameter)}
             if others:
@@ -142,7 +144,7 @@ class _Finder:
         if crossing.carries_gradient:
             if crossing.target != R_STAR:
                 raise self._no_words(name, crossing)
-            if not crossing.is_conversion and not self._comes_as_dtensor(name):
+            if not crossing.is_conversion and name in self.reading_plain:
                 raise ExportError(f"module {name}: it reads copies whose gradient is a summand, out of no conversion")
         return _call("ColwiseParallel", crossing if crossing.is_conversion else None, self._output(name))
 
@@ -205,9 +207,9 @@ class _Finder:
         layouts = f"{_word(crossing.source)}, {_word(crossing.target)}"
         self.leaving[name] = f"Leaving({layouts}, {kept is not None and kept != R})"
 
-    def _find_kept(self) -> set[str]:
-        """Values that are DTensors where they are read: from conversions to R* on, through what reads nothing else,
-        into column-parallel layers. Raises ExportError where another reader would mix them with plain tensors."""
+    def _follow_kept(self) -> None:
+        """Follows what is a DTensor where it is read: from conversions to R* on, through what reads nothing else, into
+        column-parallel layers. Raises ExportError where another reader would mix it with plain tensors."""
         kept: set[str] = set()
         for node in self.laid.graph.nodes:
             if not isinstance(node, Boundary):
@@ -219,22 +221,15 @@ class _Finder:
                         "other tensors; torch's styles keep these as DTensors, and those are none"
                     )
                 kept.update(node.results)
-            elif self._enters_column(node):
-                continue
+            elif node.module in self.columns and node.direction is Direction.INPUT:
+                if node.operand not in kept:
+                    self.reading_plain.add(node.module)
             elif (crossing := self.laid.crossing(node)).is_conversion and crossing.target == R_STAR:
                 kept.add(node.result)
             elif node.operand in kept:
                 if crossing.is_conversion or not node.module:
                     raise self._no_words(node.module, crossing)
                 kept.add(node.result)
-        return kept
-
-    def _enters_column(self, node: Boundary) -> bool:
-        return node.module in self.columns and node.direction is Direction.INPUT
-
-    def _comes_as_dtensor(self, name: str) -> bool:
-        graph = self.laid.graph
-        return all(b.operand in self.kept for b in graph.boundaries if b.module == name and self._enters_column(b))
 
     # Small parts
 
