@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
 from tpplan.errors import RankFailedError, TpplanError
+from tpplan.torch_internals.groups import FileStore
 from tpplan.watch import SAID, guard
 
 Result = TypeVar("Result")
