@@ -1,10 +1,13 @@
 """Real ranks for tests: forked processes in one gloo group, each returning a value or its traceback.
 
-A fork of a parent that has imported torch costs 0.05 s where a spawn costs over a second, and needs no pickling on the
-way in. A rank keeps its sockets open until the parent ends it, so that a peer never fails for another's early exit.
+A fork of a process that has imported torch costs 0.05 s where a spawn costs over a second. The process is no test's own,
+which may have run a backward, but a child of a server (scripts/fork_server.py) that conftest.py starts before any test:
+what a test has changed in its process, such as a patched function or a seed, is not so in a rank. A rank keeps its
+sockets open until its parent ends it, so that a peer never fails for another's early exit.
 """
 
 import faulthandler
+import functools
 import multiprocessing
 import os
 import pickle
@@ -23,10 +26,19 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeVar
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 
+from scripts.fork_server import ForkServer
+
 Result = TypeVar("Result")
+
+#: what ranks use and each would import; DTensor imports torch._dynamo when it is first used
+PRELOADED = (
+    *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    *("torch.testing", "tpplan", "tpplan.verify"),
+)
 
 #: for a signalled rank to write its stack
 STACK_GRACE_S = 0.3
@@ -40,7 +52,11 @@ class RankError(AssertionError):
     def __init__(self, rank: int, what: str, traceback: str) -> None:
         super().__init__(f"rank {rank} {what}\n{traceback}")
         self.rank = rank
+        self.what = what
         self.traceback = traceback
+
+    def __reduce__(self) -> tuple[type["RankError"], tuple[int, str, str]]:
+        return RankError, (self.rank, self.what, self.traceback)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,23 +69,75 @@ class Rank:
     stack: Path
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a test may have changed that its ranks are to see: environment variables, working directory, sys.path."""
+
+    environment: dict[str, str]
+    folder: str
+    path: list[str]
+
+    @classmethod
+    def here(cls) -> "Surroundings":
+        return cls(environment=dict(os.environ), folder=os.getcwd(), path=sys.path)
+
+    def enter(self) -> None:
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        sys.path[:] = self.path
+
+
+@functools.cache
+def fork_server() -> ForkServer[[Surroundings, bytes], object]:
+    """The server of this process, started at the first call, which must come before any backward."""
+    return ForkServer(called, preload=PRELOADED)
+
+
+def in_fork(function: Callable[..., Result], *args: object) -> Result:
+    """function(*args) in a process that has run no backward. All is pickled: function and args by cloudpickle."""
+    result: Result = fork_server()(Surroundings.here(), cloudpickle.dumps((function, args)))
+    return result
+
+
+def called(surroundings: Surroundings, call: bytes) -> object:
+    """The forked process's side of in_fork."""
+    surroundings.enter()
+    function, args = pickle.loads(call)
+    return function(*args)
+
+
 def run_ranks(num_ranks: int, function: Callable[..., Result], *args: object, timeout_s: float = 60.0) -> list[Result]:
     """function(*args) on each of num_ranks ranks of a gloo group on this machine; the results in rank order.
 
-    Results are pickled; arguments are not. When a rank raises, dies or is still running after timeout_s, all are ended
-    and RankError is raised.
+    The function may be a closure: what it holds is copied. Classes and functions of test modules are found by name, in
+    modules that the ranks import. When a rank raises, dies or is still running after timeout_s, all are ended and
+    RankError is raised.
     """
+    found = in_fork(pickled_results, num_ranks, function, args, timeout_s)
+    if isinstance(found, RankError):
+        raise found
+    return [pickle.loads(result) for result in found]
+
+
+def pickled_results(
+    num_ranks: int, function: Callable[..., object], args: tuple[object, ...], timeout_s: float
+) -> list[bytes] | RankError:
+    """What the ranks return, in rank order, or what went wrong."""
     deadline = time.monotonic() + timeout_s
-    with started_ranks(num_ranks, function, args, timeout_s) as ranks:
-        waiting = {rank.connection: rank for rank in ranks}
-        results: dict[int, Result] = {}
-        while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise late(list(waiting.values()), timeout_s)
-            for connection in ready:
-                rank = waiting.pop(connection)
-                results[rank.number] = receive(rank, ranks)
+    results: dict[int, bytes] = {}
+    try:
+        with started_ranks(num_ranks, function, args, timeout_s) as ranks:
+            waiting = {rank.connection: rank for rank in ranks}
+            while waiting:
+                ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise late(list(waiting.values()), timeout_s)
+                for connection in ready:
+                    rank = waiting.pop(connection)
+                    results[rank.number] = receive(rank, ranks)
+    except RankError as error:
+        return error
     return [results[number] for number in range(num_ranks)]
 
 
@@ -120,7 +188,7 @@ def rank_main(
         faulthandler.register(signal.SIGUSR1, stack_file)
         try:
             join_group(number, num_ranks, store, timeout_s)
-            outcome = pickle.dumps((True, function(*args)))
+            outcome = pickle.dumps((True, pickle.dumps(function(*args))))
         except BaseException:  # pytest's skip and fail are no Exceptions
             outcome = pickle.dumps((False, traceback.format_exc()))
         sys.stdout.flush()
@@ -146,8 +214,8 @@ def join_group(number: int, num_ranks: int, store: Path, timeout_s: float) -> No
     )
 
 
-def receive(rank: Rank, ranks: Sequence[Rank]) -> object:
-    """What a rank sent. Raises RankError for a traceback, unless that comes of a rank that died: then for the death."""
+def receive(rank: Rank, ranks: Sequence[Rank]) -> bytes:
+    """The result that a rank sent, pickled. Raises RankError for a traceback, unless that comes of a rank that died: then for the death."""
     try:
         succeeded, outcome = pickle.loads(rank.connection.recv_bytes())
     except EOFError:
