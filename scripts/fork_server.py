@@ -78,7 +78,7 @@ def _live(control: socket.socket, function: Callable[..., Any], preload: Sequenc
     """The server's life; it never returns."""
     code = 1
     try:
-        os.setsid()  # neither an interrupt from the terminal nor the end of the parent's group may keep it from its work
+        os.setsid()  # it outlives an interrupt from the terminal and a kill of its parent's group, to end its worker
         for name in preload:
             importlib.import_module(name)
         _serve(control, function)

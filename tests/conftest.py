@@ -1,4 +1,4 @@
-"""Starts, before any test computes anything, the server that ranks are forked from (ranks.py)."""
+"""Starts, before any test computes anything, the server that ranks are forked from (forks.py)."""
 
 import os
 
@@ -8,7 +8,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import hypothesis
 import torch
-from ranks import fork_server
+from forks import fork_server
 
 torch.set_num_threads(1)  # tests run on every core at once
 hypothesis.settings.register_profile("untimed", deadline=None)  # a loaded machine is no error

@@ -1,13 +1,11 @@
 """Real ranks for tests: forked processes in one gloo group, each returning a value or its traceback.
 
-A fork of a process that has imported torch costs 0.05 s where a spawn costs over a second. The process is no test's own,
-which may have run a backward, but a child of a server (scripts/fork_server.py) that conftest.py starts before any test:
-what a test has changed in its process, such as a patched function or a seed, is not so in a rank. A rank keeps its
-sockets open until its parent ends it, so that a peer never fails for another's early exit.
+A fork of a process that has imported torch costs 0.05 s where a spawn costs over a second. Ranks are not forked from
+the test's process, which may have run a backward, but from one that forks.py starts. A rank keeps its sockets open
+until its parent ends it, so that a peer never fails for another's early exit.
 """
 
 import faulthandler
-import functools
 import multiprocessing
 import os
 import pickle
@@ -26,19 +24,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeVar
 
-import cloudpickle
 import torch
 import torch.distributed as dist
-
-from scripts.fork_server import ForkServer
+from forks import in_fork
 
 Result = TypeVar("Result")
-
-#: what ranks use and each would import; DTensor imports torch._dynamo when it is first used
-PRELOADED = (
-    *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"),
-    *("torch.testing", "tpplan", "tpplan.verify"),
-)
 
 #: for a signalled rank to write its stack
 STACK_GRACE_S = 0.3
@@ -67,44 +57,6 @@ class Rank:
     process: BaseProcess
     connection: Connection
     stack: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What a test may have changed that its ranks are to see: environment variables, working directory, sys.path."""
-
-    environment: dict[str, str]
-    folder: str
-    path: list[str]
-
-    @classmethod
-    def here(cls) -> "Surroundings":
-        return cls(environment=dict(os.environ), folder=os.getcwd(), path=sys.path)
-
-    def enter(self) -> None:
-        os.environ.clear()
-        os.environ.update(self.environment)
-        os.chdir(self.folder)
-        sys.path[:] = self.path
-
-
-@functools.cache
-def fork_server() -> ForkServer[[Surroundings, bytes], object]:
-    """The server of this process, started at the first call, which must come before any backward."""
-    return ForkServer(called, preload=PRELOADED)
-
-
-def in_fork(function: Callable[..., Result], *args: object) -> Result:
-    """function(*args) in a process that has run no backward. All is pickled: function and args by cloudpickle."""
-    result: Result = fork_server()(Surroundings.here(), cloudpickle.dumps((function, args)))
-    return result
-
-
-def called(surroundings: Surroundings, call: bytes) -> object:
-    """The forked process's side of in_fork."""
-    surroundings.enter()
-    function, args = pickle.loads(call)
-    return function(*args)
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Result], *args: object, timeout_s: float = 60.0) -> list[Result]:
@@ -215,7 +167,10 @@ def join_group(number: int, num_ranks: int, store: Path, timeout_s: float) -> No
 
 
 def receive(rank: Rank, ranks: Sequence[Rank]) -> bytes:
-    """The result that a rank sent, pickled. Raises RankError for a traceback, unless that comes of a rank that died: then for the death."""
+    """The result that a rank sent, pickled.
+
+    Raises RankError for a traceback, or for a death that this comes of.
+    """
     try:
         succeeded, outcome = pickle.loads(rank.connection.recv_bytes())
     except EOFError:
