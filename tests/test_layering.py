@@ -56,6 +56,7 @@ WITHOUT_TORCH = (
 )
 WITH_TORCH = (
     "operators",
+    "torch_internals",
     "storages",
     "fake_group",
     "subclass",
