@@ -48,8 +48,9 @@ LIMIT_S = {Part.SUITE: 7200.0, Part.DEMO: 1800.0, Part.SOLVE: 1800.0, Part.RUN: 
 SETUP_LIMIT_S = 3600.0
 #: between asking processes to end and ending them
 GRACE_S = 15.0
-#: what pip says where no index has that build
-NOT_TO_BE_HAD = "No matching distribution found for torch==="
+#: what pip says where no index has that build, without and with constraints of its own; and where it reached none
+NOT_TO_BE_HAD = ("No matching distribution found for torch===", "Cannot install torch===")
+NOT_REACHED = "Retrying (Retry("
 #: prints what an environment holds; run outside the checkout, so that tpplan is the one that is installed
 PROBE = """
 import json, platform, torch, tpplan
@@ -134,8 +135,8 @@ def prepare(target: Target, logs: Path) -> tuple[Row, Place | None]:
     place = Place(variables=active(target.environment) if target.environment else dict(os.environ), logs=logs)
     ran = place.run("setup", "scripts/setup", "test", *([] if target.environment else options), limit_s=SETUP_LIMIT_S)
     if ran.code != 0:
-        is_missing = "+" in target.torch and NOT_TO_BE_HAD in ran.output
-        return replace(row, problem=f"scripts/setup failed, see {logs}/setup.log", is_missing=is_missing), None
+        problem = f"scripts/setup failed, see {logs}/setup.log"
+        return replace(row, problem=problem, is_missing=is_no_build_here(target.torch, ran.output)), None
     place = Place(variables=active(Path(ran.output.splitlines()[-1])), logs=logs)
     probe = subprocess.run(
         ["python", "-c", PROBE], cwd=logs, env=place.variables, capture_output=True, text=True, check=False
@@ -149,6 +150,11 @@ def prepare(target: Target, logs: Path) -> tuple[Row, Place | None]:
     if not Path(package).is_relative_to(ROOT):
         return replace(row, problem=f"its environment imports {package}, which is not of this checkout"), None
     return row, place
+
+
+def is_no_build_here(torch: str, output: str) -> bool:
+    """True where pip looked for a build besides the plain one, such as 2.14.1+cpu, and found none."""
+    return "+" in torch and NOT_REACHED not in output and any(line in output for line in NOT_TO_BE_HAD)
 
 
 def run_suite(place: Place) -> Outcome:

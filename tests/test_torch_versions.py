@@ -140,6 +140,29 @@ def test_all_is_right_where_every_part_is_with_every_torch_that_can_be_had() -> 
         assert complaint in lines
 
 
+@pytest.mark.parametrize(
+    ("torch", "output", "expected"),
+    [
+        ("2.14.1+cpu", "ERROR: No matching distribution found for torch===2.14.1+cpu", True),
+        (
+            "2.14.1+cpu",
+            "ERROR: Cannot install torch===2.14.1+cpu because these package versions have conflicting",
+            True,
+        ),
+        ("2.14.1", "ERROR: No matching distribution found for torch===2.14.1", False),
+        ("2.14.1+cpu", "ERROR: Could not install packages due to an OSError: No space left on device", False),
+        (
+            "2.14.1+cpu",
+            "WARNING: Retrying (Retry(total=4)) after connection broken\n"
+            "ERROR: No matching distribution found for torch===2.14.1+cpu",
+            False,
+        ),
+    ],
+)
+def test_a_cpu_build_that_no_index_has_is_nobodys_mistake(torch: str, output: str, expected: bool) -> None:
+    assert torch_versions.is_no_build_here(torch, output) is expected
+
+
 def test_table_has_a_row_a_torch() -> None:
     suite = torch_table.suite_outcome(0, "90 passed, 3 skipped in 61.20s", seconds=600.0)
     head, rule, first, second = torch_table.table_lines(
