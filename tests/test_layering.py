@@ -57,6 +57,7 @@ WITHOUT_TORCH = (
 WITH_TORCH = (
     "torch_internals",
     "operators",
+    "torch_internals",
     "storages",
     "subclass",
     "patched",
