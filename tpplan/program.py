@@ -25,7 +25,7 @@ from tpplan.known import KnownValues, Question
 from tpplan.rewrite import is_own_code_running
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.autograd import Apply, functions_run_by
-from tpplan.torch_internals.checkpoints import is_reentrant_checkpoint
+from tpplan.torch_internals.checkpoints import is_reentrant_checkpoint, keeps_inputs
 from tpplan.torch_internals.modules import tensors_in_place
 from tpplan.torch_internals.operators import is_op, meta_kernels
 from tpplan.torch_internals.recording import dispatched_plainly, recorded, recorder, results_kept_by
@@ -36,6 +36,8 @@ from tpplan.torch_internals.tensors import local_part, plain_calls
 SCOPE, CONSTANT, DIFFERENTIATED = "tpplan_scope", "tpplan_constant", "tpplan_differentiated"
 
 
+#: makes a tensor of given sizes
+_EMPTY = torch.ops.aten.empty.memory_format
 #: a tracer's modes belong to the process, and so does what is changed in torch while one runs
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -106,9 +108,9 @@ def record(
     try:
         with _ONE_AT_A_TIME, same_draws(), _described(), counting_by(counts), results_kept_by(_aliased):
             graph_module = recorded(run, [tensor for _, _, tensor in given])
-            _drop_failed(graph_module.graph)
+            _drop_failed(_without_empty(graph_module.graph))
     except Exception as error:
-        raise StoppedError(graphs[0] if graphs else torch.fx.Graph()) from error
+        raise StoppedError(_without_empty(graphs[0]) if graphs else torch.fx.Graph()) from error
     placeholders = [node.name for node in graph_module.graph.nodes if node.op == "placeholder"]
     return Program(
         graph_module=graph_module,
@@ -152,10 +154,20 @@ def _opened(tree: Any) -> Any:
 
 
 def _drop_failed(graph: torch.fx.Graph) -> None:
-    """Removes what raised an error that the code caught: it was written down, and has no result."""
+    """Removes ops that raised an error which the code caught: they were written down, and have no results."""
+    _erase(graph, lambda node: is_op(node.target) and "val" not in node.meta)
+
+
+def _without_empty(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """The graph without tensors of no elements that nobody reads, of which torch 2.11 makes two for each checkpoint."""
+    return _erase(graph, lambda node: node.target is _EMPTY and list(node.args[0]) == [0])
+
+
+def _erase(graph: torch.fx.Graph, is_idle: Callable[[Any], bool]) -> torch.fx.Graph:
     for node in list(graph.nodes):
-        if is_op(node.target) and "val" not in node.meta and not node.users:
+        if is_idle(node) and not node.users:
             graph.erase_node(node)
+    return graph
 
 
 def _aliased(extract: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +217,7 @@ def _functions_in_the_open() -> Iterator[None]:
     and what comes out of it is marked, and stays whole."""
 
     def marked(cls: type[torch.autograd.Function], apply: Apply, *args: Any, **kwargs: Any) -> Any:
-        if is_own_code_running():
+        if is_own_code_running() or keeps_inputs(cls):
             return apply(*args, **kwargs)
         if is_reentrant_checkpoint(cls):
             return _checkpointed(*args)

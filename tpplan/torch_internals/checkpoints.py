@@ -28,6 +28,12 @@ def is_reentrant_checkpoint(function: type[torch.autograd.Function]) -> bool:
     return function is CheckpointFunction
 
 
+def keeps_inputs(function: type[torch.autograd.Function]) -> bool:
+    """True for the autograd functions by which a checkpoint that is not reentrant keeps its inputs (torch 2.11's
+    _NoopSaveInputs): they compute nothing."""
+    return function.__module__ == checkpoints.__name__ and function is not CheckpointFunction
+
+
 @contextlib.contextmanager
 def reentrant_run_by(run: Callable[..., Any]) -> Iterator[None]:
     """While it lasts, a reentrant checkpoint is run(checkpoint, forward, preserves_rng_state, *arguments), where
