@@ -36,6 +36,7 @@ WITHOUT_TORCH = (
     "patterns",
     "batching",
     "plan",
+    "proof_hash",
     "by_pattern",
     "model_check",
     "shrink",

@@ -39,7 +39,8 @@ from tpplan.opaque import HOOKS, opaque_class
 from tpplan.originals import Originals
 from tpplan.patched import fold_forwards
 from tpplan.patterns import ROOT
-from tpplan.plan import Plan, Precision, ProofStatus, uses_fsdp
+from tpplan.plan import Plan, Precision, uses_fsdp
+from tpplan.proof_hash import MEND, why_unproven
 from tpplan.recompute import recompute
 from tpplan.reduce import Reducer, Slot
 from tpplan.reentry import leave_reentry
@@ -77,8 +78,11 @@ def apply_plan(
         raise UsageError("the model is sharded already: apply a plan once, to a plain model")
     loaded = _agreed_plan(model, plan)
     originals = Originals(model)
-    if loaded.proof.status is ProofStatus.UNPROVEN and dist.get_rank() == 0:
-        warnings.warn("the plan is unproven: nothing says that it computes the same as the model", stacklevel=2)
+    if (why := why_unproven(loaded)) and dist.get_rank() == 0:
+        warnings.warn(
+            f"the plan is unproven: {why}, and nothing says that it computes the same as the model; {MEND}",
+            stacklevel=2,
+        )
     device_type = mesh.device_type if mesh is not None else _device_type(model)
     mesh = _checked(mesh, loaded) if mesh is not None else _new_mesh(loaded, device_type)
     if loaded.precision is Precision.BF16:

@@ -258,12 +258,15 @@ class ProofStatus(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofReport:
     """How the plan was checked, after how many rounds of solving, and what was forbidden on the way. `assumptions` are
-    answers that the model's code had from the values of its example inputs, and would go another way without."""
+    answers that the model's code had from the values of its example inputs, and would go another way without.
+    `plan_hash` is that of the plan that was proven (tpplan.proof_hash): where the plan has another, or the proof none,
+    the plan counts as unproven."""
 
     status: ProofStatus
     rounds: Size
     cuts: tuple[str, ...]
     assumptions: tuple[str, ...]
+    plan_hash: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Proves a plan that is given: one from a file, edited by hand or not, against the model that it is to be applied to.
 
     proven = prove_plan(plan, build_model, example_inputs, loss=loss)    # VerificationError with the path of a mistake
+    proven.plan.dump("plan.json")                                        # says so in its file
 
 Both halves of the proof that `solve` makes, from the plan alone: the layout of every value and gradient is derived from
 it (tpplan.typecheck), and what applying it makes of the model runs the model's ops on local shapes (tpplan.prove). Then
@@ -25,6 +26,7 @@ from tpplan.patterns import ROOT
 from tpplan.plan import CollectivePlan, Fingerprints, Plan, Prediction
 from tpplan.pricing import expanded_as, priced_as
 from tpplan.profile import HardwareProfile, load_profile
+from tpplan.proof_hash import as_proven
 from tpplan.prove import find_difference
 from tpplan.reuse import Reuse, Traced
 from tpplan.rules import Strategy
@@ -33,6 +35,8 @@ from tpplan.typecheck import Mistyped, implied_strategies
 
 #: whose times stand in, unread, where the plan's profile is not at hand: bytes do not depend on a machine
 STAND_IN = "h100-sxm"
+#: a note in a plan that was edited after it was proven, and proven again
+EDITED = "edited after it was solved and proven again: the solver's report is that of the plan before"
 _SECTIONS = tuple(member.name for member in fields(Plan))
 
 
@@ -40,6 +44,8 @@ _SECTIONS = tuple(member.name for member in fields(Plan))
 class Proven:
     """What follows from a plan that is proven: on the given model, whatever its file says."""
 
+    #: the given plan with this proof in its file; a shrunk one also has its own collectives, prediction, fingerprints
+    plan: Plan
     num_values: int
     traced: Traced
     #: layouts of each node's operands and results, by its name
@@ -85,7 +91,13 @@ def prove_plan(
     priced = priced_as(expanded, plan)
     if is_as_solved:
         _refuse(_listing_problems(plan, priced.collectives))
+    made = (
+        plan
+        if is_as_solved
+        else replace(plan, collectives=priced.collectives, predicted=priced.predicted, fingerprints=prints)
+    )
     return Proven(
+        plan=_mended(made, traced.assumptions),
         num_values=len(traced.graph.values),
         traced=traced,
         strategies=implied,
@@ -93,6 +105,14 @@ def prove_plan(
         predicted=priced.predicted,
         fingerprints=prints,
     )
+
+
+def _mended(plan: Plan, assumptions: tuple[str, ...]) -> Plan:
+    """The plan as proven under these assumptions; in one that was edited a note says what its certificate is of."""
+    made, notes = as_proven(plan, assumptions=assumptions), plan.notes or ()
+    if plan.proof.plan_hash in (None, made.proof.plan_hash) or EDITED in notes:
+        return made
+    return replace(made, notes=(*notes, EDITED))
 
 
 def _refuse(problems: Iterator[str]) -> None:

@@ -20,6 +20,7 @@ from tpplan.ledger import SLACK
 from tpplan.mesh import Axis
 from tpplan.patterns import ROOT, format_ranges
 from tpplan.plan import CollectivePlan, Compile, Pass, Plan, Precision, Prediction, ProofStatus, Recompute
+from tpplan.proof_hash import MEND, why_unproven
 from tpplan.units import DTYPE_BYTES, GIB, format_bytes, format_seconds
 
 #: columns of a text that no terminal shows
@@ -40,10 +41,7 @@ _COMPILE = {
     Compile.BLOCKS: "predicted as torch.compile fuses elementwise ops within each layer; applying the plan compiles "
     "nothing, and eager is slower"
 }
-_PROOF = {
-    ProofStatus.UNPROVEN: "nothing was checked",
-    ProofStatus.PROVEN: "run as applied on the first and last rank; every layout derived again from the plan alone",
-}
+_PROVEN = "run as applied on the first and last rank; every layout derived again from the plan alone"
 _LOSS = (
     "the mean, over micro-batches and data ranks, of the model's on each; where these hold different numbers of tokens "
     "(padding), tpplan.loss_weights makes it the mean over tokens"
@@ -75,6 +73,7 @@ def as_data(plan: Plan) -> dict[str, object]:
     return plan.to_dict() | {
         "derived": {
             "hash": plan.hash,
+            "is_proven": not why_unproven(plan),
             "num_parameters": num_parameters,
             "parameter_bytes": num_bytes,
             "num_gpus": plan.mesh.num_gpus,
@@ -291,7 +290,11 @@ def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{_plural(solver.meshes_tried, 'point')} tried"
         + "".join(f", {count} {reason}" for reason, count in sorted(solver.skipped.items())),
     )
-    yield "proof", f"{proof.status}: {_PROOF[proof.status]} ({_plural(proof.rounds, 'round')})"
+    unproven = why_unproven(plan)
+    status, why = (ProofStatus.UNPROVEN, unproven) if unproven else (proof.status, _PROVEN)
+    yield "proof", f"{status}: {why} ({_plural(proof.rounds, 'round')})"
+    if unproven and proof.status is not ProofStatus.UNPROVEN:
+        yield "", MEND
     for assumption in proof.assumptions:
         yield "assuming", f"{assumption}, as for the example inputs"
     for key, sizes in sorted(plan.sizes.items()):

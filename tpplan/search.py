@@ -28,6 +28,7 @@ from tpplan.outcome import plan_of
 from tpplan.patterns import ROOT
 from tpplan.plan import Plan, ProofStatus, SolverReport
 from tpplan.problem import Status
+from tpplan.proof_hash import as_proven
 from tpplan.prove import Counterexample, check_structure
 from tpplan.reuse import Traced
 from tpplan.rules import Strategy
@@ -119,7 +120,7 @@ def search(job: Job, points: list[Point], *, prove: bool) -> Plan:
         if problem is None:
             assert isinstance(checked, Plan)
             job.report("prove", rounds, rounds)
-            return checked
+            return as_proven(checked)
         if (culprit := _culprit(problem)) is not None:
             job.run_whole(culprit, problem.message)
             points, known = job.applicable(points), _Progress()
