@@ -295,6 +295,9 @@ def _module(name: str) -> str:
 
 def _local_size(size: SizePlan, module: str, numbers: Correspondence, wide_tp: int, tp: int) -> SizePlan:
     """Of the twin's number, the rank's share is tp / wide_tp times as large as the wide one's. Any shape will do."""
+    if size.dims is not None:  # a proportion, whatever the length
+        is_whole = size.written < size.local
+        return replace(size, of=(0,) * len(size.of), written=1 if is_whole else tp, local=tp if is_whole else 1)
     written = numbers.in_twin(module, size.written)
     local, rest = divmod(written * size.local * wide_tp, size.written * tp)
     if rest:

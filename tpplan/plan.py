@@ -156,7 +156,8 @@ class SizePlan:
     convolution), given `count` sizes, of which `position` counts from 0. What is sliced or narrowed has `count` dims,
     and `position` is twice the dim for a start, one more for an end or a length. `of` is the shape of the tensor that
     the call is about, on a rank, 0 where any size will do: a batch or a length that happens to be `written`, in a
-    call about another tensor, is left alone.
+    call about another tensor, is left alone. With `dims` the size is the product of these dims of the tensor at every
+    batch and length: code that gives `written` for `local` of them, in that proportion, gives it in another layout.
     """
 
     call: str
@@ -165,6 +166,7 @@ class SizePlan:
     position: Size
     written: int
     local: int
+    dims: tuple[Size, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

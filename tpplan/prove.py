@@ -8,12 +8,13 @@ own, which is known by its scope: it converts what the plan says is converted th
 conversion takes.
 
 That finds sizes baked into code (`view(B, T, self.n_heads, hd)`) and positions or masks built from a sharded length.
-Baked sizes have a remedy: the same with each replaced by what a rank needs (tpplan.sizes), compared in the same way.
+Such sizes, and those that code takes from a tensor in another layout, have a remedy: each is replaced by what the
+layouts imply (tpplan.sizes), and what that makes is compared in the same way.
 The rules themselves are validated by brute force; the other half of the proof is tpplan.typecheck.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -32,7 +33,15 @@ from tpplan.patterns import ROOT
 from tpplan.plan import Plan, SizePlan
 from tpplan.program import SCOPE
 from tpplan.reader import IGNORED, argument_of
-from tpplan.rules import Call, localized_arguments, takes_sizes, written_operands, written_sizes
+from tpplan.rules import (
+    Call,
+    Strategy,
+    localized_arguments,
+    sizes_by_dims,
+    takes_sizes,
+    written_operands,
+    written_sizes,
+)
 from tpplan.siblings import Doings
 from tpplan.space import CROSS_ENTROPY, Reading, reading_conversion
 from tpplan.torch_internals import pytree
@@ -75,6 +84,8 @@ class Counterexample:
     node: Op | Boundary | None = None
     #: a module whose own code does what no sharding of it would mend
     culprit: str | None = None
+    #: sizes that the op was given, or gave, and that it has neither in the plan nor in the original
+    strange: frozenset[int] = frozenset()
 
 
 def check_structure(
@@ -94,7 +105,9 @@ def check_structure(
         while found := _difference_on(rank, model, inputs, expanded, plan, loss=loss, cast=cast, opaques=opaques):
             if found.culprit is not None:
                 return found
-            more = _with_sizes_of(expanded, model, found.node, written)
+            more = _with_sizes_of(expanded, model, found, written)
+            if more == written and not found.strange:
+                more = _with_sizes_of(expanded, model, found, written, is_given=lambda size: True)
             if more == written:
                 return found
             written = more
@@ -120,24 +133,45 @@ def find_difference(
 
 
 def _with_sizes_of(
-    expanded: Expanded, model: nn.Module, node: Op | Boundary | None, written: Mapping[str, tuple[SizePlan, ...]]
+    expanded: Expanded,
+    model: nn.Module,
+    problem: Counterexample,
+    written: Mapping[str, tuple[SizePlan, ...]],
+    *,
+    is_given: Callable[[int], bool] | None = None,
 ) -> dict[str, tuple[SizePlan, ...]]:
-    """The sizes so far and those of an op whose code holds the whole's, and of all that the same code runs elsewhere.
+    """The sizes so far and those of an op whose code gives another layout's, and of all that the same code runs
+    elsewhere. `is_given` says which slice's sizes may be given for the whole's; by default those that were seen.
 
     Modules of one class run the same code: what it has written is written in each of them, and one retrace for all is
     what keeps proofs of many convolutions short.
     """
-    found = dict(written)
-    graph, tp = expanded.graph, expanded.formulation.mesh.tp
-    for op in _of_the_same_code(graph, model, node) if isinstance(node, Op) and node.module != LOSS_SCOPE else ():
+    found, node, graph, seen = dict(written), problem.node, expanded.graph, problem.strange.__contains__
+    calls: dict[str, list[tuple[Call, Strategy]]] = defaultdict(list)
+    for op in graph.ops:
+        calls[op.module].append((Call.of(graph, op), expanded.strategy(op.name)))
+    for op in _of_the_same_code(graph, model, node) if isinstance(node, Op) else ():
         own = found.get(op.module, ())
-        new = (size for size in written_sizes(Call.of(graph, op), expanded.strategy(op.name), tp) if size not in own)
-        found[op.module] = (*own, *new)
+        placed = Call.of(graph, op), expanded.strategy(op.name)
+        sizes = _sizes_of(placed, calls[op.module], expanded.formulation.mesh.tp, is_given or seen)
+        found[op.module] = (*own, *(size for size in sizes if size not in own))
     return {module: sizes for module, sizes in found.items() if sizes}
+
+
+def _sizes_of(
+    placed: tuple[Call, Strategy], calls: list[tuple[Call, Strategy]], tp: int, is_given: Callable[[int], bool]
+) -> Iterator[SizePlan]:
+    """The sizes of a call that its code may give by another layout's: as dims of its tensor where they are, for then
+    the batch and the length are free, else as numbers."""
+    by_dims = {size.position: size for size in sizes_by_dims(calls, placed, tp, is_given)}
+    yield from by_dims.values()
+    yield from (size for size in written_sizes(*placed, tp) if size.position not in by_dims)
 
 
 def _of_the_same_code(graph: ModelGraph, model: nn.Module, node: Op) -> Iterator[Op]:
     """Ops of one kind in the own code of modules of one class, this one among them."""
+    if node.module == LOSS_SCOPE:
+        return iter(())
     cls = type(model.get_submodule(node.module))
     return (
         op
@@ -512,7 +546,8 @@ def _blame(
     while not blamed and module:
         module = parent(expanded.graph, module)
         blamed = tuple(_visible(expanded, module))
-    return Counterexample(message=message, blamed=blamed or tuple(_sharded(expanded, expanded.graph.nodes)), node=node)
+    blamed = blamed or tuple(_sharded(expanded, expanded.graph.nodes))
+    return Counterexample(message=message, blamed=blamed, node=node, strange=strange)
 
 
 def _local_sizes(expanded: Expanded, name: str) -> set[int]:

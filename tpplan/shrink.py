@@ -77,6 +77,8 @@ def _on_tp(size: SizePlan, module: str, planned: int, tp: int) -> SizePlan:
     """A rank's share grows as ranks become fewer; then any shape will do."""
     if planned == tp:
         return size
+    if size.dims is not None and size.written < size.local:  # the code gives a rank's share for the whole
+        return replace(size, of=(0,) * len(size.of), written=size.written * planned // tp)
     local = size.local * planned // tp
     if local > size.written:
         raise UsageError(

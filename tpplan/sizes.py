@@ -1,12 +1,16 @@
-"""Sizes written into a model's code, replaced by one rank's: `x.view(b, t, self.num_heads, d)` on a slice of the heads.
+"""Sizes in a model's code, replaced by those that the layouts imply: `x.view(b, t, self.num_heads, d)` on a slice of
+the heads, or the length of a slice in a view of what was gathered.
 
 A call with another number in that place, or about a tensor of another shape, is left alone, so what follows from
 `x.shape` stays as it is. Where the number is a batch or a length, it is another in another batch: that the code gives
-the whole's for a tensor that has a rank's, as it was planned for another size, is an error.
+the whole's for a tensor that has a rank's, as it was planned for another size, is an error. Where it is a dim of the
+tensor that the call is about, it is that dim at every batch and length; the code may give it, or give it in the planned
+proportion, as the size of another layout. Anything else is an error.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -45,7 +49,17 @@ class LocalSizes:
         """Sizes by kind of call, number of sizes, position and written size."""
         found: dict[tuple[str, int, int, int], list[SizePlan]] = {}
         for size in self.sizes:
-            found.setdefault((size.call, size.count, size.position, size.written), []).append(size)
+            if size.dims is None:
+                found.setdefault((size.call, size.count, size.position, size.written), []).append(size)
+        return found
+
+    @cached_property
+    def by_dims(self) -> dict[tuple[str, int, int], list[SizePlan]]:
+        """Sizes that are dims of the tensor, by kind of call, number of sizes and position."""
+        found: dict[tuple[str, int, int], list[SizePlan]] = {}
+        for size in self.sizes:
+            if size.dims is not None:
+                found.setdefault((size.call, size.count, size.position), []).append(size)
         return found
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
@@ -93,17 +107,34 @@ class LocalSizes:
         return slice(start, end, item.step)
 
     def _local(self, call: str, x: Tensor, count: int, position: int, size: Any) -> Any:
+        for own in self.by_dims.get((call, count, position), ()) if type(size) is int and size != -1 else ():
+            if _is_shape(x.shape, own.of):
+                return _by_dims(call, x, own, size)
         planned = self.table.get((call, count, position, size), ()) if type(size) is int else ()
         local = next((own.local for own in planned if _is_shape(x.shape, own.of)), size)
         if local is size and type(size) is int:
             for own in self.sizes:
-                if (own.call, own.count, own.position) == (call, count, position) and _is_scaled(x.shape, size, own):
+                is_here = own.dims is None and (own.call, own.count, own.position) == (call, count, position)
+                if is_here and _is_scaled(x.shape, size, own):
                     raise PlanMismatchError(
                         f"{call} of a tensor of shape {list(x.shape)} with size {size}: the plan knows a rank's size "
                         f"for {own.written} and shape {list(own.of)} (0: any) alone; solve again for this batch and "
                         "length"
                     )
         return local
+
+
+def _by_dims(call: str, x: Tensor, planned: SizePlan, size: int) -> int:
+    """The size that the tensor's own dims say. Raises PlanMismatchError where the code gives neither that nor, in the
+    planned proportion, another layout's."""
+    own = prod(x.shape[dim] for dim in planned.dims or ())
+    if size != own and size * planned.local != own * planned.written:
+        raise PlanMismatchError(
+            f"{call} of a tensor of shape {list(x.shape)} with size {size} in place {planned.position}: the plan knows "
+            f"{own} there, which is the tensor's, or {planned.written} for each {planned.local} of it alone; solve "
+            "again for this batch and length"
+        )
+    return own
 
 
 def _is_shape(shape: torch.Size, of: tuple[int, ...]) -> bool:

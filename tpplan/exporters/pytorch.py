@@ -38,7 +38,7 @@ def _refuse_own_code(plan: Plan) -> None:
     if "" in plan.recomputed_modules():
         raise ExportError("the whole model is recomputed: a wrapper around it would rename its parameters")
     own = {
-        "sizes in its code count the whole and are replaced by a rank's: write -1 there, and solve again": {
+        "sizes in its code are another layout's and are replaced: write -1 there, and solve again": {
             *plan.size_plans()
         },
         "its own forward has a cross entropy over a slice of the classes: take the loss out of it": {

@@ -23,6 +23,7 @@ from tpplan.rules.call import (
     written_operands,
 )
 from tpplan.rules.copies import Extra, copied_dims
+from tpplan.rules.dims import sizes_by_dims
 from tpplan.rules.equation import whole_operands
 from tpplan.rules.literals import groups_divide, localized_arguments, takes_sizes, written_sizes
 from tpplan.rules.parts import fused_dims
@@ -41,6 +42,7 @@ __all__ = [
     "has_rule",
     "localized_arguments",
     "registered_rules",
+    "sizes_by_dims",
     "strategies",
     "takes_sizes",
     "written_operands",

@@ -8,7 +8,7 @@ from tpplan.plan import SizePlan
 from tpplan.rules.call import Call, Strategy
 
 #: position of the sizes among the arguments of ops that are given their result's sizes
-_SIZES = {
+SIZES = {
     "aten.view.default": 1,
     "aten.reshape.default": 1,
     "aten._unsafe_view.default": 1,
@@ -27,7 +27,7 @@ REPEATS = "aten.repeat_interleave.self_int"
 
 def takes_sizes(target: str) -> bool:
     """True for an op that is given its result's sizes, which may be -1 where they follow from the others."""
-    return target in _SIZES
+    return target in SIZES
 
 
 def localized_arguments(call: Call, strategy: Strategy, tp: int) -> tuple[Argument, ...]:
@@ -36,13 +36,13 @@ def localized_arguments(call: Call, strategy: Strategy, tp: int) -> tuple[Argume
         return call.args
     changed: dict[int, Argument] = {}
     result = local_shape(call.results[0].shape, strategy.results[0], tp)
-    if call.target in _SIZES:
+    if call.target in SIZES:
         sizes = result
         if call.target == "aten.unflatten.int":
             rank = len(call.operands[0].shape)
             dim = call.integer(1, "dim") % rank
             sizes = result[dim : dim + 1 + len(result) - rank]
-        changed[_SIZES[call.target]] = sizes
+        changed[SIZES[call.target]] = sizes
     elif call.target in GROUPS and _shards_groups(call, strategy):
         num_slices = strategy.results[0].num_slices(tp)
         changed[GROUPS[call.target]] = call.integer(GROUPS[call.target], "groups", 1) // num_slices
@@ -91,7 +91,7 @@ def _shards_groups(call: Call, strategy: Strategy) -> bool:
 
 
 #: how code writes the ops
-_CALLS = {
+CALLS = {
     "aten.view.default": "view", "aten.reshape.default": "view", "aten._unsafe_view.default": "view",
     "aten.unflatten.int": "unflatten", "aten.expand.default": "expand", "aten.broadcast_to.default": "expand",
     "aten.split.Tensor": "split", "aten.split.sizes": "split", "aten.split_with_sizes.default": "split",
@@ -102,9 +102,9 @@ _CALLS = {
 
 def written_sizes(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]:
     """The numbers that would be wrong on one rank if they stood in the code as they stand in the graph."""
-    if call.target not in _CALLS:
+    if call.target not in CALLS:
         return
-    places = (2, 3) if call.target in SLICES else ((_SIZES | GROUPS).get(call.target, 1),)
+    places = (2, 3) if call.target in SLICES else ((SIZES | GROUPS).get(call.target, 1),)
     arguments = zip(call.args, localized_arguments(call, strategy, tp), strict=True)
     pairs = [
         pair
@@ -124,7 +124,7 @@ def written_sizes(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]
         if isinstance(written, int) and isinstance(local, int) and written not in (local, -1):
             for number in (written // factor for factor in factors):
                 yield SizePlan(
-                    call=_CALLS[call.target], of=of, count=count, position=position, written=number, local=local
+                    call=CALLS[call.target], of=of, count=count, position=position, written=number, local=local
                 )
 
 

@@ -65,21 +65,21 @@ def squeeze(call: Call) -> Iterable[Strategy]:
 def reshape_letters(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Letters, Letters]:
     """Letters of both shapes: a letter in common for the outermost dims of groups with equal products."""
     letters: tuple[list[str], list[str]] = ([NEVER] * len(source), [NEVER] * len(target))
-    for i, (own, others) in enumerate(_groups(source, target)):
+    for i, (own, others) in enumerate(groups(source, target)):
         letters[0][own[0]] = letters[1][others[0]] = f"g{i}"
     return tuple(letters[0]), tuple(letters[1])
 
 
 def stacks(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[int, list[int], bool]]:
     """Dims that a reshape makes of one, or one of: (the one dim, the others, whether these are the result's)."""
-    for own, others in _groups(source, target):
+    for own, others in groups(source, target):
         if len(own) == 1 < len(others):
             yield own[0], others, True
         if len(others) == 1 < len(own):
             yield others[0], own, False
 
 
-def _groups(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
+def groups(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
     """Dims of both shapes with equal products, from the left; dims of size one belong to none."""
     if prod(source) == 0:
         return
