@@ -130,6 +130,7 @@ WITH_TORCH = (
     "tracker",
     "prove",
     "options",
+    "unsearched",
     "reuse",
     "job",
     "infeasible",

@@ -291,6 +291,8 @@ def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{_plural(solver.meshes_tried, 'point')} tried"
         + "".join(f", {count} {reason}" for reason, count in sorted(solver.skipped.items())),
     )
+    for left_out in solver.unsearched or ():
+        yield "not searched", left_out
     yield "proof", f"{proof.status}: {_PROOF[proof.status]} ({_plural(proof.rounds, 'round')})"
     for assumption in proof.assumptions:
         yield "assuming", f"{assumption}, as for the example inputs"
