@@ -133,6 +133,7 @@ WITH_TORCH = (
     "tracker",
     "prove",
     "options",
+    "unsearched",
     "reuse",
     "job",
     "infeasible",

@@ -20,7 +20,7 @@ from tpplan.errors import IndivisibleError, ModelError, SolverError, UsageError
 from tpplan.formulate import Formulation
 from tpplan.graph import Direction, ModelGraph, within
 from tpplan.marking import trace_marking
-from tpplan.mesh import Mesh, divisors, meshes, sub_clusters
+from tpplan.mesh import Mesh, divisors, meshes, sub_clusters, tp_degrees
 from tpplan.options import Allows, Batch, BuildModel, Cluster, ExampleInputs, Progress
 from tpplan.patterns import ROOT
 from tpplan.pins import Pin, Pinned
@@ -39,6 +39,7 @@ from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.trace import BoundaryHook, Loss, accumulated_hooks, assumptions, repeated_children
 from tpplan.treatments import Treatment
+from tpplan.unsearched import unsearched_counts, unsearched_degrees
 from tpplan.written import why_copies, why_not_selective, write_within, writes_of
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,8 @@ class Job:
     reuse: Reuse = field(default_factory=Reuse)
     spaces: dict[tuple[int, int], PricedSpace] = field(default_factory=dict)
     floors: dict[tuple[int, int], float] = field(default_factory=dict)
+    #: what of meshes is left out without a bound that says why
+    unsearched: tuple[str, ...] = ()
     cuts: dict[tuple[int, str], set[Strategy]] = field(default_factory=dict)
     cut_messages: list[str] = field(default_factory=list)
     #: by tp and the class of the module whose code differed
@@ -149,12 +152,18 @@ class Job:
         Raises IndivisibleError where there is none.
         """
         gpus, per_node = self.cluster.gpus, self.cluster.gpus_per_node
-        every = list(meshes(gpus, per_node, tp=tp, fsdp=fsdp))
+        across = not self.profile.unmeasured_across_nodes
+        self.unsearched = tuple(unsearched_degrees(self.cluster, self.profile)) if tp is None else ()
+        own = (tp,) if tp else tuple(sorted({*tp_degrees(gpus, per_node, across_nodes=across), *divisors(per_node)}))
+        every = list(meshes(gpus, per_node, tp=tp, fsdp=fsdp, across_nodes=across))
         for fewer in () if self.all_gpus else sub_clusters(gpus, per_node)[:-1]:
-            degrees = [fewer // own for own in ((tp,) if tp else divisors(per_node)) if fewer % own == 0]
+            degrees = [fewer // degree for degree in own if fewer % degree == 0]
             is_dividing = any(self.batch.global_batch % degree == 0 for degree in degrees)
             if is_dividing and fewer % ((tp or 1) * (fsdp or 1)) == 0:
-                every += meshes(fewer, per_node, tp=tp, fsdp=fsdp)
+                found_on = meshes(fewer, per_node, tp=tp, fsdp=fsdp, across_nodes=across)
+                every += (mesh for mesh in found_on if mesh.tp in own)
+        if not self.all_gpus:
+            self.unsearched += tuple(unsearched_counts(self.cluster))
         found = [Point.of(mesh, m) for mesh in every for m in self.batch.micro_batches(mesh)]
         if not found:
             degrees = sorted({mesh.data_parallel for mesh in every})
@@ -353,7 +362,7 @@ class Job:
     def _space_key(self, micro_batch: int, tp: int) -> Hashable:
         """What decisions and their costs depend on."""
         cuts = frozenset((name, strategy) for (own, name), cut in self.cuts.items() if own == tp for strategy in cut)
-        machine = self.profile, self.cluster.gpus_per_node
+        machine = self.profile, self.cluster.gpus_per_node, self.cluster.gpus
         ways = self.is_compiled, self.unused_outputs, _hashable(self.wishes), self.pins
         return self.trace_key(micro_batch), tp, machine, ways, cuts
 
@@ -366,7 +375,12 @@ class Job:
             apart=self.pinned(micro_batch).pins_within,
         )
         return price_space(
-            space, self.profile, self.cluster.gpus_per_node, self.reuse.executor, is_compiled=self.is_compiled
+            space,
+            self.profile,
+            self.cluster.gpus_per_node,
+            self.reuse.executor,
+            is_compiled=self.is_compiled,
+            num_gpus=self.cluster.gpus,
         )
 
     def is_cut(self, micro_batch: int, tp: int) -> Callable[[str, Strategy], bool]:

@@ -217,7 +217,8 @@ class Prediction:
 class SolverReport:
     """What the solver proved: bound_s <= the optimum <= objective_s, over every mesh with every micro-batch.
 
-    So many of those were solved; `skipped` counts the others by why they cannot be faster.
+    So many of those were solved; `skipped` counts the others by why they cannot be faster. `unsearched` says which
+    meshes are not among them, and why.
     """
 
     name: str
@@ -227,6 +228,7 @@ class SolverReport:
     gap: Amount
     meshes_tried: Count
     skipped: Mapping[str, Count]
+    unsearched: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

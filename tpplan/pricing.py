@@ -111,7 +111,8 @@ def expanded_as(
         },
     )
     is_compiled = plan.compile is Compile.BLOCKS
-    priced = price_space(fixed, profile, gpus_per_node, executor, is_compiled=is_compiled)
+    num_gpus = plan.mesh.num_gpus
+    priced = price_space(fixed, profile, gpus_per_node, executor, is_compiled=is_compiled, num_gpus=num_gpus)
     formulation = Formulation(priced=priced, mesh=plan.mesh, setting=setting)
     everything = dict.fromkeys(fixed.deciders, 0)
     assert formulation.problem.is_consistent(everything), "what the checker derived disagrees along an edge"

@@ -290,6 +290,8 @@ def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{_plural(solver.meshes_tried, 'point')} tried"
         + "".join(f", {count} {reason}" for reason, count in sorted(solver.skipped.items())),
     )
+    for left_out in solver.unsearched or ():
+        yield "not searched", left_out
     unproven = why_unproven(plan)
     status, why = (ProofStatus.UNPROVEN, unproven) if unproven else (proof.status, _PROVEN)
     yield "proof", f"{status}: {why} ({_plural(proof.rounds, 'round')})"

@@ -102,7 +102,7 @@ def search(job: Job, points: list[Point], *, prove: bool) -> Plan:
             num_averages=traced.opaques.num_averages(best.formulation.setting.accumulation_steps),
         )
         num_without = sum((point.micro_batch, point.tp) in known.without for point in points)
-        certificate = _certificate(best, known, len(points), num_without)
+        certificate = _certificate(best, known, len(points), num_without, job.unsearched)
         if not prove:
             return plan_of(job, expanded, best, certificate, ProofStatus.UNPROVEN, rounds)
         job.report("prove", rounds - 1, rounds)
@@ -226,8 +226,10 @@ def _looked_at(job: Job, point: Point, stage: Stage, ceiling: float) -> Candidat
             assert_never(stage)
 
 
-def _certificate(best: Candidate, known: _Progress, num_points: int, num_without: int) -> SolverReport:
-    """The best objective against the least bound of any point."""
+def _certificate(
+    best: Candidate, known: _Progress, num_points: int, num_without: int, unsearched: tuple[str, ...]
+) -> SolverReport:
+    """The best objective against the least bound of any point, and what no point is of."""
     objective = best.solution.objective or 0.0
     solved = known.solved.values()
     undecided = {point: known.bounds[point] for point in known.undecided if known.bounds[point] <= objective}
@@ -243,6 +245,7 @@ def _certificate(best: Candidate, known: _Progress, num_points: int, num_without
         gap=(objective - bound) / objective if objective else 0.0,
         meshes_tried=len(known.solved),
         skipped={reason: count for reason, count in reasons.items() if count},
+        unsearched=unsearched or None,
     )
 
 
