@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from tpplan.errors import PlanError, PlanMismatchError, TpplanError, UsageError
 from tpplan.fast_path import leave_fast_path
 from tpplan.fitting import check_filled, check_model, module_called, modules_by_name, outermost_by_name, plan_name
 from tpplan.in_step import check_first_step
+from tpplan.input_shapes import Check, check_shapes
 from tpplan.localize import Site
 from tpplan.losses import ShardedClasses
 from tpplan.mesh import Axis
@@ -57,11 +58,18 @@ _AXES = tuple(str(axis) for axis in (Axis.REPLICATE, Axis.SHARD, Axis.TP))
 
 
 def apply_plan(
-    model: nn.Module, plan: Plan | str | os.PathLike[str], *, mesh: DeviceMesh | None = None, compile: bool = False
+    model: nn.Module,
+    plan: Plan | str | os.PathLike[str],
+    *,
+    mesh: DeviceMesh | None = None,
+    compile: bool = False,
+    check: bool | Literal["warn"] = True,
 ) -> nn.Module:
     """Lays the model out as the plan says, in place, and returns it.
 
     compile=True compiles each repeated layer, recomputation and all, before FSDP takes it; the model where none is.
+    A forward that is not what was proven raises PlanMismatchError (inputs of other shapes: tpplan.input_shapes);
+    check="warn" warns instead, and with check=False nothing is looked at.
 
     Parameters get rank 0's values everywhere; those on the meta device stay there, in their local shape. `mesh`, if one
     is given, has the axes replicate, shard and tp. Raises UsageError without a process group or for a model a plan was
@@ -107,6 +115,7 @@ def apply_plan(
             module_called(outermost, name).compile()
     _shard_data(model, loaded, mesh)
     keep_mesh(model, mesh)
+    check_shapes(model, loaded, Check(check))
     check_first_step(model, mesh, originals)
     return model
 

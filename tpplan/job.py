@@ -21,6 +21,7 @@ from tpplan.formulate import Formulation
 from tpplan.graph import Direction, ModelGraph, within
 from tpplan.marking import trace_marking
 from tpplan.mesh import Mesh, divisors, meshes, sub_clusters, tp_degrees
+from tpplan.opaque import Opaques
 from tpplan.options import Allows, Batch, BuildModel, Cluster, ExampleInputs, Progress
 from tpplan.patterns import ROOT
 from tpplan.pins import Pin, Pinned
@@ -37,7 +38,7 @@ from tpplan.solvers.reduction import LIMIT_TOLERANCE
 from tpplan.space import build_space
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_buffers, own_parameters
-from tpplan.trace import BoundaryHook, Loss, accumulated_hooks, assumptions, repeated_children
+from tpplan.trace import BoundaryHook, Inputs, Loss, accumulated_hooks, assumptions, repeated_children
 from tpplan.treatments import Treatment
 from tpplan.unsearched import unsearched_counts, unsearched_degrees
 from tpplan.written import why_copies, why_not_selective, write_within, writes_of
@@ -284,16 +285,9 @@ class Job:
         built = self.reuse.models[self._model_key]
         model = built.model  # what runs is a copy
         units = repeated_children(model)
-        inputs = self.example_inputs(micro_batch, self.batch.seq_len)
-        if self.precision is Precision.BF16:
-            inputs = pytree.tree_map(_to_bfloat16, inputs)
-        untouched = accumulated_hooks(model)
+        inputs = self.inputs(micro_batch, self.batch.seq_len)
         cast = self.cast(units)
-        # A forward may leave tensors of the trace on its module; the proof copies a model that has none.
-        graph, opaques = trace_marking(
-            model, lambda: copied(model), inputs, loss=self.loss, cast=cast, untouched=untouched, whole=self.whole
-        )
-        opaques.is_hooked = bool(untouched)
+        graph, opaques = self.trace_of(model, inputs)
         units = tuple(unit for unit in units if not opaques.hides(unit))
         assumed: tuple[str, ...] = ()
         if graph.questions:
@@ -308,6 +302,21 @@ class Job:
             opaques=opaques,
             notes=built.notes,
         )
+
+    def inputs(self, micro_batch: int, seq_len: int) -> Inputs:
+        """The example inputs, in the dtype that the model computes in."""
+        inputs = self.example_inputs(micro_batch, seq_len)
+        return pytree.tree_map(_to_bfloat16, inputs) if self.precision is Precision.BF16 else inputs
+
+    def trace_of(self, model: nn.Module, inputs: Inputs) -> tuple[ModelGraph, Opaques]:
+        """The graph of a built model on some inputs, and the modules that are one operator in it."""
+        untouched, cast = accumulated_hooks(model), self.cast(repeated_children(model))
+        # A forward may leave tensors of the trace on its module; the proof copies a model that has none.
+        graph, opaques = trace_marking(
+            model, lambda: copied(model), inputs, loss=self.loss, cast=cast, untouched=untouched, whole=self.whole
+        )
+        opaques.is_hooked = bool(untouched)
+        return graph, opaques
 
     def _built(self) -> Built:
         """The model on the meta device, in the dtype it computes in."""

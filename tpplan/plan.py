@@ -19,6 +19,7 @@ from tpplan.batching import BatchShare
 from tpplan.errors import PlanError, UsageError
 from tpplan.files import format_json, write_atomically
 from tpplan.graph import within
+from tpplan.input_dims import DIM_PATTERN, Dim, parse_dim
 from tpplan.layout import LAYOUT_PATTERN, Conversion, Layout, parse_conversion, parse_layout
 from tpplan.mesh import Axis, Mesh
 from tpplan.patterns import ROOT, is_pattern, parse_ranges, substitute
@@ -30,6 +31,7 @@ SCHEMA_VERSION = 1
 T = TypeVar("T")
 
 LayoutText = Annotated[Layout, Text(parse_layout, LAYOUT_PATTERN)]
+DimText = Annotated[Dim, Text(parse_dim, DIM_PATTERN)]
 Count = Annotated[int, AtLeast(1)]
 Size = Annotated[int, AtLeast(0)]
 Amount = Annotated[float, AtLeast(0)]
@@ -260,16 +262,36 @@ class ProofStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Multiples:
+    """Batches, or lengths, for which the plan is proven besides the planned one: multiples of `multiple`. `reason` says
+    why for no other; then no multiple stands there."""
+
+    multiple: Count | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherShapes:
+    """How the dims of each input follow from batch and length, by path, and for which other of those the plan holds."""
+
+    inputs: Mapping[str, tuple[DimText, ...]]
+    batch: Multiples
+    length: Multiples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProofReport:
     """How the plan was checked, after how many rounds of solving, and what was forbidden on the way. `assumptions` are
     answers that the model's code had from the values of its example inputs, and would go another way without.
     `plan_hash` is that of the plan that was proven (tpplan.proof_hash): where the plan has another, or the proof none,
-    the plan counts as unproven."""
+    the plan counts as unproven.
+    `other_shapes` is absent where shapes do not matter: every rank has all of the model (tp = 1)."""
 
     status: ProofStatus
     rounds: Size
     cuts: tuple[str, ...]
     assumptions: tuple[str, ...]
+    other_shapes: OtherShapes | None = None
     plan_hash: str | None = None
 
 

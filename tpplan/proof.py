@@ -21,6 +21,7 @@ from tpplan.job import Job
 from tpplan.model_check import parameters_fingerprint
 from tpplan.optimizers import optimizer_named
 from tpplan.options import BuildModel, ExampleInputs
+from tpplan.other_shapes import other_shapes
 from tpplan.outcome import input_shapes
 from tpplan.patterns import ROOT
 from tpplan.plan import CollectivePlan, Fingerprints, Plan, Prediction
@@ -91,6 +92,7 @@ def prove_plan(
     priced = priced_as(expanded, plan)
     if is_as_solved:
         _refuse(_listing_problems(plan, priced.collectives))
+        _refuse(_shape_problems(plan, job, traced))
     made = (
         plan
         if is_as_solved
@@ -261,6 +263,12 @@ def _listing_problems(plan: Plan, implied: tuple[CollectivePlan, ...]) -> Iterat
                 f"{key.during}: listed {given[key]}, and the plan implies {wanted[key]}"
             )
     yield from (f"collectives[{i}]: stands there twice" for i, key in enumerate(keys) if key in keys[:i])
+
+
+def _shape_problems(plan: Plan, job: Job, traced: Traced) -> Iterator[str]:
+    """Other batches and lengths that the plan is said to hold for, and does not."""
+    if plan.proof.other_shapes is not None and (found := other_shapes(job, plan, traced)) != plan.proof.other_shapes:
+        yield f"proof.other_shapes: the plan says {plan.proof.other_shapes}, it is proven for {found}"
 
 
 def _keys(plan: Plan) -> Iterator[Issued]:

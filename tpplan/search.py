@@ -24,6 +24,7 @@ from tpplan.formulate import Formulation
 from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op
 from tpplan.infeasible import infeasible
 from tpplan.job import Candidate, Job, Point
+from tpplan.other_shapes import with_other_shapes
 from tpplan.outcome import plan_of
 from tpplan.patterns import ROOT
 from tpplan.plan import Plan, ProofStatus, SolverReport
@@ -120,7 +121,7 @@ def search(job: Job, points: list[Point], *, prove: bool) -> Plan:
         if problem is None:
             assert isinstance(checked, Plan)
             job.report("prove", rounds, rounds)
-            return as_proven(checked)
+            return as_proven(with_other_shapes(job, checked, traced))
         if (culprit := _culprit(problem)) is not None:
             job.run_whole(culprit, problem.message)
             points, known = job.applicable(points), _Progress()

@@ -103,13 +103,18 @@ def named_tensors(tree: Any, change: Callable[[str, torch.Tensor], torch.Tensor]
     )
 
 
-def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Positional arguments under their parameter's name, so that a path does not depend on how a call is written."""
-    positional = [
+def positional_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments that a forward takes without one."""
+    return tuple(
         parameter.name
         for parameter in inspect.signature(module.forward).parameters.values()
         if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    ]
+    )
+
+
+def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Positional arguments under their parameter's name, so that a path does not depend on how a call is written."""
+    positional = positional_names(module)
     names = [positional[i] if i < len(positional) else f"args{i}" for i in range(len(args))]
     return dict(zip(names, args, strict=True)) | kwargs
 
