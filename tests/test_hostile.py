@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed as dist
 import torch.distributed.tensor
 from forks import in_fork

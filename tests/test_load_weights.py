@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed as dist
 import torch.distributed.tensor
 from fused_model import FusedModel, batch, build_model, loss_of, plan_for

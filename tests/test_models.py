@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch._dynamo  # before the forks
 import torch.nn.functional as F
 from examples import eager_to_shard
 from one_process import relative_errors
