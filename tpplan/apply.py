@@ -48,6 +48,8 @@ from tpplan.rewrite import Rewriter, rewrite_calls
 from tpplan.sizes import LocalSizes
 from tpplan.style import module_styles
 from tpplan.subclass import SITE, is_generated
+from tpplan.torch_internals.modules import own_buffers, own_parameters
+from tpplan.torch_internals.tensors import gradient_hooks, local_part
 
 #: where the model keeps what averages gradients that FSDP does not
 AVERAGER = "_tpplan_averager"
@@ -237,9 +239,10 @@ def _move(model: nn.Module, device_type: str, *, with_parameters: bool) -> None:
         return tensor if tensor.device.type in (device_type, "meta") else tensor.to(device_type)
 
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        buffers = own_buffers(module)
+        for name, buffer in buffers.items():
             if buffer is not None:
-                module._buffers[name] = moved(buffer)
+                buffers[name] = moved(buffer)
     if with_parameters:
         for parameter in model.parameters():
             parameter.data = moved(parameter.data)
@@ -255,7 +258,7 @@ def _keep_hooks(model: nn.Module, plan: Plan) -> None:
         else ()
     ):
         named = module.named_parameters()
-        hooks = {name: tuple(weight._backward_hooks.values()) for name, weight in named if weight._backward_hooks}
+        hooks = {name: tuple(own.values()) for name, weight in named if (own := gradient_hooks(weight))}
         if hooks:
             module.__dict__[HOOKS] = hooks
             if plan.mesh.tp == 1:
@@ -278,7 +281,7 @@ def _broadcast_replicas(
     for axis in axes:
         if mesh[axis].size() > 1 and dist.get_backend() != "fake":
             for parameter in model.parameters():
-                local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+                local = local_part(parameter) if isinstance(parameter, DTensor) else parameter
                 if not local.is_meta:
                     dist.broadcast(local.detach(), group=mesh.get_group(axis), group_src=0)
 
@@ -347,18 +350,17 @@ def _replicate(model: nn.Module, plan: Plan, mesh: DeviceMesh, axes: DeviceMesh,
     averager = model.__dict__[AVERAGER] = Averager(groups=groups)
     replicas: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        parameters = own_parameters(module)
+        for name, parameter in parameters.items():
             if parameter is None or parameter not in scalars:
                 continue
             if id(parameter) not in replicas:
                 assert isinstance(parameter, DTensor)
-                local = DTensor.from_local(
-                    parameter._local_tensor.detach(), on, [Replicate()] * on.ndim, run_check=False
-                )
+                local = DTensor.from_local(local_part(parameter).detach(), on, [Replicate()] * on.ndim, run_check=False)
                 replicas[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
                 if parameter.requires_grad:
                     averager.slots.append(Slot(module=module, name=name))
-            module._parameters[name] = replicas[id(parameter)]
+            parameters[name] = replicas[id(parameter)]
     for site in _sites(model):
         for reads in (*site.reads.values(), *(site.whole or {}).values()):
             if reads.name in names:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from tpplan import solvers
 from tpplan.bystander import copied
@@ -37,6 +36,8 @@ from tpplan.rules import Strategy
 from tpplan.setting import Setting
 from tpplan.solvers.reduction import LIMIT_TOLERANCE
 from tpplan.space import build_space
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.trace import BoundaryHook, Inputs, Loss, accumulated_hooks, assumptions, repeated_children
 from tpplan.treatments import Treatment
 from tpplan.written import why_copies, why_not_selective, write_within, writes_of
@@ -500,7 +501,7 @@ def _put_on_meta(model: nn.Module) -> None:
     """What code made on another device than it was told to (torch.normal heeds none), ties kept."""
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        tables: tuple[dict[str, Any], ...] = (own_parameters(module), own_buffers(module))
         for table in tables:
             for name, tensor in table.items():
                 if tensor is not None and not tensor.is_meta:

@@ -21,12 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from tpplan.errors import ModelError
 from tpplan.rewrite import is_own_code_running
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.recording import unrecorded
+from tpplan.torch_internals.tensors import storage_key, version_of
 from tpplan.unsaid import UnknownValueError, Unsaid, with_parts
 
 #: what asks a tensor for its values
@@ -113,7 +114,7 @@ class KnownValues(TorchFunctionMode):
         if name not in _DESCRIPTIONS and any(map(_is_at_rest, (*args, *kwargs.values()))):
             raise AtRestError(f"{asking_line()}: reads parameters past their modules' attributes (parameters())")
         if getattr(func, "__self__", None) is torch.Tensor.data:
-            self._laid_bare.add(args[0].untyped_storage()._cdata)
+            self._laid_bare.add(storage_key(args[0]))
         before, self.constant = self.constant, _digest((args, kwargs)) if name in _CONSTANTS else self.constant
         try:
             results = func(*args, **kwargs)
@@ -130,7 +131,7 @@ class KnownValues(TorchFunctionMode):
         """Code of ours draws seeds on the CPU."""
         if getattr(func, "__name__", "") not in QUESTIONS:
             return func(*args, **kwargs)
-        with disable_proxy_modes_tracing():
+        with unrecorded():
             return func(*args, **kwargs)
 
     def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> tuple[int, bool]:
@@ -171,7 +172,7 @@ class KnownValues(TorchFunctionMode):
     def _on_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call with its tensors made on the CPU. Raises UnknownValueError."""
         self._reads_inputs, self._values = False, {}
-        with disable_proxy_modes_tracing(), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=()):
+        with unrecorded(), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=()):
             state = torch.get_rng_state()
             try:
                 given = pytree.tree_map(self._on_cpu, (args, kwargs))
@@ -209,7 +210,7 @@ class KnownValues(TorchFunctionMode):
     def _check_unwritten(self, tensor: Tensor) -> None:
         version = _version(tensor)
         is_seen = version is not None and self._versions.get(id(tensor)) == version
-        if not is_seen or tensor.untyped_storage()._cdata in self._laid_bare:
+        if not is_seen or storage_key(tensor) in self._laid_bare:
             raise UnknownValueError("a tensor was asked for its values, which have been written to")
 
     def _on_cpu(self, argument: Any) -> Any:
@@ -230,7 +231,7 @@ def _is_at_rest(argument: Any) -> bool:
 
 def _version(tensor: Tensor) -> int | None:
     """How often a tensor was written to, through any view; inference tensors do not count."""
-    return None if tensor.is_inference() else tensor._version
+    return None if tensor.is_inference() else version_of(tensor)
 
 
 def _kept(argument: Any) -> Any:

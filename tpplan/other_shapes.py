@@ -16,7 +16,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from tpplan.errors import TpplanError
 from tpplan.graph import ModelGraph
@@ -28,6 +27,7 @@ from tpplan.pricing import unpriced_as
 from tpplan.prove import find_difference
 from tpplan.reader import path_of
 from tpplan.reuse import Traced
+from tpplan.torch_internals import pytree
 from tpplan.trace import Inputs
 from tpplan.typecheck import Mistyped, implied_strategies
 

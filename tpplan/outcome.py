@@ -5,7 +5,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from tpplan.assemble import Expanded
 from tpplan.by_pattern import blocks_table, by_pattern, rename_parameter
@@ -32,6 +31,7 @@ from tpplan.reader import path_of
 from tpplan.reruns import rerun
 from tpplan.reuse import Traced
 from tpplan.rules import OPAQUE
+from tpplan.torch_internals import pytree
 
 
 def plan_of(

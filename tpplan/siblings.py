@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from tpplan import operators
 from tpplan.errors import ModelError
 from tpplan.known import KnownValues
 from tpplan.subclass import SITE
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.tensors import plain_calls
 
 #: what an applied plan does inside a module, by its name
 Doings = Callable[[str], object]
@@ -180,7 +181,7 @@ def _modes() -> object:
 
 def _signature(leaf: Any) -> object:
     if isinstance(leaf, torch.Tensor):
-        with torch._C.DisableTorchFunction():  # a trace's modes are asked of each attribute otherwise
+        with plain_calls():  # a trace's modes are asked of each attribute otherwise
             return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
     return leaf
 

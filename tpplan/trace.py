@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from tpplan import operators
 from tpplan.errors import ModelError
@@ -28,6 +27,8 @@ from tpplan.program import Program, StoppedError, naming_modules, on_meta, recor
 from tpplan.reader import GraphReader, NotAlikeError, path_of
 from tpplan.rewrite import is_own_code_running, own_code
 from tpplan.siblings import Doings, standing_in
+from tpplan.torch_internals import pytree, tensors
+from tpplan.torch_internals.tensors import storage_key
 from tpplan.unsaid import UnknownValueError
 
 logger = logging.getLogger(__name__)
@@ -316,7 +317,7 @@ def _trace(
         naming_modules(model, running, opaques.hides),
         quiet(),
     ):
-        parameters = {name: (own, own.untyped_storage()._cdata) for name, own in model.named_parameters()}
+        parameters = {name: (own, storage_key(own)) for name, own in model.named_parameters()}
         try:
             program = record(_Step(model, loss, spec), leaves, paths, scope, otherwise, extra)
         except StoppedError as stopped:
@@ -407,7 +408,7 @@ def _check_modules(
             )
     for name, parameter in model.named_parameters():
         own, storage = parameters.get(name, (None, 0))
-        if own is not parameter or parameter.untyped_storage()._cdata != storage:
+        if own is not parameter or storage_key(parameter) != storage:
             what = "a new parameter" if own is not parameter else "new data"
             raise ReplacedError(
                 f"the forward puts {what} at {name!r}: a plan is for those that the builder returns. Write to "
@@ -419,7 +420,7 @@ def _check_modules(
 def accumulated_hooks(model: nn.Module) -> str:
     """The first parameter with a hook on its accumulated gradient, which would stay behind when the parameter is
     distributed, and see one data-parallel rank's; "" where there is none."""
-    named = (name for name, parameter in model.named_parameters() if parameter._post_accumulate_grad_hooks)
+    named = (name for name, parameter in model.named_parameters() if tensors.accumulated_hooks(parameter))
     name = next(named, "")
     return (
         f"parameter {name} has a hook on its accumulated gradient; register it after the plan is applied"

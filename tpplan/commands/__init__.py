@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 
 from tpplan.commands._pins import with_files
-from tpplan.errors import TpplanError
+from tpplan.errors import InternalError, TpplanError
 from tpplan.garbage import rarely_collected
 from tpplan.load import UserCodeError
 
@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _explain(error)
     except Exception:
         traceback.print_exc()
-        print("tpplan: this is a bug in tpplan: please report it with the lines above", file=sys.stderr)
+        bug = "this is a bug in tpplan: please report it with the lines above and what `tpplan doctor` prints"
+        print(f"tpplan: {bug}", file=sys.stderr)
         return 1
     return code
 
@@ -66,6 +67,8 @@ def _explain(error: TpplanError) -> int:
     """The error on stderr, after the user's own traceback where their code raised it. Returns its exit code."""
     if isinstance(error, UserCodeError):
         print(error.user_traceback, file=sys.stderr)
+    if isinstance(error, InternalError):
+        traceback.print_exception(error)
     print(f"tpplan: error: {error}", file=sys.stderr)
     return error.exit_code
 

@@ -19,6 +19,7 @@ from tpplan.graph import Boundary, Direction
 from tpplan.layout import R_STAR, ROWS, Layout, LayoutKind, P, R, S
 from tpplan.patterns import ROOT
 from tpplan.plan import ParameterPlan, Plan
+from tpplan.torch_internals.modules import own_parameters
 
 
 def export(laid: LaidOut) -> str:
@@ -85,7 +86,7 @@ class _Finder:
 
     def _owners(self) -> Iterator[tuple[str, nn.Module]]:
         for name, module in self.laid.model.named_modules(remove_duplicate=False):
-            if module._parameters:
+            if own_parameters(module):
                 yield name, module
 
     @cached_property
