@@ -179,9 +179,9 @@ def strategy_of(hint: object) -> st.SearchStrategy[object]:
             case Text():
                 return st.builds(_crossings, layouts, layouts, st.sampled_from(["int64", "float8_e4m3fn"]))
             case AtLeast(bound=bound) if arguments[0] is int:
-                return st.integers(int(bound), 2**70)
+                return st.integers(int(bound), 2**62)
             case AtLeast(bound=bound):
-                return st.floats(bound, allow_infinity=False) | st.integers(0, 9)
+                return st.just(0.0) | st.floats(max(bound, 1e-30), 1e30) | st.integers(1, 9)
     if origin in (Union, types.UnionType):
         return st.none() | strategy_of(arguments[0])
     if origin is tuple:
