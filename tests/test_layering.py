@@ -13,10 +13,11 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tpplan"
 #: From the top down. A package is one room: its modules import each other.
 WITHOUT_TORCH = (
     "errors",
+    "escapes",
     "garbage",
     "units",
-    "strict",
     "files",
+    "strict",
     "buckets",
     "interpolate",
     "mesh",
@@ -128,6 +129,7 @@ WITH_TORCH = (
     "constructor",
     "materialize",
     "load_weights",
+    "checkpoint_metadata",
     "checkpoint",
     "bystander",
     "issued",

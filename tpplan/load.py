@@ -13,7 +13,6 @@ Where the user's own code fails, the error carries their traceback from their fi
 import contextlib
 import difflib
 import importlib.util
-import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tpplan.errors import ModelError
+from tpplan.strict import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -290,13 +290,8 @@ def _load_hf(path: Path, source: str) -> ModelSpec:
 
 def _architectures(path: Path) -> list[str]:
     """Class names that the configuration lists. Raises ModelError for a file that is missing or no such JSON."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path}: no such config.json; save one with `config.save_pretrained(folder)`") from None
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ModelError(f"{path}: not valid JSON: {error}") from None
+    if not path.exists():
+        raise ModelError(f"{path}: no such config.json; save one with `config.save_pretrained(folder)`")
+    data = read_json(path, origin=str(path), error=ModelError)
     names = data.get("architectures") if isinstance(data, dict) else None
     return [name for name in names or () if isinstance(name, str)]

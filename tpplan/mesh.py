@@ -11,6 +11,11 @@ from enum import StrEnum
 
 from tpplan.errors import IndivisibleError, UsageError
 
+#: GPUs to plan for; no cluster has more
+MAX_GPUS = 2**20
+#: sequences of a step, tokens of a sequence
+MAX_COUNT = 2**32
+
 
 class Axis(StrEnum):
     """A mesh axis: batch replicas, FSDP shards, tensor parallelism."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from tpplan.assemble import Expanded
 from tpplan.errors import ModelError, ProfileError, TpplanError, VerificationError
 from tpplan.fitting import check_model
-from tpplan.graph import Boundary, Direction, within
+from tpplan.graph import Boundary, Direction
 from tpplan.issued import Issued, listed
 from tpplan.job import Job
 from tpplan.model_check import parameters_fingerprint
@@ -23,7 +23,7 @@ from tpplan.optimizers import optimizer_named
 from tpplan.options import BuildModel, ExampleInputs
 from tpplan.other_shapes import other_shapes
 from tpplan.outcome import input_shapes
-from tpplan.patterns import ROOT
+from tpplan.patterns import ROOT, holders
 from tpplan.plan import CollectivePlan, Fingerprints, Plan, Prediction
 from tpplan.pricing import expanded_as, priced_as
 from tpplan.profile import HardwareProfile, load_profile
@@ -216,13 +216,13 @@ def _named_modules(plan: Plan) -> dict[str, list[tuple[str, str]]]:
 
 def _unit_problems(plan: Plan) -> Iterator[str]:
     """FSDP takes a module once, and those inside it before it."""
-    seen: list[str] = []
+    seen: set[str] = set()
     for position, key in enumerate(plan.fsdp.units):
         for name, _ in plan.expand(key):
-            around = next((other for other in seen if within(_plain(name), other)), None)
+            around = next((other for other in (_plain(name), *holders(_plain(name))) if other in seen), None)
             if around is not None:
                 yield f"fsdp.units[{position}]: {name} comes after {around or ROOT}, which holds it"
-            seen.append(_plain(name))
+            seen.add(_plain(name))
 
 
 def _plain(name: str) -> str:
@@ -262,7 +262,8 @@ def _listing_problems(plan: Plan, implied: tuple[CollectivePlan, ...]) -> Iterat
                 f"collectives{at}: {key.where}: {key.kind} of {key.num_bytes} bytes ({key.dtype}) over {key.axis}, "
                 f"{key.during}: listed {given[key]}, and the plan implies {wanted[key]}"
             )
-    yield from (f"collectives[{i}]: stands there twice" for i, key in enumerate(keys) if key in keys[:i])
+    first = {key: len(keys) - 1 - i for i, key in enumerate(reversed(keys))}
+    yield from (f"collectives[{i}]: stands there twice" for i, key in enumerate(keys) if first[key] < i)
 
 
 def _shape_problems(plan: Plan, job: Job, traced: Traced) -> Iterator[str]:

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tpplan.errors import PlanError
+from tpplan.escapes import escaped_data
 from tpplan.layer_table import layer_lines
 from tpplan.ledger import SLACK
 from tpplan.mesh import Axis
@@ -59,10 +60,16 @@ def render(plan: Plan, *, width: int = DEFAULT_WIDTH, color: bool = False) -> st
     Raises PlanError for a dtype whose size is unknown.
     """
     console = Console(
-        file=io.StringIO(), width=width, force_terminal=color, color_system="auto" if color else None, highlight=False
+        file=io.StringIO(),
+        width=width,
+        force_terminal=color,
+        color_system="auto" if color else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
     )
     with console.capture() as capture:
-        console.print(_report(plan, width))
+        console.print(_report(escaped_data(plan), width, why_unproven(plan)))
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
 
@@ -84,14 +91,14 @@ def as_data(plan: Plan) -> dict[str, object]:
     }
 
 
-def _report(plan: Plan, width: int) -> RenderableType:
+def _report(plan: Plan, width: int, unproven: str) -> RenderableType:
     return Group(
         *_section("Plan", _facts(_header(plan))),
         *_section("Layers", *layer_lines(plan, width - _INDENT)),
         *_section("Predicted step", *_time(plan)),
         *_section("Predicted peak memory per GPU", *_memory(plan)),
         *_section("Collectives of a step on one rank", *_collectives(plan.collectives)),
-        *_section("Why this plan", _facts(_provenance(plan)), last=True),
+        *_section("Why this plan", _facts(_provenance(plan, unproven)), last=True),
     )
 
 
@@ -281,7 +288,7 @@ def _collectives(collectives: tuple[CollectivePlan, ...]) -> Iterator[Renderable
 # How it was found
 
 
-def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
+def _provenance(plan: Plan, unproven: str) -> Iterator[tuple[str, str]]:
     solver, proof = plan.solver, plan.proof
     yield (
         "solver",
@@ -292,7 +299,6 @@ def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
     )
     for left_out in solver.unsearched or ():
         yield "not searched", left_out
-    unproven = why_unproven(plan)
     status, why = (ProofStatus.UNPROVEN, unproven) if unproven else (proof.status, _PROVEN)
     yield "proof", f"{status}: {why} ({_plural(proof.rounds, 'round')})"
     if unproven and proof.status is not ProofStatus.UNPROVEN:

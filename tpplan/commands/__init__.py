@@ -14,8 +14,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from tpplan.commands._output import write
 from tpplan.commands._pins import with_files
 from tpplan.errors import InternalError, TpplanError
+from tpplan.escapes import escaped_lines
 from tpplan.garbage import rarely_collected
 from tpplan.load import UserCodeError
 
@@ -29,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parse(with_files(sys.argv[1:] if argv is None else argv))
     except TpplanError as error:
         return _explain(error)
-    logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="tpplan: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Escaping("tpplan: %(message)s"))
+    logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, handlers=[handler])
     try:
         with rarely_collected():
             code: int = args.run(args)
@@ -39,16 +43,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except KeyboardInterrupt:
-        print("tpplan: interrupted", file=sys.stderr)
+        write("tpplan: interrupted\n", to_stderr=True)
         return _INTERRUPTED
     except TpplanError as error:
         return _explain(error)
     except Exception:
-        traceback.print_exc()
-        bug = "this is a bug in tpplan: please report it with the lines above and what `tpplan doctor` prints"
-        print(f"tpplan: {bug}", file=sys.stderr)
+        bug = "tpplan: this is a bug in tpplan: please report it with the lines above and what `tpplan doctor` prints"
+        write(f"{traceback.format_exc()}{bug}\n", to_stderr=True)
         return 1
     return code
+
+
+class _Escaping(logging.Formatter):
+    """Formats a log line, in which a plan may be quoted, as a command prints."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line without what a terminal would obey."""
+        return escaped_lines(super().format(record))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -66,10 +77,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _explain(error: TpplanError) -> int:
     """The error on stderr, after the user's own traceback where their code raised it. Returns its exit code."""
     if isinstance(error, UserCodeError):
-        print(error.user_traceback, file=sys.stderr)
+        write(f"{error.user_traceback}\n", to_stderr=True)
     if isinstance(error, InternalError):
-        traceback.print_exception(error)
-    print(f"tpplan: error: {error}", file=sys.stderr)
+        write("".join(traceback.format_exception(error)), to_stderr=True)
+    write(f"tpplan: error: {error}\n", to_stderr=True)
     return error.exit_code
 
 

@@ -1,11 +1,11 @@
 """`tpplan doctor`: what of this installation works, and what not, in ten lines for a bug report."""
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from tpplan.commands._output import write, write_json
 from tpplan.errors import TpplanError
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ def run(args: argparse.Namespace) -> int:
         for finding in examine():
             findings.append(finding)
             if not args.json:
-                sys.stdout.write("\n".join(_lines(finding)) + "\n")
+                write("\n".join(_lines(finding)) + "\n")
                 sys.stdout.flush()
     if args.json:
-        sys.stdout.write(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n")
+        write_json([asdict(finding) for finding in findings], sort_keys=False)
     return TpplanError.exit_code if any(finding.state is State.FAILS for finding in findings) else 0
 
 

@@ -5,14 +5,12 @@ anew: for --why-not on the plan's mesh with all else chosen again, for --shadow-
 """
 
 import argparse
-import json
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tpplan.commands._output import aligned, folded, print_lines, terminal_width
+from tpplan.commands._output import aligned, folded, print_lines, terminal_width, write_json
 from tpplan.commands._pins import add_pins, pins_of
 from tpplan.commands.solve import count
 from tpplan.errors import InfeasibleError, ModelError, UsageError
@@ -86,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         except ModelError as error:
             raise model.locate(error) from error
     if args.json:
-        sys.stdout.write(json.dumps(data, indent=2, sort_keys=True) + "\n")
+        write_json(data)
     else:
         print_lines(lambda width: [part for line in lines for part in folded(line, width)])
     return code

@@ -3,13 +3,11 @@ is issued. `--dry` does all but the values on a fake process group of the plan's
 """
 
 import argparse
-import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.commands._output import print_lines
+from tpplan.commands._output import print_lines, write_json, wrote
 from tpplan.commands.solve import check_output, count
 from tpplan.errors import UsageError, VerificationError
 
@@ -71,12 +69,12 @@ def run(args: argparse.Namespace) -> int:
             "checks": [asdict(check) for check in report.checks],
             "is_right": report.is_right,
         }
-        sys.stdout.write(json.dumps(data, indent=2, sort_keys=True) + "\n")
+        write_json(data)
     else:
         print_lines(lambda width: _lines(report))
     if report.is_right and report.mended is not None:
         report.mended.dump(args.output)
-        print(f"wrote {args.output}", file=sys.stderr)
+        wrote(args.output)
     return 0 if report.is_right else VerificationError.exit_code
 
 
