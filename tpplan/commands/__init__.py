@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 from tpplan.commands._output import write
 from tpplan.commands._pins import with_files
-from tpplan.errors import InternalError, TpplanError
+from tpplan.errors import InternalError, TpplanError, UsageError
 from tpplan.escapes import escaped_lines
 from tpplan.garbage import rarely_collected
-from tpplan.load import UserCodeError
+from tpplan.load import HF_PREFIX, TRUST_FLAG, UserCodeError, trusted
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -71,6 +71,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.words += rest
+    if vars(args).get("trust_remote_code"):
+        _trust(args)
     return args
 
 
@@ -93,4 +95,18 @@ def _parser() -> argparse.ArgumentParser:
     for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
         if not module.name.startswith("_"):
             importlib.import_module(f"{__name__}.{module.name}").add_parser(subparsers)
+    for verb in subparsers.choices.values():
+        if {"model", "words"} & {action.dest for action in verb._actions}:
+            verb.add_argument(TRUST_FLAG, action="store_true", help="run the code that hf:path/config.json names")
     return parser
+
+
+def _trust(args: argparse.Namespace) -> None:
+    """Marks the model as one whose configuration may run code. Raises UsageError where that is no configuration."""
+    if "model" in vars(args):
+        args.model = trusted(args.model)
+        return
+    marked = [trusted(word) if word.startswith(HF_PREFIX) else word for word in args.words]
+    if marked == args.words:
+        raise UsageError(f"{TRUST_FLAG}: it is for {HF_PREFIX}path/config.json")
+    args.words = marked

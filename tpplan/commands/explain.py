@@ -15,7 +15,7 @@ from tpplan.commands._pins import add_pins, pins_of
 from tpplan.commands.solve import count
 from tpplan.errors import InfeasibleError, ModelError, UsageError
 from tpplan.layer_table import layer_rows
-from tpplan.load import ModelSpec, load_model_file
+from tpplan.load import HF_PREFIX, HF_TRUSTED_PREFIX, ModelSpec, load_model_file
 from tpplan.pins import parse_pin
 from tpplan.plan import Plan
 from tpplan.profile import Collective, HardwareProfile, load_profile
@@ -92,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _sorted_words(words: Sequence[str]) -> tuple[str | None, str | None]:
     """The pattern and the model among the words: the model is the one with .py or hf: in it."""
-    models = [word for word in words if re.search(r"\.py(:\w+)?$", word) or word.startswith("hf:")]
+    models = [
+        word for word in words if re.search(r"\.py(:\w+)?$", word) or word.startswith((HF_PREFIX, HF_TRUSTED_PREFIX))
+    ]
     patterns = [word for word in words if word not in models]
     if len(models) > 1 or len(patterns) > 1:
         raise UsageError(f"explain: expected one pattern of modules and one model, got {' '.join(words)}")
