@@ -135,6 +135,7 @@ WITH_TORCH = (
     "infeasible",
     "unkept",
     "outcome",
+    "conflicts",
     "search",
     "planner",
     "proof",
