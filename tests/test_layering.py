@@ -144,6 +144,7 @@ WITH_TORCH = (
     "infeasible",
     "unkept",
     "outcome",
+    "conflicts",
     "search",
     "planner",
     "proof",

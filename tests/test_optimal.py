@@ -1,6 +1,7 @@
 """What is called optimal: no plan that would be proven is faster. Known cases, on transformers' Llama and in small."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
+from tpplan import search
 from tpplan.graph import Direction, ModelGraph
-from tpplan.layout import S
+from tpplan.layout import R_STAR, R, S
 from tpplan.load import ModelSpec, load_model_file
 from tpplan.options import Allows
 from tpplan.plan import Plan, ProofStatus
@@ -109,3 +111,103 @@ def test_long_sequences_keep_the_residual_on_slices(tmp_path: Path) -> None:
     assert plan.proof.status is ProofStatus.PROVEN
     assert plan.solver.status is Status.OPTIMAL
     assert plan.solver.objective_s == pytest.approx(unproven.solver.objective_s, rel=1e-6)
+
+
+class Counted(nn.Module):
+    """Two projections up, of which the code counts the widths that it sees: right where either is cut, and another
+    function where both are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(DIM, HIDDEN // 2, bias=False)
+        self.left_down, self.right_down = nn.Linear(HIDDEN, DIM, bias=False), nn.Linear(HIDDEN // 2, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.left(x), self.right(x)
+        factor = 3.0 if a.shape[-1] + b.shape[-1] > HIDDEN * 3 // 4 else 1.0
+        return (self.left_down(a.relu()) + self.right_down(b.relu())) * factor
+
+
+class CountedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = Counted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.counted(x)).square().mean()
+
+
+#: of an odd length and a batch of one, only widths can be cut
+DIM, HIDDEN, ODD = 32, 128, 15
+
+
+def columns_only(graph: ModelGraph) -> Allows:
+    """The projections are whole, or cut by columns and seen so."""
+    projected = {b.name: b for b in graph.boundaries if b.module.endswith(("left", "right"))}
+
+    def allowed(name: str, strategy: Strategy) -> bool:
+        if name not in projected:
+            return True
+        if projected[name].direction is Direction.INPUT:
+            return strategy.results[0] in (R, R_STAR)
+        return strategy.operands == strategy.results
+
+    return allowed
+
+
+def solve_counted(allows: Callable[[ModelGraph], Allows] = columns_only, **options: Any) -> Plan:
+    return tpplan.solve(
+        CountedModel,
+        lambda batch, length: {"x": torch.randn(batch, length, DIM)},
+        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
+        global_batch=1,
+        seq_len=ODD,
+        tp=2,
+        precision="fp32",
+        allows=allows,
+        **options,
+    )
+
+
+def cut_projections(plan: Plan) -> set[str]:
+    return {name.split(".")[1] for name, own in plan.parameter_plans().items() if own.placement.dim is not None} & {
+        "left",
+        "right",
+    }
+
+
+def test_what_is_wrong_together_is_forbidden_together() -> None:
+    """Each way alone is right: the wider one is cut. To forbid either alone leaves both whole."""
+    plan = solve_counted()
+    assert plan.proof.status is ProofStatus.PROVEN
+    assert any("the number 3.0 became 1.0" in cut for cut in plan.proof.cuts)
+    assert cut_projections(solve_counted(prove=False)) == {"left", "right"}
+    assert cut_projections(plan) == {"left"}
+    assert plan.solver.status is Status.OPTIMAL
+    assert plan.solver.gap == 0
+    whole = solve_counted(lambda graph: lambda name, strategy: all(x.dim is None for x in strategy.results))
+    assert plan.solver.objective_s < whole.solver.objective_s
+
+
+def test_what_is_cut_to_end_sooner_is_in_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without patience all that the code sees stays whole; the bound is that of what was found above."""
+    optimal = solve_counted()
+    monkeypatch.setattr(search, "PATIENCE", 1)
+    plan = solve_counted()
+    assert plan.proof.status is ProofStatus.PROVEN
+    assert cut_projections(plan) == set()
+    assert plan.solver.status is Status.FEASIBLE
+    assert plan.solver.bound_s == pytest.approx(optimal.solver.objective_s)
+    assert plan.solver.gap == pytest.approx(1 - plan.solver.bound_s / plan.solver.objective_s)
+    assert plan.solver.gap > 0.01
+
+
+def test_positions_from_a_length_forbid_slices_where_it_is_read_alone(tmp_path: Path) -> None:
+    """An arange over the embedding's length once forbade slices at every layer's output, too: 3.85 s for 3.73."""
+    spec = llama(tmp_path, **WIDE, num_hidden_layers=3)
+    cluster = tpplan.Cluster(gpus=16, gpus_per_node=8, profile="h100-sxm")
+    options = {"global_batch": 64, "seq_len": 4096, "tp": 8, "all_gpus": True}
+    plan, pinned = (solve(spec, cluster, pins=pins, **options) for pins in ({}, {"model.layers.*.mlp": "megatron"}))
+    assert plan.proof.status is ProofStatus.PROVEN
+    assert plan.solver.status is Status.OPTIMAL
+    assert plan.solver.objective_s <= pinned.solver.objective_s * (1 + 1e-6)

@@ -11,7 +11,20 @@ import pytest
 
 from tpplan import solvers
 from tpplan.errors import SolverError, UsageError
-from tpplan.problem import Choice, Edge, Expression, Node, Problem, Resource, Solution, Split, Status, Term, total
+from tpplan.problem import (
+    Choice,
+    Conflict,
+    Edge,
+    Expression,
+    Node,
+    Problem,
+    Resource,
+    Solution,
+    Split,
+    Status,
+    Term,
+    total,
+)
 from tpplan.solvers.reduction import reduce
 
 ILP_SOLVERS = ("highs", "cbc")
@@ -200,6 +213,48 @@ def test_ilp_matches_brute_force(solver: str, batch: int) -> None:
         assert_truthful(problem, actual)
         assert actual.objective == pytest.approx(expected.objective, rel=1e-9, abs=1e-30), f"seed {seed}"
         assert actual.bound == pytest.approx(expected.objective, rel=1e-9, abs=1e-30), f"seed {seed}"
+
+
+def random_conflicts(rng: random.Random, problem: Problem, choice: Choice) -> tuple[Conflict, ...]:
+    """Some that forbid a choice, by one node or several, and some that need not."""
+    found = []
+    for _ in range(rng.randint(1, 4)):
+        own = rng.sample(problem.nodes, rng.randint(1, len(problem.nodes)))
+        groups = ((n.name, {choice[n.name], rng.randrange(len(n.strategies))}) for n in own)
+        found.append(Conflict(choices=tuple((name, frozenset(group)) for name, group in groups)))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("solver", ILP_SOLVERS)
+def test_conflicts_leave_the_optimum_that_enumeration_finds(solver: str) -> None:
+    """Each forbids what was the optimum before: found again, until nothing is left."""
+    num_solved = num_dearer = 0
+    for seed in range(0, NUM_RANDOM_PROBLEMS, 3):
+        problem, rng = random_problem(seed), random.Random(seed)
+        free = solvers.solve(problem, solver="brute-force")
+        if free.choice is None or free.objective is None:
+            continue
+        problem = replace(problem, conflicts=random_conflicts(rng, problem, free.choice))
+        expected = solvers.solve(problem, solver="brute-force")
+        actual = solvers.solve(problem, solver=solver)
+        assert actual.status is expected.status, f"seed {seed}"
+        if expected.objective is None:
+            continue
+        assert_truthful(problem, actual)
+        assert all(conflict.is_avoided(actual.choice or {}) for conflict in problem.conflicts)
+        assert actual.objective == pytest.approx(expected.objective, rel=1e-9, abs=1e-30), f"seed {seed}"
+        num_solved += 1
+        num_dearer += expected.objective > free.objective
+    assert num_solved >= 30
+    assert num_dearer >= 15
+
+
+def test_conflicts_name_nodes_that_there_are() -> None:
+    nodes = (node("a", 2), node("b", 2))
+    for names in (("a", "c"), ("a", "a")):
+        conflict = Conflict(choices=tuple((name, frozenset({0})) for name in names))
+        with pytest.raises(ValueError, match="conflict names"):
+            Problem(nodes=nodes, edges=(), objective=(), conflicts=(conflict,))
 
 
 def test_random_problems_cover_what_they_are_meant_to() -> None:

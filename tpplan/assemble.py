@@ -66,7 +66,7 @@ def expand(formulation: Formulation, choice: Mapping[str, int]) -> Formulation:
     )
     kin = {unit.name: kind.unit.name for kind in formulation.kinds for unit in kind.units}
     decided = replace(setting, treatments=formulation.treatments(choice), kin=kin)
-    expanded = replace(formulation, priced=priced, setting=decided)
+    expanded = replace(formulation, priced=priced, setting=decided, conflicts=())
     problem = formulation.problem
     everything = dict.fromkeys(untied.deciders, 0)
     before, after = problem.price(choice), expanded.problem.price(everything)

@@ -35,7 +35,7 @@ from tpplan.parameter_bytes import BytesOf, ParameterBytes
 from tpplan.peaks import Peaks
 from tpplan.plan import Precision, Recompute, uses_fsdp
 from tpplan.priced import PricedSpace
-from tpplan.problem import Expression, Problem, Resource, Term
+from tpplan.problem import Conflict, Expression, Problem, Resource, Term
 from tpplan.profile import Collective, Estimate
 from tpplan.rules import Strategy
 from tpplan.setting import Setting
@@ -87,6 +87,8 @@ class Formulation:
     priced: PricedSpace
     mesh: Mesh
     setting: Setting
+    #: what proofs have found not to go together
+    conflicts: tuple[Conflict, ...] = ()
 
     @property
     def space(self) -> Space:
@@ -121,6 +123,7 @@ class Formulation:
             edges=self.priced.edges(),
             objective=tuple(self._objective()),
             splits=tuple(split for kind in self._timed for split in kind.numbers.splits),
+            conflicts=self.conflicts,
             shared=self.priced.shared,
         )
 
@@ -175,6 +178,7 @@ class Formulation:
             objective=(*work, *conversions, *treated),
             resources=(*self.problem.resources, price),
             splits=self.problem.splits,
+            conflicts=self.problem.conflicts,
             shared=self.problem.shared,
         )
 

@@ -5,7 +5,7 @@ import logging
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from tpplan.patterns import ROOT
 from tpplan.pins import Pin, Pinned
 from tpplan.plan import Compile, Plan, Precision, Recompute, uses_fsdp
 from tpplan.priced import PricedSpace, price_space
-from tpplan.problem import Problem, Solution, Status
+from tpplan.problem import Conflict, Problem, Solution, Status
 from tpplan.profile import HardwareProfile
 from tpplan.program import on_meta_like
 from tpplan.registered import register_names
@@ -35,7 +35,7 @@ from tpplan.reuse import Built, Reuse, Traced
 from tpplan.rules import Strategy
 from tpplan.setting import Setting
 from tpplan.solvers.reduction import LIMIT_TOLERANCE
-from tpplan.space import build_space
+from tpplan.space import Space, build_space
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.trace import BoundaryHook, Inputs, Loss, accumulated_hooks, assumptions, repeated_children
@@ -44,6 +44,11 @@ from tpplan.unsearched import unsearched_counts, unsearched_degrees
 from tpplan.written import why_copies, why_not_selective, write_within, writes_of
 
 logger = logging.getLogger(__name__)
+
+#: of some decisions the strategies among which one is chosen
+Choices = Mapping[str, frozenset[Strategy]]
+#: strategies that are forbidden, by tp and decision
+Cuts = dict[tuple[int, str], set[Strategy]]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -103,10 +108,14 @@ class Job:
     floors: dict[tuple[int, int], float] = field(default_factory=dict)
     #: what of meshes is left out without a bound that says why
     unsearched: tuple[str, ...] = ()
-    cuts: dict[tuple[int, str], set[Strategy]] = field(default_factory=dict)
+    #: what proofs have found to be wrong by itself, by tp and decision, and what they have together, by tp
+    cuts: Cuts = field(default_factory=dict)
+    conflicts: dict[int, list[Choices]] = field(default_factory=dict)
+    #: what is cut to end sooner, though it may be right: the optimum without these cuts is the bound
+    guesses: Cuts = field(default_factory=dict)
     cut_messages: list[str] = field(default_factory=list)
-    #: by tp and the class of the module whose code differed
-    counterexamples: Counter[tuple[int, type[nn.Module]]] = field(default_factory=Counter)
+    #: by tp and the class of the module whose code differed, None where it is no module's
+    counterexamples: Counter[tuple[int, type[nn.Module] | None]] = field(default_factory=Counter)
 
     @classmethod
     def of_plan(
@@ -264,7 +273,7 @@ class Job:
         logger.info("module %s is to run whole: %s", module or ROOT, reason)
         self.whole.append((module, reason))
         self.cut_messages.append(reason)
-        self.spaces, self.floors, self.cuts = {}, {}, {}
+        self.spaces, self.floors, self.cuts, self.conflicts, self.guesses = {}, {}, {}, {}, {}
         self.counterexamples.clear()
 
     def traced(self, micro_batch: int) -> Traced:
@@ -370,7 +379,8 @@ class Job:
 
     def _space_key(self, micro_batch: int, tp: int) -> Hashable:
         """What decisions and their costs depend on."""
-        cuts = frozenset((name, strategy) for (own, name), cut in self.cuts.items() if own == tp for strategy in cut)
+        tables = (self.cuts, self.guesses)
+        cuts = frozenset((n, s) for table in tables for (own, n), cut in table.items() if own == tp for s in cut)
         machine = self.profile, self.cluster.gpus_per_node, self.cluster.gpus
         ways = self.is_compiled, self.unused_outputs, _hashable(self.wishes), self.pins
         return self.trace_key(micro_batch), tp, machine, ways, cuts
@@ -398,16 +408,35 @@ class Job:
         allows = self.wishes(graph) if self.wishes is not None else lambda name, strategy: True
 
         def is_cut(name: str, strategy: Strategy) -> bool:
-            is_wrong = strategy in self.cuts.get((tp, name), ())
+            is_wrong = strategy in self.cuts.get((tp, name), ()) or strategy in self.guesses.get((tp, name), ())
             return is_wrong or not (allows(name, strategy) and pinned(name, strategy))
 
         return is_cut
 
+    def conflicts_in(self, space: Space) -> tuple[Conflict, ...]:
+        """What proofs have found not to go together, by deciding decisions, as far as it can still be chosen."""
+        found: dict[Conflict, None] = {}
+        for choices in self.conflicts.get(space.tp, ()):
+            if not choices.keys() <= space.classes.keys():
+                continue  # of another micro-batch's graph, which has other nodes
+            own: dict[str, frozenset[int]] = {}
+            for name, group in choices.items():
+                representative = space.classes[name]
+                options = space.strategies[representative]
+                indices = frozenset(i for i, strategy in enumerate(options) if strategy in group)
+                own[representative] = own.get(representative, indices) & indices
+            kept = tuple((name, indices) for name, indices in own.items() if len(indices) < len(space.strategies[name]))
+            if all(indices for _, indices in kept):
+                found[Conflict(choices=kept)] = None
+        return tuple(found)
+
     def formulate(self, point: Point, *, limit: float | None = None, treatment: Treatment | None = None) -> Formulation:
         """The problem of one point; with `treatment`, every layer gets that."""
         mesh, units = point.mesh, self.traced(point.micro_batch).units
+        priced = self.priced(point.micro_batch, mesh.tp)
         return Formulation(
-            priced=self.priced(point.micro_batch, mesh.tp),
+            priced=priced,
+            conflicts=self.conflicts_in(priced.space),
             mesh=mesh,
             setting=Setting(
                 profile=self.profile,

@@ -95,6 +95,20 @@ def plan_of(
     return replace(plan, collectives=with_repeats(plan.collectives, again, plan))
 
 
+def laid_out_as(plan: Plan, expanded: Expanded) -> Plan:
+    """A plan with the layouts of another assignment of its graph; what it costs, and sizes, are not made anew."""
+    graph, empty = expanded.graph, BoundaryPlan(inputs={}, outputs={})
+    return replace(
+        plan,
+        parameters=by_pattern(graph, expanded.parameter_plans(), rename_parameter),
+        boundaries=by_pattern(graph, expanded.boundary_plans(), lambda own, rename: own, empty),
+        outputs=expanded.outputs(),
+        sizes={},
+        losses=by_pattern(graph, expanded.sharded_losses(), lambda count, rename: count),
+        draws=tuple(by_pattern(graph, dict.fromkeys(expanded.drawing_modules(), ""), lambda own, rename: own)),
+    )
+
+
 def _opaque_plans(traced: Traced, expanded: Expanded) -> dict[str, OpaquePlan]:
     """Modules that run whole, by pattern, under all their names."""
     observed, seconds = traced.opaques.by_key(), expanded.opaque_seconds()

@@ -5,6 +5,7 @@
                 u_s(x_u) = v_s(x_v)               for each edge: the chosen strategies name the same layout
                 sum_q n_q = N                     for each split: whole numbers n_q >= 0 of its parts
                 sum_j w_j * c_j * max_a e_ja(x) <= limit          for each resource
+                sum_(n, s) x_ns <= number of its nodes - 1        for each conflict, s over those it names of node n
 
 Each e is an expression `constant + sum over nodes of a vector entry picked by the node's strategy`. A term with one
 expression is linear; with several it is the largest of them, which is how exposed communication (max(0, gather -
@@ -102,6 +103,24 @@ class Resource:
         return total(self.terms, choice) <= self.limit + tolerance * abs(self.limit)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conflict:
+    """Choices that are not to be made together: at every node one of its strategies. A node stands in it once."""
+
+    choices: tuple[tuple[str, frozenset[int]], ...]
+
+    def is_avoided(self, choice: Choice) -> bool:
+        """True where some node has another strategy."""
+        return any(choice[name] not in strategies for name, strategies in self.choices)
+
+    def resource(self, sizes: Mapping[str, int]) -> Resource:
+        """The conflict as a sum with a limit; `sizes` are the numbers of the nodes' strategies."""
+        terms = ((name, tuple(float(i in strategies) for i in range(sizes[name]))) for name, strategies in self.choices)
+        expression = Expression(terms=tuple(terms))
+        limit = float(len(self.choices) - 1)
+        return Resource(name="conflict", terms=(Term(name="conflict", expressions=(expression,)),), limit=limit)
+
+
 @dataclass(slots=True)
 class Shared:
     """What a solver computed of edges, by nodes, for the problems that have the same ones. What was last found to be
@@ -114,7 +133,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Nodes, edges, splits, objective and resources; see the module docstring for the mathematics.
+    """Nodes, edges, splits, objective, resources and conflicts; see the module docstring for the mathematics.
 
     Valid on construction: raises ValueError when an edge, an expression or a term names an unknown node or part, when
     the length of a vector is not the node's number of strategies, and for a negative weight.
@@ -125,6 +144,7 @@ class Problem:
     objective: tuple[Term, ...]
     resources: tuple[Resource, ...] = ()
     splits: tuple[Split, ...] = ()
+    conflicts: tuple[Conflict, ...] = ()
     shared: Shared = field(default_factory=Shared, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -141,7 +161,17 @@ class Problem:
             self._check_terms(self.objective, sizes, parts)
         for resource in self.resources:
             self._check_terms(resource.terms, sizes, parts)
+        for conflict in self.conflicts:
+            unknown = [name for name, _ in conflict.choices if name not in sizes]
+            if unknown or len({name for name, _ in conflict.choices}) < len(conflict.choices):
+                raise ValueError(f"a conflict names {unknown[0] if unknown else 'a node twice'}")
         self.shared.valid = self.nodes, self.edges, self.objective, self.splits
+
+    @property
+    def limits(self) -> Iterator[Resource]:
+        """The resources, and every conflict as one."""
+        sizes = {node.name: len(node.strategies) for node in self.nodes}
+        return iter((*self.resources, *(conflict.resource(sizes) for conflict in self.conflicts)))
 
     def _check_edges(self, sizes: Mapping[str, int]) -> None:
         for edge in self.edges:
@@ -190,8 +220,13 @@ class Problem:
         return total(self.objective, choice)
 
     def is_feasible(self, choice: Choice, *, tolerance: float = 1e-6) -> bool:
-        """True when edges agree and every resource is within its limit, up to a relative tolerance."""
-        return self.is_consistent(choice) and all(resource.is_kept(choice, tolerance) for resource in self.resources)
+        """True when edges agree, every resource is within its limit, up to a relative tolerance, and every conflict is
+        avoided."""
+        return (
+            self.is_consistent(choice)
+            and all(resource.is_kept(choice, tolerance) for resource in self.resources)
+            and all(conflict.is_avoided(choice) for conflict in self.conflicts)
+        )
 
 
 def total(terms: Sequence[Term], choice: Choice) -> float:

@@ -1,17 +1,18 @@
-"""Over all meshes and micro-batches: what a bound does not exclude is solved, the best is checked, and a counterexample
-is cut away wherever it was chosen.
+"""Over all meshes and micro-batches: what a bound does not exclude is solved, the best is checked, and the choices that
+together make a counterexample (tpplan.conflicts) are forbidden to be made together, wherever they were.
 
 The answer is the optimum over every point. Best first: of all points that with the least lower bound is looked at more
 closely, until the least bound is that of a plan. A plan that is known early leaves most points out by their first
 bounds, and so, until there is one, only points of one tp degree are looked at, and then of the next. A point's bounds
 are its floor (tpplan.job.Job.floor), its optimum without a memory limit, and that of the relaxation of its ILP. A point
-is left out where a smaller micro-batch on its mesh does not fit.
+is left out where a smaller micro-batch on its mesh does not fit. What is forbidden beyond a counterexample, for the
+search to end sooner, may hide a faster plan: the bound is then that of the problem without it, and the gap says so.
 """
 
 import heapq
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
@@ -19,13 +20,14 @@ from typing import assert_never
 
 from tpplan import solvers
 from tpplan.assemble import Expanded, expand
+from tpplan.conflicts import conflict_of, in_like_blocks
 from tpplan.errors import ModelError, SolverError
 from tpplan.formulate import Formulation
 from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op
 from tpplan.infeasible import infeasible
-from tpplan.job import Candidate, Job, Point
+from tpplan.job import Candidate, Cuts, Job, Point
 from tpplan.other_shapes import with_other_shapes
-from tpplan.outcome import plan_of
+from tpplan.outcome import laid_out_as, plan_of
 from tpplan.patterns import ROOT
 from tpplan.plan import Plan, ProofStatus, SolverReport
 from tpplan.problem import Status
@@ -33,18 +35,20 @@ from tpplan.proof_hash import as_proven
 from tpplan.prove import Counterexample, check_structure
 from tpplan.reuse import Traced
 from tpplan.rules import Strategy
-from tpplan.space import NoLayoutError
+from tpplan.space import NoLayoutError, Space
 from tpplan.typecheck import Mistyped, typecheck
 from tpplan.unkept import no_layout, unkept, unproven
 from tpplan.visible import given_nodes, parent, shards_in
 
 logger = logging.getLogger(__name__)
 
-#: counterexamples before giving up; each forbids at least one strategy of finitely many
+#: counterexamples before giving up; each forbids some of finitely many choices
 MAX_ROUNDS = 50
 #: counterexamples in the code of one class before what its modules' own code sees is no longer sharded: code that
 #: compares sizes, say, differs by another line for each way to shard it
 PATIENCE = 4
+#: relative difference of prices that rounding explains
+SAME = 1e-6
 #: why points are not solved
 BOUNDED, NO_LAYOUT, TOO_LARGE = "slower by a bound", "without a layout", "larger than what does not fit"
 
@@ -108,25 +112,17 @@ def search(job: Job, points: list[Point], *, prove: bool) -> Plan:
             return plan_of(job, expanded, best, certificate, ProofStatus.UNPROVEN, rounds)
         job.report("prove", rounds - 1, rounds)
         plan = plan_of(job, expanded, best, certificate, ProofStatus.PROVEN, rounds)
-        checked = check_structure(
-            traced.model,
-            traced.inputs,
-            expanded,
-            plan,
-            loss=job.loss,
-            cast=job.cast(traced.units),
-            opaques=traced.opaques,
-        )
-        problem = checked if isinstance(checked, Counterexample) else _mistyped(traced.graph, checked, expanded)
-        if problem is None:
-            assert isinstance(checked, Plan)
+        checked = put_to_proof(job, traced, plan, expanded)
+        if isinstance(checked, Plan):
             job.report("prove", rounds, rounds)
-            return as_proven(with_other_shapes(job, checked, traced))
+            settled = replace(checked, solver=_without_guesses(job, points, certificate))
+            return as_proven(with_other_shapes(job, settled, traced))
+        problem = checked
         if (culprit := _culprit(problem)) is not None:
             job.run_whole(culprit, problem.message)
             points, known = job.applicable(points), _Progress()
             continue
-        _forbid(job, problem, expanded, best.formulation, traced)
+        _forbid(job, problem, expanded, best.formulation, traced, plan)
         _forget_cut(job, known)
     raise SolverError(f"no plan could be proven in {MAX_ROUNDS} rounds; the last: {job.cut_messages[-1]}")
 
@@ -266,6 +262,39 @@ def _settled(job: Job, best: Candidate) -> Candidate:
     return replace(best, solution=replace(solution, choice=chosen, objective=price))
 
 
+def _without_guesses(job: Job, points: list[Point], certificate: SolverReport) -> SolverReport:
+    """The certificate with the bound of the problem without what was cut only to end sooner."""
+    if not job.guesses:
+        return certificate
+    job.report("solve", 0, len(points))
+    sound = job.changed(guesses={}, spaces={})
+    known = _Progress()
+    optimum = _explore(sound, points, known)
+    bound = min(certificate.bound_s, _certificate(optimum, known, len(points), 0).bound_s)
+    objective = certificate.objective_s
+    gap = (objective - bound) / objective if objective else 0.0
+    is_optimal = certificate.status is Status.OPTIMAL and gap <= SAME
+    return replace(
+        certificate, status=Status.OPTIMAL if is_optimal else Status.FEASIBLE, bound_s=bound, gap=max(0.0, gap)
+    )
+
+
+def put_to_proof(job: Job, traced: Traced, plan: Plan, expanded: Expanded) -> Plan | Counterexample | Mistyped:
+    """The plan with the sizes that it replaces, where both halves of the proof hold; else what does not."""
+    checked = check_structure(
+        traced.model,
+        traced.inputs,
+        expanded,
+        plan,
+        loss=job.loss,
+        cast=job.cast(traced.units),
+        opaques=traced.opaques,
+    )
+    if isinstance(checked, Counterexample):
+        return checked
+    return _mistyped(traced.graph, checked, expanded) or checked
+
+
 def _mistyped(graph: ModelGraph, plan: Plan, expanded: Expanded) -> Mistyped | None:
     """Derives every layout from the plan as its file says it."""
     return typecheck(graph, Plan.from_dict(plan.to_dict()), local_shapes=expanded.local_shapes())
@@ -281,29 +310,50 @@ def _culprit(problem: Counterexample | Mistyped) -> str | None:
 
 
 def _forbid(
-    job: Job, found: Counterexample | Mistyped, expanded: Expanded, formulation: Formulation, traced: Traced
+    job: Job,
+    found: Counterexample | Mistyped,
+    expanded: Expanded,
+    formulation: Formulation,
+    traced: Traced,
+    plan: Plan,
 ) -> None:
-    """Cuts away what was chosen at the blamed decisions, in all like blocks."""
-    tp, space = formulation.mesh.tp, formulation.space
-    chosen = {(name, expanded.strategy(name)) for name in found.blamed}
-    if not chosen:
+    """Forbids the choices that together make a counterexample, in all like blocks; after many in the code of one class,
+    all that shows it slices, which is a guess."""
+    tp = formulation.mesh.tp
+    if not found.blamed:
         raise ModelError(f"the plan cannot be proven, and no sharding explains it: {found.message}")
     logger.info("counterexample on tp %d: %s", tp, found.message)
     job.cut_messages.append(found.message)
+
+    def check(trial: Expanded) -> Counterexample | Mistyped | None:
+        checked = put_to_proof(job, traced, laid_out_as(plan, trial), trial)
+        return None if isinstance(checked, Plan) else checked
+
+    for choices in in_like_blocks(traced.graph, conflict_of(found, expanded, formulation, check)):
+        if len(choices) > 1:
+            job.conflicts.setdefault(tp, []).append(choices)
+        for name, group in choices.items() if len(choices) == 1 else ():
+            _cut(job.cuts, formulation.space, name, group)
     module = _whose_code(traced.graph, found.node) if isinstance(found, Counterexample) and found.node else LOSS_SCOPE
-    if module != LOSS_SCOPE:
-        code = type(traced.model.get_submodule(module))
-        job.counterexamples[tp, code] += 1
-        if job.counterexamples[tp, code] >= PATIENCE:
-            whole = (
-                f"{PATIENCE} counterexamples in code of {code.__name__}: what that of {module or ROOT} sees stays whole"
-            )
-            logger.info("tp %d: %s", tp, whole)
-            job.cut_messages.append(whole)
-            chosen |= set(_sharding_in(module, formulation))
-    for name, strategy in chosen:
-        for member in space.members[space.classes[name]]:
-            job.cuts.setdefault((tp, member), set()).add(strategy)
+    code = None if module == LOSS_SCOPE else type(traced.model.get_submodule(module))
+    job.counterexamples[tp, code] += 1
+    if job.counterexamples[tp, code] < PATIENCE:
+        return
+    if code is None:
+        for name in found.blamed:
+            _cut(job.guesses, formulation.space, name, (expanded.strategy(name),))
+        return
+    whole = f"{PATIENCE} counterexamples in code of {code.__name__}: what that of {module or ROOT} sees stays whole"
+    logger.info("tp %d: %s", tp, whole)
+    job.cut_messages.append(whole)
+    for name, strategy in _sharding_in(module, formulation):
+        _cut(job.guesses, formulation.space, name, (strategy,))
+
+
+def _cut(cuts: Cuts, space: Space, name: str, strategies: Iterable[Strategy]) -> None:
+    """Forbids strategies of a decision, wherever it is made."""
+    for member in space.members[space.classes[name]]:
+        cuts.setdefault((space.tp, member), set()).update(strategies)
 
 
 def _whose_code(graph: ModelGraph, node: Op | Boundary) -> str:
@@ -325,12 +375,15 @@ def _sharding_in(module: str, formulation: Formulation) -> Iterator[tuple[str, S
 
 def _forget_cut(job: Job, known: _Progress) -> None:
     """A cut changes only the optima that chose what it forbids; those of other points, and all bounds, still hold."""
-    cut_degrees = {tp for tp, _ in job.cuts}
+    cut_degrees = {tp for tp, _ in (*job.cuts, *job.guesses)}
     job.spaces = {key: entry for key, entry in job.spaces.items() if key[1] not in cut_degrees}
     for point, candidate in list(known.solved.items()):
         choice, formulation = candidate.solution.choice, candidate.formulation
         if choice is None:
             continue
         is_cut = job.is_cut(point.micro_batch, point.tp)
-        if any(is_cut(name, formulation.strategy(choice, name)) for name in formulation.space.deciders):
+        conflicts = job.conflicts_in(formulation.space)
+        if any(is_cut(name, formulation.strategy(choice, name)) for name in formulation.space.deciders) or not all(
+            conflict.is_avoided(choice) for conflict in conflicts
+        ):
             del known.solved[point]

@@ -8,7 +8,7 @@ still alive.
                 (4)  sum_q n_q = N                                      for each split
                 (5)  sum_s z_qgs = n_q,  sum_q z_qgs = N x_gs           for each part q, and each group it prices
                 (6)  b_q <= n_q <= N b_q                                for each part q that a guard names
-                (7)  the objective's form <= limit                      for each resource
+                (7)  the objective's form <= limit                      for each resource and conflict
 
 c >= 0 is what a column adds to its group's cheapest (see `reduction`), t_j >= 0 what a peak adds to its lower bound.
 The last label of (2) follows from (1). Groups with one column left are constants and have no variable.

@@ -255,7 +255,7 @@ class _State:
         )
         self.has_fewer_parts = False
         numbers = {part.name: i for i, part in enumerate(self.parts)}
-        sums = [(problem.objective, ceiling), *((resource.terms, resource.limit) for resource in problem.resources)]
+        sums = [(problem.objective, ceiling), *((resource.terms, resource.limit) for resource in problem.limits)]
         self.rows = [self._row(terms, limit, numbers) for terms, limit in sums]
 
     def _row(self, terms: tuple[Term, ...], limit: float, numbers: Mapping[str, int]) -> _Row:
