@@ -131,6 +131,7 @@ WITH_TORCH = (
     "prove",
     "options",
     "unsearched",
+    "grown",
     "reuse",
     "job",
     "infeasible",
