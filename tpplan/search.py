@@ -5,7 +5,7 @@ The answer is the optimum over every point. Best first: of all points that with 
 closely, until the least bound is that of a plan. A plan that is known early leaves most points out by their first
 bounds, and so, until there is one, only points of one tp degree are looked at, and then of the next. A point's bounds
 are its floor (tpplan.job.Job.floor), its optimum without a memory limit, and that of the relaxation of its ILP. A point
-is left out where a smaller micro-batch on its mesh does not fit, and where all its GPUs at the best rates of the profile
+is left out where a smaller micro-batch on its mesh does not fit, and where its GPUs at the best rates of the profile
 would take too long (tpplan.costs.pace), before it is traced or priced.
 
 Two things are taken for granted, and the plan says where they were: that graphs at other micro-batches grow as from the
