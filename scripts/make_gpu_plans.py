@@ -60,6 +60,7 @@ def make(case: Case) -> Plan:
         precision=FULL.precision,
         optimizer="sgd",
         pins=megatron_pins("sequence" if case.splits_sequence else "replicate") if case.tp > 1 else None,
+        micro_batch=1,
     )
     if case.recompute is Recompute.NONE:
         return plan

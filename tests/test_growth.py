@@ -55,7 +55,7 @@ def solve(num_layers: int, **options: object) -> Plan:
         global_batch=4,
         seq_len=16,
         precision="fp32",
-        **options,  # type: ignore[arg-type]
+        **{"micro_batch": 1, **options},  # type: ignore[arg-type]
     )
 
 

@@ -138,6 +138,7 @@ WITH_TORCH = (
     "prove",
     "options",
     "unsearched",
+    "grown",
     "reuse",
     "job",
     "other_shapes",

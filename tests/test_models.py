@@ -105,6 +105,7 @@ def own_loss_plan(build: Callable[[], nn.Module]) -> Plan:
         seq_len=LENGTH - 1,
         tp=2,
         precision="fp32",
+        micro_batch=1,
     )
 
 

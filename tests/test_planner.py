@@ -421,7 +421,7 @@ def solve_tempered(**options: object) -> Plan:
         cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
         global_batch=2,
         seq_len=4,
-        **options,  # type: ignore[arg-type]
+        **{"micro_batch": 1, **options},  # type: ignore[arg-type]
     )
 
 
@@ -486,6 +486,7 @@ def test_out_of_time_the_incumbent_is_feasible_with_its_gap() -> None:
             global_batch=16,
             seq_len=64,
             time_limit_s=time_limit_s,
+            micro_batch=1,
         )
 
     optimum, hurried = solved(None), solved(1e-9)

@@ -86,7 +86,7 @@ def solve(
         seq_len=LENGTH,
         tp=2,
         precision="fp32",
-        **options,  # type: ignore[arg-type]
+        **{"micro_batch": 1, **options},  # type: ignore[arg-type]
     )
 
 

@@ -5,7 +5,7 @@ import logging
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,9 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from tpplan import solvers
 from tpplan.bystander import copied
+from tpplan.costs.pace import BestRates, seconds_of_a_sequence
 from tpplan.errors import IndivisibleError, ModelError, SolverError, UsageError
 from tpplan.formulate import Formulation
 from tpplan.graph import Direction, ModelGraph, within
+from tpplan.grown import grown
 from tpplan.marking import trace_marking
 from tpplan.mesh import Mesh, divisors, meshes, sub_clusters, tp_degrees
 from tpplan.opaque import Opaques
@@ -277,12 +279,52 @@ class Job:
         self.counterexamples.clear()
 
     def traced(self, micro_batch: int) -> Traced:
-        """The model traced at a micro-batch's shapes, once for all that share it."""
+        """The model traced at a micro-batch's shapes, once for all that share it; where it was traced at two smaller
+        ones, its graph may be grown from theirs, and its inputs are those of one."""
+        key = self.trace_key(micro_batch)
+        if key in self.reuse.traces:
+            return self.reuse.traces[key]
+        if key not in self.reuse.grown:
+            found = self._grown(micro_batch)
+            if found is None:
+                return self.really_traced(micro_batch)
+            self.reuse.grown[key] = found
+        return self.reuse.grown[key]
+
+    def really_traced(self, micro_batch: int) -> Traced:
+        """The model traced at a micro-batch's shapes, whatever graph was grown."""
         key = self.trace_key(micro_batch)
         if key not in self.reuse.traces:
             self.reuse.traces[key] = self._trace(micro_batch)
             self.reuse.executor.observe(self.reuse.traces[key].opaques.by_key())
         return self.reuse.traces[key]
+
+    def grown_sizes(self, sizes: Iterable[int]) -> tuple[int, ...]:
+        """Of some micro-batches those of which there is a grown graph and no trace, ascending."""
+        keys = {size: self.trace_key(size) for size in sizes}
+        return tuple(sorted(n for n, key in keys.items() if key in self.reuse.grown and key not in self.reuse.traces))
+
+    def distrust_grown(self) -> None:
+        """From now on every micro-batch of this model is traced: code does at one what no growth foretold."""
+        logger.info("graphs at other micro-batches are not what they were taken for: each is traced")
+        self.reuse.ungrowing.add(self._model_key)
+        self.reuse.grown.clear()
+        self.reuse.spaces.clear()
+        self.spaces, self.floors = {}, {}
+
+    def _grown(self, micro_batch: int) -> Traced | None:
+        """From the traces at the two largest smaller micro-batches; None where there are none, or no growth."""
+        if self._model_key in self.reuse.ungrowing:
+            return None
+        smaller = [own for own in self.reuse.traces.values() if own.micro_batch < micro_batch]
+        known = {
+            own.micro_batch: own for own in smaller if self.reuse.traces.get(self.trace_key(own.micro_batch)) is own
+        }
+        if len(known) < 2 or any(own.opaques.by_key() or own.opaques.untouched for own in known.values()):
+            return None
+        low, high = sorted(known)[-2:]
+        graph = grown(known[low].graph, known[high].graph, (low, high), micro_batch)
+        return None if graph is None else replace(known[high], micro_batch=micro_batch, graph=graph)
 
     def pinned(self, micro_batch: int) -> Pinned:
         """What the pins hold. Raises UsageError for a pin that holds nothing of the model."""
@@ -429,6 +471,21 @@ class Job:
             if all(indices for _, indices in kept):
                 found[Conflict(choices=kept)] = None
         return tuple(found)
+
+    def pace(self, sizes: Sequence[int]) -> float:
+        """GPU seconds of a step below which no plan comes, whatever its mesh and its micro-batch, from the traces of
+        the two smallest micro-batches; 0 where there are none yet."""
+        if len(sizes) < 2 or any(self.trace_key(size) not in self.reuse.traces for size in sizes[:2]):
+            return 0.0
+        first, second = (self.reuse.traces[self.trace_key(size)] for size in sizes[:2])
+        if first.opaques.by_key() or second.opaques.by_key():
+            return 0.0
+        key = first.graph.fingerprint, second.graph.fingerprint, self.profile.fingerprint, self.is_compiled
+        if key not in self.reuse.paces:
+            rates = BestRates(self.profile, self.is_compiled)
+            both = sizes[0], sizes[1]
+            self.reuse.paces[key] = seconds_of_a_sequence(first.graph, second.graph, both, rates, self.reuse.executor)
+        return self.reuse.paces[key] * self.batch.global_batch
 
     def formulate(self, point: Point, *, limit: float | None = None, treatment: Treatment | None = None) -> Formulation:
         """The problem of one point; with `treatment`, every layer gets that."""

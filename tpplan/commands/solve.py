@@ -76,9 +76,9 @@ def add_training(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--micro-batch",
         type=micro_batch,
-        default=1,
+        default="auto",
         metavar="N",
-        help="sequences at once (default: 1), or auto: decided too, for which each size is traced",
+        help="sequences at once on a rank (default: auto, decided too)",
     )
     group.add_argument(
         "--precision", choices=[str(p) for p in Precision], help="default: bf16-mixed on GPUs, else fp32"
