@@ -70,6 +70,7 @@ WITH_TORCH = (
     "branches",
     "counts",
     "program",
+    "call_log",
     "reader",
     "siblings",
     "opaque",

@@ -34,6 +34,9 @@ from tpplan.rewrite import is_own_code_running
 SCOPE, CONSTANT, DIFFERENTIATED = "tpplan_scope", "tpplan_constant", "tpplan_differentiated"
 
 
+#: describes each result once more, for passes that tpplan does not run
+_DESCRIBE = "_extract_tensor_metadata"
+
 #: a tracer's modes belong to the process, and so does what is changed in torch while one runs
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -173,11 +176,14 @@ def _keeping_results() -> Iterator[None]:
             # Inside torch.vmap even asking for no gradient is refused.
             return alias.requires_grad_() if value.requires_grad else alias
 
+    describe = vars(proxy_tensor)[_DESCRIBE]
     proxy_tensor.extract_val = keep  # type: ignore[assignment]
+    setattr(proxy_tensor, _DESCRIBE, lambda *_: None)
     try:
         yield
     finally:
         proxy_tensor.extract_val = extract
+        setattr(proxy_tensor, _DESCRIBE, describe)
 
 
 def _local(value: Any) -> Any:
