@@ -75,6 +75,7 @@ WITH_TORCH = (
     "branches",
     "counts",
     "program",
+    "call_log",
     "reader",
     "siblings",
     "opaque",

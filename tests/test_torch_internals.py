@@ -14,7 +14,7 @@ from tpplan.torch_internals.versions import NEWEST, OLDEST, TESTED, complaint, i
 PACKAGE = Path(__file__).resolve().parent.parent / "tpplan"
 ROOM = PACKAGE / "torch_internals"
 #: private attributes that are Python's or another library's, and files whose text is written into exported files
-NOT_TORCH = {"_getframe", "_exit", "_from_config"}
+NOT_TORCH = {"_getframe", "_exit", "_from_config", "_actions"}
 EXPORTED = {"exporters/_pytorch_styles.py"}
 
 

@@ -17,9 +17,8 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -29,10 +28,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
-from torch.serialization import _get_layout
 
 from tpplan.errors import WeightsError
 from tpplan.files import read_regular
+from tpplan.torch_internals.checkpoint_files import MEMORY_FORMATS, StorageInfo, layout_named
 
 METADATA = ".metadata"
 #: dataclasses that a file may make, with the fields that it may set
@@ -40,14 +39,14 @@ _RECORDS: dict[type, frozenset[str]] = {
     kind: frozenset(field.name for field in dataclasses.fields(kind))
     for kind in (
         Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata, ChunkStorageMetadata,
-        _StorageInfo,
+        StorageInfo,
     )
 }  # fmt: skip
 _PATHS: dict[str, type] = {"PosixPath": PurePosixPath, "WindowsPath": PureWindowsPath}
 _CALLED: dict[tuple[str, str], Callable[..., object]] = {
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _get_layout,
-    (_MEM_FORMAT_ENCODING.__module__, _MEM_FORMAT_ENCODING.__name__): _MEM_FORMAT_ENCODING,
+    ("torch.serialization", "_get_layout"): layout_named,
+    (MEMORY_FORMATS.__module__, MEMORY_FORMATS.__name__): MEMORY_FORMATS,
     **{(module, name): path for module in ("pathlib", "pathlib._local") for name, path in _PATHS.items()},
 }
 _ALLOWED: dict[tuple[str, str], object] = {**{(kind.__module__, kind.__name__): kind for kind in _RECORDS}, **_CALLED}
@@ -169,7 +168,7 @@ def _checked(found: object) -> Metadata:
         _expect(_is_tensor(tensor), f"{name!r:.80}: a tensor's dtype, size and chunks")
         _expect(_is_covered(tensor), f"{name!r:.80}: chunks that make up {list(tensor.size)}")
     for index, place in places.items():
-        _expect(type(index) is MetadataIndex and type(place) is _StorageInfo, "files by tensor")
+        _expect(type(index) is MetadataIndex and type(place) is StorageInfo, "files by tensor")
         _expect(_is_place(place), f"{index.fqn!r:.80}: a part of a file in the checkpoint's folder")
     version = found.version if type(found.version) is str else None
     return Metadata(state_dict_metadata=tensors, storage_data=places, version=version)
@@ -205,7 +204,7 @@ def _is_chunk(fields: Mapping[str, Any]) -> bool:
     return type(fields.get("offsets")) is torch.Size and type(fields.get("sizes")) is torch.Size
 
 
-def _is_place(place: _StorageInfo) -> bool:
+def _is_place(place: StorageInfo) -> bool:
     fields: Mapping[str, Any] = vars(place)
     name, numbers = fields.get("relative_path"), (fields.get("offset"), fields.get("length"))
     is_plain = type(name) is str and _FILE_NAME.fullmatch(name) is not None

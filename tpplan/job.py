@@ -342,7 +342,9 @@ class Job:
         units = tuple(unit for unit in units if not opaques.hides(unit))
         assumed: tuple[str, ...] = ()
         if graph.questions:
-            assumed = assumptions(graph, copied(model), inputs, loss=self.loss, cast=cast, opaques=opaques)
+            assumed = assumptions(
+                graph, model, inputs, loss=self.loss, cast=cast, opaques=opaques, fresh=lambda: copied(model)
+            )
         return Traced(
             micro_batch=micro_batch,
             model=model,

@@ -192,9 +192,13 @@ def _difference_on(
     opaques: Opaques | None,
 ) -> Counterexample | None:
     """Applies the plan as a rank does, traces what it made, and compares."""
-    local = applied_as(model, plan, rank)
+
+    def fresh() -> nn.Module:
+        return applied_as(model, plan, rank)
+
+    local = fresh()
     try:
-        applied = trace(local, inputs, loss=loss, cast=cast, doings=_doings(plan), opaques=opaques)
+        applied = trace(local, inputs, loss=loss, cast=cast, doings=_doings(plan), opaques=opaques, fresh=fresh)
     except TraceError as error:
         reason = f"the applied model cannot run: {str(error).splitlines()[0].partition(': ')[2]}"
         found = _compare_so_far(expanded, error.ran, reason)

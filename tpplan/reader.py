@@ -53,7 +53,12 @@ class CapturedError(UnreadableError):
 
 
 class NotAlikeError(Exception):
-    """A sibling's graph cannot be written as a copy of the one it is like; it must be traced itself."""
+    """A sibling is not like the layer that was traced for it. `classes` says which layers did the same, by name: those
+    with one value, and those that are not listed; where it is empty, every layer must be traced."""
+
+    def __init__(self, message: str, classes: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.classes = dict(classes or {})
 
 
 @dataclass(slots=True)

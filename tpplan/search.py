@@ -335,7 +335,7 @@ def _without_guesses(job: Job, points: list[Point], certificate: SolverReport) -
     sound = job.changed(guesses={}, spaces={})
     known = _Progress()
     optimum = _explore(sound, points, known)
-    bound = min(certificate.bound_s, _certificate(optimum, known, len(points), 0).bound_s)
+    bound = min(certificate.bound_s, _certificate(optimum, known, len(points), 0, ()).bound_s)
     objective = certificate.objective_s
     gap = (objective - bound) / objective if objective else 0.0
     is_optimal = certificate.status is Status.OPTIMAL and gap <= SAME

@@ -8,6 +8,7 @@ is computed.
 import contextlib
 import difflib
 import inspect
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,10 @@ BoundaryHook = Callable[[torch.Tensor, str, Direction, str], torch.Tensor]
 
 #: questions about inputs that are answered otherwise, to see whether it matters; others are taken to matter
 MOST_TRIED = 8
+
+#: traces after each of which layers that did something else than those like them are classed by what they did; then
+#: every layer is traced
+MOST_CLASSIFIED = 3
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Inputs = Mapping[str, Any] | tuple[Any, ...]
@@ -193,6 +198,7 @@ def trace(
     doings: Doings | None = None,
     otherwise: frozenset[int] = frozenset(),
     opaques: Opaques | None = None,
+    fresh: Callable[[], nn.Module] | None = None,
 ) -> ModelGraph:
     """The graph of one training forward, loss included, at the shapes of `inputs`.
 
@@ -200,16 +206,26 @@ def trace(
     tuple. `cast` changes a tensor before it crosses a boundary, as FSDP's mixed precision does. Like layers are traced
     once; of a model that a plan was applied to, doings(module) says what the plan does inside one. Questions about the
     inputs' values are answered by them, those in `otherwise` the other way. Modules in `opaques` run whole, each an
-    operator. Raises TraceError where it stops, naming the module that was running and the original error.
+    operator. Where it runs more than once, fresh() gives another copy, in which nothing has run yet. Raises TraceError
+    where it stops, naming the module that was running and the original error.
     """
     hidden = opaques or Opaques()
+    copies = itertools.chain([lambda: model], itertools.repeat(fresh or (lambda: model)))
 
     def run(extra: int) -> tuple[ModelGraph, Program]:
-        try:
-            return _trace(model, inputs, loss, cast, hidden, standing_in(model, doings), otherwise, extra)
-        except NotAlikeError as reason:
-            logger.info("every layer is traced: %s", reason)
-            return _trace(model, inputs, loss, cast, hidden, contextlib.nullcontext(), otherwise, extra)
+        classes: Mapping[str, str] = {}
+        for _ in range(MOST_CLASSIFIED):
+            running: list[str] = []
+            own = next(copies)()
+            siblings = standing_in(own, doings, classes, running)
+            try:
+                return _trace(own, inputs, loss, cast, hidden, siblings, otherwise, extra, running)
+            except NotAlikeError as reason:
+                logger.info("more layers are traced: %s", reason)
+                classes = reason.classes
+            if not classes:
+                break
+        return _trace(next(copies)(), inputs, loss, cast, hidden, contextlib.nullcontext(), otherwise, extra, [])
 
     graph, program = run(0)
     if not program.varies:
@@ -256,8 +272,10 @@ def assumptions(
     loss: Loss | None = None,
     cast: BoundaryHook = unchanged,
     opaques: Opaques | None = None,
+    fresh: Callable[[], nn.Module] | None = None,
 ) -> tuple[str, ...]:
-    """What the trace of a model took from the values of its inputs, and would be another without.
+    """What the trace of a model took from the values of its inputs, and would be another without. fresh() gives copies
+    in which nothing has run.
 
     A question that could have been answered otherwise, and with the same graph or an error, is none.
     """
@@ -268,7 +286,9 @@ def assumptions(
     for place, ((where, answer, is_choice), asked) in enumerate(numbers.items()):
         if is_choice and place < MOST_TRIED:
             try:
-                other = trace(model, inputs, loss=loss, cast=cast, otherwise=frozenset(asked), opaques=opaques)
+                own = fresh() if fresh is not None else model
+                otherwise = frozenset(asked)
+                other = trace(own, inputs, loss=loss, cast=cast, otherwise=otherwise, opaques=opaques, fresh=fresh)
             except TraceError as error:
                 if _is_raised_by_model(error.__cause__):
                     continue
@@ -297,10 +317,10 @@ def _trace(
     siblings: contextlib.AbstractContextManager[None],
     otherwise: frozenset[int],
     extra: int,
+    running: list[str],
 ) -> tuple[ModelGraph, Program]:
     leaves, spec = pytree.tree_flatten(inputs)
     paths = [path_of(path) for path, _ in pytree.tree_flatten_with_path(inputs)[0]]
-    running: list[str] = []
     modules = dict(model.named_modules())
 
     def scope() -> str:

@@ -18,6 +18,7 @@ Loading this room refuses a torch older than OLDEST and warns, once, of one newe
 | fakes         | fake tensors, sizes that data decides                                               |
 | groups        | fake process groups, meshes without one, functional collectives                     |
 | fsdp          | FSDP2's parameter groups, and the memory tracker that knows them                    |
+| checkpoint_files | what distributed checkpoints name in their metadata                              |
 | devices       | a GPU kept busy for a while                                                         |
 | pytree        | torch's trees of containers                                                         |
 | probes        | all probes, run                                                                     |

@@ -10,7 +10,7 @@ from tpplan.torch_internals.probe import Probe
 #: the files of this room that use torch; one that does not load is itself a failure
 FILES = (
     "pytree", "tensors", "modules", "autograd", "checkpoints", "recording", "operators", "fakes", "groups", "fsdp",
-    "devices",
+    "devices", "checkpoint_files",
 )  # fmt: skip
 
 

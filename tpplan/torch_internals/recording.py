@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import (
+    PreDispatchTorchFunctionMode,
+    TorchFunctionMetadataMode,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tpplan.torch_internals.probe import Probe
@@ -19,10 +26,14 @@ from tpplan.torch_internals.tensors import storage_key
 
 __all__ = ["PROBES", "TorchDispatchMode"]
 
+#: function modes by which torch writes down what runs
+_TRACERS = (TorchFunctionMetadataMode, PreDispatchTorchFunctionMode)
 #: the functions through which torch compiles and calls a higher-order op from eager code live here
 HIGHER_ORDER_OPS = "torch._higher_order_ops."
 #: of those, the one that torch.cond is
 COND = "_cond_op_wrapper"
+#: torch's function that describes each result once more, as meta["tensor_meta"]
+DESCRIBE = "_extract_tensor_metadata"
 
 
 def recorded(run: Callable[..., Any], tensors: Sequence[Tensor]) -> torch.fx.GraphModule:
@@ -42,6 +53,27 @@ def unrecorded() -> contextlib.AbstractContextManager[object]:
     return disable_proxy_modes_tracing()
 
 
+@contextlib.contextmanager
+def untraced(others: tuple[type[TorchFunctionMode], ...] = ()) -> Iterator[None]:
+    """While it lasts, what runs does not enter the trace that is running. Function modes of these classes are off."""
+    plain_kernels = torch._C._DisablePythonDispatcher()  # torch's kernels in Python are slow, and give other shapes
+    before: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    kept = [mode for mode in before if not isinstance(mode, (*_TRACERS, *others))]
+    with plain_kernels, disable_proxy_modes_tracing():
+        _replace_function_modes(before, kept)
+        try:
+            yield
+        finally:
+            _replace_function_modes(kept, before)
+
+
+def _replace_function_modes(before: Sequence[Any], after: Sequence[Any]) -> None:
+    for _ in before:
+        _pop_mode()  # type: ignore[no-untyped-call]
+    for mode in after:
+        _push_mode(mode)  # type: ignore[no-untyped-call]
+
+
 def without_modes() -> contextlib.AbstractContextManager[object]:
     """While it lasts, no dispatch mode is on."""
     found: contextlib.AbstractContextManager[object] = _disable_current_modes()
@@ -51,17 +83,19 @@ def without_modes() -> contextlib.AbstractContextManager[object]:
 @contextlib.contextmanager
 def results_kept_by(keep: Callable[..., Any]) -> Iterator[None]:
     """While it lasts, a node's meta["val"] is keep(extract, value, ...). `extract` gives what torch would note: a fake
-    tensor, which shares its storage with nothing."""
-    extract = proxy_tensor.extract_val
+    tensor, which shares its storage with nothing. No result is described a second time for passes of torch's own."""
+    extract, describe = proxy_tensor.extract_val, vars(proxy_tensor)[DESCRIBE]
 
     def kept(value: Any, *args: Any, **kwargs: Any) -> Any:
         return keep(extract, value, *args, **kwargs)
 
     proxy_tensor.extract_val = kept  # type: ignore[assignment]
+    setattr(proxy_tensor, DESCRIBE, lambda *_: None)
     try:
         yield
     finally:
         proxy_tensor.extract_val = extract
+        setattr(proxy_tensor, DESCRIBE, describe)
 
 
 @contextlib.contextmanager
@@ -146,6 +180,26 @@ def _plainly() -> bool:
     return seen == ["aten.sin.default"] and targets == ["aten.sin.default"]
 
 
+def _untraced() -> bool:
+    """Nothing that runs inside is written down or asks a mode that is off; what runs after it is, and does."""
+    seen: list[str] = []
+
+    class Noting(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    def run(x: Tensor) -> Tensor:
+        with Noting():
+            with untraced((Noting,)):
+                x.neg()
+            return x.sin()
+
+    graph = recorded(run, (torch.empty(2, device="meta"),)).graph
+    targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    return seen == ["sin"] and targets == ["aten.sin.default"]
+
+
 def _cond() -> bool:
     seen: list[str] = []
 
@@ -173,7 +227,7 @@ def _modes_off() -> bool:
 PROBES = (
     Probe(
         name="recording a forward",
-        uses="torch.fx.experimental.proxy_tensor.make_fx, get_proxy_mode, extract_val",
+        uses=f"torch.fx.experimental.proxy_tensor.make_fx, get_proxy_mode, extract_val, {DESCRIBE}",
         needed_for="tracing models",
         works=_recorded,
     ),
@@ -182,6 +236,12 @@ PROBES = (
         uses="the recorder's __torch_dispatch__, torch._C._DisablePythonDispatcher, disable_proxy_modes_tracing",
         needed_for="the right shapes in a trace",
         works=_plainly,
+    ),
+    Probe(
+        name="running beside a trace",
+        uses="torch.overrides._get_current_function_mode_stack, _pop_mode, _push_mode, TorchFunctionMetadataMode",
+        needed_for="comparing layers with the one that was traced",
+        works=_untraced,
     ),
     Probe(
         name="torch.cond as ordinary code",
