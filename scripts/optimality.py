@@ -49,6 +49,8 @@ WIDTH = 160
 FASTER_FOUND = 4
 #: standard deviations of the logarithms of what prices are multiplied by
 NOISE = (0.01, 0.1, 0.5)
+#: draws for each sample that is asked for: what was drawn may contradict itself, or not fit
+MOST_DRAWS = 4
 #: counterexamples of one sample before it is given up
 MOST_CHANGES = 8
 
@@ -180,11 +182,13 @@ def sampled(subject: Subject, samples: int, seed: int) -> Row:
     formulation = job.formulate(Point.of(plan.mesh, plan.batch.micro_batch))
     sampler = Sampler(job=job, plan=plan, formulation=formulation, rng=random.Random(seed))
     different = set()
-    for number in range(samples):
+    for number in range(MOST_DRAWS * samples):
         choice = sampler.sample(number)
         if choice is not None:
             sampler.tried += 1
             different.add(tuple(sorted(choice.items())))
+        if sampler.tried == samples:
+            break
     return Row(
         model=subject.name,
         status=str(plan.solver.status),
