@@ -279,13 +279,15 @@ class OtherShapes:
 class ProofReport:
     """How the plan was checked, after how many rounds of solving, and what was forbidden on the way. `assumptions` are
     answers that the model's code had from the values of its example inputs, and would go another way without.
-    `other_shapes` is absent where shapes do not matter: every rank has all of the model (tp = 1)."""
+    `device` is what the model's code was told that it runs on ("cuda 9.0"). `other_shapes` is absent where shapes do
+    not matter: every rank has all of the model (tp = 1)."""
 
     status: ProofStatus
     rounds: Size
     cuts: tuple[str, ...]
     assumptions: tuple[str, ...]
     other_shapes: OtherShapes | None = None
+    device: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from tpplan.other_shapes import with_other_shapes
 from tpplan.outcome import plan_of
 from tpplan.patterns import ROOT
 from tpplan.plan import Plan, ProofStatus, SolverReport
+from tpplan.planned_device import planning_for
 from tpplan.problem import Status
 from tpplan.prove import Counterexample, check_structure
 from tpplan.reuse import Traced
@@ -107,15 +108,16 @@ def search(job: Job, points: list[Point], *, prove: bool) -> Plan:
             return plan_of(job, expanded, best, certificate, ProofStatus.UNPROVEN, rounds)
         job.report("prove", rounds - 1, rounds)
         plan = plan_of(job, expanded, best, certificate, ProofStatus.PROVEN, rounds)
-        checked = check_structure(
-            traced.model,
-            traced.inputs,
-            expanded,
-            plan,
-            loss=job.loss,
-            cast=job.cast(traced.units),
-            opaques=traced.opaques,
-        )
+        with planning_for(job.device):
+            checked = check_structure(
+                traced.model,
+                traced.inputs,
+                expanded,
+                plan,
+                loss=job.loss,
+                cast=job.cast(traced.units),
+                opaques=traced.opaques,
+            )
         problem = checked if isinstance(checked, Counterexample) else _mistyped(traced.graph, checked, expanded)
         if problem is None:
             assert isinstance(checked, Plan)
