@@ -69,6 +69,7 @@ WITH_TORCH = (
     "reentry",
     "rewrite",
     "unsaid",
+    "planned_device",
     "known",
     "own_failure",
     "registered",

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tpplan.known import QUESTIONS, KnownValues, asking_line
+from tpplan.known import QUESTIONS, KnownValues
+from tpplan.planned_device import asking_line
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.fakes import seeming_real
 from tpplan.trace import Inputs, Loss, forward_inputs, quiet

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.known import KnownValues, asking_line
+from tpplan.known import KnownValues
+from tpplan.planned_device import asking_line
 from tpplan.torch_internals.operators import meta_kernels
 from tpplan.unsaid import UnknownValueError
 

@@ -28,6 +28,7 @@ from tpplan.options import Allows, Batch, BuildModel, Cluster, ExampleInputs, Pr
 from tpplan.patterns import ROOT
 from tpplan.pins import Pin, Pinned
 from tpplan.plan import Compile, Plan, Precision, Recompute, uses_fsdp
+from tpplan.planned_device import PlannedDevice, planning_for
 from tpplan.priced import PricedSpace, price_space
 from tpplan.problem import Conflict, Problem, Solution, Status
 from tpplan.profile import HardwareProfile
@@ -104,6 +105,8 @@ class Job:
     time_limit_s: float | None
     report: Progress
     all_gpus: bool = True
+    #: what the model's code is told that it runs on; None: the profile's device
+    told: PlannedDevice | None = None
     pins: tuple[Pin, ...] = ()
     reuse: Reuse = field(default_factory=Reuse)
     spaces: dict[tuple[int, int], PricedSpace] = field(default_factory=dict)
@@ -148,7 +151,13 @@ class Job:
             solver=None,
             time_limit_s=None,
             report=lambda stage, done, total: None,
+            told=PlannedDevice.parse(plan.proof.device) if plan.proof.device else None,
         )
+
+    @property
+    def device(self) -> PlannedDevice:
+        """What the model's code sees while it is traced."""
+        return self.told or PlannedDevice.of(self.profile)
 
     def changed(self, **options: object) -> "Job":
         """The same job with other options; what has been traced and priced is shared."""
@@ -258,7 +267,7 @@ class Job:
 
     def trace_key(self, micro_batch: int) -> Hashable:
         """What a trace depends on."""
-        return *self._model_key, micro_batch, tuple(self.whole)
+        return *self._model_key, micro_batch, self.device, tuple(self.whole)
 
     @property
     def _model_key(self) -> tuple[Hashable, ...]:
@@ -331,6 +340,10 @@ class Job:
         return Pinned(graph=self.traced(micro_batch).graph, pins=self.pins)
 
     def _trace(self, micro_batch: int) -> Traced:
+        with planning_for(self.device):
+            return self._trace_as_planned(micro_batch)
+
+    def _trace_as_planned(self, micro_batch: int) -> Traced:
         if self._model_key not in self.reuse.models:
             self.reuse.models[self._model_key] = self._built()
         built = self.reuse.models[self._model_key]

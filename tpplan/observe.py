@@ -22,6 +22,7 @@ from tpplan.errors import ModelError
 from tpplan.known import raising_line
 from tpplan.opaque import PLAIN, Observed, OpaqueCall, Ran, described
 from tpplan.own_failure import own_failure
+from tpplan.planned_device import as_planned, machine_as_planned
 from tpplan.registered import registered_name
 from tpplan.storages import Storages
 from tpplan.torch_internals import pytree
@@ -101,7 +102,7 @@ def _observe(
 
         modules = list(module.modules())
         storages = {name: storage_key(weight) for name, weight in weights.items()}
-        with surrounded_again(on_fakes), on_fakes(), log:
+        with surrounded_again(on_fakes), on_fakes(), log, as_planned("cpu"), machine_as_planned():
             output = type(module).forward(module, *args, **kwargs)
             after = dict(module.named_parameters())
         written = frozenset(name for name, storage in storages.items() if storage in log.written)

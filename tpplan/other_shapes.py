@@ -23,6 +23,7 @@ from tpplan.input_dims import BATCH, BOTH, LENGTH, Dim, dim_through
 from tpplan.job import Job
 from tpplan.opaque import Opaques
 from tpplan.plan import Multiples, OtherShapes, Plan
+from tpplan.planned_device import planning_for
 from tpplan.pricing import unpriced_as
 from tpplan.prove import find_difference
 from tpplan.reader import path_of
@@ -184,8 +185,9 @@ class _Search:
         graph: ModelGraph | None = None
         try:
             inputs = self.job.inputs(batch, length)
-            graph, opaques = self.job.trace_of(self.traced.model, inputs)
-            problem = self.difference(graph, inputs, opaques)
+            with planning_for(self.job.device):
+                graph, opaques = self.job.trace_of(self.traced.model, inputs)
+                problem = self.difference(graph, inputs, opaques)
         except TpplanError as error:
             problem = _line(error)
         logger.info("at batch %d, length %d: %s", batch, length, problem or "proven")

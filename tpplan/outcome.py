@@ -83,7 +83,13 @@ def plan_of(
         fingerprints=Fingerprints(
             parameters=parameters_fingerprint(rows), graph=graph.fingerprint, inputs=input_shapes(traced.inputs)
         ),
-        proof=ProofReport(status=status, rounds=rounds, cuts=tuple(job.cut_messages), assumptions=traced.assumptions),
+        proof=ProofReport(
+            status=status,
+            rounds=rounds,
+            cuts=tuple(job.cut_messages),
+            assumptions=traced.assumptions,
+            device=str(job.device),
+        ),
         unruled_ops=expanded.unruled_ops(),
         opaque=_opaque_plans(traced, expanded) or None,
         untouched=traced.opaques.untouched or None,

@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 import torch
 
 from tpplan.errors import InternalError, TpplanError
-from tpplan.known import is_foreign
+from tpplan.planned_device import is_foreign
 from tpplan.rewrite import is_frame_of_own_code
 from tpplan.torch_internals.probes import lacking
 from tpplan.torch_internals.versions import complaint

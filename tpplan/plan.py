@@ -290,13 +290,15 @@ class ProofReport:
     answers that the model's code had from the values of its example inputs, and would go another way without.
     `plan_hash` is that of the plan that was proven (tpplan.proof_hash): where the plan has another, or the proof none,
     the plan counts as unproven.
-    `other_shapes` is absent where shapes do not matter: every rank has all of the model (tp = 1)."""
+    `device` is what the model's code was told that it runs on ("cuda 9.0"). `other_shapes` is absent where shapes do
+    not matter: every rank has all of the model (tp = 1)."""
 
     status: ProofStatus
     rounds: Size
     cuts: tuple[str, ...]
     assumptions: tuple[str, ...]
     other_shapes: OtherShapes | None = None
+    device: str | None = None
     plan_hash: str | None = None
 
 

@@ -22,6 +22,7 @@ from tpplan.chance import same_draws
 from tpplan.counts import Counts, counting_by
 from tpplan.graph import SourceKind
 from tpplan.known import KnownValues, Question
+from tpplan.planned_device import machine_as_planned
 from tpplan.rewrite import is_own_code_running
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.autograd import Apply, functions_run_by
@@ -101,7 +102,10 @@ def record(
         tracer = recorder().tracer
         graphs.append(tracer.graph)
         with known, dispatched_plainly(_answers(known)), _noting(tracer, scope, known), _nothing_hidden():
-            found, spec = pytree.tree_flatten(_opened(module(*placed)))
+            with machine_as_planned():
+                output = module(*placed)
+            known.check_all_answered()
+            found, spec = pytree.tree_flatten(_opened(output))
         specs.append(spec)
         return [_local(leaf) if isinstance(leaf, Tensor) else None for leaf in found]
 

@@ -25,6 +25,7 @@ from tpplan.other_shapes import other_shapes
 from tpplan.outcome import input_shapes
 from tpplan.patterns import ROOT, holders
 from tpplan.plan import CollectivePlan, Fingerprints, Plan, Prediction
+from tpplan.planned_device import planning_for
 from tpplan.pricing import expanded_as, priced_as
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.proof_hash import as_proven
@@ -143,15 +144,16 @@ def _fingerprints(traced: Traced) -> Fingerprints:
 def _check_structure(plan: Plan, expanded: Expanded, traced: Traced, job: Job) -> None:
     """The second half. What applying raises is about the plan, too."""
     try:
-        found = find_difference(
-            traced.model,
-            traced.inputs,
-            expanded,
-            plan,
-            loss=job.loss,
-            cast=job.cast(traced.units),
-            opaques=traced.opaques,
-        )
+        with planning_for(job.device):
+            found = find_difference(
+                traced.model,
+                traced.inputs,
+                expanded,
+                plan,
+                loss=job.loss,
+                cast=job.cast(traced.units),
+                opaques=traced.opaques,
+            )
     except ModelError:
         raise
     except TpplanError as error:

@@ -35,6 +35,7 @@ from tpplan.other_shapes import with_other_shapes
 from tpplan.outcome import laid_out_as, plan_of
 from tpplan.patterns import ROOT
 from tpplan.plan import Plan, ProofStatus, SolverReport
+from tpplan.planned_device import planning_for
 from tpplan.problem import Status
 from tpplan.proof_hash import as_proven
 from tpplan.prove import Counterexample, check_structure
@@ -346,15 +347,16 @@ def _without_guesses(job: Job, points: list[Point], certificate: SolverReport) -
 
 def put_to_proof(job: Job, traced: Traced, plan: Plan, expanded: Expanded) -> Plan | Counterexample | Mistyped:
     """The plan with the sizes that it replaces, where both halves of the proof hold; else what does not."""
-    checked = check_structure(
-        traced.model,
-        traced.inputs,
-        expanded,
-        plan,
-        loss=job.loss,
-        cast=job.cast(traced.units),
-        opaques=traced.opaques,
-    )
+    with planning_for(job.device):
+        checked = check_structure(
+            traced.model,
+            traced.inputs,
+            expanded,
+            plan,
+            loss=job.loss,
+            cast=job.cast(traced.units),
+            opaques=traced.opaques,
+        )
     if isinstance(checked, Counterexample):
         return checked
     return _mistyped(traced.graph, checked, expanded) or checked

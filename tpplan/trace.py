@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 from tpplan import operators
 from tpplan.errors import ModelError
 from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, within
-from tpplan.known import is_foreign, raising_line
+from tpplan.known import raising_line
 from tpplan.opaque import Opaques, recording
+from tpplan.planned_device import is_foreign
 from tpplan.program import Program, StoppedError, naming_modules, on_meta, record
 from tpplan.reader import GraphReader, NotAlikeError, path_of
 from tpplan.rewrite import is_own_code_running, own_code
