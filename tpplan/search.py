@@ -300,7 +300,7 @@ def _unsearched(job: Job, points: list[Point], known: _Progress) -> tuple[str, .
     found = list(job.unsearched)
     if known.too_wide:
         shown = ", ".join(
-            f"{size} above {max(p.tp for p in points if p.micro_batch == size and p not in known.too_wide)}"
+            f"{size} from tp {min(p.tp for p in known.too_wide if p.micro_batch == size)}"
             for size in sorted({point.micro_batch for point in known.too_wide})
         )
         found.append(
