@@ -77,6 +77,7 @@ WITH_TORCH = (
     "counts",
     "program",
     "call_log",
+    "left_behind",
     "reader",
     "siblings",
     "opaque",

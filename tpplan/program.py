@@ -59,6 +59,8 @@ class Program:
     graph_module: torch.fx.GraphModule
     given: tuple[Given, ...]
     out_spec: pytree.TreeSpec
+    #: tensors that the forward leaves behind, by where they are; they follow those that it returns
+    left: tuple[str, ...]
     questions: tuple[Question, ...]
     #: lines of code, and what stands here for sizes that data decides
     guessed: Mapping[str, str]
@@ -81,11 +83,13 @@ def record(
     scope: Callable[[], str],
     otherwise: frozenset[int] = frozenset(),
     extra: int = 0,
+    left: Mapping[str, Tensor] | None = None,
 ) -> Program:
     """module(*leaves) on meta tensors, the leaves being called by their paths. Of a DTensor parameter, the local tensor
     is given. Questions about the leaves' values are answered, those in `otherwise` (by number) the other way.
     Where data decides how many elements there are, and it is not known, there are all there can be; `extra` are added.
-    What the code draws from NumPy or Python is the same in every run.
+    What the code draws from NumPy or Python is the same in every run. `left` is filled while it runs, with tensors that
+    are outputs, too.
 
     Raises StoppedError where the forward raises, also for a question that only real data can answer.
     """
@@ -107,7 +111,7 @@ def record(
             known.check_all_answered()
             found, spec = pytree.tree_flatten(_opened(output))
         specs.append(spec)
-        return [_local(leaf) if isinstance(leaf, Tensor) else None for leaf in found]
+        return [_local(leaf) if isinstance(leaf, Tensor) else None for leaf in (*found, *(left or {}).values())]
 
     try:
         with _ONE_AT_A_TIME, same_draws(), _described(), counting_by(counts), results_kept_by(_aliased):
@@ -123,6 +127,7 @@ def record(
             for placeholder, (kind, label, _) in zip(placeholders, given, strict=True)
         ),
         out_spec=specs[0],
+        left=tuple(left or ()),
         questions=tuple(known.questions),
         guessed={line: f"{count} elements, all there can be" for line, count in counts.guessed.items()} | known.guessed,
         varies=counts.varies or bool(known.guessed),

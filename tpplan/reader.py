@@ -103,10 +103,13 @@ class GraphReader:
         """The whole program."""
         names = self._placeholders()
         outputs = self._walk(self.program.graph_module, names)
-        tree = pytree.tree_unflatten(outputs, self.program.out_spec)
+        num_returned = len(outputs) - len(self.program.left)
+        tree = pytree.tree_unflatten(outputs[:num_returned], self.program.out_spec)
         leaves = [(path_of(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
         named = tuple((path or "output", leaf.name) for path, leaf in leaves if isinstance(leaf, Ref))
         scalars = [name for _, name in named if not self.values[name].shape and self.values[name].carries_gradient]
+        left = zip(self.program.left, outputs[num_returned:], strict=True)
+        named += tuple((f"left at {where}", leaf.name) for where, leaf in left if isinstance(leaf, Ref))
         graph = ModelGraph(
             values=self.values,
             sources=tuple(self.sources),

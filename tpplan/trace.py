@@ -23,6 +23,7 @@ from tpplan import operators
 from tpplan.errors import ModelError
 from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, within
 from tpplan.known import raising_line
+from tpplan.left_behind import held_tensors, left_behind
 from tpplan.opaque import Opaques, recording
 from tpplan.planned_device import is_foreign
 from tpplan.program import Program, StoppedError, naming_modules, on_meta, record
@@ -92,12 +93,16 @@ class _Step(nn.Module):
         self.model = model
         self.loss = loss
         self.spec = spec
+        #: what the model's forward leaves behind, by where it is
+        self.left: dict[str, torch.Tensor] = {}
 
     def forward(self, *leaves: Any) -> Any:
         inputs = pytree.tree_unflatten(list(leaves), self.spec)
         accepted = forward_inputs(self.model, inputs)
+        before = held_tensors(self.model)
         with operators.CrossEntropyMode():
             outputs = self.model(**accepted) if isinstance(accepted, Mapping) else self.model(*accepted)
+        self.left.update(left_behind(self.model, before))
         return self.loss(outputs, inputs) if self.loss is not None else outputs
 
 
@@ -340,7 +345,8 @@ def _trace(
     ):
         parameters = {name: (own, storage_key(own)) for name, own in model.named_parameters()}
         try:
-            program = record(_Step(model, loss, spec), leaves, paths, scope, otherwise, extra)
+            step = _Step(model, loss, spec)
+            program = record(step, leaves, paths, scope, otherwise, extra, step.left)
         except StoppedError as stopped:
             _check_modules(model, modules, parameters)
             error = stopped.__cause__
