@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from tpplan.known import is_foreign
+from tpplan.planned_device import is_foreign
+from tpplan.torch_internals.tensors import plain_calls
 
 #: objects of these are not gone into
 _OF_LIBRARIES = frozenset({"torch", "tpplan", "builtins", "typing", "types", "functools", "re", "logging", "numpy"})
@@ -48,7 +48,7 @@ def held_tensors(model: nn.Module) -> dict[str, Tensor]:
 def left_behind(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
     """Of the tensors that are held now, those with a gradient that a forward computed and were not held before."""
     known = {id(tensor) for tensor in before.values()}
-    with torch._C.DisableTorchFunction():
+    with plain_calls():
         return {
             name: tensor
             for name, tensor in held_tensors(model).items()
