@@ -501,5 +501,11 @@ def test_out_of_memory_on_a_profile_of_one_node_is_told_as_such() -> None:
     machine = load_profile("cpu-gloo")
     with pytest.raises(InfeasibleError, match=r"no plan fits .* What more than 4 GPUs would do is not known"):
         solve_example(
-            "mlp", machine, gpus=4, global_batch=8, memory_limit_bytes=machine.slack_bytes + 1_000.0, precision="fp32"
+            "mlp",
+            machine,
+            gpus=4,
+            global_batch=8,
+            micro_batch=1,
+            memory_limit_bytes=machine.slack_bytes + 700_000.0,
+            precision="fp32",
         )

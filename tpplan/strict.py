@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, NoReturn, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from tpplan.errors import TpplanError
+from tpplan.escapes import escaped
 from tpplan.files import read_text
 
 T = TypeVar("T")
@@ -67,7 +68,7 @@ class Place:
     def at(self, key: str | int) -> "Place":
         """The place of a member or of an element."""
         dot = "." if self.path else ""
-        path = f"{self.path}[{key}]" if isinstance(key, int) else f"{self.path}{dot}{key}"
+        path = f"{self.path}[{key}]" if isinstance(key, int) else f"{self.path}{dot}{escaped(key)}"
         return dataclasses.replace(self, path=path)
 
     def fail(self, problem: str) -> NoReturn:

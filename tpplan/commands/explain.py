@@ -14,6 +14,7 @@ from tpplan.commands._output import aligned, folded, print_lines, terminal_width
 from tpplan.commands._pins import add_pins, pins_of
 from tpplan.commands.solve import count
 from tpplan.errors import InfeasibleError, ModelError, UsageError
+from tpplan.escapes import escaped_data
 from tpplan.layer_table import layer_rows
 from tpplan.load import HF_PREFIX, HF_TRUSTED_PREFIX, ModelSpec, load_model_file
 from tpplan.pins import parse_pin
@@ -70,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     data: dict[str, object] = {}
     lines: list[str] = []
     if pattern is not None:
-        rows = layer_rows(plan, lambda module: _matches(plan, pattern, module), terminal_width() - 2)
+        shown = escaped_data(plan)
+        rows = layer_rows(shown, lambda module: _matches(shown, pattern, module), terminal_width() - 2)
         if not rows:
             raise UsageError(f"{args.plan}: no module {pattern!r} owns parameters or converts what crosses it")
         data["modules"] = [" ".join(row.split()) for row in rows[1:]]

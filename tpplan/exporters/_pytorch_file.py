@@ -175,7 +175,7 @@ def _style_lines(plan: Plan, styles: Styles) -> Iterator[str]:
     for name, alias in styles.ties:
         owner, _, attribute = alias.rpartition(".")
         module, value = f"model.get_submodule({quoted(owner)})", f"model.get_parameter({quoted(name)})"
-        is_plain = attribute.isidentifier() and not iskeyword(attribute)
+        is_plain = attribute.isascii() and attribute.isidentifier() and not iskeyword(attribute)
         yield f"{module}.{attribute} = {value}" if is_plain else f"setattr({module}, {quoted(attribute)}, {value})"
     is_summed = any(style.startswith("SequenceParallel") for style in styles.layers.values())
     if is_summed and not uses_fsdp(plan.mesh, plan.precision):  # FSDP2 does it
