@@ -14,7 +14,7 @@ prove_plan takes it, it is applied and compared alike. Traps (adversary_traps.py
     WRONG       other numbers, or an error on one rank alone
     hang        ranks that did not finish
     crash       another exception than tpplan's own, or tpplan's for a fault of its own
-    slow        solving or proving was not done in time
+    slow        solving or proving was not done in its CPU seconds
     invalid     one process does not run it either
 
 What was found is kept in --out, where the same command goes on. --only 17 runs one model and prints what it is made of,
@@ -23,7 +23,6 @@ that was accepted is wrong or hangs, 1 if anything crashed, else 0.
 """
 
 import argparse
-import contextlib
 import json
 import logging
 import math
@@ -601,7 +600,7 @@ def run_groups(
         while keepers:
             for connection in wait(list(keepers)):
                 child, rest = keepers[connection]
-                report(child.receive(1.0))
+                report(child.receive(math.inf))
                 if not rest and groups:
                     rest += groups.pop()[::-1]
                 if rest:
@@ -709,8 +708,8 @@ def parsed(texts: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only-trap", nargs="+", metavar="NAME", choices=TRAPS)
     parser.add_argument("--shrink", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--solve-timeout", type=float, default=120.0, metavar="SECONDS", help="for each case")
-    parser.add_argument("--ranks-timeout", type=float, default=60.0, metavar="SECONDS", help="for each case")
+    parser.add_argument("--solve-timeout", type=float, default=60.0, metavar="SECONDS", help="of CPU, each case")
+    parser.add_argument("--ranks-timeout", type=float, default=30.0, metavar="SECONDS", help="of CPU, each case")
     parser.add_argument(
         "--out", type=Path, metavar="FILE.json", help="what was found; an interrupted run goes on there"
     )
@@ -737,8 +736,7 @@ def main(texts: Sequence[str] | None = None) -> int:
     for number in arguments.only or ():
         print(subject_of(draw(arguments.seed, number)).text)
     begun = time.monotonic()
-    with contextlib.suppress(KeyboardInterrupt):
-        run([case for name, case in cases.items() if name not in done], arguments, report)
+    run([case for name, case in cases.items() if name not in done], arguments, report)
     print("", *summary(done), f"{len(done)} cases, {time.monotonic() - begun:.0f} s", sep="\n")
     if arguments.shrink:
         keeper = Keeper(arguments.seed, arguments.solve_timeout, arguments.ranks_timeout)

@@ -371,10 +371,8 @@ class Mlp(nn.Module):
             case "einsum":
                 return torch.einsum("btgh,ghd->btd", h.unflatten(-1, (2, -1)), self.w_out)
             case "conv":
-                out = self.down(h.transpose(1, 2)).transpose(1, 2)
-                return out
-        out = self.down(h)
-        return out
+                return self.down(h.transpose(1, 2)).transpose(1, 2)
+        return self.down(h)
 
 
 class Mixer(nn.Module):

@@ -26,7 +26,7 @@ def mutation(name: str) -> Callable[[Mutation], Mutation]:
 
 
 def mutated(data: Data, other: Data, rng: random.Random) -> tuple[str, Data]:
-    """The kinds of one to three changes, and the changed data; `other` is another plan, of which sections may be taken."""
+    """The kinds of one to three changes, and the changed data; sections may be taken of the plan `other`."""
     found, kinds = copy.deepcopy(data), list[str]()
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         for kind in rng.sample(sorted(MUTATIONS), len(MUTATIONS)):
@@ -437,8 +437,7 @@ def _unrolled(data: Data, other: Data, rng: random.Random) -> None:
 
 @mutation("numbers")
 def _numbers(data: Data, other: Data, rng: random.Random) -> None:
-    places = [(holder, key) for holder, key in numbers_in(data)]
-    holder, key = rng.choice(places)
+    holder, key = rng.choice(list(numbers_in(data)))
     value = holder[key]
     holder[key] = (not value) if isinstance(value, bool) else rng.choice((value + 1, value * 2, value // 2, 0, 1))
 

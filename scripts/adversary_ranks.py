@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-#: what a rank that failed leaves its peer to come to the same end
-GRACE_S = 15.0
+#: threads that all sleep for so long wait for what does not come: on a busy machine what would run is not asleep
+STUCK_S, SAMPLE_S = 10.0, 0.25
 #: cases that a pair runs before another takes its place: process groups are made for each
 CASES_OF_A_PAIR = 40
 
@@ -55,10 +55,25 @@ class Child:
         except (BrokenPipeError, ConnectionError):
             raise DiedError(f"exit code {self.process.exitcode}") from None
 
-    def receive(self, timeout_s: float) -> Any:
-        """The answer. Raises LateError, DiedError, and RuntimeError with the traceback of what the function raised."""
-        if not self.connection.poll(max(0.0, timeout_s)):
-            raise LateError(f"no answer in {timeout_s:.0f} s")
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of the process so far."""
+        fields = _stat(f"/proc/{self.process.pid}/stat")
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+    @property
+    def is_asleep(self) -> bool:
+        """No thread of the process runs or could."""
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        states = [_stat(f"{task}/stat")[:1] for task in (tasks.iterdir() if tasks.exists() else ())]
+        return all(state in (["S"], ["Z"], []) for state in states)
+
+    def receive(self, cpu_s: float) -> Any:
+        """The answer. Raises LateError, after so many CPU seconds or where all sleeps, DiedError, and RuntimeError with
+        the traceback of what the function raised."""
+        limit = Limit([self], cpu_s)
+        while not self.connection.poll(SAMPLE_S):
+            limit.check()
         try:
             has_returned, outcome = pickle.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionError):
@@ -68,9 +83,9 @@ class Child:
             raise RuntimeError(outcome)
         return outcome
 
-    def ask(self, message: object, timeout_s: float) -> Any:
+    def ask(self, message: object, cpu_s: float) -> Any:
         self.send(message)
-        return self.receive(timeout_s)
+        return self.receive(cpu_s)
 
     def end(self) -> None:
         """Kills the process and those that it started."""
@@ -80,6 +95,34 @@ class Child:
         self.process.kill()
         self.process.join()
         self.connection.close()
+
+
+class Limit:
+    """On children that are waited for: CPU seconds that each may take, and how long all may sleep."""
+
+    def __init__(self, children: Sequence[Child], cpu_s: float) -> None:
+        self.children, self.cpu_s = children, cpu_s
+        self.begun = [child.cpu_s for child in children]
+        self.awake_at = time.monotonic()
+
+    def check(self) -> None:
+        """Raises LateError where a limit is passed."""
+        for child, begun in zip(self.children, self.begun, strict=True):
+            if child.cpu_s - begun > self.cpu_s:
+                raise LateError(f"no answer in {self.cpu_s:.0f} CPU s")
+        now = time.monotonic()
+        if not all(child.is_asleep for child in self.children):
+            self.awake_at = now
+        if now - self.awake_at > STUCK_S:
+            raise LateError(f"no answer, and all asleep for {STUCK_S:.0f} s")
+
+
+def _stat(path: str) -> list[str]:
+    """The fields of a process or thread from its state on; none where it has ended."""
+    try:
+        return Path(path).read_text(encoding="utf-8").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def _live(
@@ -145,38 +188,41 @@ class Ranks:
             self.folder.cleanup()
             self.folder = None
 
-    def ask(self, message: object, timeout_s: float, is_failure: Callable[[Any], bool]) -> list[Any]:
+    def ask(self, message: object, cpu_s: float, is_failure: Callable[[Any], bool]) -> list[Any]:
         """Each rank's answer, in rank order; an exception in place of one that did not come or was none.
 
-        Where is_failure holds for a rank's answer its peers have GRACE_S more, and all are replaced.
+        Ranks of which one raised, or for whose answer is_failure holds, are replaced.
         """
         if not self.children or self.num_cases >= CASES_OF_A_PAIR:
             self.end()
             self.start()
         self.num_cases += 1
-        found = self._answers(message, time.monotonic() + timeout_s, is_failure)
+        found = self._answers(message, cpu_s, is_failure)
         if any(isinstance(each, Exception) or is_failure(each) for each in found):
             self.end()
         return found
 
-    def _answers(self, message: object, deadline: float, is_failure: Callable[[Any], bool]) -> list[Any]:
+    def _answers(self, message: object, cpu_s: float, is_failure: Callable[[Any], bool]) -> list[Any]:
         found: list[Any] = [LateError("no answer")] * self.num_ranks
         waiting = {child.connection: number for number, child in enumerate(self.children)}
         for child in self.children:
             with suppress(DiedError):
                 child.send(message)
         while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                return found
+            limit = Limit([self.children[number] for number in waiting.values()], cpu_s)
+            while not (ready := wait(list(waiting), timeout=SAMPLE_S)):
+                try:
+                    limit.check()
+                except LateError as error:
+                    for number in waiting.values():
+                        found[number] = error
+                    return found
             for connection in ready:
                 number = waiting.pop(connection)  # type: ignore[call-overload]
                 try:
-                    found[number] = self.children[number].receive(1.0)
+                    found[number] = self.children[number].receive(cpu_s)
                 except (RuntimeError, DiedError, LateError) as error:
                     found[number] = error
-                if isinstance(found[number], Exception) or is_failure(found[number]):
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
         return found
 
 
