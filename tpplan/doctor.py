@@ -42,9 +42,9 @@ from torch import nn
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(64, 32)
-        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
-        self.head = nn.Linear(32, 64)
+        self.embedding = nn.Embedding(512, 128)
+        self.up, self.down = nn.Linear(128, 512), nn.Linear(512, 128)
+        self.head = nn.Linear(128, 512)
 
     def forward(self, tokens):
         x = self.embedding(tokens)
@@ -54,7 +54,7 @@ def build_model():
     return Model()
 
 def example_inputs(batch, seq_len):
-    tokens = torch.arange(batch * seq_len).view(batch, seq_len) % 64
+    tokens = torch.arange(batch * seq_len).view(batch, seq_len) % 512
     return {"tokens": tokens, "targets": tokens}
 
 def loss(outputs, inputs):
@@ -202,7 +202,7 @@ def _round(name: str) -> Finding:
             loss=spec.loss,
             cluster=Cluster(gpus=2, gpus_per_node=2, profile="cpu-gloo"),
             global_batch=4,
-            seq_len=8,
+            seq_len=64,
             tp=2,
         )
         report = verify_plan(plan, str(path), ranks=2, timeout_s=ROUND_TIMEOUT_S)
