@@ -24,18 +24,13 @@ that was accepted is wrong or hangs, 1 if anything crashed, else 0.
 
 import argparse
 import json
-import logging
 import math
 import os
-import random
 import sys
 import time
-import traceback
-import warnings
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -44,61 +39,19 @@ import torch
 import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed.fsdp
 import torch.distributed.tensor
-from adversary_models import Inputs, Spec, Subject, draw, simpler, subject_of
-from adversary_plans import mutated
+from adversary_models import Spec, Subject, draw, simpler, subject_of
 from adversary_ranks import Child, DiedError, LateError, Ranks, first_error
-from adversary_subjects import EXAMPLES, TRAPS, example_subject, trap_subject
-from coverage_machine import machine
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from adversary_solver import TP, Mutant, Solved, Solver
+from adversary_steps import SHOWN_CHARACTERS, Key, Outcome, Shape, Task, judged, on_rank, raises
+from adversary_subjects import EXAMPLES, TRAPS
+from adversary_table import VERDICTS, Row, exit_code, summary
 
-from tpplan.apply import apply_plan
-from tpplan.errors import InternalError, TpplanError
 from tpplan.files import write_atomically
-from tpplan.fitting import plan_name
-from tpplan.graph import ModelGraph
-from tpplan.options import Allows, Cluster
-from tpplan.plan import Plan, ProofStatus
-from tpplan.planner import solve
-from tpplan.proof import prove_plan
-from tpplan.reuse import Reuse
-from tpplan.rules import Strategy
-from tpplan.trace import forward_inputs
 
-TP = 2
-#: of the loss, and of a gradient relative to its largest element or to this share of the model's largest
-TOLERANCE, GRADIENT_NOISE = 1e-4, 1e-3
 #: mutants of one proven plan; numbers of the models whose plans they are begin here
 MUTANTS_OF_A_PLAN, FIRST_BASE = 20, 100_000
 #: models that are tried for a base until one has a proven plan that shards
 BASE_TRIES = 4
-#: bad ends first: the first that holds of any shape is the case's
-VERDICTS = ("WRONG", "hang", "crash", "slow", "refused", "invalid", "whole", "same", "right")
-SHOWN_CHARACTERS = 300
-
-Shape = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    """What names a subject: a random model by number, an example, a trap, or a spec itself."""
-
-    kind: str
-    seed: int = 0
-    number: int = 0
-    name: str = ""
-    spec: Spec | None = None
-
-    def subject(self) -> Subject:
-        match self.kind:
-            case "model":
-                return subject_of(draw(self.seed, self.number))
-            case "spec":
-                assert self.spec is not None
-                return subject_of(self.spec)
-            case "trap":
-                return trap_subject(self.name)
-        return example_subject(self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,319 +66,6 @@ class Case:
         """Under which it is kept."""
         own = f"{self.key.kind} {self.key.name or self.key.number}"
         return own if self.mutant is None else f"plan {self.mutant} of {own}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """What became of a case. `shapes` says it for each shape, the planned one first."""
-
-    name: str
-    verdict: str
-    detail: str = ""
-    group: str = ""
-    shapes: tuple[str, ...] = ()
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A loss and every gradient, whole; None of what a model has none."""
-
-    loss: float
-    gradients: Mapping[str, Tensor | None]
-
-
-# ---- a step
-
-
-def whole(gradient: Tensor | None) -> Tensor | None:
-    gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
-
-
-def widened(value: Tensor) -> Tensor:
-    return value.double() if value.is_floating_point() else value
-
-
-def step(model: nn.Module, subject: Subject, shape: Shape, *, in_double: bool) -> Outcome:
-    """One forward and backward; chance is the same in each process."""
-    torch.manual_seed(1)
-    inputs: Inputs = subject.inputs(*shape)
-    if in_double:
-        inputs = {name: widened(value) for name, value in inputs.items()}
-    model.zero_grad()
-    loss = subject.loss(model(**forward_inputs(model, inputs)), inputs)
-    loss.backward()
-    weights = model.named_parameters()
-    return Outcome(loss.item(), {plan_name(name): whole(weight.grad) for name, weight in weights})
-
-
-def built(subject: Subject, *, in_double: bool) -> nn.Module:
-    model = subject.build()
-    return model.double() if in_double else model
-
-
-def worst_error(found: Outcome, expected: Outcome) -> tuple[float, str]:
-    """The largest relative error of the loss and of any gradient, and whose it is; infinite for one that is missing."""
-    present = [gradient.abs().max().item() for gradient in expected.gradients.values() if gradient is not None]
-    floor = GRADIENT_NOISE * max(present, default=0.0)
-    errors = {"loss": abs(found.loss - expected.loss) / max(abs(expected.loss), 1e-30)}
-    for name in {*expected.gradients, *found.gradients}:
-        theirs, ours = expected.gradients.get(name), found.gradients.get(name)
-        if theirs is not None and ours is not None and theirs.shape == ours.shape:
-            scale = max(theirs.abs().max().item(), floor, 1e-30)
-            errors[name] = (ours - theirs).abs().max().item() / scale
-        elif theirs is not None or ours is not None:
-            only = theirs if theirs is not None else ours
-            errors[name] = 0.0 if only is not None and not only.any() else math.inf
-    errors = {name: math.inf if math.isnan(error) else error for name, error in errors.items()}
-    worst = max(errors, key=lambda name: errors[name])
-    return errors[worst], worst
-
-
-# ---- the process that solves and proves
-
-
-@dataclass(slots=True)
-class Solved:
-    """A subject's plan, and what one process gives at each shape (None where it raises)."""
-
-    verdict: str
-    detail: str = ""
-    plan: str = ""
-    expected: list[Outcome | None] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Mutant:
-    """A changed plan, and what reading or proving it said; a plan where it was accepted."""
-
-    kinds: str
-    verdict: str
-    detail: str = ""
-    plan: str = ""
-    is_as_solved: bool = True
-
-
-class Solver:
-    """Answers ("solve", key), ("double", key) and ("mutant", key, seed, number); the last subject is kept."""
-
-    def __init__(self) -> None:
-        self.key: Key | None = None
-        self.subject: Subject | None = None
-        self.reuse = Reuse()
-        self.plans: list[Plan] = []
-
-    def __call__(self, message: tuple[Any, ...]) -> Any:
-        quiet()
-        match message:
-            case ("solve", key):
-                return self.solved(key)
-            case ("double", key):
-                return expected_of(key.subject(), in_double=True)
-            case ("mutant", key, seed, number):
-                return self.mutant(key, seed, number)
-        raise AssertionError(message)
-
-    def solved(self, key: Key) -> Solved:
-        self.key, self.subject, self.reuse, self.plans = key, key.subject(), Reuse(), []
-        expected = expected_of(self.subject, in_double=False)
-        if expected[0] is None:
-            return Solved("invalid", "one process does not run it")
-        try:
-            plan = planned(self.subject, self.subject.solve, key.number, self.reuse)
-        except Exception as error:
-            return Solved(*_refusal(error))
-        self.plans = [plan]
-        if plan.proof.status is not ProofStatus.PROVEN:
-            return Solved("refused", "unproven")
-        return Solved("whole" if is_whole(plan) else "right", "", plan.dumps(), expected)
-
-    def mutant(self, key: Key, seed: int, number: int) -> Mutant | None:
-        """None where there is no plan to mutate."""
-        if self.key != key:
-            self.solved(key)
-        if not self.plans or is_whole(self.plans[0]) or self.plans[0].proof.status is not ProofStatus.PROVEN:
-            return None
-        assert self.subject is not None
-        if len(self.plans) == 1:  # sections are taken from another plan of the model
-            self.plans.append(planned(self.subject, "wishes", key.number + 1, self.reuse))
-        base, other = (json.loads(plan.dumps()) for plan in self.plans)
-        rng = random.Random(f"{seed}/{number}/mutant")
-        kinds, data = mutated(base, other, rng)
-        is_as_solved = rng.random() < 0.4
-        try:
-            plan = Plan.from_dict(data)
-            proven = prove_plan(
-                plan,
-                self.subject.build,
-                self.subject.inputs,
-                loss=self.subject.loss,
-                is_as_solved=is_as_solved,
-                profile=machine(),
-                reuse=self.reuse,
-            ).plan
-        except Exception as error:
-            verdict, detail = _refusal(error)
-            return Mutant(kinds, verdict, detail, json.dumps(data), is_as_solved)
-        same = what_is_applied(proven) == what_is_applied(self.plans[0])
-        return Mutant(kinds, "same" if same else "right", "", proven.dumps(), is_as_solved)
-
-
-def _refusal(error: Exception) -> tuple[str, str]:
-    """Verdict and detail of what was raised while solving, reading or proving."""
-    text = f"{type(error).__name__}: {(str(error).strip() or '-')}"
-    if isinstance(error, TpplanError) and not isinstance(error, InternalError):
-        return "refused", text
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return "crash", text.splitlines()[0] + where
-
-
-def expected_of(subject: Subject, *, in_double: bool) -> list[Outcome | None]:
-    """What one process gives at the planned and the other shapes."""
-    found: list[Outcome | None] = []
-    for shape in ((subject.batch, subject.seq_len), *subject.others):
-        try:
-            found.append(step(built(subject, in_double=in_double), subject, shape, in_double=in_double))
-        except Exception:
-            found.append(None)
-    return found
-
-
-def what_is_applied(plan: Plan) -> dict[str, object]:
-    """The plan's data without what only informs."""
-    data = plan.to_dict()
-    return {key: value for key, value in data.items() if key not in ("solver", "predicted", "notes", "proof")}
-
-
-def is_whole(plan: Plan) -> bool:
-    """No parameter and no activation is cut."""
-    return not any(mark in str(plan.to_dict()[key]) for key in ("parameters", "boundaries") for mark in ("S(", "P ->"))
-
-
-def planned(subject: Subject, how: str, salt: int, reuse: Reuse) -> Plan:
-    """The subject's plan, solved as `how` says; without that where nothing fits it."""
-
-    def solved(**options: Any) -> Plan:
-        profile = options.pop("profile", None) or machine()
-        return solve(
-            subject.build,
-            subject.inputs,
-            cluster=Cluster(gpus=TP, gpus_per_node=TP, profile=profile),
-            global_batch=subject.batch,
-            micro_batch=subject.batch,
-            seq_len=subject.seq_len,
-            loss=subject.loss,
-            unused_outputs=subject.unused,
-            tp=TP,
-            precision="fp32",
-            reuse=reuse,
-            **options,
-        )
-
-    rng = random.Random(f"{salt}/{how}")
-    match how:
-        case "memory":
-            plain = solved()
-            limit = rng.uniform(0.6, 0.97) * plain.predicted.peak_memory_bytes
-            return _or(lambda: solved(memory_limit_bytes=limit), lambda: plain)
-        case "prices":
-            flop, bandwidth = 10 ** rng.uniform(8, 11), 10 ** rng.uniform(8, 10)
-            rates = machine(flop_per_s=flop, bytes_per_s=bandwidth, link_bytes_per_s=10 ** rng.uniform(8, 10))
-            return solved(profile=rates)
-        case "slow links":
-            return solved(profile=machine(link_bytes_per_s=1e8, latency_s=1e-6))
-        case "recompute":
-            return solved(recompute=rng.choice(("full", "selective")))
-        case "wishes":
-            share = rng.choice((0.1, 0.2, 0.4))
-            return _or(lambda: solved(allows=wishes(str(salt), share)), solved)
-    return solved()
-
-
-def _or(attempt: Callable[[], Plan], otherwise: Callable[[], Plan]) -> Plan:
-    try:
-        return attempt()
-    except InternalError:
-        raise
-    except TpplanError:
-        return otherwise()
-
-
-def wishes(salt: str, share: float) -> Callable[[ModelGraph], Allows]:
-    """Forbids so large a share of all strategies, the same ones for the same salt."""
-
-    def allows(name: str, strategy: Strategy) -> bool:
-        return zlib.crc32(f"{salt} {name} {strategy}".encode()) % 1000 >= 1000 * share
-
-    return lambda graph: allows
-
-
-# ---- the ranks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """A plan to apply to a subject, and what each of these shapes should give."""
-
-    key: Key
-    plan: str
-    shapes: tuple[Shape, ...]
-    expected: tuple[Outcome, ...]
-    in_double: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AtShape:
-    """What a rank found at a shape: an error against one process, or what was raised."""
-
-    error: float = 0.0
-    worst: str = ""
-    raised: str = ""
-    is_own: bool = False
-
-
-def on_rank(task: Task) -> list[AtShape]:
-    """One step per shape on the model with the plan applied, up to the first that raises. Runs on every rank."""
-    quiet()
-    subject = task.key.subject()
-    found: list[AtShape] = []
-    try:
-        model = apply_plan(built(subject, in_double=task.in_double), Plan.from_dict(json.loads(task.plan)))
-        for shape, expected in zip(task.shapes, task.expected, strict=True):
-            error, worst = worst_error(step(model, subject, shape, in_double=task.in_double), expected)
-            found.append(AtShape(error=error, worst=worst))
-    except Exception as error:
-        text = f"{type(error).__name__}: {(str(error).strip() or '-')}"
-        is_own = isinstance(error, TpplanError) and not isinstance(error, InternalError)
-        if not is_own:
-            frames = traceback.extract_tb(error.__traceback__)
-            text = f"{text.splitlines()[0]} at {Path(frames[-1].filename).name}:{frames[-1].lineno}"
-        found.append(AtShape(raised=text[:SHOWN_CHARACTERS], is_own=is_own))
-    return found
-
-
-def raises(found: Sequence[AtShape]) -> bool:
-    return any(each.raised for each in found)
-
-
-def judged(found: Sequence[AtShape | None]) -> tuple[str, str]:
-    """Verdict and detail of what all ranks found at one shape; None of one that did not come so far."""
-    raised = [each for each in found if each is not None and each.raised]
-    if raised and len(raised) < len(found):
-        return "WRONG", f"one rank alone raises: {raised[0].raised}"
-    if raised:
-        return ("refused" if all(each.is_own for each in raised) else "crash"), f"on ranks: {raised[0].raised}"
-    there = [each for each in found if each is not None]
-    if len(there) < len(found):
-        return "hang", "a rank did not come to this shape"
-    worst = max(there, key=lambda each: each.error)
-    said = f"error {worst.error:.1e} in {worst.worst}"
-    return ("right" if worst.error <= TOLERANCE else "WRONG"), said
-
-
-# ---- the keeper of a solver and of ranks
 
 
 class Keeper:
@@ -538,11 +178,6 @@ class Keeper:
         return ("right" if verdict == "right" else "WRONG"), f"{detail}; in 64 bits {verdict}: {said}"
 
 
-def quiet() -> None:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)
-
-
 # ---- the cases
 
 
@@ -626,56 +261,6 @@ def shrunk(row: Row, key: Key, keeper: Keeper, report: Callable[[str], None]) ->
                 report(f"still {found.verdict}: {found.detail[:SHOWN_CHARACTERS]}\n  {spec}")
                 break
     return spec
-
-
-# ---- what is printed
-
-
-def table(title: str, rows: Iterable[Row], groups: Callable[[Row], Iterable[str]]) -> Iterator[str]:
-    """How many of each group came to which end."""
-    counts: dict[str, Counter[str]] = {}
-    for row in rows:
-        for group in (*groups(row), "all"):
-            counts.setdefault(group, Counter())[row.verdict] += 1
-    if not counts:
-        return
-    shown = [verdict for verdict in reversed(VERDICTS) if counts["all"][verdict] or verdict in ("right", "WRONG")]
-    width = max(len(title), *map(len, counts))
-    yield f"{title:{width}}  " + "  ".join(f"{verdict:>7}" for verdict in shown)
-    for group in sorted(counts, key=lambda name: (name == "all", name)):
-        yield f"{group:{width}}  " + "  ".join(f"{counts[group][verdict]:>7}" for verdict in shown)
-
-
-def first_class(detail: str) -> str:
-    """The exception's name in a row's detail."""
-    return next((word for word in detail.replace(":", " ").split() if word.endswith("Error")), detail[:40])
-
-
-def summary(rows: Mapping[str, Row]) -> Iterator[str]:
-    """Tables of models, of mutants and of traps, and all that went wrong."""
-    models = [row for name, row in rows.items() if name.startswith("model")]
-    plans = [row for name, row in rows.items() if name.startswith("plan")]
-    traps = [row for name, row in rows.items() if name.startswith("trap")]
-    yield from table("models by how they are solved", models, lambda row: (row.group,) if row.group else ())
-    others = Counter(shape.split(": ")[1] for row in models for shape in row.shapes[1:])
-    if models:
-        yield "other batches and lengths: " + ", ".join(f"{n} {verdict}" for verdict, n in others.most_common())
-    refused = Counter(first_class(row.detail) for row in models if row.verdict == "refused")
-    if refused:
-        yield "models refused: " + ", ".join(f"{n} {name}" for name, n in refused.most_common())
-    yield from ("", *table("mutated plans by kind", plans, lambda row: sorted(set(row.group.split("+")) - {""})))
-    yield from ("", *table("traps", traps, lambda row: ()))
-    for row in traps:
-        yield f"    {row.name.removeprefix('trap ')}: {row.verdict}: {row.detail[:SHOWN_CHARACTERS]}"
-    for row in rows.values():
-        if row.verdict in ("WRONG", "hang", "crash", "slow"):
-            yield f"{row.verdict}: {row.name}: {row.group}: {row.detail[:SHOWN_CHARACTERS]}"
-            yield from (f"    {shape[:SHOWN_CHARACTERS]}" for shape in row.shapes)
-
-
-def exit_code(rows: Iterable[Row]) -> int:
-    verdicts = {row.verdict for row in rows}
-    return 4 if verdicts & {"WRONG", "hang"} else 1 if "crash" in verdicts else 0
 
 
 # ---- the command

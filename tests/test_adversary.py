@@ -22,6 +22,13 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return adversary
 
 
+@pytest.fixture
+def steps(script: ModuleType) -> ModuleType:
+    import adversary_steps
+
+    return adversary_steps
+
+
 def verdicts() -> dict[str, str]:
     """In a process that has run no backward, which forks a solver and ranks."""
     import adversary
@@ -62,36 +69,36 @@ def test_other_gradients_are_wrong(script: ModuleType) -> None:
     assert "error 2.0e+00" in detail
 
 
-def test_an_error_on_one_rank_alone_is_wrong(script: ModuleType) -> None:
-    ran, raised = script.AtShape(error=0.0, worst="loss"), script.AtShape(raised="PlanError: no", is_own=True)
-    assert script.judged([ran, ran])[0] == "right"
-    assert script.judged([raised, raised])[0] == "refused"
-    assert script.judged([raised, ran])[0] == "WRONG"
-    assert script.judged([raised, None])[0] == "WRONG"
-    assert script.judged([script.AtShape(error=float("inf"), worst="loss"), ran])[0] == "WRONG"
+def test_an_error_on_one_rank_alone_is_wrong(steps: ModuleType) -> None:
+    ran, raised = steps.AtShape(error=0.0, worst="loss"), steps.AtShape(raised="PlanError: no", is_own=True)
+    assert steps.judged([ran, ran])[0] == "right"
+    assert steps.judged([raised, raised])[0] == "refused"
+    assert steps.judged([raised, ran])[0] == "WRONG"
+    assert steps.judged([raised, None])[0] == "WRONG"
+    assert steps.judged([steps.AtShape(error=float("inf"), worst="loss"), ran])[0] == "WRONG"
 
 
-def test_a_model_is_the_same_by_its_number_and_seed(script: ModuleType) -> None:
+def test_a_model_is_the_same_by_its_number_and_seed(script: ModuleType, steps: ModuleType) -> None:
     assert str(script.draw(3, 17)) == str(script.draw(3, 17)) != str(script.draw(4, 17))
     subject = script.subject_of(script.draw(0, MODELS[0]))
     shape = (subject.batch, subject.seq_len)
-    steps = [script.step(subject.build(), subject, shape, in_double=False) for _ in range(2)]
-    assert script.worst_error(*steps)[0] == 0.0
+    found = [steps.step(subject.build(), subject, shape, in_double=False) for _ in range(2)]
+    assert steps.worst_error(*found)[0] == 0.0
 
 
-def test_most_numbers_give_models_that_run(script: ModuleType) -> None:
+def test_most_numbers_give_models_that_run(script: ModuleType, steps: ModuleType) -> None:
     for number in range(12):
         subject = script.subject_of(script.draw(0, number))
-        outcome = script.step(subject.build(), subject, (subject.batch, subject.seq_len), in_double=False)
+        outcome = steps.step(subject.build(), subject, (subject.batch, subject.seq_len), in_double=False)
         assert any(gradient is not None for gradient in outcome.gradients.values())
 
 
-def test_a_missing_gradient_is_infinitely_wrong(script: ModuleType) -> None:
+def test_a_missing_gradient_is_infinitely_wrong(steps: ModuleType) -> None:
     model = nn.Linear(2, 2)
     gradients: dict[str, Tensor | None] = {name: torch.ones_like(p) for name, p in model.named_parameters()}
-    whole, less = script.Outcome(1.0, gradients), script.Outcome(1.0, {**gradients, "bias": None})
-    assert script.worst_error(less, whole) == (float("inf"), "bias")
-    assert script.worst_error(whole, whole)[0] == 0.0
+    whole, less = steps.Outcome(1.0, gradients), steps.Outcome(1.0, {**gradients, "bias": None})
+    assert steps.worst_error(less, whole) == (float("inf"), "bias")
+    assert steps.worst_error(whole, whole)[0] == 0.0
 
 
 def test_exit_codes(script: ModuleType) -> None:
