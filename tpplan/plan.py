@@ -280,7 +280,8 @@ class ProofReport:
     """How the plan was checked, after how many rounds of solving, and what was forbidden on the way. `assumptions` are
     answers that the model's code had from the values of its example inputs, and would go another way without.
     `device` is what the model's code was told that it runs on ("cuda 9.0"). `other_shapes` is absent where shapes do
-    not matter: every rank has all of the model (tp = 1)."""
+    not matter: every rank has all of the model (tp = 1). `calls` are digests of what each module calls (tpplan.calls).
+    """
 
     status: ProofStatus
     rounds: Size
@@ -288,6 +289,7 @@ class ProofReport:
     assumptions: tuple[str, ...]
     other_shapes: OtherShapes | None = None
     device: str | None = None
+    calls: Mapping[str, tuple[str, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,6 +411,10 @@ class Plan:
         """Sizes to replace by module name, patterns expanded, "" for the root."""
         return {"" if name == ROOT else name: sizes for name, (sizes, _) in self._expanded(self.sizes).items() if sizes}
 
+    def called(self) -> dict[str, tuple[str, ...]]:
+        """Digests of what modules call by module name, patterns expanded."""
+        return {name: digests for name, (digests, _) in self._expanded(self.proof.calls or {}).items()}
+
     def sharded_losses(self) -> dict[str, int]:
         """Numbers of classes by module name, patterns expanded, "" for the root."""
         return {"" if name == ROOT else name: count for name, (count, _) in self._expanded(self.losses).items()}
@@ -491,6 +497,7 @@ class Plan:
         places |= {f"sizes.{key}": key for key in self.sizes}
         places |= {f"losses.{key}": key for key in self.losses}
         places |= {f"draws[{position}]": key for position, key in enumerate(self.draws)}
+        places |= {f"proof.calls.{key}": key for key in self.proof.calls or {}}
         places |= {f"opaque.{key}": key for key in self.opaque or {}}
         places |= {f"recompute.{key}": key for key in self.recompute}
         places |= {f"fsdp.units[{position}]": unit for position, unit in enumerate(self.fsdp.units)}

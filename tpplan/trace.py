@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tpplan import operators
+from tpplan.calls import Calling, digest
 from tpplan.errors import ModelError
 from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, within
 from tpplan.known import raising_line
@@ -194,6 +195,7 @@ def trace(
     doings: Doings | None = None,
     otherwise: frozenset[int] = frozenset(),
     opaques: Opaques | None = None,
+    notes_calls: bool = False,
 ) -> ModelGraph:
     """The graph of one training forward, loss included, at the shapes of `inputs`.
 
@@ -201,16 +203,21 @@ def trace(
     tuple. `cast` changes a tensor before it crosses a boundary, as FSDP's mixed precision does. Like layers are traced
     once; of a model that a plan was applied to, doings(module) says what the plan does inside one. Questions about the
     inputs' values are answered by them, those in `otherwise` the other way. Modules in `opaques` run whole, each an
-    operator. Raises TraceError where it stops, naming the module that was running and the original error.
+    operator; with notes_calls, what modules call is noted.
+    Raises TraceError where it stops, naming the module that was running and the original error.
     """
     hidden = opaques or Opaques()
 
+    def calling() -> Calling | None:
+        return Calling(model) if notes_calls else None
+
     def run(extra: int) -> tuple[ModelGraph, Program]:
         try:
-            return _trace(model, inputs, loss, cast, hidden, standing_in(model, doings), otherwise, extra)
+            return _trace(model, inputs, loss, cast, hidden, standing_in(model, doings), otherwise, extra, calling())
         except NotAlikeError as reason:
             logger.info("every layer is traced: %s", reason)
-            return _trace(model, inputs, loss, cast, hidden, contextlib.nullcontext(), otherwise, extra)
+            nobody = contextlib.nullcontext()
+            return _trace(model, inputs, loss, cast, hidden, nobody, otherwise, extra, calling())
 
     graph, program = run(0)
     if not program.varies:
@@ -298,6 +305,7 @@ def _trace(
     siblings: contextlib.AbstractContextManager[None],
     otherwise: frozenset[int],
     extra: int,
+    calling: Calling | None,
 ) -> tuple[ModelGraph, Program]:
     leaves, spec = pytree.tree_flatten(inputs)
     paths = [path_of(path) for path, _ in pytree.tree_flatten_with_path(inputs)[0]]
@@ -320,7 +328,7 @@ def _trace(
     ):
         parameters = {name: (own, storage_key(own)) for name, own in model.named_parameters()}
         try:
-            program = record(_Step(model, loss, spec), leaves, paths, scope, otherwise, extra)
+            program = record(_Step(model, loss, spec), leaves, paths, scope, otherwise, extra, calling)
         except StoppedError as stopped:
             _check_modules(model, modules, parameters)
             error = stopped.__cause__
@@ -335,7 +343,17 @@ def _trace(
                 module=running[-1] if running else None,
             ) from error
         _check_modules(model, modules, parameters)
-        return GraphReader(model, program).read(), program
+        graph = GraphReader(model, program).read()
+        return replace(graph, calls=_digests(graph, calling)) if calling is not None else graph, program
+
+
+def _digests(graph: ModelGraph, calling: Calling) -> dict[str, tuple[str, ...]]:
+    """Of what each module called; of none where the trace ran both branches of a choice."""
+    if any(op.target == "tpplan.whole.default" for op in graph.ops):
+        return {}
+    return {
+        name: tuple(sorted(map(digest, calls))) for name, calls in calling.found.items() if name not in calling.unsure
+    }
 
 
 def _advice(error: BaseException, reason: str) -> str:
