@@ -8,6 +8,7 @@ counts (the model's, a library's, torch's layers), and only inside of forwards: 
 import contextlib
 import functools
 import hashlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -87,11 +88,11 @@ class Calling(TorchFunctionMode):
         """The module's forward notes its calls."""
         own, forward = module.__dict__.get("forward"), module.forward
 
-        @functools.wraps(forward)
         def noted(*args: Any, **kwargs: Any) -> Any:
             with self.forward_of(self.names[id(module)]):
                 return forward(*args, **kwargs)
 
+        noted.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
         module.__dict__["forward"] = noted
         try:
             yield
