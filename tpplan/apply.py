@@ -30,6 +30,7 @@ from tpplan.convert import TpGroup
 from tpplan.draws import DrawByRank
 from tpplan.errors import PlanError, PlanMismatchError, TpplanError, UsageError
 from tpplan.fast_path import leave_fast_path
+from tpplan.first_calls import check_calls
 from tpplan.fitting import check_filled, check_model, module_called, modules_by_name, outermost_by_name, plan_name
 from tpplan.in_step import check_first_step
 from tpplan.input_shapes import Check, check_shapes
@@ -68,7 +69,7 @@ def apply_plan(
     """Lays the model out as the plan says, in place, and returns it.
 
     compile=True compiles each repeated layer, recomputation and all, before FSDP takes it; the model where none is.
-    A forward that is not what was proven raises PlanMismatchError (inputs of other shapes: tpplan.input_shapes);
+    A forward that is not what was proven raises PlanMismatchError (other shapes, other calls);
     check="warn" warns instead, and with check=False nothing is looked at.
 
     Parameters get rank 0's values everywhere; those on the meta device stay there, in their local shape. `mesh`, if one
@@ -116,6 +117,7 @@ def apply_plan(
     _shard_data(model, loaded, mesh)
     keep_mesh(model, mesh)
     check_shapes(model, loaded, Check(check))
+    check_calls(model, loaded, mesh.device_type, Check(check))
     check_first_step(model, mesh, originals)
     return model
 

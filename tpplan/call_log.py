@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from tpplan.calls import Calling
 from tpplan.known import QUESTIONS, KnownValues
 from tpplan.rewrite import is_own_code_running
 from tpplan.torch_internals import pytree, recording
@@ -274,5 +275,6 @@ class CallLog(TorchFunctionMode):
 
 
 def untraced() -> contextlib.AbstractContextManager[None]:
-    """While it lasts, what runs does not enter the trace that is running, nor asks it for values."""
-    return recording.untraced((KnownValues,))
+    """While it lasts, what runs does not enter the trace that is running, nor what it notes of calls, nor asks it for
+    values."""
+    return recording.untraced((KnownValues, Calling))

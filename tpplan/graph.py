@@ -168,6 +168,8 @@ class ModelGraph:
     loss: str | None
     blocks: tuple[RepeatedBlock, ...] = ()
     questions: tuple[tuple[str, str, bool], ...] = ()
+    #: digests of what each module's forwards called (tpplan.calls)
+    calls: dict[str, tuple[str, ...]] = field(default_factory=dict, hash=False, compare=False)
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:

@@ -35,7 +35,7 @@ QUESTIONS = frozenset({"__bool__", "__contains__", "__float__", "__index__", "__
 #: calls that are given the values of a tensor by the code
 _CONSTANTS = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", "from_numpy", "scalar_tensor"})
 #: calls that ask a tensor what it is, `__get__` those of an attribute such as dtype
-_DESCRIPTIONS = frozenset({"__get__", "size", "dim", "numel", "nelement", "ndimension", "stride", "element_size",
+DESCRIPTIONS = frozenset({"__get__", "size", "dim", "numel", "nelement", "ndimension", "stride", "element_size",
                            "is_floating_point", "is_complex", "is_contiguous", "get_device", "type", "__len__",
                            "__hash__", "__repr__", "__format__"})  # fmt: skip
 #: of errors that tensors without values raise, and others do not
@@ -114,7 +114,7 @@ class KnownValues(TorchFunctionMode):
             func, args, kwargs = torch.Tensor.split, split, {}
         if name == "register_hook":
             raise ModelError(f"{asking_line()}: a hook on a gradient is code that no plan can follow; remove it")
-        if name not in _DESCRIPTIONS and any(map(_is_at_rest, (*args, *kwargs.values()))):
+        if name not in DESCRIPTIONS and any(map(_is_at_rest, (*args, *kwargs.values()))):
             raise AtRestError(f"{asking_line()}: reads parameters past their modules' attributes (parameters())")
         if getattr(func, "__self__", None) is torch.Tensor.data:
             self._laid_bare.add(storage_key(args[0]))

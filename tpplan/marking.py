@@ -81,7 +81,7 @@ def _trace_marking(
         marks.add(name, reason, ModelError(reason))
     while True:
         try:
-            graph = trace(build(), inputs, loss=loss, cast=cast, opaques=marks.opaques, fresh=build)
+            graph = trace(build(), inputs, loss=loss, cast=cast, opaques=marks.opaques, fresh=build, notes_calls=True)
         except TraceError as error:
             if isinstance(error.__cause__, UnobservedError):
                 _observe(marks, build, error.__cause__)

@@ -33,6 +33,11 @@ _CALLING_LAYERS = str(Path(_TORCH, "nn", "modules", "module.py"))
 _BREAKS = (AttributeError, NameError, ImportError, AssertionError)
 
 
+def is_layer(file: str) -> bool:
+    """True for a file of torch's in which layers and their functions are."""
+    return file.startswith(_LAYERS) and file != _CALLING_LAYERS
+
+
 def own_failure(error: BaseException | None, *, has_run: bool) -> InternalError | None:
     """The error to raise where an exception is tpplan's own failure; None where it is the model's.
 

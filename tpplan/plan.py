@@ -291,7 +291,8 @@ class ProofReport:
     `plan_hash` is that of the plan that was proven (tpplan.proof_hash): where the plan has another, or the proof none,
     the plan counts as unproven.
     `device` is what the model's code was told that it runs on ("cuda 9.0"). `other_shapes` is absent where shapes do
-    not matter: every rank has all of the model (tp = 1)."""
+    not matter: every rank has all of the model (tp = 1). `calls` are digests of what each module calls (tpplan.calls).
+    """
 
     status: ProofStatus
     rounds: Size
@@ -299,6 +300,7 @@ class ProofReport:
     assumptions: tuple[str, ...]
     other_shapes: OtherShapes | None = None
     device: str | None = None
+    calls: Mapping[str, tuple[str, ...]] | None = None
     plan_hash: str | None = None
 
 
@@ -420,6 +422,10 @@ class Plan:
     def size_plans(self) -> dict[str, tuple[SizePlan, ...]]:
         """Sizes to replace by module name, patterns expanded, "" for the root."""
         return {"" if name == ROOT else name: sizes for name, (sizes, _) in self._expanded(self.sizes).items() if sizes}
+
+    def called(self) -> dict[str, tuple[str, ...]]:
+        """Digests of what modules call by module name, patterns expanded."""
+        return {name: digests for name, (digests, _) in self._expanded(self.proof.calls or {}).items()}
 
     def sharded_losses(self) -> dict[str, int]:
         """Numbers of classes by module name, patterns expanded, "" for the root."""
@@ -548,6 +554,7 @@ class Plan:
             "losses": self.losses,
             "recompute": self.recompute,
             "opaque": self.opaque or (),
+            "proof.calls": self.proof.calls or (),
         }
         for section, keys in tables.items():
             yield from ((f"{section}.{key}", key, 1) for key in keys)

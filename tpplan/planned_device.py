@@ -101,6 +101,11 @@ def is_foreign(file: str) -> bool:
     return not file.startswith(_NOT_ASKING)
 
 
+def is_ours(file: str) -> bool:
+    """True for a file of tpplan's."""
+    return file.startswith(_NOT_ASKING[1])
+
+
 def asking_line() -> str:
     """The innermost line of code that is neither torch's nor ours."""
     frame = sys._getframe(1)

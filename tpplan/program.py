@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tpplan import operators
 from tpplan.branches import branches_in_the_open
+from tpplan.calls import Calling
 from tpplan.chance import same_draws
 from tpplan.counts import Counts, counting_by
 from tpplan.graph import SourceKind
@@ -84,6 +85,7 @@ def record(
     otherwise: frozenset[int] = frozenset(),
     extra: int = 0,
     left: Mapping[str, Tensor] | None = None,
+    calling: Calling | None = None,
 ) -> Program:
     """module(*leaves) on meta tensors, the leaves being called by their paths. Of a DTensor parameter, the local tensor
     is given. Questions about the leaves' values are answered, those in `otherwise` (by number) the other way.
@@ -98,6 +100,8 @@ def record(
     inputs = ((p, v) for p, v in zip(placed, leaves, strict=True) if isinstance(v, Tensor))
     known = KnownValues(inputs, otherwise, extra)
     counts = Counts(known, extra)
+    if calling is not None:
+        calling.asked = lambda: len(known.questions) + len(known.guessed) + len(counts.guessed)
     specs: list[pytree.TreeSpec] = []
     graphs: list[torch.fx.Graph] = []
 
@@ -106,7 +110,7 @@ def record(
         tracer = recorder().tracer
         graphs.append(tracer.graph)
         with known, dispatched_plainly(_answers(known)), _noting(tracer, scope, known), _nothing_hidden():
-            with machine_as_planned():
+            with machine_as_planned(), calling.noting() if calling is not None else contextlib.nullcontext():
                 output = module(*placed)
             known.check_all_answered()
             found, spec = pytree.tree_flatten(_opened(output))

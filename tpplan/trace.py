@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tpplan import operators
+from tpplan.calls import Calling, digest
 from tpplan.errors import ModelError
 from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, within
 from tpplan.known import raising_line
@@ -205,6 +206,7 @@ def trace(
     otherwise: frozenset[int] = frozenset(),
     opaques: Opaques | None = None,
     fresh: Callable[[], nn.Module] | None = None,
+    notes_calls: bool = False,
 ) -> ModelGraph:
     """The graph of one training forward, loss included, at the shapes of `inputs`.
 
@@ -212,11 +214,15 @@ def trace(
     tuple. `cast` changes a tensor before it crosses a boundary, as FSDP's mixed precision does. Like layers are traced
     once; of a model that a plan was applied to, doings(module) says what the plan does inside one. Questions about the
     inputs' values are answered by them, those in `otherwise` the other way. Modules in `opaques` run whole, each an
-    operator. Where it runs more than once, fresh() gives another copy, in which nothing has run yet. Raises TraceError
+    operator. Where it runs more than once, fresh() gives another copy, in which nothing has run yet. With
+    notes_calls, what modules call is noted. Raises TraceError
     where it stops, naming the module that was running and the original error.
     """
     hidden = opaques or Opaques()
     copies = itertools.chain([lambda: model], itertools.repeat(fresh or (lambda: model)))
+
+    def calling(own: nn.Module) -> Calling | None:
+        return Calling(own) if notes_calls else None
 
     def run(extra: int) -> tuple[ModelGraph, Program]:
         classes: Mapping[str, str] = {}
@@ -225,13 +231,14 @@ def trace(
             own = next(copies)()
             siblings = standing_in(own, doings, classes, running)
             try:
-                return _trace(own, inputs, loss, cast, hidden, siblings, otherwise, extra, running)
+                return _trace(own, inputs, loss, cast, hidden, siblings, otherwise, extra, running, calling(own))
             except NotAlikeError as reason:
                 logger.info("more layers are traced: %s", reason)
                 classes = reason.classes
             if not classes:
                 break
-        return _trace(next(copies)(), inputs, loss, cast, hidden, contextlib.nullcontext(), otherwise, extra, [])
+        own, nobody = next(copies)(), contextlib.nullcontext()
+        return _trace(own, inputs, loss, cast, hidden, nobody, otherwise, extra, [], calling(own))
 
     graph, program = run(0)
     if not program.varies:
@@ -324,6 +331,7 @@ def _trace(
     otherwise: frozenset[int],
     extra: int,
     running: list[str],
+    calling: Calling | None,
 ) -> tuple[ModelGraph, Program]:
     leaves, spec = pytree.tree_flatten(inputs)
     paths = [path_of(path) for path, _ in pytree.tree_flatten_with_path(inputs)[0]]
@@ -346,7 +354,7 @@ def _trace(
         parameters = {name: (own, storage_key(own)) for name, own in model.named_parameters()}
         try:
             step = _Step(model, loss, spec)
-            program = record(step, leaves, paths, scope, otherwise, extra, step.left)
+            program = record(step, leaves, paths, scope, otherwise, extra, step.left, calling)
         except StoppedError as stopped:
             _check_modules(model, modules, parameters)
             error = stopped.__cause__
@@ -361,7 +369,17 @@ def _trace(
                 module=running[-1] if running else None,
             ) from error
         _check_modules(model, modules, parameters)
-        return GraphReader(model, program).read(), program
+        graph = GraphReader(model, program).read()
+        return replace(graph, calls=_digests(graph, calling)) if calling is not None else graph, program
+
+
+def _digests(graph: ModelGraph, calling: Calling) -> dict[str, tuple[str, ...]]:
+    """Of what each module called; of none where the trace ran both branches of a choice."""
+    if any(op.target == "tpplan.whole.default" for op in graph.ops):
+        return {}
+    return {
+        name: tuple(sorted(map(digest, calls))) for name, calls in calling.found.items() if name not in calling.unsure
+    }
 
 
 def _advice(error: BaseException, reason: str) -> str:
