@@ -17,6 +17,7 @@ Each type runs in a process of its own. Exit code 0 if all are proven, right, an
 import argparse
 import contextlib
 import csv
+import functools
 import logging
 import math
 import multiprocessing
@@ -49,6 +50,7 @@ from coverage_models import (
     model_of,
     types_of,
 )
+from fork_server import ForkServer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -377,6 +379,10 @@ class Outcome:
     gradients: Mapping[str, Tensor | None]
 
 
+#: what a plan's worst error is against the outcome of one process
+Compared = Callable[[Plan, Outcome], Error]
+
+
 def built(model: Model) -> nn.Module:
     """The same weights at every call, none of them at a round value."""
     torch.manual_seed(0)
@@ -450,11 +456,15 @@ class Twin:
         return plan
 
 
-def errors_on_ranks(twin: Twin, plan: Plan) -> Error:
-    """The plan applied on real ranks against one process: the worst of all ranks, whose replicas may differ."""
+def errors_on_ranks(model_type: str, plan: Plan, reference: Outcome) -> Error:
+    """The plan applied to the twin on real ranks against one process: the worst of all, whose replicas may differ.
+
+    For processes that have run no backward: see fork_server.
+    """
+    model = model_of(model_type, tiny=True)
 
     def rank() -> Error:
-        return worst_error(step(apply_plan(built(twin.model), plan), twin.model), twin.reference)
+        return worst_error(step(apply_plan(built(model), plan), model), reference)
 
     return max(on_ranks(plan.mesh.num_gpus, rank))
 
@@ -534,11 +544,12 @@ def cover(model_type: str, options: Options, connection: Connection) -> None:
     os.setsid()  # the parent ends this process and its ranks at once
     reporter = Reporter(Row(model=model_type), connection)
     plans: dict[int, Plan] = {}
-    with _reported(reporter, "build"):
-        plans = solve_wide(model_type, options, reporter)
-    with _reported(reporter, "numerics"):
-        if plans and options.numeric_degrees:
-            compare(model_type, plans, options, reporter)
+    with ForkServer(functools.partial(errors_on_ranks, model_type)) as on_real_ranks:  # before anything is computed
+        with _reported(reporter, "build"):
+            plans = solve_wide(model_type, options, reporter)
+        with _reported(reporter, "numerics"):
+            if plans and options.numeric_degrees:
+                compare(model_type, plans, options, reporter, on_real_ranks)
     reporter.at(DONE)
 
 
@@ -579,29 +590,33 @@ def solve_wide(model_type: str, options: Options, reporter: Reporter) -> dict[in
     return plans
 
 
-def compare(model_type: str, plans: Mapping[int, Plan], options: Options, reporter: Reporter) -> None:
+def compare(
+    model_type: str, plans: Mapping[int, Plan], options: Options, reporter: Reporter, on_real_ranks: Compared
+) -> None:
     """The twin under the wide model's choices, on real ranks."""
     twin = Twin.of(model_type, is_wide_tiny=options.tiny)
     for tp in options.numeric_degrees:
         # The choices of the smallest degree that is not below: what divides by it divides by tp.
         wide = plans[min((degree for degree in plans if degree >= tp), default=max(plans))]
         with _reported(reporter, "numerics", f" tp {tp}"):
-            (error, name), choices = errors_of_choices(twin, wide, tp, options, reporter)
+            (error, name), choices = errors_of_choices(twin, wide, tp, options, reporter, on_real_ranks)
             row = reporter.row
             reporter.put(replace(row, errors={**row.errors, tp: error}, choices={**row.choices, tp: choices}))
             if error > TOLERANCE:
                 reporter.note(f"numerics tp {tp}, {choices}: {error:.1e} in {name}")
 
 
-def errors_of_choices(twin: Twin, wide: Plan, tp: int, options: Options, reporter: Reporter) -> tuple[Error, str]:
+def errors_of_choices(
+    twin: Twin, wide: Plan, tp: int, options: Options, reporter: Reporter, on_real_ranks: Compared
+) -> tuple[Error, str]:
     """Under the wide plan's choices ("same"), else under the twin's own plan ("own" and how much of it agrees)."""
     try:
-        return errors_on_ranks(twin, twin.carried(wide, tp)), "same"
+        return on_real_ranks(twin.carried(wide, tp), twin.reference), "same"
     except (ValueError, RuntimeError) as error:
         reporter.note(f"tp {tp}: the choices do not fit the twin: {str(error).splitlines()[0]}")
     own = planned(twin.model, tp, options.profile, Precision.FP32, reporter)
     reporter.at("numerics")
-    return errors_on_ranks(twin, own), f"own {agreement(wide, own):.0%}"
+    return on_real_ranks(own, twin.reference), f"own {agreement(wide, own):.0%}"
 
 
 def run(model_type: str, options: Options) -> Row:

@@ -13,18 +13,24 @@ SIZES = (1, 2**20)  # straight lines in logarithms between them are exact
 GPUS_PER_NODE = 8
 
 
-def machine() -> HardwareProfile:
-    """The made-up machine, one node of it."""
+def machine(
+    *,
+    flop_per_s: float = FLOP_PER_S,
+    bytes_per_s: float = BYTES_PER_S,
+    link_bytes_per_s: float = LINK_BYTES_PER_S,
+    latency_s: float = LATENCY_S,
+) -> HardwareProfile:
+    """The made-up machine, one node of it; its rates may be others."""
     own: dict[str, object] = {"sources": ["made-up"]}
     shapes = list(itertools.product(SIZES, repeat=3))
     matmul = {"batch": [1], "m": SIZES, "n": SIZES, "k": SIZES, "relative_error": 0.0, **own}
-    matmul |= {"time_s": [2 * m * n * k / FLOP_PER_S for m, n, k in shapes], "extrapolation_relative_error": 0.0}
-    rates = {"forward_flop_per_s": FLOP_PER_S, "backward_flop_per_s": FLOP_PER_S, "relative_error": 0.0, **own}
+    matmul |= {"time_s": [2 * m * n * k / flop_per_s for m, n, k in shapes], "extrapolation_relative_error": 0.0}
+    rates = {"forward_flop_per_s": flop_per_s, "backward_flop_per_s": flop_per_s, "relative_error": 0.0, **own}
     num_bytes = [2**exponent for exponent in range(10, 40)]
 
     def collective(kind: Collective, ranks: int) -> dict[str, object]:
-        traffic = bottleneck_traffic(kind, GroupShape(ranks=ranks, ranks_per_node=ranks)) / LINK_BYTES_PER_S
-        times = {"latency_s": LATENCY_S, "bytes": num_bytes, "time_s": [LATENCY_S + traffic * n for n in num_bytes]}
+        traffic = bottleneck_traffic(kind, GroupShape(ranks=ranks, ranks_per_node=ranks)) / link_bytes_per_s
+        times = {"latency_s": latency_s, "bytes": num_bytes, "time_s": [latency_s + traffic * n for n in num_bytes]}
         return {"kind": kind, "ranks": ranks, "ranks_per_node": ranks, "relative_error": [0.0] * len(num_bytes)} | {
             **times,
             **own,
@@ -39,8 +45,8 @@ def machine() -> HardwareProfile:
         "notes": [],
         "sources": [{"id": "made-up", "licence": "none", "source": "scripts/coverage.py"}],
         "memory": {"memory_bytes": MEMORY_BYTES, "reserved_bytes": 0, **own},
-        "bandwidth": {"hbm_bytes_per_s": BYTES_PER_S, "relative_error": 0.0, **own},
-        "launch": {"launch_s": LATENCY_S, "relative_error": 0.0, **own},
+        "bandwidth": {"hbm_bytes_per_s": bytes_per_s, "relative_error": 0.0, **own},
+        "launch": {"launch_s": latency_s, "relative_error": 0.0, **own},
         "matmuls": [{"dtype": dtype, **matmul} for dtype in ("bfloat16", "float16", "float32")],
         "attention_rates": [{"dtype": dtype, **rates} for dtype in ("bfloat16", "float16", "float32")],
         "group_extrapolation": {"in_node_relative_error": 0.0, "across_nodes_relative_error": 0.0},

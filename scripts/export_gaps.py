@@ -13,6 +13,7 @@ Exit code 1 where torch.export traces a model and there is no proven plan, or wh
 import argparse
 import contextlib
 import csv
+import functools
 import io
 import logging
 import multiprocessing
@@ -32,6 +33,7 @@ import torch
 from coverage import TOLERANCE, Error, Outcome, on_ranks, quiet, worst_error
 from coverage_machine import machine
 from export_zoo import BATCH, Construct, constructs
+from fork_server import ForkServer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -133,11 +135,12 @@ def plan_of(construct: Construct) -> Plan:
     )
 
 
-def errors_on_ranks(construct: Construct, plan: Plan, reference: Outcome) -> Error:
-    """The worst of all ranks."""
+def errors_on_ranks(construct: Construct, plan: Plan, reference: Outcome, *, is_wide: bool = False) -> Error:
+    """The worst error of all ranks, in float64 if is_wide. For processes that have run no backward: see fork_server."""
+    subject = in_double(construct) if is_wide else construct
 
     def rank() -> Error:
-        return worst_error(step(apply_plan(built(construct), plan), construct), reference)
+        return worst_error(step(apply_plan(built(subject), plan), subject), reference)
 
     return max(on_ranks(plan.mesh.num_gpus, rank))
 
@@ -147,6 +150,13 @@ def examine(construct: Construct, numerics: bool, connection: Connection) -> Non
     os.setsid()
     quiet()
     logging.disable(logging.CRITICAL)
+    with ForkServer(functools.partial(errors_on_ranks, construct)) as on_real_ranks:  # before anything is computed
+        for row in examined(construct, numerics, on_real_ranks):
+            connection.send(row)
+
+
+def examined(construct: Construct, numerics: bool, on_real_ranks: Callable[..., Error]) -> Iterator[Row]:
+    """The row after each thing that is found."""
     row = Row(name=construct.name, tolerance=HALF_TOLERANCE if construct.name in IN_HALF else TOLERANCE)
     references: list[Outcome] = []
     plans: list[Plan] = []
@@ -165,23 +175,24 @@ def examine(construct: Construct, numerics: bool, connection: Connection) -> Non
     attempts: tuple[tuple[str, Callable[[], None]], ...] = (("runs", run), ("exports", export), ("proven", prove))
     for name, attempt in attempts:
         row = replace(row, **{name: _outcome(attempt)})
-        connection.send(row)
+        yield row
     if plans:
         row = replace(row, whole=" ".join(plans[0].opaque or ()), sharded=share_sharded(plans[0]))
     if plans and references and numerics:
-        row = compared(row, construct, plans[0], references[0])
+        row = compared(row, lambda: on_real_ranks(plans[0], references[0]))
         if row.is_wrong and construct.name not in IN_HALF:
-            connection.send(row)
+            yield row
             wide = in_double(construct)
-            found = compared(row, wide, plans[0], step(built(wide), wide))
+            reference = step(built(wide), wide)
+            found = compared(row, lambda: on_real_ranks(plans[0], reference, is_wide=True))
             row = row if found.is_wrong else replace(found, in_double=True)
-    connection.send(row)
+    yield row
 
 
-def compared(row: Row, construct: Construct, plan: Plan, reference: Outcome) -> Row:
+def compared(row: Row, comparison: Callable[[], Error]) -> Row:
     """The row with the error on ranks."""
     try:
-        error, worst = errors_on_ranks(construct, plan, reference)
+        error, worst = comparison()
     except Exception as failure:
         error, worst = float("inf"), _described(failure)
     return replace(row, error=error, worst=worst)

@@ -39,7 +39,6 @@ from gpu_results import Measured, Row, Summary, table
 
 import tpplan
 from tpplan.errors import TpplanError, UsageError
-from tpplan.fake_group import fake_group
 from tpplan.files import write_atomically
 from tpplan.measure import default_grid, make_profile, measure_collectives, measure_compute
 from tpplan.model_check import parameters_fingerprint
@@ -47,6 +46,7 @@ from tpplan.plan import BoundaryPlan, CrossingPlan, Fingerprints, Plan, Precisio
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.profile_tables import Source
 from tpplan.storages import Storages
+from tpplan.torch_internals.groups import fake_group
 from tpplan.units import KIB
 
 PLANS = Path(__file__).resolve().parent / "gpu_plans"

@@ -17,6 +17,8 @@ from testbed_models import megatron_pins
 
 import tpplan
 from tpplan.plan import Plan, Recompute
+from tpplan.profile import load_profile
+from tpplan.proof import prove_plan
 
 PROFILE = "h100-sxm"
 #: two micro-batches: gradients of the first are there while the second runs, as predictions assume
@@ -58,12 +60,15 @@ def make(case: Case) -> Plan:
         precision=FULL.precision,
         optimizer="sgd",
         pins=megatron_pins("sequence" if case.splits_sequence else "replicate") if case.tp > 1 else None,
+        micro_batch=1,
     )
     if case.recompute is Recompute.NONE:
         return plan
     again = dataclasses.replace(plan, recompute={LAYERS: case.recompute})
     priced = tpplan.price(again, FULL.build_model, llama.example_inputs, profile=PROFILE, loss=llama.loss)
-    return dataclasses.replace(priced, solver=plan.solver)
+    edited = dataclasses.replace(priced, solver=plan.solver)
+    machine = load_profile(PROFILE)
+    return prove_plan(edited, FULL.build_model, llama.example_inputs, loss=llama.loss, profile=machine).plan
 
 
 def main() -> int:

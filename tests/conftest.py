@@ -1,14 +1,16 @@
-"""What lets tests fork ranks (ranks.py) from a process that has used torch."""
+"""Starts, before any test computes anything, the server that ranks are forked from (forks.py)."""
 
 import os
 
-# A fork inherits thread pools without their threads: one CPU thread starts none, and without a GPU in sight autograd
-# starts none either. A test that needs the GPU is run alone, with CUDA_VISIBLE_DEVICES set.
+# The tests are for the CPU, also where there is a GPU, which tpplan would use. One that needs the GPU is run alone,
+# with CUDA_VISIBLE_DEVICES set.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import hypothesis
 import torch
+from forks import fork_server
 
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # tests run on every core at once
 hypothesis.settings.register_profile("untimed", deadline=None)  # a loaded machine is no error
 hypothesis.settings.load_profile("untimed")
+fork_server()

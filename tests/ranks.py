@@ -1,7 +1,8 @@
 """Real ranks for tests: forked processes in one gloo group, each returning a value or its traceback.
 
-A fork of a parent that has imported torch costs 0.05 s where a spawn costs over a second, and needs no pickling on the
-way in. A rank keeps its sockets open until the parent ends it, so that a peer never fails for another's early exit.
+A fork of a process that has imported torch costs 0.05 s where a spawn costs over a second. Ranks are not forked from
+the test's process, which may have run a backward, but from one that forks.py starts. A rank keeps its sockets open
+until its parent ends it, so that a peer never fails for another's early exit.
 """
 
 import faulthandler
@@ -25,6 +26,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from forks import in_fork
 
 Result = TypeVar("Result")
 
@@ -40,7 +42,11 @@ class RankError(AssertionError):
     def __init__(self, rank: int, what: str, traceback: str) -> None:
         super().__init__(f"rank {rank} {what}\n{traceback}")
         self.rank = rank
+        self.what = what
         self.traceback = traceback
+
+    def __reduce__(self) -> tuple[type["RankError"], tuple[int, str, str]]:
+        return RankError, (self.rank, self.what, self.traceback)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,20 +62,34 @@ class Rank:
 def run_ranks(num_ranks: int, function: Callable[..., Result], *args: object, timeout_s: float = 60.0) -> list[Result]:
     """function(*args) on each of num_ranks ranks of a gloo group on this machine; the results in rank order.
 
-    Results are pickled; arguments are not. When a rank raises, dies or is still running after timeout_s, all are ended
-    and RankError is raised.
+    The function may be a closure: what it holds is copied. Classes and functions of test modules are found by name, in
+    modules that the ranks import. When a rank raises, dies or is still running after timeout_s, all are ended and
+    RankError is raised.
     """
+    found = in_fork(pickled_results, num_ranks, function, args, timeout_s)
+    if isinstance(found, RankError):
+        raise found
+    return [pickle.loads(result) for result in found]
+
+
+def pickled_results(
+    num_ranks: int, function: Callable[..., object], args: tuple[object, ...], timeout_s: float
+) -> list[bytes] | RankError:
+    """What the ranks return, in rank order, or what went wrong."""
     deadline = time.monotonic() + timeout_s
-    with started_ranks(num_ranks, function, args, timeout_s) as ranks:
-        waiting = {rank.connection: rank for rank in ranks}
-        results: dict[int, Result] = {}
-        while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise late(list(waiting.values()), timeout_s)
-            for connection in ready:
-                rank = waiting.pop(connection)
-                results[rank.number] = receive(rank, ranks)
+    results: dict[int, bytes] = {}
+    try:
+        with started_ranks(num_ranks, function, args, timeout_s) as ranks:
+            waiting = {rank.connection: rank for rank in ranks}
+            while waiting:
+                ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise late(list(waiting.values()), timeout_s)
+                for connection in ready:
+                    rank = waiting.pop(connection)
+                    results[rank.number] = receive(rank, ranks)
+    except RankError as error:
+        return error
     return [results[number] for number in range(num_ranks)]
 
 
@@ -120,7 +140,7 @@ def rank_main(
         faulthandler.register(signal.SIGUSR1, stack_file)
         try:
             join_group(number, num_ranks, store, timeout_s)
-            outcome = pickle.dumps((True, function(*args)))
+            outcome = pickle.dumps((True, pickle.dumps(function(*args))))
         except BaseException:  # pytest's skip and fail are no Exceptions
             outcome = pickle.dumps((False, traceback.format_exc()))
         sys.stdout.flush()
@@ -146,8 +166,11 @@ def join_group(number: int, num_ranks: int, store: Path, timeout_s: float) -> No
     )
 
 
-def receive(rank: Rank, ranks: Sequence[Rank]) -> object:
-    """What a rank sent. Raises RankError for a traceback, unless that comes of a rank that died: then for the death."""
+def receive(rank: Rank, ranks: Sequence[Rank]) -> bytes:
+    """The result that a rank sent, pickled.
+
+    Raises RankError for a traceback, or for a death that this comes of.
+    """
     try:
         succeeded, outcome = pickle.loads(rank.connection.recv_bytes())
     except EOFError:

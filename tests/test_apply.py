@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import tiny_llama
 import torch
-import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed as dist
 import torch.distributed.tensor
 import torch.nn.functional as F

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.tensor

@@ -20,7 +20,7 @@ from tpplan.plan import Plan
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "scripts" / "examples" / "llama.py"
 MACHINE = ("--gpus", "4", "--gpus-per-node", "4", "--profile", "h100-sxm")
-TRAINING = ("--global-batch", "16", "--seq-len", "64")
+TRAINING = ("--global-batch", "16", "--micro-batch", "1", "--seq-len", "64")
 
 CLASS = """
 import torch

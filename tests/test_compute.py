@@ -189,7 +189,14 @@ def test_what_was_guessed_stands_in_the_plan() -> None:
 
     def solved(build_model: type[nn.Module]) -> Plan:
         return tpplan.solve(
-            build_model, example_inputs, cluster=cluster, global_batch=4, seq_len=1, prove=False, reuse=reuse
+            build_model,
+            example_inputs,
+            cluster=cluster,
+            global_batch=4,
+            seq_len=1,
+            prove=False,
+            reuse=reuse,
+            micro_batch=1,
         )
 
     with pytest.warns(UserWarning, match="the builder fails on the meta device"):

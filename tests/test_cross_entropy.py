@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks

@@ -75,6 +75,7 @@ def solve(layer: type[nn.Module]) -> Plan:
         seq_len=LENGTH,
         tp=2,
         precision="fp32",
+        micro_batch=1,
     )
 
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from examples import machine
 from torch import Tensor, nn
 
 import tpplan
+from tpplan import trace
 from tpplan.plan import Plan
+from tpplan.program import Program
 from tpplan.solvers import milp
 from tpplan.solvers.reduction import Reduced
 
@@ -55,7 +58,7 @@ def solve(num_layers: int, **options: object) -> Plan:
         global_batch=4,
         seq_len=16,
         precision="fp32",
-        **options,  # type: ignore[arg-type]
+        **{"micro_batch": 1, **options},  # type: ignore[arg-type]
     )
 
 
@@ -66,25 +69,37 @@ def binding_limit(num_layers: int) -> float:
 
 
 def test_neither_traces_nor_ilps_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 times the layers: the same code is traced, and as many ILPs are solved, of the same size."""
+    """16 times the layers: as many products are written down, each layer runs once in each trace, and as many ILPs are
+    solved, of the same size."""
     sizes: list[int] = []
-    build = milp.build
+    products: list[int] = []
+    build, record = milp.build, trace.record
 
     def counted(reduced: Reduced) -> milp.Model:
         model = build(reduced)
         sizes.append(model.program.num_columns)
         return model
 
+    def recorded(*args: Any) -> Program:
+        program = record(*args)
+        nodes = program.graph_module.graph.nodes
+        products.append(sum(node.target is torch.ops.aten.linear.default for node in nodes))
+        return program
+
     monkeypatch.setattr(milp, "build", counted)
+    monkeypatch.setattr(trace, "record", recorded)
     seen = {}
     for num_layers in (8, 128):
         limit = binding_limit(num_layers)
         sizes.clear()
+        products.clear()
         Layer.ran = 0
         solve(num_layers, memory_limit_bytes=limit, prove=False)
-        seen[num_layers] = (Layer.ran, len(sizes), max(sizes))
-    (ran, programs, columns), (ran_deep, programs_deep, columns_deep) = seen[8], seen[128]
-    assert ran_deep == ran
+        assert Layer.ran == num_layers * len(products)
+        seen[num_layers] = (products.copy(), len(sizes), max(sizes))
+    (written, programs, columns), (written_deep, programs_deep, columns_deep) = seen[8], seen[128]
+    # The first layer is given no gradient: it is of a kind of its own.
+    assert written_deep == written == [4] * len(written)
     assert programs_deep <= 1.5 * programs
     assert columns_deep <= 1.5 * columns
 

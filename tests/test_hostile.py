@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed as dist
 import torch.distributed.tensor
+from forks import in_fork
 from plans import handmade_plan
 from ranks import join_group
 from torch import Tensor, nn
@@ -69,6 +69,11 @@ class End:
 
 def ends(function: Callable[[], None], silence_s: float = 4.0) -> list[End]:
     """How each rank of a group ends that runs a function under the guard; none may be there after SOON_S."""
+    return in_fork(ends_here, function, silence_s)
+
+
+def ends_here(function: Callable[[], None], silence_s: float) -> list[End]:
+    """The ends of ranks that are forked from this process."""
     context = multiprocessing.get_context("fork")
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as name:

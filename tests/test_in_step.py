@@ -9,7 +9,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed as dist
 import torch.distributed.tensor
 from plans import handmade_plan

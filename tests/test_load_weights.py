@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed as dist
 import torch.distributed.tensor
 from fused_model import FusedModel, batch, build_model, loss_of, plan_for
@@ -350,7 +349,7 @@ def test_files_that_do_not_fit_are_named(saved: Path, tmp_path: Path) -> None:
         SafetensorsFiles.open(broken)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"none": "gone.safetensors"}}))
-    with pytest.raises(WeightsError, match=r"gone\.safetensors: cannot be read"):
+    with pytest.raises(WeightsError, match=r"gone\.safetensors: no such file"):
         SafetensorsFiles.open(tmp_path)
     os.symlink(saved / "one" / "model.safetensors", tmp_path / "gone.safetensors")
     with pytest.raises(WeightsError, match="the index says that it holds none, and it does not"):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch._dynamo  # before the forks
 import torch.nn.functional as F
 from examples import eager_to_shard
 from one_process import relative_errors
@@ -106,6 +105,7 @@ def own_loss_plan(build: Callable[[], nn.Module]) -> Plan:
         seq_len=LENGTH - 1,
         tp=2,
         precision="fp32",
+        micro_batch=1,
     )
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch._dynamo  # before the forks
 import torch.distributed as dist
 import torch.nn.functional as F
 from examples import eager_to_shard

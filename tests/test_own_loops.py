@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed as dist
 import torch.distributed.tensor
 from one_process import assert_same, gradients, whole

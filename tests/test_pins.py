@@ -298,7 +298,7 @@ def solved_with(*more: str) -> tuple[dict[str, str], argparse.Namespace]:
     return pins_of(args), args
 
 
-MACHINE = ("--gpus", "8", "--profile", "h100-sxm", "--global-batch", "8", "--seq-len", "64")
+MACHINE = ("--gpus", "8", "--profile", "h100-sxm", "--global-batch", "8", "--micro-batch", "1", "--seq-len", "64")
 
 
 def test_a_file_stands_for_options_and_the_command_line_wins(tmp_path: Path) -> None:

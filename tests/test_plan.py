@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from scripts.make_schema import SCHEMA_PATH, plan_schema, schema_text
 from tpplan.errors import PlanError, PlanMismatchError
+from tpplan.input_dims import Dim
 from tpplan.layout import R_STAR, ROWS, Conversion, P, R, S, layouts_of
 from tpplan.mesh import Axis
 from tpplan.model_check import check_parameters
@@ -160,6 +161,7 @@ def test_schema_patterns_say_what_is_parsed():
 
 names = st.text(st.sampled_from("abc.0") | st.characters(codec="utf-8", exclude_characters="*"), min_size=1, max_size=8)
 layouts = st.sampled_from([R, R_STAR, P, ROWS, S(0), S(3)])
+dims = st.sampled_from([Dim(0), Dim(32), Dim(1, 1, "length"), Dim(-2, 3, "batch"), Dim(0, 1, "batch * length")])
 
 
 def _crossings(source: object, target: object, dtype: str) -> CrossingPlan:
@@ -176,12 +178,14 @@ def strategy_of(hint: object) -> st.SearchStrategy[object]:
         match arguments[1]:
             case Text(parse=parse) if parse.__name__ == "parse_layout":
                 return layouts
+            case Text(parse=parse) if parse.__name__ == "parse_dim":
+                return dims
             case Text():
                 return st.builds(_crossings, layouts, layouts, st.sampled_from(["int64", "float8_e4m3fn"]))
             case AtLeast(bound=bound) if arguments[0] is int:
-                return st.integers(int(bound), 2**70)
+                return st.integers(int(bound), 2**62)
             case AtLeast(bound=bound):
-                return st.floats(bound, allow_infinity=False) | st.integers(0, 9)
+                return st.just(0.0) | st.floats(max(bound, 1e-30), 1e30) | st.integers(1, 9)
     if origin in (Union, types.UnionType):
         return st.none() | strategy_of(arguments[0])
     if origin is tuple:
@@ -196,7 +200,7 @@ def strategy_of(hint: object) -> st.SearchStrategy[object]:
     assert isinstance(hint, type)
     if issubclass(hint, StrEnum):
         return st.sampled_from(hint)
-    return {str: names, bool: st.booleans(), int: st.integers(-(2**70), 2**70)}[hint]
+    return {str: names, bool: st.booleans(), int: st.integers(-(2**62), 2**62)}[hint]
 
 
 @st.composite
@@ -205,8 +209,14 @@ def plans(draw: Callable[[st.SearchStrategy[object]], object]) -> Plan:
     plan = draw(strategy_of(Plan))
     assert isinstance(plan, Plan)
     degrees = MeshPlan(replicate=2, shard=1, tp=4)
-    batch = dataclasses.replace(plan.batch, global_batch=plan.batch.micro_batch * plan.batch.accumulation_steps * 2)
-    entries = [dataclasses.replace(entry, aliases=()) for entry in plan.parameters.values()]
+    micro_batch, steps = plan.batch.micro_batch % 2**20 + 1, plan.batch.accumulation_steps % 2**20 + 1
+    batch = dataclasses.replace(
+        plan.batch, micro_batch=micro_batch, accumulation_steps=steps, global_batch=micro_batch * steps * 2
+    )
+    entries = [
+        dataclasses.replace(entry, aliases=(), shape=tuple(size % 2**20 for size in entry.shape))
+        for entry in plan.parameters.values()
+    ]
     return dataclasses.replace(
         plan,
         schema_version=1,

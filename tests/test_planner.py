@@ -20,7 +20,7 @@ from tpplan.mesh import GroupShape, Mesh
 from tpplan.plan import Plan, Precision
 from tpplan.priced import price_space
 from tpplan.problem import Status, total
-from tpplan.profile import Collective, HardwareProfile
+from tpplan.profile import Collective, HardwareProfile, load_profile
 from tpplan.prove import Counterexample
 from tpplan.setting import Setting
 from tpplan.space import build_space
@@ -421,7 +421,7 @@ def solve_tempered(**options: object) -> Plan:
         cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
         global_batch=2,
         seq_len=4,
-        **options,  # type: ignore[arg-type]
+        **{"micro_batch": 1, **options},  # type: ignore[arg-type]
     )
 
 
@@ -486,6 +486,7 @@ def test_out_of_time_the_incumbent_is_feasible_with_its_gap() -> None:
             global_batch=16,
             seq_len=64,
             time_limit_s=time_limit_s,
+            micro_batch=1,
         )
 
     optimum, hurried = solved(None), solved(1e-9)
@@ -493,3 +494,18 @@ def test_out_of_time_the_incumbent_is_feasible_with_its_gap() -> None:
     assert hurried.solver.status is Status.FEASIBLE
     assert hurried.solver.bound_s < optimum.solver.objective_s <= hurried.solver.objective_s
     assert hurried.solver.gap > 0
+
+
+def test_out_of_memory_on_a_profile_of_one_node_is_told_as_such() -> None:
+    """The profile has no collectives across nodes, on which more GPUs would stand."""
+    machine = load_profile("cpu-gloo")
+    with pytest.raises(InfeasibleError, match=r"no plan fits .* What more than 4 GPUs would do is not known"):
+        solve_example(
+            "mlp",
+            machine,
+            gpus=4,
+            global_batch=8,
+            micro_batch=1,
+            memory_limit_bytes=machine.slack_bytes + 700_000.0,
+            precision="fp32",
+        )

@@ -357,7 +357,7 @@ def test_what_writes_to_products_is_recomputed_fully_or_not_at_all(block: type[B
     def solve(mode: str) -> Plan:
         cluster = tpplan.Cluster(gpus=1, gpus_per_node=1, profile="cpu-gloo")
         given = {"global_batch": BATCH, "micro_batch": BATCH, "seq_len": LENGTH, "precision": "fp32"}
-        return tpplan.solve(Model, text, loss=loss, cluster=cluster, recompute=mode, **given)
+        return tpplan.solve(Model, text, loss=loss, cluster=cluster, recompute=mode, **{"micro_batch": 1, **given})
 
     full = solve("full")
     assert set(full.recomputed_modules().values()) == {Recompute.FULL}

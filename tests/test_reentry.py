@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-import torch.distributed.tensor  # before the forks
 import torch.nn.functional as F
 from one_process import assert_same, gradients
 from plans import handmade_plan

@@ -29,6 +29,7 @@ from tpplan.plan import (
     SolverReport,
 )
 from tpplan.problem import Status
+from tpplan.proof_hash import as_proven
 from tpplan.report import as_data, render
 from tpplan.units import GIB
 
@@ -341,7 +342,7 @@ def test_a_mesh_of_fewer_gpus_than_there_are_says_so() -> None:
 
 
 def test_provenance_gives_bound_gap_proof_and_unruled_ops() -> None:
-    text = " ".join(render(make_plan(), width=120).split())
+    text = " ".join(render(as_proven(make_plan()), width=120).split())
     assert "highs: optimal, 500 ms, bound 495 ms, gap 1.00%, 12 points tried, 3 slow" in text
     assert "proven: run as applied on the first and last rank" in text
     assert "masks.py:7: if mask.all(): is True, as for the example inputs" in text

@@ -161,7 +161,7 @@ def plan_of(name: str, gpus: int, **options: Any) -> Plan:
         global_batch=16,
         seq_len=8,
         prove=False,
-        **options,
+        **{"micro_batch": 1, **options},
     )
 
 

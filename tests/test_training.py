@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed.tensor
 from examples import eager_to_shard
 from one_process import assert_same, gradients, whole

@@ -35,6 +35,7 @@ from tpplan.layout import R_STAR, ROWS, Conversion, P, R, S
 from tpplan.losses import cross_entropy
 from tpplan.mesh import Mesh
 from tpplan.plan import BoundaryPlan, CrossingPlan, Plan, ProofStatus
+from tpplan.proof_hash import as_proven
 from tpplan.trace import trace
 from tpplan.typecheck import Mistyped, typecheck
 
@@ -700,14 +701,18 @@ def test_a_plan_that_is_another_graph_s_is_an_error(monkeypatch: pytest.MonkeyPa
 
 def say_that_it_is_unproven() -> None:
     plan = tiny_llama.tensor_parallel(tiny_llama.build(), TP2)
-    proven = dataclasses.replace(plan, proof=dataclasses.replace(plan.proof, status=ProofStatus.PROVEN))
+    proven = as_proven(plan)
+    edited = dataclasses.replace(proven, optimizer="sgd")
+    of_before = dataclasses.replace(proven, proof=dataclasses.replace(proven.proof, plan_hash=None))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         tpplan.apply_plan(tiny_llama.build(), proven)
         assert not said
-        tpplan.apply_plan(tiny_llama.build(), plan)
-    texts = [str(warning.message) for warning in said]
-    assert [text.startswith("the plan is unproven") for text in texts] == [True] * (dist.get_rank() == 0)
+        for unproven in (plan, edited, of_before):
+            tpplan.apply_plan(tiny_llama.build(), unproven)
+    reasons = ["nothing was checked", "it was changed after it was proven", "its proof carries no hash"]
+    begins = [f"the plan is unproven: {why}" for why in reasons] if dist.get_rank() == 0 else []
+    assert [str(warning.message)[: len(begin)] for warning, begin in zip(said, begins, strict=True)] == begins
 
 
 def test_applying_an_unproven_plan_warns_once() -> None:

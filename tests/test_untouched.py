@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # before the forks
 import torch.distributed as dist
 from examples import eager_to_shard
 from one_process import relative_errors

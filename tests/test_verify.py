@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed as dist
 import torch.distributed.tensor
 from examples import FOLDER, eager_to_shard, solve_example
@@ -114,12 +113,16 @@ def test_a_missing_collective_fails_and_names_its_module(
 # ---- planted faults, as ranks find them
 
 
+def subject_of(source: str) -> Subject:
+    return Subject(spec=load_model_file(source), dropped=frozenset())
+
+
 def found_by(plan: Plan, source: str, meddle: Callable[[nn.Module], None]) -> dict[str, Check]:
     """The checks of real ranks, with something done to the model on each once the plan is applied."""
-    subject = Subject(spec=load_model_file(source), dropped=frozenset())
-    reference = reference_step(subject, plan)
+    reference = reference_step(subject_of(source), plan)
 
     def rank() -> Findings:
+        subject = subject_of(source)
         mesh = mesh_of(plan, "cpu")
         model = applied(subject, in_float32(plan), mesh)
         meddle(model)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed as dist
 import torch.distributed.tensor
 import torch.nn.functional as F

@@ -134,7 +134,7 @@ def tokens(seed: int = 0) -> dict[str, Tensor]:
 def solve(build: Callable[[], nn.Module], **options: object) -> Plan:
     cluster = tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard())
     given = {"global_batch": ROWS, "micro_batch": ROWS, "seq_len": LENGTH, "precision": "fp32", "tp": 2} | options
-    return tpplan.solve(build, lambda _rows, _length: tokens(), cluster=cluster, **given)  # type: ignore[arg-type]
+    return tpplan.solve(build, lambda _rows, _length: tokens(), cluster=cluster, **{"micro_batch": 1, **given})  # type: ignore[arg-type]
 
 
 def whole(tensor: Tensor | None) -> Tensor:

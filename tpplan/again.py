@@ -5,14 +5,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils import checkpoint as checkpoints
-from torch.utils.checkpoint import CheckpointFunction
+from tpplan.torch_internals.checkpoints import reentrant_run_by, run_again_as
 
 #: makes what surrounds code once
 Surroundings = Callable[[], contextlib.AbstractContextManager[object]]
-
-#: torch's function for checkpoints that are not reentrant, which it looks up for each
-_WITHOUT_REENTRANT = "_checkpoint_without_reentrant_generator"
 
 
 @contextlib.contextmanager
@@ -35,21 +31,8 @@ def remembered_again(remember: Callable[[], Surroundings]) -> Iterator[None]:
 
         return run
 
-    def apply(function: Callable[..., Any], *args: Any) -> Any:
-        return reentrant(within(function), *args)  # type: ignore[no-untyped-call]
+    def run_both(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+        return checkpoint(within(function), *args)
 
-    def generate(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return generator(within(function), *args, **kwargs)
-
-    reentrant, own_apply = CheckpointFunction.apply, vars(CheckpointFunction).get("apply")
-    generator = vars(checkpoints)[_WITHOUT_REENTRANT]
-    CheckpointFunction.apply = apply  # type: ignore[method-assign]
-    setattr(checkpoints, _WITHOUT_REENTRANT, generate)
-    try:
+    with reentrant_run_by(run_both), run_again_as(within):
         yield
-    finally:
-        setattr(checkpoints, _WITHOUT_REENTRANT, generator)
-        if own_apply is None:
-            del CheckpointFunction.apply
-        else:
-            CheckpointFunction.apply = own_apply  # type: ignore[method-assign]

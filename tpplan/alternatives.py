@@ -227,7 +227,8 @@ def top(problem: Problem, count: int, *, prove: bool = True) -> list[Kind]:
             heapq.heappush(waiting, (kind.plan.predicted.step_time_s, next(numbers), mesh, without, kind))
 
     cluster, pinned = problem.cluster, {"tp": problem.options.get("tp"), "fsdp": problem.options.get("fsdp")}
-    for mesh in meshes(cluster.gpus, cluster.gpus_per_node, **pinned):
+    across = not cluster.load_profile().unmeasured_across_nodes
+    for mesh in meshes(cluster.gpus, cluster.gpus_per_node, **pinned, across_nodes=across):
         push(mesh, frozenset())
     found: dict[Hashable, Kind] = {}
     while waiting and len(found) < count:

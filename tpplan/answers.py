@@ -9,14 +9,14 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from unittest.mock import patch
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
-from tpplan.known import QUESTIONS, KnownValues, asking_line
+from tpplan.known import QUESTIONS, KnownValues
+from tpplan.planned_device import asking_line
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.fakes import seeming_real
 from tpplan.trace import Inputs, Loss, forward_inputs, quiet
 
 #: what the lines of code were told, each in order
@@ -49,12 +49,8 @@ def answered(answers: Answers | None) -> Iterator[None]:
     if answers is None:
         yield
         return
-    with patch.object(torch._subclasses, "FakeTensor", _NoTensor), _Answering(answers):
+    with seeming_real(), _Answering(answers):
         yield
-
-
-class _NoTensor:
-    """The type that no tensor has."""
 
 
 class _Answering(TorchFunctionMode):

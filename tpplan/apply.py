@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from tpplan.errors import PlanError, PlanMismatchError, TpplanError, UsageError
 from tpplan.fast_path import leave_fast_path
 from tpplan.fitting import check_filled, check_model, module_called, modules_by_name, outermost_by_name, plan_name
 from tpplan.in_step import check_first_step
+from tpplan.input_shapes import Check, check_shapes
 from tpplan.localize import Site
 from tpplan.losses import ShardedClasses
 from tpplan.mesh import Axis
@@ -39,7 +40,8 @@ from tpplan.opaque import HOOKS, opaque_class
 from tpplan.originals import Originals
 from tpplan.patched import fold_forwards
 from tpplan.patterns import ROOT
-from tpplan.plan import Plan, Precision, ProofStatus, uses_fsdp
+from tpplan.plan import Plan, Precision, uses_fsdp
+from tpplan.proof_hash import MEND, why_unproven
 from tpplan.recompute import recompute
 from tpplan.reduce import Reducer, Slot
 from tpplan.reentry import leave_reentry
@@ -47,6 +49,8 @@ from tpplan.rewrite import Rewriter, rewrite_calls
 from tpplan.sizes import LocalSizes
 from tpplan.style import module_styles
 from tpplan.subclass import SITE, is_generated
+from tpplan.torch_internals.modules import own_buffers, own_parameters
+from tpplan.torch_internals.tensors import gradient_hooks, local_part
 
 #: where the model keeps what averages gradients that FSDP does not
 AVERAGER = "_tpplan_averager"
@@ -54,11 +58,18 @@ _AXES = tuple(str(axis) for axis in (Axis.REPLICATE, Axis.SHARD, Axis.TP))
 
 
 def apply_plan(
-    model: nn.Module, plan: Plan | str | os.PathLike[str], *, mesh: DeviceMesh | None = None, compile: bool = False
+    model: nn.Module,
+    plan: Plan | str | os.PathLike[str],
+    *,
+    mesh: DeviceMesh | None = None,
+    compile: bool = False,
+    check: bool | Literal["warn"] = True,
 ) -> nn.Module:
     """Lays the model out as the plan says, in place, and returns it.
 
     compile=True compiles each repeated layer, recomputation and all, before FSDP takes it; the model where none is.
+    A forward that is not what was proven raises PlanMismatchError (inputs of other shapes: tpplan.input_shapes);
+    check="warn" warns instead, and with check=False nothing is looked at.
 
     Parameters get rank 0's values everywhere; those on the meta device stay there, in their local shape. `mesh`, if one
     is given, has the axes replicate, shard and tp. Raises UsageError without a process group or for a model a plan was
@@ -75,8 +86,11 @@ def apply_plan(
         raise UsageError("the model is sharded already: apply a plan once, to a plain model")
     loaded = _agreed_plan(model, plan)
     originals = Originals(model)
-    if loaded.proof.status is ProofStatus.UNPROVEN and dist.get_rank() == 0:
-        warnings.warn("the plan is unproven: nothing says that it computes the same as the model", stacklevel=2)
+    if (why := why_unproven(loaded)) and dist.get_rank() == 0:
+        warnings.warn(
+            f"the plan is unproven: {why}, and nothing says that it computes the same as the model; {MEND}",
+            stacklevel=2,
+        )
     device_type = mesh.device_type if mesh is not None else _device_type(model)
     mesh = _checked(mesh, loaded) if mesh is not None else _new_mesh(loaded, device_type)
     if loaded.precision is Precision.BF16:
@@ -101,6 +115,7 @@ def apply_plan(
             module_called(outermost, name).compile()
     _shard_data(model, loaded, mesh)
     keep_mesh(model, mesh)
+    check_shapes(model, loaded, Check(check))
     check_first_step(model, mesh, originals)
     return model
 
@@ -228,9 +243,10 @@ def _move(model: nn.Module, device_type: str, *, with_parameters: bool) -> None:
         return tensor if tensor.device.type in (device_type, "meta") else tensor.to(device_type)
 
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        buffers = own_buffers(module)
+        for name, buffer in buffers.items():
             if buffer is not None:
-                module._buffers[name] = moved(buffer)
+                buffers[name] = moved(buffer)
     if with_parameters:
         for parameter in model.parameters():
             parameter.data = moved(parameter.data)
@@ -246,7 +262,7 @@ def _keep_hooks(model: nn.Module, plan: Plan) -> None:
         else ()
     ):
         named = module.named_parameters()
-        hooks = {name: tuple(weight._backward_hooks.values()) for name, weight in named if weight._backward_hooks}
+        hooks = {name: tuple(own.values()) for name, weight in named if (own := gradient_hooks(weight))}
         if hooks:
             module.__dict__[HOOKS] = hooks
             if plan.mesh.tp == 1:
@@ -269,7 +285,7 @@ def _broadcast_replicas(
     for axis in axes:
         if mesh[axis].size() > 1 and dist.get_backend() != "fake":
             for parameter in model.parameters():
-                local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+                local = local_part(parameter) if isinstance(parameter, DTensor) else parameter
                 if not local.is_meta:
                     dist.broadcast(local.detach(), group=mesh.get_group(axis), group_src=0)
 
@@ -338,18 +354,17 @@ def _replicate(model: nn.Module, plan: Plan, mesh: DeviceMesh, axes: DeviceMesh,
     averager = model.__dict__[AVERAGER] = Averager(groups=groups)
     replicas: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        parameters = own_parameters(module)
+        for name, parameter in parameters.items():
             if parameter is None or parameter not in scalars:
                 continue
             if id(parameter) not in replicas:
                 assert isinstance(parameter, DTensor)
-                local = DTensor.from_local(
-                    parameter._local_tensor.detach(), on, [Replicate()] * on.ndim, run_check=False
-                )
+                local = DTensor.from_local(local_part(parameter).detach(), on, [Replicate()] * on.ndim, run_check=False)
                 replicas[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
                 if parameter.requires_grad:
                     averager.slots.append(Slot(module=module, name=name))
-            module._parameters[name] = replicas[id(parameter)]
+            parameters[name] = replicas[id(parameter)]
     for site in _sites(model):
         for reads in (*site.reads.values(), *(site.whole or {}).values()):
             if reads.name in names:

@@ -62,6 +62,7 @@ def expand(formulation: Formulation, choice: Mapping[str, int]) -> Formulation:
         setting.gpus_per_node,
         tied.executor,
         is_compiled=tied.is_compiled,
+        num_gpus=formulation.mesh.num_gpus,
     )
     kin = {unit.name: kind.unit.name for kind in formulation.kinds for unit in kind.units}
     decided = replace(setting, treatments=formulation.treatments(choice), kin=kin)

@@ -15,6 +15,10 @@ from torch import Tensor, nn
 from tpplan.convert import TpGroup, all_reduce_in_place
 from tpplan.errors import UsageError
 from tpplan.reduce import BUCKET_BYTES, Slot, buckets
+from tpplan.torch_internals.autograd import NO_BACKWARD, at_end_of_backward, running_backward
+from tpplan.torch_internals.modules import own_parameters
+from tpplan.torch_internals.operators import copy_each
+from tpplan.torch_internals.tensors import accumulated_hooks
 
 #: what code registers on a parameter to be called when its gradient has been accumulated
 AccumulatedHook = Callable[[Tensor], object]
@@ -34,7 +38,7 @@ class Averager:
     hooks: dict[int, tuple[AccumulatedHook, ...]] = field(default_factory=dict)
     is_enabled: bool = True
     #: the backward (autograd's graph task) at whose end it averages, and places of slots whose gradients came in it
-    backward: int = -1
+    backward: int = NO_BACKWARD
     came: set[int] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[Callable[..., "Averager"], tuple[Any, ...]]:
@@ -51,7 +55,7 @@ class Averager:
             seen.add(id(parameter))
             place = len(self.slots)
             self.slots.append(Slot(module=module, name=name))
-            own: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
+            own = accumulated_hooks(parameter)
             if own:
                 self.hooks[place] = tuple(own.values())
                 own.clear()
@@ -71,7 +75,7 @@ class Averager:
                     f"parameter {name} trains, and was frozen or another when the plan was applied: its gradient would "
                     "not be averaged; apply the plan to the model as it is to be trained"
                 )
-            hooks = parameter._post_accumulate_grad_hooks or {}
+            hooks = accumulated_hooks(parameter)
             if not any(isinstance(hook, _Arrival) for hook in hooks.values()):
                 parameter.register_post_accumulate_grad_hook(_Arrival(self, own[id(parameter)]))  # type: ignore[no-untyped-call]
 
@@ -79,10 +83,10 @@ class Averager:
         """Called in a backward, before its end, for a slot's gradient that it makes."""
         if place is not None:
             self.came.add(place)
-        running = torch._C._current_graph_task_id()
+        running = running_backward()
         if running != self.backward and (self.is_enabled or self.hooks):
             self.backward = running
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            at_end_of_backward(self._end)
 
     @torch.no_grad()
     def _end(self) -> None:
@@ -107,7 +111,7 @@ class Averager:
             for group in self.groups:
                 flat.div_(group.size)
             parts = torch.split(flat, [gradient.numel() for gradient in bucket])
-            torch._foreach_copy_(bucket, [part.view_as(own) for part, own in zip(parts, bucket, strict=True)])
+            copy_each(bucket, [part.view_as(own) for part, own in zip(parts, bucket, strict=True)])
         return {place for place in places if came[place]}
 
     def ranks_with(self, flags: list[list[bool]]) -> list[list[int]]:
@@ -155,6 +159,6 @@ def _gradient_of(slot: Slot) -> Tensor:
 
 def _trainable(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter is not None and parameter.requires_grad:
                 yield module, name, parameter

@@ -11,33 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from tpplan import operators
 from tpplan.errors import ModelError
-
-#: the functions through which torch compiles and calls a higher-order op from eager code live here
-_HIGHER_ORDER_OPS = "torch._higher_order_ops."
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.recording import higher_order_ops_by
 
 
 @contextlib.contextmanager
 def branches_in_the_open() -> Iterator[None]:
     """While it lasts, torch.cond runs both of its branches. Other higher-order ops raise ModelError."""
-    compile_ = torch.compile
 
-    def opened(model: Any = None, **options: Any) -> Any:
-        if not getattr(model, "__module__", "").startswith(_HIGHER_ORDER_OPS):
-            return compile_(model, **options)
-        if model.__name__ == "_cond_op_wrapper":
+    def opened(name: str) -> Callable[..., Any]:
+        if name == "cond":
             return _choose
-        name = model.__module__.removeprefix(_HIGHER_ORDER_OPS)
         raise ModelError(f"{name}: of torch's higher-order ops, tpplan follows torch.cond alone")
 
-    torch.compile = opened
-    try:
+    with higher_order_ops_by(opened):
         yield
-    finally:
-        torch.compile = compile_
 
 
 def _choose(

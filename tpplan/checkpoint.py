@@ -23,14 +23,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tpplan.checkpoint_folder import begin, commit, keep_last, latest_checkpoint, written
+from tpplan.checkpoint_metadata import CheckpointReader, read_metadata, tensors_in
 from tpplan.errors import UsageError, WeightsError
 from tpplan.fitting import plan_name
 from tpplan.load_weights import BuildModel, make_memory, prepare_buffers
@@ -97,11 +98,14 @@ def _gathered(
 
 
 def _finish(place: Path, blob: bytes, keep: int | None) -> str:
-    with written(place / _STATE) as path:
-        path.write_bytes(blob)
-    complete = commit(place)
-    if keep is not None:
-        keep_last(complete.parent, keep)
+    try:
+        with written(place / _STATE) as path:
+            path.write_bytes(blob)
+        complete = commit(place)
+        if keep is not None:
+            keep_last(complete.parent, keep)
+    except OSError as error:
+        raise WeightsError(f"{place}: the checkpoint cannot be finished: {error}") from error
     return str(complete)
 
 
@@ -123,18 +127,19 @@ def load_checkpoint(
     state: dict[str, Any] = {}
     error: Exception | None = None
     recording = None
+    metadata = Metadata(state_dict_metadata={})
     try:
-        state = _read_state(place)
-        _check(place, model, optimizer, state)
+        state, metadata = _read_state(place), read_metadata(place)
+        _check(place, model, optimizer, state, metadata)
         recording = prepare_buffers(model, None, build_model)
     except Exception as found:
         error = found
     raise_together(error)
     make_memory(model, recording)
     tensors = {_MODEL + name: tensor for name, tensor in _model_tensors(model).items()}
-    states = _empty_states(place, _names(model), optimizer) if optimizer is not None else {}
+    states = _empty_states(metadata, _names(model), optimizer) if optimizer is not None else {}
     tensors |= {_state_key(name, key): value for name, entry in states.items() for key, value in entry.items()}
-    _read(place, tensors)
+    _read(place, tensors, metadata)
     if optimizer is not None:
         _load_optimizer(optimizer, _names(model), states, state["optimizer"])
     return Checkpoint(path=place, step=state["step"], extras=state["extras"])
@@ -219,15 +224,14 @@ def _is_like_parameter(key: str, shape: tuple[int, ...], parameter: tuple[int, .
     return shape == parameter and key != "step"
 
 
-def _empty_states(place: Path, names: Mapping[int, str], optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+def _empty_states(metadata: Metadata, names: Mapping[int, str], optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
     """Room for the saved states that lie as their parameters do, by parameter and key."""
-    stored = _stored(place)
     by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     states: dict[str, dict[str, Tensor]] = {}
-    for full, metadata in stored.items():
+    for full, stored in tensors_in(metadata).items():
         if full.startswith(_OPTIMIZER):
             name, _, key = full.removeprefix(_OPTIMIZER).rpartition("/")
-            room = torch.empty_like(by_name[name].detach(), dtype=metadata.properties.dtype)
+            room = torch.empty_like(by_name[name].detach(), dtype=stored.properties.dtype)
             states.setdefault(name, {})[key] = room
     return states
 
@@ -274,8 +278,28 @@ def _read_state(place: Path) -> dict[str, Any]:
         raise WeightsError(f"{place / _STATE}: cannot be read: {error}") from error
     if not isinstance(state, dict) or state.get("format") != _FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise WeightsError(f"{place}: this tpplan reads checkpoints of format {_FORMAT}, this one has {found}")
+        raise WeightsError(f"{place}: this tpplan reads checkpoints of format {_FORMAT}, this one has {found!r:.80}")
+    if problem := _malformed(state):
+        raise WeightsError(f"{place / _STATE}: {problem}")
     return state
+
+
+def _malformed(state: Mapping[str, Any]) -> str:
+    """What save_checkpoint would not have written; "" where nothing is."""
+    if type(state.get("step")) is not int or not isinstance(state.get("extras"), dict):
+        return "expected a step and extras"
+    saved = state.get("optimizer")
+    if saved is None:
+        return ""
+    groups, scalars = (saved.get("groups"), saved.get("scalars")) if isinstance(saved, dict) else (None, None)
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return "optimizer: expected groups"
+    if not isinstance(scalars, dict) or not all(isinstance(entry, dict) for entry in scalars.values()):
+        return "optimizer: expected scalars by parameter"
+    params = [group.get("params") for group in groups]
+    if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in params):
+        return "optimizer: expected names of parameters in each group"
+    return ""
 
 
 def _write(place: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -283,9 +307,9 @@ def _write(place: Path, tensors: Mapping[str, Tensor]) -> None:
         save(dict(tensors), storage_writer=FileSystemWriter(place, sync_files=True))
 
 
-def _read(place: Path, tensors: Mapping[str, Tensor]) -> None:
+def _read(place: Path, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
     with _torch_checkpoint(place), torch.no_grad():
-        load(dict(tensors), storage_reader=FileSystemReader(place))
+        load(dict(tensors), storage_reader=CheckpointReader(place, metadata))
 
 
 @contextmanager
@@ -299,14 +323,6 @@ def _torch_checkpoint(place: Path) -> Iterator[None]:
             raise WeightsError(f"{place}: {error}") from error
 
 
-def _stored(place: Path) -> dict[str, TensorStorageMetadata]:
-    try:
-        metadata = FileSystemReader(place).read_metadata().state_dict_metadata
-    except Exception as error:
-        raise WeightsError(f"{place}: its .metadata cannot be read: {error}") from error
-    return {name: found for name, found in metadata.items() if isinstance(found, TensorStorageMetadata)}
-
-
 def _found(path: Path) -> Path:
     """The checkpoint at a path, or the latest below it."""
     if (path / _STATE).is_file():
@@ -317,9 +333,11 @@ def _found(path: Path) -> Path:
     return latest
 
 
-def _check(place: Path, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any]) -> None:
+def _check(
+    place: Path, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], metadata: Metadata
+) -> None:
     """Raises WeightsError for a checkpoint of another model or optimizer, with the names."""
-    stored = {name: tuple(found.size) for name, found in _stored(place).items()}
+    stored = {name: tuple(found.size) for name, found in tensors_in(metadata).items()}
     own = {_MODEL + name: tuple(tensor.shape) for name, tensor in _model_tensors(model).items()}
     there = {name: shape for name, shape in stored.items() if name.startswith(_MODEL)}
     problems = [
@@ -348,6 +366,12 @@ def _check(place: Path, model: nn.Module, optimizer: Optimizer | None, state: Ma
         if theirs != ours:
             differing = sorted({*theirs} ^ {*ours})
             raise WeightsError(f"{place}: the optimizer's group {number} held other parameters: {listed(differing)}")
+    shapes = {name: own[_MODEL + name] for group in own_groups for name in group if _MODEL + name in own}
+    states = {full: full.removeprefix(_OPTIMIZER).rpartition("/")[0] for full in stored if full.startswith(_OPTIMIZER)}
+    others = [full for full, name in states.items() if stored[full] != shapes.get(name)]
+    others += [str(name) for name in saved["scalars"] if name not in shapes]
+    if others:
+        raise WeightsError(f"{place}: optimizer states that are none of this optimizer's parameters: {listed(others)}")
 
 
 def _from_first(function: Callable[[], str]) -> str:

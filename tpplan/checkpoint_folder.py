@@ -53,7 +53,7 @@ def begin(folder: Path, step: int) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
             if path.suffix in (_INCOMPLETE, _REMOVED) and _COMPLETE.fullmatch(path.stem):
-                shutil.rmtree(path)
+                _remove(path)
         place = folder / (_free_name(folder, step) + _INCOMPLETE)
         place.mkdir()
     except OSError as error:
@@ -85,13 +85,23 @@ def keep_last(folder: Path, number: int) -> None:
         if path != latest:
             gone = path.with_suffix(_REMOVED)  # in one step, so that a half is never taken for a whole
             os.rename(path, gone)
-            shutil.rmtree(gone)
+            _remove(gone)
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder with all in it; of a link the link alone."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
     """A path to write to; what it holds in the end is put in the other's place, on the disk."""
     temporary = path.with_name(f".{path.name}.tmp")
+    if temporary.exists() or temporary.is_symlink():  # left by a writer that was killed, or a link to something else
+        _remove(temporary)
     yield temporary
     with temporary.open("rb") as file:
         os.fsync(file.fileno())

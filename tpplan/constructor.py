@@ -23,10 +23,12 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.errors import ModelError
+from tpplan.torch_internals.operators import argument_names, written_by
+from tpplan.torch_internals.pytree import tree_leaves, tree_map_only
+from tpplan.torch_internals.recording import TorchDispatchMode, without_modes
+from tpplan.torch_internals.tensors import plain_calls, storage_key
 
 _META, _HOST = torch.device("meta"), torch.device("cpu")
 #: ops that make a tensor of whatever lies in memory
@@ -82,13 +84,13 @@ class Tape:
 
     def knows(self, tensor: Tensor) -> bool:
         """It was made while recording."""
-        return _storage(tensor) in self.storages
+        return storage_key(tensor) in self.storages
 
     def add(self, op: Op, made: Iterable[Tensor]) -> None:
         """A further op, and the new tensors that it returned."""
         for tensor in made:
             storage = tensor.untyped_storage()
-            self.storages[storage._cdata] = storage
+            self.storages[storage_key(tensor)] = storage
         for written in op.writes:
             self.writers.setdefault(written, []).append(len(self.ops))
         self.ops.append(op)
@@ -142,17 +144,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tape = Tape(seed=seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():
+        with plain_calls():
             return self._run(func, args, dict(kwargs or {}))
 
     def _run(self, func: Any, args: Any, options: dict[str, Any]) -> Any:
         tensors = _tensors((args, options))
-        takes = {argument.name for argument in func._schema.arguments}
+        takes = argument_names(func)
         if not any(self.tape.knows(tensor) for tensor in tensors) and (tensors or "device" not in takes):
             return func(*args, **options)  # on data alone
         if "device" in takes:
             options |= {"device": _HOST}
-        written = _written(func, args, options)
+        written = list(written_by(func, args, options))
         if not all(self.tape.knows(tensor) for tensor in written):
             return self._with_data(func, args, options)
         generator: torch.Generator | None = options.get("generator")
@@ -194,11 +196,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return  # a view
         draws = torch.Tag.nondeterministic_seeded in func.tags
         overwrites = frozenset(
-            _storage(tensor)
+            storage_key(tensor)
             for tensor in written
             if func.name().partition(".")[0] in _OVERWRITING and _is_whole(tensor)
         )
-        reads = {_storage(tensor) for tensor in _tensors((args, options)) if self.tape.knows(tensor)}
+        reads = {storage_key(tensor) for tensor in _tensors((args, options)) if self.tape.knows(tensor)}
         arguments, kept = tree_map_only(
             Tensor,
             lambda tensor: _view(tensor) if self.tape.knows(tensor) else tensor.detach().clone(),
@@ -211,7 +213,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             options=kept,
             made=tuple(_view(result) if new_one else None for result, new_one in zip(results, is_new, strict=True)),
             reads=frozenset(reads - overwrites),
-            writes=frozenset(_storage(tensor) for tensor in (*written, *new)),
+            writes=frozenset(storage_key(tensor) for tensor in (*written, *new)),
             overwrites=overwrites,
             draw=self.tape.num_draws if draws else None,
             generator_state=generator_state,
@@ -231,7 +233,7 @@ class Disguise(TorchFunctionMode):
         if func in _ASKING and self.tape.knows(args[0]):
             if _ASKING[func] is not None:
                 return _ASKING[func]
-            with _disable_current_modes():  # the recorder among them
+            with without_modes():  # the recorder among them
                 return func(*self.tape.compute([_view(args[0])]), *args[1:], **kwargs or {})
         return func(*args, **kwargs or {})
 
@@ -275,7 +277,7 @@ class Recording:
         return any(op.draw is not None and op.generator_state is None for op in self._history(tensor))
 
     def _history(self, tensor: Tensor) -> list[Op]:
-        return self.tape.history([_storage(tensor)]) if self.tape.knows(tensor) else []
+        return self.tape.history([storage_key(tensor)]) if self.tape.knows(tensor) else []
 
 
 def record(build_model: Callable[[], nn.Module], *, seed: int) -> Recording:
@@ -294,13 +296,9 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _view(tensor: Tensor) -> View:
     return View(
-        storage=_storage(tensor),
+        storage=storage_key(tensor),
         dtype=tensor.dtype,
         size=tuple(tensor.shape),
         stride=tuple(tensor.stride()),
@@ -327,15 +325,6 @@ def _laid_out(result: Tensor, view: View) -> Tensor:
 def _is_whole(tensor: Tensor) -> bool:
     """It is all of its storage, each element once."""
     return tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-
-
-def _written(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> list[Tensor]:
-    """The arguments that a call changes."""
-    named = zip(func._schema.arguments, args, strict=False)
-    given = [(argument, value) for argument, value in named]
-    given += [(argument, options[argument.name]) for argument in func._schema.arguments if argument.name in options]
-    changed = [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
-    return _tensors(changed)
 
 
 def _state_before(generator: torch.Generator, func: Any, args: Any, options: Mapping[str, Any]) -> Tensor:

@@ -32,8 +32,10 @@ from torch.distributed import ProcessGroup
 from tpplan.errors import PlanMismatchError
 from tpplan.intervals import Interval, exchange, held, in_order, rank_by_rank
 from tpplan.layout import COLLECTIVE_STEPS, ROWS, Conversion, Layout, Step, fits
+from tpplan.torch_internals.autograd import below_autograd
+from tpplan.torch_internals.operators import collectives
 
-_ops = torch.ops._c10d_functional
+_ops = collectives()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +217,7 @@ def _issue(op: Callable[..., Tensor], *args: Any) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return _wait(op(*args))
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return _wait(op(*args))
 
 

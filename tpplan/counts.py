@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpplan.known import KnownValues, asking_line
+from tpplan.known import KnownValues
+from tpplan.planned_device import asking_line
+from tpplan.torch_internals.operators import meta_kernels
 from tpplan.unsaid import UnknownValueError
 
 
@@ -60,13 +62,8 @@ def counting_by(counter: Counter) -> Iterator[None]:
     def kernel(op: Any, counting: Counting) -> Callable[..., Any]:
         return lambda *args, **kwargs: counting.results(counter(op, counting, args, kwargs), *args, **kwargs)
 
-    library: Any = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
-    try:
-        for name, counting in _OPS.items():
-            library.impl(name, kernel(_op(name), counting), allow_override=True)
+    with meta_kernels({name: kernel(_op(name), counting) for name, counting in _OPS.items()}):
         yield
-    finally:
-        library._destroy()
 
 
 def _op(name: str) -> Any:

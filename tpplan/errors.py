@@ -70,6 +70,16 @@ class RankFailedError(TpplanError):
     """A rank raised, died or was cut off; the message, the same on all ranks, names it and says why."""
 
 
+class InternalError(TpplanError):
+    """tpplan's own code failed, or torch's beneath it; the message names the exception, where, and torch's version."""
+
+
+class TorchVersionError(TpplanError, ImportError):
+    """torch is older than any that tpplan works with."""
+
+    exit_code = 12
+
+
 class ModelError(TpplanError):
     """The model file, its builder or its trace failed."""
 

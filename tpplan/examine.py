@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from tpplan.apply import apply_plan, no_sync
 from tpplan.draws import WithoutDropout
@@ -29,6 +28,8 @@ from tpplan.load import ModelSpec, load_model_file
 from tpplan.mesh import Axis
 from tpplan.plan import Pass, Plan, Precision
 from tpplan.shrink import in_float32
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.modules import own_children
 from tpplan.trace import Inputs, accumulated_hooks, forward_inputs, quiet
 from tpplan.tracker import fake_step
 
@@ -76,7 +77,7 @@ def drop_layers(model: nn.Module, dropped: frozenset[str]) -> None:
         prefix, _, index = name.rpartition(".")
         containers.setdefault(prefix, set()).add(index)
     for prefix, indices in containers.items():
-        members = model.get_submodule(prefix)._modules
+        members = own_children(model.get_submodule(prefix))
         last = list(members)[len(members) - len(indices) :]
         if set(last) != indices:
             raise UsageError(f"--layers: {prefix} holds {last[-1]} behind its repeated layers, so they cannot be fewer")

@@ -9,6 +9,7 @@ from tpplan.patterns import ROOT
 from tpplan.plan import Plan, Precision, uses_fsdp
 from tpplan.recompute import check_recomputable
 from tpplan.style import module_styles
+from tpplan.torch_internals.tensors import accumulated_hooks, gradient_hooks
 
 #: what wrappers put into the names of the modules inside them; state_dict leaves them out, and so does a plan
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -93,8 +94,8 @@ def _check_hooks(model: nn.Module, plan: Plan) -> None:
     }
     for name, parameter in named:
         kinds = {
-            "its accumulated gradient": parameter._post_accumulate_grad_hooks,
-            "its gradient": parameter._backward_hooks if id(parameter) not in kept else None,
+            "its accumulated gradient": accumulated_hooks(parameter),
+            "its gradient": gradient_hooks(parameter) if id(parameter) not in kept else None,
         }
         if what := next((what for what, hooks in kinds.items() if hooks), ""):
             raise PlanMismatchError(

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from tpplan.applied import Applied
@@ -38,6 +37,9 @@ from tpplan.localize import Site
 from tpplan.mesh import Axis
 from tpplan.originals import Originals, check_hooks, stop_optimizers
 from tpplan.subclass import SITE
+from tpplan.torch_internals.modules import is_compiled
+from tpplan.torch_internals.recording import without_modes
+from tpplan.torch_internals.tensors import local_part
 from tpplan.trace import bound_arguments, named_tensors
 
 #: elements that are widened to 64 bits at a time
@@ -95,7 +97,7 @@ class _FirstStep:
         mesh = self.applied.mesh
         if mesh[Axis.TP].size() == 1:
             return
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), without_modes():
             self.states = _random_states(mesh.device_type)
             found: Checksums = {
                 "batch": _tensor_checksums(bound_arguments(model, args, kwargs)),
@@ -106,13 +108,13 @@ class _FirstStep:
         self.complaints = {what: complaints.pop(what) for what in self.states if what in complaints}
         for complaint in complaints.values():
             raise UsageError(complaint)
-        self.is_watching = all(module._compiled_call_impl is None for module in model.modules())
+        self.is_watching = not any(map(is_compiled, model.modules()))
         if self.is_watching:
             _witness(model, self.meet)
 
     def meet(self, where: str) -> None:
         """Raises, on every rank of the tp group, where one is elsewhere."""
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), without_modes():
             mesh = self.applied.mesh
             group = mesh[Axis.TP].get_group()
             mine = torch.tensor([zlib.crc32(where.encode())], device=mesh.device_type)
@@ -196,7 +198,7 @@ def _tensor_checksums(tree: Mapping[str, Any]) -> dict[str, int]:
 def _replicated(model: nn.Module) -> dict[str, Tensor]:
     """What each rank of a tp group holds whole: buffers, and of parameters that lie so the part that FSDP leaves."""
     replicated = {
-        name: parameter._local_tensor
+        name: local_part(parameter)
         for name, parameter in model.named_parameters()
         if isinstance(parameter, DTensor) and parameter.placements[-1] == Replicate()
     }

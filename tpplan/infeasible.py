@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tpplan.errors import InfeasibleError, Remedy, SolverError
+from tpplan.errors import InfeasibleError, ProfileError, Remedy, SolverError
 from tpplan.formulate import Formulation
 from tpplan.job import Job, Point
 from tpplan.mesh import Mesh
@@ -28,14 +28,20 @@ def infeasible(job: Job, points: list[Point]) -> InfeasibleError:
     for term in max(rows, key=lambda row: total(row.terms, choice)).terms:
         parts[term.name] = parts.get(term.name, 0.0) + term.value(choice)
     parts = {name: n for name, n in sorted(parts.items(), key=lambda row: (-row[1], row[0])) if n}
-    remedies = sorted(_remedies(job, points, formulation.mesh), key=lambda remedy: remedy.gpu_seconds)
+    remedies = list(_remedies(job, points, formulation.mesh))
+    unknown = ""
+    try:
+        remedies += _larger_clusters(job, formulation.mesh)
+    except ProfileError as error:  # of one node: what more of them would do cannot be said
+        unknown = f" What more than {job.cluster.gpus} GPUs would do is not known ({error})."
+    remedies.sort(key=lambda remedy: remedy.gpu_seconds)
     shown = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts.items())
     steps = formulation.setting.accumulation_steps
     micro_batch = job.batch.global_batch // (formulation.mesh.data_parallel * steps)
     return InfeasibleError(
         f"no plan fits {format_bytes(job.limit)} per GPU on {job.cluster.gpus} GPUs: the smallest needs "
         f"{format_bytes(needed)}, {format_bytes(needed - job.limit)} too much, on {formulation.mesh} with micro-batch "
-        f"{micro_batch} ({shown}). {_advice(remedies)}",
+        f"{micro_batch} ({shown}). {_advice(remedies, unknown)}",
         limit_bytes=job.limit,
         needed_bytes=needed,
         parts=parts,
@@ -43,10 +49,12 @@ def infeasible(job: Job, points: list[Point]) -> InfeasibleError:
     )
 
 
-def _advice(remedies: list[Remedy]) -> str:
-    if not remedies:
-        return "More GPUs alone would not do; try a shorter sequence, --precision bf16-mixed or a smaller model."
-    return "; ".join(map(_shown, remedies)) + "."
+def _advice(remedies: list[Remedy], unknown: str) -> str:
+    """What would do; `unknown` says why more GPUs were not tried, "" where they were."""
+    others = "try a shorter sequence, --precision bf16-mixed or a smaller model."
+    if remedies:
+        return "; ".join(map(_shown, remedies)) + f".{unknown}"
+    return f"T{others[1:]}{unknown}" if unknown else f"More GPUs alone would not do; {others}"
 
 
 def _shown(remedy: Remedy) -> str:
@@ -85,7 +93,7 @@ def _least_memory(job: Job, point: Point) -> tuple[float, Formulation, Solution]
 
 
 def _remedies(job: Job, points: list[Point], mesh: Mesh) -> Iterator[Remedy]:
-    """Changes each of which alone makes something fit: of what was pinned, and the least number of GPUs."""
+    """Changes of what was pinned, each of which alone makes something fit."""
     if job.recompute not in (None, Recompute.FULL):
         yield from _tried("recomputation", job.changed(recompute=None), points)
     if job.reshard_after_forward is False:
@@ -95,6 +103,10 @@ def _remedies(job: Job, points: list[Point], mesh: Mesh) -> Iterator[Remedy]:
         freed = job.changed(batch=smaller)
         below = [Point.of(mesh, m) for m in smaller.micro_batches(mesh) if m < job.batch.micro_batch]
         yield from _tried(f"micro-batch {below[0].micro_batch}" if below else "", freed, below[:1])
+
+
+def _larger_clusters(job: Job, mesh: Mesh) -> Iterator[Remedy]:
+    """The least number of GPUs on which something fits. Raises ProfileError where the profile does not know so many."""
     for factor in LARGER_CLUSTERS:
         larger = Mesh(replicate=1, shard=mesh.shard * mesh.replicate * factor, tp=mesh.tp)
         sizes = job.batch.micro_batches(larger)

@@ -17,9 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpplan.average import Averager
 from tpplan.convert import Converter
@@ -33,6 +30,9 @@ from tpplan.profile import Collective
 from tpplan.program import naming_modules
 from tpplan.reduce import Reducer
 from tpplan.subclass import SITE
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.fsdp import FSDPParamGroup, unit_name
+from tpplan.torch_internals.recording import TorchDispatchMode
 
 #: namespaces of ops that reach other ranks
 _NAMESPACES = ("_c10d_functional", "c10d", "_dtensor")
@@ -126,7 +126,7 @@ class CollectiveLog(TorchDispatchMode):
             case Converter():
                 return self._modules[id(owner)] or ROOT
             case FSDPParamGroup():
-                return owner._module_fqn or ROOT
+                return unit_name(owner) or ROOT
             case Reducer() | Averager():
                 return ROOT
             case _:

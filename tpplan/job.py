@@ -5,7 +5,7 @@ import logging
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,19 +13,22 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from tpplan import solvers
 from tpplan.bystander import copied
+from tpplan.costs.pace import BestRates, seconds_of_a_sequence
 from tpplan.errors import IndivisibleError, ModelError, SolverError, UsageError
 from tpplan.formulate import Formulation
 from tpplan.graph import Direction, ModelGraph, within
+from tpplan.grown import grown
 from tpplan.marking import trace_marking
-from tpplan.mesh import Mesh, divisors, meshes, sub_clusters
+from tpplan.mesh import Mesh, divisors, meshes, sub_clusters, tp_degrees
+from tpplan.opaque import Opaques
 from tpplan.options import Allows, Batch, BuildModel, Cluster, ExampleInputs, Progress
 from tpplan.patterns import ROOT
 from tpplan.pins import Pin, Pinned
 from tpplan.plan import Compile, Plan, Precision, Recompute, uses_fsdp
+from tpplan.planned_device import PlannedDevice, planning_for
 from tpplan.priced import PricedSpace, price_space
 from tpplan.problem import Conflict, Problem, Solution, Status
 from tpplan.profile import HardwareProfile
@@ -36,8 +39,11 @@ from tpplan.rules import Strategy
 from tpplan.setting import Setting
 from tpplan.solvers.reduction import LIMIT_TOLERANCE
 from tpplan.space import Space, build_space
-from tpplan.trace import BoundaryHook, Loss, accumulated_hooks, assumptions, repeated_children
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.modules import own_buffers, own_parameters
+from tpplan.trace import BoundaryHook, Inputs, Loss, accumulated_hooks, assumptions, repeated_children
 from tpplan.treatments import Treatment
+from tpplan.unsearched import unsearched_counts, unsearched_degrees
 from tpplan.written import why_copies, why_not_selective, write_within, writes_of
 
 logger = logging.getLogger(__name__)
@@ -99,10 +105,14 @@ class Job:
     time_limit_s: float | None
     report: Progress
     all_gpus: bool = True
+    #: what the model's code is told that it runs on; None: the profile's device
+    told: PlannedDevice | None = None
     pins: tuple[Pin, ...] = ()
     reuse: Reuse = field(default_factory=Reuse)
     spaces: dict[tuple[int, int], PricedSpace] = field(default_factory=dict)
     floors: dict[tuple[int, int], float] = field(default_factory=dict)
+    #: what of meshes is left out without a bound that says why
+    unsearched: tuple[str, ...] = ()
     #: what proofs have found to be wrong by itself, by tp and decision, and what they have together, by tp
     cuts: Cuts = field(default_factory=dict)
     conflicts: dict[int, list[Choices]] = field(default_factory=dict)
@@ -141,7 +151,13 @@ class Job:
             solver=None,
             time_limit_s=None,
             report=lambda stage, done, total: None,
+            told=PlannedDevice.parse(plan.proof.device) if plan.proof.device else None,
         )
+
+    @property
+    def device(self) -> PlannedDevice:
+        """What the model's code sees while it is traced."""
+        return self.told or PlannedDevice.of(self.profile)
 
     def changed(self, **options: object) -> "Job":
         """The same job with other options; what has been traced and priced is shared."""
@@ -157,12 +173,18 @@ class Job:
         Raises IndivisibleError where there is none.
         """
         gpus, per_node = self.cluster.gpus, self.cluster.gpus_per_node
-        every = list(meshes(gpus, per_node, tp=tp, fsdp=fsdp))
+        across = not self.profile.unmeasured_across_nodes
+        self.unsearched = tuple(unsearched_degrees(self.cluster, self.profile)) if tp is None else ()
+        own = (tp,) if tp else tuple(sorted({*tp_degrees(gpus, per_node, across_nodes=across), *divisors(per_node)}))
+        every = list(meshes(gpus, per_node, tp=tp, fsdp=fsdp, across_nodes=across))
         for fewer in () if self.all_gpus else sub_clusters(gpus, per_node)[:-1]:
-            degrees = [fewer // own for own in ((tp,) if tp else divisors(per_node)) if fewer % own == 0]
+            degrees = [fewer // degree for degree in own if fewer % degree == 0]
             is_dividing = any(self.batch.global_batch % degree == 0 for degree in degrees)
             if is_dividing and fewer % ((tp or 1) * (fsdp or 1)) == 0:
-                every += meshes(fewer, per_node, tp=tp, fsdp=fsdp)
+                found_on = meshes(fewer, per_node, tp=tp, fsdp=fsdp, across_nodes=across)
+                every += (mesh for mesh in found_on if mesh.tp in own)
+        if not self.all_gpus:
+            self.unsearched += tuple(unsearched_counts(self.cluster))
         found = [Point.of(mesh, m) for mesh in every for m in self.batch.micro_batches(mesh)]
         if not found:
             degrees = sorted({mesh.data_parallel for mesh in every})
@@ -245,7 +267,7 @@ class Job:
 
     def trace_key(self, micro_batch: int) -> Hashable:
         """What a trace depends on."""
-        return *self._model_key, micro_batch, tuple(self.whole)
+        return *self._model_key, micro_batch, self.device, tuple(self.whole)
 
     @property
     def _model_key(self) -> tuple[Hashable, ...]:
@@ -266,37 +288,76 @@ class Job:
         self.counterexamples.clear()
 
     def traced(self, micro_batch: int) -> Traced:
-        """The model traced at a micro-batch's shapes, once for all that share it."""
+        """The model traced at a micro-batch's shapes, once for all that share it; where it was traced at two smaller
+        ones, its graph may be grown from theirs, and its inputs are those of one."""
+        key = self.trace_key(micro_batch)
+        if key in self.reuse.traces:
+            return self.reuse.traces[key]
+        if key not in self.reuse.grown:
+            found = self._grown(micro_batch)
+            if found is None:
+                return self.really_traced(micro_batch)
+            self.reuse.grown[key] = found
+        return self.reuse.grown[key]
+
+    def really_traced(self, micro_batch: int) -> Traced:
+        """The model traced at a micro-batch's shapes, whatever graph was grown."""
         key = self.trace_key(micro_batch)
         if key not in self.reuse.traces:
             self.reuse.traces[key] = self._trace(micro_batch)
             self.reuse.executor.observe(self.reuse.traces[key].opaques.by_key())
         return self.reuse.traces[key]
 
+    def grown_sizes(self, sizes: Iterable[int]) -> tuple[int, ...]:
+        """Of some micro-batches those of which there is a grown graph and no trace, ascending."""
+        keys = {size: self.trace_key(size) for size in sizes}
+        return tuple(sorted(n for n, key in keys.items() if key in self.reuse.grown and key not in self.reuse.traces))
+
+    def distrust_grown(self) -> None:
+        """From now on every micro-batch of this model is traced: code does at one what no growth foretold."""
+        logger.info("graphs at other micro-batches are not what they were taken for: each is traced")
+        self.reuse.ungrowing.add(self._model_key)
+        self.reuse.grown.clear()
+        self.reuse.spaces.clear()
+        self.spaces, self.floors = {}, {}
+
+    def _grown(self, micro_batch: int) -> Traced | None:
+        """From the traces at the two largest smaller micro-batches; None where there are none, or no growth."""
+        if self._model_key in self.reuse.ungrowing:
+            return None
+        smaller = [own for own in self.reuse.traces.values() if own.micro_batch < micro_batch]
+        known = {
+            own.micro_batch: own for own in smaller if self.reuse.traces.get(self.trace_key(own.micro_batch)) is own
+        }
+        if len(known) < 2 or any(own.opaques.by_key() or own.opaques.untouched for own in known.values()):
+            return None
+        low, high = sorted(known)[-2:]
+        graph = grown(known[low].graph, known[high].graph, (low, high), micro_batch)
+        return None if graph is None else replace(known[high], micro_batch=micro_batch, graph=graph)
+
     def pinned(self, micro_batch: int) -> Pinned:
         """What the pins hold. Raises UsageError for a pin that holds nothing of the model."""
         return Pinned(graph=self.traced(micro_batch).graph, pins=self.pins)
 
     def _trace(self, micro_batch: int) -> Traced:
+        with planning_for(self.device):
+            return self._trace_as_planned(micro_batch)
+
+    def _trace_as_planned(self, micro_batch: int) -> Traced:
         if self._model_key not in self.reuse.models:
             self.reuse.models[self._model_key] = self._built()
         built = self.reuse.models[self._model_key]
         model = built.model  # what runs is a copy
         units = repeated_children(model)
-        inputs = self.example_inputs(micro_batch, self.batch.seq_len)
-        if self.precision is Precision.BF16:
-            inputs = pytree.tree_map(_to_bfloat16, inputs)
-        untouched = accumulated_hooks(model)
+        inputs = self.inputs(micro_batch, self.batch.seq_len)
         cast = self.cast(units)
-        # A forward may leave tensors of the trace on its module; the proof copies a model that has none.
-        graph, opaques = trace_marking(
-            model, lambda: copied(model), inputs, loss=self.loss, cast=cast, untouched=untouched, whole=self.whole
-        )
-        opaques.is_hooked = bool(untouched)
+        graph, opaques = self.trace_of(model, inputs)
         units = tuple(unit for unit in units if not opaques.hides(unit))
         assumed: tuple[str, ...] = ()
         if graph.questions:
-            assumed = assumptions(graph, copied(model), inputs, loss=self.loss, cast=cast, opaques=opaques)
+            assumed = assumptions(
+                graph, model, inputs, loss=self.loss, cast=cast, opaques=opaques, fresh=lambda: copied(model)
+            )
         return Traced(
             micro_batch=micro_batch,
             model=model,
@@ -307,6 +368,21 @@ class Job:
             opaques=opaques,
             notes=built.notes,
         )
+
+    def inputs(self, micro_batch: int, seq_len: int) -> Inputs:
+        """The example inputs, in the dtype that the model computes in."""
+        inputs = self.example_inputs(micro_batch, seq_len)
+        return pytree.tree_map(_to_bfloat16, inputs) if self.precision is Precision.BF16 else inputs
+
+    def trace_of(self, model: nn.Module, inputs: Inputs) -> tuple[ModelGraph, Opaques]:
+        """The graph of a built model on some inputs, and the modules that are one operator in it."""
+        untouched, cast = accumulated_hooks(model), self.cast(repeated_children(model))
+        # A forward may leave tensors of the trace on its module; the proof copies a model that has none.
+        graph, opaques = trace_marking(
+            model, lambda: copied(model), inputs, loss=self.loss, cast=cast, untouched=untouched, whole=self.whole
+        )
+        opaques.is_hooked = bool(untouched)
+        return graph, opaques
 
     def _built(self) -> Built:
         """The model on the meta device, in the dtype it computes in."""
@@ -362,7 +438,7 @@ class Job:
         """What decisions and their costs depend on."""
         tables = (self.cuts, self.guesses)
         cuts = frozenset((n, s) for table in tables for (own, n), cut in table.items() if own == tp for s in cut)
-        machine = self.profile, self.cluster.gpus_per_node
+        machine = self.profile, self.cluster.gpus_per_node, self.cluster.gpus
         ways = self.is_compiled, self.unused_outputs, _hashable(self.wishes), self.pins
         return self.trace_key(micro_batch), tp, machine, ways, cuts
 
@@ -375,7 +451,12 @@ class Job:
             apart=self.pinned(micro_batch).pins_within,
         )
         return price_space(
-            space, self.profile, self.cluster.gpus_per_node, self.reuse.executor, is_compiled=self.is_compiled
+            space,
+            self.profile,
+            self.cluster.gpus_per_node,
+            self.reuse.executor,
+            is_compiled=self.is_compiled,
+            num_gpus=self.cluster.gpus,
         )
 
     def is_cut(self, micro_batch: int, tp: int) -> Callable[[str, Strategy], bool]:
@@ -405,6 +486,21 @@ class Job:
             if all(indices for _, indices in kept):
                 found[Conflict(choices=kept)] = None
         return tuple(found)
+
+    def pace(self, sizes: Sequence[int]) -> float:
+        """GPU seconds of a step below which no plan comes, whatever its mesh and its micro-batch, from the traces of
+        the two smallest micro-batches; 0 where there are none yet."""
+        if len(sizes) < 2 or any(self.trace_key(size) not in self.reuse.traces for size in sizes[:2]):
+            return 0.0
+        first, second = (self.reuse.traces[self.trace_key(size)] for size in sizes[:2])
+        if first.opaques.by_key() or second.opaques.by_key():
+            return 0.0
+        key = first.graph.fingerprint, second.graph.fingerprint, self.profile.fingerprint, self.is_compiled
+        if key not in self.reuse.paces:
+            rates = BestRates(self.profile, self.is_compiled)
+            both = sizes[0], sizes[1]
+            self.reuse.paces[key] = seconds_of_a_sequence(first.graph, second.graph, both, rates, self.reuse.executor)
+        return self.reuse.paces[key] * self.batch.global_batch
 
     def formulate(self, point: Point, *, limit: float | None = None, treatment: Treatment | None = None) -> Formulation:
         """The problem of one point; with `treatment`, every layer gets that."""
@@ -520,7 +616,7 @@ def _put_on_meta(model: nn.Module) -> None:
     """What code made on another device than it was told to (torch.normal heeds none), ties kept."""
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        tables: tuple[dict[str, Any], ...] = (own_parameters(module), own_buffers(module))
         for table in tables:
             for name, tensor in table.items():
                 if tensor is not None and not tensor.is_meta:

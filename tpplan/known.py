@@ -9,9 +9,7 @@ inputs is one of several: such questions are noted, and can be answered the othe
 
 import hashlib
 import linecache
-import os
 import reprlib
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from tpplan.errors import ModelError
+from tpplan.planned_device import Seen, asking_line, is_foreign, planned_device
 from tpplan.rewrite import is_own_code_running
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.recording import unrecorded
+from tpplan.torch_internals.tensors import storage_key, version_of
 from tpplan.unsaid import UnknownValueError, Unsaid, with_parts
 
 #: what asks a tensor for its values
@@ -38,10 +38,10 @@ _CONSTANTS = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", "from_nu
 _DESCRIPTIONS = frozenset({"__get__", "size", "dim", "numel", "nelement", "ndimension", "stride", "element_size",
                            "is_floating_point", "is_complex", "is_contiguous", "get_device", "type", "__len__",
                            "__hash__", "__repr__", "__format__"})  # fmt: skip
+#: of errors that tensors without values raise, and others do not
+_ONLY_HERE = ("meta tensor", "'Meta' backend", "Meta tensors", "meta device", "meta and", "and meta")
 #: types of numbers that may be sizes
 _COUNTS = frozenset({torch.int64, torch.int32})
-#: where code asks on behalf of other code
-_NOT_ASKING = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,6 @@ class Question:
     where: str
     answer: str
     is_choice: bool
-
-
-def is_foreign(file: str) -> bool:
-    """True for a file of code that is neither torch's nor tpplan's."""
-    return not file.startswith(_NOT_ASKING)
 
 
 class AtRestError(ModelError):
@@ -80,6 +75,10 @@ class KnownValues(TorchFunctionMode):
         extra: int = 0,
     ) -> None:
         super().__init__()
+        planned = planned_device()
+        self._seen = Seen(planned, "meta") if planned is not None else None
+        #: a question that no trace can answer, whose error the code may catch
+        self._missed = ""
         self.guessed: dict[str, str] = {}
         self._extra = extra
         self.questions: list[Question] = []
@@ -102,6 +101,11 @@ class KnownValues(TorchFunctionMode):
         kwargs = kwargs or {}
         if is_own_code_running():
             return self._ask_as_it_is(func, args, kwargs)
+        self.check_all_answered()
+        if self._seen is not None:
+            if (found := self._seen.answer(func, args)) is not NotImplemented:
+                return found
+            func, args, kwargs = self._seen.placed(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if name in QUESTIONS and args and isinstance(args[0], Tensor):
             return self._answer(func, args, kwargs)
@@ -113,10 +117,14 @@ class KnownValues(TorchFunctionMode):
         if name not in _DESCRIPTIONS and any(map(_is_at_rest, (*args, *kwargs.values()))):
             raise AtRestError(f"{asking_line()}: reads parameters past their modules' attributes (parameters())")
         if getattr(func, "__self__", None) is torch.Tensor.data:
-            self._laid_bare.add(args[0].untyped_storage()._cdata)
+            self._laid_bare.add(storage_key(args[0]))
         before, self.constant = self.constant, _digest((args, kwargs)) if name in _CONSTANTS else self.constant
         try:
             results = func(*args, **kwargs)
+        except Exception as error:
+            if any(word in str(error) for word in _ONLY_HERE):
+                self.miss(str(error).splitlines()[0])
+            raise
         finally:
             self.constant = before
         call = pytree.tree_map(_kept, (args, kwargs))
@@ -126,11 +134,21 @@ class KnownValues(TorchFunctionMode):
                 self._versions.setdefault(id(result), _version(result))
         return results
 
+    def miss(self, problem: str) -> None:
+        """Something was asked that only training can answer: code that catches the error goes another way than there,
+        so whatever it calls next raises."""
+        self._missed = f"{asking_line()} ({problem})"
+
+    def check_all_answered(self) -> None:
+        """Raises UnknownValueError where code went on after a question that had no answer."""
+        if self._missed:
+            raise UnknownValueError(f"code goes on after {self._missed}, which fails while a model is planned alone")
+
     def _ask_as_it_is(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Code of ours draws seeds on the CPU."""
         if getattr(func, "__name__", "") not in QUESTIONS:
             return func(*args, **kwargs)
-        with disable_proxy_modes_tracing():
+        with unrecorded():
             return func(*args, **kwargs)
 
     def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> tuple[int, bool]:
@@ -156,10 +174,11 @@ class KnownValues(TorchFunctionMode):
             answer: object = self._on_real(func, args, kwargs)
         except UnknownValueError as error:
             if func is torch.Tensor.item:
-                return Unsaid(str(error))
+                return Unsaid(str(error), self.miss)
             if func is not torch.Tensor.tolist or args[0].dim() != 1 or args[0].dtype not in _COUNTS:
+                self.miss(str(error))
                 raise
-            return [Unsaid(str(error)) for _ in range(len(args[0]))]
+            return [Unsaid(str(error), self.miss) for _ in range(len(args[0]))]
         KnownValues.num_answered += 1
         self.answers.append((asking_line(), answer))
         if not self._reads_inputs:
@@ -171,7 +190,7 @@ class KnownValues(TorchFunctionMode):
     def _on_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call with its tensors made on the CPU. Raises UnknownValueError."""
         self._reads_inputs, self._values = False, {}
-        with disable_proxy_modes_tracing(), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=()):
+        with unrecorded(), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=()):
             state = torch.get_rng_state()
             try:
                 given = pytree.tree_map(self._on_cpu, (args, kwargs))
@@ -209,7 +228,7 @@ class KnownValues(TorchFunctionMode):
     def _check_unwritten(self, tensor: Tensor) -> None:
         version = _version(tensor)
         is_seen = version is not None and self._versions.get(id(tensor)) == version
-        if not is_seen or tensor.untyped_storage()._cdata in self._laid_bare:
+        if not is_seen or storage_key(tensor) in self._laid_bare:
             raise UnknownValueError("a tensor was asked for its values, which have been written to")
 
     def _on_cpu(self, argument: Any) -> Any:
@@ -230,7 +249,7 @@ def _is_at_rest(argument: Any) -> bool:
 
 def _version(tensor: Tensor) -> int | None:
     """How often a tensor was written to, through any view; inference tensors do not count."""
-    return None if tensor.is_inference() else tensor._version
+    return None if tensor.is_inference() else version_of(tensor)
 
 
 def _kept(argument: Any) -> Any:
@@ -254,12 +273,3 @@ def raising_line(error: BaseException) -> str:
             found = f"{Path(file).name}:{step.tb_lineno}: {code}"
         step = step.tb_next
     return found
-
-
-def asking_line() -> str:
-    """The innermost line of code that is neither torch's nor ours."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and not is_foreign(frame.f_code.co_filename):
-        frame = frame.f_back
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    return f"{Path(file).name}:{line}: {linecache.getline(file, line).strip()}"

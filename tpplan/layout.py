@@ -112,7 +112,7 @@ def joint(dim: int) -> Layout:
     return Layout(LayoutKind.JOINT, dim)
 
 
-_DIM, _COUNT, _SIZE = r"(?:0|[1-9][0-9]?)", r"(?:[2-9]|[1-9][0-9]+)", r"[1-9][0-9]*"
+_DIM, _COUNT, _SIZE = r"(?:0|[1-9][0-9]?)", r"(?:[2-9]|[1-9][0-9]{1,17})", r"[1-9][0-9]{0,17}"
 #: what str() writes of a layout that a plan may name, as a regular expression
 LAYOUT_PATTERN = rf"R\*?|P|rows|S\({_DIM}(?:\)|\)/{_COUNT}|; {_SIZE}(?:, {_SIZE})+\))"
 

@@ -13,7 +13,6 @@ Where the user's own code fails, the error carries their traceback from their fi
 import contextlib
 import difflib
 import importlib.util
-import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +21,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from tpplan.errors import ModelError
+from tpplan.errors import ModelError, UsageError
+from tpplan.strict import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from tpplan.trace import Inputs
 
 HF_PREFIX = "hf:"
+#: of a configuration whose own code may run: what --trust-remote-code makes of the other prefix
+HF_TRUSTED_PREFIX = "hf+remote-code:"
+TRUST_FLAG = "--trust-remote-code"
 BUILDER = "build_model"
 
 #: what a file that lacks a name is told to add; {model} and {argument} are read off its classes
@@ -89,8 +92,9 @@ def load_model_file(source: str) -> ModelSpec:
 
     Raises ModelError where the file is missing, does not parse, or lacks a name; UserCodeError where it raises.
     """
-    if source.startswith(HF_PREFIX):
-        return _load_hf(Path(source.removeprefix(HF_PREFIX)), source)
+    for prefix in (HF_PREFIX, HF_TRUSTED_PREFIX):
+        if source.startswith(prefix):
+            return _load_hf(Path(source.removeprefix(prefix)), source, is_trusted=prefix == HF_TRUSTED_PREFIX)
     path, builder = _split(source)
     module = _import_file(path)
     functions: dict[str, Any] = {name: getattr(module, name, None) for name in (builder, "example_inputs", "loss")}
@@ -238,22 +242,36 @@ def _traceback_from(path: Path, error: BaseException) -> str:
 # Hugging Face configurations
 
 
-def _load_hf(path: Path, source: str) -> ModelSpec:
-    """A Hugging Face model from a local config.json, with random weights in float32."""
-    architectures = _architectures(path)
+def trusted(source: str) -> str:
+    """The source of a model whose configuration may name code that is run. Raises UsageError for another source."""
+    if not source.startswith((HF_PREFIX, HF_TRUSTED_PREFIX)):
+        raise UsageError(f"{TRUST_FLAG}: it is for {HF_PREFIX}path/config.json, got {source!r}")
+    return source if source.startswith(HF_TRUSTED_PREFIX) else HF_TRUSTED_PREFIX + source.removeprefix(HF_PREFIX)
+
+
+def _load_hf(path: Path, source: str, *, is_trusted: bool) -> ModelSpec:
+    """A Hugging Face model from a local config.json, with random weights in float32. Code that the configuration names
+    (auto_map, kernels from elsewhere) is run where it is trusted alone; nobody is asked."""
+    data = _config(path)
+    architectures = [name for name in data.get("architectures") or () if isinstance(name, str)]
+    if not is_trusted and (kernels := _kernels_of_others(data)):
+        raise ModelError(f"{path}: attn_implementation {kernels!r:.80} names code from elsewhere: {_HOW_TO_TRUST}")
     try:
         import transformers
     except ImportError as error:
         raise ModelError(f"{source}: needs the extra `hf`: pip install 'tpplan[hf]' ({error})") from None
     try:
-        config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"{path}: transformers cannot read it: {error}") from error
+        where = str(path.parent if is_trusted and path.name == "config.json" else path)  # its code lies beside it
+        config = transformers.AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=is_trusted)
+    except Exception as error:
+        if "auto_map" in data and not is_trusted:
+            raise ModelError(f"{path}: its auto_map names code of its own: {_HOW_TO_TRUST}") from error
+        raise ModelError(f"{path}: transformers cannot read it: {type(error).__name__}: {error}") from error
     config.use_cache = False
     text_config = config.get_text_config()
     text_config.use_cache = False
     classes = [getattr(transformers, name, None) for name in architectures]
-    model_class = next((found for found in classes if found is not None), None)
+    model_class = next((found for found in classes if hasattr(found, "_from_config")), None)
 
     def build_model() -> "nn.Module":
         import torch
@@ -265,8 +283,10 @@ def _load_hf(path: Path, source: str) -> ModelSpec:
                 model: nn.Module = model_class._from_config(config, **options)
             else:
                 from_config: Callable[..., nn.Module] = transformers.AutoModelForCausalLM.from_config
-                model = from_config(config, **options)
+                model = from_config(config, trust_remote_code=is_trusted, **options)
         except Exception as error:
+            if "auto_map" in data and not is_trusted:
+                raise ModelError(f"{path}: its auto_map names code of its own: {_HOW_TO_TRUST}") from error
             raise ModelError(
                 f"{path}: {type(error).__name__} while building {architectures or 'it'}: {error}"
             ) from error
@@ -288,15 +308,27 @@ def _load_hf(path: Path, source: str) -> ModelSpec:
     )
 
 
-def _architectures(path: Path) -> list[str]:
-    """Class names that the configuration lists. Raises ModelError for a file that is missing or no such JSON."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path}: no such config.json; save one with `config.save_pretrained(folder)`") from None
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ModelError(f"{path}: not valid JSON: {error}") from None
-    names = data.get("architectures") if isinstance(data, dict) else None
-    return [name for name in names or () if isinstance(name, str)]
+_HOW_TO_TRUST = f"it is not run; if you have read it and trust it, give {TRUST_FLAG}"
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """The configuration. Raises ModelError for a file that is missing or no JSON object."""
+    if not path.exists():
+        raise ModelError(f"{path}: no such config.json; save one with `config.save_pretrained(folder)`")
+    data = read_json(path, origin=str(path), error=ModelError)
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: expected an object, as `config.save_pretrained(folder)` writes it")
+    return data
+
+
+def _kernels_of_others(value: object) -> str:
+    """The repository whose kernels a configuration asks for, in whatever part of it; "" where none."""
+    members = list(value.items()) if isinstance(value, dict) else []
+    for key, member in members:
+        if str(key).endswith("attn_implementation"):
+            named = member.values() if isinstance(member, dict) else (member,)
+            if found := next((name for name in named if isinstance(name, str) and "/" in name), ""):
+                return found
+        if found := _kernels_of_others(member):
+            return found
+    return ""

@@ -38,6 +38,7 @@ from tpplan.materialize import (
     raise_together,
     targets_of,
 )
+from tpplan.strict import read_json
 
 BuildModel = Callable[[], nn.Module]
 #: a name in the model -> its name in the source
@@ -350,16 +351,24 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
 
 def _indexed(index: Path) -> dict[Path, list[str] | None]:
     try:
-        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        pairs = [(str(name), index.parent / file) for name, file in named.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index}: expected JSON with a weight_map of names to files: {error!r}") from error
+        named: Any = read_json(index, origin=str(index), error=WeightsError)
+        named = named["weight_map"]
+        pairs = [(str(name), index.parent / _plain_name(file)) for name, file in named.items()]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise WeightsError(f"{index}: expected JSON with a weight_map of names to files: {error!r:.200}") from error
     found: dict[Path, list[str] | None] = {}
     for name, file in pairs:
         names = found.setdefault(file, [])
         assert names is not None
         names.append(name)
     return found
+
+
+def _plain_name(file: object) -> str:
+    """The name of a file in the index's own folder. Raises ValueError for a path that leads elsewhere."""
+    if not isinstance(file, str) or Path(file).name != file or "\0" in file:
+        raise ValueError(f"expected names of files beside the index, got {file!r:.80}")
+    return file
 
 
 def safetensors_package() -> Any:
@@ -374,6 +383,8 @@ def safetensors_package() -> Any:
 
 
 def _opened(file: Path) -> Any:
+    if not file.is_file():
+        raise WeightsError(f"{file}: no such file, or not a regular one")
     try:
         return safetensors_package().safe_open(file, framework="pt", device="cpu")
     except Exception as error:  # its own error class is made in Rust and derives from Exception

@@ -26,11 +26,14 @@ from torch.distributed.tensor import DTensor, Shard
 from tpplan.convert import Converter, TpGroup, local_rows, mask_rows
 from tpplan.errors import PlanMismatchError, UsageError
 from tpplan.layout import ROWS, Conversion
+from tpplan.own_failure import as_internal
 from tpplan.patterns import ROOT
 from tpplan.read import ParameterReads
 from tpplan.reduce import Reducer
 from tpplan.rewrite import own_code
 from tpplan.subclass import SITE, subclass
+from tpplan.torch_internals.autograd import NO_BACKWARD, running_backward
+from tpplan.torch_internals.modules import own_parameters
 from tpplan.trace import named_tensors
 
 
@@ -137,7 +140,7 @@ class Site:
         """The module's name in messages."""
         return self.names[0] or ROOT
 
-    def read(self, name: str, parameter: nn.Parameter) -> Tensor:
+    def read(self, name: str, parameter: nn.Parameter | None) -> Tensor | None:
         """The parameter as the running forward sees it; itself when none runs."""
         reads = self.reads.get(name)
         if reads is None or parameter is None:
@@ -146,7 +149,7 @@ class Site:
         if frames:
             return reads.local(parameter, frames[-1].site.names)
         # A checkpointed function, rather than a checkpointed module, is recomputed with no forward running.
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+        if torch.is_grad_enabled() and running_backward() != NO_BACKWARD:
             return reads.local(parameter, self.names)
         return parameter
 
@@ -280,11 +283,16 @@ def local_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
 
 def _local_parameter(name: str) -> property:
     def read(self: nn.Module) -> Any:
-        parameters = self.__dict__["_parameters"]
+        parameters = own_parameters(self)
         if name not in parameters:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         site: Site | None = self.__dict__.get(SITE)
-        return parameters[name] if site is None else site.read(name, parameters[name])
+        if site is None:
+            return parameters[name]
+        try:
+            return site.read(name, parameters[name])
+        except AttributeError as error:  # nn.Module takes it for a missing property, and gives the DTensor
+            raise as_internal(error) from error
 
     return property(read, doc=f"{name}: the DTensor, or during a forward its local tensor")
 

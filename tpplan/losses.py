@@ -27,6 +27,7 @@ from tpplan import operators
 from tpplan.convert import TpGroup, all_reduce
 from tpplan.errors import UsageError
 from tpplan.rewrite import own_code, running_rewriters
+from tpplan.torch_internals.operators import assert_on_device
 
 #: what torch calls the target that counts for nothing
 IGNORE_INDEX = -100
@@ -145,4 +146,4 @@ def _compute_dtype(logits: Tensor) -> torch.dtype:
 def _check_targets(targets: Tensor, ignored: Tensor, num_classes: int) -> None:
     """A target out of range raises on the CPU and asserts on a GPU, as in torch, without waiting for it."""
     valid = (((targets >= 0) & (targets < num_classes)) | ignored).all()
-    torch._assert_async(valid, f"cross_entropy: a target is out of bounds for {num_classes} classes")
+    assert_on_device(valid, f"cross_entropy: a target is out of bounds for {num_classes} classes")

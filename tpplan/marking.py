@@ -14,9 +14,12 @@ from tpplan.errors import ModelError
 from tpplan.graph import Boundary, ModelGraph, Op, within
 from tpplan.observe import UnobservableError, observe
 from tpplan.opaque import OpaqueCall, Opaques, UnobservedError
+from tpplan.own_failure import own_failure
 from tpplan.reader import CapturedError, UnreadableError
 from tpplan.rules import OPAQUE
 from tpplan.siblings import alike_layers
+from tpplan.torch_internals.modules import has_backward_hooks, has_forward_hooks
+from tpplan.torch_internals.tensors import gradient_hooks
 from tpplan.trace import BoundaryHook, Inputs, Loss, ReplacedError, TraceError, quiet, trace, training, unchanged
 
 logger = logging.getLogger(__name__)
@@ -78,10 +81,12 @@ def _trace_marking(
         marks.add(name, reason, ModelError(reason))
     while True:
         try:
-            graph = trace(build(), inputs, loss=loss, cast=cast, opaques=marks.opaques)
+            graph = trace(build(), inputs, loss=loss, cast=cast, opaques=marks.opaques, fresh=build)
         except TraceError as error:
             if isinstance(error.__cause__, UnobservedError):
                 _observe(marks, build, error.__cause__)
+            elif (failure := own_failure(error.__cause__, has_run=False)) is not None:
+                raise failure from error.__cause__
             else:
                 marks.add(error.module, _first_line(error.__cause__), error)
         except CapturedError:
@@ -161,7 +166,7 @@ class _Marks:
         is_shared = any(
             id(found) in inside and not any(within(other, around) for around in own) for other, found in modules.items()
         )
-        has_hooks = bool(module._forward_hooks or module._forward_pre_hooks or _has_backward_hooks(module))
+        has_hooks = has_forward_hooks(module) or has_backward_hooks(module)
         return not name or not (is_shared or has_hooks)
 
 
@@ -187,19 +192,15 @@ def _observe(marks: _Marks, build: Callable[[], nn.Module], unobserved: Unobserv
 def _with_hooks(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Modules in which code sees gradients: written for all of one, it must be given all of it."""
     for name, module in model.named_modules():
-        if _has_backward_hooks(module):
+        if has_backward_hooks(module):
             yield name, "has a backward hook"
-        if any(parameter._backward_hooks for parameter in module.parameters(recurse=False)):
+        if any(gradient_hooks(parameter) for parameter in module.parameters(recurse=False)):
             yield name, "has a parameter with a gradient hook"
-
-
-def _has_backward_hooks(module: nn.Module) -> bool:
-    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def _read_outside(graph: ModelGraph, marks: _Marks) -> Iterator[tuple[str, str]]:
     """Opaque modules with a weight that others read too, or that they read more than once though it has a hook."""
-    hooked = {name for name, parameter in marks.model.named_parameters() if parameter._backward_hooks}
+    hooked = {name for name, parameter in marks.model.named_parameters() if gradient_hooks(parameter)}
     for source in graph.parameters:
         names = (source.label, *source.aliases)
         readers = graph.consumers.get(source.result, ())

@@ -13,10 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.errors import ModelError, TpplanError, WeightsError
 from tpplan.fitting import modules_by_name, plan_name
+from tpplan.torch_internals.modules import is_persistent, own_buffers
+from tpplan.torch_internals.tensors import is_strided_shard, spec_of
+from tpplan.torch_internals.tensors import local_part as local_tensor
 
 #: a part of a tensor, a slice of each dim
 Box = tuple[slice, ...]
@@ -50,8 +53,8 @@ def _stateful(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield plan_name(name), parameter
     for module_name, module in modules_by_name(model).items():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+        for name, buffer in own_buffers(module).items():
+            if buffer is not None and is_persistent(module, name):
                 yield f"{module_name}.{name}".removeprefix("."), buffer
 
 
@@ -64,7 +67,7 @@ def rest(model: nn.Module) -> None:
 
 def local_part(tensor: Tensor) -> Tensor:
     """The rank's own tensor, with no gradient to follow."""
-    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def local_box(tensor: Tensor) -> Box:
@@ -78,7 +81,7 @@ def local_box(tensor: Tensor) -> Box:
         coordinate = tensor.device_mesh.get_coordinate()
         assert coordinate is not None, "a rank outside the mesh of its model"
         axes = enumerate(tensor.placements)
-        for axis, placement in sorted(axes, key=lambda found: isinstance(found[1], _StridedShard)):
+        for axis, placement in sorted(axes, key=lambda found: is_strided_shard(found[1])):
             dim = _sharded_dim(placement)
             if dim is None:
                 continue
@@ -86,7 +89,8 @@ def local_box(tensor: Tensor) -> Box:
             first = min(coordinate[axis] * chunk, sizes[dim])
             starts[dim] += first
             sizes[dim] = min(chunk, sizes[dim] - first)
-        assert tuple(sizes) == tuple(tensor._local_tensor.shape), (sizes, tensor._local_tensor.shape, tensor.placements)
+        own = tuple(local_tensor(tensor).shape)
+        assert tuple(sizes) == own, (sizes, own, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
@@ -94,8 +98,10 @@ def _sharded_dim(placement: Placement) -> int | None:
     match placement:
         case Replicate():
             return None
-        case Shard() | _StridedShard():
+        case Shard():
             return int(placement.dim)
+        case _ if is_strided_shard(placement):
+            return int(placement.dim)  # type: ignore[attr-defined]
         case _:
             raise TpplanError(f"a parameter at rest is sharded or replicated, not {placement}")
 
@@ -121,7 +127,7 @@ def held_tensor(model: nn.Module, name: str) -> Tensor:
 
 
 def _held(module: nn.Module) -> dict[str, Tensor]:
-    own = {**vars(module), **module._buffers}
+    own = {**vars(module), **own_buffers(module)}
     return {name: value for name, value in own.items() if isinstance(value, Tensor)}
 
 
@@ -135,7 +141,7 @@ def materialize(model: nn.Module) -> None:
         device = _own_device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else elsewhere
         made: Tensor = torch.empty_like(local_part(tensor), device=device)
         if isinstance(tensor, DTensor):
-            made = DTensor(made, copy.copy(tensor._spec), requires_grad=False)  # type: ignore[no-untyped-call]
+            made = DTensor(made, copy.copy(spec_of(tensor)), requires_grad=False)  # type: ignore[no-untyped-call]
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
         made.__dict__.update(tensor.__dict__)

@@ -31,6 +31,7 @@ from tpplan.stopwatch import (
     slowest,
     synchronize,
 )
+from tpplan.torch_internals.operators import collectives
 from tpplan.units import DTYPE_BYTES, MIB
 
 #: what a table does not reach is predicted in proportion to its last size: sizes are left out only once time was seen
@@ -179,7 +180,7 @@ def _divisible(sizes: Sequence[int], ranks: int) -> list[int]:
 
 def _collective(kind: Collective, device: torch.device, num_bytes: int, ranks: int, group: str) -> Callable[[], object]:
     """One call on n = num_bytes of the whole value, waited for, with its result in a new tensor."""
-    ops = torch.ops._c10d_functional
+    ops = collectives()
     whole = torch.ones(num_bytes // DTYPE_BYTES["float32"], device=device)
     local = torch.ones(len(whole) // ranks, device=device)
     lengths = [len(local) // ranks] * ranks

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tpplan.errors import UsageError
-from tpplan.fake_group import fake_group
 from tpplan.fit import TIME_DIGITS, Array, digits, relative_error
 from tpplan.machine import MEASURED
 from tpplan.optimizers import OPTIMIZERS
 from tpplan.profile_tables import OptimizerIssue
 from tpplan.stopwatch import WINDOWS_PER_POINT, Stopwatch
+from tpplan.torch_internals.groups import fake_group
 
 #: so many parameters of so many numbers along each of two dims: nothing but issuing them takes time
 PARAMETERS, WIDTH = 16, 8

@@ -7,28 +7,37 @@ What comes out has a shape then, and what ran below autograd is its price. Funct
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
-import torch.nn.attention.flex_attention as flex
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import get_gradient_edge
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpplan.again import surrounded_again
 from tpplan.errors import ModelError
 from tpplan.known import raising_line
 from tpplan.opaque import PLAIN, Observed, OpaqueCall, Ran, described
+from tpplan.own_failure import own_failure
+from tpplan.planned_device import as_planned, machine_as_planned
 from tpplan.registered import registered_name
 from tpplan.storages import Storages
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.fakes import (
+    FakeTensor,
+    FakeTensorMode,
+    ShapeEnv,
+    flex_attention_anywhere,
+    unset_fake_temporarily,
+    upper_bound,
+)
+from tpplan.torch_internals.modules import tensors_in_place
+from tpplan.torch_internals.operators import is_higher_order, written_by
+from tpplan.torch_internals.recording import TorchDispatchMode
+from tpplan.torch_internals.tensors import gradient_hooks, storage_key, version_of
 
 #: a size that data decides, and without bound, is counted as
 UNKNOWN_SIZE = 1
@@ -56,6 +65,8 @@ def observe(module: nn.Module, call: OpaqueCall, *, is_untouched: bool = False) 
     except UnobservableError:
         raise
     except Exception as error:
+        if (failure := own_failure(error, has_run=False)) is not None:
+            raise failure from error
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         line = raising_line(error)
         where = f" at {line}" if line else ""
@@ -72,7 +83,7 @@ def _observe(
     with (
         FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True),
         _modes_of(call),
-        _on_any_device(),
+        flex_attention_anywhere(),
     ):
         weights = {name: _fake(weight) for name, weight in call.weights.items()}
         leaves = [_fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
@@ -90,8 +101,8 @@ def _observe(
                 yield
 
         modules = list(module.modules())
-        storages = {name: _key(weight) for name, weight in weights.items()}
-        with surrounded_again(on_fakes), on_fakes(), log:
+        storages = {name: storage_key(weight) for name, weight in weights.items()}
+        with surrounded_again(on_fakes), on_fakes(), log, as_planned("cpu"), machine_as_planned():
             output = type(module).forward(module, *args, **kwargs)
             after = dict(module.named_parameters())
         written = frozenset(name for name, storage in storages.items() if storage in log.written)
@@ -147,7 +158,7 @@ class _Watched:
 def _watched(leaves: list[Any], environment: ShapeEnv) -> list[_Watched]:
     """Those of the tensors among leaves."""
     return [
-        _Watched(weakref.ref(leaf.untyped_storage()), _key(leaf), _nbytes(leaf, environment))
+        _Watched(weakref.ref(leaf.untyped_storage()), storage_key(leaf), _nbytes(leaf, environment))
         for leaf in leaves
         if isinstance(leaf, Tensor)
     ]
@@ -162,7 +173,7 @@ def _is_other(
     name: str, storages: Mapping[str, int], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
 ) -> bool:
     """True where a forward has put another parameter in the place of one, or other data into it (`.data = ...`)."""
-    return after.get(name) is not before.get(name) or _key(after[name]) != storages[name]
+    return after.get(name) is not before.get(name) or storage_key(after[name]) != storages[name]
 
 
 def _check(found: list[Any], given: list[Any], weights: Mapping[str, Tensor]) -> None:
@@ -170,17 +181,17 @@ def _check(found: list[Any], given: list[Any], weights: Mapping[str, Tensor]) ->
     inputs = [leaf for leaf in given if isinstance(leaf, Tensor)]
     if not (inputs or weights) or not any(isinstance(leaf, Tensor) for leaf in found):
         raise UnobservableError("it is given no tensor, or returns none")
-    storages = {_key(tensor) for tensor in inputs}
+    storages = {storage_key(tensor) for tensor in inputs}
     for leaf in found:
         if not isinstance(leaf, (Tensor, *PLAIN)):
             raise UnobservableError(f"it returns a {type(leaf).__name__}, which the code around it may depend on")
         if isinstance(leaf, Tensor) and not all(isinstance(size, int) for size in leaf.shape):
             raise UnobservableError("data decides the size of what it returns")
-        if isinstance(leaf, Tensor) and _key(leaf) in storages:
+        if isinstance(leaf, Tensor) and storage_key(leaf) in storages:
             raise UnobservableError("it returns what it was given, or a view of it")
-    if any(tensor._version for tensor in inputs):
+    if any(version_of(tensor) for tensor in inputs):
         raise UnobservableError("it writes to what it is given")
-    if any(tensor._backward_hooks for tensor in (*inputs, *weights.values())):
+    if any(gradient_hooks(tensor) for tensor in (*inputs, *weights.values())):
         raise UnobservableError("it puts a hook on the gradient of what it is given")
 
 
@@ -240,10 +251,10 @@ class _Log(TorchDispatchMode):
             is_foreign = isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor)
             if is_foreign and (tensor.is_meta or tensor.requires_grad):
                 raise _ForeignError(f"it reads a tensor of shape {list(tensor.shape)} that it is not given")
-        if isinstance(func, torch._ops.HigherOrderOperator):
+        if is_higher_order(func):
             results = func(*(self._followed(str(func), argument) for argument in args), **kwargs)
         else:
-            self.written.update(map(_key, _written(func, args, kwargs)))
+            self.written.update(map(storage_key, written_by(func, args, kwargs)))
             results = func(*args, **kwargs)
         made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
         if not str(func).startswith("prim."):
@@ -274,18 +285,6 @@ class _Log(TorchDispatchMode):
         return None if callable(leaf) and not isinstance(leaf, torch.dtype) else leaf
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an op changes, as its schema says."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _known_size(size: Any, environment: ShapeEnv) -> int:
     """A size as a number: the most there can be where data decides, UNKNOWN_SIZE where that has no bound."""
     bound = _bound(size, environment)
@@ -298,8 +297,7 @@ def _bound(size: Any, environment: ShapeEnv) -> int | None:
         return size
     if not isinstance(size, torch.SymInt):
         return None
-    upper = environment.bound_sympy(size.node.expr).upper
-    return int(upper) if upper.is_finite and upper < 2**40 else None
+    return upper_bound(size, environment)
 
 
 def _nbytes(tensor: Tensor, environment: ShapeEnv) -> int:
@@ -335,23 +333,9 @@ def _modes_of(call: OpaqueCall) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _on_any_device() -> Iterator[None]:
-    """torch has no backward of flex_attention on a CPU and says so first; the fake tensors only seem to be there."""
-    check = vars(flex).get("_validate_device")
-    if check is None:  # another torch, which may ask elsewhere
-        yield
-        return
-    flex._validate_device = lambda *_: None
-    try:
-        yield
-    finally:
-        flex._validate_device = check
-
-
-@contextlib.contextmanager
 def _on_fakes(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
     """The module with these in place of parameters and buffers, and fakes in place of other tensors."""
-    with _attributes_on_fakes(module), stateless._reparametrize_module(module, tensors, tie_weights=True):
+    with _attributes_on_fakes(module), tensors_in_place(module, tensors):
         yield
 
 

@@ -14,14 +14,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import stateless
-from torch.utils import _pytree as pytree
 
 from tpplan import operators
 from tpplan.again import surrounded_again
 from tpplan.errors import ModelError
 from tpplan.graph import within
 from tpplan.subclass import SITE, subclass
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.modules import tensors_in_place
 
 #: where a module keeps hooks on the gradients of weights below it, by their names
 HOOKS = "_tpplan_weight_hooks"
@@ -202,7 +202,7 @@ def opaque_class(cls: type[nn.Module]) -> type[nn.Module]:
         hooked = {name: _hooked(weights[name], hooks) for name, hooks in self.__dict__.get(HOOKS, {}).items()}
 
         def on_weights() -> contextlib.AbstractContextManager[object]:
-            return stateless._reparametrize_module(self, weights | hooked, tie_weights=True)
+            return tensors_in_place(self, weights | hooked)
 
         with surrounded_again(on_weights), on_weights():
             return cls.forward(self, *args, **kwargs)

@@ -8,7 +8,7 @@ from torch import nn
 
 from tpplan.errors import UsageError
 from tpplan.graph import ModelGraph
-from tpplan.mesh import Mesh, divisors
+from tpplan.mesh import MAX_COUNT, MAX_GPUS, Mesh, divisors
 from tpplan.plan import Precision, Recompute
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.rules import Strategy
@@ -34,6 +34,11 @@ class Cluster:
         if self.gpus < 1 or self.gpus_per_node < 1:
             raise UsageError(
                 f"cluster: expected at least 1 GPU and 1 per node, got {self.gpus} and {self.gpus_per_node}"
+            )
+        if max(self.gpus, self.gpus_per_node) > MAX_GPUS:
+            raise UsageError(
+                f"cluster: expected at most {MAX_GPUS} GPUs, got {self.gpus:.3g}, {self.gpus_per_node:.3g} of them per "
+                "node"
             )
 
     def load_profile(self) -> HardwareProfile:
@@ -76,6 +81,11 @@ class Batch:
             raise UsageError(
                 f"expected a global batch, micro-batch and sequence length of at least 1, got "
                 f"{self.global_batch}, {self.micro_batch} and {self.seq_len}"
+            )
+        if max(self.global_batch, self.seq_len) > MAX_COUNT:
+            raise UsageError(
+                f"expected a global batch and a sequence length of at most {MAX_COUNT}, got {self.global_batch:.3g} "
+                f"and {self.seq_len:.3g}"
             )
 
     def micro_batches(self, mesh: Mesh) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tpplan.errors import UsageError
+from tpplan.torch_internals.tensors import gradient_hooks
 
 
 @final
@@ -70,7 +71,7 @@ def check_hooks(model: nn.Module) -> None:
     if not isinstance(model, FSDPModule):
         return
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and parameter.dim() and parameter._backward_hooks:
+        if isinstance(parameter, DTensor) and parameter.dim() and gradient_hooks(parameter):
             raise UsageError(
                 f"parameter {name} has a hook on its gradient (register_hook), which FSDP2 never calls: use "
                 "register_post_accumulate_grad_hook"

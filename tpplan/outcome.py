@@ -5,7 +5,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from tpplan.assemble import Expanded
 from tpplan.by_pattern import blocks_table, by_pattern, rename_parameter
@@ -32,6 +31,7 @@ from tpplan.reader import path_of
 from tpplan.reruns import rerun
 from tpplan.reuse import Traced
 from tpplan.rules import OPAQUE
+from tpplan.torch_internals import pytree
 
 
 def plan_of(
@@ -83,7 +83,13 @@ def plan_of(
         fingerprints=Fingerprints(
             parameters=parameters_fingerprint(rows), graph=graph.fingerprint, inputs=input_shapes(traced.inputs)
         ),
-        proof=ProofReport(status=status, rounds=rounds, cuts=tuple(job.cut_messages), assumptions=traced.assumptions),
+        proof=ProofReport(
+            status=status,
+            rounds=rounds,
+            cuts=tuple(job.cut_messages),
+            assumptions=traced.assumptions,
+            device=str(job.device),
+        ),
         unruled_ops=expanded.unruled_ops(),
         opaque=_opaque_plans(traced, expanded) or None,
         untouched=traced.opaques.untouched or None,

@@ -6,30 +6,37 @@ plan.schema.json describes the file; `load(dump(plan)) == plan`.
 """
 
 import hashlib
-import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import prod
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 from tpplan.batching import BatchShare
 from tpplan.errors import PlanError, UsageError
 from tpplan.files import format_json, write_atomically
-from tpplan.graph import within
+from tpplan.input_dims import DIM_PATTERN, Dim, parse_dim
 from tpplan.layout import LAYOUT_PATTERN, Conversion, Layout, parse_conversion, parse_layout
-from tpplan.mesh import Axis, Mesh
-from tpplan.patterns import ROOT, is_pattern, parse_ranges, substitute
+from tpplan.mesh import MAX_GPUS, Axis, Mesh
+from tpplan.patterns import ROOT, block_of, holders, is_pattern, parse_ranges, substitute
 from tpplan.problem import Status
-from tpplan.strict import AtLeast, Text, decode, encode, read_json
+from tpplan.strict import MAX_INTEGER, AtLeast, Text, decode, encode, read_json
 
 SCHEMA_VERSION = 1
+#: names that all patterns of a plan may stand for together; a model with a thousand layers of 100 parameters has fewer
+MAX_NAMES = 200_000
+#: names that an error lists
+_MOST_LISTED = 16
+#: dims of a tensor, as torch counts them
+MAX_DIMS = 64
 
 T = TypeVar("T")
 
 LayoutText = Annotated[Layout, Text(parse_layout, LAYOUT_PATTERN)]
+DimText = Annotated[Dim, Text(parse_dim, DIM_PATTERN)]
 Count = Annotated[int, AtLeast(1)]
 Size = Annotated[int, AtLeast(0)]
 Amount = Annotated[float, AtLeast(0)]
@@ -217,7 +224,8 @@ class Prediction:
 class SolverReport:
     """What the solver proved: bound_s <= the optimum <= objective_s, over every mesh with every micro-batch.
 
-    So many of those were solved; `skipped` counts the others by why they cannot be faster.
+    So many of those were solved; `skipped` counts the others by why they cannot be faster. `unsearched` says which
+    meshes are not among them, and why.
     """
 
     name: str
@@ -227,6 +235,7 @@ class SolverReport:
     gap: Amount
     meshes_tried: Count
     skipped: Mapping[str, Count]
+    unsearched: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,14 +267,39 @@ class ProofStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Multiples:
+    """Batches, or lengths, for which the plan is proven besides the planned one: multiples of `multiple`. `reason` says
+    why for no other; then no multiple stands there."""
+
+    multiple: Count | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherShapes:
+    """How the dims of each input follow from batch and length, by path, and for which other of those the plan holds."""
+
+    inputs: Mapping[str, tuple[DimText, ...]]
+    batch: Multiples
+    length: Multiples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProofReport:
     """How the plan was checked, after how many rounds of solving, and what was forbidden on the way. `assumptions` are
-    answers that the model's code had from the values of its example inputs, and would go another way without."""
+    answers that the model's code had from the values of its example inputs, and would go another way without.
+    `plan_hash` is that of the plan that was proven (tpplan.proof_hash): where the plan has another, or the proof none,
+    the plan counts as unproven.
+    `device` is what the model's code was told that it runs on ("cuda 9.0"). `other_shapes` is absent where shapes do
+    not matter: every rank has all of the model (tp = 1)."""
 
     status: ProofStatus
     rounds: Size
     cuts: tuple[str, ...]
     assumptions: tuple[str, ...]
+    other_shapes: OtherShapes | None = None
+    device: str | None = None
+    plan_hash: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -433,9 +467,9 @@ class Plan:
         if not is_pattern(key):
             yield key, None
             return
-        pattern = next((p for p in self.blocks if key == p or key.startswith(p + ".")), None)
-        if pattern is None or is_pattern(substitute(key, 0)):
-            raise PlanError(f"{key!r} matches none of the blocks {sorted(self.blocks)}")
+        pattern = block_of(key)
+        if pattern not in self.blocks or is_pattern(substitute(key, 0)):
+            raise PlanError(f"{key!r} matches none of the blocks {sorted(self.blocks)[:_MOST_LISTED]}")
         for index in parse_ranges(self.blocks[pattern]):
             yield substitute(key, index), index
 
@@ -450,6 +484,8 @@ class Plan:
         """What types cannot say: products, patterns, ranges."""
         batch = self.batch
         ranks = self.mesh.data_parallel
+        if self.cluster.gpus > MAX_GPUS:
+            raise PlanError(f"{origin}: cluster.gpus: expected at most {MAX_GPUS}, got {self.cluster.gpus}")
         if self.mesh.num_gpus > self.cluster.gpus:
             raise PlanError(f"{origin}: mesh_degrees: {self.mesh} needs more than cluster.gpus, {self.cluster.gpus}")
         if batch.global_batch != batch.micro_batch * batch.accumulation_steps * ranks:
@@ -457,27 +493,15 @@ class Plan:
                 f"{origin}: batch.global_batch: expected micro_batch {batch.micro_batch} * accumulation_steps "
                 f"{batch.accumulation_steps} * {ranks} data-parallel ranks, got {batch.global_batch}"
             )
-        for pattern, ranges in self.blocks.items():
-            if not is_pattern(pattern) or is_pattern(pattern[:-1]) or not pattern.endswith("*"):
-                raise PlanError(f"{origin}: blocks.{pattern}: expected a pattern that ends in its only '*'")
-            try:
-                parse_ranges(ranges)
-            except ValueError as error:
-                raise PlanError(f"{origin}: blocks.{pattern}: {error}") from error
-        places = {f"parameters.{key}": key for key in self.parameters}
-        places |= {f"boundaries.{key}": key for key in self.boundaries}
-        places |= {f"sizes.{key}": key for key in self.sizes}
-        places |= {f"losses.{key}": key for key in self.losses}
-        places |= {f"draws[{position}]": key for position, key in enumerate(self.draws)}
-        places |= {f"opaque.{key}": key for key in self.opaque or {}}
-        places |= {f"recompute.{key}": key for key in self.recompute}
-        places |= {f"fsdp.units[{position}]": unit for position, unit in enumerate(self.fsdp.units)}
-        places |= {f"fsdp.exceptions[{position}]": unit for position, unit in enumerate(self.fsdp.exceptions)}
-        for place, key in places.items():
+        self._check_names(origin)
+        for place, key, _ in self._written_names():
             try:
                 tuple(self.expand(key))
             except PlanError as error:
                 raise PlanError(f"{origin}: {place}: {error}") from None
+        for name, parameter in self.parameters.items():
+            if len(parameter.shape) > MAX_DIMS or prod(parameter.shape) > MAX_INTEGER:
+                raise PlanError(f"{origin}: parameters.{name}.shape: more elements than a tensor can have")
         for name, parameter in self.parameter_plans().items():
             if name in parameter.aliases:
                 raise PlanError(f"{origin}: parameters.{name}.aliases: a name cannot be its own alias")
@@ -490,10 +514,53 @@ class Plan:
                 raise PlanError(f"{origin}: fsdp.exceptions[{position}]: {key!r} is none of the units but the root")
         self._check_regions(origin)
 
+    def _check_names(self, origin: str) -> None:
+        """Raises PlanError where patterns stand for more names than a model has: each is gone through, many times."""
+        counts: dict[str, int] = {}
+        total = 0
+
+        def add(place: str, number: int) -> None:
+            nonlocal total
+            total += number
+            if total > MAX_NAMES:
+                raise PlanError(
+                    f"{origin}: {place}: patterns up to here stand for {total} names: expected at most {MAX_NAMES}"
+                )
+
+        for pattern, ranges in self.blocks.items():
+            if not is_pattern(pattern) or is_pattern(pattern[:-1]) or not pattern.endswith("*"):
+                raise PlanError(f"{origin}: blocks.{pattern}: expected a pattern that ends in its only '*'")
+            try:
+                counts[pattern] = len(parse_ranges(ranges))
+            except ValueError as error:
+                raise PlanError(f"{origin}: blocks.{pattern}: {error}") from error
+            add(f"blocks.{pattern}", counts[pattern])
+        for place, key, copies in self._written_names():
+            add(place, copies * counts.get(block_of(key), 1))
+
+    def _written_names(self) -> Iterator[tuple[str, str, int]]:
+        """Where a module or parameter is named, by which key, and how many names are made of one that it stands for."""
+        for key, parameter in self.parameters.items():
+            yield f"parameters.{key}", key, 1 + len(parameter.reads) + len(parameter.aliases)
+        tables: dict[str, Iterable[str]] = {
+            "boundaries": self.boundaries,
+            "sizes": self.sizes,
+            "losses": self.losses,
+            "recompute": self.recompute,
+            "opaque": self.opaque or (),
+        }
+        for section, keys in tables.items():
+            yield from ((f"{section}.{key}", key, 1) for key in keys)
+        lists = {"draws": self.draws, "fsdp.units": self.fsdp.units, "fsdp.exceptions": self.fsdp.exceptions}
+        for section, names in lists.items():
+            yield from ((f"{section}[{position}]", key, 1) for position, key in enumerate(names))
+
     def _check_regions(self, origin: str) -> None:
         """A region inside another would run three times."""
-        for region, inner in itertools.permutations(self.recomputed_modules(), 2):
-            if within(inner, region):
+        regions = self.recomputed_modules()
+        for inner in regions:
+            region = next((around for around in holders(inner) if around in regions), None)
+            if region is not None:
                 raise PlanError(
                     f"{origin}: recompute.{region or ROOT}: {inner} in it is recomputed too; name one of them"
                 )

@@ -45,7 +45,7 @@ def solve(
     cluster: Cluster,
     global_batch: int,
     seq_len: int,
-    micro_batch: int | Literal["auto"] = 1,
+    micro_batch: int | Literal["auto"] = "auto",
     loss: Loss | None = None,
     unused_outputs: Sequence[str] = (),
     tp: int | None = None,
@@ -69,8 +69,8 @@ def solve(
 
     build_model() gives the model (it is called under the meta device: no weights are made), example_inputs(micro_batch,
     seq_len) its inputs. Decided together: the mesh, on at most the GPUs given; layouts; per layer what runs again in
-    backward, and whether FSDP reshards it after forward; with micro_batch="auto" also the micro-batch and so the
-    accumulation, for which each size is traced. None of an option leaves it to be decided. `tp` and `fsdp` pin a
+    backward, and whether FSDP reshards it after forward; the micro-batch and so the accumulation, unless a number pins
+    it. None of an option leaves it to be decided. `tp` and `fsdp` pin a
     degree, all_gpus=True allows no fewer, `recompute` ("none", "selective", "full") and reshard_after_forward (True is
     ZeRO-3, False ZeRO-2) hold for every layer. `precision` defaults to bf16-mixed on a GPU profile and fp32 else.
     compile=True prices elementwise ops as torch.compile fuses them. time_limit_s holds for each ILP.

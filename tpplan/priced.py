@@ -125,9 +125,10 @@ def price_space(
     executor: Executor,
     *,
     is_compiled: bool = False,
+    num_gpus: int | None = None,
 ) -> PricedSpace:
-    """Times of every decision."""
-    group = Mesh(tp=space.tp).group(Axis.TP, gpus_per_node)
+    """Times of every decision, on one tp group, or on the slowest of those that so many GPUs hold."""
+    group = Mesh(replicate=max(1, (num_gpus or 1) // space.tp), tp=space.tp).group(Axis.TP, gpus_per_node)
     return PricedSpace(
         space=space,
         times=time_table(space, profile, group, executor, is_compiled=is_compiled),

@@ -17,7 +17,7 @@ from tpplan.mesh import Axis
 from tpplan.opaque import Opaques
 from tpplan.patterns import ROOT, parse_ranges, substitute
 from tpplan.plan import CollectivePlan, Compile, Pass, Plan, Prediction, Recompute
-from tpplan.priced import price_space
+from tpplan.priced import PricedSpace, price_space
 from tpplan.profile import HardwareProfile
 from tpplan.reruns import Rerun, rerun
 from tpplan.rules import Strategy
@@ -81,6 +81,28 @@ def expanded_as(
     opaques: Opaques,
 ) -> Expanded:
     """The formulation in which every decision has the strategy that the plan implies, and no other."""
+    unpriced = unpriced_as(graph, plan, implied, profile, gpus_per_node, executor, opaques)
+    formulation = unpriced.formulation
+    before, num_gpus = formulation.priced, plan.mesh.num_gpus
+    priced = price_space(
+        before.space, profile, gpus_per_node, executor, is_compiled=before.is_compiled, num_gpus=num_gpus
+    )
+    formulation = replace(formulation, priced=priced)
+    everything = dict.fromkeys(formulation.space.deciders, 0)
+    assert formulation.problem.is_consistent(everything), "what the checker derived disagrees along an edge"
+    return replace(unpriced, formulation=formulation)
+
+
+def unpriced_as(
+    graph: ModelGraph,
+    plan: Plan,
+    implied: Mapping[str, Strategy],
+    profile: HardwareProfile,
+    gpus_per_node: int,
+    executor: Executor,
+    opaques: Opaques,
+) -> Expanded:
+    """expanded_as without times: enough for a proof, which asks for none."""
     parameters = plan.parameter_plans()
     space = build_space(graph, plan.mesh.tp)
 
@@ -110,11 +132,8 @@ def expanded_as(
             for name, reshard in plan.resharded_units().items()
         },
     )
-    is_compiled = plan.compile is Compile.BLOCKS
-    priced = price_space(fixed, profile, gpus_per_node, executor, is_compiled=is_compiled)
-    formulation = Formulation(priced=priced, mesh=plan.mesh, setting=setting)
-    everything = dict.fromkeys(fixed.deciders, 0)
-    assert formulation.problem.is_consistent(everything), "what the checker derived disagrees along an edge"
+    unpriced = PricedSpace(space=fixed, times={}, executor=executor, is_compiled=plan.compile is Compile.BLOCKS)
+    formulation = Formulation(priced=unpriced, mesh=plan.mesh, setting=setting)
     return Expanded(formulation=formulation, num_averages=opaques.num_averages(setting.accumulation_steps))
 
 

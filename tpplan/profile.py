@@ -260,6 +260,12 @@ class HardwareProfile:
         error = math.hypot(error, measured.error_s / measured.seconds)
         return Estimate(seconds=seconds, error_s=seconds * error, extrapolated=True)
 
+    @property
+    def unmeasured_across_nodes(self) -> tuple[Collective, ...]:
+        """Collectives of which no group across nodes was measured: none can be priced there."""
+        measured = {table.kind for table in self.collectives if table.group.nodes > 1}
+        return tuple(kind for kind in Collective if kind not in measured)
+
     def _nearest(self, kind: Collective, group: GroupShape) -> CollectiveTable:
         """The measured group of this kind, crossing nodes or not alike, nearest in ranks per node, then in nodes."""
         crosses = group.nodes > 1

@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from tpplan.escapes import escaped_data
 from tpplan.profile import HardwareProfile
 from tpplan.profile_check import warnings
 from tpplan.profile_views import View, charts, facts, views
@@ -36,10 +37,16 @@ svg .axis { stroke: #888; } svg .grid { stroke: #e4e4e4; } svg .line { fill: non
 def render(profile: HardwareProfile, *, width: int = DEFAULT_WIDTH, color: bool = False) -> str:
     """All tables and warnings as text of at most `width` columns, with terminal colours when asked."""
     console = Console(
-        file=io.StringIO(), width=width, force_terminal=color, color_system="auto" if color else None, highlight=False
+        file=io.StringIO(),
+        width=width,
+        force_terminal=color,
+        color_system="auto" if color else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
     )
     with console.capture() as capture:
-        console.print(Group(*_report(profile)))
+        console.print(Group(*_report(escaped_data(profile))))
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
 

@@ -15,11 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.nn.utils import stateless
-from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import CheckpointFunction
 
 from tpplan import operators
 from tpplan.branches import branches_in_the_open
@@ -27,13 +22,23 @@ from tpplan.chance import same_draws
 from tpplan.counts import Counts, counting_by
 from tpplan.graph import SourceKind
 from tpplan.known import KnownValues, Question
+from tpplan.planned_device import machine_as_planned
 from tpplan.rewrite import is_own_code_running
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.autograd import Apply, functions_run_by
+from tpplan.torch_internals.checkpoints import is_reentrant_checkpoint, keeps_inputs
+from tpplan.torch_internals.modules import tensors_in_place
+from tpplan.torch_internals.operators import is_op, meta_kernels
+from tpplan.torch_internals.recording import dispatched_plainly, recorded, recorder, results_kept_by
+from tpplan.torch_internals.tensors import local_part, plain_calls
 
 #: the keys in a node's meta under which stand what was running, a digest of values that the code gave, and whether
 #: gradients were on
 SCOPE, CONSTANT, DIFFERENTIATED = "tpplan_scope", "tpplan_constant", "tpplan_differentiated"
 
 
+#: makes a tensor of given sizes
+_EMPTY = torch.ops.aten.empty.memory_format
 #: a tracer's modes belong to the process, and so does what is changed in torch while one runs
 _ONE_AT_A_TIME = threading.RLock()
 
@@ -54,6 +59,8 @@ class Program:
     graph_module: torch.fx.GraphModule
     given: tuple[Given, ...]
     out_spec: pytree.TreeSpec
+    #: tensors that the forward leaves behind, by where they are; they follow those that it returns
+    left: tuple[str, ...]
     questions: tuple[Question, ...]
     #: lines of code, and what stands here for sizes that data decides
     guessed: Mapping[str, str]
@@ -76,11 +83,13 @@ def record(
     scope: Callable[[], str],
     otherwise: frozenset[int] = frozenset(),
     extra: int = 0,
+    left: Mapping[str, Tensor] | None = None,
 ) -> Program:
     """module(*leaves) on meta tensors, the leaves being called by their paths. Of a DTensor parameter, the local tensor
     is given. Questions about the leaves' values are answered, those in `otherwise` (by number) the other way.
     Where data decides how many elements there are, and it is not known, there are all there can be; `extra` are added.
-    What the code draws from NumPy or Python is the same in every run.
+    What the code draws from NumPy or Python is the same in every run. `left` is filled while it runs, with tensors that
+    are outputs, too.
 
     Raises StoppedError where the forward raises, also for a question that only real data can answer.
     """
@@ -94,20 +103,22 @@ def record(
 
     def run(*_: Tensor) -> list[Any]:
         """What it is given are the module's own tensors and the leaves."""
-        mode = get_proxy_mode()
-        assert mode is not None
-        graphs.append(mode.tracer.graph)
-        with known, _plainly(mode, known), _noting(mode.tracer, scope, known), _nothing_hidden():
-            found, spec = pytree.tree_flatten(_opened(module(*placed)))
+        tracer = recorder().tracer
+        graphs.append(tracer.graph)
+        with known, dispatched_plainly(_answers(known)), _noting(tracer, scope, known), _nothing_hidden():
+            with machine_as_planned():
+                output = module(*placed)
+            known.check_all_answered()
+            found, spec = pytree.tree_flatten(_opened(output))
         specs.append(spec)
-        return [_local(leaf) if isinstance(leaf, Tensor) else None for leaf in found]
+        return [_local(leaf) if isinstance(leaf, Tensor) else None for leaf in (*found, *(left or {}).values())]
 
     try:
-        with _ONE_AT_A_TIME, same_draws(), _described(), counting_by(counts), _keeping_results():
-            graph_module = make_fx(run, pre_dispatch=True)(*(tensor for _, _, tensor in given))
-            _drop_failed(graph_module.graph)
+        with _ONE_AT_A_TIME, same_draws(), _described(), counting_by(counts), results_kept_by(_aliased):
+            graph_module = recorded(run, [tensor for _, _, tensor in given])
+            _drop_failed(_without_empty(graph_module.graph))
     except Exception as error:
-        raise StoppedError(graphs[0] if graphs else torch.fx.Graph()) from error
+        raise StoppedError(_without_empty(graphs[0]) if graphs else torch.fx.Graph()) from error
     placeholders = [node.name for node in graph_module.graph.nodes if node.op == "placeholder"]
     return Program(
         graph_module=graph_module,
@@ -116,6 +127,7 @@ def record(
             for placeholder, (kind, label, _) in zip(placeholders, given, strict=True)
         ),
         out_spec=specs[0],
+        left=tuple(left or ()),
         questions=tuple(known.questions),
         guessed={line: f"{count} elements, all there can be" for line, count in counts.guessed.items()} | known.guessed,
         varies=counts.varies or bool(known.guessed),
@@ -151,57 +163,42 @@ def _opened(tree: Any) -> Any:
 
 
 def _drop_failed(graph: torch.fx.Graph) -> None:
-    """Removes what raised an error that the code caught: it was written down, and has no result."""
+    """Removes ops that raised an error which the code caught: they were written down, and have no results."""
+    _erase(graph, lambda node: is_op(node.target) and "val" not in node.meta)
+
+
+def _without_empty(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """The graph without tensors of no elements that nobody reads, of which torch 2.11 makes two for each checkpoint."""
+    return _erase(graph, lambda node: node.target is _EMPTY and list(node.args[0]) == [0])
+
+
+def _erase(graph: torch.fx.Graph, is_idle: Callable[[Any], bool]) -> torch.fx.Graph:
     for node in list(graph.nodes):
-        if isinstance(node.target, torch._ops.OpOverload) and "val" not in node.meta and not node.users:
+        if is_idle(node) and not node.users:
             graph.erase_node(node)
+    return graph
 
 
-@contextlib.contextmanager
-def _keeping_results() -> Iterator[None]:
-    """A node's meta["val"] is an alias of its result, so that results which share storage are seen to, and says whether
-    that had a gradient. torch notes a fake tensor of its own for each, which shares nothing, and takes longer."""
-    extract = proxy_tensor.extract_val
-
-    def keep(value: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return type(value)([keep(item, *args, **kwargs) for item in value])
-        if type(value) not in (Tensor, nn.Parameter):
-            return extract(value, *args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            alias = value.detach()  # a view: code may change the shape of the result itself
-            # Inside torch.vmap even asking for no gradient is refused.
-            return alias.requires_grad_() if value.requires_grad else alias
-
-    proxy_tensor.extract_val = keep  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        proxy_tensor.extract_val = extract
+def _aliased(extract: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
+    """An alias of an op's result as a node's meta["val"], so that results which share storage are seen to, and whether
+    it had a gradient. torch notes a fake tensor of its own for each, which shares nothing, and takes longer."""
+    if isinstance(value, list | tuple):
+        return type(value)([_aliased(extract, item, *args, **kwargs) for item in value])
+    if type(value) not in (Tensor, nn.Parameter):
+        return extract(value, *args, **kwargs)
+    with plain_calls():
+        alias = value.detach()  # a view: code may change the shape of the result itself
+        # Inside torch.vmap even asking for no gradient is refused.
+        return alias.requires_grad_() if value.requires_grad else alias
 
 
 def _local(value: Any) -> Any:
-    return value._local_tensor if isinstance(value, DTensor) else value
+    return local_part(value) if isinstance(value, DTensor) else value
 
 
-@contextlib.contextmanager
-def _plainly(mode: Any, known: KnownValues) -> Iterator[None]:
-    """What the mode writes down runs as it would without it: torch's Python kernels, which a mode turns on, give other
-    shapes (0 dims for a cross entropy that is not reduced, in torch 2.13). A tensor that torch itself asks for its
-    value, being given it as a size, is answered like one that code asks."""
-    dispatch = mode.__torch_dispatch__
-
-    def plain(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.item.default:
-            return known.item(args[0])
-        with torch._C._DisablePythonDispatcher():
-            return dispatch(func, types, args, kwargs or {})
-
-    mode.__torch_dispatch__ = plain
-    try:
-        yield
-    finally:
-        del mode.__torch_dispatch__
+def _answers(known: KnownValues) -> Callable[[Any, tuple[Any, ...]], Any]:
+    """A tensor that torch itself asks for its value, being given it as a size, is answered like one that code asks."""
+    return lambda func, args: known.item(args[0]) if func is torch.ops.aten.item.default else NotImplemented
 
 
 @contextlib.contextmanager
@@ -227,21 +224,17 @@ def _noting(tracer: Any, scope: Callable[[], str], known: KnownValues) -> Iterat
 def _functions_in_the_open() -> Iterator[None]:
     """A backward that the model brings along may be anything, and a trace sees forwards: what goes into such a function
     and what comes out of it is marked, and stays whole."""
-    apply = torch.autograd.Function.__dict__["apply"]
 
-    def marked(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        if is_own_code_running():
-            return apply.__func__(cls, *args, **kwargs)
-        if cls is CheckpointFunction:
+    def marked(cls: type[torch.autograd.Function], apply: Apply, *args: Any, **kwargs: Any) -> Any:
+        if is_own_code_running() or keeps_inputs(cls):
+            return apply(*args, **kwargs)
+        if is_reentrant_checkpoint(cls):
             return _checkpointed(*args)
         given, named = pytree.tree_map(_whole, (args, kwargs))
-        return pytree.tree_map(_whole, apply.__func__(cls, *given, **named))
+        return pytree.tree_map(_whole, apply(*given, **named))
 
-    torch.autograd.Function.apply = classmethod(marked)  # type: ignore[assignment, method-assign]
-    try:
+    with functions_run_by(marked):
         yield
-    finally:
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
 
 def _checkpointed(function: Callable[..., Any], _preserves_rng_state: bool, *given: Any) -> Any:
@@ -270,13 +263,8 @@ def _described() -> Iterator[None]:
         length, rows = log_probs.shape[0], log_probs.shape[1:-1]
         return log_probs.new_empty(rows), log_probs.new_empty(*rows, length, 2 * targets.shape[-1] + 1)
 
-    library: Any = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
-    library.impl("_grouped_mm", product, allow_override=True)
-    library.impl("_ctc_loss.Tensor", ctc, allow_override=True)
-    try:
+    with meta_kernels({"_grouped_mm": product, "_ctc_loss.Tensor": ctc}):
         yield
-    finally:
-        library._destroy()
 
 
 @contextlib.contextmanager
@@ -313,7 +301,7 @@ def on_meta(model: nn.Module) -> Iterator[None]:
     """The model's parameters and buffers as meta tensors, ties kept; its own are back at the end."""
     values = dict(model.named_parameters()) | dict(model.named_buffers())
     moved = {name: on_meta_like(value) for name, value in values.items() if not value.is_meta}
-    with stateless._reparametrize_module(model, moved, tie_weights=True) if moved else contextlib.nullcontext():
+    with tensors_in_place(model, moved) if moved else contextlib.nullcontext():
         yield
 
 

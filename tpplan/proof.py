@@ -1,6 +1,7 @@
 """Proves a plan that is given: one from a file, edited by hand or not, against the model that it is to be applied to.
 
     proven = prove_plan(plan, build_model, example_inputs, loss=loss)    # VerificationError with the path of a mistake
+    proven.plan.dump("plan.json")                                        # says so in its file
 
 Both halves of the proof that `solve` makes, from the plan alone: the layout of every value and gradient is derived from
 it (tpplan.typecheck), and what applying it makes of the model runs the model's ops on local shapes (tpplan.prove). Then
@@ -14,17 +15,20 @@ from dataclasses import dataclass, fields, replace
 from tpplan.assemble import Expanded
 from tpplan.errors import ModelError, ProfileError, TpplanError, VerificationError
 from tpplan.fitting import check_model
-from tpplan.graph import Boundary, Direction, within
+from tpplan.graph import Boundary, Direction
 from tpplan.issued import Issued, listed
 from tpplan.job import Job
 from tpplan.model_check import parameters_fingerprint
 from tpplan.optimizers import optimizer_named
 from tpplan.options import BuildModel, ExampleInputs
+from tpplan.other_shapes import other_shapes
 from tpplan.outcome import input_shapes
-from tpplan.patterns import ROOT
+from tpplan.patterns import ROOT, holders
 from tpplan.plan import CollectivePlan, Fingerprints, Plan, Prediction
+from tpplan.planned_device import planning_for
 from tpplan.pricing import expanded_as, priced_as
 from tpplan.profile import HardwareProfile, load_profile
+from tpplan.proof_hash import as_proven
 from tpplan.prove import find_difference
 from tpplan.reuse import Reuse, Traced
 from tpplan.rules import Strategy
@@ -33,6 +37,8 @@ from tpplan.typecheck import Mistyped, implied_strategies
 
 #: whose times stand in, unread, where the plan's profile is not at hand: bytes do not depend on a machine
 STAND_IN = "h100-sxm"
+#: a note in a plan that was edited after it was proven, and proven again
+EDITED = "edited after it was solved and proven again: the solver's report is that of the plan before"
 _SECTIONS = tuple(member.name for member in fields(Plan))
 
 
@@ -40,6 +46,8 @@ _SECTIONS = tuple(member.name for member in fields(Plan))
 class Proven:
     """What follows from a plan that is proven: on the given model, whatever its file says."""
 
+    #: the given plan with this proof in its file; a shrunk one also has its own collectives, prediction, fingerprints
+    plan: Plan
     num_values: int
     traced: Traced
     #: layouts of each node's operands and results, by its name
@@ -85,7 +93,14 @@ def prove_plan(
     priced = priced_as(expanded, plan)
     if is_as_solved:
         _refuse(_listing_problems(plan, priced.collectives))
+        _refuse(_shape_problems(plan, job, traced))
+    made = (
+        plan
+        if is_as_solved
+        else replace(plan, collectives=priced.collectives, predicted=priced.predicted, fingerprints=prints)
+    )
     return Proven(
+        plan=_mended(made, traced.assumptions),
         num_values=len(traced.graph.values),
         traced=traced,
         strategies=implied,
@@ -93,6 +108,14 @@ def prove_plan(
         predicted=priced.predicted,
         fingerprints=prints,
     )
+
+
+def _mended(plan: Plan, assumptions: tuple[str, ...]) -> Plan:
+    """The plan as proven under these assumptions; in one that was edited a note says what its certificate is of."""
+    made, notes = as_proven(plan, assumptions=assumptions), plan.notes or ()
+    if plan.proof.plan_hash in (None, made.proof.plan_hash) or EDITED in notes:
+        return made
+    return replace(made, notes=(*notes, EDITED))
 
 
 def _refuse(problems: Iterator[str]) -> None:
@@ -121,15 +144,16 @@ def _fingerprints(traced: Traced) -> Fingerprints:
 def _check_structure(plan: Plan, expanded: Expanded, traced: Traced, job: Job) -> None:
     """The second half. What applying raises is about the plan, too."""
     try:
-        found = find_difference(
-            traced.model,
-            traced.inputs,
-            expanded,
-            plan,
-            loss=job.loss,
-            cast=job.cast(traced.units),
-            opaques=traced.opaques,
-        )
+        with planning_for(job.device):
+            found = find_difference(
+                traced.model,
+                traced.inputs,
+                expanded,
+                plan,
+                loss=job.loss,
+                cast=job.cast(traced.units),
+                opaques=traced.opaques,
+            )
     except ModelError:
         raise
     except TpplanError as error:
@@ -194,13 +218,13 @@ def _named_modules(plan: Plan) -> dict[str, list[tuple[str, str]]]:
 
 def _unit_problems(plan: Plan) -> Iterator[str]:
     """FSDP takes a module once, and those inside it before it."""
-    seen: list[str] = []
+    seen: set[str] = set()
     for position, key in enumerate(plan.fsdp.units):
         for name, _ in plan.expand(key):
-            around = next((other for other in seen if within(_plain(name), other)), None)
+            around = next((other for other in (_plain(name), *holders(_plain(name))) if other in seen), None)
             if around is not None:
                 yield f"fsdp.units[{position}]: {name} comes after {around or ROOT}, which holds it"
-            seen.append(_plain(name))
+            seen.add(_plain(name))
 
 
 def _plain(name: str) -> str:
@@ -240,7 +264,14 @@ def _listing_problems(plan: Plan, implied: tuple[CollectivePlan, ...]) -> Iterat
                 f"collectives{at}: {key.where}: {key.kind} of {key.num_bytes} bytes ({key.dtype}) over {key.axis}, "
                 f"{key.during}: listed {given[key]}, and the plan implies {wanted[key]}"
             )
-    yield from (f"collectives[{i}]: stands there twice" for i, key in enumerate(keys) if key in keys[:i])
+    first = {key: len(keys) - 1 - i for i, key in enumerate(reversed(keys))}
+    yield from (f"collectives[{i}]: stands there twice" for i, key in enumerate(keys) if first[key] < i)
+
+
+def _shape_problems(plan: Plan, job: Job, traced: Traced) -> Iterator[str]:
+    """Other batches and lengths that the plan is said to hold for, and does not."""
+    if plan.proof.other_shapes is not None and (found := other_shapes(job, plan, traced)) != plan.proof.other_shapes:
+        yield f"proof.other_shapes: the plan says {plan.proof.other_shapes}, it is proven for {found}"
 
 
 def _keys(plan: Plan) -> Iterator[Issued]:

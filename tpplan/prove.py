@@ -20,7 +20,6 @@ from itertools import zip_longest
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from tpplan.assemble import Expanded
 from tpplan.by_pattern import by_pattern
@@ -29,6 +28,7 @@ from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Argument, Boundary, Direction, M
 from tpplan.known import AtRestError
 from tpplan.layout import COLLECTIVE_STEPS, Step, local_shape
 from tpplan.opaque import Opaques
+from tpplan.own_failure import own_failure
 from tpplan.patterns import ROOT
 from tpplan.plan import Plan, SizePlan
 from tpplan.program import SCOPE
@@ -44,6 +44,8 @@ from tpplan.rules import (
 )
 from tpplan.siblings import Doings
 from tpplan.space import CROSS_ENTROPY, Reading, reading_conversion
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.operators import is_op
 from tpplan.trace import BoundaryHook, Inputs, Loss, TraceError, trace
 from tpplan.visible import given_nodes, parent
 
@@ -190,12 +192,18 @@ def _difference_on(
     opaques: Opaques | None,
 ) -> Counterexample | None:
     """Applies the plan as a rank does, traces what it made, and compares."""
-    local = applied_as(model, plan, rank)
+
+    def fresh() -> nn.Module:
+        return applied_as(model, plan, rank)
+
+    local = fresh()
     try:
-        applied = trace(local, inputs, loss=loss, cast=cast, doings=_doings(plan), opaques=opaques)
+        applied = trace(local, inputs, loss=loss, cast=cast, doings=_doings(plan), opaques=opaques, fresh=fresh)
     except TraceError as error:
         reason = f"the applied model cannot run: {str(error).splitlines()[0].partition(': ')[2]}"
         found = _compare_so_far(expanded, error.ran, reason)
+        if found.message == reason and (failure := own_failure(error.__cause__, has_run=True)) is not None:
+            raise failure from error.__cause__
         return replace(found, culprit=error.module) if isinstance(error.__cause__, AtRestError) else found
     return _compare(expanded, applied)
 
@@ -398,7 +406,7 @@ def _compare_so_far(expanded: Expanded, ran: torch.fx.Graph, reason: str) -> Cou
     originals = deque(node for node in expanded.graph.nodes if node.name not in losses)
     for node in ran.nodes:
         is_own = node.meta.get(SCOPE) == OWN_SCOPE
-        if is_own or not isinstance(node.target, torch._ops.OpOverload) or str(node.target) in _PASSED:
+        if is_own or not is_op(node.target) or str(node.target) in _PASSED:
             continue
         if str(node.target) == SIBLING:
             while originals and within(originals[0].module, node.args[1]) and not _leaves(originals[0], node.args[1]):

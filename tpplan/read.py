@@ -22,6 +22,7 @@ from tpplan.patterns import ROOT
 from tpplan.plan import ParameterPlan
 from tpplan.reduce import Reducer, Slot
 from tpplan.rewrite import own_code
+from tpplan.torch_internals.tensors import labelled, local_part, spec_of
 
 
 def placement_of(layout: Layout, *, where: str) -> Placement:
@@ -82,7 +83,7 @@ class ParameterReads:
             local: Tensor = _Read.apply(parameter, self)  # type: ignore[no-untyped-call]
         else:
             assert isinstance(parameter, DTensor)
-            local = parameter._local_tensor
+            local = local_part(parameter)
         if self.dtype is not None:
             local = local.to(self.dtype)
         converter = self.converters[listed]
@@ -131,11 +132,10 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, reads: ParameterReads) -> Tensor:
         ctx.reads = reads
-        ctx.spec = parameter._spec
+        ctx.spec = spec_of(parameter)
         ctx.set_materialize_grads(False)
         # No view: what code writes to a weight, it may write to this one as well.
-        local: Tensor = parameter._local_tensor.detach()
-        return local
+        return local_part(parameter).detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[DTensor | None, None]:
@@ -153,4 +153,4 @@ class _Read(torch.autograd.Function):
             ctx.reads.averager.gradient_comes()
         # A summand's label is wrong until the reducer has summed it. DTensor.from_local costs 20 times as much as this,
         # and DTensor's own __init__, which adds nothing, twice.
-        return DTensor.__new__(DTensor, gradient, ctx.spec, requires_grad=False), None
+        return labelled(gradient, ctx.spec), None

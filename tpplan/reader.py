@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from tpplan.blocks import find_repeated_blocks
 from tpplan.errors import ModelError
@@ -29,10 +28,14 @@ from tpplan.graph import (
 from tpplan.program import CONSTANT, DIFFERENTIATED, SCOPE, Program
 from tpplan.registered import registered_name
 from tpplan.rules import base_target
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.autograd import AUTOCAST_ENDS, SET_GRAD_ENABLED
+from tpplan.torch_internals.operators import is_higher_order
+from tpplan.torch_internals.tensors import is_of_functorch, storage_key
 from tpplan.units import FLOATING_DTYPES
 
 #: where autocast begins and ends; the results' dtypes say what it did
-_AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+_AUTOCAST = AUTOCAST_ENDS
 #: bookkeeping in the graph that computes nothing
 IGNORED = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_size.int"})
 
@@ -50,7 +53,12 @@ class CapturedError(UnreadableError):
 
 
 class NotAlikeError(Exception):
-    """A sibling's graph cannot be written as a copy of the one it is like; it must be traced itself."""
+    """A sibling is not like the layer that was traced for it. `classes` says which layers did the same, by name: those
+    with one value, and those that are not listed; where it is empty, every layer must be traced."""
+
+    def __init__(self, message: str, classes: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.classes = dict(classes or {})
 
 
 @dataclass(slots=True)
@@ -95,10 +103,13 @@ class GraphReader:
         """The whole program."""
         names = self._placeholders()
         outputs = self._walk(self.program.graph_module, names)
-        tree = pytree.tree_unflatten(outputs, self.program.out_spec)
+        num_returned = len(outputs) - len(self.program.left)
+        tree = pytree.tree_unflatten(outputs[:num_returned], self.program.out_spec)
         leaves = [(path_of(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
         named = tuple((path or "output", leaf.name) for path, leaf in leaves if isinstance(leaf, Ref))
         scalars = [name for _, name in named if not self.values[name].shape and self.values[name].carries_gradient]
+        left = zip(self.program.left, outputs[num_returned:], strict=True)
+        named += tuple((f"left at {where}", leaf.name) for where, leaf in left if isinstance(leaf, Ref))
         graph = ModelGraph(
             values=self.values,
             sources=tuple(self.sources),
@@ -144,9 +155,9 @@ class GraphReader:
         return names
 
     def _add_value(self, name: str, tensor: torch.Tensor, *, carries_gradient: bool) -> None:
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if is_of_functorch(tensor):
             raise ModelError(f"{name} is a tensor of torch.func or torch.vmap, of which a plan knows no layout")
-        storage = self.storages.setdefault(tensor.untyped_storage()._cdata, name)
+        storage = self.storages.setdefault(storage_key(tensor), name)
         self.values[name] = Value(
             name=name,
             shape=tuple(int(size) for size in tensor.shape),
@@ -201,12 +212,12 @@ class GraphReader:
         if node.target is operator.getitem:
             container = names[node.args[0].name]
             return container[node.args[1]] if isinstance(container, tuple) else None
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is SET_GRAD_ENABLED:
             self.with_gradient = bool(node.args[0])
             return None
         if node.target in _AUTOCAST:
             return None
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if is_higher_order(node.target):
             raise ModelError(f"{node.target} in {node.meta[SCOPE] or 'the root'!r}: higher-order ops are not supported")
         target = str(node.target)
         if target in IGNORED or target.startswith("sym_"):
@@ -268,7 +279,7 @@ class GraphReader:
         for name, tensor in zip(frame.outputs, node.meta["val"], strict=True):
             if name not in images.made:
                 raise NotAlikeError(f"{like} returns what it was given")
-            self.storages[tensor.untyped_storage()._cdata] = self.values[images.of(name)].storage
+            self.storages[storage_key(tensor)] = self.values[images.of(name)].storage
             outputs.append(Ref(images.of(name)))
         return tuple(outputs)
 

@@ -27,6 +27,10 @@ from torch.distributed.tensor import DTensor, Placement
 
 from tpplan.buckets import bucketed
 from tpplan.convert import TpGroup, all_reduce, all_reduce_in_place
+from tpplan.torch_internals.autograd import NO_BACKWARD, at_end_of_backward, is_captured, running_backward
+from tpplan.torch_internals.modules import own_parameters
+from tpplan.torch_internals.operators import copy_each
+from tpplan.torch_internals.tensors import accumulated_hooks, gradient_hooks, labelled, local_part, spec_of
 from tpplan.units import MIB
 
 #: gradients are copied together up to this size: large enough to be bound by bandwidth, small beside the model
@@ -48,11 +52,11 @@ class Slot:
     is_summand: bool = False
     sharded: nn.Parameter | None = None
     arrived: dict[int, list[Tensor]] = field(default_factory=dict)
-    at_once: int = -1
+    at_once: int = NO_BACKWARD
 
     def parameter(self) -> nn.Parameter:
         """The parameter that the optimizer sees."""
-        registered = self.module._parameters[self.name]
+        registered = own_parameters(self.module)[self.name]
         assert registered is not None
         if self.sharded is None or _num_axes(registered) >= _num_axes(self.sharded):
             self.sharded = registered
@@ -61,19 +65,19 @@ class Slot:
     def gradient(self) -> Tensor | None:
         """The local part of its gradient."""
         gradient = self.parameter().grad
-        return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+        return local_part(gradient) if isinstance(gradient, DTensor) else gradient
 
     def is_watched_by_others(self, num_ranks: int) -> bool:
         """True where somebody has a hook on its gradient. From now on we do: on what reads read, and, where FSDP has
         gathered that, on the parameter at rest, too, which code outside of forward reads."""
-        registered, at_rest = self.module._parameters[self.name], self.parameter()
+        registered, at_rest = own_parameters(self.module)[self.name], self.parameter()
         assert registered is not None
         for parameter in (registered,) if registered is at_rest else (registered, at_rest):
-            if not any(isinstance(hook, _Watch) for hook in (parameter._backward_hooks or {}).values()):
+            if not any(isinstance(hook, _Watch) for hook in gradient_hooks(parameter).values()):
                 assert isinstance(parameter, DTensor)
                 is_read = parameter is registered
                 parameter.register_hook(_Watch(self, num_ranks, parameter.placements, is_read))  # type: ignore[no-untyped-call]
-        return len(at_rest._backward_hooks or {}) > 1 or bool(at_rest._post_accumulate_grad_hooks)
+        return len(gradient_hooks(at_rest)) > 1 or bool(accumulated_hooks(at_rest))
 
 
 @final
@@ -89,18 +93,18 @@ class _Watch:
 
     @torch.no_grad()
     def __call__(self, gradient: Tensor) -> Tensor | None:
-        running = torch._C._current_graph_task_id()
+        running = running_backward()
         arrived = self.slot.arrived.pop(running, []) if self.is_read else []
         if not self.slot.is_summand or self.slot.at_once == running:
             return None
         assert isinstance(gradient, DTensor)
-        if len(arrived) == 1 and gradient._local_tensor is arrived[0]:
+        if len(arrived) == 1 and local_part(gradient) is arrived[0]:
             return None
         laid = gradient.redistribute(placements=self.placements)
-        share = laid._local_tensor / self.num_ranks
+        share = local_part(laid) / self.num_ranks
         for summand in arrived:
             share.add_(summand, alpha=1 - 1 / self.num_ranks)
-        return DTensor.__new__(DTensor, share, laid._spec, requires_grad=False)
+        return labelled(share, spec_of(laid))
 
 
 @final
@@ -112,17 +116,17 @@ class Reducer:
     slots: list[Slot] = field(default_factory=list)
     is_enabled: bool = True
     #: the backward (autograd's graph task) at whose end a reduction is due already
-    backward: int = -1
+    backward: int = NO_BACKWARD
 
     def reading_backward(self, slot: Slot | None, gradient: Tensor, read: Any) -> Tensor:
         """Called by a parameter's read, a node of autograd's, when its gradient comes by, before that is accumulated
         anywhere. Returns what is to be accumulated."""
-        running = torch._C._current_graph_task_id()
+        running = running_backward()
         if slot is not None:
             gradient = self._counted(slot, gradient, read, running)
         if self.is_enabled and self.slots and running != self.backward:
             self.backward = running
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_other_callbacks)
+            at_end_of_backward(self._after_other_callbacks)
         return gradient
 
     def _counted(self, slot: Slot, summand: Tensor, read: Any, running: int) -> Tensor:
@@ -144,7 +148,7 @@ class Reducer:
 
     def _after_other_callbacks(self) -> None:
         """FSDP finishes its reduce-scatters in a callback of its own, which may have been queued after this one."""
-        torch.autograd.Variable._execution_engine.queue_callback(self.reduce)
+        at_end_of_backward(self.reduce)
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -158,11 +162,7 @@ class Reducer:
 
 def _is_returned(read: Any) -> bool:
     """True in torch.autograd.grad for what a read gives to a parameter that was asked for, which is not accumulated."""
-    try:
-        torch._C._will_engine_execute_node(read.next_functions[0][0])
-    except RuntimeError:  # of a leaf whose gradient is captured, torch says that it cannot say
-        return True
-    return False
+    return is_captured(read.next_functions[0][0])
 
 
 def buckets(tensors: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
@@ -182,7 +182,7 @@ def _all_reduce_bucket(bucket: list[Tensor], group: TpGroup) -> None:
     flat = torch.cat([tensor.flatten() for tensor in bucket])
     all_reduce_in_place(flat, group)
     parts = torch.split(flat, [tensor.numel() for tensor in bucket])
-    torch._foreach_copy_(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
+    copy_each(bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)])
 
 
 def _num_axes(parameter: Tensor) -> int:

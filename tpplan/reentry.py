@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import CheckpointFunction, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from tpplan.again import remembered_again
 from tpplan.subclass import subclass
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.checkpoints import reentrant_run_by
 
 
 def leave_reentry(model: nn.Module) -> None:
@@ -41,17 +42,14 @@ def _one_backward_class(cls: type[nn.Module]) -> type[nn.Module]:
 @contextlib.contextmanager
 def without_reentry() -> Iterator[None]:
     """While it lasts no checkpoint is reentrant, nor when what is checkpointed runs again, which may be later."""
-    with remembered_again(lambda: without_reentry):
-        own_apply = vars(CheckpointFunction).get("apply")
-        CheckpointFunction.apply = _checkpointed  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            CheckpointFunction.apply = own_apply  # type: ignore[method-assign, assignment]
+    with remembered_again(lambda: without_reentry), reentrant_run_by(_checkpointed):
+        yield
 
 
-def _checkpointed(function: Callable[..., Any], preserves_rng_state: bool, *given: Any) -> Any:
-    """What CheckpointFunction.apply gives: without a gradient where nothing that it is given has one, nor in what
+def _checkpointed(
+    _reentrant: Callable[..., Any], function: Callable[..., Any], preserves_rng_state: bool, *given: Any
+) -> Any:
+    """What a reentrant checkpoint gives: without a gradient where nothing that it is given has one, nor in what
     stands in a list or dict of its results."""
     if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
         with torch.no_grad():

@@ -6,6 +6,8 @@ list, would go on with it; so in the copies that are traced other tensors stand 
 
 from torch import Tensor, nn
 
+from tpplan.torch_internals.modules import own_parameters
+
 #: where a parameter keeps its name in the model
 _NAME = "_tpplan_name"
 
@@ -27,11 +29,12 @@ def put_others(model: nn.Module) -> None:
     register_names(model)
     others: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        parameters = own_parameters(module)
+        for name, parameter in parameters.items():
             if parameter is None:
                 continue
             if id(parameter) not in others:
                 other = others[id(parameter)] = type(parameter)(parameter.data, parameter.requires_grad)
                 other.__dict__.update(parameter.__dict__)
                 del other.__dict__[_NAME]
-            module._parameters[name] = others[id(parameter)]
+            parameters[name] = others[id(parameter)]

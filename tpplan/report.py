@@ -15,11 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from tpplan.errors import PlanError
+from tpplan.escapes import escaped_data
 from tpplan.layer_table import layer_lines
 from tpplan.ledger import SLACK
 from tpplan.mesh import Axis
 from tpplan.patterns import ROOT, format_ranges
 from tpplan.plan import CollectivePlan, Compile, Pass, Plan, Precision, Prediction, ProofStatus, Recompute
+from tpplan.proof_hash import MEND, why_unproven
 from tpplan.units import DTYPE_BYTES, GIB, format_bytes, format_seconds
 
 #: columns of a text that no terminal shows
@@ -40,10 +42,7 @@ _COMPILE = {
     Compile.BLOCKS: "predicted as torch.compile fuses elementwise ops within each layer; applying the plan compiles "
     "nothing, and eager is slower"
 }
-_PROOF = {
-    ProofStatus.UNPROVEN: "nothing was checked",
-    ProofStatus.PROVEN: "run as applied on the first and last rank; every layout derived again from the plan alone",
-}
+_PROVEN = "run as applied on the first and last rank; every layout derived again from the plan alone"
 _LOSS = (
     "the mean, over micro-batches and data ranks, of the model's on each; where these hold different numbers of tokens "
     "(padding), tpplan.loss_weights makes it the mean over tokens"
@@ -61,10 +60,16 @@ def render(plan: Plan, *, width: int = DEFAULT_WIDTH, color: bool = False) -> st
     Raises PlanError for a dtype whose size is unknown.
     """
     console = Console(
-        file=io.StringIO(), width=width, force_terminal=color, color_system="auto" if color else None, highlight=False
+        file=io.StringIO(),
+        width=width,
+        force_terminal=color,
+        color_system="auto" if color else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
     )
     with console.capture() as capture:
-        console.print(_report(plan, width))
+        console.print(_report(escaped_data(plan), width, why_unproven(plan)))
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
 
@@ -75,6 +80,7 @@ def as_data(plan: Plan) -> dict[str, object]:
     return plan.to_dict() | {
         "derived": {
             "hash": plan.hash,
+            "is_proven": not why_unproven(plan),
             "num_parameters": num_parameters,
             "parameter_bytes": num_bytes,
             "num_gpus": plan.mesh.num_gpus,
@@ -85,14 +91,14 @@ def as_data(plan: Plan) -> dict[str, object]:
     }
 
 
-def _report(plan: Plan, width: int) -> RenderableType:
+def _report(plan: Plan, width: int, unproven: str) -> RenderableType:
     return Group(
         *_section("Plan", _facts(_header(plan))),
         *_section("Layers", *layer_lines(plan, width - _INDENT)),
         *_section("Predicted step", *_time(plan)),
         *_section("Predicted peak memory per GPU", *_memory(plan)),
         *_section("Collectives of a step on one rank", *_collectives(plan.collectives)),
-        *_section("Why this plan", _facts(_provenance(plan)), last=True),
+        *_section("Why this plan", _facts(_provenance(plan, unproven)), last=True),
     )
 
 
@@ -282,7 +288,7 @@ def _collectives(collectives: tuple[CollectivePlan, ...]) -> Iterator[Renderable
 # How it was found
 
 
-def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
+def _provenance(plan: Plan, unproven: str) -> Iterator[tuple[str, str]]:
     solver, proof = plan.solver, plan.proof
     yield (
         "solver",
@@ -291,7 +297,12 @@ def _provenance(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{_plural(solver.meshes_tried, 'point')} tried"
         + "".join(f", {count} {reason}" for reason, count in sorted(solver.skipped.items())),
     )
-    yield "proof", f"{proof.status}: {_PROOF[proof.status]} ({_plural(proof.rounds, 'round')})"
+    for left_out in solver.unsearched or ():
+        yield "not searched", left_out
+    status, why = (ProofStatus.UNPROVEN, unproven) if unproven else (proof.status, _PROVEN)
+    yield "proof", f"{status}: {why} ({_plural(proof.rounds, 'round')})"
+    if unproven and proof.status is not ProofStatus.UNPROVEN:
+        yield "", MEND
     for assumption in proof.assumptions:
         yield "assuming", f"{assumption}, as for the example inputs"
     for key, sizes in sorted(plan.sizes.items()):

@@ -51,7 +51,13 @@ class Reuse:
 
     models: dict[Hashable, Built] = field(default_factory=dict)
     traces: dict[Hashable, Traced] = field(default_factory=dict)
+    #: on graphs that were not traced but grown (tpplan.grown)
+    grown: dict[Hashable, Traced] = field(default_factory=dict)
+    #: models, as their traces are called, of which a graph was not what it grew to
+    ungrowing: set[Hashable] = field(default_factory=set)
     spaces: dict[Hashable, PricedSpace] = field(default_factory=dict)
+    #: GPU seconds of a sequence at least (tpplan.costs.pace)
+    paces: dict[Hashable, float] = field(default_factory=dict)
     #: modules that proofs have found to be run whole, and why, by model
     whole: dict[Hashable, list[tuple[str, str]]] = field(default_factory=dict)
     executor: Executor = field(default_factory=Executor)

@@ -9,6 +9,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, auto
+from types import FrameType
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -58,6 +59,11 @@ def is_own_code_running() -> bool:
     return bool(_running) and _running[-1] is _LeftAlone.OUR_OWN
 
 
+def is_frame_of_own_code(frame: FrameType) -> bool:
+    """True for the frame in which own_code calls a function of tpplan's."""
+    return frame.f_code is _OWN_CALL and frame.f_locals.get("whose") is _LeftAlone.OUR_OWN
+
+
 def running_rewriters() -> tuple[Rewriter, ...]:
     """Those of the innermost forward."""
     return _running[-1].rewriters if _running and isinstance(_running[-1], _Rewriting) else ()
@@ -73,6 +79,10 @@ def _left_alone(function: F, whose: _LeftAlone) -> F:
             _running.pop()
 
     return cast(F, run)
+
+
+#: the code of what own_code returns, which all such functions share
+_OWN_CALL = own_code(lambda: None).__code__
 
 
 @contextlib.contextmanager

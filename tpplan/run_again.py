@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from tpplan.chance import restored, states_of_generators
 from tpplan.errors import UsageError
+from tpplan.torch_internals.modules import follows_statistics, own_buffers
+from tpplan.torch_internals.tensors import version_of
 
 #: where a module keeps the buffers below it that its forward writes to, by their names
 _WRITTEN = "_tpplan_written_buffers"
@@ -64,10 +65,17 @@ class RunAgain:
         known: frozenset[str] | None = vars(self.module).get(_WRITTEN)
 
         def is_copied(name: str, owner: nn.Module) -> bool:
-            return known is None or name in known or isinstance(owner, _NormBase)
+            return known is None or name in known or follows_statistics(owner)
 
         buffers = [
-            (name, owner._buffers, key, buffer, _version(buffer), buffer.clone() if is_copied(name, owner) else None)
+            (
+                name,
+                own_buffers(owner),
+                key,
+                buffer,
+                version_of(buffer),
+                buffer.clone() if is_copied(name, owner) else None,
+            )
             for name, owner, key, buffer in _buffers(self.module)
         ]
         output = self.run(*args, **kwargs)
@@ -76,7 +84,7 @@ class RunAgain:
         written = [
             (name, table, key, copy)
             for name, table, key, buffer, version, copy in buffers
-            if _version(buffer) != version or (copy is not None and (known is not None or _differ(buffer, copy)))
+            if version_of(buffer) != version or (copy is not None and (known is not None or _differ(buffer, copy)))
         ]
         for name, table, key, copy in written:
             if copy is None:
@@ -112,8 +120,8 @@ def _tables(module: nn.Module) -> Iterator[dict[str, Any]]:
     """What code of a module's may set: attributes and buffers."""
     for inner in module.modules():
         yield vars(inner)
-        if inner._buffers:
-            yield inner._buffers
+        if buffers := own_buffers(inner):
+            yield buffers
 
 
 def _changes(table: dict[str, Any], before: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
@@ -132,14 +140,9 @@ def _put(table: dict[str, Any], key: str, value: Any) -> None:
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     for name, inner in module.named_modules():
-        for key, buffer in inner._buffers.items():
+        for key, buffer in own_buffers(inner).items():
             if buffer is not None and not buffer.is_inference():
                 yield f"{name}.{key}".removeprefix("."), inner, key, buffer
-
-
-def _version(tensor: Tensor) -> int:
-    """How often it was written to."""
-    return int(tensor._version)
 
 
 def _differ(buffer: Tensor, copy: Tensor) -> bool:

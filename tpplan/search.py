@@ -5,8 +5,13 @@ The answer is the optimum over every point. Best first: of all points that with 
 closely, until the least bound is that of a plan. A plan that is known early leaves most points out by their first
 bounds, and so, until there is one, only points of one tp degree are looked at, and then of the next. A point's bounds
 are its floor (tpplan.job.Job.floor), its optimum without a memory limit, and that of the relaxation of its ILP. A point
-is left out where a smaller micro-batch on its mesh does not fit. What is forbidden beyond a counterexample, for the
-search to end sooner, may hide a faster plan: the bound is then that of the problem without it, and the gap says so.
+is left out where a smaller micro-batch on its mesh does not fit, and where its GPUs at the best rates of the profile
+would take too long (tpplan.costs.pace), before it is traced or priced. What is forbidden beyond a counterexample, for
+the search to end sooner, may hide a faster plan: the bound is then that of the problem without it, and the gap says so.
+
+Two things are taken for granted, and the plan says where they were: that graphs at other micro-batches grow as from the
+smallest to the next (tpplan.grown; that of the answer is traced, and compared), and that across nodes more ranks of tp
+are no faster where compute and collectives alone make fewer too slow.
 """
 
 import heapq
@@ -26,10 +31,13 @@ from tpplan.formulate import Formulation
 from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op
 from tpplan.infeasible import infeasible
 from tpplan.job import Candidate, Cuts, Job, Point
+from tpplan.other_shapes import with_other_shapes
 from tpplan.outcome import laid_out_as, plan_of
 from tpplan.patterns import ROOT
 from tpplan.plan import Plan, ProofStatus, SolverReport
+from tpplan.planned_device import planning_for
 from tpplan.problem import Status
+from tpplan.proof_hash import as_proven
 from tpplan.prove import Counterexample, check_structure
 from tpplan.reuse import Traced
 from tpplan.rules import Strategy
@@ -49,6 +57,7 @@ PATIENCE = 4
 SAME = 1e-6
 #: why points are not solved
 BOUNDED, NO_LAYOUT, TOO_LARGE = "slower by a bound", "without a layout", "larger than what does not fit"
+TOO_WIDE = "of more tp ranks than are too slow"
 
 
 class Stage(IntEnum):
@@ -67,6 +76,8 @@ class _Progress:
     bounds: dict[Point, float] = field(default_factory=dict)
     stages: dict[Point, Stage] = field(default_factory=dict)
     too_large: set[Point] = field(default_factory=set)
+    #: points across nodes of more tp ranks than a degree that is too slow at their micro-batch
+    too_wide: set[Point] = field(default_factory=set)
     without: dict[tuple[int, int], NoLayoutError] = field(default_factory=dict)
     #: points of which the time limit left only a bound
     undecided: dict[Point, SolverError] = field(default_factory=dict)
@@ -99,13 +110,17 @@ def search(job: Job, points: list[Point], *, prove: bool) -> Plan:
         known.solved[best.point] = best
         choice = best.solution.choice
         assert choice is not None
-        traced = job.traced(best.point.micro_batch)
+        traced = job.really_traced(best.point.micro_batch)
+        if traced.graph != best.formulation.space.graph:
+            job.distrust_grown()
+            known = _Progress()
+            continue
         expanded = Expanded(
             formulation=expand(best.formulation, choice),
             num_averages=traced.opaques.num_averages(best.formulation.setting.accumulation_steps),
         )
         num_without = sum((point.micro_batch, point.tp) in known.without for point in points)
-        certificate = _certificate(best, known, len(points), num_without)
+        certificate = _certificate(best, known, len(points), num_without, _unsearched(job, points, known))
         if not prove:
             return plan_of(job, expanded, best, certificate, ProofStatus.UNPROVEN, rounds)
         job.report("prove", rounds - 1, rounds)
@@ -113,7 +128,8 @@ def search(job: Job, points: list[Point], *, prove: bool) -> Plan:
         checked = put_to_proof(job, traced, plan, expanded)
         if isinstance(checked, Plan):
             job.report("prove", rounds, rounds)
-            return replace(checked, solver=_without_guesses(job, points, certificate))
+            settled = replace(checked, solver=_without_guesses(job, points, certificate))
+            return as_proven(with_other_shapes(job, settled, traced))
         problem = checked
         if (culprit := _culprit(problem)) is not None:
             job.run_whole(culprit, problem.message)
@@ -130,25 +146,20 @@ def _explore(job: Job, points: list[Point], known: _Progress) -> Candidate:
     Raises InfeasibleError where nothing fits, and where the pins leave a decision no layout.
     """
     sizes = sorted({point.micro_batch for point in points})
+    known.too_wide.clear()
     for number, size in enumerate(sizes):
         own = [point for point in points if point.micro_batch == size]
         known.too_large.update(point for point in own if known.is_too_large(point))
         own = [point for point in own if point not in known.too_large]
+        pace = job.pace(sizes)
+        for point in own:
+            known.bounds[point] = max(known.bounds.get(point, 0.0), pace / point.num_gpus)
+        own = [point for point in own if known.bounds[point] <= known.ceiling]
         if not own:
             continue
         job.report("trace", number, len(sizes))
         job.traced(size)
-        done = sum(point.micro_batch < size for point in points)
-        for tp in sorted({point.tp for point in own}):
-            job.report("costs", done, len(points))
-            try:
-                job.priced(size, tp)
-            except NoLayoutError as error:
-                known.without[size, tp] = error
-        own = [point for point in own if (size, point.tp) not in known.without]
-        for point in own:
-            known.bounds[point] = max(known.bounds.get(point, 0.0), job.floor(point))
-        _best_first(job, own, known, partial(_report_left, job, done + len(own), len(points)))
+        _explore_size(job, own, points, known)
     for stage, total in (("trace", len(sizes)), ("costs", len(points)), ("solve", len(points))):
         job.report(stage, total, total)
     best = known.best()
@@ -163,6 +174,42 @@ def _explore(job: Job, points: list[Point], known: _Progress) -> Candidate:
     if job.cuts:
         raise unproven(job, first)
     raise no_layout(job, size, {tp: found for (own, tp), found in known.without.items() if own == size})
+
+
+def _explore_size(job: Job, own: list[Point], points: list[Point], known: _Progress) -> None:
+    """Solves every point of one micro-batch that may be the fastest: tp inside nodes first, then across, by degrees."""
+    size, per_node = own[0].micro_batch, job.cluster.gpus_per_node
+    done, total = sum(point.micro_batch < size for point in points), len(points)
+    inside = [point for point in own if point.tp <= per_node]
+    _explore_some(job, inside, size, done, total, known)
+    before = per_node
+    for tp in sorted({point.tp for point in own if point.tp > per_node}):
+        if _is_slow(job, [point for point in own if point.tp == before], known):
+            known.too_wide.update(point for point in own if point.tp >= tp and point not in known.solved)
+            return
+        _explore_some(job, [point for point in own if point.tp == tp], size, done, total, known)
+        before = tp
+
+
+def _explore_some(job: Job, own: list[Point], size: int, done: int, total: int, known: _Progress) -> None:
+    """Prices and solves points of one micro-batch, as far as one may be the fastest."""
+    for tp in sorted({point.tp for point in own}):
+        job.report("costs", done, total)
+        try:
+            job.priced(size, tp)
+        except NoLayoutError as error:
+            known.without[size, tp] = error
+    own = [point for point in own if (size, point.tp) not in known.without]
+    for point in own:
+        known.bounds[point] = max(known.bounds.get(point, 0.0), job.floor(point))
+    _best_first(job, own, known, partial(_report_left, job, done + len(own), total))
+
+
+def _is_slow(job: Job, own: list[Point], known: _Progress) -> bool:
+    """Whether the compute and the collectives of a tp degree alone make it too slow. More ranks of tp then are left
+    out: a rank computes no less of a step for it, and more of what the group sends goes from node to node."""
+    left = [point for point in own if (point.micro_batch, point.tp) not in known.without]
+    return bool(left) and all(job.floor(point) > known.ceiling for point in left)
 
 
 def _report_left(job: Job, end: int, total: int, left: int) -> None:
@@ -220,15 +267,22 @@ def _looked_at(job: Job, point: Point, stage: Stage, ceiling: float) -> Candidat
             assert_never(stage)
 
 
-def _certificate(best: Candidate, known: _Progress, num_points: int, num_without: int) -> SolverReport:
-    """The best objective against the least bound of any point."""
+def _certificate(
+    best: Candidate, known: _Progress, num_points: int, num_without: int, unsearched: tuple[str, ...]
+) -> SolverReport:
+    """The best objective against the least bound of any point, and what no point is of."""
     objective = best.solution.objective or 0.0
     solved = known.solved.values()
     undecided = {point: known.bounds[point] for point in known.undecided if known.bounds[point] <= objective}
     bound = min([objective, *undecided.values(), *(c.solution.bound for c in solved if c.solution.bound is not None)])
     is_proven = all(c.solution.status in (Status.OPTIMAL, Status.INFEASIBLE) for c in solved) and not undecided
-    left = num_points - len(known.solved) - len(known.too_large) - len(undecided)
-    reasons = {BOUNDED: left - num_without, NO_LAYOUT: num_without, TOO_LARGE: len(known.too_large)}
+    left = num_points - len(known.solved) - len(known.too_large) - len(known.too_wide) - len(undecided)
+    reasons = {
+        BOUNDED: left - num_without,
+        NO_LAYOUT: num_without,
+        TOO_LARGE: len(known.too_large),
+        TOO_WIDE: len(known.too_wide),
+    }
     return SolverReport(
         name=best.solution.solver,
         status=Status.OPTIMAL if is_proven else Status.FEASIBLE,
@@ -237,7 +291,25 @@ def _certificate(best: Candidate, known: _Progress, num_points: int, num_without
         gap=(objective - bound) / objective if objective else 0.0,
         meshes_tried=len(known.solved),
         skipped={reason: count for reason, count in reasons.items() if count},
+        unsearched=unsearched or None,
     )
+
+
+def _unsearched(job: Job, points: list[Point], known: _Progress) -> tuple[str, ...]:
+    """What was left out without a bound, or on a bound that takes something for granted."""
+    found = list(job.unsearched)
+    if known.too_wide:
+        shown = ", ".join(
+            f"{size} from tp {min(p.tp for p in known.too_wide if p.micro_batch == size)}"
+            for size in sorted({point.micro_batch for point in known.too_wide})
+        )
+        found.append(
+            f"tp across nodes beyond a degree whose compute and collectives alone are too slow: micro-batch {shown}"
+        )
+    if sizes := job.grown_sizes({point.micro_batch for point in points}):
+        shown = ", ".join(map(str, sizes))
+        found.append(f"micro-batch {shown}: priced as if the code did what it does at smaller ones, on larger tensors")
+    return tuple(found)
 
 
 def _settled(job: Job, best: Candidate) -> Candidate:
@@ -264,7 +336,7 @@ def _without_guesses(job: Job, points: list[Point], certificate: SolverReport) -
     sound = job.changed(guesses={}, spaces={})
     known = _Progress()
     try:
-        bound = _certificate(_explore(sound, points, known), known, len(points), 0).bound_s
+        bound = _certificate(_explore(sound, points, known), known, len(points), 0, ()).bound_s
     except SolverError as error:
         logger.info("the bound without guesses is that of no plan: %s", error)
         bound = min(known.bounds.values(), default=0.0)
@@ -279,15 +351,16 @@ def _without_guesses(job: Job, points: list[Point], certificate: SolverReport) -
 
 def put_to_proof(job: Job, traced: Traced, plan: Plan, expanded: Expanded) -> Plan | Counterexample | Mistyped:
     """The plan with the sizes that it replaces, where both halves of the proof hold; else what does not."""
-    checked = check_structure(
-        traced.model,
-        traced.inputs,
-        expanded,
-        plan,
-        loss=job.loss,
-        cast=job.cast(traced.units),
-        opaques=traced.opaques,
-    )
+    with planning_for(job.device):
+        checked = check_structure(
+            traced.model,
+            traced.inputs,
+            expanded,
+            plan,
+            loss=job.loss,
+            cast=job.cast(traced.units),
+            opaques=traced.opaques,
+        )
     if isinstance(checked, Counterexample):
         return checked
     return _mistyped(traced.graph, checked, expanded) or checked

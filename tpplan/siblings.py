@@ -1,26 +1,33 @@
 """Like layers are traced once: in a trace, a sibling that must give the same graph is one opaque op.
 
-Two modules are alike when they run the same code on the same data: equal class, equal attributes all the way down,
-parameters and buffers equal in shape, dtype and requires_grad, no hooks. A layer that knows its own index differs from
-its sibling, and is traced. A sibling stands for the first one it is like only where it is also called alike: tensors of
-the same shape, stride and dtype, other arguments equal, gradients and autocast on or off alike. A layer that asked
-tensors for values, or left something behind on itself, stands for nobody.
+Two modules are taken for alike when they run the same code on the same data: equal class, equal attributes all the way
+down, parameters and buffers equal in shape, dtype and requires_grad, no hooks. A layer that knows its own index differs
+from its sibling, and is traced. A sibling stands for the first one it is like only where it is also called alike:
+tensors of the same shape, stride and dtype, other arguments equal, gradients and autocast on or off alike. A layer that
+asked tensors for values, or left something behind on itself, stands for nobody.
+
+What else its code reads (objects, closures, a table keyed by id(self)) nobody can list. So each sibling runs beside the
+trace, and what it does is compared call by call with what the traced one did (tpplan.call_log). Where that differs, the
+layers fall into classes by what they did, and the trace begins anew with one of each class traced.
 """
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from tpplan import operators
+from tpplan.call_log import CallLog, contents, untraced
 from tpplan.errors import ModelError
 from tpplan.known import KnownValues
+from tpplan.reader import NotAlikeError
 from tpplan.subclass import SITE
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.tensors import plain_calls
 
 #: what an applied plan does inside a module, by its name
 Doings = Callable[[str], object]
@@ -30,24 +37,92 @@ _HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith("_hooks")
 
 
 @contextlib.contextmanager
-def standing_in(model: nn.Module, doings: Doings | None = None) -> Iterator[None]:
-    """While it lasts, layers that are alike run once in a trace; the others of their kind give the opaque op."""
+def standing_in(
+    model: nn.Module,
+    doings: Doings | None = None,
+    classes: Mapping[str, str] | None = None,
+    running: Sequence[str] = (),
+) -> Iterator[None]:
+    """While it lasts, layers that are alike run once in a trace; the others of their kind give the opaque op.
+
+    Layers of different `classes` are not alike; `running` holds the names of the modules that run. Raises NotAlikeError
+    at the end, whatever else was raised, where a sibling did something else than the layer it was taken to be like.
+    """
     outputs: dict[str, list[torch.Tensor]] = {}
     wrapped: list[nn.Module] = []
+    trial = _Trial(names={id(module): name for name, module in model.named_modules()}, running=running)
     operators.running_traces.append(outputs)
     try:
         for group in alike_layers(model):
             traced: dict[object, str] = {}
             specs: dict[str, Any] = {}
             for name, layer in group:
-                key = doings(name) if doings is not None else None
-                layer.forward = _once(layer, name, key, traced, specs, outputs)
+                key = (doings(name) if doings is not None else None, (classes or {}).get(name))
+                layer.forward = _once(layer, name, key, traced, specs, outputs, trial)
                 wrapped.append(layer)
         yield
+    except Exception as error:
+        trial.check(classes, error)
+        raise
+    else:
+        trial.check(classes)
     finally:
         operators.running_traces.pop()
         for layer in wrapped:
             del layer.forward
+
+
+@dataclass(slots=True)
+class _Trial:
+    """What the layers of a trace did, and which of the siblings did something else than the traced ones."""
+
+    #: of the model's modules, by id
+    names: Mapping[int, str]
+    running: Sequence[str]
+    #: logs of the traced layers, by name
+    logs: dict[str, CallLog] = field(default_factory=dict)
+    #: siblings that differ, by name: the class of each, and their logs by class
+    differing: dict[str, str] = field(default_factory=dict)
+    others: dict[str, CallLog] = field(default_factory=dict)
+    reason: str = ""
+
+    def log(self, modules: Mapping[str, nn.Module], leaves: Sequence[object], like: str | None = None) -> CallLog:
+        """A log of the next forward of a layer with these modules, which should do what that of another did."""
+        names = {self.names[id(module)]: name for name, module in modules.items()}
+        return CallLog(modules, names, self.running, leaves, None if like is None else self.logs[like])
+
+    def run(self, layer: nn.Module, name: str, like: str, args: Any, kwargs: Any) -> None:
+        """Runs a sibling beside the trace, and notes where it does something else than the traced layer did. Raises
+        what it raises."""
+        modules = dict(layer.named_modules())
+        before = contents(modules.values())
+        log = self.log(modules, pytree.tree_leaves((args, kwargs)), like)
+        try:
+            with untraced(), log:
+                output = type(layer).forward(layer, *args, **kwargs)
+                log.close(output)
+        except Exception as error:
+            self._note(name, None, f"{name} fails where {like} does not: {type(error).__name__}: {error}")
+            raise
+        del output
+        if log.has_left() or not _are_the_same(contents(modules.values()), before):
+            self._note(name, None, f"{name} leaves something behind for others to read")
+        elif not log.is_like(self.logs[like]):
+            self._note(name, log, f"{name} does something else than {like}, though their attributes are equal")
+
+    def _note(self, name: str, log: CallLog | None, reason: str) -> None:
+        """A sibling that differs: what it does others may do, unless `log` is None."""
+        self.reason = self.reason or reason
+        known = (like for like, other in self.others.items() if log is not None and log.is_like(other))
+        own = name if name in self.differing else next(known, name)
+        self.differing[name] = own
+        if log is not None and own == name:
+            self.others[name] = log
+
+    def check(self, classes: Mapping[str, str] | None, error: Exception | None = None) -> None:
+        """Raises NotAlikeError where a sibling differed."""
+        if self.differing:
+            raise NotAlikeError(self.reason, {**(classes or {}), **self.differing}) from error
 
 
 def _once(
@@ -57,6 +132,7 @@ def _once(
     traced: dict[object, str],
     specs: dict[str, Any],
     outputs: dict[str, list[torch.Tensor]],
+    trial: _Trial,
 ) -> Callable[..., Any]:
     """A forward that runs the layer the first time a kind of call is seen, and stands in for it afterwards."""
     forward = type(layer).forward
@@ -70,28 +146,28 @@ def _once(
             return forward(layer, *args, **kwargs)
         like = traced.setdefault(call, name)
         if like != name:
+            trial.run(layer, name, like, args, kwargs)
             return pytree.tree_unflatten(operators.sibling(tensors, name, like), specs[like])
         entered = [operators.frame(leaf, name, "enter") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(entered, spec)
-        num_answered, before = KnownValues.num_answered, _contents(layer)
-        found, specs[name] = pytree.tree_flatten(forward(layer, *args, **kwargs))
+        modules = dict(layer.named_modules())
+        num_answered, before = KnownValues.num_answered, contents(modules.values())
+        with trial.log(modules, entered) as log:
+            output = forward(layer, *args, **kwargs)
+            log.close(output)
+        found, specs[name] = pytree.tree_flatten(output)
         if pytree.tree_structure((args, kwargs)) != spec:
             raise ModelError(f"module {name} changes a list or dict that it is given: return it instead")
-        is_alone = KnownValues.num_answered != num_answered or not _are_the_same(_contents(layer), before)
+        is_alone = KnownValues.num_answered != num_answered or not _are_the_same(contents(modules.values()), before)
         if is_alone or not found or not all(isinstance(leaf, torch.Tensor) for leaf in found):
             del traced[call]
             return pytree.tree_unflatten(found, specs[name])
-        outputs[name] = found
+        outputs[name], trial.logs[name] = found, log
         left = [operators.frame(leaf, name, "leave") for leaf in found]
         return pytree.tree_unflatten(left, specs[name])
 
     run.__signature__ = own_signature  # type: ignore[attr-defined]
     return run
-
-
-def _contents(layer: nn.Module) -> list[object]:
-    """What the attributes of a layer's modules hold: code may leave something there for others to read."""
-    return [leaf for module in layer.modules() for leaf in pytree.tree_leaves(vars(module))]
 
 
 def _are_the_same(first: list[object], second: list[object]) -> bool:
@@ -180,7 +256,7 @@ def _modes() -> object:
 
 def _signature(leaf: Any) -> object:
     if isinstance(leaf, torch.Tensor):
-        with torch._C.DisableTorchFunction():  # a trace's modes are asked of each attribute otherwise
+        with plain_calls():  # a trace's modes are asked of each attribute otherwise
             return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
     return leaf
 

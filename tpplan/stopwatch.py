@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tpplan.fit import Array
+from tpplan.torch_internals.devices import busy_gpu
 
 #: section, points done, points in all
 Progress = Callable[[str, int, int], None]
@@ -134,7 +135,7 @@ class Stopwatch:
     def _elapsed_between_events(self, work: Callable[[], object], calls: int, pause_s: float) -> float:
         """Seconds that a GPU needs for the calls, all of which are queued before the pause ends."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(int(pause_s * HIGHEST_CLOCK_HZ))  # type: ignore[no-untyped-call]
+        busy_gpu(int(pause_s * HIGHEST_CLOCK_HZ))
         start.record()
         for _ in range(calls):
             work()

@@ -18,8 +18,21 @@ from pathlib import Path
 from typing import Annotated, NoReturn, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from tpplan.errors import TpplanError
+from tpplan.escapes import escaped
+from tpplan.files import read_text
 
 T = TypeVar("T")
+
+#: what torch counts in; no size or count is beyond it
+MAX_INTEGER = 2**63 - 1
+#: SI amounts that mean anything, besides 0; products and quotients of a few of them are finite
+LEAST, MOST = 1e-30, 1e30
+#: of a key, in characters: names of modules are shorter
+MAX_KEY = 1_000
+#: digits of an integer that is read; one with more is beyond MAX_INTEGER anyway
+_MOST_DIGITS = 100
+#: characters of a value in a message
+_MOST_SHOWN = 80
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +68,7 @@ class Place:
     def at(self, key: str | int) -> "Place":
         """The place of a member or of an element."""
         dot = "." if self.path else ""
-        path = f"{self.path}[{key}]" if isinstance(key, int) else f"{self.path}{dot}{key}"
+        path = f"{self.path}[{key}]" if isinstance(key, int) else f"{self.path}{dot}{escaped(key)}"
         return dataclasses.replace(self, path=path)
 
     def fail(self, problem: str) -> NoReturn:
@@ -76,13 +89,18 @@ def read_json(path: Path, *, origin: str, error: type[TpplanError]) -> object:
     def no_constant(text: str) -> NoReturn:
         place.fail(f"expected finite numbers, got {text}")
 
+    text = read_text(path, error=error, origin=origin)
     try:
-        text = path.read_text(encoding="utf-8")
-        return cast(object, json.loads(text, object_pairs_hook=unique, parse_constant=no_constant))
-    except (OSError, UnicodeDecodeError) as cause:
-        raise error(f"{origin}: cannot be read: {cause}") from cause
-    except (ValueError, RecursionError) as cause:
+        return cast(object, json.loads(text, object_pairs_hook=unique, parse_constant=no_constant, parse_int=_integer))
+    except RecursionError:
+        raise error(f"{origin}: not valid JSON: objects and arrays stand in each other too deep") from None
+    except ValueError as cause:
         raise error(f"{origin}: not valid JSON: {cause}") from cause
+
+
+def _integer(text: str) -> int | float:
+    """An integer; infinity for one of very many digits, which takes long to read: it is refused where it stands."""
+    return int(text) if len(text) <= _MOST_DIGITS else math.inf
 
 
 def decode(cls: type[T], value: object, *, origin: str, error: type[TpplanError]) -> T:
@@ -142,6 +160,7 @@ def _decode_object(cls: type, value: object, place: Place) -> object:
     optional = {name for name, hint in hints.items() if type(None) in get_args(hint)}
     for key in value:
         if key not in hints:
+            _check_key(key, place)
             near = difflib.get_close_matches(str(key), hints, n=1)
             place.at(str(key)).fail("unknown key" + (f"; did you mean {near[0]!r}?" if near else ""))
     for name in hints:
@@ -158,7 +177,23 @@ def _decode_object(cls: type, value: object, place: Place) -> object:
 def _decode_mapping(hint: object, value: object, place: Place) -> dict[str, object]:
     if not isinstance(value, Mapping):
         place.fail(f"expected an object, got {_kind(value)}")
+    for key in value:
+        _check_key(key, place)
     return {str(key): _decode(hint, member, place.at(str(key))) for key, member in value.items()}
+
+
+def _check_key(key: object, place: Place) -> None:
+    """Raises the error for a key that no name can be: too long to be shown, or no Unicode."""
+    text = str(key)
+    if len(text) > MAX_KEY:
+        place.at(text[:_MOST_SHOWN] + "...").fail(f"a key of {len(text)} characters: expected at most {MAX_KEY}")
+    _check_unicode(text, place)
+
+
+def _check_unicode(text: str, place: Place) -> None:
+    """Raises the error for half of a surrogate pair, which JSON can say and no file can hold."""
+    if not text.isascii() and any("\ud800" <= mark <= "\udfff" for mark in text):
+        place.fail(f"expected Unicode text, got {text[:_MOST_SHOWN]!a}")
 
 
 def _decode_text(text: Text, value: object, place: Place) -> object:
@@ -167,7 +202,12 @@ def _decode_text(text: Text, value: object, place: Place) -> object:
     try:
         return text.parse(value)
     except (TpplanError, ValueError) as cause:
-        return place.fail(str(cause))
+        return place.fail(_cut(str(cause)))
+
+
+def _cut(text: str) -> str:
+    """A message that repeats a value of any length."""
+    return text if len(text) <= 4 * _MOST_SHOWN else f"{text[: 4 * _MOST_SHOWN]}..."
 
 
 def _decode_array(hint: object, value: object, place: Place) -> tuple[object, ...]:
@@ -180,25 +220,35 @@ def _decode_scalar(hint: object, value: object, place: Place) -> object:
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         return _finite(value, place)
     if hint is int and isinstance(value, int) and not isinstance(value, bool):
-        return value
+        return value if abs(value) <= MAX_INTEGER else place.fail(f"expected an integer below 2^63, got {_kind(value)}")
+    if isinstance(value, str):
+        _check_unicode(value, place)
     if hint is bool and isinstance(value, bool):
         return value
     if hint is str and isinstance(value, str):
         return value if value else place.fail("expected text, got an empty string")
     if isinstance(hint, type) and issubclass(hint, StrEnum) and isinstance(value, str):
         choices = [str(member) for member in hint]
-        return hint(value) if value in choices else place.fail(f"expected one of {', '.join(choices)}, got {value!r}")
+        return (
+            hint(value)
+            if value in choices
+            else place.fail(f"expected one of {', '.join(choices)}, got {_shown(value)}")
+        )
     expected = {float: "a number", int: "an integer", bool: "true or false"}.get(cast(type, hint), "text")
     return place.fail(f"expected {expected}, got {_kind(value)}")
 
 
 def _finite(value: int | float, place: Place) -> float:
-    """A finite float; an integer that no double holds is no number here."""
+    """A finite float, 0 or of a size that can be reckoned with."""
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
-    return number if math.isfinite(number) else place.fail(f"expected a finite number, got {value}")
+    if not math.isfinite(number):
+        place.fail(f"expected a finite number, got {_shown(value)}")
+    if number and not LEAST <= abs(number) <= MOST:
+        place.fail(f"expected 0 or a number from {LEAST:g} to {MOST:g}, got {number:g}")
+    return number
 
 
 def _bounded(value: object, bound: object, place: Place) -> object:
@@ -216,4 +266,12 @@ def _kind(value: object) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     names = {dict: "an object", list: "an array", tuple: "an array", str: "text", int: "an integer", float: "a number"}
     name = names.get(type(value), type(value).__name__)
-    return f"{name} {value!r}" if isinstance(value, int | float | str) else name
+    return f"{name} {_shown(value)}" if isinstance(value, int | float | str) else name
+
+
+def _shown(value: int | float | str) -> str:
+    """A scalar in a message; not all of one that is long."""
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        return f"of {value.bit_length()} bits"  # in decimal it could have more digits than Python writes
+    shown = repr(value[: _MOST_SHOWN + 1] if isinstance(value, str) else value)
+    return shown if len(shown) <= _MOST_SHOWN + 2 else shown[:_MOST_SHOWN] + "..."

@@ -34,6 +34,7 @@ from tpplan.plan import BoundaryPlan, ParameterPlan, Plan
 from tpplan.read import ParameterReads, check_reads, placement_of, plan_reads
 from tpplan.reduce import Slot
 from tpplan.subclass import SITE
+from tpplan.torch_internals.modules import own_parameters
 
 _NO_CONVERSIONS = BoundaryPlan(inputs={}, outputs={})
 _NO_GROUP = TpGroup(name="", size=1, rank=0)
@@ -123,11 +124,10 @@ class ModuleStyle(ParallelStyle):
         self.check(module)
         reads: dict[str, ParameterReads] = {}
         for attribute, (name, plan) in self.parameters.items():
-            parameter = module._parameters[attribute]
+            parameters = own_parameters(module)
+            parameter = parameters[attribute]
             assert parameter is not None
-            module._parameters[attribute] = self.application.distribute(
-                parameter, name, plan, device_mesh, self.src_data_rank
-            )
+            parameters[attribute] = self.application.distribute(parameter, name, plan, device_mesh, self.src_data_rank)
             slot = Slot(module=module, name=attribute)
             reads[attribute] = self.application.reads_of(name, plan, slot, shared)
         if self.opaque is not None:
@@ -158,7 +158,7 @@ class ModuleStyle(ParallelStyle):
             check_swappable(module, self.name)
         tp = self.application.plan.mesh.tp
         for attribute, (name, plan) in self.parameters.items():
-            parameter = module._parameters.get(attribute)
+            parameter = own_parameters(module).get(attribute)
             if parameter is None:
                 kind = type(module).__name__
                 raise PlanMismatchError(f"module {self.name or ROOT} ({kind}) has no parameter {attribute!r}")

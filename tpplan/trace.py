@@ -8,6 +8,7 @@ is computed.
 import contextlib
 import difflib
 import inspect
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,17 +18,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from tpplan import operators
 from tpplan.errors import ModelError
 from tpplan.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, within
-from tpplan.known import is_foreign, raising_line
+from tpplan.known import raising_line
+from tpplan.left_behind import held_tensors, left_behind
 from tpplan.opaque import Opaques, recording
+from tpplan.planned_device import is_foreign
 from tpplan.program import Program, StoppedError, naming_modules, on_meta, record
 from tpplan.reader import GraphReader, NotAlikeError, path_of
 from tpplan.rewrite import is_own_code_running, own_code
 from tpplan.siblings import Doings, standing_in
+from tpplan.torch_internals import pytree, tensors
+from tpplan.torch_internals.tensors import storage_key
 from tpplan.unsaid import UnknownValueError
 
 logger = logging.getLogger(__name__)
@@ -37,6 +41,10 @@ BoundaryHook = Callable[[torch.Tensor, str, Direction, str], torch.Tensor]
 
 #: questions about inputs that are answered otherwise, to see whether it matters; others are taken to matter
 MOST_TRIED = 8
+
+#: traces after each of which layers that did something else than those like them are classed by what they did; then
+#: every layer is traced
+MOST_CLASSIFIED = 3
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Inputs = Mapping[str, Any] | tuple[Any, ...]
@@ -85,12 +93,16 @@ class _Step(nn.Module):
         self.model = model
         self.loss = loss
         self.spec = spec
+        #: what the model's forward leaves behind, by where it is
+        self.left: dict[str, torch.Tensor] = {}
 
     def forward(self, *leaves: Any) -> Any:
         inputs = pytree.tree_unflatten(list(leaves), self.spec)
         accepted = forward_inputs(self.model, inputs)
+        before = held_tensors(self.model)
         with operators.CrossEntropyMode():
             outputs = self.model(**accepted) if isinstance(accepted, Mapping) else self.model(*accepted)
+        self.left.update(left_behind(self.model, before))
         return self.loss(outputs, inputs) if self.loss is not None else outputs
 
 
@@ -102,13 +114,18 @@ def named_tensors(tree: Any, change: Callable[[str, torch.Tensor], torch.Tensor]
     )
 
 
-def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Positional arguments under their parameter's name, so that a path does not depend on how a call is written."""
-    positional = [
+def positional_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments that a forward takes without one."""
+    return tuple(
         parameter.name
         for parameter in inspect.signature(module.forward).parameters.values()
         if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    ]
+    )
+
+
+def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Positional arguments under their parameter's name, so that a path does not depend on how a call is written."""
+    positional = positional_names(module)
     names = [positional[i] if i < len(positional) else f"args{i}" for i in range(len(args))]
     return dict(zip(names, args, strict=True)) | kwargs
 
@@ -187,6 +204,7 @@ def trace(
     doings: Doings | None = None,
     otherwise: frozenset[int] = frozenset(),
     opaques: Opaques | None = None,
+    fresh: Callable[[], nn.Module] | None = None,
 ) -> ModelGraph:
     """The graph of one training forward, loss included, at the shapes of `inputs`.
 
@@ -194,16 +212,26 @@ def trace(
     tuple. `cast` changes a tensor before it crosses a boundary, as FSDP's mixed precision does. Like layers are traced
     once; of a model that a plan was applied to, doings(module) says what the plan does inside one. Questions about the
     inputs' values are answered by them, those in `otherwise` the other way. Modules in `opaques` run whole, each an
-    operator. Raises TraceError where it stops, naming the module that was running and the original error.
+    operator. Where it runs more than once, fresh() gives another copy, in which nothing has run yet. Raises TraceError
+    where it stops, naming the module that was running and the original error.
     """
     hidden = opaques or Opaques()
+    copies = itertools.chain([lambda: model], itertools.repeat(fresh or (lambda: model)))
 
     def run(extra: int) -> tuple[ModelGraph, Program]:
-        try:
-            return _trace(model, inputs, loss, cast, hidden, standing_in(model, doings), otherwise, extra)
-        except NotAlikeError as reason:
-            logger.info("every layer is traced: %s", reason)
-            return _trace(model, inputs, loss, cast, hidden, contextlib.nullcontext(), otherwise, extra)
+        classes: Mapping[str, str] = {}
+        for _ in range(MOST_CLASSIFIED):
+            running: list[str] = []
+            own = next(copies)()
+            siblings = standing_in(own, doings, classes, running)
+            try:
+                return _trace(own, inputs, loss, cast, hidden, siblings, otherwise, extra, running)
+            except NotAlikeError as reason:
+                logger.info("more layers are traced: %s", reason)
+                classes = reason.classes
+            if not classes:
+                break
+        return _trace(next(copies)(), inputs, loss, cast, hidden, contextlib.nullcontext(), otherwise, extra, [])
 
     graph, program = run(0)
     if not program.varies:
@@ -250,8 +278,10 @@ def assumptions(
     loss: Loss | None = None,
     cast: BoundaryHook = unchanged,
     opaques: Opaques | None = None,
+    fresh: Callable[[], nn.Module] | None = None,
 ) -> tuple[str, ...]:
-    """What the trace of a model took from the values of its inputs, and would be another without.
+    """What the trace of a model took from the values of its inputs, and would be another without. fresh() gives copies
+    in which nothing has run.
 
     A question that could have been answered otherwise, and with the same graph or an error, is none.
     """
@@ -262,7 +292,9 @@ def assumptions(
     for place, ((where, answer, is_choice), asked) in enumerate(numbers.items()):
         if is_choice and place < MOST_TRIED:
             try:
-                other = trace(model, inputs, loss=loss, cast=cast, otherwise=frozenset(asked), opaques=opaques)
+                own = fresh() if fresh is not None else model
+                otherwise = frozenset(asked)
+                other = trace(own, inputs, loss=loss, cast=cast, otherwise=otherwise, opaques=opaques, fresh=fresh)
             except TraceError as error:
                 if _is_raised_by_model(error.__cause__):
                     continue
@@ -291,10 +323,10 @@ def _trace(
     siblings: contextlib.AbstractContextManager[None],
     otherwise: frozenset[int],
     extra: int,
+    running: list[str],
 ) -> tuple[ModelGraph, Program]:
     leaves, spec = pytree.tree_flatten(inputs)
     paths = [path_of(path) for path, _ in pytree.tree_flatten_with_path(inputs)[0]]
-    running: list[str] = []
     modules = dict(model.named_modules())
 
     def scope() -> str:
@@ -311,9 +343,10 @@ def _trace(
         naming_modules(model, running, opaques.hides),
         quiet(),
     ):
-        parameters = {name: (own, own.untyped_storage()._cdata) for name, own in model.named_parameters()}
+        parameters = {name: (own, storage_key(own)) for name, own in model.named_parameters()}
         try:
-            program = record(_Step(model, loss, spec), leaves, paths, scope, otherwise, extra)
+            step = _Step(model, loss, spec)
+            program = record(step, leaves, paths, scope, otherwise, extra, step.left)
         except StoppedError as stopped:
             _check_modules(model, modules, parameters)
             error = stopped.__cause__
@@ -402,7 +435,7 @@ def _check_modules(
             )
     for name, parameter in model.named_parameters():
         own, storage = parameters.get(name, (None, 0))
-        if own is not parameter or parameter.untyped_storage()._cdata != storage:
+        if own is not parameter or storage_key(parameter) != storage:
             what = "a new parameter" if own is not parameter else "new data"
             raise ReplacedError(
                 f"the forward puts {what} at {name!r}: a plan is for those that the builder returns. Write to "
@@ -414,7 +447,7 @@ def _check_modules(
 def accumulated_hooks(model: nn.Module) -> str:
     """The first parameter with a hook on its accumulated gradient, which would stay behind when the parameter is
     distributed, and see one data-parallel rank's; "" where there is none."""
-    named = (name for name, parameter in model.named_parameters() if parameter._post_accumulate_grad_hooks)
+    named = (name for name, parameter in model.named_parameters() if tensors.accumulated_hooks(parameter))
     name = next(named, "")
     return (
         f"parameter {name} has a hook on its accumulated gradient; register it after the plan is applied"

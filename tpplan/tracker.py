@@ -17,24 +17,24 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType, _FSDPState
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from tpplan import draws
 from tpplan.answers import answered, answers_of
 from tpplan.apply import apply_plan, no_sync
 from tpplan.average import Averager
 from tpplan.costs.stand_ins import fused_attention, fused_rms_norm
-from tpplan.fake_group import fake_group
 from tpplan.fitting import plan_name
 from tpplan.issued import CollectiveLog, Issued
 from tpplan.mesh import Axis
 from tpplan.plan import Pass, Plan, Precision
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.fakes import FakeTensorMode
+from tpplan.torch_internals.fsdp import FSDPMemTracker, MemTracker, Tracker
+from tpplan.torch_internals.groups import fake_group
+from tpplan.torch_internals.tensors import local_part
 from tpplan.trace import Inputs, Loss, forward_inputs
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -66,25 +66,6 @@ class FakeStep:
     issued: tuple[Issued, ...]
     shapes: Mapping[str, tuple[int, ...]]
     tracked: Tracked | None
-
-
-class Tracker(FSDPMemTracker):  # type: ignore[no-untyped-call]
-    """FSDPMemTracker whose wrapper of post-backward holds no gradient."""
-
-    def _fsdp_param_group_post_backward(self, fsdp_mod: Any, orig_fsdp_param_group_post_backward: Any) -> Any:
-        def post_backward(*args: Any, **kwargs: Any) -> None:
-            self._label(fsdp_mod, "_unsharded_param", _FSDPRefType.UNSHARDED_GRAD)
-            self._fsdp_state = _FSDPState.POST_BW
-            orig_fsdp_param_group_post_backward(*args, **kwargs)
-            self._label(fsdp_mod, "sharded_param", _FSDPRefType.SHARDED_GRAD)
-
-        return post_backward
-
-    def _label(self, fsdp_mod: Any, attribute: str, part: _FSDPRefType) -> None:
-        for parameter in fsdp_mod._get_fsdp_state()._fsdp_param_group.fsdp_params:
-            gradient = getattr(getattr(parameter, attribute, None), "grad", None)
-            if gradient is not None:
-                self._update_and_maybe_create_winfos(gradient, part)
 
 
 @contextlib.contextmanager
@@ -148,7 +129,7 @@ def fake_step(
 
 
 def _local_shape(weight: Tensor) -> tuple[int, ...]:
-    return tuple((weight._local_tensor if isinstance(weight, DTensor) else weight).shape)
+    return tuple((local_part(weight) if isinstance(weight, DTensor) else weight).shape)
 
 
 def _peak(model: nn.Module, inputs: Inputs, loss: Loss, plan: Plan, optimizer: torch.optim.Optimizer) -> Tracked:

@@ -6,7 +6,7 @@ parts are that a dim is split into, which are then made about as large as each o
 each part larger or smaller by one row or more, and so shows what hangs on them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 #: calls that take a list of sizes at place 1 or by one of these names, and split dim `dim` (place 2) of place 0
@@ -21,12 +21,13 @@ class UnknownValueError(RuntimeError):
 
 
 class Unsaid:
-    """A number out of a tensor. Whatever is computed with it, other than parts of a split, raises UnknownValueError."""
+    """A number out of a tensor. Whatever is computed with it, other than parts of a split, raises UnknownValueError;
+    `asked` is told before."""
 
-    __slots__ = ("problem",)
+    __slots__ = ("asked", "problem")
 
-    def __init__(self, problem: str) -> None:
-        self.problem = problem
+    def __init__(self, problem: str, asked: Callable[[str], None] = lambda _: None) -> None:
+        self.problem, self.asked = problem, asked
 
     def __format__(self, _spec: str) -> str:
         return "?"
@@ -35,6 +36,7 @@ class Unsaid:
         return "?"
 
     def _ask(self, *_: object) -> NoReturn:
+        self.asked(self.problem)
         raise UnknownValueError(self.problem)
 
     __index__ = __int__ = __float__ = __bool__ = __hash__ = __neg__ = __abs__ = _ask

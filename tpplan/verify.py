@@ -80,10 +80,12 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was run, and what was found."""
+    """What was run, and what was found. `mended` is the whole plan with the proof that it now has; None where it was
+    not asked for or is not proven."""
 
     ran: str
     checks: tuple[Check, ...]
+    mended: Plan | None = None
 
     @property
     def is_right(self) -> bool:
@@ -98,12 +100,14 @@ def verify_plan(
     ranks: int | None = None,
     layers: int | None = None,
     dry: bool = False,
+    mend: bool = False,
     timeout_s: float = TIMEOUT_S,
 ) -> Report:
     """Verifies a plan for the model that `model` names (model.py, model.py:BUILDER, hf:config.json).
 
     On `ranks` real ranks (4, or as many as the plan has), on a mesh with the plan's degrees as far as they go; with
     `layers` the first so many of each repeated block. dry=True runs one rank of the plan's own mesh on fake tensors.
+    With mend=True the whole plan is proven too, where something smaller ran, and is in the report with that proof.
     Raises PlanError, ModelError, UsageError for what cannot be run at all; what is found wrong is in the report.
     """
     loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
@@ -120,27 +124,22 @@ def verify_plan(
     ran = _what_ran(loaded, shrunk, dry=dry, layers=layers)
     try:
         with quiet():
-            proven = prove_plan(
-                shrunk,
-                subject.build,
-                spec.example_inputs,
-                loss=spec.loss,
-                is_as_solved=shrunk is loaded,
-            )
+            is_whole = shrunk is loaded
+            proven = prove_plan(shrunk, subject.build, spec.example_inputs, loss=spec.loss, is_as_solved=is_whole)
+            whole = proven
+            if mend and not is_whole:
+                whole = prove_plan(loaded, spec.build_model, spec.example_inputs, loss=spec.loss)
     except VerificationError as error:
         failed = Check(name="proof", outcome=Outcome.FAIL, detail="the plan is not proven", differences=(str(error),))
         return Report(ran=ran, checks=(failed, Check(name="all else", outcome=Outcome.SKIPPED, detail="not run")))
-    if shrunk is not loaded:
-        shrunk = replace(
-            shrunk, collectives=proven.collectives, predicted=proven.predicted, fingerprints=proven.fingerprints
-        )
+    shrunk = proven.plan
     detail = f"{proven.num_values} values typed; the applied model's ops are the model's"
     checks = [Check(name="proof", outcome=Outcome.PASS, detail=detail)]
     task = Task(plan=shrunk.dumps(), source=spec.source, dropped=subject.dropped)
     if not dry:
         checks += _on_real_ranks(task, shrunk, subject, timeout_s)
     checks += _on_fakes(task, shrunk, timeout_s, is_alone=dry)
-    return Report(ran=ran, checks=tuple(checks))
+    return Report(ran=ran, checks=tuple(checks), mended=whole.plan if mend else None)
 
 
 def _what_ran(plan: Plan, shrunk: Plan, *, dry: bool, layers: int | None) -> str:

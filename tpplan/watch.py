@@ -29,9 +29,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from tpplan.errors import RankFailedError
+from tpplan.torch_internals.groups import PrefixStore, Store, default_store
 
 #: what stands before a verdict on stderr
 SAID = "tpplan: error: "
@@ -140,7 +140,7 @@ class _Watch:
     def start(cls, silence_s: float) -> "_Watch":
         """A running watch. How often a rank has entered names the keys: all enter in step."""
         rank = dist.get_rank()
-        store = _own_connection(dist.distributed_c10d._get_default_store())
+        store = _own_connection(default_store())
         entered = store.add(f"tpplan/guard/entered/{rank}", 1)
         watch = cls(
             store=PrefixStore(f"tpplan/guard/{entered}", store),

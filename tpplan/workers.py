@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,9 +24,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
 from tpplan.errors import RankFailedError, TpplanError
+from tpplan.torch_internals.groups import FileStore
 from tpplan.watch import SAID, guard
 
 Result = TypeVar("Result")
@@ -38,9 +39,10 @@ _PRELOADED = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What ranks are started for; they meet in the folder."""
+    """What ranks are started for, under which environment variables; they meet in the folder."""
 
     folder: Path
+    environment: dict[str, str]
     device_type: str
     timeout_s: float
     function: Callable[..., Any]
@@ -67,7 +69,12 @@ def on_ranks(
     """
     with tempfile.TemporaryDirectory(prefix="tpplan-ranks-") as name:
         job = _Job(
-            folder=Path(name), device_type=device_type, timeout_s=timeout_s, function=function, arguments=arguments
+            folder=Path(name),
+            environment=dict(os.environ),
+            device_type=device_type,
+            timeout_s=timeout_s,
+            function=function,
+            arguments=arguments,
         )
         with _started(num_ranks, job) as workers:
             results = _collected(workers, timeout_s)
@@ -103,6 +110,8 @@ def _started(num_ranks: int, job: _Job) -> Iterator[list[_Worker]]:
     """The ranks, running; they are ended on the way out."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *_PRELOADED, job.function.__module__])
+    with _imports_as_here():
+        forkserver.ensure_running()
     workers: list[_Worker] = []
     try:
         for rank in range(num_ranks):
@@ -122,10 +131,32 @@ def _started(num_ranks: int, job: _Job) -> Iterator[list[_Worker]]:
             worker.connection.close()
 
 
+@contextlib.contextmanager
+def _imports_as_here() -> Iterator[None]:
+    """Makes a Python that is started inside import what this one would.
+
+    The fork server of Python 3.12 and older does not take over sys.path: it would import from the working directory
+    first, and not find what is elsewhere.
+    """
+    before = dict(os.environ)
+    os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        for name in ("PYTHONPATH", "PYTHONSAFEPATH"):
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
+
+
 def _main(rank: int, num_ranks: int, connection: Connection, stderr: Path, job: _Job) -> None:
     """A rank's life: it joins, works, sends its outcome, and keeps its sockets open until it is ended."""
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     try:
+        os.environ.clear()
+        os.environ.update(job.environment)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
         _join(rank, num_ranks, job)
         with guard():

@@ -14,10 +14,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from tpplan.commands._output import write
 from tpplan.commands._pins import with_files
-from tpplan.errors import TpplanError
+from tpplan.errors import InternalError, TpplanError, UsageError
+from tpplan.escapes import escaped_lines
 from tpplan.garbage import rarely_collected
-from tpplan.load import UserCodeError
+from tpplan.load import HF_PREFIX, TRUST_FLAG, UserCodeError, trusted
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -29,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parse(with_files(sys.argv[1:] if argv is None else argv))
     except TpplanError as error:
         return _explain(error)
-    logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="tpplan: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Escaping("tpplan: %(message)s"))
+    logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, handlers=[handler])
     try:
         with rarely_collected():
             code: int = args.run(args)
@@ -39,15 +43,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except KeyboardInterrupt:
-        print("tpplan: interrupted", file=sys.stderr)
+        write("tpplan: interrupted\n", to_stderr=True)
         return _INTERRUPTED
     except TpplanError as error:
         return _explain(error)
     except Exception:
-        traceback.print_exc()
-        print("tpplan: this is a bug in tpplan: please report it with the lines above", file=sys.stderr)
+        bug = "tpplan: this is a bug in tpplan: please report it with the lines above and what `tpplan doctor` prints"
+        write(f"{traceback.format_exc()}{bug}\n", to_stderr=True)
         return 1
     return code
+
+
+class _Escaping(logging.Formatter):
+    """Formats a log line, in which a plan may be quoted, as a command prints."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line without what a terminal would obey."""
+        return escaped_lines(super().format(record))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -59,14 +71,18 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.words += rest
+    if vars(args).get("trust_remote_code"):
+        _trust(args)
     return args
 
 
 def _explain(error: TpplanError) -> int:
     """The error on stderr, after the user's own traceback where their code raised it. Returns its exit code."""
     if isinstance(error, UserCodeError):
-        print(error.user_traceback, file=sys.stderr)
-    print(f"tpplan: error: {error}", file=sys.stderr)
+        write(f"{error.user_traceback}\n", to_stderr=True)
+    if isinstance(error, InternalError):
+        write("".join(traceback.format_exception(error)), to_stderr=True)
+    write(f"tpplan: error: {error}\n", to_stderr=True)
     return error.exit_code
 
 
@@ -79,4 +95,18 @@ def _parser() -> argparse.ArgumentParser:
     for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
         if not module.name.startswith("_"):
             importlib.import_module(f"{__name__}.{module.name}").add_parser(subparsers)
+    for verb in subparsers.choices.values():
+        if {"model", "words"} & {action.dest for action in verb._actions}:
+            verb.add_argument(TRUST_FLAG, action="store_true", help="run the code that hf:path/config.json names")
     return parser
+
+
+def _trust(args: argparse.Namespace) -> None:
+    """Marks the model as one whose configuration may run code. Raises UsageError where that is no configuration."""
+    if "model" in vars(args):
+        args.model = trusted(args.model)
+        return
+    marked = [trusted(word) if word.startswith(HF_PREFIX) else word for word in args.words]
+    if marked == args.words:
+        raise UsageError(f"{TRUST_FLAG}: it is for {HF_PREFIX}path/config.json")
+    args.words = marked

@@ -1,11 +1,9 @@
 """How the plans of `tpplan solve --top N` are printed: what each is, what it costs more than the best, and why."""
 
-import json
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tpplan.commands._output import aligned, folded
+from tpplan.commands._output import aligned, folded, write_json
 from tpplan.pins import Style
 from tpplan.plan import Plan
 from tpplan.report import as_data, gib
@@ -84,4 +82,4 @@ def _why(first: Plan, other: Plan) -> str:
 def print_kinds_as_data(plan: Plan, kinds: "Sequence[Kind]") -> None:
     """The best plan as ever, and all kinds under "kinds"."""
     data = as_data(plan) | {"kinds": [{"styles": sorted(map(str, k.styles)), "plan": as_data(k.plan)} for k in kinds]}
-    sys.stdout.write(json.dumps(data, indent=2, sort_keys=True) + "\n")
+    write_json(data)

@@ -5,7 +5,9 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
+from tpplan.escapes import escaped_lines
 from tpplan.plan import Plan
 from tpplan.report import DEFAULT_WIDTH, as_data, render
 
@@ -14,9 +16,28 @@ _MAX_WIDTH = 120
 _MIN_WIDTH = 40
 
 
+def write(text: str, *, to_stderr: bool = False, is_styled: bool = False) -> None:
+    """Writes text to stdout, or stderr: the one place where a command prints. What a terminal would obey is escaped,
+    unless it is styled, by a report that has escaped what it holds."""
+    stream = sys.stderr if to_stderr else sys.stdout
+    encoding = stream.encoding or "utf-8"
+    safe = text if is_styled else escaped_lines(text)
+    stream.write(safe.encode(encoding, errors="backslashreplace").decode(encoding))
+
+
+def write_json(data: object, *, sort_keys: bool = True) -> None:
+    """Writes data to stdout as JSON; DEL, which JSON may hold, as its escape."""
+    write(json.dumps(data, indent=2, sort_keys=sort_keys).replace("\x7f", "\\u007f") + "\n")
+
+
+def wrote(path: Path, more: str = "") -> None:
+    """Says on stderr which file there is now."""
+    write(f"wrote {path}{more}\n", to_stderr=True)
+
+
 def print_lines(lines_of: Callable[[int], Sequence[str]]) -> None:
     """Writes lines to stdout, made for the terminal's width where there is one."""
-    sys.stdout.write("\n".join(lines_of(terminal_width())) + "\n")
+    write("\n".join(lines_of(terminal_width())) + "\n")
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
@@ -47,7 +68,6 @@ def terminal_width() -> int:
 def print_plan(plan: Plan, *, as_json: bool) -> None:
     """Writes a plan to stdout: as JSON, or as the report, coloured and as wide as the terminal where it is one."""
     if as_json:
-        text = json.dumps(as_data(plan), indent=2, sort_keys=True) + "\n"
+        write_json(as_data(plan))
     else:
-        text = render(plan, width=terminal_width(), color=sys.stdout.isatty())
-    sys.stdout.write(text)
+        write(render(plan, width=terminal_width(), color=sys.stdout.isatty()), is_styled=True)

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpplan.errors import UsageError
+from tpplan.files import read_text
 from tpplan.pins import KNOWN_STYLES, parse_pins, split_pin
-from tpplan.strict import read_json
+from tpplan.strict import MAX_INTEGER, read_json
 
 if TYPE_CHECKING:
     from argparse import _ActionsContainer
@@ -69,11 +70,13 @@ def _words(path: Path) -> Iterator[str]:
             case dict() if key == "pins":
                 for pattern, style in value.items():
                     if not isinstance(style, str):
-                        raise UsageError(f"{path}: pins.{pattern}: expected the name of a style, got {style!r}")
+                        raise UsageError(f"{path}: pins.{pattern}: expected the name of a style, got {style!r:.80}")
                     yield f"--pin={pattern}={style}"
             case bool():
                 if value:
                     yield f"--{key}"
+            case int() if abs(value) > MAX_INTEGER:
+                raise UsageError(f"{path}: {key}: expected a number below 2^63")
             case str() | int() | float() if key != "pins":
                 yield f"--{key}={value}"
             case _:
@@ -83,11 +86,12 @@ def _words(path: Path) -> Iterator[str]:
 def _read(path: Path) -> object:
     if path.suffix == ".json":
         return read_json(path, origin=str(path), error=UsageError)
+    text = read_text(path, error=UsageError, origin=str(path))
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise UsageError(f"{path}: not valid TOML: tables and arrays stand in each other too deep") from None
+    except ValueError as error:  # besides TOML's own, that of a number with very many digits
         raise UsageError(f"{path}: not valid TOML: {error}") from error
 
 

@@ -5,19 +5,18 @@ anew: for --why-not on the plan's mesh with all else chosen again, for --shadow-
 """
 
 import argparse
-import json
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tpplan.commands._output import aligned, folded, print_lines, terminal_width
+from tpplan.commands._output import aligned, folded, print_lines, terminal_width, write_json
 from tpplan.commands._pins import add_pins, pins_of
 from tpplan.commands.solve import count
 from tpplan.errors import InfeasibleError, ModelError, UsageError
+from tpplan.escapes import escaped_data
 from tpplan.layer_table import layer_rows
-from tpplan.load import ModelSpec, load_model_file
+from tpplan.load import HF_PREFIX, HF_TRUSTED_PREFIX, ModelSpec, load_model_file
 from tpplan.pins import parse_pin
 from tpplan.plan import Plan
 from tpplan.profile import Collective, HardwareProfile, load_profile
@@ -72,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     data: dict[str, object] = {}
     lines: list[str] = []
     if pattern is not None:
-        rows = layer_rows(plan, lambda module: _matches(plan, pattern, module), terminal_width() - 2)
+        shown = escaped_data(plan)
+        rows = layer_rows(shown, lambda module: _matches(shown, pattern, module), terminal_width() - 2)
         if not rows:
             raise UsageError(f"{args.plan}: no module {pattern!r} owns parameters or converts what crosses it")
         data["modules"] = [" ".join(row.split()) for row in rows[1:]]
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         except ModelError as error:
             raise model.locate(error) from error
     if args.json:
-        sys.stdout.write(json.dumps(data, indent=2, sort_keys=True) + "\n")
+        write_json(data)
     else:
         print_lines(lambda width: [part for line in lines for part in folded(line, width)])
     return code
@@ -94,7 +94,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _sorted_words(words: Sequence[str]) -> tuple[str | None, str | None]:
     """The pattern and the model among the words: the model is the one with .py or hf: in it."""
-    models = [word for word in words if re.search(r"\.py(:\w+)?$", word) or word.startswith("hf:")]
+    models = [
+        word for word in words if re.search(r"\.py(:\w+)?$", word) or word.startswith((HF_PREFIX, HF_TRUSTED_PREFIX))
+    ]
     patterns = [word for word in words if word not in models]
     if len(models) > 1 or len(patterns) > 1:
         raise UsageError(f"explain: expected one pattern of modules and one model, got {' '.join(words)}")

@@ -3,10 +3,11 @@ words for it. It is proven for the model first.
 """
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tpplan.commands._output import write, wrote
+from tpplan.commands.solve import check_output
 from tpplan.errors import ModelError
 from tpplan.files import write_atomically
 from tpplan.load import load_model_file
@@ -30,14 +31,15 @@ def run(args: argparse.Namespace) -> int:
     """Writes the file."""
     from tpplan.exporters import export
 
+    check_output(args.output)
     plan, spec = Plan.load(args.plan), load_model_file(args.model)
     try:
         text = export(plan, spec.build_model, spec.example_inputs, loss=spec.loss, to=args.to)
     except ModelError as error:
         raise spec.locate(error) from error
     if args.output is None:
-        sys.stdout.write(text)
+        write(text)
     else:
         write_atomically(args.output, text)
-        print(f"wrote {args.output}", file=sys.stderr)
+        wrote(args.output)
     return 0

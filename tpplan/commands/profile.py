@@ -11,7 +11,6 @@ Finished sections are kept in FILE.partial until all are: the same command goes 
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -21,12 +20,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tpplan.commands._output import write, write_json, wrote
 from tpplan.commands._progress import Report, bars
 from tpplan.errors import ProfileError, UsageError
-from tpplan.files import unwritable, write_atomically
+from tpplan.files import is_written_in_place, unwritable, write_atomically
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.profile_check import warnings
 from tpplan.profile_report import DEFAULT_WIDTH, as_data, render, to_html
+from tpplan.strict import MOST
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -82,12 +83,12 @@ def run_check(args: argparse.Namespace) -> int:
     found = warnings(profile)
     if args.json:
         content = {"name": profile.name, "fingerprint": profile.fingerprint, "warnings": found}
-        print(json.dumps(content, indent=2))
+        write_json(content, sort_keys=False)
         return 0
     for warning in found:
-        print(f"warning: {warning}")
+        write(f"warning: {warning}\n")
     count = "no warnings" if not found else f"{len(found)} warning{'s' if len(found) > 1 else ''}"
-    print(f"{args.profile}: valid, {count} ({profile.name}, {profile.fingerprint[:12]})")
+    write(f"{args.profile}: valid, {count} ({profile.name}, {profile.fingerprint[:12]})\n")
     return 0
 
 
@@ -96,20 +97,20 @@ def run_show(args: argparse.Namespace) -> int:
     profile = load_profile(args.profile)
     if args.html is not None:
         _check_writable(args.html)
-        write_atomically(args.html, to_html(profile))
+        write_atomically(args.html, to_html(profile), error=ProfileError)
     _print_profile(profile, as_json=args.json)
     if args.html is not None:
-        print(f"wrote {args.html}", file=sys.stderr)
+        wrote(args.html)
     return 0
 
 
 def _print_profile(profile: HardwareProfile, *, as_json: bool = False) -> None:
     if as_json:
-        text = json.dumps(as_data(profile), indent=2) + "\n"
+        write_json(as_data(profile), sort_keys=False)
     else:
         columns = shutil.get_terminal_size(fallback=(DEFAULT_WIDTH, 0)).columns
         text = render(profile, width=max(_MIN_WIDTH, min(columns, _MAX_WIDTH)), color=sys.stdout.isatty())
-    sys.stdout.write(text)
+        write(text, is_styled=True)
 
 
 # --- measure -------------------------------------------------------------------------------------------------------
@@ -120,20 +121,36 @@ def run_measure(args: argparse.Namespace) -> int:
     if args.output is None:
         raise UsageError("profile: expected -o FILE to measure this machine, or check FILE, or show FILE")
     _check_writable(args.output)
-    partial = args.output.with_name(args.output.name + ".partial")
+    partial = _partial_of(args.output)
     start = time.perf_counter()
     with _device(args.device) as device, bars(_SECTION_COLUMNS, is_shown=_is_first_rank(), stays=True) as progress:
         profile = _measure(args, device, partial, progress)
     if not _is_first_rank():
         return 0
-    write_atomically(args.output, profile.dumps())
-    partial.unlink(missing_ok=True)
-    _print_profile(load_profile(args.output))
-    print(f"wrote {args.output} after {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    write_atomically(args.output, profile.dumps(), error=ProfileError)
+    if partial is not None:
+        partial.unlink(missing_ok=True)
+    _print_profile(profile)
+    wrote(args.output, f" after {time.perf_counter() - start:.0f} s")
     return 0
 
 
-def _measure(args: argparse.Namespace, device: "torch.device", partial: Path, progress: Report) -> HardwareProfile:
+def _partial_of(output: Path) -> Path | None:
+    """Where finished sections are kept; nowhere where the output is a device or a pipe, beside which nothing is put.
+
+    Raises ProfileError where what has that name is no file.
+    """
+    if is_written_in_place(output):
+        return None
+    partial = output.with_name(output.name + ".partial")
+    if partial.exists() and not partial.is_file():
+        raise ProfileError(f"{partial}: finished sections are kept there, and it is no regular file: remove it")
+    return partial
+
+
+def _measure(
+    args: argparse.Namespace, device: "torch.device", partial: Path | None, progress: Report
+) -> HardwareProfile:
     from tpplan.survey import measure_machine, survey_of
 
     return measure_machine(
@@ -142,7 +159,7 @@ def _measure(args: argparse.Namespace, device: "torch.device", partial: Path, pr
         budget_s=args.budget,
         notes=args.note,
         partial=partial,
-        say=lambda text: print(f"tpplan: {text}", file=sys.stderr),
+        say=lambda text: write(f"tpplan: {text}\n", to_stderr=True),
     )
 
 
@@ -187,6 +204,6 @@ def _check_writable(path: Path) -> None:
 def duration(text: str) -> float:
     """Seconds of 90, 90s, 5m or 1h."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
-    if match is None or float(match[1]) == 0:
+    if match is None or not 0 < float(match[1]) <= MOST:
         raise argparse.ArgumentTypeError(f"expected a time above 0 such as 90s, 5m or 1h, got {text!r}")
     return float(match[1]) * _SECONDS_PER_UNIT[match[2]]

@@ -4,22 +4,21 @@ GPUs are tried in nodes of 1, 2, 4, ... (and 1, 2, 4, ... of a node) until the t
 """
 
 import argparse
-import json
 import math
 import re
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tpplan.commands._output import aligned, folded, print_lines
+from tpplan.commands._output import aligned, folded, print_lines, write_json
 from tpplan.commands._pins import add_pins, pins_of
 from tpplan.commands._progress import bars
-from tpplan.commands.solve import STAGE_COLUMNS, add_training, count, num_bytes, training_options
+from tpplan.commands.solve import STAGE_COLUMNS, add_training, count, gpu_count, num_bytes, training_options
 from tpplan.errors import InfeasibleError, ModelError, UsageError
 from tpplan.load import load_model_file
 from tpplan.plan import Recompute
 from tpplan.profile import load_profile
 from tpplan.report import gib
+from tpplan.strict import MOST
 from tpplan.units import format_seconds
 
 if TYPE_CHECKING:
@@ -55,8 +54,8 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
         "--profile", action="append", required=True, metavar="NAME", help="a profile or its path; several are compared"
     )
     machine.add_argument("--gpus", type=_counts, metavar="N,N,...", help="the counts to try, instead of doubling")
-    machine.add_argument("--max-gpus", type=count, metavar="N", help=f"the most to try (with a target: {_MOST})")
-    machine.add_argument("--gpus-per-node", type=count, metavar="N", help="default: the profile's")
+    machine.add_argument("--max-gpus", type=gpu_count, metavar="N", help=f"the most to try (with a target: {_MOST})")
+    machine.add_argument("--gpus-per-node", type=gpu_count, metavar="N", help="default: the profile's")
     machine.add_argument("--memory-limit", type=num_bytes, metavar="SIZE", help="per GPU, such as 70GiB")
     target = parser.add_argument_group("target")
     target.add_argument("--target-tokens-per-day", type=_amount, metavar="N", help="such as 50e9")
@@ -105,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     except ModelError as error:
         raise model.locate(error) from error
     if args.json:
-        sys.stdout.write(json.dumps(_as_data(rows, target, args.tokens), indent=2, sort_keys=True) + "\n")
+        write_json(_as_data(rows, target, args.tokens))
     else:
         print_lines(lambda width: _lines(rows, target, args.tokens, width))
     return 0 if _answers(rows, target) else InfeasibleError.exit_code
@@ -248,7 +247,7 @@ def _as_data(rows: Sequence["Sized"], target: float | None, tokens: float | None
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(sorted({count(part) for part in text.split(",")}))
+    return tuple(sorted({gpu_count(part) for part in text.split(",")}))
 
 
 def _amount(text: str) -> float:
@@ -257,14 +256,14 @@ def _amount(text: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise argparse.ArgumentTypeError(f"expected a number above 0 such as 50e9, got {text!r}")
+    if not 0 < number <= MOST:
+        raise argparse.ArgumentTypeError(f"expected a number above 0 such as 50e9, got {text!r:.80}")
     return number
 
 
 def _span(text: str) -> float:
     """Seconds of 12h, 30d or 2w."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([hdw])", text)
-    if match is None or float(match[1]) == 0:
+    if match is None or not 0 < float(match[1]) <= MOST:
         raise argparse.ArgumentTypeError(f"expected a time such as 12h, 30d or 2w, got {text!r}")
     return float(match[1]) * _SPANS[match[2]]

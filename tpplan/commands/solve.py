@@ -2,23 +2,23 @@
 
 import argparse
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpplan.commands._kinds import kind_lines, print_kinds_as_data
-from tpplan.commands._output import print_lines, print_plan
+from tpplan.commands._output import print_lines, print_plan, wrote
 from tpplan.commands._pins import add_pins, pins_of
 from tpplan.commands._progress import bars
 from tpplan.errors import ModelError, PlanError, UsageError
 from tpplan.files import unwritable
 from tpplan.load import ModelSpec, load_model_file
-from tpplan.mesh import meshes
+from tpplan.mesh import MAX_COUNT, MAX_GPUS, meshes
 from tpplan.optimizers import OPTIMIZERS, optimizer_named
 from tpplan.plan import Plan, Precision, Recompute
 from tpplan.profile import HardwareProfile, load_profile
 from tpplan.solvers import SOLVERS
+from tpplan.strict import MOST
 from tpplan.units import GIB, KIB, MIB
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: the longest name of a stage of planning
 STAGE_COLUMNS = 6
+#: digits of a number on the command line that are read; with more it is too large anyway
+_MOST_DIGITS = 100
 _SIZE_UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 _EPILOG = """\
@@ -58,9 +60,11 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def _add_machine(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--gpus", type=count, required=True, metavar="N", help="GPUs to plan for, fewer where faster")
+    group.add_argument(
+        "--gpus", type=gpu_count, required=True, metavar="N", help="GPUs to plan for, fewer where faster"
+    )
     group.add_argument("--all-gpus", action="store_true", help="use every one of them")
-    group.add_argument("--gpus-per-node", type=count, metavar="N", help="default: the profile's, at most --gpus")
+    group.add_argument("--gpus-per-node", type=gpu_count, metavar="N", help="default: the profile's, at most --gpus")
     group.add_argument("--profile", required=True, metavar="NAME", help="a shipped profile, or the path of one")
     group.add_argument("--memory-limit", type=num_bytes, metavar="SIZE", help="per GPU, such as 70GiB")
 
@@ -72,9 +76,9 @@ def add_training(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--micro-batch",
         type=micro_batch,
-        default=1,
+        default="auto",
         metavar="N",
-        help="sequences at once (default: 1), or auto: decided too, for which each size is traced",
+        help="sequences at once on a rank (default: auto, decided too)",
     )
     group.add_argument(
         "--precision", choices=[str(p) for p in Precision], help="default: bf16-mixed on GPUs, else fp32"
@@ -140,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     if args.top > 1 and not args.json:
         print_lines(lambda width: ["", *kind_lines(kinds, width)])
     for path in written:
-        print(f"wrote {path}", file=sys.stderr)
+        wrote(path)
     return 0
 
 
@@ -217,10 +221,19 @@ def _check_degrees(args: argparse.Namespace) -> None:
 
 
 def count(text: str) -> int:
-    """A whole number from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
-    return int(text)
+    """A whole number from 1 to MAX_COUNT."""
+    if not text.isdecimal() or (number := int(text[:_MOST_DIGITS])) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r:.80}")
+    if number > MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"expected at most {MAX_COUNT}, got {text!r:.80}")
+    return number
+
+
+def gpu_count(text: str) -> int:
+    """A whole number from 1 to MAX_GPUS."""
+    if count(text) > MAX_GPUS:
+        raise argparse.ArgumentTypeError(f"expected at most {MAX_GPUS} GPUs, got {text!r:.80}")
+    return count(text)
 
 
 def micro_batch(text: str) -> int | str:
@@ -239,8 +252,8 @@ def optimizer(text: str) -> str:
 
 def seconds(text: str) -> float:
     """A positive number."""
-    if not re.fullmatch(r"\d+(\.\d+)?", text) or float(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected seconds greater than 0, got {text!r}")
+    if not re.fullmatch(r"\d+(\.\d+)?", text) or not 0 < float(text) <= MOST:
+        raise argparse.ArgumentTypeError(f"expected seconds greater than 0, got {text!r:.80}")
     return float(text)
 
 
@@ -248,7 +261,7 @@ def num_bytes(text: str) -> float:
     """A size with its unit, such as 70GiB, 80 GB or 512MiB, in bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", text)
     units = {unit.lower(): size for unit, size in _SIZE_UNITS.items()}
-    if match is None or match[2].lower() not in units or float(match[1]) == 0:
+    if match is None or match[2].lower() not in units or not 0 < float(match[1]) <= MOST:
         shown = ", ".join(_SIZE_UNITS)
-        raise argparse.ArgumentTypeError(f"expected a size with its unit ({shown}) such as 70GiB, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a size with its unit ({shown}) such as 70GiB, got {text!r:.80}")
     return float(match[1]) * units[match[2].lower()]

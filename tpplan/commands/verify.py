@@ -3,13 +3,12 @@ is issued. `--dry` does all but the values on a fake process group of the plan's
 """
 
 import argparse
-import json
-import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.commands._output import print_lines
-from tpplan.commands.solve import count
+from tpplan.commands._output import print_lines, write_json, wrote
+from tpplan.commands.solve import check_output, count
 from tpplan.errors import UsageError, VerificationError
 
 if TYPE_CHECKING:
@@ -19,7 +18,8 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 model.py (or model.py:BUILDER, hf:path/config.json) is what the plan was made for. Exit code 4 if a check fails; what
-differs stands below it, the first layer first. On fewer ranks than the plan has, its choices are run by name on a mesh
+differs stands below it, the first layer first. With -o a plan that was edited, or was written before proofs were
+hashed, is written with its proof of now. On fewer ranks than the plan has, its choices are run by name on a mesh
 whose degrees divide the plan's.
 """
 
@@ -40,6 +40,9 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument("--ranks", type=count, metavar="N", help="processes to start (default: the plan's, at most 4)")
     parser.add_argument("--layers", type=count, metavar="N", help="keep the first N layers of each repeated block")
     parser.add_argument("--dry", action="store_true", help="one rank on fake tensors, at the plan's real size")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write the plan with its proof here, if all checks pass"
+    )
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for ranks to finish in")
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
 
@@ -50,14 +53,28 @@ def run(args: argparse.Namespace) -> int:
 
     if args.dry and args.ranks is not None:
         raise UsageError("verify: --dry starts no ranks: leave out --ranks")
+    check_output(args.output)
     report = verify_plan(
-        args.plan, args.model, ranks=args.ranks, layers=args.layers, dry=args.dry, timeout_s=args.timeout
+        args.plan,
+        args.model,
+        ranks=args.ranks,
+        layers=args.layers,
+        dry=args.dry,
+        mend=args.output is not None,
+        timeout_s=args.timeout,
     )
     if args.json:
-        data = asdict(report) | {"is_right": report.is_right}
-        sys.stdout.write(json.dumps(data, indent=2, sort_keys=True) + "\n")
+        data = {
+            "ran": report.ran,
+            "checks": [asdict(check) for check in report.checks],
+            "is_right": report.is_right,
+        }
+        write_json(data)
     else:
         print_lines(lambda width: _lines(report))
+    if report.is_right and report.mended is not None:
+        report.mended.dump(args.output)
+        wrote(args.output)
     return 0 if report.is_right else VerificationError.exit_code
 
 

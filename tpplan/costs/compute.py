@@ -22,6 +22,8 @@ from tpplan.graph import Argument, Ref, Value
 from tpplan.layout import Layout, R, local_shape
 from tpplan.opaque import Observed, Ran
 from tpplan.rules import OPAQUE, Call, Strategy, localized_arguments
+from tpplan.torch_internals.operators import is_op
+from tpplan.torch_internals.tensors import storage_key
 from tpplan.units import DTYPE_BYTES
 
 T = TypeVar("T")
@@ -162,7 +164,7 @@ def _kernels_of(ran: Ran) -> tuple[Kernel, ...]:
     if "flex_attention" in name:
         is_backward = "backward" in name
         return (log.attention(name, (None, *ran.args[:3]) if is_backward else ran.args),)
-    if not isinstance(ran.op, torch._ops.OpOverload):
+    if not is_op(ran.op):
         return (MemoryBound(num_bytes=num_bytes),)
     if not _runs(ran, log):
         return () if is_view(ran.op) else (MemoryBound(num_bytes=num_bytes),)
@@ -172,8 +174,8 @@ def _kernels_of(ran: Ran) -> tuple[Kernel, ...]:
 def _is_guess(ran: Ran) -> bool:
     """True for an operator that computes tensors by kernels that are not seen. Functions of loops and choices are seen,
     beside their own."""
-    is_op = isinstance(ran.op, torch._ops.OpOverload) and "flex_attention" not in str(ran.op)
-    return is_op and bool(ran.results) and not is_view(ran.op) and not _runs(ran, contextlib.nullcontext())
+    is_seen = is_op(ran.op) and "flex_attention" not in str(ran.op)
+    return is_seen and bool(ran.results) and not is_view(ran.op) and not _runs(ran, contextlib.nullcontext())
 
 
 def _runs(ran: Ran, log: contextlib.AbstractContextManager[object]) -> bool:
@@ -272,7 +274,7 @@ def _gradient(found: torch.Tensor | None, given: list[torch.Tensor]) -> Gradient
     if found is None:
         return None
     storage = found.untyped_storage()
-    is_view = any(tensor.untyped_storage()._cdata == storage._cdata for tensor in given)
+    is_view = any(storage_key(tensor) == storage_key(found) for tensor in given)
     return Gradient(storage.nbytes(), is_view)
 
 
@@ -299,12 +301,11 @@ def _execution(
     operands: list[torch.Tensor],
     results: list[torch.Tensor],
 ) -> Execution:
-    def storage(tensor: torch.Tensor) -> int:
-        return int(tensor.untyped_storage()._cdata)
-
-    kept = {storage(tensor): tensor for tensor in saved}
-    own = {storage(operand): i for i, operand in reversed(list(enumerate(operands)))}
-    made = {storage(result): i for i, result in reversed(list(enumerate(results))) if storage(result) not in own}
+    kept = {storage_key(tensor): tensor for tensor in saved}
+    own = {storage_key(operand): i for i, operand in reversed(list(enumerate(operands)))}
+    made = {
+        storage_key(result): i for i, result in reversed(list(enumerate(results))) if storage_key(result) not in own
+    }
     extra = [tensor for key, tensor in kept.items() if key not in own and key not in made]
     return Execution(
         forward=forward,

@@ -9,10 +9,11 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpplan.profile import AttentionSizes, Estimate, HardwareProfile
 from tpplan.storages import Storages
+from tpplan.torch_internals.operators import gives_views
+from tpplan.torch_internals.recording import TorchDispatchMode
 from tpplan.units import DTYPE_BYTES
 
 
@@ -144,8 +145,7 @@ def is_view(func: Any) -> bool:
     """True for an operator that launches nothing: a view, or memory that is not filled."""
     if str(func) in _VIEW_LIKE:
         return True
-    returns = func._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return gives_views(func)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> Matmul:

@@ -6,12 +6,13 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from tpplan.convert import Converter, TpGroup, local_rows, mask_rows
 from tpplan.layout import ROWS, Conversion, local_shape
 from tpplan.storages import Storages
+from tpplan.torch_internals.operators import collectives
+from tpplan.torch_internals.pytree import tree_map_only
+from tpplan.torch_internals.recording import TorchDispatchMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class _Log(TorchDispatchMode):
         self.made = Storages(without=[given])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops._c10d_functional.wait_tensor.default:  # on meta tensors it makes a new one
+        if func is collectives().wait_tensor.default:  # on meta tensors it makes a new one
             return args[0]
         result = func(*args, **(kwargs or {}))
         tree_map_only(torch.Tensor, self.made.add, result)

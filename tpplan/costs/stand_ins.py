@@ -10,6 +10,7 @@ from tpplan.layout import LayoutKind
 from tpplan.losses import vocabulary_parallel
 from tpplan.rules import Call, Strategy
 from tpplan.rules.matmul import GROUPED_PRODUCTS
+from tpplan.torch_internals.operators import efficient_attention, flash_attention
 
 
 def callable_of(call: Call, strategy: Strategy) -> Callable[..., Any]:
@@ -47,14 +48,12 @@ def fused_attention(
     if query.dim() != 4 or key.shape[1] != value.shape[1]:
         return torch.ops.aten.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal)
     if attn_mask is None:
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
+        return flash_attention(query, key, value, dropout_p, is_causal)
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
     bias = attn_mask.to(query.dtype) if attn_mask.dtype == torch.bool else attn_mask
     bias = bias.expand(*query.shape[:-1], key.shape[-2])
-    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal)[
-        0
-    ]
+    return efficient_attention(query, key, value, bias, dropout_p, is_causal)
 
 
 def fused_rms_norm(

@@ -6,6 +6,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from keyword import iskeyword
 from math import prod
 from typing import Any
 
@@ -87,9 +88,9 @@ def _docstring(plan: Plan) -> str:
         num_gpus=plan.mesh.num_gpus,
         mesh=plan.mesh,
         usage=_USAGE + (_LOSS_PARALLEL if is_split else ""),
-        version=plan.tpplan_version,
+        version=_escaped(plan.tpplan_version),
         hash=plan.hash.partition(":")[2][:12],
-        torch=plan.torch_version,
+        torch=_escaped(plan.torch_version),
         micro_batch=plan.batch.micro_batch,
         seq_len=plan.batch.seq_len,
         steps=plan.batch.accumulation_steps,
@@ -173,7 +174,9 @@ def _style_lines(plan: Plan, styles: Styles) -> Iterator[str]:
         yield from ("for name in frozen:", "    model.get_parameter(name).requires_grad_(False)")
     for name, alias in styles.ties:
         owner, _, attribute = alias.rpartition(".")
-        yield f'model.get_submodule("{owner}").{attribute} = model.get_parameter("{name}")'
+        module, value = f"model.get_submodule({quoted(owner)})", f"model.get_parameter({quoted(name)})"
+        is_plain = attribute.isascii() and attribute.isidentifier() and not iskeyword(attribute)
+        yield f"{module}.{attribute} = {value}" if is_plain else f"setattr({module}, {quoted(attribute)}, {value})"
     is_summed = any(style.startswith("SequenceParallel") for style in styles.layers.values())
     if is_summed and not uses_fsdp(plan.mesh, plan.precision):  # FSDP2 does it
         yield "sum_gradients(model)"
@@ -195,9 +198,9 @@ def _dict_lines(plan: Plan, table: str, found: Mapping[str, str]) -> Iterator[st
     for indices, styles in loops.items():
         yield f"for i in {_range_text(indices)}:"
         for key, style in styles.items():
-            yield f'    {table}[f"{_with_index(key)}"] = {style}'
+            yield f"    {table}[f{_with_index(key)}] = {style}"
     for name, style in alone.items():
-        yield f'{table}["{name}"] = {style}'
+        yield f"{table}[{quoted(name)}] = {style}"
 
 
 def _in_block(plan: Plan, name: str) -> tuple[str, int | None]:
@@ -213,8 +216,20 @@ def _in_block(plan: Plan, name: str) -> tuple[str, int | None]:
 
 
 def _with_index(key: str) -> str:
-    """A pattern as an f-string of the index i."""
-    return key.replace("*", "{i}", 1)
+    """A pattern as what stands behind the f of an f-string of the index i."""
+    parts = [part.replace("{", "{{").replace("}", "}}") for part in key.split(".")]
+    parts[parts.index("*")] = "{i}"
+    return quoted(".".join(parts))
+
+
+def quoted(text: str) -> str:
+    """A string as Python in double quotes, whatever it holds: a file is ASCII, and a name ends where it should."""
+    return f'"{_escaped(text)}"'
+
+
+def _escaped(text: str) -> str:
+    """Text between double quotes, three of them too."""
+    return text.encode("unicode_escape").decode("ascii").replace('"', '\\"')
 
 
 def _range_text(indices: tuple[int, ...]) -> str:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from keyword import iskeyword
 
 from torch import nn
 
@@ -19,6 +20,7 @@ from tpplan.graph import Boundary, Direction
 from tpplan.layout import R_STAR, ROWS, Layout, LayoutKind, P, R, S
 from tpplan.patterns import ROOT
 from tpplan.plan import ParameterPlan, Plan
+from tpplan.torch_internals.modules import own_parameters
 
 
 def export(laid: LaidOut) -> str:
@@ -85,7 +87,7 @@ class _Finder:
 
     def _owners(self) -> Iterator[tuple[str, nn.Module]]:
         for name, module in self.laid.model.named_modules(remove_duplicate=False):
-            if module._parameters:
+            if own_parameters(module):
                 yield name, module
 
     @cached_property
@@ -188,7 +190,7 @@ class _Finder:
             raise ExportError(f"module {name or ROOT}: its calls are laid out in different ways")
         words = []
         for path, crossing in changed.items():
-            if not path.isidentifier() or crossing.source == R_STAR or crossing.target in (P, ROWS):
+            if not path.isidentifier() or iskeyword(path) or crossing.source == R_STAR or crossing.target in (P, ROWS):
                 raise self._no_words(name, crossing)
             is_kept = crossing.target == R_STAR
             layouts = f"{_word(crossing.source)}, {_word(R if is_kept else crossing.target)}"

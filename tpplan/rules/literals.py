@@ -55,9 +55,12 @@ def localized_arguments(call: Call, strategy: Strategy, tp: int) -> tuple[Argume
 
 
 def _local_cuts(call: Call, strategy: Strategy, tp: int) -> dict[int, Argument]:
-    """Sizes of a split, or bounds of a slice, where the dim that is cut is sharded part by part."""
+    """Sizes of a split, or bounds of a slice, where the dim that is cut is sharded part by part. Of a dim that is
+    sharded as it is all is taken, for which a narrow needs to be told a rank's length."""
     layout = strategy.operands[0]
     dim = call.integer((SPLITS | SLICES)[call.target], "dim", 0) % len(call.operands[0].shape)
+    if layout.dim == dim and not layout.parts and call.target == "aten.narrow.default":
+        return {3: local_shape(call.operands[0].shape, layout, tp)[dim]}
     if layout.dim != dim or not layout.parts:
         return {}
     if call.target in SPLITS:

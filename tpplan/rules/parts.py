@@ -76,13 +76,17 @@ def _before(
 
 
 def _sliced(graph: ModelGraph) -> Iterator[Mark]:
-    """Values of which slices are taken: they are cut wherever one begins or ends."""
+    """Values of which slices are taken: they are cut wherever one begins or ends. Slices that are all of a dim, or
+    nothing of it, cut nothing."""
     cuts: dict[tuple[str, int], set[int]] = defaultdict(set)
     for op in graph.ops:
         if op.target in SLICES:
             call = Call.of(graph, op)
             if call.target == "aten.narrow.default" or call.argument(4, "step", 1) == 1:
                 dim = call.integer(SLICES[op.target], "dim", 0) % len(call.operands[0].shape)
-                cuts[op.operands[0], dim].update((0, *slice_bounds(call), call.operands[0].shape[dim]))
+                start, end = slice_bounds(call)
+                if start < end:
+                    cuts[op.operands[0], dim].update((0, start, end, call.operands[0].shape[dim]))
     for (name, dim), bounds in cuts.items():
-        yield name, dim, tuple(end - start for start, end in pairwise(sorted(bounds)))
+        if len(bounds) > 2:
+            yield name, dim, tuple(end - start for start, end in pairwise(sorted(bounds)))

@@ -1,0 +1,480 @@
+"""Layers that look alike and are not: what their code reads past their attributes decides what they do. Each model is
+planned, and equal to one process; a trace that lets the first layer stand for the others is wrong without a word."""
+
+import contextvars
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.nn.functional as F
+from examples import eager_to_shard
+from one_process import relative_errors
+from ranks import run_ranks
+from test_traps import MLP, PLAIN, ROWS, Named, Stack, step
+from torch import Tensor, nn
+
+import tpplan
+from tpplan.plan import Plan, ProofStatus
+from tpplan.trace import trace
+
+NUM_LAYERS = 3
+#: by layer: does it take the softmax of what the ranks may have slices of?
+WHOLE = (False, True, False)
+
+
+def act(h: Tensor, is_whole: bool) -> Tensor:
+    """Something that may run on slices of the hidden dim, or something that may not."""
+    return h.softmax(-1) if is_whole else F.relu(h)
+
+
+@dataclass
+class Choices:
+    """An object that is asked what to do, and counts."""
+
+    asked: int = 0
+    kept: list[Tensor] = field(default_factory=list)
+
+    def next(self) -> bool:
+        self.asked += 1
+        return WHOLE[(self.asked - 1) % NUM_LAYERS]
+
+
+class Residual(MLP):
+    """A layer that leaves nothing on itself."""
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+        return x + self.down(self.between(self.up(x), *rest))
+
+
+class Chain(Stack):
+    """Layers one after the other; `extra` gives what each is passed beside x."""
+
+    layer: type[nn.Module] = Residual
+
+    def __init__(self) -> None:
+        super().__init__(self.layer)
+
+    def extra(self) -> object:
+        return ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.extra()
+        for layer in self.layers:
+            x = layer(x, *given)  # type: ignore[misc]
+        return x.square().mean()
+
+
+class _Object(Residual):
+    def between(self, h: Tensor, *rest: Choices) -> Tensor:  # type: ignore[override]
+        return act(h, rest[0].next())
+
+
+class ObjectGiven(Chain):
+    layer = _Object
+
+    def extra(self) -> object:
+        return (Choices(),)
+
+
+class _Iterator(Residual):
+    def forward(self, x: Tensor, *, choices: Iterator[bool]) -> Tensor:  # type: ignore[override]
+        return x + self.down(act(self.up(x), next(choices)))
+
+
+class IteratorGiven(Chain):
+    layer = _Iterator
+
+    def forward(self, x: Tensor) -> Tensor:
+        choices = iter(WHOLE)
+        for layer in self.layers:
+            x = layer(x, choices=choices)
+        return x.square().mean()
+
+
+class _Holding(Residual):
+    choices: Choices
+
+    def between(self, h: Tensor, *rest: Tensor) -> Tensor:
+        return act(h, self.choices.next())
+
+
+class ObjectShared(Chain):
+    layer = _Holding
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = Choices()
+        for layer in self.layers:
+            layer.choices = shared  # type: ignore[assignment]
+
+
+class _Switch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = itertools.count()
+
+    def forward(self, h: Tensor) -> Tensor:
+        return act(h, WHOLE[next(self.calls) % NUM_LAYERS])
+
+
+class _WithModule(Residual):
+    shared: nn.Module
+
+    def between(self, h: Tensor, *rest: Tensor) -> Tensor:
+        return self.shared(h)
+
+
+class ModuleShared(Chain):
+    layer = _WithModule
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = _Switch()
+        for layer in self.layers:
+            layer.shared = shared
+
+
+class _WithFunction(Residual):
+    function: Callable[[Tensor], Tensor]
+
+    def between(self, h: Tensor, *rest: Tensor) -> Tensor:
+        return self.function(h)
+
+
+class Closure(Chain):
+    layer = _WithFunction
+
+    def __init__(self) -> None:
+        super().__init__()
+        number = 0
+
+        def choose(h: Tensor) -> Tensor:
+            nonlocal number
+            number += 1
+            return act(h, WHOLE[(number - 1) % NUM_LAYERS])
+
+        for layer in self.layers:
+            layer.function = choose  # type: ignore[assignment]
+
+
+QUEUE: list[bool] = []
+
+
+class _OfQueue(Residual):
+    def between(self, h: Tensor, *rest: Tensor) -> Tensor:
+        return act(h, QUEUE.pop(0))
+
+
+class ListOfTheFile(Chain):
+    layer = _OfQueue
+
+    def extra(self) -> object:
+        QUEUE[:] = WHOLE
+        return ()
+
+
+REGISTRY: dict[int, bool] = {}
+
+
+class _ByIdentity(Residual):
+    def between(self, h: Tensor, *rest: Tensor) -> Tensor:
+        return act(h, REGISTRY[id(self)])
+
+
+class TableByIdentity(Chain):
+    layer = _ByIdentity
+
+    def extra(self) -> object:
+        REGISTRY.update({id(layer): is_whole for layer, is_whole in zip(self.layers, WHOLE, strict=True)})
+        return ()
+
+
+class _CountingClass(Residual):
+    calls = 0
+
+    def between(self, h: Tensor, *rest: Tensor) -> Tensor:
+        _CountingClass.calls += 1
+        return act(h, WHOLE[(_CountingClass.calls - 1) % NUM_LAYERS])
+
+
+class ClassAttribute(Chain):
+    layer = _CountingClass
+
+    def extra(self) -> object:
+        _CountingClass.calls = 0
+        return ()
+
+
+class _MutableDefault(Residual):
+    def between(self, h: Tensor, *rest: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006
+        seen.append(0)
+        return act(h, WHOLE[(len(seen) - 1) % NUM_LAYERS])
+
+
+class MutableDefault(Chain):
+    layer = _MutableDefault
+
+
+_LAYER = contextvars.ContextVar("_LAYER", default=0)
+
+
+class _OfContext(Residual):
+    def between(self, h: Tensor, *rest: Tensor) -> Tensor:
+        return act(h, WHOLE[_LAYER.get()])
+
+
+class ContextVariable(Chain):
+    layer = _OfContext
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            _LAYER.set(i)
+            x = layer(x)
+        return x.square().mean()
+
+
+class _OfEnvironment(Residual):
+    def between(self, h: Tensor, *rest: Tensor) -> Tensor:
+        number = int(os.environ["TEST_ALIKE"])
+        os.environ["TEST_ALIKE"] = str(number + 1)
+        return act(h, WHOLE[number])
+
+
+class EnvironmentVariable(Chain):
+    layer = _OfEnvironment
+
+    def extra(self) -> object:
+        os.environ["TEST_ALIKE"] = "0"
+        return ()
+
+
+class _OfGenerator(Residual):
+    def between(self, h: Tensor, *rest: Iterator[bool]) -> Tensor:  # type: ignore[override]
+        return act(h, next(rest[0]))
+
+
+class GeneratorGiven(Chain):
+    layer = _OfGenerator
+
+    def extra(self) -> object:
+        return ((is_whole for is_whole in WHOLE),)
+
+
+class _OfFunctionAttribute(Residual):
+    def between(self, h: Tensor, *rest: Tensor) -> Tensor:
+        act.number = getattr(act, "number", -1) + 1  # type: ignore[attr-defined]
+        return act(h, WHOLE[act.number % NUM_LAYERS])  # type: ignore[attr-defined]
+
+
+class FunctionAttribute(Chain):
+    layer = _OfFunctionAttribute
+
+    def extra(self) -> object:
+        act.number = -1  # type: ignore[attr-defined]
+        return ()
+
+
+class _Scaling(torch.autograd.Function):
+    """A function with a backward of its own that asks an object what to do."""
+
+    @staticmethod
+    def forward(ctx: object, h: Tensor, choices: Choices) -> Tensor:
+        return h - h.mean(-1, keepdim=True) if choices.next() else h * 1.0
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+class _WithOwnBackward(Residual):
+    choices: Choices
+
+    def between(self, h: Tensor, *rest: Tensor) -> Tensor:
+        return F.relu(_Scaling.apply(h, self.choices))
+
+
+class OwnBackward(ObjectShared):
+    layer = _WithOwnBackward
+
+
+class _ByPartial(Residual):
+    function: Callable[[Tensor], Tensor]
+
+    def between(self, h: Tensor, *rest: Tensor) -> Tensor:
+        return self.function(h)
+
+
+class PartialShared(Chain):
+    layer = _ByPartial
+
+    def __init__(self) -> None:
+        super().__init__()
+        choices = Choices()
+        choose = functools.partial(lambda choices, h: act(h, choices.next()), choices)
+        for layer in self.layers:
+            layer.function = choose  # type: ignore[assignment]
+
+
+class _ByAnotherModule(Residual):
+    """Reads what the root keeps for it outside its modules."""
+
+    root: list[nn.Module]
+
+    def between(self, h: Tensor, *rest: Tensor) -> Tensor:
+        number = next(i for i, layer in enumerate(self.root[0].layers) if layer is self)  # type: ignore[arg-type]
+        return act(h, WHOLE[number])
+
+
+class KnowsItsPlace(Chain):
+    layer = _ByAnotherModule
+
+    def __init__(self) -> None:
+        super().__init__()
+        root: list[nn.Module] = [self]
+        for layer in self.layers:
+            layer.root = root  # type: ignore[assignment]
+
+
+class _OtherDims(Residual):
+    """The same op along another dim."""
+
+    choices: Choices
+
+    def between(self, h: Tensor, *rest: Tensor) -> Tensor:
+        return h.softmax(-1 if self.choices.next() else 0)
+
+
+class OtherLiteral(ObjectShared):
+    layer = _OtherDims
+
+
+class _OtherOrder(Residual):
+    """The same ops in another order, on values of one shape."""
+
+    choices: Choices
+
+    def between(self, h: Tensor, *rest: Tensor) -> Tensor:
+        first = F.relu(h)
+        second = h * 2
+        return (first if self.choices.next() else second).exp().log() + 0 * second
+
+
+class OtherOperand(ObjectShared):
+    layer = _OtherOrder
+
+
+class _Leaving(Residual):
+    """What it leaves behind is not on itself."""
+
+    choices: Choices
+
+    def between(self, h: Tensor, *rest: Tensor) -> Tensor:
+        h = F.relu(h)
+        self.choices.kept.append(h.square().mean(0))
+        return h
+
+
+class TensorsLeftInAnObject(ObjectShared):
+    layer = _Leaving
+
+    def forward(self, x: Tensor) -> Tensor:
+        choices = self.layers[0].choices
+        choices.kept.clear()
+        loss = super().forward(x)
+        return loss + sum((i + 1) * h.softmax(-1).square().sum() for i, h in enumerate(choices.kept))
+
+
+class _LeavingLast(Residual):
+    choices: Choices
+
+    def between(self, h: Tensor, *rest: Tensor) -> Tensor:
+        h = F.relu(h)
+        self.choices.kept = [h]
+        return h
+
+
+class LastTensorLeft(ObjectShared):
+    layer = _LeavingLast
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.layers[0].choices.kept[0].softmax(-1).square().mean()
+
+
+class _ReadingWhatWasLeft(Residual):
+    """Each layer but the first reads what the one before it left in an object."""
+
+    choices: Choices
+
+    def between(self, h: Tensor, *rest: Tensor) -> Tensor:
+        kept = self.choices.kept
+        h = F.relu(h) + (kept.pop().softmax(-1) if kept else 0)
+        kept.append(h)
+        return h
+
+
+class TensorsHandedOn(ObjectShared):
+    layer = _ReadingWhatWasLeft
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers[0].choices.kept.clear()
+        return super().forward(x)
+
+
+#: models whose second layer cannot do on slices what the others can
+MODELS = [
+    ObjectGiven, IteratorGiven, ObjectShared, ModuleShared, Closure, ListOfTheFile, TableByIdentity, ClassAttribute,
+    MutableDefault, ContextVariable, EnvironmentVariable, GeneratorGiven, FunctionAttribute, PartialShared,
+    KnowsItsPlace, OtherLiteral,
+]  # fmt: skip
+OTHERS = [OwnBackward, OtherOperand, TensorsLeftInAnObject, LastTensorLeft, TensorsHandedOn]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_what_one_layer_does_decides_for_it_alone(model: type[nn.Module]) -> None:
+    plan = solve(model, {"model.layers.*": "megatron"})
+    _equals_one_process(model, plan)
+
+
+@pytest.mark.parametrize("model", OTHERS, ids=lambda model: model.__name__)
+def test_layers_that_do_something_else_equal_one_process(model: type[nn.Module]) -> None:
+    _equals_one_process(model, solve(model, {}))
+
+
+def test_a_trace_with_siblings_is_that_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever layers stand for others, the graph is the one that tracing each of them gives."""
+    for model in (*MODELS, *OTHERS, Chain):
+        with torch.device("meta"):
+            few, every = Named(model()), Named(model())
+        inputs = {"x": PLAIN["x"]}
+        graph = trace(few, inputs, fresh=lambda model=model: Named(model()).to("meta"))
+        with monkeypatch.context() as patch:
+            patch.setattr("tpplan.siblings.alike_layers", lambda _: [])
+            assert graph.fingerprint == trace(every, inputs).fingerprint, model.__name__
+
+
+def solve(model: type[nn.Module], pins: Mapping[str, str]) -> Plan:
+    """On two ranks that shard what they can."""
+    return tpplan.solve(
+        lambda: Named(model()),
+        lambda batch, seq_len: dict(PLAIN),
+        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
+        global_batch=ROWS,
+        micro_batch=ROWS,
+        seq_len=1,
+        tp=2,
+        precision="fp32",
+        pins=pins,
+    )
+
+
+def _equals_one_process(model: type[nn.Module], plan: Plan) -> None:
+    assert plan.proof.status is ProofStatus.PROVEN
+    loss, gradients = step(model, PLAIN, None)
+    for applied_loss, applied in run_ranks(2, step, model, PLAIN, plan):
+        assert applied_loss == pytest.approx(loss, rel=1e-5)
+        assert applied.keys() == gradients.keys()
+        assert max(relative_errors(applied, gradients).values()) < 1e-5

@@ -1,0 +1,152 @@
+"""The micro-batch is decided: graphs that are grown from two traces, and what is decided on them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from examples import NAMES, eager_to_shard, example, machine
+from torch import Tensor, nn
+
+import tpplan
+from tpplan.costs.compute import Executor
+from tpplan.costs.kernels import Attention, Matmul, MemoryBound, kernel_time
+from tpplan.costs.pace import BestRates, seconds_of_a_sequence
+from tpplan.graph import ModelGraph
+from tpplan.grown import grown
+from tpplan.options import Batch, Cluster, Options
+from tpplan.plan import Plan
+from tpplan.planner import _prepare
+from tpplan.problem import Status
+from tpplan.profile import AttentionSizes, HardwareProfile, load_profile
+
+GLOBAL_BATCH = 16
+
+
+class Doubling(nn.Module):
+    """Runs its second layer once more where the batch is large: no two small traces tell."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.most = most
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x))
+        return (x if x.shape[0] <= self.most else self.second(x)).square().mean()
+
+
+def rows(batch: int, seq_len: int) -> dict[str, Tensor]:
+    return {"x": torch.zeros(batch, seq_len, 64)}
+
+
+def solved(
+    build: Callable[[], nn.Module], inputs: Callable[[int, int], object], profile: HardwareProfile, **options: object
+) -> Plan:
+    given = {"global_batch": GLOBAL_BATCH, "seq_len": 32, "precision": "fp32", **options}
+    cluster = tpplan.Cluster(gpus=2, gpus_per_node=2, profile=profile)
+    return tpplan.solve(build, inputs, cluster=cluster, **given)  # type: ignore[arg-type]
+
+
+def graphs(name: str, *sizes: int) -> list[ModelGraph]:
+    module = example(name)
+    cluster = Cluster(gpus=1, gpus_per_node=1, profile=machine())
+    options = Options(loss=module.loss, unused_outputs=tuple(getattr(module, "unused_outputs", ())))
+    batch = Batch(GLOBAL_BATCH, None, 32)
+    job, _ = _prepare(module.build_model, module.example_inputs, cluster, batch, options, None)
+    return [job.really_traced(size).graph for size in sizes]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_grown_graph_is_that_of_a_trace(name: str) -> None:
+    low, high, traced = graphs(name, 2, 4, 8)
+    assert grown(low, high, (2, 4), 8) == traced
+
+
+def test_graphs_that_differ_in_more_than_sizes_do_not_grow() -> None:
+    low, high = graphs("mlp", 1, 2)
+    other = graphs("llama", 2)[0]
+    assert grown(low, high, (1, 2), 4) is not None
+    assert grown(low, other, (1, 2), 4) is None
+
+
+def test_the_default_decides_what_each_size_alone_does() -> None:
+    """Over every micro-batch that divides the batch, each pinned, the best is what is found without a pin."""
+    module = example("mlp")
+    profile = machine(launch_s=1e-5)
+    options = {"loss": module.loss, "prove": False}
+    plan = solved(module.build_model, module.example_inputs, profile, loss=module.loss)
+    assert plan.solver.status is Status.OPTIMAL
+    pinned = [
+        solved(module.build_model, module.example_inputs, profile, micro_batch=size, **options)
+        for size in (1, 2, 4, 8, 16)
+    ]
+    assert plan.predicted.step_time_s == pytest.approx(min(p.predicted.step_time_s for p in pinned), rel=1e-9)
+    assert plan.batch.micro_batch > 1
+    assert pinned[0].batch.micro_batch == 1
+    assert pinned[0].predicted.step_time_s > 1.5 * plan.predicted.step_time_s
+
+
+def test_a_plan_says_which_sizes_were_priced_without_a_trace() -> None:
+    module = example("mlp")
+    plan = solved(module.build_model, module.example_inputs, machine(launch_s=1e-5), loss=module.loss)
+    said = " ".join(plan.solver.unsearched or ())
+    own = plan.batch.micro_batch
+    assert own not in (1, 2)
+    assert "as if the code did what it does at smaller ones" in said
+    listed = {int(number) for number in said.partition("micro-batch ")[2].partition(":")[0].split(", ")}
+    assert listed == {4, 8, 16} - {own}
+
+
+def test_code_that_does_other_things_at_larger_batches_is_traced_at_each() -> None:
+    """The trace at the size that was settled on is not what grew: nothing grows then, and the answer is the pinned
+    one's."""
+    profile = machine(launch_s=1e-5)
+    plan = solved(lambda: Doubling(most=2), rows, profile)
+    pinned = [
+        solved(lambda: Doubling(most=2), rows, profile, micro_batch=size, prove=False) for size in (1, 2, 4, 8, 16)
+    ]
+    assert plan.predicted.step_time_s == pytest.approx(min(p.predicted.step_time_s for p in pinned), rel=1e-9)
+    assert "as if the code" not in " ".join(plan.solver.unsearched or ())
+
+
+@pytest.mark.parametrize("name", ["h100-sxm", "a100-sxm-80gb", "b200", "cpu-gloo"])
+def test_nothing_is_faster_than_the_best_rates(name: str) -> None:
+    """Kernels of all sizes, also beyond the tables."""
+    profile = load_profile(name)
+    rates = BestRates(profile, is_compiled=False)
+    dtype = profile.matmuls[0].dtype
+    sizes = (1, 7, 64, 500, 4096, 30_000, 200_000)
+    for m in sizes:
+        for n in sizes:
+            for k in sizes:
+                kernel = Matmul(m=m, n=n, k=k, batch=1, dtype=dtype)
+                assert rates.seconds(kernel) <= kernel_time(profile, kernel).seconds * (1 + 1e-9), kernel
+        moved = MemoryBound(num_bytes=m * 4096)
+        assert rates.seconds(moved) <= kernel_time(profile, moved).seconds * (1 + 1e-9)
+        for dim in (64, 128):
+            own = AttentionSizes(batch_heads=32, queries=m, keys=m, head_dim=dim, causal=True)
+            for is_backward in (False, True):
+                flop = 2.0 * 32 * m * m * dim * (2.5 if is_backward else 1)
+                kernel_of = Attention(
+                    flop=flop, dtype=profile.attention_rates[0].dtype, is_backward=is_backward, sizes=own
+                )
+                assert rates.seconds(kernel_of) <= kernel_time(profile, kernel_of).seconds * (1 + 1e-9), kernel_of
+
+
+def test_no_plan_is_faster_than_its_sequences_at_the_best_rates() -> None:
+    low, high = graphs("llama", 1, 2)
+    for profile in (machine(), eager_to_shard()):
+        least = seconds_of_a_sequence(low, high, (1, 2), BestRates(profile, is_compiled=False), Executor())
+        module = example("llama")
+        for size in (1, 4, 16):
+            plan = solved(
+                module.build_model,
+                module.example_inputs,
+                profile,
+                loss=module.loss,
+                micro_batch=size,
+                recompute="none",
+                prove=False,
+            )
+            own = plan.predicted.time_s["compute"] * plan.mesh.num_gpus / GLOBAL_BATCH
+            assert 0 < least <= own

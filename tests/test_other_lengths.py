@@ -1,0 +1,313 @@
+"""Batches and lengths that a plan was not made for: as in one process, or an error on every rank of the group."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from examples import eager_to_shard
+from one_process import relative_errors
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import tpplan
+from tpplan.errors import PlanError, PlanMismatchError, VerificationError
+from tpplan.graph import Boundary, ModelGraph
+from tpplan.input_dims import BATCH, BOTH, LENGTH, Dim, dim_through, parse_dim
+from tpplan.plan import Multiples, Plan, ProofStatus
+from tpplan.rules import Strategy
+
+DIM, HIDDEN, HEADS, TEXTS, SEQ, ROWS = 32, 64, 4, 4, 8, 24
+Allows = Callable[[ModelGraph], Callable[[str, Strategy], bool]]
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Base(nn.Module):
+    """x [B, T, D] -> a loss, by way of what a subclass puts in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(DIM, DIM), nn.Sequential(Mlp(), Mlp())
+
+    def before(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.before(self.first(x))).square().mean()
+
+
+class Table(Base):
+    """Positions are a table that is cut at the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(ROWS, DIM))
+
+    def before(self, x: Tensor) -> Tensor:
+        return x + self.table[: x.shape[1]]
+
+
+class TableByNarrow(Table):
+    def before(self, x: Tensor) -> Tensor:
+        return x + self.table.narrow(0, 0, x.shape[1])
+
+
+class TableBySplit(Table):
+    def before(self, x: Tensor) -> Tensor:
+        return x + self.table.split([x.shape[1], ROWS - x.shape[1]])[0]
+
+
+class TableFromItsEnd(Table):
+    def before(self, x: Tensor) -> Tensor:
+        return x + self.table[-x.shape[1] :]
+
+
+class TableInTheMiddle(Table):
+    def before(self, x: Tensor) -> Tensor:
+        return x + self.table[4 : 4 + x.shape[1]]
+
+
+class TableOfTwo(Table):
+    """The table's halves begin where the length says."""
+
+    def before(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        return x + self.table[:length] * self.table[length : 2 * length]
+
+
+class TableByBatch(Table):
+    """A row for each text of the batch."""
+
+    def before(self, x: Tensor) -> Tensor:
+        return x + self.table[: x.shape[0], None]
+
+
+class Bias(Base):
+    """A bias of two dims, both of which are cut at the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(ROWS, ROWS))
+
+    def before(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        return self.table[:length, :length].softmax(-1) @ x
+
+
+class Pairs(Base):
+    """Neighbours are mixed: a view that holds more of the length than the dim it makes."""
+
+    def before(self, x: Tensor) -> Tensor:
+        return x.reshape(-1, 2, DIM).flip(1).tanh().reshape(x.shape)
+
+
+class Heads(Base):
+    """A number of heads in code, and lengths beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+    def before(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (part.view(b, t, HEADS, DIM // HEADS).transpose(1, 2) for part in self.qkv(x).split(DIM, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, DIM))
+
+
+class Masked(Heads):
+    """A mask is made of the length, and of positions that code counts."""
+
+    def before(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1], device=x.device)
+        return super().before(x * (places % 3 > 0)[None, :, None])
+
+
+class Repeated(Base):
+    """A row of weights is repeated as often as there are tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.randn(1, DIM))
+
+    def before(self, x: Tensor) -> Tensor:
+        return x + self.row.repeat(x.shape[1], 1) * torch.ones(x.shape[1], 1, device=x.device)
+
+
+def slices(dim: int, *, has_parts: bool = False) -> Allows:
+    """What crosses boundaries as x [B, T, D] is sharded along a dim or not at all, and a table part by part."""
+
+    def allows(graph: ModelGraph) -> Callable[[str, Strategy], bool]:
+        values = graph.values
+        crossing = {b.name for b in graph.nodes if isinstance(b, Boundary) and len(values[b.result].shape) == 3}
+        tables = {source.result for source in graph.parameters if source.label == "table"}
+        readers = {f"{op.name}<-{i}" for op in graph.ops for i, name in enumerate(op.operands) if name in tables}
+
+        def allow(name: str, strategy: Strategy) -> bool:
+            if name in readers:
+                return not has_parts or any(layout.parts for layout in strategy.results)
+            return name not in crossing or strategy.results[0].dim in (None, dim)
+
+        return allow
+
+    return allows
+
+
+def inputs(batch: int, length: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(batch * 100 + length)
+    return {"x": torch.randn(batch, length, DIM, generator=generator)}
+
+
+def solve(model: Callable[[], nn.Module], **options: object) -> Plan:
+    return tpplan.solve(
+        model,
+        inputs,
+        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
+        global_batch=TEXTS,
+        micro_batch=TEXTS,
+        seq_len=SEQ,
+        tp=2,
+        precision="fp32",
+        **options,
+    )
+
+
+Found = tuple[float, dict[str, Tensor]] | str
+SHAPES = ((TEXTS, SEQ), (TEXTS, 4), (TEXTS, 16), (TEXTS, 6), (2, SEQ), (6, 10), (TEXTS, 7), (3, 4))
+
+
+def steps(model: Callable[[], nn.Module], plan: Plan | None, **options: object) -> list[Found]:
+    """A step of each shape: loss and gradients, or the error."""
+    torch.manual_seed(0)
+    built = model() if plan is None else tpplan.apply_plan(model(), plan, **options)
+    found: list[Found] = []
+    for shape in SHAPES:
+        built.zero_grad()
+        try:
+            loss = built(**inputs(*shape))
+            loss.backward()
+        except (PlanMismatchError, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+            continue
+        gradients = {name: p.grad for name, p in built.named_parameters() if p.grad is not None}
+        whole = {n: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for n, g in gradients.items()}
+        found.append((loss.item(), whole))
+    return found
+
+
+def assert_right_or_refused(expected: list[Found], ranks: list[list[Found]]) -> int:
+    """How many shapes are right."""
+    num_right = 0
+    for shape, wanted, *found in zip(SHAPES, expected, *ranks, strict=True):
+        assert len({one if isinstance(one, str) else "" for one in found}) == 1, shape
+        if isinstance(found[0], str):
+            assert shape != SHAPES[0], found[0]
+            assert isinstance(wanted, str) or found[0].startswith("PlanMismatchError: input x has the shape")
+            continue
+        assert not isinstance(wanted, str)
+        num_right += 1
+        for loss, gradients in found:
+            assert loss == pytest.approx(wanted[0], rel=1e-5), shape
+            assert max(relative_errors(gradients, wanted[1]).values()) < 1e-4, shape
+    return num_right
+
+
+TABLES = (Table, TableByNarrow, TableFromItsEnd, TableOfTwo)
+
+
+@pytest.mark.parametrize("model", TABLES, ids=lambda model: model.__name__)
+def test_a_table_that_is_cut_at_the_length_holds_for_that_length(model: type[nn.Module]) -> None:
+    plan = solve(model, allows=slices(1, has_parts=True))
+    assert plan.proof.status is ProofStatus.PROVEN
+    assert plan.parameter_plans()["table"].reads[""].parts
+    assert plan.proof.other_shapes is not None
+    assert plan.proof.other_shapes.length.multiple is None
+    assert "aten." in (plan.proof.other_shapes.length.reason or "")
+    assert_right_or_refused(steps(model, None), run_ranks(2, steps, model, plan))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize(
+    "model",
+    [Table, TableBySplit, TableInTheMiddle, TableByBatch, Bias, Pairs, Heads, Masked, Repeated],
+    ids=lambda model: model.__name__,
+)
+def test_other_shapes_are_as_in_one_process_or_an_error(model: type[nn.Module], dim: int) -> None:
+    plan = solve(model, allows=slices(dim))
+    assert plan.proof.status is ProofStatus.PROVEN
+    assert assert_right_or_refused(steps(model, None), run_ranks(2, steps, model, plan)) > 1
+
+
+def test_a_check_may_warn_or_be_left_out() -> None:
+    plan = solve(Table, allows=slices(1, has_parts=True))
+
+    def wrong_ones(check: bool | str) -> tuple[int, int]:
+        """Shapes with a result, and warnings of others."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = steps(Table, plan, check=check)
+        return sum(not isinstance(one, str) for one in found), sum("Nothing says" in str(w.message) for w in caught)
+
+    (with_warnings, warned), _ = run_ranks(2, wrong_ones, "warn")
+    (without, silent), _ = run_ranks(2, wrong_ones, False)
+    assert (with_warnings, silent) == (without, 0)
+    assert warned >= 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dim", "text"),
+    [
+        ((7, 7, 7), Dim(7), "7"),
+        ((4, 5, 4), Dim(0, 1, BATCH), "batch"),
+        ((9, 9, 8), Dim(1, 1, LENGTH), "length + 1"),
+        ((14, 14, 12), Dim(-2, 2, LENGTH), "2 length - 2"),
+        ((32, 40, 28), Dim(0, 1, BOTH), "batch * length"),
+        ((4, 3, 4), Dim(4), "4"),
+        ((32, 41, 28), Dim(32), "32"),
+    ],
+)
+def test_a_dim_is_found_from_three_shapes(sizes: tuple[int, int, int], dim: Dim, text: str) -> None:
+    """At batches 4 and 5, lengths 8 and 7."""
+    found = dim_through(sizes, (4, 5), (8, 7))
+    assert found == dim == parse_dim(text)
+    assert str(found) == text
+    assert found.size(4, 8) == sizes[0]
+
+
+def test_a_dim_counts_what_it_grows_with() -> None:
+    assert parse_dim("2 length - 2").count(10) == 6
+    assert parse_dim("2 length - 2").count(9) is None
+    assert parse_dim("batch * length").count(12) == 12
+    assert parse_dim("7").count(7) is None
+    for text in ("batch*length", "length +1", "0 batch", "lengths", "-1"):
+        with pytest.raises(PlanError, match="expected a dim"):
+            parse_dim(text)
+
+
+def test_a_plan_that_shards_no_input_holds_for_all_others() -> None:
+    plan = solve(Heads, allows=slices(2))
+    shapes = plan.proof.other_shapes
+    assert shapes is not None
+    assert shapes.inputs == {"x": (Dim(0, 1, BATCH), Dim(0, 1, LENGTH), Dim(DIM))}
+    assert shapes.batch == shapes.length == Multiples(multiple=1)
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+def test_a_plan_that_was_edited_to_hold_for_more_is_refused() -> None:
+    plan = solve(Table, allows=slices(1, has_parts=True))
+    tpplan.prove_plan(plan, Table, inputs)
+    shapes = plan.proof.other_shapes
+    assert shapes is not None
+    edited = replace(plan, proof=replace(plan.proof, other_shapes=replace(shapes, length=Multiples(multiple=1))))
+    with pytest.raises(VerificationError, match=r"proof.other_shapes: the plan says .*length=Multiples\(multiple=1"):
+        tpplan.prove_plan(edited, Table, inputs)

@@ -1,0 +1,165 @@
+"""Private names of torch stand in one room, each with a probe; releases outside the tested range are said."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tpplan.torch_internals import probes
+from tpplan.torch_internals.versions import NEWEST, OLDEST, TESTED, complaint, is_too_old
+
+PACKAGE = Path(__file__).resolve().parent.parent / "tpplan"
+ROOM = PACKAGE / "torch_internals"
+#: private attributes that are Python's or another library's, and files whose text is written into exported files
+NOT_TORCH = {"_getframe", "_exit", "_from_config", "_actions"}
+EXPORTED = {"exporters/_pytorch_styles.py"}
+
+
+def private_names(tree: ast.AST, own: frozenset[str]) -> Iterator[tuple[int, str]]:
+    """(line, name) of what a file takes from torch that torch marks as private: modules and names with a leading
+    underscore, torch.testing, and attributes with one that tpplan defines nowhere."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=str(module), names=names) if module.partition(".")[0] == "torch":
+                parts = [*module.split("."), *(alias.name for alias in names)]
+                if any(part.startswith("_") or part in ("testing", "experimental") for part in parts):
+                    yield node.lineno, ".".join(parts)
+            case ast.Import(names=names):
+                for alias in names:
+                    parts = alias.name.split(".")
+                    if parts[0] == "torch" and any(part.startswith("_") for part in parts):
+                        yield node.lineno, alias.name
+            case ast.Attribute(attr=attr) if attr.startswith("_") and not attr.endswith("__"):
+                if attr not in own and attr not in NOT_TORCH:
+                    yield node.lineno, ast.unparse(node)
+
+
+def defined_names(tree: ast.AST) -> Iterator[str]:
+    """Functions, classes, fields, and attributes that are assigned on self."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=attr, ctx=ast.Store()):
+                yield attr
+
+
+def trees() -> dict[Path, ast.AST]:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def test_no_other_module_uses_private_names_of_torch() -> None:
+    parsed = trees()
+    own = frozenset(name for tree in parsed.values() for name in defined_names(tree))
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {name}"
+        for path, tree in parsed.items()
+        if ROOM not in path.parents and str(path.relative_to(PACKAGE)) not in EXPORTED
+        for line, name in private_names(tree, own)
+    ]
+    assert not found, "these belong into tpplan/torch_internals, with a probe:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch.utils import _pytree",
+        "from torch._C import thing",
+        "import torch._dynamo",
+        "from torch.fx.experimental.proxy_tensor import make_fx",
+        "x = torch._C._current_graph_task_id()",
+        "y = tensor._spec",
+    ],
+)
+def test_private_names_are_found(source: str) -> None:
+    assert list(private_names(ast.parse(source), frozenset()))
+
+
+def test_every_file_of_the_room_has_probes() -> None:
+    files = {path.stem for path in ROOM.glob("*.py")} - {"__init__", "versions", "probe", "probes"}
+    assert files == set(probes.FILES)
+
+
+def test_this_torch_does_what_every_probe_asks() -> None:
+    assert not probes.lacking()
+    assert len(list(probes.probes())) > len(probes.FILES)
+
+
+#: what a torch that lacks something looks like, by the name of the probe that must say so
+BREAKAGES = {
+    "the backward that runs": "del torch._C._current_graph_task_id",
+    "functions with their own backward": "torch.autograd.Function.apply = torch.autograd.Function.apply",
+    "reentrant checkpoints": "torch.utils.checkpoint.CheckpointFunction = type('Renamed', (), {'apply': None})",
+    "checkpoints that are not reentrant": (
+        "c = torch.utils.checkpoint\n"
+        "[c.__dict__.pop(name) for name in list(vars(c)) if name.startswith('_checkpoint_without')]"
+    ),
+    "other tensors in a module": "del torch.nn.utils.stateless._reparametrize_module",
+    "recording with plain kernels": "del torch._C._DisablePythonDispatcher",
+    "kernels for meta tensors": "del torch.library.Library._destroy",
+    "fsdp": "import torch.distributed._tools.fsdp2_mem_tracker as t; del t._FSDPState",
+    "DTensor's parts": "import torch.distributed.tensor as t; t.DTensor._spec = property(lambda self: None)",
+    "FSDP2's memory tracker": (
+        "import torch.distributed._tools.fsdp2_mem_tracker as t\ndel t.FSDPMemTracker._fsdp_param_group_post_backward"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+def test_what_a_torch_lacks_is_said_by_name(name: str) -> None:
+    code = f"""
+import torch, torch.utils.checkpoint, torch.distributed.tensor
+{BREAKAGES[name]}
+from tpplan.torch_internals import probes
+print(*(found.name for found in probes.lacking()), sep="|")
+"""
+    ran = run_python(code)
+    assert ran.returncode == 0, ran.stderr
+    assert name in ran.stdout.strip().split("|")
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "is_old", "is_said"),
+    [
+        ("2.10.9", True, True),
+        ("1.13.1+cu117", True, True),
+        (OLDEST, False, False),
+        ("2.12.0", False, False),
+        (f"{NEWEST}+cu130", False, False),
+        ("2.14.2", False, True),
+        ("2.15.0.dev20261120+cpu", False, True),
+        ("3.0.0a0+gitabc", False, True),
+    ],
+)
+def test_releases_outside_the_tested_range_are_said(version: str, is_old: bool, is_said: bool) -> None:
+    assert is_too_old(version) == is_old
+    assert (OLDEST in complaint(version) and NEWEST in complaint(version)) == is_said
+
+
+def test_tested_releases_span_the_range() -> None:
+    assert (TESTED[0], TESTED[-1]) == (OLDEST, NEWEST)
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("2.10.0", "TorchVersionError: torch 2.10.0 is too old"), ("9.9.9", "torch 9.9.9 is newer")],
+)
+def test_loading_tpplan_refuses_an_older_torch_and_warns_once_of_a_newer(version: str, expected: str) -> None:
+    code = f"""
+import torch
+torch.__version__ = {version!r}
+import tpplan
+tpplan.apply_plan, tpplan.solve
+"""
+    ran = run_python(code)
+    assert (ran.returncode == 0) == (version == "9.9.9")
+    assert ran.stderr.count(expected) == 1, ran.stderr

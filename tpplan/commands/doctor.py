@@ -1,0 +1,45 @@
+"""`tpplan doctor`: what of this installation works, and what not, in ten lines for a bug report."""
+
+import argparse
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from tpplan.commands._output import write, write_json
+from tpplan.errors import TpplanError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from tpplan.doctor import Finding
+
+
+def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the verb."""
+    parser = subparsers.add_parser(
+        "doctor", help="say what works on this machine", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a line for each part as it is tried; exits with 1 where one fails."""
+    from tpplan.doctor import State, examine
+    from tpplan.trace import quiet
+
+    findings: list[Finding] = []
+    with quiet():
+        for finding in examine():
+            findings.append(finding)
+            if not args.json:
+                write("\n".join(_lines(finding)) + "\n")
+                sys.stdout.flush()
+    if args.json:
+        write_json([asdict(finding) for finding in findings], sort_keys=False)
+    return TpplanError.exit_code if any(finding.state is State.FAILS for finding in findings) else 0
+
+
+def _lines(finding: "Finding") -> list[str]:
+    line = f"{finding.state:<5}  {finding.name:<9}  {finding.said}"
+    return [line, *(f"       {detail}" for detail in finding.details)]

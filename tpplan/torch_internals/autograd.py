@@ -1,0 +1,152 @@
+"""Autograd: which backward runs, what happens at its end, and functions with a backward of their own."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from tpplan.torch_internals.probe import Probe
+
+#: the number of no backward
+NO_BACKWARD = -1
+#: what switches gradients on and off in a recorded graph, and what begins and ends autocast there
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+AUTOCAST_ENDS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+
+#: runs in place of Function.apply: the function's class, torch's own apply bound to it, and the arguments
+Apply = Callable[..., Any]
+
+
+def running_backward() -> int:
+    """A number that tells the backward that runs in this thread from all others; NO_BACKWARD where none does."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Calls back when the backward that runs now is over, after callbacks that were queued before."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_captured(node: Any) -> bool:
+    """True during torch.autograd.grad for the leaf's node whose gradient is returned, and not accumulated."""
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf whose gradient is captured, torch says that it cannot say
+        return True
+    return False
+
+
+def below_autograd() -> contextlib.AbstractContextManager[object]:
+    """While it lasts, ops skip what torch registers to differentiate them."""
+    found: contextlib.AbstractContextManager[object] = torch._C._AutoDispatchBelowAutograd()
+    return found
+
+
+@contextlib.contextmanager
+def functions_run_by(run: Apply) -> Iterator[None]:
+    """While it lasts, any Function's `apply(...)` is run(cls, apply, ...), `apply` being torch's own for that class.
+
+    Function.apply is a method of Python's until torch 2.13, and one of C's from 2.14 on.
+    """
+    own = vars(Function)["apply"]
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        return run(cls, own.__get__(None, cls), *args, **kwargs)
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        Function.apply = own  # type: ignore[method-assign]
+
+
+# ---- probes
+
+
+class _Twice(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+def _backward_known() -> bool:
+    """Two backwards have two numbers, and what one queues runs at its end, once gradients are there."""
+    x = torch.ones(1, requires_grad=True)
+    numbers: list[int] = []
+    ends: list[bool] = []
+
+    def hook(_: Tensor) -> None:
+        numbers.append(running_backward())
+        at_end_of_backward(lambda: ends.append(x.grad is not None))
+
+    x.register_hook(hook)  # type: ignore[no-untyped-call]
+    for _ in range(2):
+        (2 * x).backward()  # type: ignore[no-untyped-call]
+    return ends == [True, True] and len({*numbers, NO_BACKWARD, running_backward()}) == 3
+
+
+def _captured() -> bool:
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    seen: list[bool] = []
+    assert y.grad_fn is not None
+    leaf = y.grad_fn.next_functions[0][0]
+    y.register_hook(lambda _: seen.append(is_captured(leaf)))  # type: ignore[no-untyped-call]
+    torch.autograd.grad(y, x, retain_graph=True)
+    y.backward()  # type: ignore[no-untyped-call]
+    return seen == [True, False]
+
+
+def _functions() -> bool:
+    x = torch.ones(1, requires_grad=True)
+    seen: list[type] = []
+
+    def run(cls: type, apply: Apply, *args: Any) -> Any:
+        seen.append(cls)
+        return apply(*args)
+
+    with functions_run_by(run):
+        inside = _Twice.apply(x)  # type: ignore[no-untyped-call]
+    after = _Twice.apply(x)  # type: ignore[no-untyped-call]
+    return seen == [_Twice] and torch.equal(inside, after) and "Twice" in str(inside.grad_fn)
+
+
+def _below() -> bool:
+    x = torch.ones(1, requires_grad=True)
+    with below_autograd():
+        return (2 * x).grad_fn is None
+
+
+PROBES = (
+    Probe(
+        name="the backward that runs",
+        uses="torch._C._current_graph_task_id, Variable._execution_engine.queue_callback",
+        needed_for="reducing gradients once, at the end of each backward",
+        works=_backward_known,
+    ),
+    Probe(
+        name="gradients that are returned",
+        uses="torch._C._will_engine_execute_node",
+        needed_for="torch.autograd.grad on an applied model",
+        works=_captured,
+    ),
+    Probe(
+        name="functions with their own backward",
+        uses="torch.autograd.Function.apply, replaced",
+        needed_for="tracing torch.autograd.Function and reentrant checkpoints",
+        works=_functions,
+    ),
+    Probe(
+        name="ops below autograd",
+        uses="torch._C._AutoDispatchBelowAutograd",
+        needed_for="collectives of conversions, which have their own backward",
+        works=_below,
+    ),
+)

@@ -1,0 +1,20 @@
+"""GPUs: one that is kept busy while the host queues what is to be timed."""
+
+import torch
+
+from tpplan.torch_internals.probe import Probe
+
+
+def busy_gpu(cycles: int) -> None:
+    """Queues a kernel on the current GPU that takes so many of its clock's cycles."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+PROBES = (
+    Probe(
+        name="a GPU kept busy",
+        uses="torch.cuda._sleep",
+        needed_for="`tpplan profile` on a GPU",
+        works=lambda: callable(getattr(torch.cuda, "_sleep", None)),
+    ),
+)

@@ -1,0 +1,90 @@
+"""Fake tensors: tensors on a device of one's choice without memory, and sizes that data decides."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.attention.flex_attention as flex
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from tpplan.torch_internals.probe import Probe
+
+__all__ = ["PROBES", "FakeTensor", "FakeTensorMode", "ShapeEnv", "unset_fake_temporarily"]
+
+
+def upper_bound(size: torch.SymInt, environment: ShapeEnv) -> int | None:
+    """The most that a size which data decides can be; None where nothing bounds it."""
+    upper = environment.bound_sympy(size.node.expr).upper
+    return int(upper) if upper.is_finite and upper < 2**40 else None
+
+
+class _NoTensor:
+    """The type that no tensor has."""
+
+
+def seeming_real() -> contextlib.AbstractContextManager[object]:
+    """While it lasts, code that asks whether a tensor is a fake is told that it is none."""
+    return patch.object(torch._subclasses, "FakeTensor", _NoTensor)
+
+
+@contextlib.contextmanager
+def flex_attention_anywhere() -> Iterator[None]:
+    """While it lasts, flex_attention takes fake tensors with gradients on a CPU, where torch has no backward of it."""
+    check = vars(flex).get("_validate_device")
+    if check is None:  # a release that asks elsewhere: the probe says so
+        yield
+        return
+    flex._validate_device = lambda *_: None
+    try:
+        yield
+    finally:
+        flex._validate_device = check
+
+
+# ---- probes
+
+
+def _fakes() -> bool:
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+        x = torch.ones(4, 4, device="cpu", requires_grad=True)
+        y = (x @ x).sum()
+        y.backward()  # type: ignore[no-untyped-call]
+        with unset_fake_temporarily():
+            is_real = not isinstance(torch.ones(1), FakeTensor)
+        with seeming_real():
+            is_hidden = not isinstance(x, torch._subclasses.FakeTensor)
+    return isinstance(x.grad, FakeTensor) and is_real and is_hidden
+
+
+def _bounds() -> bool:
+    environment = ShapeEnv()
+    with FakeTensorMode(shape_env=environment):
+        found: Tensor = torch.nonzero(torch.ones(4))
+    size: Any = found.shape[0]
+    return isinstance(size, torch.SymInt) and upper_bound(size, environment) in (4, None)
+
+
+PROBES = (
+    Probe(
+        name="fake tensors",
+        uses="torch._subclasses.fake_tensor.FakeTensorMode, unset_fake_temporarily",
+        needed_for="modules that run whole, `tpplan verify --dry`",
+        works=_fakes,
+    ),
+    Probe(
+        name="sizes that data decides",
+        uses="torch.fx.experimental.symbolic_shapes.ShapeEnv.bound_sympy",
+        needed_for="the cost of routing to experts",
+        works=_bounds,
+    ),
+    Probe(
+        name="flex_attention on fake tensors",
+        uses="torch.nn.attention.flex_attention._validate_device, replaced",
+        needed_for="models with flex_attention",
+        works=lambda: "_validate_device" in vars(flex),
+    ),
+)

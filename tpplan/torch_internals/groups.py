@@ -1,0 +1,101 @@
+"""Process groups that are not there: a fake group of any size, and a mesh seen from one rank without any group."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]  # documented, untyped
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+# Importing it registers the backend.
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tpplan.torch_internals.probe import Probe
+
+__all__ = ["PROBES", "FileStore", "PrefixStore", "RankMesh", "Store", "default_store", "fake_group", "mesh_of_one"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What tpplan asks a process group."""
+
+    num_ranks: int
+    own_rank: int
+    group_name: str = "nobody"
+
+    def size(self) -> int:
+        """Ranks."""
+        return self.num_ranks
+
+    def rank(self) -> int:
+        """Its own."""
+        return self.own_rank
+
+
+class RankMesh(DeviceMesh):
+    """A one-dimensional mesh of num_ranks seen from one rank, without a process group."""
+
+    def __init__(self, num_ranks: int, rank: int) -> None:
+        super().__init__("cpu", torch.arange(num_ranks, device="cpu"), _init_backend=False, _rank=rank)
+        self._group = _Group(num_ranks, rank)
+
+    def get_group(self, mesh_dim: int | str | None = None) -> _Group:  # type: ignore[override]
+        """Always the one."""
+        return self._group
+
+
+def mesh_of_one() -> DeviceMesh:
+    """A mesh of this process alone."""
+    return RankMesh(1, 0)
+
+
+@contextmanager
+def fake_group(ranks: int) -> Iterator[None]:
+    """This process as rank 0 of so many, none of which is there. Raises ValueError where a process group is there."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def default_store() -> Store:
+    """The store of the default process group. Raises ValueError without one."""
+    return dist.distributed_c10d._get_default_store()
+
+
+# ---- probes
+
+
+def _meshes() -> bool:
+    mesh = RankMesh(4, 2)
+    local = distribute_tensor(torch.arange(8), mesh, [Shard(0)], src_data_rank=None).to_local()
+    return (mesh.size(), mesh.get_group().rank()) == (4, 2) and local.tolist() == [4, 5]
+
+
+def _fake_groups() -> bool:
+    if dist.is_initialized():  # a rank of somebody's: it cannot have a second default group
+        return True
+    with fake_group(8):
+        found = torch.ops._c10d_functional.all_gather_into_tensor(torch.zeros(2), 8, dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        is_store = isinstance(default_store(), Store)
+        return tuple(torch.ops._c10d_functional.wait_tensor(found).shape) == (16,) and is_store
+
+
+PROBES = (
+    Probe(
+        name="meshes without a process group",
+        uses="DeviceMesh(_init_backend=False, _rank=...)",
+        needed_for="the proof, which applies a plan as a rank that is not there",
+        works=_meshes,
+    ),
+    Probe(
+        name="fake process groups",
+        uses="torch.testing._internal.distributed.fake_pg, distributed_c10d._get_default_store",
+        needed_for="`tpplan verify --dry`, `tpplan.guard`",
+        works=_fake_groups,
+    ),
+)

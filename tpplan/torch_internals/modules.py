@@ -1,0 +1,154 @@
+"""Modules: their own tables of parameters, buffers and hooks, and other tensors in place of parameters for a while.
+
+nn.Module's public doors give copies (named_parameters), run checks of their own (register_parameter) or look at one
+module alone (torch.func.functional_call is a call, and tpplan must surround one).
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import stateless
+
+from tpplan.torch_internals.probe import Probe
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own table of parameters, by attribute; writing to it puts others in their places."""
+    found: dict[str, nn.Parameter | None] = module.__dict__["_parameters"]
+    return found
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own table of buffers, by attribute; writing to it puts others in their places."""
+    found: dict[str, Tensor | None] = module.__dict__["_buffers"]
+    return found
+
+
+def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The module's own table of submodules, by attribute, in order; deleting an entry removes a submodule."""
+    found: dict[str, nn.Module | None] = module.__dict__["_modules"]
+    return found
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """True for a buffer that state_dict holds."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+def follows_statistics(module: nn.Module) -> bool:
+    """True for batch and instance norms, whose kernels write to running statistics without counting the write."""
+    return isinstance(module, _NormBase)
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """True where hooks run before or after the module's forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """True where hooks see gradients of the module's inputs or outputs."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True after module.compile()."""
+    return module._compiled_call_impl is not None
+
+
+def tensors_in_place(module: nn.Module, tensors: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[object]:
+    """While it lasts, parameters and buffers are these, by name; of tied ones all names change with one."""
+    found: contextlib.AbstractContextManager[object] = stateless._reparametrize_module(
+        module, dict(tensors), tie_weights=True
+    )
+    return found
+
+
+# ---- probes
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(2, 2)
+        self.other = nn.Linear(2, 2)
+        self.other.weight = self.one.weight
+        self.register_buffer("kept", torch.zeros(1))
+        self.register_buffer("left", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.other(self.one(x))
+        return found
+
+
+def _tables() -> bool:
+    module = _Tied()
+    replaced = nn.Parameter(torch.ones(2, 2))
+    own_parameters(module.one)["weight"] = replaced
+    return (
+        module.one.weight is replaced
+        and list(own_buffers(module)) == ["kept", "left"]
+        and list(own_children(module)) == ["one", "other"]
+        and is_persistent(module, "kept")
+        and not is_persistent(module, "left")
+        and follows_statistics(nn.BatchNorm1d(2))
+    )
+
+
+def _hooks() -> bool:
+    module = _Tied()
+    before = has_forward_hooks(module) or has_backward_hooks(module) or is_compiled(module)
+    module.register_forward_hook(lambda *_: None)
+    module.register_full_backward_hook(lambda *_: None)
+    return not before and has_forward_hooks(module) and has_backward_hooks(module)
+
+
+def _in_place() -> bool:
+    module, other = _Tied(), torch.ones(2, 2, requires_grad=True)
+    before = module.one.weight
+    with tensors_in_place(module, {"one.weight": other}):
+        during = module.one.weight is other and module.other.weight is other
+    return during and module.one.weight is before and module.other.weight is before
+
+
+def _class_changed() -> bool:
+    """A module takes a subclass made at run time, with a property in place of a parameter, and stays a module."""
+    read: Callable[[Any], Any] = lambda self: 2 * self.__dict__["_parameters"]["weight"]  # noqa: E731
+    make: Any = type(nn.Linear)
+    generated: Any = make("Linear", (nn.Linear,), {"weight": property(read)})
+    module = nn.Linear(2, 2, bias=False)
+    x, names = torch.ones(1, 2), list(module.state_dict())
+    expected = 2 * module(x)
+    module.__class__ = generated
+    return torch.equal(module(x), expected) and [name for name, _ in module.named_parameters()] == names
+
+
+PROBES = (
+    Probe(
+        name="tables of modules",
+        uses="nn.Module._parameters, ._buffers, ._modules, ._non_persistent_buffers_set, batchnorm._NormBase",
+        needed_for="laying parameters out and loading them",
+        works=_tables,
+    ),
+    Probe(
+        name="hooks of modules",
+        uses="nn.Module._forward_hooks, ._backward_hooks, ._backward_pre_hooks, ._compiled_call_impl",
+        needed_for="leaving modules whole whose hooks see what crosses them",
+        works=_hooks,
+    ),
+    Probe(
+        name="other tensors in a module",
+        uses="torch.nn.utils.stateless._reparametrize_module",
+        needed_for="tracing on tensors without memory, modules that run whole",
+        works=_in_place,
+    ),
+    Probe(
+        name="generated classes of modules",
+        uses="assignment to module.__class__, properties in place of parameters",
+        needed_for="plain local tensors inside a forward",
+        works=_class_changed,
+    ),
+)

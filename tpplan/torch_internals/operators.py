@@ -1,0 +1,164 @@
+"""Operators: their schemas, kernels for meta tensors, and which of the ops that tpplan knows by name are there."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.probe import Probe
+
+#: kernels by "op" or "op.overload" of aten
+Kernels = Mapping[str, Callable[..., Any]]
+#: what functional collectives and fused attention are called; torch documents neither
+COLLECTIVES = (
+    "_c10d_functional.all_reduce.default", "_c10d_functional.all_reduce_.default",
+    "_c10d_functional.all_gather_into_tensor.default", "_c10d_functional.reduce_scatter_tensor.default",
+    "_c10d_functional.all_to_all_single.default", "_c10d_functional.wait_tensor.default",
+)  # fmt: skip
+ATTENTION = (
+    "aten._scaled_dot_product_flash_attention.default", "aten._scaled_dot_product_efficient_attention.default",
+)  # fmt: skip
+
+
+def is_op(target: object) -> bool:
+    """True for an operator that dispatches, one overload of it; not for higher-order ops and Python's functions."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def is_higher_order(target: object) -> bool:
+    """True for an operator that takes functions, such as torch.cond's."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def schema_of(op: Any) -> Any:
+    """The operator's schema: `arguments` and `returns`, each with its `name` and `alias_info`."""
+    return op._schema
+
+
+def argument_names(op: Any) -> set[str]:
+    """Names of what the operator takes."""
+    return {argument.name for argument in schema_of(op).arguments}
+
+
+def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of a call that it changes."""
+    for place, argument in enumerate(schema_of(op).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))
+
+
+def gives_views(op: Any) -> bool:
+    """True where all that the operator returns shares the memory of what it was given, unwritten."""
+    returns = schema_of(op).returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source to its target, in few kernels."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """Raises where the condition (one bool) is False; on a GPU later, and without waiting for it now."""
+    torch._assert_async(condition, message)
+
+
+def collectives() -> Any:
+    """The namespace of the collectives that give their results as tensors: all_reduce(x, "sum", group name), ..."""
+    return torch.ops._c10d_functional
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool) -> Tensor:
+    """The fused kernel without a mask; q, k, v [B, H, T, D]. Gives [B, H, T, D]."""
+    found: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
+    return found
+
+
+def efficient_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout_p: float, is_causal: bool
+) -> Tensor:
+    """The fused kernel with what is added to scores, bias [B, H, T, S]; keeps what backward needs."""
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    found: Tensor = attend(query, key, value, bias, True, dropout_p, is_causal)[0]
+    return found
+
+
+def missing_ops(names: Iterable[str]) -> list[str]:
+    """Those of the names ("aten.mm", "aten.mm.default", "aten::mm") that this torch has no operator of."""
+    return [name for name in names if not _has(name.replace("::", "."))]
+
+
+def _has(name: str) -> bool:
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is not None
+
+
+@contextlib.contextmanager
+def meta_kernels(kernels: Kernels) -> Iterator[None]:
+    """While it lasts, these ops of aten run on meta tensors by these functions, in place of any that they have."""
+    library: Any = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
+    try:
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+# ---- probes
+
+
+def _schemas() -> bool:
+    x = torch.zeros(2)
+    add_, view = torch.ops.aten.add_.Tensor, torch.ops.aten.view.default
+    return (
+        is_op(add_)
+        and not is_op(torch.add)
+        and is_higher_order(torch.ops.higher_order.cond)
+        and argument_names(add_) == {"self", "other", "alpha"}
+        and [tensor is x for tensor in written_by(add_, (x, 1), {})] == [True]
+        and gives_views(view)
+        and not gives_views(add_)
+        and not gives_views(torch.ops.aten.add.Tensor)
+    )
+
+
+def _kernels() -> bool:
+    x = torch.empty(3, device="meta")
+    with meta_kernels({"nonzero": lambda x: x.new_empty((7, x.dim()), dtype=torch.int64)}):
+        inside = tuple(torch.nonzero(x).shape)
+    return inside == (7, 1)
+
+
+PROBES = (
+    Probe(
+        name="schemas of operators",
+        uses="OpOverload._schema, torch._ops.HigherOrderOperator",
+        needed_for="knowing what an operator writes to",
+        works=_schemas,
+    ),
+    Probe(
+        name="kernels for meta tensors",
+        uses='torch.library.Library("aten", "IMPL", "Meta"), allow_override, _destroy',
+        needed_for="sizes that data decides, grouped products",
+        works=_kernels,
+    ),
+    Probe(
+        name="functional collectives",
+        uses="torch.ops._c10d_functional",
+        needed_for="every conversion of a layout",
+        works=lambda: not missing_ops(COLLECTIVES),
+    ),
+    Probe(
+        name="fused attention",
+        uses=", ".join(ATTENTION),
+        needed_for="the cost of attention",
+        works=lambda: not missing_ops(ATTENTION),
+    ),
+)

@@ -1,0 +1,258 @@
+"""torch.fx's tracer of dispatched ops, the modes that are on, and torch.cond as ordinary code.
+
+make_fx with pre_dispatch=True writes ops down before autograd takes them apart: `aten.linear`, attention, views as the
+code called them. torch.export does so too, and takes other ways through the code than training does.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import (
+    PreDispatchTorchFunctionMode,
+    TorchFunctionMetadataMode,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from tpplan.torch_internals.probe import Probe
+from tpplan.torch_internals.tensors import storage_key
+
+__all__ = ["PROBES", "TorchDispatchMode"]
+
+#: function modes by which torch writes down what runs
+_TRACERS = (TorchFunctionMetadataMode, PreDispatchTorchFunctionMode)
+#: the functions through which torch compiles and calls a higher-order op from eager code live here
+HIGHER_ORDER_OPS = "torch._higher_order_ops."
+#: of those, the one that torch.cond is
+COND = "_cond_op_wrapper"
+#: torch's function that describes each result once more, as meta["tensor_meta"]
+DESCRIBE = "_extract_tensor_metadata"
+
+
+def recorded(run: Callable[..., Any], tensors: Sequence[Tensor]) -> torch.fx.GraphModule:
+    """The graph of run(*tensors): every op before autograd takes it apart; results stand as meta["val"]."""
+    return make_fx(run, pre_dispatch=True)(*tensors)
+
+
+def recorder() -> Any:
+    """The mode that records now; its `tracer` creates the nodes of `tracer.graph`."""
+    mode = get_proxy_mode()
+    assert mode is not None, "nothing is recorded now"
+    return mode
+
+
+def unrecorded() -> contextlib.AbstractContextManager[object]:
+    """While it lasts, nothing is written down."""
+    return disable_proxy_modes_tracing()
+
+
+@contextlib.contextmanager
+def untraced(others: tuple[type[TorchFunctionMode], ...] = ()) -> Iterator[None]:
+    """While it lasts, what runs does not enter the trace that is running. Function modes of these classes are off."""
+    plain_kernels = torch._C._DisablePythonDispatcher()  # torch's kernels in Python are slow, and give other shapes
+    before: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    kept = [mode for mode in before if not isinstance(mode, (*_TRACERS, *others))]
+    with plain_kernels, disable_proxy_modes_tracing():
+        _replace_function_modes(before, kept)
+        try:
+            yield
+        finally:
+            _replace_function_modes(kept, before)
+
+
+def _replace_function_modes(before: Sequence[Any], after: Sequence[Any]) -> None:
+    for _ in before:
+        _pop_mode()  # type: ignore[no-untyped-call]
+    for mode in after:
+        _push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+def without_modes() -> contextlib.AbstractContextManager[object]:
+    """While it lasts, no dispatch mode is on."""
+    found: contextlib.AbstractContextManager[object] = _disable_current_modes()
+    return found
+
+
+@contextlib.contextmanager
+def results_kept_by(keep: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, a node's meta["val"] is keep(extract, value, ...). `extract` gives what torch would note: a fake
+    tensor, which shares its storage with nothing. No result is described a second time for passes of torch's own."""
+    extract, describe = proxy_tensor.extract_val, vars(proxy_tensor)[DESCRIBE]
+
+    def kept(value: Any, *args: Any, **kwargs: Any) -> Any:
+        return keep(extract, value, *args, **kwargs)
+
+    proxy_tensor.extract_val = kept  # type: ignore[assignment]
+    setattr(proxy_tensor, DESCRIBE, lambda *_: None)
+    try:
+        yield
+    finally:
+        proxy_tensor.extract_val = extract
+        setattr(proxy_tensor, DESCRIBE, describe)
+
+
+@contextlib.contextmanager
+def dispatched_plainly(instead: Callable[[Any, tuple[Any, ...]], Any]) -> Iterator[None]:
+    """While it lasts, ops that are recorded run by the kernels that they have without a recorder: torch's kernels in
+    Python, which a mode turns on, give other shapes (0 dims for a cross entropy that is not reduced, in torch 2.13).
+    What instead(op, arguments) gives, other than NotImplemented, is the op's result, unrecorded."""
+    mode = recorder()
+    dispatch = mode.__torch_dispatch__
+
+    def plain(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = instead(func, args)
+        if result is not NotImplemented:
+            return result
+        with torch._C._DisablePythonDispatcher():
+            return dispatch(func, types, args, kwargs or {})
+
+    mode.__torch_dispatch__ = plain
+    try:
+        yield
+    finally:
+        del mode.__torch_dispatch__
+
+
+@contextlib.contextmanager
+def higher_order_ops_by(call: Callable[[str], Callable[..., Any]]) -> Iterator[None]:
+    """While it lasts, a higher-order op of eager code (torch.cond, ...) runs as call(its name), and is not compiled."""
+    compile_ = torch.compile
+
+    def opened(model: Any = None, **options: Any) -> Any:
+        home = getattr(model, "__module__", "")
+        if not home.startswith(HIGHER_ORDER_OPS):
+            return compile_(model, **options)
+        return call("cond" if model.__name__ == COND else home.removeprefix(HIGHER_ORDER_OPS))
+
+    torch.compile = opened
+    try:
+        yield
+    finally:
+        torch.compile = compile_
+
+
+# ---- probes
+
+
+def _recorded() -> bool:
+    """Linear and a view are one node each, in order, with results that share a storage where the tensors do."""
+    aliases: list[Any] = []
+
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        aliases.append(recorder().tracer.graph)
+        return torch.nn.functional.linear(x, w).view(-1)
+
+    given = (torch.empty(2, 3, device="meta"), torch.empty(4, 3, device="meta", requires_grad=True))
+    with results_kept_by(lambda extract, value, *args, **kwargs: value.detach()):
+        graph = recorded(run, given).graph
+    calls = [node for node in graph.nodes if node.op == "call_function" and "detach" not in str(node.target)]
+    values = [node.meta["val"] for node in calls]
+    return (
+        [str(node.target) for node in calls] == ["aten.linear.default", "aten.view.default"]
+        and [tuple(value.shape) for value in values] == [(2, 4), (8,)]
+        and storage_key(values[0]) == storage_key(values[1])
+        and len(aliases) == 1
+    )
+
+
+def _plainly() -> bool:
+    seen: list[str] = []
+
+    def instead(func: Any, _args: tuple[Any, ...]) -> Any:
+        seen.append(str(func))
+        return NotImplemented
+
+    def run(x: Tensor) -> Tensor:
+        with unrecorded():
+            x.neg()
+        with dispatched_plainly(instead):
+            return x.sin()
+
+    graph = recorded(run, (torch.empty(2, device="meta"),)).graph
+    targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    return seen == ["aten.sin.default"] and targets == ["aten.sin.default"]
+
+
+def _untraced() -> bool:
+    """Nothing that runs inside is written down or asks a mode that is off; what runs after it is, and does."""
+    seen: list[str] = []
+
+    class Noting(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    def run(x: Tensor) -> Tensor:
+        with Noting():
+            with untraced((Noting,)):
+                x.neg()
+            return x.sin()
+
+    graph = recorded(run, (torch.empty(2, device="meta"),)).graph
+    targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    return seen == ["sin"] and targets == ["aten.sin.default"]
+
+
+def _cond() -> bool:
+    seen: list[str] = []
+
+    def call(name: str) -> Callable[..., Any]:
+        seen.append(name)
+        return lambda condition, if_true, if_false, operands: if_true(*operands)
+
+    x = torch.ones(2, requires_grad=True)
+    with higher_order_ops_by(call):
+        found = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+    return seen == ["cond"] and torch.equal(found, x.sin())
+
+
+def _modes_off() -> bool:
+    class Loud(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("asked")
+
+    x = torch.ones(2)
+    loud: Any = Loud
+    with loud(), without_modes():
+        return torch.equal(x + x, torch.full((2,), 2.0))
+
+
+PROBES = (
+    Probe(
+        name="recording a forward",
+        uses=f"torch.fx.experimental.proxy_tensor.make_fx, get_proxy_mode, extract_val, {DESCRIBE}",
+        needed_for="tracing models",
+        works=_recorded,
+    ),
+    Probe(
+        name="recording with plain kernels",
+        uses="the recorder's __torch_dispatch__, torch._C._DisablePythonDispatcher, disable_proxy_modes_tracing",
+        needed_for="the right shapes in a trace",
+        works=_plainly,
+    ),
+    Probe(
+        name="running beside a trace",
+        uses="torch.overrides._get_current_function_mode_stack, _pop_mode, _push_mode, TorchFunctionMetadataMode",
+        needed_for="comparing layers with the one that was traced",
+        works=_untraced,
+    ),
+    Probe(
+        name="torch.cond as ordinary code",
+        uses=f"torch.compile as {HIGHER_ORDER_OPS}cond calls it, replaced",
+        needed_for="models with torch.cond",
+        works=_cond,
+    ),
+    Probe(
+        name="switching modes off",
+        uses="torch.utils._python_dispatch._disable_current_modes",
+        needed_for="weights made again by the constructor, checks in the first step",
+        works=_modes_off,
+    ),
+)

@@ -1,0 +1,167 @@
+"""Tensors: storages, counts of writes, hooks on gradients; and DTensor's parts without its dispatch.
+
+DTensor's public to_local and from_local are autograd functions and cost 20 times as much as reading the attribute, at
+every read of every parameter.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from tpplan.torch_internals.groups import mesh_of_one
+from tpplan.torch_internals.probe import Probe
+
+#: hooks by torch's number for each
+Hooks = dict[int, Callable[..., Any]]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number that tensors share exactly where they share their storage, while that lives; meta tensors have one."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was written to in place, through any of its views. Raises RuntimeError for inference
+    tensors, which do not count."""
+    return int(tensor._version)
+
+
+def gradient_hooks(tensor: Tensor) -> Hooks:
+    """The hooks on a tensor's gradient (register_hook). Do not change the result."""
+    return tensor._backward_hooks or {}
+
+
+def accumulated_hooks(tensor: Tensor) -> Hooks:
+    """The hooks on a leaf's accumulated gradient (register_post_accumulate_grad_hook); what is removed from a result
+    that is not empty is removed from the tensor."""
+    hooks: Hooks | None = tensor._post_accumulate_grad_hooks
+    return hooks if hooks is not None else {}
+
+
+def is_of_functorch(tensor: Tensor) -> bool:
+    """True for a tensor inside torch.vmap, torch.func.grad and the like, which wraps another."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def plain_calls() -> contextlib.AbstractContextManager[object]:
+    """While it lasts, calls go past every TorchFunctionMode and every subclass's __torch_function__."""
+    found: contextlib.AbstractContextManager[object] = torch._C.DisableTorchFunction()
+    return found
+
+
+def local_part(tensor: DTensor) -> Tensor:
+    """This rank's tensor itself, no view of it, without a node of autograd."""
+    return tensor._local_tensor
+
+
+def spec_of(tensor: DTensor) -> Any:
+    """Mesh, placements and the whole's shape and strides, as DTensor keeps them."""
+    return tensor._spec
+
+
+def labelled(local: Tensor, spec: Any) -> DTensor:
+    """A DTensor of this rank's part, which nothing checks against the spec and which needs no gradient."""
+    made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return made
+
+
+def is_strided_shard(placement: Placement) -> bool:
+    """True for FSDP2's slices of a dim that tensor parallelism, a later axis of the mesh, has cut before."""
+    return isinstance(placement, _StridedShard)
+
+
+# ---- probes
+
+
+def _storages() -> bool:
+    x = torch.empty(4, device="meta")
+    y = torch.empty(4, device="meta")
+    return storage_key(x) == storage_key(x.view(2, 2)) != storage_key(y)
+
+
+def _versions() -> bool:
+    x = torch.zeros(2)
+    before = version_of(x)
+    x.view(2, 1).add_(1)
+    return version_of(x) == before + 1
+
+
+def _hooks() -> bool:
+    x = torch.zeros(2, requires_grad=True)
+    is_empty = not gradient_hooks(x) and not accumulated_hooks(x)
+    x.register_hook(lambda gradient: gradient)  # type: ignore[no-untyped-call]
+    x.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]
+    return is_empty and len(gradient_hooks(x)) == len(accumulated_hooks(x)) == 1
+
+
+def _functorch() -> bool:
+    seen: list[bool] = []
+
+    def see(row: Tensor) -> Tensor:
+        seen.append(is_of_functorch(row))
+        return row
+
+    torch.vmap(see)(torch.zeros(2, 2))
+    return seen == [True] and not is_of_functorch(torch.zeros(2))
+
+
+def _plain_calls() -> bool:
+    class Loud(Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("asked")
+
+    with plain_calls():
+        return torch.zeros(2).as_subclass(Loud).shape == (2,)
+
+
+def _parts() -> bool:
+    local = torch.ones(2, 2)
+    given = DTensor.from_local(local, mesh_of_one(), run_check=False)
+    again = labelled(local_part(given), spec_of(given))
+    return local_part(again) is local_part(given) and again.placements == given.placements and not again.requires_grad
+
+
+PROBES = (
+    Probe(
+        name="storages",
+        uses="UntypedStorage._cdata",
+        needed_for="knowing which values of a trace share memory",
+        works=_storages,
+    ),
+    Probe(
+        name="counts of writes",
+        uses="Tensor._version",
+        needed_for="telling values that were written to",
+        works=_versions,
+    ),
+    Probe(
+        name="hooks on gradients",
+        uses="Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks",
+        needed_for="refusing or taking over hooks that would stay behind",
+        works=_hooks,
+    ),
+    Probe(
+        name="tensors of torch.func",
+        uses="torch._C._functorch.is_functorch_wrapped_tensor",
+        needed_for="leaving code under torch.vmap whole",
+        works=_functorch,
+    ),
+    Probe(
+        name="calls past modes",
+        uses="torch._C.DisableTorchFunction",
+        needed_for="looking at tensors while a trace runs",
+        works=_plain_calls,
+    ),
+    Probe(
+        name="DTensor's parts",
+        uses="DTensor._local_tensor, DTensor._spec, DTensor.__new__",
+        needed_for="reading parameters at the speed of an attribute",
+        works=_parts,
+    ),
+)

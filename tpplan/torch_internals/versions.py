@@ -1,0 +1,33 @@
+"""The releases of torch that tpplan is tested with, as data: scripts read them without loading torch.
+
+`scripts/torch_versions.py` runs the suite, the demo and the example plans on each of TESTED.
+"""
+
+import re
+
+OLDEST = "2.11.0"
+NEWEST = "2.14.1"
+TESTED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1")
+
+
+def is_too_old(version: str) -> bool:
+    """True for a release before OLDEST; a nightly build counts as the release that it leads to."""
+    return _release(version) < _release(OLDEST)
+
+
+def complaint(version: str) -> str:
+    """What to tell a user of this torch; "" for one between OLDEST and NEWEST."""
+    if is_too_old(version):
+        return f"torch {version} is too old: tpplan needs {OLDEST} or newer, and is tested up to {NEWEST}"
+    if _release(version) > _release(NEWEST):
+        return (
+            f"torch {version} is newer than any that tpplan is tested with ({OLDEST} to {NEWEST}): "
+            "`tpplan doctor` says what works here"
+        )
+    return ""
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """(2, 14, 1) of "2.14.1+cu130"."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in found.group().split(".")) if found else ()
