@@ -137,6 +137,8 @@ SUBJECTS: Mapping[str, Callable[[], Subject]] = {
             n_head=8,
             vocab_size=256,
             n_positions=512,
+            bos_token_id=0,
+            eos_token_id=0,
         ),
         "hf-gpt-neox": lambda n: _hugging_face(
             n,

@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor
 
 import tpplan
 from tpplan import search
+from tpplan.errors import SolverError
 from tpplan.graph import Direction, ModelGraph
+from tpplan.job import Candidate, Job, Point
 from tpplan.layout import R_STAR, R, S
 from tpplan.load import ModelSpec, load_model_file
 from tpplan.options import Allows
@@ -211,3 +213,21 @@ def test_positions_from_a_length_forbid_slices_where_it_is_read_alone(tmp_path: 
     assert plan.proof.status is ProofStatus.PROVEN
     assert plan.solver.status is Status.OPTIMAL
     assert plan.solver.objective_s <= pinned.solver.objective_s * (1 + 1e-6)
+
+
+def test_out_of_time_the_bound_without_what_was_cut_is_a_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proven plan is kept."""
+    explore = search._explore
+
+    def once(job: Job, points: list[Point], known: Any) -> Candidate:
+        if not job.guesses and job.cut_messages:
+            known.bounds = {point: job.floor(point) for point in points}
+            raise SolverError("out of time")
+        return explore(job, points, known)
+
+    monkeypatch.setattr(search, "PATIENCE", 1)
+    monkeypatch.setattr(search, "_explore", once)
+    plan = solve_counted()
+    assert plan.proof.status is ProofStatus.PROVEN
+    assert plan.solver.status is Status.FEASIBLE
+    assert 0 < plan.solver.bound_s < plan.solver.objective_s

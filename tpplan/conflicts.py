@@ -14,7 +14,7 @@ from dataclasses import replace
 from tpplan import solvers
 from tpplan.assemble import Expanded
 from tpplan.blocks import members
-from tpplan.errors import SolverError
+from tpplan.errors import SolverError, TpplanError
 from tpplan.expressions import linear_term
 from tpplan.formulate import Formulation
 from tpplan.graph import Boundary, Direction, ModelGraph, Op, enclosing
@@ -170,7 +170,10 @@ class _Finder:
         trial = _with_little_else(self.formulation, choices)
         if trial is None:
             return False
-        again = self.check(trial)
+        try:
+            again = self.check(trial)
+        except TpplanError:
+            return False  # it cannot be written down as a plan
         if isinstance(self.found, Mistyped):
             return isinstance(again, Mistyped) and again.blamed == self.found.blamed
         if not isinstance(again, Counterexample):

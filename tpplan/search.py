@@ -335,8 +335,12 @@ def _without_guesses(job: Job, points: list[Point], certificate: SolverReport) -
     job.report("solve", 0, len(points))
     sound = job.changed(guesses={}, spaces={})
     known = _Progress()
-    optimum = _explore(sound, points, known)
-    bound = min(certificate.bound_s, _certificate(optimum, known, len(points), 0, ()).bound_s)
+    try:
+        bound = _certificate(_explore(sound, points, known), known, len(points), 0, ()).bound_s
+    except SolverError as error:
+        logger.info("the bound without guesses is that of no plan: %s", error)
+        bound = min(known.bounds.values(), default=0.0)
+    bound = min(certificate.bound_s, bound)
     objective = certificate.objective_s
     gap = (objective - bound) / objective if objective else 0.0
     is_optimal = certificate.status is Status.OPTIMAL and gap <= SAME
