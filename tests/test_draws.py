@@ -33,9 +33,10 @@ class Dropping(nn.Module):
         self.last = nn.Dropout(P)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.hidden = F.dropout(self.up_proj(x), P, self.training)
-        self.out = self.last(self.down_proj(self.hidden))
-        return self.out
+        hidden = F.dropout(self.up_proj(x), P, self.training)
+        out: Tensor = self.last(self.down_proj(hidden))
+        self.hidden, self.out = hidden.detach(), out.detach()  # with their gradients they would be outputs
+        return out
 
 
 class Attention(nn.Module):
