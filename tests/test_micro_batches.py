@@ -16,8 +16,10 @@ from tpplan.grown import grown
 from tpplan.options import Batch, Cluster, Options
 from tpplan.plan import Plan
 from tpplan.planner import _prepare
+from tpplan.priced import decides_like, price_space
 from tpplan.problem import Status
 from tpplan.profile import AttentionSizes, HardwareProfile, load_profile
+from tpplan.space import build_space
 
 GLOBAL_BATCH = 16
 
@@ -60,6 +62,34 @@ def graphs(name: str, *sizes: int) -> list[ModelGraph]:
 def test_a_grown_graph_is_that_of_a_trace(name: str) -> None:
     low, high, traced = graphs(name, 2, 4, 8)
     assert grown(low, high, (2, 4), 8) == traced
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_frame_that_is_shared_is_that_of_each_space(name: str) -> None:
+    """Nodes, edges and units of a space at another micro-batch, where its decisions are the same."""
+    low, high = (build_space(graph, 2) for graph in graphs(name, 2, 4))
+    assert decides_like(low, high)
+    profile, executor = machine(), Executor()
+    first = price_space(low, profile, 2, executor)
+    shared = price_space(high, profile, 2, executor, others=[first])
+    alone = price_space(high, profile, 2, executor)
+    assert shared.frame is first.frame is not alone.frame
+    units = ("layers.0",)
+    assert (first.nodes(), first.edges(), first.units(units)) == (alone.nodes(), alone.edges(), alone.units(units))
+
+
+def test_spaces_of_other_decisions_share_no_frame() -> None:
+    """The batch may be sharded where the micro-batch divides, and decisions that are cut are others."""
+    odd, even = (build_space(graph, 2) for graph in graphs("mlp", 1, 2))
+    assert not decides_like(odd, even)
+    first = next(name for name in even.members if len(even.strategies[name]) > 1)
+    kept = even.strategies[first][0]
+    cut = build_space(even.graph, 2, cut=lambda name, strategy: name == first and strategy != kept)
+    assert not decides_like(even, cut)
+    profile, executor = machine(), Executor()
+    others = [price_space(odd, profile, 2, executor), price_space(cut, profile, 2, executor)]
+    found = price_space(even, profile, 2, executor, others=others)
+    assert all(found.frame is not other.frame for other in others)
 
 
 def test_graphs_that_differ_in_more_than_sizes_do_not_grow() -> None:

@@ -457,6 +457,7 @@ class Job:
             self.reuse.executor,
             is_compiled=self.is_compiled,
             num_gpus=self.cluster.gpus,
+            others=[other for (_, degree), other in reversed(self.spaces.items()) if degree == tp],
         )
 
     def is_cut(self, micro_batch: int, tp: int) -> Callable[[str, Strategy], bool]:

@@ -1,6 +1,6 @@
 """A decision space with what its strategies cost per micro-batch, and what of a problem no mesh changes."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeVar, cast
@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 from tpplan.costs.compute import Executor
 from tpplan.costs.layers import Activations, layer_activations
 from tpplan.costs.table import StrategyTime, time_table
-from tpplan.graph import Source, enclosing
+from tpplan.graph import Boundary, ModelGraph, Source, enclosing
 from tpplan.kinds import Unit
 from tpplan.mesh import Axis, Mesh
 from tpplan.problem import Edge, Node, Shared
@@ -19,6 +19,16 @@ from tpplan.space import Reading, Space
 T = TypeVar("T")
 
 
+@dataclass(slots=True)
+class Frame:
+    """What of a problem follows from the decisions alone, whatever they cost: nodes and edges, what a solver made of
+    them, and the FSDP units by the names that were asked for."""
+
+    nodes_and_edges: list[tuple[tuple[Node, ...], tuple[Edge, ...]]] = field(default_factory=list)
+    shared: Shared = field(default_factory=Shared)
+    units: dict[tuple[str, ...], tuple[Unit, ...]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedSpace:
     """A decision space with what its strategies cost per micro-batch: the same for every mesh of its tp degree."""
@@ -27,11 +37,15 @@ class PricedSpace:
     times: Mapping[str, tuple[StrategyTime, ...]]
     executor: Executor
     is_compiled: bool
+    #: that of spaces whose decisions are the same (decides_like)
+    frame: Frame = field(default_factory=Frame)
     _activations: dict[tuple[str, ...], Activations] = field(default_factory=dict, init=False)
-    _units: dict[tuple[str, ...], tuple[Unit, ...]] = field(default_factory=dict, init=False)
-    _frames: list[tuple[tuple[Node, ...], tuple[Edge, ...]]] = field(default_factory=list, init=False)
-    shared: Shared = field(default_factory=Shared, init=False)
     _memo: dict[Hashable, object] = field(default_factory=dict, init=False)
+
+    @property
+    def shared(self) -> Shared:
+        """What a solver computed of the edges."""
+        return self.frame.shared
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """What does not depend on the mesh, computed for the first of them that asks."""
@@ -47,9 +61,9 @@ class PricedSpace:
 
     def units(self, names: tuple[str, ...]) -> tuple[Unit, ...]:
         """Every FSDP unit, the root last under the name "": each parameter in the deepest unit with all its names."""
-        if names not in self._units:
-            self._units[names] = units_of(self.space, names)
-        return self._units[names]
+        if names not in self.frame.units:
+            self.frame.units[names] = units_of(self.space, names)
+        return self.frame.units[names]
 
     def nodes(self) -> tuple[Node, ...]:
         """The deciding decisions."""
@@ -60,11 +74,36 @@ class PricedSpace:
         return self._frame()[1]
 
     def _frame(self) -> tuple[tuple[Node, ...], tuple[Edge, ...]]:
-        if not self._frames:
+        found = self.frame.nodes_and_edges
+        if not found:
             strategies = self.space.strategies
             nodes = (Node(name=name, strategies=tuple(map(str, strategies[name]))) for name in self.space.members)
-            self._frames.append((tuple(nodes), tuple(dict.fromkeys(edges_of(self.space)))))
-        return self._frames[0]
+            found.append((tuple(nodes), tuple(dict.fromkeys(edges_of(self.space)))))
+        return found[0]
+
+
+def decides_like(space: Space, other: Space) -> bool:
+    """Whether two spaces have the same decisions with the same strategies, of graphs that differ in sizes alone: then
+    their nodes, edges and FSDP units are the same."""
+    return (
+        space.tp == other.tp
+        and space.graph.sources == other.graph.sources
+        and _outline(space.graph) == _outline(other.graph)
+        and space.classes == other.classes
+        and space.flows == other.flows
+        and all(space.strategies[name] == other.strategies[name] for name in space.members)
+    )
+
+
+def _outline(graph: ModelGraph) -> tuple[object, ...]:
+    """Nodes in order, without the arguments of ops, which sizes are among."""
+    return graph.once(
+        _outline,
+        lambda: tuple(
+            node if isinstance(node, Boundary) else (node.name, node.module, node.operands, node.results)
+            for node in graph.nodes
+        ),
+    )
 
 
 def units_of(space: Space, names: tuple[str, ...]) -> tuple[Unit, ...]:
@@ -126,11 +165,15 @@ def price_space(
     *,
     is_compiled: bool = False,
     num_gpus: int | None = None,
+    others: Iterable[PricedSpace] = (),
 ) -> PricedSpace:
-    """Times of every decision, on one tp group, or on the slowest of those that so many GPUs hold."""
+    """Times of every decision, on one tp group, or on the slowest of those that so many GPUs hold. The frame is that of
+    one of the `others` that has the same decisions."""
     group = Mesh(replicate=max(1, (num_gpus or 1) // space.tp), tp=space.tp).group(Axis.TP, gpus_per_node)
+    frame = next((other.frame for other in others if decides_like(space, other.space)), None)
     return PricedSpace(
         space=space,
+        frame=frame or Frame(),
         times=time_table(space, profile, group, executor, is_compiled=is_compiled),
         executor=executor,
         is_compiled=is_compiled,
