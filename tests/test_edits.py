@@ -132,7 +132,7 @@ def outcome(file: Path, reuse: Reuse) -> str:
 
 def begins_with_path(text: str) -> bool:
     """`boundaries.layers.*.inputs.x: ...`: it begins with a section of the plan, or with what an edit has put there."""
-    sections = {member.name for member in dataclasses.fields(Plan)} | {*TEXTS, "x"}
+    sections = {member.name for member in dataclasses.fields(Plan)} | {*TEXTS, "x", '""'}
     return any(text.startswith(f"{section}{mark}") for section in sections for mark in ".[:")
 
 
