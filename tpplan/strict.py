@@ -66,9 +66,9 @@ class Place:
     path: str = ""
 
     def at(self, key: str | int) -> "Place":
-        """The place of a member or of an element."""
+        """The place of a member or of an element; a member without a name stands as an empty text."""
         dot = "." if self.path else ""
-        path = f"{self.path}[{key}]" if isinstance(key, int) else f"{self.path}{dot}{escaped(key)}"
+        path = f"{self.path}[{key}]" if isinstance(key, int) else f"{self.path}{dot}" + (escaped(key) or '""')
         return dataclasses.replace(self, path=path)
 
     def fail(self, problem: str) -> NoReturn:
