@@ -126,7 +126,7 @@ def other_layouts() -> None:
         laid_out = DTensor.from_local(logits, mesh, [placement], run_check=False)
         with pytest.raises(UsageError, match="laid out as"):
             cross_entropy(laid_out, torch.zeros(laid_out.shape[:-1], dtype=torch.long))
-    with pytest.raises(RuntimeError, match="out of bounds"):
+    with pytest.raises(IndexError, match="out of bounds"):
         of_ranks(logits, torch.full_like(targets, V))
 
 

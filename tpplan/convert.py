@@ -33,7 +33,7 @@ from tpplan.errors import PlanMismatchError
 from tpplan.intervals import Interval, exchange, held, in_order, rank_by_rank
 from tpplan.layout import COLLECTIVE_STEPS, ROWS, Conversion, Layout, Step, fits
 from tpplan.torch_internals.autograd import below_autograd
-from tpplan.torch_internals.operators import collectives
+from tpplan.torch_internals.operators import check_within, collectives
 
 _ops = collectives()
 
@@ -290,7 +290,14 @@ def _pad(x: Tensor, layout: Layout, group: TpGroup) -> Tensor:
 
 
 def local_rows(ids: Tensor, num_local_rows: int, group: TpGroup) -> tuple[Tensor, Tensor]:
-    """R -> rows: ids as positions among this rank's rows, and the mask of those on other ranks (they read row 0)."""
+    """R -> rows: ids as positions among this rank's rows, and the mask of those on other ranks (they read row 0).
+
+    Raises IndexError for an id that is on no rank: all ranks have the same ids, so that all raise.
+    """
+    num_rows = num_local_rows * group.size
+    check_within(
+        ids, num_rows, f"index out of range: expected ids from 0 to {num_rows - 1} for a table of {num_rows} rows"
+    )
     local = ids - group.rank * num_local_rows
     foreign = (local < 0) | (local >= num_local_rows)
     return local.masked_fill_(foreign, 0), foreign

@@ -27,7 +27,7 @@ from tpplan import operators
 from tpplan.convert import TpGroup, all_reduce
 from tpplan.errors import UsageError
 from tpplan.rewrite import own_code, running_rewriters
-from tpplan.torch_internals.operators import assert_on_device
+from tpplan.torch_internals.operators import check_within
 
 #: what torch calls the target that counts for nothing
 IGNORE_INDEX = -100
@@ -144,6 +144,6 @@ def _compute_dtype(logits: Tensor) -> torch.dtype:
 
 
 def _check_targets(targets: Tensor, ignored: Tensor, num_classes: int) -> None:
-    """A target out of range raises on the CPU and asserts on a GPU, as in torch, without waiting for it."""
-    valid = (((targets >= 0) & (targets < num_classes)) | ignored).all()
-    assert_on_device(valid, f"cross_entropy: a target is out of bounds for {num_classes} classes")
+    """A target that is no class raises IndexError on the CPU; on a GPU it asserts, as torch does, without a wait."""
+    message = f"cross_entropy: a target is out of bounds for {num_classes} classes"
+    check_within(targets.masked_fill(ignored, 0), num_classes, message)

@@ -63,7 +63,8 @@ _MOVES = frozenset({"view", "view_as", "clone", "contiguous", "chunk", "cat", "d
 #: and what else a step takes
 _ALSO = {
     Step.DIVIDE: frozenset({"div"}),
-    Step.LOCAL_ROWS: frozenset({"sub", "lt", "ge", "__or__", "masked_fill_"}),
+    # ids are checked against the whole table's rows first: an assertion gives no value that another op could read
+    Step.LOCAL_ROWS: frozenset({"sub", "lt", "ge", "__or__", "masked_fill_", "aminmax", "__and__", "_assert_async"}),
     Step.MASK: frozenset({"masked_fill"}),
 }
 #: the collective of a step, by the op that runs

@@ -67,6 +67,24 @@ def assert_on_device(condition: Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
+def check_within(positions: Tensor, size: int, message: str) -> None:
+    """Checks that positions (integers, of any shape) are 0 to size - 1, as torch checks what it looks up: on the CPU
+    IndexError is raised, with the message and the first position outside; on a GPU, and in compiled code, the message
+    is asserted when the kernel runs. Where tensors have no values nothing is raised."""
+    if positions.numel() == 0:
+        return
+    low, high = positions.aminmax()
+    inside = (low >= 0) & (high < size)
+    if torch.compiler.is_compiling() or positions.device.type != "cpu":
+        assert_on_device(inside, message)
+        return
+    try:
+        assert_on_device(inside, message)
+    except RuntimeError:
+        outside = positions[(positions < 0) | (positions >= size)].flatten()[0].item()
+        raise IndexError(f"{message}: got {outside}") from None
+
+
 def collectives() -> Any:
     """The namespace of the collectives that give their results as tensors: all_reduce(x, "sum", group name), ..."""
     return torch.ops._c10d_functional
