@@ -204,6 +204,7 @@ def test_what_is_cut_to_end_sooner_is_in_the_gap(monkeypatch: pytest.MonkeyPatch
     assert plan.solver.gap > 0.01
 
 
+@pytest.mark.long
 def test_positions_from_a_length_forbid_slices_where_it_is_read_alone(tmp_path: Path) -> None:
     """An arange over the embedding's length once forbade slices at every layer's output, too: 3.85 s for 3.73."""
     spec = llama(tmp_path, **WIDE, num_hidden_layers=3)

@@ -159,7 +159,7 @@ def pins_of(style: str, names: Iterable[str]) -> dict[str, str]:
     "pins",
     [
         {},
-        {"ways.*": "sequence"},
+        pytest.param({"ways.*": "sequence"}, marks=pytest.mark.long),
         pins_of("split dim 0", OF_DIM_0),
         pins_of("split dim 1", (name for name in CUTS if name not in NOT_OF_DIM_1)),
     ],
