@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpplan.known import is_foreign
+from tpplan.planned_device import is_foreign
 
 #: objects of these are not gone into
 _OF_LIBRARIES = frozenset({"torch", "tpplan", "builtins", "typing", "types", "functools", "re", "logging", "numpy"})
