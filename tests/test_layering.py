@@ -70,6 +70,7 @@ WITH_TORCH = (
     "rewrite",
     "unsaid",
     "planned_device",
+    "saved_hooks",
     "known",
     "own_failure",
     "registered",

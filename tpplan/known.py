@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from tpplan.errors import ModelError
-from tpplan.planned_device import Seen, asking_line, is_foreign, planned_device
+from tpplan.planned_device import Seen, asking_line, is_foreign, is_model_asking, planned_device
 from tpplan.rewrite import is_own_code_running
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.recording import unrecorded
@@ -114,6 +114,8 @@ class KnownValues(TorchFunctionMode):
             func, args, kwargs = torch.Tensor.split, split, {}
         if name == "register_hook":
             raise ModelError(f"{asking_line()}: a hook on a gradient is code that no plan can follow; remove it")
+        if getattr(func, "__self__", None) is torch.Tensor.grad_fn and is_model_asking():
+            raise ModelError(f"{asking_line()}: a node of autograd's graph takes hooks that no plan can follow")
         if name not in DESCRIPTIONS and any(map(_is_at_rest, (*args, *kwargs.values()))):
             raise AtRestError(f"{asking_line()}: reads parameters past their modules' attributes (parameters())")
         if getattr(func, "__self__", None) is torch.Tensor.data:

@@ -115,7 +115,7 @@ def asking_line() -> str:
     return f"{Path(file).name}:{line}: {linecache.getline(file, line).strip()}"
 
 
-def _is_model_asking() -> bool:
+def is_model_asking() -> bool:
     """True where the code that made a call, modes that it passed on its way left out, is the model's."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_name == "__torch_function__":
@@ -153,9 +153,9 @@ class Seen:
             found = self.getters.get(func, NotImplemented)
         except TypeError:  # not hashable
             return NotImplemented
-        if func is Tensor.type and len(args) == 1 and self.is_there(args[0]) and _is_model_asking():
+        if func is Tensor.type and len(args) == 1 and self.is_there(args[0]) and is_model_asking():
             return _TENSOR_TYPE[self.planned.type == "cuda"] + str(func(*args)).rpartition(".")[2]
-        if found is NotImplemented or not args or not self.is_there(args[0]) or not _is_model_asking():
+        if found is NotImplemented or not args or not self.is_there(args[0]) or not is_model_asking():
             return NotImplemented
         return found
 

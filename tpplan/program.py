@@ -25,8 +25,9 @@ from tpplan.graph import SourceKind
 from tpplan.known import KnownValues, Question
 from tpplan.planned_device import machine_as_planned
 from tpplan.rewrite import is_own_code_running
+from tpplan.saved_hooks import check_saved_hooks
 from tpplan.torch_internals import pytree
-from tpplan.torch_internals.autograd import Apply, functions_run_by
+from tpplan.torch_internals.autograd import Apply, functions_run_by, saved_hooks_seen_by
 from tpplan.torch_internals.checkpoints import is_reentrant_checkpoint, keeps_inputs
 from tpplan.torch_internals.modules import tensors_in_place
 from tpplan.torch_internals.operators import is_op, meta_kernels
@@ -149,9 +150,10 @@ def _given(module: nn.Module, paths: Sequence[str], leaves: Sequence[Any]) -> li
 
 @contextlib.contextmanager
 def _nothing_hidden() -> Iterator[None]:
-    """Functions and branches run in the open; TorchScript hides from autograd what it has optimized."""
+    """Functions and branches run in the open, hooks on what autograd saves are refused; TorchScript hides from autograd
+    what it has optimized."""
     is_optimized = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
-    with _functions_in_the_open(), branches_in_the_open(), is_optimized:
+    with _functions_in_the_open(), branches_in_the_open(), saved_hooks_seen_by(check_saved_hooks), is_optimized:
         yield
 
 

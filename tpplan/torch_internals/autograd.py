@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from tpplan.torch_internals.probe import Probe
 
@@ -61,6 +62,23 @@ def functions_run_by(run: Apply) -> Iterator[None]:
         yield
     finally:
         Function.apply = own  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def saved_hooks_seen_by(see: Callable[[Callable[..., Any], Callable[..., Any]], None]) -> Iterator[None]:
+    """While it lasts, whoever enters torch.autograd.graph.saved_tensors_hooks, or what is made of it, has its two hooks
+    (pack, unpack) shown to `see` first, which may raise."""
+    push = torch._C._autograd._push_saved_tensors_default_hooks
+
+    def pushed(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        see(pack, unpack)
+        push(pack, unpack)
+
+    torch._C._autograd._push_saved_tensors_default_hooks = pushed  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks = push
 
 
 # ---- probes
@@ -124,6 +142,24 @@ def _below() -> bool:
         return (2 * x).grad_fn is None
 
 
+def _saved_hooks() -> bool:
+    """The hooks are seen when they are entered, not when they are made; they work; save_on_cpu is made of them."""
+    seen: list[object] = []
+    hooks = saved_tensors_hooks(lambda tensor: 2 * tensor, lambda tensor: tensor)
+    x = torch.ones(1, requires_grad=True)
+    with saved_hooks_seen_by(lambda pack, unpack: seen.append((pack, unpack))):
+        before = list(seen)
+        with hooks:
+            y = x * x
+        with save_on_cpu():
+            pass
+    with hooks:
+        pass
+    y.backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    return not before and len(seen) == 2 and seen[0] == (hooks.pack_hook, hooks.unpack_hook) and x.grad.item() == 4
+
+
 PROBES = (
     Probe(
         name="the backward that runs",
@@ -148,5 +184,11 @@ PROBES = (
         uses="torch._C._AutoDispatchBelowAutograd",
         needed_for="collectives of conversions, which have their own backward",
         works=_below,
+    ),
+    Probe(
+        name="hooks on what autograd saves",
+        uses="torch._C._autograd._push_saved_tensors_default_hooks, replaced",
+        needed_for="modules whose code enters saved_tensors_hooks, which run whole",
+        works=_saved_hooks,
     ),
 )

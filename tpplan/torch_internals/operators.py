@@ -154,6 +154,17 @@ def _kernels() -> bool:
     return inside == (7, 1)
 
 
+def _positions() -> bool:
+    """On the CPU at once, with the position; on meta tensors, which have no values, never."""
+    check_within(torch.tensor([[0, 2]]), 3, "inside")
+    check_within(torch.tensor([[0, 3]], device="meta"), 3, "unknown")
+    try:
+        check_within(torch.tensor([[0, 3]]), 3, "outside")
+    except IndexError as error:
+        return str(error) == "outside: got 3"
+    return False
+
+
 PROBES = (
     Probe(
         name="schemas of operators",
@@ -178,5 +189,11 @@ PROBES = (
         uses=", ".join(ATTENTION),
         needed_for="the cost of attention",
         works=lambda: not missing_ops(ATTENTION),
+    ),
+    Probe(
+        name="assertions on the device",
+        uses="torch._assert_async",
+        needed_for="ids and targets outside of what is sharded",
+        works=_positions,
     ),
 )
