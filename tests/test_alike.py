@@ -478,3 +478,40 @@ def _equals_one_process(model: type[nn.Module], plan: Plan) -> None:
         assert applied_loss == pytest.approx(loss, rel=1e-5)
         assert applied.keys() == gradients.keys()
         assert max(relative_errors(applied, gradients).values()) < 1e-5
+
+
+class Scale(nn.Module):
+    """A layer without parameters, of which one object may stand in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x) + x
+
+
+class Shared(nn.Module):
+    """Two lists of layers that are alike, with one object in both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = Scale()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.before, self.after = nn.ModuleList([Scale(), both]), nn.ModuleList([both, Scale()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.before:
+            x = layer(x)
+        x = self.down(self.up(x))
+        for layer in self.after:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_a_layer_that_stands_in_two_lists_is_traced_in_both() -> None:
+    with torch.device("meta"):
+        model = Shared()
+    graph = trace(model, {"x": torch.ones(2, 4, 8)})
+    assert sum(op.target == "aten.relu.default" for op in graph.ops) == 4
+    assert "forward" not in vars(model.before[1])

@@ -57,6 +57,8 @@ def standing_in(
             traced: dict[object, str] = {}
             specs: dict[str, Any] = {}
             for name, layer in group:
+                if layer in wrapped:  # it has another place, in a group before
+                    continue
                 key = (doings(name) if doings is not None else None, (classes or {}).get(name))
                 layer.forward = _once(layer, name, key, traced, specs, outputs, trial)
                 wrapped.append(layer)
