@@ -1,5 +1,6 @@
 """The first training forward on ranks calls what was called while the plan was made, or raises on every rank."""
 
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable
@@ -137,6 +138,20 @@ def test_a_check_may_warn_or_be_left_out() -> None:
 
     assert run_ranks(2, run, "warn") == [1, 1]
     assert run_ranks(2, run, False) == [0, 0]
+
+
+def test_a_plan_for_another_kind_of_device_says_that_nothing_is_compared() -> None:
+    plan = solve(plain)
+    elsewhere = dataclasses.replace(plan, proof=dataclasses.replace(plan.proof, device="cuda 9.0"))
+
+    def said(plan: Plan) -> int:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            tpplan.apply_plan(Model(plain), plan)
+        return sum("told that it runs on cuda, and runs on cpu" in str(warning.message) for warning in caught)
+
+    assert run_ranks(2, said, elsewhere) == [1, 0]
+    assert run_ranks(2, said, plan) == [0, 0]
 
 
 def no_cries(plan: Plan, recomputing: Plan) -> None:
