@@ -1,6 +1,7 @@
 """Code that a trace sees less of than what runs: refused with a word, or planned and equal to one process."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -387,7 +388,7 @@ def test_what_is_asked_once_a_layer_is_told_once() -> None:
     assert [text.partition(": ")[2] for text in plan.proof.assumptions] == [f"{line} is True", f"{line} is False"]
 
 
-def solve(model: Callable[[], nn.Module], inputs: Inputs) -> Plan:
+def solve(model: Callable[[], nn.Module], inputs: Inputs, **options: Any) -> Plan:
     return tpplan.solve(
         lambda: Named(model()),
         lambda batch, seq_len: dict(inputs),
@@ -397,6 +398,7 @@ def solve(model: Callable[[], nn.Module], inputs: Inputs) -> Plan:
         seq_len=1,
         tp=2,
         precision="fp32",
+        **options,
     )
 
 

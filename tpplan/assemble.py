@@ -20,7 +20,7 @@ from tpplan.formulate import (
     TP_REDUCTION,
     Formulation,
 )
-from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source
+from tpplan.graph import LEFT_AT, LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source
 from tpplan.layout import Conversion, Layout, R, local_shape
 from tpplan.mesh import Axis
 from tpplan.patterns import ROOT
@@ -163,13 +163,14 @@ class Expanded:
         }
 
     def outputs(self) -> dict[str, Layout]:
-        """Layouts of the model's outputs that are not R."""
-        return {
-            boundary.path: layout
+        """Layouts of the model's outputs that are not R, those among them that its forward leaves behind."""
+        returned = (
+            (boundary.path, boundary.result)
             for boundary in self.graph.boundaries
             if boundary.module == "" and boundary.direction is Direction.OUTPUT
-            if (layout := self.layout(boundary.result)) != R
-        }
+        )
+        left = ((path, value) for path, value in self.graph.outputs if path.startswith(LEFT_AT))
+        return {path: layout for path, value in (*returned, *left) if (layout := self.layout(value)) != R}
 
     def sharded_losses(self) -> dict[str, int]:
         """Modules in whose forward a cross entropy runs on slices, and the number of classes."""

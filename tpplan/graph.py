@@ -66,6 +66,8 @@ class Value:
 LOSS_SCOPE = "<loss>"
 #: the module that tpplan's own ops stand in, once a plan is applied
 OWN_SCOPE = "<tpplan>"
+#: how the path begins of an output that the forward leaves behind, and does not return (tpplan.left_behind)
+LEFT_AT = "left at "
 
 
 class SourceKind(StrEnum):

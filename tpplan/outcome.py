@@ -1,5 +1,6 @@
 """The plan of the best mesh, with its certificate."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -8,8 +9,9 @@ import torch
 
 from tpplan.assemble import Expanded
 from tpplan.by_pattern import blocks_table, by_pattern, pattern_of, rename_parameter
-from tpplan.graph import ModelGraph
+from tpplan.graph import LEFT_AT, ModelGraph
 from tpplan.job import Candidate, Job
+from tpplan.layout import R
 from tpplan.model_check import parameters_fingerprint
 from tpplan.patterns import ROOT
 from tpplan.plan import (
@@ -33,6 +35,9 @@ from tpplan.reruns import rerun
 from tpplan.reuse import Traced
 from tpplan.rules import OPAQUE
 from tpplan.torch_internals import pytree
+
+#: places that a note names
+_SHOWN = 3
 
 
 def plan_of(
@@ -95,12 +100,24 @@ def plan_of(
         unruled_ops=expanded.unruled_ops(),
         opaque=_opaque_plans(traced, expanded) or None,
         untouched=traced.opaques.untouched or None,
-        notes=(*traced.notes, *expanded.guesses()) or None,
+        notes=(*traced.notes, *_left_whole(expanded), *expanded.guesses()) or None,
     )
     if not plan.recompute:
         return plan
     again = rerun(expanded.formulation, plan.recomputed_modules())
     return replace(plan, collectives=with_repeats(plan.collectives, again, plan))
+
+
+def _left_whole(expanded: Expanded) -> Iterator[str]:
+    """What is said of tensors that the forward leaves behind and that are kept whole."""
+    left = [path for path, value in expanded.graph.outputs if path.startswith(LEFT_AT) and expanded.layout(value) == R]
+    if left:
+        shown = ", ".join(path.removeprefix(LEFT_AT) for path in left[:_SHOWN])
+        more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+        yield (
+            f"whole, as outputs are, is what the forward leaves at {shown}{more}; what nobody reads with its gradient "
+            "may be sharded where unused_outputs names it, or its code detaches it"
+        )
 
 
 def laid_out_as(plan: Plan, expanded: Expanded) -> Plan:

@@ -13,6 +13,7 @@ from torch import nn
 from tpplan.blocks import find_repeated_blocks
 from tpplan.errors import ModelError
 from tpplan.graph import (
+    LEFT_AT,
     OWN_SCOPE,
     Argument,
     Boundary,
@@ -109,7 +110,7 @@ class GraphReader:
         named = tuple((path or "output", leaf.name) for path, leaf in leaves if isinstance(leaf, Ref))
         scalars = [name for _, name in named if not self.values[name].shape and self.values[name].carries_gradient]
         left = zip(self.program.left, outputs[num_returned:], strict=True)
-        named += tuple((f"left at {where}", leaf.name) for where, leaf in left if isinstance(leaf, Ref))
+        named += tuple((LEFT_AT + where, leaf.name) for where, leaf in left if isinstance(leaf, Ref))
         graph = ModelGraph(
             values=self.values,
             sources=tuple(self.sources),

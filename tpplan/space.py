@@ -13,7 +13,7 @@ from functools import cached_property
 
 from tpplan.blocks import members
 from tpplan.errors import ModelError
-from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, SourceKind, Value
+from tpplan.graph import LEFT_AT, LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, SourceKind, Value
 from tpplan.layout import R_STAR, ROWS, Conversion, Layout, P, R, S, can_convert, conversions_between, layouts_of
 from tpplan.rules import Strategy, crossings_before_writes, find_extra_layouts, strategies
 
@@ -168,6 +168,7 @@ class _Builder:
         self.parameters = {source.result: source for source in graph.parameters}
         self.fixed = {source.result for source in graph.sources if source.kind is not SourceKind.PARAMETER}
         self.whole_outputs = _whole_outputs(graph, unused_outputs)
+        self.left = {value for path, value in graph.outputs if path.startswith(LEFT_AT)}
         self.converting = _converting_boundaries(graph)
         self.extra = find_extra_layouts(graph, tp) if tp > 1 else {}
         self.written_later = crossings_before_writes(graph)
@@ -198,11 +199,11 @@ class _Builder:
             return options
         fixed = [i for i, name in enumerate(decider.operands) if name in self.fixed]
         whole = [i for i, name in enumerate(decider.results) if name in self.whole_outputs]
-        if not (fixed or whole or _leaves_model(decider)):
+        given = [i for i, name in enumerate(decider.results) if name in self.left or _leaves_model(decider)]
+        if not (fixed or whole or given):
             return options
-        if _leaves_model(decider):
-            # A user can be handed the whole or a slice, not a summand.
-            options = tuple(s for s in options if s.results[0].is_plain)
+        # A user can be handed the whole or a slice, not a summand.
+        options = tuple(s for s in options if all(s.results[i].is_plain for i in given))
         return tuple(
             s for s in options if all(s.operands[i] == R for i in fixed) and all(s.results[i] == R for i in whole)
         )
@@ -292,8 +293,9 @@ def _leaves_model(decider: Decider) -> bool:
 
 
 def _whole_outputs(graph: ModelGraph, unused: frozenset[str]) -> frozenset[str]:
-    """What is returned to the user and not declared unused: outputs of the step, and of the model past its loss."""
-    returned = {value for path, value in graph.outputs if path not in unused}
+    """What the user can read and did not declare unused: outputs of the step, of the model past its loss, and what the
+    forward leaves behind."""
+    returned = {value for path, value in graph.outputs if path.removeprefix(LEFT_AT) not in unused}
     for boundary in graph.boundaries:
         path = boundary.path.removeprefix("output").removeprefix(".")
         if _leaves_model(boundary) and not graph.consumers.get(boundary.result) and path not in unused:

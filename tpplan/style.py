@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from tpplan.convert import TpGroup
 from tpplan.errors import PlanError, PlanMismatchError
-from tpplan.graph import within
+from tpplan.graph import LEFT_AT, within
 from tpplan.layout import ROWS, LayoutKind, S, fits
 from tpplan.localize import (
     Crossing,
@@ -246,7 +246,7 @@ def _dtype(name: str, *, where: str) -> torch.dtype:
 
 
 def _sharded_outputs(plan: Plan) -> dict[str, int]:
-    """Dims of the outputs that stay sharded. Raises PlanError for an output that no one outside could read."""
+    """Dims of the returned outputs that stay sharded. Raises PlanError for an output that no one outside could read."""
     dims: dict[str, int] = {}
     for path, layout in plan.outputs.items():
         match layout.kind:
@@ -254,7 +254,8 @@ def _sharded_outputs(plan: Plan) -> dict[str, int]:
                 continue
             case LayoutKind.SHARD if layout.is_plain:
                 assert layout.dim is not None
-                dims[path] = layout.dim
+                if not path.startswith(LEFT_AT):  # what is left behind stays a rank's slice, for nobody reads it
+                    dims[path] = layout.dim
             case _:
                 raise PlanError(f"outputs.{path}: expected R or S(dim), got {layout}")
     return dims

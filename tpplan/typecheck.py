@@ -11,7 +11,8 @@ ranks and both directions) and the conversions of tpplan.layout. Of decisions, c
     copy would be written.
 (3) The layouts of an op's operands are those of one of its strategies; its results have that strategy's. An op without
     a rule has every operand that carries a gradient R, or every one R*.
-(4) The loss is R, and so are the model's outputs, unless the plan says that they leave sharded.
+(4) The loss is R, and so are the model's outputs, those among them that its forward leaves behind, unless the plan
+    says that they are sharded.
 (5) The plan names nothing that the graph has not, and gives every parameter the graph's names and shape.
 (6) Where code writes to a parameter, no copy is written, and nothing twice (tpplan.written).
 
@@ -24,7 +25,7 @@ model runs: every layout must have its `local_shapes`.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from tpplan.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, within
+from tpplan.graph import LEFT_AT, LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, within
 from tpplan.layout import R_STAR, ROWS, Conversion, Layout, P, R, can_convert, fits, local_shape
 from tpplan.patterns import ROOT
 from tpplan.plan import BoundaryPlan, ParameterPlan, Plan, Recompute
@@ -120,6 +121,7 @@ class _Checker:
         labels = {source.label for source in self.graph.parameters}
         places = {_place(boundary) for boundary in self.graph.boundaries}
         outputs = {boundary.path for boundary in self.graph.boundaries if _leaves_model(boundary)}
+        outputs |= {path for path, _ in self.graph.outputs if path.startswith(LEFT_AT)}
         losses = {op.module for op in self.graph.ops if op.target == CROSS_ENTROPY}
         for label in sorted(labels ^ self.plans.keys()):
             there, here = ("model", "plan") if label in labels else ("plan", "model")
@@ -344,7 +346,8 @@ class _Checker:
             yield f"output {path}", value, self.outputs.get(path, R)
         for path, value in self.graph.outputs:
             if value not in leaving:
-                yield "the loss" if value == self.graph.loss else f"output {path}", value, R
+                is_loss = value == self.graph.loss
+                yield "the loss" if is_loss else f"output {path}", value, R if is_loss else self.outputs.get(path, R)
 
 
 def _crossings(boundaries: Mapping[str, BoundaryPlan]) -> dict[Place, Conversion]:

@@ -16,7 +16,7 @@ from torch import nn
 from tpplan.errors import ExportError
 from tpplan.exporters import Crossing, LaidOut
 from tpplan.exporters._pytorch_file import Styles, file_text
-from tpplan.graph import Boundary, Direction
+from tpplan.graph import LEFT_AT, Boundary, Direction
 from tpplan.layout import R_STAR, ROWS, Layout, LayoutKind, P, R, S
 from tpplan.patterns import ROOT
 from tpplan.plan import ParameterPlan, Plan
@@ -199,8 +199,9 @@ class _Finder:
 
     def _leave(self, name: str, crossings: tuple[Crossing, ...]) -> None:
         kept = self.laid.plan.outputs.get("output") if name == "" else None
-        if not name and self.laid.plan.outputs.keys() - {"output"}:
-            raise ExportError(f"outputs {', '.join(self.laid.plan.outputs)} leave the model sharded: one can")
+        returned = [path for path in self.laid.plan.outputs if not path.startswith(LEFT_AT)]
+        if not name and set(returned) - {"output"}:
+            raise ExportError(f"outputs {', '.join(returned)} leave the model sharded: one can")
         if kept is None and not any(crossing.is_conversion for crossing in crossings):
             return
         (crossing,) = self._single(name, crossings)
