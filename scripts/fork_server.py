@@ -7,6 +7,7 @@ seconds to import torch.
 """
 
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import os
@@ -81,6 +82,8 @@ def _live(control: socket.socket, function: Callable[..., Any], preload: Sequenc
         os.setsid()  # it outlives an interrupt from the terminal and a kill of its parent's group, to end its worker
         for name in preload:
             importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # a search in a fork would write to, and so copy, all that it shares with the server
         _serve(control, function)
         code = 0
     except BaseException:

@@ -1,5 +1,6 @@
 """Starts, before any test computes anything, the server that ranks are forked from (forks.py)."""
 
+import gc
 import os
 
 # The tests are for the CPU, also where there is a GPU, which tpplan would use. One that needs the GPU is run alone,
@@ -10,7 +11,17 @@ import hypothesis
 import torch
 from forks import fork_server
 
+#: new containers between two of Python's searches for garbage, where 700 are usual: a tenth of what tests took
+GC_THRESHOLD = 20_000
+
 torch.set_num_threads(1)  # tests run on every core at once
 hypothesis.settings.register_profile("untimed", deadline=None)  # a loaded machine is no error
 hypothesis.settings.load_profile("untimed")
+gc.set_threshold(GC_THRESHOLD, *gc.get_threshold()[1:])  # before the server is forked: its ranks have it too
 fork_server()
+
+
+def pytest_collection_finish() -> None:
+    """Takes what torch and the test modules consist of, a million objects, out of Python's searches for garbage."""
+    gc.collect()
+    gc.freeze()

@@ -1,4 +1,4 @@
-"""Plans edited by hand, in 200 random ways: either one loads and is proven, or it is refused with the path of what is
+"""Plans edited by hand, in random ways: either one loads and is proven, or it is refused with the path of what is
 wrong; and no text in a plan or a profile is ever run."""
 
 import ast
@@ -22,7 +22,6 @@ from tpplan.plan import Plan
 from tpplan.proof import prove_plan
 from tpplan.reuse import Reuse
 
-NUM_EDITS = 200
 TEXTS = ("R", "R*", "S(0)", "S(1)", "S(7)", "P", "rows", "R -> S(0) as float32", "P -> R as bfloat16", "layers.*",
          "layers.9", "<root>", "head", "full", "__import__('os').abort()", "float64", "0-3", "")  # fmt: skip
 
@@ -94,12 +93,15 @@ def edited(data: object, draw: Any) -> object:
 
 
 @pytest.mark.slow
-def test_an_edited_plan_is_proven_or_refused_with_its_path(plan: Plan, reuse: Reuse, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_edits", [60, pytest.param(200, marks=pytest.mark.long)])
+def test_an_edited_plan_is_proven_or_refused_with_its_path(
+    plan: Plan, reuse: Reuse, tmp_path: Path, num_edits: int
+) -> None:
     data = json.loads(plan.dumps())
     file = tmp_path / "plan.json"
     seen: Counter[str] = Counter()
 
-    @hypothesis.settings(max_examples=NUM_EDITS, derandomize=True, database=None, deadline=None)
+    @hypothesis.settings(max_examples=num_edits, derandomize=True, database=None, deadline=None)
     @hypothesis.given(st.data())
     def holds(draws: st.DataObject) -> None:
         changed = edited(data, draws.draw)
@@ -107,7 +109,7 @@ def test_an_edited_plan_is_proven_or_refused_with_its_path(plan: Plan, reuse: Re
         seen[outcome(file, reuse)] += 1
 
     holds()
-    assert seen.total() >= NUM_EDITS
+    assert seen.total() >= num_edits
     assert all(seen[what] for what in ("proven", "refused as it is read", "refused by the proof")), seen
 
 

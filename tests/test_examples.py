@@ -1,6 +1,6 @@
 """The four example models on real ranks: solved, applied, and compared with one process in loss and every gradient."""
 
-from typing import Any
+import functools
 
 import pytest
 import torch
@@ -59,44 +59,45 @@ def applied(name: str, plan: Plan) -> Outcome:
     return loss.item() / dist.get_world_size(), gradients, list(model.state_dict())
 
 
-#: whose plans the default suite runs on four ranks, too
-ON_FOUR_RANKS = ("llama", "nanogpt")
+#: (ranks, tp, fsdp) of every mesh of 2 or 4 ranks
+MESHES = ((2, 2, 1), (2, 1, 2), (4, 4, 1), (4, 2, 2), (4, 2, 1), (4, 1, 4), (4, 1, 2))
+#: on four ranks, what the default suite compares: every mesh of two axes, and one of four tp ranks
+ON_FOUR_RANKS = (("llama", 4, 2, 2), ("llama", 4, 2, 1), ("llama", 4, 1, 2), ("nanogpt", 4, 4, 1))
+CASES = [
+    pytest.param(
+        name,
+        *mesh,
+        id=f"{name}-{mesh}",
+        marks=() if mesh[0] == 2 or (name, *mesh) in ON_FOUR_RANKS else pytest.mark.long,
+    )
+    for name in NAMES
+    for mesh in MESHES
+]
 
 
-def degrees(ranks: int) -> list[dict[str, Any]]:
-    """tp and fsdp of every mesh of 2 or 4 ranks."""
-    return {
-        2: [{"tp": 2, "fsdp": 1}, {"tp": 1, "fsdp": 2}],
-        4: [
-            {"tp": 4, "fsdp": 1},
-            {"tp": 2, "fsdp": 2},
-            {"tp": 2, "fsdp": 1},
-            {"tp": 1, "fsdp": 4},
-            {"tp": 1, "fsdp": 2},
-        ],
-    }[ranks]
+@functools.cache
+def expected(name: str) -> Outcome:
+    return one_process(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [
-        *((name, 2) for name in NAMES),
-        *(pytest.param(name, 4, marks=() if name in ON_FOUR_RANKS else pytest.mark.long) for name in NAMES),
-    ],
-)
-def test_applied_plans_equal_one_process(name: str, ranks: int) -> None:
+@functools.cache
+def planned(name: str, ranks: int, tp: int, fsdp: int) -> Plan:
     """Micro-batches of 2, so plans accumulate as well."""
-    loss, gradients, keys = one_process(name)
-    for mesh in degrees(ranks):
-        options = {"global_batch": BATCH, "micro_batch": 2, "seq_len": SEQ_LEN}
-        plan = solve_example(name, eager_to_shard(), gpus=ranks, **mesh, **options)
-        for applied_loss, applied_gradients, applied_keys in run_ranks(ranks, applied, name, plan):
-            assert abs(applied_loss - loss) < 1e-5 * abs(loss), (mesh, applied_loss, loss)
-            assert applied_keys == keys
-            assert applied_gradients.keys() == gradients.keys()
-            errors = relative_errors(applied_gradients, gradients)
-            worst = max(errors, key=lambda key: errors[key])
-            assert errors[worst] < TOLERANCE, (mesh, worst, errors[worst])
+    options = {"global_batch": BATCH, "micro_batch": 2, "seq_len": SEQ_LEN}
+    return solve_example(name, eager_to_shard(), gpus=ranks, tp=tp, fsdp=fsdp, **options)
+
+
+@pytest.mark.parametrize(("name", "ranks", "tp", "fsdp"), CASES)
+def test_applied_plans_equal_one_process(name: str, ranks: int, tp: int, fsdp: int) -> None:
+    loss, gradients, keys = expected(name)
+    outcomes = run_ranks(ranks, applied, name, planned(name, ranks, tp, fsdp))
+    for applied_loss, applied_gradients, applied_keys in outcomes:
+        assert abs(applied_loss - loss) < 1e-5 * abs(loss), (applied_loss, loss)
+        assert applied_keys == keys
+        assert applied_gradients.keys() == gradients.keys()
+        errors = relative_errors(applied_gradients, gradients)
+        worst = max(errors, key=lambda key: errors[key])
+        assert errors[worst] < TOLERANCE, (worst, errors[worst])
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_applied_plans_equal_one_process(name: str, ranks: int) -> None:
 )
 def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(mesh: dict[str, int]) -> None:
     """bfloat16 has 8 bits: gradients within a few percent of float32's. Also with tp alone, where FSDP only casts."""
-    loss, gradients, _ = one_process("llama")
+    loss, gradients, _ = expected("llama")
     ranks = mesh["tp"] * mesh["fsdp"]
     options = {"global_batch": BATCH, "micro_batch": 2, "seq_len": SEQ_LEN, "precision": "bf16-mixed"}
     # Fast memory: a loss on slices of the classes makes more passes over them than one on the whole.
@@ -119,7 +120,7 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(mesh: dict[str, 
 @pytest.mark.parametrize("name", NAMES)
 def test_plans_do_shard(name: str) -> None:
     """What the comparison above compares: under tp most parameter elements are cut, or it would prove little."""
-    plan = solve_example(name, eager_to_shard(), gpus=4, tp=4, global_batch=1, micro_batch=1, seq_len=SEQ_LEN)
+    plan = planned(name, 2, 2, 1)
     sizes = {name: torch.Size(p.shape).numel() for name, p in plan.parameter_plans().items()}
     cut = sum(sizes[name] for name, p in plan.parameter_plans().items() if str(p.placement).startswith("S"))
     assert cut > 0.5 * sum(sizes.values())

@@ -158,7 +158,7 @@ def frozen(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple((key, tuple(value.items()) if isinstance(value, dict) else value) for key, value in options.items())
 
 
-LONG = ("with replicas", "four ranks", "recomputed", "FSDP alone")
+LONG = ("sequence", "with replicas", "four ranks", "recomputed", "FSDP alone")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long if case in LONG else ()) for case in CASES])

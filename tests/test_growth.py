@@ -89,7 +89,7 @@ def test_neither_traces_nor_ilps_grow_with_depth(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(milp, "build", counted)
     monkeypatch.setattr(trace, "record", recorded)
     seen = {}
-    for num_layers in (8, 128):
+    for num_layers in (4, 64):
         limit = binding_limit(num_layers)
         sizes.clear()
         products.clear()
@@ -97,7 +97,7 @@ def test_neither_traces_nor_ilps_grow_with_depth(monkeypatch: pytest.MonkeyPatch
         solve(num_layers, memory_limit_bytes=limit, prove=False)
         assert Layer.ran == num_layers * len(products)
         seen[num_layers] = (products.copy(), len(sizes), max(sizes))
-    (written, programs, columns), (written_deep, programs_deep, columns_deep) = seen[8], seen[128]
+    (written, programs, columns), (written_deep, programs_deep, columns_deep) = seen[4], seen[64]
     # The first layer is given no gradient: it is of a kind of its own.
     assert written_deep == written == [4] * len(written)
     assert programs_deep <= 1.5 * programs

@@ -226,8 +226,8 @@ class Choosing(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         scale = x.square().mean()
-        x = torch.cond(x.sum() > 0, lambda y: (y.sin() * scale).view(BATCH, -1, DIM), lambda y: y.cos(), (x,))
-        heads = self.up(x).view(BATCH, -1, 4, DIM)
+        x = torch.cond(x.sum() > 0, lambda y: (y.sin() * scale).view(y.shape[0], -1, DIM), lambda y: y.cos(), (x,))
+        heads = self.up(x).view(x.shape[0], -1, 4, DIM)
         x = x + self.down(F.gelu(heads).flatten(2))
         x = torch.cond(x.sum() < 0, lambda y: y.tanh(), lambda y: y * scale, (x,))
         return self.head(self.feed_forward(x))

@@ -97,6 +97,14 @@ def test_a_resumed_measurement_measures_only_what_is_missing(tmp_path: Path) -> 
 Damage = Callable[[dict], object]
 
 
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a whole measurement leaves beside its output."""
+    partial = tmp_path_factory.mktemp("measured") / "mine.json.partial"
+    measure_machine(toy(), name="mine", budget_s=BUDGET_S, partial=partial)
+    return partial.read_text()
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -106,10 +114,11 @@ Damage = Callable[[dict], object]
         (lambda d: d.pop("where"), "where: missing key"),
     ],
 )
-def test_what_another_machine_measured_is_not_continued(tmp_path: Path, damage: Damage, message: str) -> None:
+def test_what_another_machine_measured_is_not_continued(
+    measured: str, tmp_path: Path, damage: Damage, message: str
+) -> None:
     partial, said, sections = tmp_path / "mine.json.partial", [], []
-    measure_machine(toy(), name="mine", budget_s=BUDGET_S, partial=partial)
-    content = json.loads(partial.read_text())
+    content = json.loads(measured)
     damage(content)
     partial.write_text(json.dumps(content))
     measure_machine(toy(recorder(sections)), name="mine", budget_s=BUDGET_S, partial=partial, say=said.append)
@@ -119,9 +128,9 @@ def test_what_another_machine_measured_is_not_continued(tmp_path: Path, damage: 
     assert message in said[0]
 
 
-def test_another_grid_is_another_measurement(tmp_path: Path) -> None:
+def test_another_grid_is_another_measurement(measured: str, tmp_path: Path) -> None:
     partial, said = tmp_path / "mine.json.partial", []
-    measure_machine(toy(), name="mine", budget_s=BUDGET_S, partial=partial)
+    partial.write_text(measured)
     other = ComputeGrid(
         matmul_batches=(1,), matmul_sizes=(4, 16), copied_bytes=TOY.copied_bytes, attention=TOY.attention
     )

@@ -1,4 +1,4 @@
-"""scripts/train.py: on real text, plans that shard train as one process does, in 20 losses and every first gradient."""
+"""scripts/train.py: on real text, plans that shard train as one process does, in losses and every first gradient."""
 
 import importlib.util
 import logging
@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "scripts" / "train.py"
 LLAMA = ROOT / "scripts" / "examples" / "llama.py"
 STEPS, BATCH, SEQ_LEN, LEARNING_RATE = 20, 8, 32, 1e-3
+#: of a plan in the default suite, and after how many of them a run is resumed under another plan
+FEWER_STEPS, RESUMED_AFTER = 8, 4
 
 #: what the two may differ by after 20 steps, and a gradient relative to its parameter's largest; seen are 1e-6 and 1e-6
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-5
@@ -47,7 +49,7 @@ def script() -> ModuleType:
 train = script()
 
 
-def trained(plan: Plan | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(plan: Plan | None, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and first gradients of the small Llama, on this process or as a rank of the plan."""
     model_file = train.load_model_file(str(LLAMA))
     torch.manual_seed(0)
@@ -60,7 +62,7 @@ def trained(plan: Plan | None) -> tuple[list[float], dict[str, torch.Tensor]]:
         model,
         model_file,
         share,
-        steps=STEPS,
+        steps=steps,
         lr=LEARNING_RATE,
         device=torch.device("cpu"),
         report=lambda _step, _loss: None,
@@ -89,7 +91,7 @@ def interrupted(plan: Plan, checkpoints: Any, steps: int) -> tuple[int, list[flo
 
 @pytest.fixture(scope="module")
 def one_process() -> tuple[list[float], dict[str, torch.Tensor]]:
-    return trained(None)
+    return trained(None, STEPS)
 
 
 def sharded_part(plan: Plan) -> float:
@@ -100,12 +102,13 @@ def sharded_part(plan: Plan) -> float:
 
 
 @pytest.mark.parametrize(
-    ("tp", "fsdp", "micro_batch", "accumulation_steps"),
+    ("tp", "fsdp", "micro_batch", "accumulation_steps", "steps"),
     [
-        pytest.param(2, 1, 4, 2, id="tp2"),
-        pytest.param(4, 1, 8, 1, id="tp4", marks=pytest.mark.long),
-        pytest.param(1, 4, 2, 1, id="fsdp4", marks=pytest.mark.long),
-        pytest.param(2, 2, 2, 2, id="tp2-fsdp2"),
+        pytest.param(2, 1, 4, 2, FEWER_STEPS, id="tp2"),
+        pytest.param(4, 1, 8, 1, STEPS, id="tp4", marks=pytest.mark.long),
+        pytest.param(1, 4, 2, 1, STEPS, id="fsdp4", marks=pytest.mark.long),
+        pytest.param(2, 2, 2, 2, FEWER_STEPS, id="tp2-fsdp2"),
+        pytest.param(2, 2, 2, 2, STEPS, id="tp2-fsdp2 in 20 steps", marks=pytest.mark.long),
     ],
 )
 def test_plans_train_as_one_process_does(
@@ -114,14 +117,15 @@ def test_plans_train_as_one_process_does(
     fsdp: int,
     micro_batch: int,
     accumulation_steps: int,
+    steps: int,
 ) -> None:
     batch = {"global_batch": BATCH, "micro_batch": micro_batch, "seq_len": SEQ_LEN}
     plan = solve_example("llama", eager_to_shard(), gpus=tp * fsdp, tp=tp, fsdp=fsdp, prove=False, **batch)
     assert plan.batch.accumulation_steps == accumulation_steps
     assert sharded_part(plan) > 0.9 if tp > 1 else plan.fsdp_units()
     expected_losses, expected = one_process
-    for losses, gradients in run_ranks(plan.mesh.num_gpus, trained, plan):
-        differences = [abs(a - b) for a, b in zip(losses, expected_losses, strict=True)]
+    for losses, gradients in run_ranks(plan.mesh.num_gpus, trained, plan, steps):
+        differences = [abs(a - b) for a, b in zip(losses, expected_losses[:steps], strict=True)]
         assert max(differences) < LOSS_TOLERANCE
         assert gradients.keys() == expected.keys()
         for name, gradient in expected.items():
@@ -133,13 +137,13 @@ def test_plans_train_as_one_process_does(
 def test_resumed_under_another_plan_it_trains_as_one_process_does(
     one_process: tuple[list[float], dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
-    """Seven steps on tp 2 x FSDP 2, the rest on FSDP 2."""
+    """The first steps on tp 2 x FSDP 2, the rest on FSDP 2."""
     expected, _ = one_process
-    for tp, fsdp, first, last in ((2, 2, 0, 7), (1, 2, 7, STEPS)):
+    for tp, fsdp, first, last in ((2, 2, 0, RESUMED_AFTER), (1, 2, RESUMED_AFTER, FEWER_STEPS)):
         micro_batch = BATCH // 4
         batch = {"global_batch": BATCH, "micro_batch": micro_batch, "seq_len": SEQ_LEN}
         plan = solve_example("llama", eager_to_shard(), gpus=tp * fsdp, tp=tp, fsdp=fsdp, prove=False, **batch)
-        checkpoints = train.Checkpoints(folder=tmp_path, every=5, resume=first > 0)
+        checkpoints = train.Checkpoints(folder=tmp_path, every=3, resume=first > 0)
         for begun, losses in run_ranks(tp * fsdp, interrupted, plan, checkpoints, last):
             assert begun == first
             assert losses == pytest.approx(expected[first:last], abs=LOSS_TOLERANCE)

@@ -91,11 +91,11 @@ class Positions(nn.Module):
 
 
 class AllPositions(nn.Module):
-    """All ways, each with a table of its own."""
+    """Ways, each with a table of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Iterable[str] = CUTS) -> None:
         super().__init__()
-        self.ways = nn.ModuleDict({f"way_{i}": Positions(name) for i, name in enumerate(CUTS)})
+        self.ways = nn.ModuleDict({f"way_{i}": Positions(name) for i, name in enumerate(names)})
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([way(x) for way in self.ways.values()]).sum()
@@ -132,6 +132,7 @@ def step(build: Callable[[], nn.Module], plan: Plan | None) -> tuple[float, dict
     return loss.item(), {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
 
 
+@pytest.mark.long  # what test_whole_cuts_equal_one_process asks of one plan for all ways, of one plan for each
 @pytest.mark.parametrize("name", CUTS)
 def test_a_cut_of_a_whole_table_is_planned(name: str) -> None:
     plan = solve(lambda: Positions(name))
@@ -150,25 +151,26 @@ NOT_OF_DIM_1 = (
 )  # fmt: skip
 
 
-def pins_of(style: str, names: Iterable[str]) -> dict[str, str]:
-    """Holds the tables that are cut in these ways to a style."""
-    return {f"ways.way_{list(CUTS).index(name)}.positions": style for name in names}
-
-
 @pytest.mark.parametrize(
-    "pins",
+    ("names", "pins"),
     [
-        {},
-        pytest.param({"ways.*": "sequence"}, marks=pytest.mark.long),
-        pins_of("split dim 0", OF_DIM_0),
-        pins_of("split dim 1", (name for name in CUTS if name not in NOT_OF_DIM_1)),
+        (tuple(CUTS), {}),
+        pytest.param(tuple(CUTS), {"ways.*": "sequence"}, marks=pytest.mark.long),
+        (OF_DIM_0, {"ways.*.positions": "split dim 0"}),
+        (tuple(name for name in CUTS if name not in NOT_OF_DIM_1), {"ways.*.positions": "split dim 1"}),
     ],
     ids=["free", "sequence", "rows", "columns"],
 )
-def test_whole_cuts_equal_one_process(pins: dict[str, str]) -> None:
-    plan = solve(AllPositions, pins=pins)
+def test_whole_cuts_equal_one_process(names: tuple[str, ...], pins: dict[str, str]) -> None:
+    def build() -> nn.Module:
+        return AllPositions(names)
+
+    plan = solve(build, pins=pins)
     assert plan.proof.status is ProofStatus.PROVEN
-    loss, gradients = step(AllPositions, None)
-    for applied_loss, applied in run_ranks(2, step, AllPositions, plan):
+    if not pins:
+        placements = {name: p.placement for name, p in plan.parameter_plans().items()}
+        assert [placements[f"ways.way_{i}.up.weight"].dim for i in range(len(names))] == [0] * len(names)
+    loss, gradients = step(build, None)
+    for applied_loss, applied in run_ranks(2, step, build, plan):
         assert applied_loss == pytest.approx(loss, rel=1e-5)
         assert max(relative_errors(applied, gradients).values()) < 1e-5
