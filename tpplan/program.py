@@ -111,7 +111,7 @@ def record(
         tracer = recorder().tracer
         graphs.append(tracer.graph)
         with known, dispatched_plainly(_answers(known)), _noting(tracer, scope, known), _nothing_hidden():
-            with machine_as_planned(), calling.noting() if calling is not None else contextlib.nullcontext():
+            with machine_as_planned(known.miss), calling.noting() if calling is not None else contextlib.nullcontext():
                 output = module(*placed)
             known.check_all_answered()
             found, spec = pytree.tree_flatten(_opened(output))

@@ -67,6 +67,12 @@ def untraced(others: tuple[type[TorchFunctionMode], ...] = ()) -> Iterator[None]
             _replace_function_modes(kept, before)
 
 
+def is_function_mode_on(mode: TorchFunctionMode) -> bool:
+    """True where calls are given to the mode."""
+    stack: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(one is mode for one in stack)
+
+
 def _replace_function_modes(before: Sequence[Any], after: Sequence[Any]) -> None:
     for _ in before:
         _pop_mode()  # type: ignore[no-untyped-call]
