@@ -4,15 +4,19 @@ import contextlib
 import json
 import logging
 import math
+import os
+import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from adversary_models import Inputs, Spec, Subject, draw, subject_of
+from adversary_ranks import join_group
 from adversary_subjects import example_subject, trap_subject
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -123,12 +127,13 @@ def expected_of(subject: Subject, *, in_double: bool) -> list[Outcome | None]:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """A process group of one rank, gone at the end."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    """A process group of one rank, and what ranks find in the environment; gone at the end."""
+    with patch.dict(os.environ), tempfile.TemporaryDirectory(prefix="alone-") as folder:
+        join_group(0, 1, Path(folder) / "store")
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def quiet() -> None:

@@ -4,7 +4,6 @@ Each takes x [B, T, D] and ids [B, T] and returns a loss. What is planned must e
 """
 
 import contextlib
-import inspect
 import multiprocessing
 import os
 import platform
@@ -401,11 +400,6 @@ def _is_fake(h: Tensor) -> bool:
     return isinstance(h, FakeTensor)
 
 
-def _modes() -> int:
-    """How many modes are on."""
-    return len(torch.overrides._get_current_function_mode_stack())
-
-
 asks("x.device.type", lambda h: h.device.type != "cpu")
 asks("str(x.device)", lambda h: str(h.device) == "meta")
 asks("x.is_cuda", lambda h: not h.is_cuda)
@@ -444,7 +438,6 @@ asks("isinstance(x, FakeTensor)", _is_fake)
 asks("isinstance(x, DTensor)", lambda h: isinstance(h, DTensor))
 asks("torch.compiler.is_compiling()", lambda h: torch.compiler.is_compiling())
 asks("torch.jit.is_tracing()", lambda h: torch.jit.is_tracing())
-asks("function modes that are on", lambda h: _modes() > 0)
 asks("torch.is_inference_mode_enabled()", lambda h: torch.is_inference_mode_enabled())
 asks("torch.get_default_device()", lambda h: torch.get_default_device().type == "meta")
 asks("torch.get_default_dtype()", lambda h: torch.get_default_dtype() is torch.float32)
@@ -463,7 +456,6 @@ asks("the process", lambda h: os.getpid() == PLANNER)
 asks("the process's name", lambda h: multiprocessing.current_process().daemon)
 asks("the machine", lambda h: platform.system() == "Linux")
 asks("modules that are loaded", lambda h: "tpplan.reader" in sys.modules)
-asks("the stack", lambda h: any("tpplan" in frame.filename for frame in inspect.stack(0)))
 asks("deterministic algorithms", lambda h: torch.are_deterministic_algorithms_enabled())
 asks("gradients of the weights", lambda h: h.grad_fn is None)
 
@@ -482,12 +474,18 @@ def _is_on_ranks() -> bool:
     return "GLOO_SOCKET_IFNAME" in os.environ
 
 
+def _without_gradient(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        return F.gelu(h)
+
+
 takes("another dim on ranks", lambda _, h: h.softmax(-1 if _is_on_ranks() else 1))
 takes("another dim by name on ranks", lambda _, h: h.cumsum(dim=2 if _is_on_ranks() else 0))
 takes("turned on ranks", lambda _, h: F.gelu(h) * (h.mT if _is_on_ranks() else h.sin()).sum(1).mean())
 takes("cast on ranks", lambda _, h: F.gelu(h.type(torch.float64) if _is_on_ranks() else h).to(h.dtype))
 takes("another view on ranks", lambda _, h: h.view((BATCH, -1) if _is_on_ranks() else (-1, h.shape[-1])).view_as(h))
 takes("an approximation on ranks", lambda _, h: F.gelu(h, approximate="tanh" if _is_on_ranks() else "none"))
+takes("no gradient on ranks", lambda _, h: _without_gradient(h) if _is_on_ranks() else F.gelu(h))
 takes("a scale on ranks", lambda _, h: F.gelu(h) * (2.0 if _is_on_ranks() else 1.0))
 
 
@@ -543,7 +541,7 @@ class BesideChoice(Stack):
 class BesideWhole(Stack):
     class layer(Layer):  # noqa: N801 - a class attribute by this name
         def between(self, h: Tensor) -> Tensor:
-            return F.gelu(h) * (1.0 if h.detach().sum().item() < 1e30 else 2.0)
+            return F.gelu(h) * (1.0 if _has_data(h) else 2.0)
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,10 +25,11 @@ from tpplan.own_failure import is_layer
 from tpplan.planned_device import is_foreign, is_ours
 from tpplan.rewrite import is_own_code_running
 from tpplan.torch_internals import pytree
-from tpplan.torch_internals.recording import is_function_mode_on
+from tpplan.torch_internals.recording import is_function_mode_on, without_function_mode
 
 #: calls that a trace, or a plan, puts others in the place of
-_REPLACED = frozenset({"cross_entropy", "nll_loss", "split", "split_with_sizes", "boundary", "frame", "sibling"})
+_REPLACED = frozenset({"cross_entropy", "nll_loss", "split", "split_with_sizes", "boundary", "frame", "sibling",
+                       "whole"})  # fmt: skip
 #: attributes of a tensor that are views of it
 _VIEWS = {getattr(torch.Tensor, name).__get__: name for name in ("T", "mT", "H", "mH", "real", "imag")}
 #: all integers that a call is given are dims
@@ -47,9 +48,10 @@ _PLACES = {
 _DIMS = frozenset({"dim", "dims", "dim0", "dim1", "axis", "start_dim", "end_dim"})
 #: calls that are given sizes, of which one may be left to follow from the others
 _SHAPING = frozenset({"view", "reshape", "expand", "unflatten"})
-#: files of torch's that calls pass on their way: functions written in Python, and what gives them to modes
+#: files of torch's that calls pass on their way: functions written in Python, what gives them to modes, torch.no_grad
 _BETWEEN = frozenset(
-    str(Path(torch.__file__).parent / file) for file in ("overrides.py", "_tensor.py", "functional.py")
+    str(Path(torch.__file__).parent / file)
+    for file in ("overrides.py", "_tensor.py", "functional.py", "autograd/grad_mode.py", "utils/_contextlib.py")
 )
 #: what is not noted: calls of one name that others take the place of, and those that compute nothing
 _UNNOTED = _REPLACED | QUESTIONS | DESCRIPTIONS | {""}
@@ -63,15 +65,23 @@ Calls = tuple[str, ...]
 
 
 class Calling(TorchFunctionMode):
-    """While it is on, the calls of each module's forward are noted under its name in `found`; `asked` counts what data
-    decides, and modules in which it grows are in `unsure`."""
+    """While it is on, the calls of each module's forward are noted under its name in `found`, but for modules that
+    are hidden; `asked` counts what data decides, and modules in which it grows are in `unsure`."""
 
-    def __init__(self, model: nn.Module, asked: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        is_hidden: Callable[[str], bool] = lambda _: False,
+        asked: Callable[[], int] = lambda: 0,
+    ) -> None:
         super().__init__()
+        self.is_hidden = is_hidden
         self.names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
         self.asked = asked
         self.found: dict[str, set[Calls]] = {}
         self.unsure: set[str] = set()
+        #: both branches of a choice have run, of which training runs one, compiled
+        self.has_chosen = False
         #: of the forwards that run, the innermost last; None between a module's call and its forward
         self._running: list[list[str] | None] = []
 
@@ -84,6 +94,10 @@ class Calling(TorchFunctionMode):
                 calls.append(_title(name, args, kwargs))
         return func(*args, **kwargs)
 
+    def choose(self) -> None:
+        """Says that both branches of a choice run."""
+        self.has_chosen = True
+
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
         """The mode, on, and modules say when they are called. It lasts for one forward of the model."""
@@ -91,11 +105,14 @@ class Calling(TorchFunctionMode):
 
         @functools.wraps(call)
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if id(module) not in self.names:
+            if id(module) not in self.names or torch.compiler.is_compiling():
                 return call(module, *args, **kwargs)
             self._note_module(module)
             self._running.append(None)
             try:
+                if self.is_hidden(self.names[id(module)]):
+                    with without_function_mode(self):
+                        return call(module, *args, **kwargs)
                 with self._forward_noted(module):
                     return call(module, *args, **kwargs)
             finally:

@@ -6,8 +6,8 @@ nothing shows it. So the plan carries digests of what each module calls (tpplan.
 training mode is compared with them, before the optimizer steps. One reduction says whether any rank differs; then all
 raise. Then the hooks go, and later steps pay nothing.
 
-Not compared are modules in which data decides what runs, forwards under autocast that is none of the plan's, and models
-of which torch.compile takes a part, where there is nothing to see.
+Not compared are modules that run whole or in which data decides what runs, forwards under autocast that is none of the
+plan's, and models of which torch.compile takes a part, where there is nothing to see.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def check_calls(model: nn.Module, plan: Plan, device_type: str, check: Check) ->
     if dist.get_backend() == "fake":
         return
     told = (plan.proof.device or "").partition(" ")[0]
-    first = _FirstCalls(planned, told, device_type, check)
+    first = _FirstCalls(planned, frozenset(plan.opaque_modules()), told, device_type, check)
     first.handles = (
         model.register_forward_pre_hook(first.before),
         model.register_forward_hook(first.after, prepend=True, always_call=True),
@@ -52,8 +52,15 @@ def check_calls(model: nn.Module, plan: Plan, device_type: str, check: Check) ->
 class _FirstCalls:
     """Both hooks."""
 
-    def __init__(self, planned: dict[str, tuple[str, ...]], told: str, device_type: str, check: Check) -> None:
-        self.planned, self.told, self.device_type, self.check = planned, told, device_type, check
+    def __init__(
+        self,
+        planned: dict[str, tuple[str, ...]],
+        whole: frozenset[str],
+        told: str,
+        device_type: str,
+        check: Check,
+    ) -> None:
+        self.planned, self.whole, self.told, self.device_type, self.check = planned, whole, told, device_type, check
         self.handles: tuple[RemovableHandle, ...] = ()
         self.calling: Calling | None = None
         self.noting = contextlib.ExitStack()
@@ -65,7 +72,7 @@ class _FirstCalls:
             return
         if torch.is_autocast_enabled(self.device_type) or any(map(is_compiled, model.modules())):
             return
-        self.calling = Calling(model)
+        self.calling = Calling(model, lambda name: plan_name(name) in self.whole)
         self.noting.enter_context(self.calling.noting())
         self.noting.enter_context(self.calling.forward_of(""))
 

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from tpplan.errors import ModelError
 from tpplan.planned_device import (
+    ADDRESSES,
     Seen,
     asking_line,
     is_foreign,
@@ -46,11 +47,9 @@ DESCRIPTIONS = frozenset({"__get__", "size", "dim", "numel", "nelement", "ndimen
                            "is_floating_point", "is_complex", "is_contiguous", "get_device", "type", "__len__",
                            "__hash__", "__repr__", "__format__"})  # fmt: skip
 #: what asks a tensor where its data is, or how it is held: each rank has its own answer, and a trace has none
-_ADDRESSES = frozenset({"data_ptr", "untyped_storage", "storage", "_typed_storage", "storage_type", "is_set_to",
+_PLACES = frozenset({"untyped_storage", "storage", "_typed_storage", "storage_type", "is_set_to",
                         "is_pinned", "is_shared", "__dlpack__", "__dlpack_device__"})  # fmt: skip
-_ADDRESS_ATTRIBUTES = frozenset(
-    vars(kind)[name].__get__ for kind, name in ((torch._C.TensorBase, "_cdata"), (Tensor, "__cuda_array_interface__"))
-)
+_ATTRIBUTES = frozenset({*ADDRESSES, vars(Tensor)["__cuda_array_interface__"].__get__})
 #: of errors that tensors without values raise, and others do not
 _ONLY_HERE = ("meta tensor", "'Meta' backend", "Meta tensors", "meta device", "meta and", "and meta")
 #: types of numbers that may be sizes
@@ -122,7 +121,7 @@ class KnownValues(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in QUESTIONS and args and isinstance(args[0], Tensor):
             return self._answer(func, args, kwargs)
-        if (name in _ADDRESSES or func in _ADDRESS_ATTRIBUTES) and is_model_calling():
+        if (name in _PLACES or func in _ATTRIBUTES) and is_model_calling():
             problem = "a tensor was asked where its data is, which a trace does not know"
             self.miss(problem)
             raise UnknownValueError(problem)

@@ -103,7 +103,13 @@ def _observe(
         modules = list(module.modules())
         storages = {name: storage_key(weight) for name, weight in weights.items()}
         refused: list[str] = []
-        with surrounded_again(on_fakes), on_fakes(), log, as_planned("cpu"), machine_as_planned(refused.append):
+        with (
+            surrounded_again(on_fakes),
+            on_fakes(),
+            log,
+            as_planned("cpu", refused.append),
+            machine_as_planned(refused.append),
+        ):
             output = type(module).forward(module, *args, **kwargs)
             after = dict(module.named_parameters())
         if refused:  # and the code has caught it

@@ -32,6 +32,8 @@ from tpplan.unsaid import Unsaid
 
 #: where code asks on behalf of other code
 _NOT_ASKING = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
+#: what gives a tensor's address
+ADDRESSES = frozenset({Tensor.data_ptr, vars(torch._C.TensorBase)["_cdata"].__get__})
 #: files of tpplan's in which a mode hands calls on
 _MODES = (str(Path(__file__).with_name("call_log.py")),)
 #: files of torch's through which a method's call comes to modes
@@ -202,18 +204,22 @@ class Seen:
         return self.stand_in if isinstance(device, torch.device) and device.type == self.planned.type else device
 
 
-def as_planned(stand_in: str) -> contextlib.AbstractContextManager[object]:
-    """While it lasts, tensors on the stand-in answer as on the planned device."""
+def as_planned(stand_in: str, refused: Callable[[str], None]) -> contextlib.AbstractContextManager[object]:
+    """While it lasts, tensors on the stand-in answer as on the planned device. Where they are in memory differs from
+    rank to rank: asking for that raises ModelError, which the code may catch, and so `refused` is told before."""
     planned = planned_device()
-    return _AsPlanned(Seen(planned, stand_in)) if planned is not None else contextlib.nullcontext()
+    return _AsPlanned(Seen(planned, stand_in), refused) if planned is not None else contextlib.nullcontext()
 
 
 class _AsPlanned(TorchFunctionMode):
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: Seen, refused: Callable[[str], None]) -> None:
         super().__init__()
         self.seen = seen
+        self.refuse = _refusal("asks for the address of a tensor, which each rank has another of", refused)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ADDRESSES and is_model_calling():
+            self.refuse()
         found = self.seen.answer(func, args)
         if found is not NotImplemented:
             return found
@@ -244,6 +250,9 @@ def _answers(
         yield dist, name, _refusal(f"asks torch.distributed.{name}(), which a plan cannot depend on", refused)
     for name in _COLLECTIVES:
         yield dist, name, _refusal(f"calls torch.distributed.{name}(), which one process does not", refused)
+    for storage in (torch.UntypedStorage, torch.TypedStorage):
+        asks = "asks for the address of a tensor's storage, which each rank has another of"
+        yield storage, "data_ptr", _refusal(asks, refused)
     is_gpu = planned.type == "cuda"
     yield torch.cuda, "is_available", lambda *_: is_gpu
     yield torch.accelerator, "is_available", lambda *_: is_gpu
