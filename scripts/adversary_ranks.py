@@ -150,7 +150,7 @@ def _live(
         connection.send_bytes(outcome)
 
 
-def _join_group(number: int, num_ranks: int, store: Path) -> None:
+def join_group(number: int, num_ranks: int, store: Path) -> None:
     """The default process group, gloo over the loopback interface; nothing in it waits longer than its keeper does."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback:
@@ -178,7 +178,7 @@ class Ranks:
         store = Path(self.folder.name) / "store"
         self.num_cases = 0
         for number in range(self.num_ranks):
-            self.children.append(Child(self.answer, lambda number=number: _join_group(number, self.num_ranks, store)))
+            self.children.append(Child(self.answer, lambda number=number: join_group(number, self.num_ranks, store)))
 
     def end(self) -> None:
         for child in self.children:

@@ -1,16 +1,22 @@
 """One step of a subject, alone and on a rank, for scripts/adversary.py; and what it should give."""
 
+import contextlib
 import json
 import logging
 import math
+import os
+import tempfile
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from adversary_models import Inputs, Spec, Subject, draw, subject_of
+from adversary_ranks import join_group
 from adversary_subjects import example_subject, trap_subject
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -107,14 +113,27 @@ def worst_error(found: Outcome, expected: Outcome) -> tuple[float, str]:
 
 
 def expected_of(subject: Subject, *, in_double: bool) -> list[Outcome | None]:
-    """What one process gives at the planned and the other shapes."""
+    """What one process gives at the planned and the other shapes: a rank alone, as the model is trained on ranks, and
+    code that asks whether torch.distributed is initialized is another model where it is not."""
     found: list[Outcome | None] = []
-    for shape in ((subject.batch, subject.seq_len), *subject.others):
-        try:
-            found.append(step(built(subject, in_double=in_double), subject, shape, in_double=in_double))
-        except Exception:
-            found.append(None)
+    with alone():
+        for shape in ((subject.batch, subject.seq_len), *subject.others):
+            try:
+                found.append(step(built(subject, in_double=in_double), subject, shape, in_double=in_double))
+            except Exception:
+                found.append(None)
     return found
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """A process group of one rank, and what ranks find in the environment; gone at the end."""
+    with patch.dict(os.environ), tempfile.TemporaryDirectory(prefix="alone-") as folder:
+        join_group(0, 1, Path(folder) / "store")
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def quiet() -> None:

@@ -4,17 +4,24 @@ Each takes x [B, T, D] and ids [B, T] and returns a loss. What is planned must e
 """
 
 import contextlib
+import multiprocessing
 import os
+import platform
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 BATCH, LENGTH, DIM, HIDDEN, CLASSES, LAYERS = 4, 8, 32, 64, 48, 3
 
+#: the process in which this was read first: forks are others
+PLANNER = os.getpid()
 TRAPS: dict[str, Callable[[], nn.Module]] = {}
 
 
@@ -374,6 +381,25 @@ def _has_data(h: Tensor) -> bool:
     return True
 
 
+def _succeeds(question: Callable[[Tensor], object]) -> Callable[[Tensor], bool]:
+    """True where the question is answered, whatever the answer."""
+
+    def asked(h: Tensor) -> bool:
+        try:
+            question(h)
+        except Exception:
+            return False
+        return True
+
+    return asked
+
+
+def _is_fake(h: Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(h, FakeTensor)
+
+
 asks("x.device.type", lambda h: h.device.type != "cpu")
 asks("str(x.device)", lambda h: str(h.device) == "meta")
 asks("x.is_cuda", lambda h: not h.is_cuda)
@@ -394,6 +420,137 @@ asks("an environment variable of ranks", lambda h: "GLOO_SOCKET_IFNAME" not in o
 asks("x.is_contiguous() and width", lambda h: h.is_contiguous() and h.size(-1) > HIDDEN // 2)
 asks("torch.is_grad_enabled()", lambda h: torch.is_grad_enabled())
 asks("another batch", lambda h: h.shape[0] == BATCH)
+asks("x.untyped_storage().data_ptr()", lambda h: h.untyped_storage().data_ptr() == 0)
+asks("x.storage().data_ptr(), caught", _succeeds(lambda h: 1 / h.storage().data_ptr()))
+asks("x._cdata", lambda h: h._cdata % 3 == 0)
+asks("x.__dlpack_device__()", lambda h: h.__dlpack_device__()[0] != 1)
+asks("torch.from_dlpack(x), caught", lambda h: not _succeeds(torch.from_dlpack)(h.detach()))
+asks("x.is_set_to(x), caught", lambda h: not _succeeds(lambda h: h.is_set_to(h))(h))
+asks("x.is_pinned()", lambda h: h.is_pinned())
+asks("bytes of its storage, caught", lambda h: not _succeeds(lambda h: bytes(h.untyped_storage()))(h))
+asks("numpy.asarray(x), caught", lambda h: not _succeeds(lambda h: np.asarray(h.detach()))(h))
+asks("a copy on the CPU, caught", lambda h: not _succeeds(lambda h: h.detach().cpu().numpy())(h))
+asks("x.__cuda_array_interface__, caught", _succeeds(lambda h: h.__cuda_array_interface__))
+asks("repr(x)", lambda h: "..." in repr(h.detach()[0, 0, :2]))
+asks("complex(x), caught", lambda h: not _succeeds(lambda h: complex(h.flatten()[0]))(h))
+asks("x.nonzero(), caught", lambda h: not _succeeds(lambda h: h.nonzero().tolist())(h))
+asks("isinstance(x, FakeTensor)", _is_fake)
+asks("isinstance(x, DTensor)", lambda h: isinstance(h, DTensor))
+asks("torch.compiler.is_compiling()", lambda h: torch.compiler.is_compiling())
+asks("torch.jit.is_tracing()", lambda h: torch.jit.is_tracing())
+asks("torch.is_inference_mode_enabled()", lambda h: torch.is_inference_mode_enabled())
+asks("torch.get_default_device()", lambda h: torch.get_default_device().type == "meta")
+asks("torch.get_default_dtype()", lambda h: torch.get_default_dtype() is torch.float32)
+asks("torch.cuda.device_count()", lambda h: torch.cuda.device_count() > 0)
+asks("torch.cuda.device_count(), caught", lambda h: not _succeeds(lambda h: 1 / torch.cuda.device_count())(h))
+asks("torch.cuda.get_device_name(), caught", lambda h: not _succeeds(lambda h: torch.cuda.get_device_name())(h))
+asks("torch.cuda.current_stream(), caught", _succeeds(lambda h: torch.cuda.current_stream()))
+asks("torch.accelerator.is_available()", lambda h: not torch.accelerator.is_available())
+asks("torch.accelerator.current_accelerator()", lambda h: torch.accelerator.current_accelerator() is None)
+asks("dist.get_rank(), caught", _succeeds(lambda h: dist.get_rank()))
+asks("dist.get_rank() of the rank", lambda h: _succeeds(lambda h: 1 / dist.get_rank())(h))
+asks("dist.get_backend(), caught", _succeeds(lambda h: dist.get_backend()))
+asks("dist.group.WORLD", lambda h: dist.group.WORLD is None)
+asks("the world size of the environment", lambda h: int(os.environ.get("WORLD_SIZE", "1")) == 1)
+asks("the process", lambda h: os.getpid() == PLANNER)
+asks("the process's name", lambda h: multiprocessing.current_process().daemon)
+asks("the machine", lambda h: platform.system() == "Linux")
+asks("modules that are loaded", lambda h: "tpplan.reader" in sys.modules)
+asks("deterministic algorithms", lambda h: torch.are_deterministic_algorithms_enabled())
+asks("gradients of the weights", lambda h: h.grad_fn is None)
+
+
+def takes(name: str, way: Callable[[Layer, Tensor], Tensor]) -> None:
+    """A trap whose layers compute something in a way of their own."""
+
+    class Taking(Layer):
+        def between(self, h: Tensor) -> Tensor:
+            return way(self, h)
+
+    TRAPS[name] = of(Taking)
+
+
+def _is_on_ranks() -> bool:
+    return "GLOO_SOCKET_IFNAME" in os.environ
+
+
+def _without_gradient(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        return F.gelu(h)
+
+
+takes("another dim on ranks", lambda _, h: h.softmax(-1 if _is_on_ranks() else 1))
+takes("another dim by name on ranks", lambda _, h: h.cumsum(dim=2 if _is_on_ranks() else 0))
+takes("turned on ranks", lambda _, h: F.gelu(h) * (h.mT if _is_on_ranks() else h.sin()).sum(1).mean())
+takes("cast on ranks", lambda _, h: F.gelu(h.type(torch.float64) if _is_on_ranks() else h).to(h.dtype))
+takes("another view on ranks", lambda _, h: h.view((BATCH, -1) if _is_on_ranks() else (-1, h.shape[-1])).view_as(h))
+takes("an approximation on ranks", lambda _, h: F.gelu(h, approximate="tanh" if _is_on_ranks() else "none"))
+takes("no gradient on ranks", lambda _, h: _without_gradient(h) if _is_on_ranks() else F.gelu(h))
+takes("a scale on ranks", lambda _, h: F.gelu(h) * (2.0 if _is_on_ranks() else 1.0))
+
+
+@trap("the layers' order on ranks")
+class OtherOrder(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Softmax(-1), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        y = self.stacked(x)
+        y = self.first(self.second(y)) if _is_on_ranks() else self.second(self.first(y))
+        return y.square().mean()
+
+
+@trap("a layer less on ranks")
+class LayerLess(Stack):
+    def stacked(self, x: Tensor) -> Tensor:
+        for layer in self.layers[1:] if _is_on_ranks() else self.layers:
+            x = layer(x)
+        return x
+
+
+@trap("training for a while")
+class TrainingAtFirst(Stack):
+    """Training at first, and then no more."""
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        y = self.stacked(x)
+        loss = (y if self.training else y.softmax(-1)).square().mean()
+        self.training = False
+        return loss
+
+
+@trap("on ranks, beside a backward of its own")
+class BesideOwnBackward(Stack):
+    class layer(Layer):  # noqa: N801 - a class attribute by this name
+        def between(self, h: Tensor) -> Tensor:
+            h = _Scaled.apply(h)
+            return h.softmax(-1) if _is_on_ranks() else F.gelu(h)
+
+
+@trap("on ranks, beside a choice of torch.cond")
+class BesideChoice(Stack):
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        y = self.stacked(x)
+        y = y.cumsum(1) if _is_on_ranks() else y
+        chosen = torch.where(ids.sum() > 0, y.square().mean(), y.abs().mean())
+        return chosen * (2.0 if not _is_on_ranks() else 1.0)
+
+
+@trap("on ranks, beside layers that run whole")
+class BesideWhole(Stack):
+    class layer(Layer):  # noqa: N801 - a class attribute by this name
+        def between(self, h: Tensor) -> Tensor:
+            return F.gelu(h) * (1.0 if _has_data(h) else 2.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.after = nn.Sequential(Layer(), Layer())
+        for layer in self.after:
+            layer.between = lambda h: h.softmax(-1) if _is_on_ranks() else F.gelu(h)
+
+    def stacked(self, x: Tensor) -> Tensor:
+        return self.after(super().stacked(x))
 
 
 @trap("the weight's device")

@@ -19,11 +19,13 @@ from tpplan.torch_internals.recording import higher_order_ops_by
 
 
 @contextlib.contextmanager
-def branches_in_the_open() -> Iterator[None]:
-    """While it lasts, torch.cond runs both of its branches. Other higher-order ops raise ModelError."""
+def branches_in_the_open(chosen: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """While it lasts, torch.cond runs both of its branches, and `chosen` is told. Other higher-order ops raise
+    ModelError."""
 
     def opened(name: str) -> Callable[..., Any]:
         if name == "cond":
+            chosen()
             return _choose
         raise ModelError(f"{name}: of torch's higher-order ops, tpplan follows torch.cond alone")
 

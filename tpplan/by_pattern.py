@@ -80,6 +80,18 @@ def pattern_of(graph: ModelGraph, name: str) -> str:
     return name if place is None else _starred(name, place)
 
 
+def names_written(graph: ModelGraph, name: str) -> tuple[str, ...]:
+    """What stands for a name and those alike in its block: the pattern, or each by its own name where other layers, in
+    which there may be no such module, share the pattern."""
+    place = _block_of(graph, name)
+    if place is None:
+        return (name,)
+    block, pattern = place[0], _starred(name, place)
+    if sum(other.pattern == block.pattern for other in graph.blocks) == 1:
+        return (pattern,)
+    return tuple(_numbered(pattern, index) for index in block.indices)
+
+
 def _block_of(graph: ModelGraph, name: str) -> tuple[RepeatedBlock, int] | None:
     """The block that a name is within, and its index there. Blocks are outermost: none is within another."""
     places = graph.once(_block_of, lambda: _places(graph))

@@ -6,8 +6,8 @@ nothing shows it. So the plan carries digests of what each module calls (tpplan.
 training mode is compared with them, before the optimizer steps. One reduction says whether any rank differs; then all
 raise. Then the hooks go, and later steps pay nothing.
 
-Not compared are modules in which data decides what runs, forwards under autocast that is none of the plan's, and models
-of which torch.compile takes a part, where there is nothing to see.
+Not compared are modules that run whole or in which data decides what runs, forwards under autocast that is none of the
+plan's, and models of which torch.compile takes a part, where there is nothing to see.
 """
 
 import contextlib
@@ -34,24 +34,14 @@ _SHOWN = 3
 
 def check_calls(model: nn.Module, plan: Plan, device_type: str, check: Check) -> None:
     """The model's first training forward raises PlanMismatchError, or warns, on all ranks, where what a module calls on
-    one is not what the plan was proven for. On another kind of device than the plan was proven for nothing can be
-    compared, and rank 0 warns."""
+    one is not what the plan was proven for. Kinds of devices agree on that, unless the code asks for its device."""
     planned = plan.called()
     if check is Check.NOTHING or plan.proof.status is not ProofStatus.PROVEN or not planned:
         return
     if dist.get_backend() == "fake":
         return
     told = (plan.proof.device or "").partition(" ")[0]
-    if told != device_type:
-        if dist.get_rank() == 0:
-            warnings.warn(
-                f"the plan was proven for code that is told that it runs on {told or 'no device'}, and runs on "
-                f"{device_type}: code that asks for its device may take another way here, which nothing checks; plan "
-                f"with a profile of a {device_type} machine",
-                stacklevel=3,
-            )
-        return
-    first = _FirstCalls(planned, device_type, check)
+    first = _FirstCalls(planned, frozenset(plan.opaque_modules()), told, device_type, check)
     first.handles = (
         model.register_forward_pre_hook(first.before),
         model.register_forward_hook(first.after, prepend=True, always_call=True),
@@ -62,8 +52,15 @@ def check_calls(model: nn.Module, plan: Plan, device_type: str, check: Check) ->
 class _FirstCalls:
     """Both hooks."""
 
-    def __init__(self, planned: dict[str, tuple[str, ...]], device_type: str, check: Check) -> None:
-        self.planned, self.device_type, self.check = planned, device_type, check
+    def __init__(
+        self,
+        planned: dict[str, tuple[str, ...]],
+        whole: frozenset[str],
+        told: str,
+        device_type: str,
+        check: Check,
+    ) -> None:
+        self.planned, self.whole, self.told, self.device_type, self.check = planned, whole, told, device_type, check
         self.handles: tuple[RemovableHandle, ...] = ()
         self.calling: Calling | None = None
         self.noting = contextlib.ExitStack()
@@ -75,7 +72,7 @@ class _FirstCalls:
             return
         if torch.is_autocast_enabled(self.device_type) or any(map(is_compiled, model.modules())):
             return
-        self.calling = Calling(model)
+        self.calling = Calling(model, lambda name: plan_name(name) in self.whole)
         self.noting.enter_context(self.calling.noting())
         self.noting.enter_context(self.calling.forward_of(""))
 
@@ -100,8 +97,17 @@ class _FirstCalls:
             planned = self.planned.get(plan_name(name) or ROOT)
             for calls in found if planned is not None else ():
                 if planned is not None and digest(calls) not in planned:
-                    return _difference(plan_name(name) or ROOT, calls, planned)
+                    return f"{_difference(plan_name(name) or ROOT, calls, planned)}{self._remedy()}"
         return ""
+
+    def _remedy(self) -> str:
+        """What to do about a difference."""
+        if self.told == self.device_type:
+            return "make it take the same way while planning, or say apply_plan(check='warn')"
+        return (
+            f"the plan was proven for code that is told that it runs on {self.told or 'no device'}, and it runs on "
+            f"{self.device_type}: plan with a profile of a {self.device_type} machine, or say apply_plan(check='warn')"
+        )
 
     def _agreed(self, problem: str) -> str:
         """The first rank's problem, on all."""
@@ -123,7 +129,6 @@ def _difference(name: str, calls: Calls, planned: tuple[str, ...]) -> str:
     after = f", after {before}" if before else ""
     return (
         f"module {name} calls here what it did not while the plan was proven: {here}{after}. Its code takes another "
-        "way on ranks (the environment, a count of calls, another version of a library, values of this batch), and "
-        "nothing says that the plan is right for that one: make it take the same way while planning, or say "
-        "apply_plan(check='warn')"
+        "way on ranks (its device, the environment, a count of calls, another version of a library, values of this "
+        "batch), and nothing says that the plan is right for that one: "
     )

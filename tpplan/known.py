@@ -22,7 +22,15 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from tpplan.errors import ModelError
-from tpplan.planned_device import Seen, asking_line, is_foreign, is_model_asking, planned_device
+from tpplan.planned_device import (
+    ADDRESSES,
+    Seen,
+    asking_line,
+    is_foreign,
+    is_model_asking,
+    is_model_calling,
+    planned_device,
+)
 from tpplan.rewrite import is_own_code_running
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.recording import unrecorded
@@ -38,6 +46,10 @@ _CONSTANTS = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", "from_nu
 DESCRIPTIONS = frozenset({"__get__", "size", "dim", "numel", "nelement", "ndimension", "stride", "element_size",
                            "is_floating_point", "is_complex", "is_contiguous", "get_device", "type", "__len__",
                            "__hash__", "__repr__", "__format__"})  # fmt: skip
+#: what asks a tensor where its data is, or how it is held: each rank has its own answer, and a trace has none
+_PLACES = frozenset({"untyped_storage", "storage", "_typed_storage", "storage_type", "is_set_to",
+                        "is_pinned", "is_shared", "__dlpack__", "__dlpack_device__"})  # fmt: skip
+_ATTRIBUTES = frozenset({*ADDRESSES, vars(Tensor)["__cuda_array_interface__"].__get__})
 #: of errors that tensors without values raise, and others do not
 _ONLY_HERE = ("meta tensor", "'Meta' backend", "Meta tensors", "meta device", "meta and", "and meta")
 #: types of numbers that may be sizes
@@ -109,6 +121,10 @@ class KnownValues(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in QUESTIONS and args and isinstance(args[0], Tensor):
             return self._answer(func, args, kwargs)
+        if (name in _PLACES or func in _ATTRIBUTES) and is_model_calling():
+            problem = "a tensor was asked where its data is, which a trace does not know"
+            self.miss(problem)
+            raise UnknownValueError(problem)
         if (split := with_parts(name, args, kwargs, self._extra)) is not None:
             self.guessed[asking_line()] = "about equal parts"
             func, args, kwargs = torch.Tensor.split, split, {}

@@ -102,9 +102,18 @@ def _observe(
 
         modules = list(module.modules())
         storages = {name: storage_key(weight) for name, weight in weights.items()}
-        with surrounded_again(on_fakes), on_fakes(), log, as_planned("cpu"), machine_as_planned():
+        refused: list[str] = []
+        with (
+            surrounded_again(on_fakes),
+            on_fakes(),
+            log,
+            as_planned("cpu", refused.append),
+            machine_as_planned(refused.append),
+        ):
             output = type(module).forward(module, *args, **kwargs)
             after = dict(module.named_parameters())
+        if refused:  # and the code has caught it
+            raise UnobservableError(refused[0])
         written = frozenset(name for name, storage in storages.items() if storage in log.written)
         replaced = frozenset(
             name for name in storages.keys() | after.keys() if _is_other(name, storages, weights, after)

@@ -72,9 +72,9 @@ def plain_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return None
     given = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
     given.apply_defaults()
-    logits, targets, *rest = given.args
-    is_plain = rest == [None, None, rest[2], None, "mean", 0.0] and logits.dim() == targets.dim() + 1 == 2
-    return (logits, targets, rest[2]) if is_plain else None
+    logits, targets, weight, *rest = given.args  # a weight is not compared: a tensor's == is a call
+    is_plain = weight is None and rest == [None, rest[1], None, "mean", 0.0] and logits.dim() == targets.dim() + 1 == 2
+    return (logits, targets, rest[1]) if is_plain else None
 
 
 class CrossEntropyMode(TorchFunctionMode):

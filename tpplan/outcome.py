@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tpplan.assemble import Expanded
-from tpplan.by_pattern import blocks_table, by_pattern, pattern_of, rename_parameter
+from tpplan.by_pattern import blocks_table, by_pattern, names_written, rename_parameter
 from tpplan.graph import LEFT_AT, ModelGraph
 from tpplan.job import Candidate, Job
 from tpplan.layout import R
@@ -95,7 +95,7 @@ def plan_of(
             cuts=tuple(job.cut_messages),
             assumptions=traced.assumptions,
             device=str(job.device),
-            calls=_calls(graph) if status is ProofStatus.PROVEN and not traced.opaques.reasons else None,
+            calls=_calls(graph) if status is ProofStatus.PROVEN else None,
         ),
         unruled_ops=expanded.unruled_ops(),
         opaque=_opaque_plans(traced, expanded) or None,
@@ -136,12 +136,10 @@ def laid_out_as(plan: Plan, expanded: Expanded) -> Plan:
 
 def _calls(graph: ModelGraph) -> dict[str, tuple[str, ...]] | None:
     """Digests by pattern: layers of a block share those of all; one that stood for others says theirs."""
-    patterns = [block.pattern for block in graph.blocks]
-    if len(set(patterns)) < len(patterns):  # two kinds of layers under one prefix
-        return None
     found: dict[str, set[str]] = {}
     for name, digests in graph.calls.items():
-        found.setdefault(pattern_of(graph, name) or ROOT, set()).update(digests)
+        for own in names_written(graph, name):
+            found.setdefault(own or ROOT, set()).update(digests)
     return {name: tuple(sorted(digests)) for name, digests in sorted(found.items())} or None
 
 

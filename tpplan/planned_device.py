@@ -28,12 +28,28 @@ from tpplan.errors import ModelError, PlanError
 from tpplan.profile import HardwareProfile
 from tpplan.torch_internals.fakes import FakeTensor
 from tpplan.torch_internals.tensors import plain_calls
+from tpplan.unsaid import Unsaid
 
 #: where code asks on behalf of other code
 _NOT_ASKING = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
+#: what gives a tensor's address
+ADDRESSES = frozenset({Tensor.data_ptr, vars(torch._C.TensorBase)["_cdata"].__get__})
+#: files of tpplan's in which a mode hands calls on
+_MODES = (str(Path(__file__).with_name("call_log.py")),)
+#: files of torch's through which a method's call comes to modes
+_METHODS = tuple(str(Path(torch.__file__).parent / file) for file in ("_tensor.py", "overrides.py"))
 #: NVIDIA's compute capability (CUDA C++ Programming Guide, table of compute capabilities) by what a device is called
 _CAPABILITIES = {"V100": (7, 0), "A100": (8, 0), "H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}
 DEVICE_PATTERN = r"[a-z]+(?: [0-9]+\.[0-9]+)?"
+#: of torch.distributed: what differs from rank to rank, and what one process does not do
+_ASKING_RANKS = ("get_rank", "get_world_size", "get_node_local_rank", "get_backend", "get_process_group_ranks")
+_COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce_scatter_tensor", "barrier",
+                "all_gather_object", "broadcast_object_list", "all_to_all_single", "all_to_all", "reduce", "send",
+                "recv", "isend", "irecv", "gather", "scatter", "reduce_scatter", "new_group")  # fmt: skip
+#: of torch.cuda and torch.accelerator: what no profile says; numbers among that may be kept and printed
+_ASKING_GPUS = ("get_device_name", "get_device_properties", "mem_get_info", "memory_stats", "get_memory_info")
+_NUMBERS = ("device_count", "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+_UNSAID = ", which the profile does not say"
 #: methods that may be given a device in any place, and those that name one
 _MOVES = frozenset({"to", "type"})
 _NAMED = {"cuda": "cuda", "cpu": "cpu"}
@@ -117,8 +133,17 @@ def asking_line() -> str:
 
 def is_model_asking() -> bool:
     """True where the code that made a call, modes that it passed on its way left out, is the model's."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name == "__torch_function__":
+    return _is_from_model(sys._getframe(2), _MODES)
+
+
+def is_model_calling() -> bool:
+    """True where the code that called a method of a tensor, also one that torch writes in Python, is the model's."""
+    return _is_from_model(sys._getframe(2), (*_MODES, *_METHODS))
+
+
+def _is_from_model(frame: FrameType | None, passed: tuple[str, ...]) -> bool:
+    """True where a frame, or the first around it that is none of a mode and in none of the files, is the model's."""
+    while frame is not None and (frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename in passed):
         frame = frame.f_back
     return frame is not None and is_foreign(frame.f_code.co_filename)
 
@@ -179,18 +204,22 @@ class Seen:
         return self.stand_in if isinstance(device, torch.device) and device.type == self.planned.type else device
 
 
-def as_planned(stand_in: str) -> contextlib.AbstractContextManager[object]:
-    """While it lasts, tensors on the stand-in answer as on the planned device."""
+def as_planned(stand_in: str, refused: Callable[[str], None]) -> contextlib.AbstractContextManager[object]:
+    """While it lasts, tensors on the stand-in answer as on the planned device. Where they are in memory differs from
+    rank to rank: asking for that raises ModelError, which the code may catch, and so `refused` is told before."""
     planned = planned_device()
-    return _AsPlanned(Seen(planned, stand_in)) if planned is not None else contextlib.nullcontext()
+    return _AsPlanned(Seen(planned, stand_in), refused) if planned is not None else contextlib.nullcontext()
 
 
 class _AsPlanned(TorchFunctionMode):
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: Seen, refused: Callable[[str], None]) -> None:
         super().__init__()
         self.seen = seen
+        self.refuse = _refusal("asks for the address of a tensor, which each rank has another of", refused)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ADDRESSES and is_model_calling():
+            self.refuse()
         found = self.seen.answer(func, args)
         if found is not NotImplemented:
             return found
@@ -202,37 +231,55 @@ class _AsPlanned(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def machine_as_planned() -> Iterator[None]:
-    """While it lasts, the model's code finds the planned GPUs, and ranks that run."""
+def machine_as_planned(refused: Callable[[str], None]) -> Iterator[None]:
+    """While it lasts, the model's code finds the planned GPUs, and ranks that run. What no plan can know raises
+    ModelError, which the code may catch, and so `refused` is told before."""
     planned = planned_device()
     with contextlib.ExitStack() as stack:
-        for owner, name, answer in _answers(planned) if planned is not None else ():
+        for owner, name, answer in _answers(planned, refused) if planned is not None else ():
             stack.enter_context(_told(owner, name, answer))
         yield
 
 
-def _answers(planned: PlannedDevice) -> Iterator[tuple[Any, str, Callable[..., object]]]:
+def _answers(
+    planned: PlannedDevice, refused: Callable[[str], None]
+) -> Iterator[tuple[Any, str, Callable[..., object]]]:
     """What is asked, and what the model's code is told."""
     yield dist, "is_initialized", lambda *_: True
-    for name in ("get_rank", "get_world_size", "get_node_local_rank"):
-        yield dist, name, _refusal(f"asks torch.distributed.{name}(), which a plan cannot depend on")
-    for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce_scatter_tensor", "barrier"):
-        yield dist, name, _refusal(f"calls torch.distributed.{name}(), which one process does not")
+    for name in _ASKING_RANKS:
+        yield dist, name, _refusal(f"asks torch.distributed.{name}(), which a plan cannot depend on", refused)
+    for name in _COLLECTIVES:
+        yield dist, name, _refusal(f"calls torch.distributed.{name}(), which one process does not", refused)
+    for storage in (torch.UntypedStorage, torch.TypedStorage):
+        asks = "asks for the address of a tensor's storage, which each rank has another of"
+        yield storage, "data_ptr", _refusal(asks, refused)
     is_gpu = planned.type == "cuda"
     yield torch.cuda, "is_available", lambda *_: is_gpu
     yield torch.accelerator, "is_available", lambda *_: is_gpu
     yield torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda") if is_gpu else None
-    if is_gpu:
-        yield torch.cuda, "current_device", lambda *_: 0
-        yield torch.cuda, "get_device_capability", planned.own_capability
-        yield torch.cuda, "is_bf16_supported", lambda *_: planned.own_capability() >= (8, 0)
-        yield torch.cuda, "synchronize", lambda *_: None
-        yield torch.cuda, "empty_cache", lambda *_: None
+    if not is_gpu:
+        yield torch.cuda, "device_count", lambda *_: 0
+        yield torch.accelerator, "device_count", lambda *_: 0
+        return
+    for owner in (torch.cuda, torch.accelerator):
+        for name in _ASKING_GPUS:
+            yield owner, name, _refusal(f"asks {owner.__name__}.{name}(){_UNSAID}", refused)
+        for name in _NUMBERS:
+            number = Unsaid(f"{owner.__name__}.{name}(){_UNSAID}", refused)
+            yield owner, name, lambda *_, number=number: number
+        yield owner, "synchronize", lambda *_: None
+        yield owner, "empty_cache", lambda *_: None
+    yield torch.cuda, "current_device", lambda *_: 0
+    yield torch.accelerator, "current_device_index", lambda *_: 0
+    yield torch.cuda, "get_device_capability", planned.own_capability
+    yield torch.cuda, "is_bf16_supported", lambda *_: planned.own_capability() >= (8, 0)
 
 
-def _refusal(what: str) -> Callable[..., object]:
+def _refusal(what: str, refused: Callable[[str], None]) -> Callable[..., object]:
     def refuse(*_: object, **__: object) -> object:
-        raise ModelError(f"{asking_line()}: {what}: decide it in the builder, or do it outside the model")
+        problem = f"{asking_line()}: {what}: decide it in the builder, or do it outside the model"
+        refused(problem)
+        raise ModelError(problem)
 
     return refuse
 

@@ -110,8 +110,8 @@ def record(
         """What it is given are the module's own tensors and the leaves."""
         tracer = recorder().tracer
         graphs.append(tracer.graph)
-        with known, dispatched_plainly(_answers(known)), _noting(tracer, scope, known), _nothing_hidden():
-            with machine_as_planned(), calling.noting() if calling is not None else contextlib.nullcontext():
+        with known, dispatched_plainly(_answers(known)), _noting(tracer, scope, known), _nothing_hidden(calling):
+            with machine_as_planned(known.miss), calling.noting() if calling is not None else contextlib.nullcontext():
                 output = module(*placed)
             known.check_all_answered()
             found, spec = pytree.tree_flatten(_opened(output))
@@ -149,11 +149,12 @@ def _given(module: nn.Module, paths: Sequence[str], leaves: Sequence[Any]) -> li
 
 
 @contextlib.contextmanager
-def _nothing_hidden() -> Iterator[None]:
+def _nothing_hidden(calling: Calling | None) -> Iterator[None]:
     """Functions and branches run in the open, hooks on what autograd saves are refused; TorchScript hides from autograd
     what it has optimized."""
     is_optimized = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
-    with _functions_in_the_open(), branches_in_the_open(), saved_hooks_seen_by(check_saved_hooks), is_optimized:
+    chosen = calling.choose if calling is not None else lambda: None
+    with _functions_in_the_open(), branches_in_the_open(chosen), saved_hooks_seen_by(check_saved_hooks), is_optimized:
         yield
 
 

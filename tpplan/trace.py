@@ -370,12 +370,12 @@ def _trace(
             ) from error
         _check_modules(model, modules, parameters)
         graph = GraphReader(model, program).read()
-        return replace(graph, calls=_digests(graph, calling)) if calling is not None else graph, program
+        return replace(graph, calls=_digests(calling)) if calling is not None else graph, program
 
 
-def _digests(graph: ModelGraph, calling: Calling) -> dict[str, tuple[str, ...]]:
+def _digests(calling: Calling) -> dict[str, tuple[str, ...]]:
     """Of what each module called; of none where the trace ran both branches of a choice."""
-    if any(op.target == "tpplan.whole.default" for op in graph.ops):
+    if calling.has_chosen:
         return {}
     return {
         name: tuple(sorted(map(digest, calls))) for name, calls in calling.found.items() if name not in calling.unsure

@@ -67,6 +67,24 @@ def untraced(others: tuple[type[TorchFunctionMode], ...] = ()) -> Iterator[None]
             _replace_function_modes(kept, before)
 
 
+def is_function_mode_on(mode: TorchFunctionMode) -> bool:
+    """True where calls are given to the mode."""
+    stack: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(one is mode for one in stack)
+
+
+@contextlib.contextmanager
+def without_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
+    """While it lasts, calls are not given to the mode."""
+    before: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    kept = [one for one in before if one is not mode]
+    _replace_function_modes(before, kept)
+    try:
+        yield
+    finally:
+        _replace_function_modes(kept, before)
+
+
 def _replace_function_modes(before: Sequence[Any], after: Sequence[Any]) -> None:
     for _ in before:
         _pop_mode()  # type: ignore[no-untyped-call]
