@@ -48,6 +48,17 @@ class Picks(nn.Module):
         return torch.cond(x.sum() > 0, lambda y: self.one(y), lambda y: self.other(y).relu(), (x,))
 
 
+class Shares(Picks):
+    """A layer under two names, the first of which leads through another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.one
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(super().forward(x))
+
+
 class Iterates(nn.Module):
     """A loop over a layer."""
 
@@ -223,6 +234,7 @@ def sharded(plan: Plan) -> set[str]:
     ("mix", "opaque", "reason", "gpus"),
     [
         (Hooked, "layers.*.mix.layer", "has a parameter with a gradient hook", 2),
+        (Shares, "layers.*.mix", "torch.cond", 2),
         pytest.param(Numbers, "layers.*.mix", "values, which depend on weights", RANKS, marks=pytest.mark.long),
         pytest.param(Hooked, "layers.*.mix.layer", "gradient hook", RANKS, marks=pytest.mark.long),
         pytest.param(Normed, None, "", RANKS, marks=pytest.mark.long),

@@ -60,9 +60,10 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def tensors_in_place(module: nn.Module, tensors: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[object]:
-    """While it lasts, parameters and buffers are these, by name; of tied ones all names change with one."""
+    """While it lasts, parameters and buffers are these, by name; of tied ones all names change with one. Those of a
+    module under several names are put in place once for each name, and so go back last in, first out."""
     found: contextlib.AbstractContextManager[object] = stateless._reparametrize_module(
-        module, dict(tensors), tie_weights=True
+        module, dict(tensors), tie_weights=True, stack_weights=True
     )
     return found
 
@@ -108,6 +109,7 @@ def _hooks() -> bool:
 
 def _in_place() -> bool:
     module, other = _Tied(), torch.ones(2, 2, requires_grad=True)
+    module.again = module.other  # a module under two names
     before = module.one.weight
     with tensors_in_place(module, {"one.weight": other}):
         during = module.one.weight is other and module.other.weight is other
