@@ -464,7 +464,8 @@ def errors_on_ranks(model_type: str, plan: Plan, reference: Outcome) -> Error:
     model = model_of(model_type, tiny=True)
 
     def rank() -> Error:
-        return worst_error(step(apply_plan(built(model), plan), model), reference)
+        # choices made for other sizes, dtypes and devices: what comes out is compared, not what is called
+        return worst_error(step(apply_plan(built(model), plan, check=False), model), reference)
 
     return max(on_ranks(plan.mesh.num_gpus, rank))
 

@@ -39,7 +39,7 @@ def machine(
     data = {
         "schema_version": 1,
         "name": "eager-to-shard",
-        "device": "made up",
+        "device": "made up, as capable as an H100",  # code asks for the compute capability
         "device_type": "cuda",
         "gpus_per_node": GPUS_PER_NODE,
         "notes": [],

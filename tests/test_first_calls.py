@@ -1,6 +1,6 @@
 """The first training forward on ranks calls what was called while the plan was made, or raises on every rank."""
 
-import dataclasses
+import contextlib
 import os
 import warnings
 from collections.abc import Callable
@@ -19,6 +19,7 @@ import tpplan
 from tpplan.calls import digest, first_difference
 from tpplan.errors import PlanMismatchError
 from tpplan.plan import Plan
+from tpplan.profile import HardwareProfile
 
 DIM, HIDDEN, TEXTS, SEQ = 32, 64, 4, 8
 VARIABLE = "TPPLAN_TEST_OTHER_WAY"
@@ -31,6 +32,9 @@ class Layer(nn.Module):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
         self.between, self.num_calls = between, 0
+
+    def scaled(self, h: Tensor) -> Tensor:
+        return F.gelu(h) * torch.tensor(2.0, device=str(h.device))
 
     def forward(self, x: Tensor) -> Tensor:
         self.num_calls += 1
@@ -80,14 +84,40 @@ def by_threads(_: Layer, h: Tensor) -> Tensor:
     return F.gelu(h, approximate="tanh" if VARIABLE in os.environ else "none")
 
 
+def by_device(_: Layer, h: Tensor) -> Tensor:
+    return h.softmax(-1) if h.device.type == "cpu" else F.gelu(h)
+
+
+def by_flag(_: Layer, h: Tensor) -> Tensor:
+    return h.softmax(-1) if h.is_cpu else F.gelu(h)
+
+
+def by_gpu(_: Layer, h: Tensor) -> Tensor:
+    return F.gelu(h) if torch.cuda.is_available() else h.softmax(-1)
+
+
+def naming_devices(layer: Layer, h: Tensor) -> Tensor:
+    name = str(h.device)
+    with torch.autocast(h.device.type, enabled=False):
+        h = h.to(name) * torch.ones(1, device=name)
+    return layer.scaled(h.to(h.device.type, torch.float32))
+
+
 def inputs(batch: int = TEXTS, length: int = SEQ) -> dict[str, Tensor]:
     return {"x": torch.randn(batch, length, DIM, generator=torch.Generator().manual_seed(length))}
 
 
-def solve(between: Callable[[Layer, Tensor], Tensor], *, tp: int = 2, **options: bool) -> Plan:
-    profile = replace(eager_to_shard(), device_type="cpu")
+def solve(
+    between: Callable[[Layer, Tensor], Tensor],
+    *,
+    tp: int = 2,
+    profile: HardwareProfile | None = None,
+    model: type[Model] | None = None,
+    **options: bool,
+) -> Plan:
+    profile = profile or replace(eager_to_shard(), device_type="cpu")
     return tpplan.solve(
-        lambda: Model(between, **options),
+        lambda: (model or Model)(between, **options),
         inputs,
         cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=profile),
         global_batch=2 * TEXTS // tp,
@@ -140,18 +170,129 @@ def test_a_check_may_warn_or_be_left_out() -> None:
     assert run_ranks(2, run, False) == [0, 0]
 
 
-def test_a_plan_for_another_kind_of_device_says_that_nothing_is_compared() -> None:
-    plan = solve(plain)
-    elsewhere = dataclasses.replace(plan, proof=dataclasses.replace(plan.proof, device="cuda 9.0"))
+def on_a_gpu() -> HardwareProfile:
+    return replace(eager_to_shard(), device_type="cuda")
 
-    def said(plan: Plan) -> int:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            tpplan.apply_plan(Model(plain), plan)
-        return sum("told that it runs on cuda, and runs on cpu" in str(warning.message) for warning in caught)
 
-    assert run_ranks(2, said, elsewhere) == [1, 0]
-    assert run_ranks(2, said, plan) == [0, 0]
+@pytest.mark.parametrize("between", [by_device, by_flag, by_gpu])
+def test_code_that_asks_for_another_kind_of_device_is_an_error_on_every_rank(
+    between: Callable[[Layer, Tensor], Tensor],
+) -> None:
+    plan = solve(between, profile=on_a_gpu())
+
+    def run() -> str:
+        model = tpplan.apply_plan(Model(between), plan)
+        with pytest.raises(PlanMismatchError) as raised:
+            step(model)
+        return str(raised.value)
+
+    messages = run_ranks(2, run)
+    assert len(set(messages)) == 1
+    assert "module layers.0.1 calls here" in messages[0]
+    assert "call 3 there is softmax(-1), after module norm, module up" in messages[0]
+    assert "is told that it runs on cuda, and it runs on cpu: plan with a profile of a cpu machine" in messages[0]
+
+
+def test_a_plan_for_another_kind_of_device_runs_where_the_code_does_not_ask() -> None:
+    """Devices that the code names are none of what is compared."""
+
+    def run(plan: Plan, between: Callable[[Layer, Tensor], Tensor]) -> None:
+        step(tpplan.apply_plan(Model(between), plan))
+
+    for between in (plain, naming_devices):
+        run_ranks(2, run, solve(between, profile=on_a_gpu()), between)
+
+
+def in_another_dim(_: Layer, h: Tensor) -> Tensor:
+    return h.softmax(-1 if VARIABLE in os.environ else 1)
+
+
+def in_another_dim_by_name(_: Layer, h: Tensor) -> Tensor:
+    return h.cumsum(dim=2 if VARIABLE in os.environ else 1)
+
+
+def seen_otherwise(_: Layer, h: Tensor) -> Tensor:
+    return h.view(*((TEXTS, -1) if VARIABLE in os.environ else (-1, HIDDEN))).view_as(h)
+
+
+def turned(_: Layer, h: Tensor) -> Tensor:
+    return h * (h.mT if VARIABLE in os.environ else h).sum()
+
+
+def cast(_: Layer, h: Tensor) -> Tensor:
+    return (h.type(torch.float64) if VARIABLE in os.environ else h).sin().float()
+
+
+def without_gradient(_: Layer, h: Tensor) -> Tensor:
+    with torch.no_grad() if VARIABLE in os.environ else contextlib.nullcontext():
+        return F.gelu(h)
+
+
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm()
+
+
+def beside_own_backward(_: Layer, h: Tensor) -> Tensor:
+    h = Doubling.apply(h)
+    return h.softmax(-1) if VARIABLE in os.environ else F.gelu(h)
+
+
+OTHERWISE = {
+    in_another_dim: "softmax(-1)",
+    in_another_dim_by_name: "cumsum(dim=2)",
+    seen_otherwise: "view(n, -1)",
+    turned: "mT()",
+    cast: "to(torch.float64)",
+    without_gradient: "_set_grad_enabled(False)",
+    beside_own_backward: "softmax(-1)",
+}
+
+
+@pytest.mark.parametrize("between", OTHERWISE, ids=lambda between: between.__name__)
+def test_dims_views_and_gradient_modes_are_compared(between: Callable[[Layer, Tensor], Tensor]) -> None:
+    plan = solve(between)
+
+    def run(is_other: bool) -> str:
+        if is_other:
+            os.environ[VARIABLE] = "1"
+        model = tpplan.apply_plan(Model(between), plan)
+        try:
+            step(model)
+        except PlanMismatchError as error:
+            return str(error)
+        return ""
+
+    assert run_ranks(2, run, False) == ["", ""]
+    messages = run_ranks(2, run, True)
+    assert len(set(messages)) == 1
+    assert f"there is {OTHERWISE[between]}" in messages[0]
+
+
+class Skipping(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[1:] if VARIABLE in os.environ else self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_a_layer_that_is_not_called_is_an_error() -> None:
+    plan = solve(plain, model=Skipping)
+
+    def run() -> str:
+        os.environ[VARIABLE] = "1"
+        model = tpplan.apply_plan(Skipping(plain), plan)
+        with pytest.raises(PlanMismatchError) as raised:
+            step(model)
+        return str(raised.value)
+
+    assert all("module <root> calls here what it did not" in message for message in run_ranks(2, run))
+    assert all("call 1 there is module 1" in message for message in run_ranks(2, run))
 
 
 def no_cries(plan: Plan, recomputing: Plan) -> None:
@@ -186,7 +327,11 @@ def test_a_plan_carries_what_its_modules_call() -> None:
     assert plan.proof.calls is not None
     called = plan.called()
     assert {"layers.0.0", "layers.0.1", "layers.1.1.norm", "<root>"} <= called.keys()
-    assert called["layers.0.1"] == called["layers.1.1"] == (digest(("gelu()", "add()")),)
+    assert (
+        called["layers.0.1"]
+        == called["layers.1.1"]
+        == (digest(("module norm", "module up", "gelu()", "module down", "add()")),)
+    )
     assert Plan.from_dict(plan.to_dict()) == plan
 
 

@@ -65,6 +65,22 @@ def by_caught_question(_: Mlp, h: Tensor) -> Tensor:
     return chosen(found, h)
 
 
+def by_caught_rank(_: Mlp, h: Tensor) -> Tensor:
+    """A refusal that the code catches is one all the same."""
+    try:
+        return chosen(dist.get_rank() > 0, h)
+    except Exception:
+        return F.relu(h)
+
+
+def by_caught_bytes(_: Mlp, h: Tensor) -> Tensor:
+    try:
+        bytes(h.untyped_storage())
+    except Exception:
+        return F.relu(h)
+    return h.softmax(-1)
+
+
 def in_a_device_context(_: Mlp, h: Tensor) -> Tensor:
     with torch.device(h.device):
         scale = torch.arange(1.0, ROWS + 1)
@@ -93,6 +109,12 @@ ASKING: dict[str, Between] = {
     "class of a weight": lambda mlp, h: chosen(not isinstance(mlp.up.weight, nn.Parameter), h),
     "caught numpy": by_caught_numpy,
     "caught question": by_caught_question,
+    "caught bytes": by_caught_bytes,
+    "bytes of the storage": lambda _, h: chosen(h.untyped_storage().nbytes() == 4 * ROWS * HIDDEN, h),
+    "pinned": lambda _, h: chosen(not h.is_pinned(), h),
+    "device of DLPack": lambda _, h: chosen(h.__dlpack_device__()[0] == 1, h),
+    "accelerator": lambda _, h: chosen(torch.accelerator.current_accelerator() is None, h),
+    "GPUs": lambda _, h: chosen(torch.cuda.device_count() == 0, h),
     "a device context": in_a_device_context,
     "made on devices": made_on_devices,
 }
@@ -163,6 +185,11 @@ def test_code_is_told_of_the_gpu_that_is_planned_for(between: Between) -> None:
         (by_caught_item, r"code goes on after test_planned_device.py:\d+: is_finite = "),
         (lambda _, h: h / dist.get_world_size(), r"get_world_size\(\)"),
         (lambda _, h: (dist.all_reduce(h), h)[1], r"all_reduce\(\)"),
+        (by_caught_rank, r"get_rank\(\), which a plan cannot depend on"),
+        (lambda _, h: h.relu() if h.data_ptr() % 64 else h, "a tensor was asked where its data is"),
+        (lambda _, h: h.relu() if h._cdata % 64 else h, "a tensor was asked where its data is"),
+        (lambda _, h: h.relu() if h.untyped_storage().data_ptr() % 64 else h, "asked where its data is"),
+        (lambda _, h: h.relu() if h.storage().data_ptr() % 64 else h, "asked where its data is"),
     ],
 )
 def test_what_no_plan_can_know_is_refused_by_name(between: Between, message: str) -> None:
@@ -170,13 +197,30 @@ def test_what_no_plan_can_know_is_refused_by_name(between: Between, message: str
         solve(between)
 
 
+@pytest.mark.parametrize("name", ["device_count", "memory_allocated", "get_device_name", "mem_get_info"])
+def test_what_no_profile_says_of_a_gpu_is_refused_by_name(name: str) -> None:
+    asking: Between = lambda _, h: h.relu() if getattr(torch.cuda, name)() else h  # noqa: E731
+    with (
+        planning_for(PlannedDevice(type="cuda")),
+        pytest.raises(ModelError, match=rf"torch.cuda.{name}\(\), which the profile does not say"),
+    ):
+        trace(Mlp(asking), inputs())
+
+
+def test_what_no_profile_says_of_a_gpu_may_be_printed() -> None:
+    with planning_for(PlannedDevice(type="cuda")):
+        trace(Mlp(lambda _, h: (f"{torch.cuda.memory_allocated()}", h)[1]), inputs())
+
+
 def test_outside_of_a_trace_nothing_is_told() -> None:
     asked = dist.is_initialized, torch.cuda.is_available
+    address = torch.UntypedStorage.data_ptr
     with planning_for(PlannedDevice(type="cuda")):
         trace(Mlp(lambda _, h: h), inputs())
         with pytest.raises(ModelError, match="compute capability, which the profile does not say"):
             trace(Mlp(lambda _, h: h * torch.cuda.get_device_capability()[0]), inputs())
     assert (dist.is_initialized, torch.cuda.is_available) == asked
+    assert torch.UntypedStorage.data_ptr == address
     assert not dist.is_initialized()
 
 
