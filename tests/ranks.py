@@ -134,7 +134,6 @@ def rank_main(
     timeout_s: float,
 ) -> None:
     """The child: joins the group, runs, sends (succeeded, result or traceback), and waits for its end."""
-    torch.set_num_threads(1)
     with stack.open("w") as stack_file:
         faulthandler.enable(stack_file)
         faulthandler.register(signal.SIGUSR1, stack_file)
@@ -153,7 +152,13 @@ def rank_main(
 
 
 def join_group(number: int, num_ranks: int, store: Path, timeout_s: float) -> None:
-    """The default process group: gloo over the loopback interface, meeting in a file."""
+    """Joins the default process group: gloo over the loopback interface, meeting in a file.
+
+    To be called in a fork before it has threads. torch makes its thread pool anew in a fork, in whichever threads use
+    it first; where two do at once, one may find none ("Invalid thread pool!"), which ends a thread of autograd's, and
+    with it the process. So this thread makes it, alone.
+    """
+    torch.set_num_threads(1)
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
