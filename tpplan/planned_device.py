@@ -27,13 +27,13 @@ from torch.overrides import TorchFunctionMode
 from tpplan.errors import ModelError, PlanError
 from tpplan.profile import HardwareProfile
 from tpplan.torch_internals.fakes import FakeTensor
-from tpplan.torch_internals.tensors import plain_calls
+from tpplan.torch_internals.tensors import address_getters, plain_calls
 from tpplan.unsaid import Unsaid
 
 #: where code asks on behalf of other code
 _NOT_ASKING = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__))
 #: what gives a tensor's address
-ADDRESSES = frozenset({Tensor.data_ptr, vars(torch._C.TensorBase)["_cdata"].__get__})
+ADDRESSES = address_getters()
 #: files of tpplan's in which a mode hands calls on
 _MODES = (str(Path(__file__).with_name("call_log.py")),)
 #: files of torch's through which a method's call comes to modes

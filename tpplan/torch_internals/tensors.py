@@ -5,6 +5,7 @@ every read of every parameter.
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.overrides import TorchFunctionMode
 
 from tpplan.torch_internals.groups import mesh_of_one
 from tpplan.torch_internals.probe import Probe
@@ -70,6 +72,11 @@ def labelled(local: Tensor, spec: Any) -> DTensor:
     return made
 
 
+def address_getters() -> frozenset[Any]:
+    """What a TorchFunctionMode is told is called where code asks a tensor for its address."""
+    return frozenset({Tensor.data_ptr, inspect.getattr_static(Tensor, "_cdata").__get__})
+
+
 def is_strided_shard(placement: Placement) -> bool:
     """True for FSDP2's slices of a dim that tensor parallelism, a later axis of the mesh, has cut before."""
     return isinstance(placement, _StridedShard)
@@ -120,6 +127,20 @@ def _plain_calls() -> bool:
         return torch.zeros(2).as_subclass(Loud).shape == (2,)
 
 
+def _addresses() -> bool:
+    asked: list[Any] = []
+
+    class Asking(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.zeros(2)
+    with Asking():
+        found = x.data_ptr(), x._cdata
+    return len(found) == len(asked) == 2 and set(asked) == address_getters()
+
+
 def _parts() -> bool:
     local = torch.ones(2, 2)
     given = DTensor.from_local(local, mesh_of_one(), run_check=False)
@@ -128,6 +149,12 @@ def _parts() -> bool:
 
 
 PROBES = (
+    Probe(
+        name="addresses",
+        uses="Tensor._cdata",
+        needed_for="refusing code that hangs on where a tensor lies",
+        works=_addresses,
+    ),
     Probe(
         name="storages",
         uses="UntypedStorage._cdata",
