@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 import tpplan
 from tpplan.checkpoint_metadata import _OPCODES, read_metadata
 from tpplan.errors import WeightsError
+from tpplan.torch_internals.checkpoint_files import MEMORY_FORMATS
 
 RAN = "ran"
 
@@ -54,6 +55,16 @@ def test_what_is_saved_is_read(tmp_path: Path) -> None:
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data == theirs.storage_data
     assert {op.name for op, _, _ in pickletools.genops((place / ".metadata").read_bytes())} <= {*_OPCODES}
+
+
+@pytest.mark.parametrize(
+    "written", [lambda one, _: (getattr, (type(one), one.name)), lambda one, _: (type(one), (one.value,))]
+)
+def test_an_enumeration_s_member_is_read_as_any_python_writes_it(
+    written: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MEMORY_FORMATS, "__reduce_ex__", written)
+    load(saved(tmp_path))
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,9 @@ FILES: dict[str, Callable[[Path], bytes]] = {
     "a dotted name": lambda place: b"\x80\x04\x8c\x05torch\x94\x8c\x09os.system\x94\x93\x94.",
     "a function of torch": lambda place: b"\x80\x04\x8c\x05torch\x94\x8c\x05zeros\x94\x93\x94K\x05\x85R.",
     "an extension": lambda place: b"\x80\x04\x82\x01.",
+    "an attribute of an enumeration": lambda place: pickle.dumps(Calls(getattr, (MEMORY_FORMATS, "__init__"))),
+    "an attribute of a record": lambda place: pickle.dumps(Calls(getattr, (Metadata, "__init__"))),
+    "an attribute of text": lambda place: pickle.dumps(Calls(getattr, ("text", "format"))),
     "inside the metadata": with_state(lambda m: put(m, planner_data=Calls(os.system, ("touch ran",)))),
     "in a tensor's size": with_state(lambda m: vars(first(m.state_dict_metadata)).update(size=Calls(print, (1,)))),
     "a module": lambda place: b"\x80\x04c__main__\n__dict__\n.",

@@ -1,10 +1,10 @@
 """Reads `.metadata` of torch.distributed.checkpoint, which is a pickle, without running anything that it names.
 
 DCP reads that file with pickle.load, which calls whatever function the file asks for. Here the file may hold what DCP
-writes of tensors and nothing else: opcodes (_OPCODES), classes (_RECORDS, built by setting their own fields), and four
-calls with plain arguments (torch.Size, a layout by name, an enum's member, a path). Whatever else stands in it is
-refused by name. Then every value is checked for its type, and every file must lie in the checkpoint's own folder. Seen:
-torch 2.11 to 2.14.1 write the same.
+writes of tensors and nothing else: opcodes (_OPCODES), classes (_RECORDS, built by setting their own fields), and five
+calls with plain arguments (torch.Size, a layout by name, an enum's member by number or by name, a path). Whatever else
+stands in it is refused by name. Then every value is checked for its type, and every file must lie in the checkpoint's
+own folder. Seen: torch 2.11 to 2.14.1 write the same.
 """
 
 import dataclasses
@@ -42,11 +42,21 @@ _RECORDS: dict[type, frozenset[str]] = {
         StorageInfo,
     )
 }  # fmt: skip
+
+
+def _member(kind: object, name: object) -> object:
+    """A member of the one enumeration that a file may name: so Python 3.11.0 to 3.11.3 write it, with getattr."""
+    if kind is not MEMORY_FORMATS or type(name) is not str or name not in MEMORY_FORMATS.__members__:
+        _refuse(f"it asks {kind!r:.80} for {name!r:.80}")
+    return MEMORY_FORMATS[name]
+
+
 _PATHS: dict[str, type] = {"PosixPath": PurePosixPath, "WindowsPath": PureWindowsPath}
 _CALLED: dict[tuple[str, str], Callable[..., object]] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): layout_named,
     (MEMORY_FORMATS.__module__, MEMORY_FORMATS.__name__): MEMORY_FORMATS,
+    ("builtins", "getattr"): _member,
     **{(module, name): path for module in ("pathlib", "pathlib._local") for name, path in _PATHS.items()},
 }
 _ALLOWED: dict[tuple[str, str], object] = {**{(kind.__module__, kind.__name__): kind for kind in _RECORDS}, **_CALLED}
@@ -76,7 +86,7 @@ class _Unpickler(_PYTHON_UNPICKLER):  # type: ignore[misc]
     }
 
     def find_class(self, module: str, name: str) -> object:
-        """What a file may name: records, the four calls, and torch's dtypes."""
+        """What a file may name: records, the five calls, and torch's dtypes."""
         found = _ALLOWED.get((module, name))
         if found is None and module == "torch" and isinstance(own := getattr(torch, name, None), torch.dtype):
             return own
@@ -100,9 +110,10 @@ class _Unpickler(_PYTHON_UNPICKLER):  # type: ignore[misc]
         made.__dict__.update(state)
 
     def load_reduce(self) -> None:
-        """One of the four calls, with numbers and strings."""
+        """One of the five calls, with numbers and strings, and a member's enumeration."""
         arguments, called = self.stack.pop(), self.stack[-1]
         plain = arguments[0] if called is torch.Size and len(arguments) == 1 else arguments
+        plain = plain[1:] if called is _member else plain
         if called not in _CALLED.values() or not all(type(one) in (int, str) for one in plain):
             _refuse(f"it calls {called!r:.80}")
         self.stack[-1] = called(*arguments)
