@@ -370,6 +370,18 @@ def test_checkpointed_regions_are_inlined():
     assert result_of(graph, "relu").carries_gradient
 
 
+def test_a_trace_that_stops_in_a_checkpoint_leaves_no_hook_behind():
+    def fail(x: Tensor) -> Tensor:
+        return x * x.sum().item()
+
+    with pytest.raises(TraceError) as kept:
+        traced(lambda x, w: checkpoint(lambda y: fail(y * w), x, use_reentrant=False))
+    x = torch.ones(2, requires_grad=True)
+    x.exp().sum().backward()
+    assert kept.value is not None  # until here, with all that its frames hold
+    torch.testing.assert_close(x.grad, x.detach().exp())
+
+
 def test_checkpointed_layers_are_found_alike():
     class Recomputed(nn.Module):
         def __init__(self) -> None:

@@ -26,6 +26,7 @@ from tpplan.planned_device import as_planned, machine_as_planned
 from tpplan.registered import registered_name
 from tpplan.storages import Storages
 from tpplan.torch_internals import pytree
+from tpplan.torch_internals.checkpoints import unfinished_ended
 from tpplan.torch_internals.fakes import (
     FakeTensor,
     FakeTensorMode,
@@ -104,6 +105,7 @@ def _observe(
         storages = {name: storage_key(weight) for name, weight in weights.items()}
         refused: list[str] = []
         with (
+            unfinished_ended(),
             surrounded_again(on_fakes),
             on_fakes(),
             log,

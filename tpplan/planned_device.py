@@ -256,8 +256,15 @@ def _answers(
     is_gpu = planned.type == "cuda"
     yield torch.cuda, "is_available", lambda *_: is_gpu
     yield torch.accelerator, "is_available", lambda *_: is_gpu
-    yield torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda") if is_gpu else None
-    if not is_gpu:
+    if is_gpu:
+        yield torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")
+    else:  # without a check it is what torch was built for, on ranks as here
+        built_for = torch.accelerator.current_accelerator()
+        yield (
+            torch.accelerator,
+            "current_accelerator",
+            lambda check_available=False: None if check_available else built_for,
+        )
         yield torch.cuda, "device_count", lambda *_: 0
         yield torch.accelerator, "device_count", lambda *_: 0
         return

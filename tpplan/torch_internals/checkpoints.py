@@ -6,7 +6,7 @@ Code imports `checkpoint` by name, so that replacing that would not reach it.
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -53,13 +53,35 @@ def reentrant_run_by(run: Callable[..., Any]) -> Iterator[None]:
 def run_again_as(replaced: Callable[[Forward], Forward]) -> Iterator[None]:
     """While it lasts, a forward that is checkpointed without reentrance runs as replaced(forward) when it runs again in
     backward. The first run is the forward's own."""
+    with _generated_by(lambda generator, forward, *args, **kwargs: generator(replaced(forward), *args, **kwargs)):
+        yield
+
+
+@contextlib.contextmanager
+def unfinished_ended() -> Iterator[None]:
+    """At its end, checkpoints without reentrance that began within, and whose forward raised, are ended, the last
+    first. torch leaves their hooks on what autograd saves in place for as long as somebody keeps the exception, and
+    what is saved meanwhile is lost."""
+    begun: list[Generator[Any, Any, Any]] = []
+
+    def noted(generator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begun.append(generator(*args, **kwargs))
+        return begun[-1]
+
+    with _generated_by(noted):
+        try:
+            yield
+        finally:
+            for one in reversed(begun):
+                one.close()
+
+
+@contextlib.contextmanager
+def _generated_by(make: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, the generator of a checkpoint without reentrance is make(torch's function for it, *arguments)."""
     name = next(name for name in _GENERATORS if name in vars(checkpoints))
     generator = vars(checkpoints)[name]
-
-    def generate(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        return generator(replaced(forward), *args, **kwargs)
-
-    setattr(checkpoints, name, generate)
+    setattr(checkpoints, name, functools.partial(make, generator))
     try:
         yield
     finally:
@@ -106,6 +128,22 @@ def _not_reentrant() -> bool:
     return runs == [True] and x.grad is not None
 
 
+def _raised() -> bool:
+    """What is saved after a checkpoint whose forward raised is there in backward, while the exception is kept."""
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(str(x.sin().shape))
+
+    x, kept = torch.ones(1, requires_grad=True), None
+    try:
+        with unfinished_ended():
+            checkpoint(fail, x, use_reentrant=False)
+    except RuntimeError as error:
+        kept = error
+    torch.autograd.backward(x.exp())
+    return kept is not None and x.grad is not None
+
+
 def _wrapper() -> bool:
     wrapper = importlib.import_module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     x = torch.ones(1, 1, requires_grad=True)
@@ -131,5 +169,11 @@ PROBES = (
         uses=f"torch.utils.checkpoint.{_GENERATORS[0]} or {_GENERATORS[1]}, replaced",
         needed_for="models that checkpoint their layers",
         works=_not_reentrant,
+    ),
+    Probe(
+        name="checkpoints whose forward raises",
+        uses=f"torch.utils.checkpoint.{_GENERATORS[0]} or {_GENERATORS[1]}, ended",
+        needed_for="planning on after a trace that stopped in a checkpoint",
+        works=_raised,
     ),
 )

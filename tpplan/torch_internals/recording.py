@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from tpplan.torch_internals.checkpoints import unfinished_ended
 from tpplan.torch_internals.probe import Probe
 from tpplan.torch_internals.tensors import storage_key
 
@@ -37,8 +38,10 @@ DESCRIBE = "_extract_tensor_metadata"
 
 
 def recorded(run: Callable[..., Any], tensors: Sequence[Tensor]) -> torch.fx.GraphModule:
-    """The graph of run(*tensors): every op before autograd takes it apart; results stand as meta["val"]."""
-    return make_fx(run, pre_dispatch=True)(*tensors)
+    """The graph of run(*tensors): every op before autograd takes it apart; results stand as meta["val"]. Where it
+    raises, so that no more is recorded, the checkpoints that it was in are ended."""
+    with unfinished_ended():
+        return make_fx(run, pre_dispatch=True)(*tensors)
 
 
 def recorder() -> Any:
