@@ -290,7 +290,7 @@ def test_as_memory_falls_layers_are_resharded_and_recomputed() -> None:
     assert set(plans[-1].recomputed_modules().values()) == {Recompute.FULL}
     assert len({(str(plan.recompute), str(plan.fsdp)) for plan in plans}) > 3
     times = [plan.predicted.step_time_s for plan in plans]
-    assert times == sorted(times)
+    assert all(later >= earlier * (1 - 1e-12) for earlier, later in itertools.pairwise(times))
 
 
 def test_what_would_fit_comes_cheapest_first() -> None:
