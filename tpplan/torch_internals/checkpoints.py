@@ -60,8 +60,8 @@ def run_again_as(replaced: Callable[[Forward], Forward]) -> Iterator[None]:
 @contextlib.contextmanager
 def unfinished_ended() -> Iterator[None]:
     """At its end, checkpoints without reentrance that began within, and whose forward raised, are ended, the last
-    first. torch leaves their hooks on what autograd saves in place for as long as somebody keeps the exception, and
-    what is saved meanwhile is lost."""
+    first. torch before 2.13 leaves their hooks on what autograd saves in place for as long as somebody keeps the
+    exception, and what is saved meanwhile is lost."""
     begun: list[Generator[Any, Any, Any]] = []
 
     def noted(generator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
