@@ -32,17 +32,18 @@ from accuracy_models import Sizes, Software, architecture, example_inputs, softw
 from rich.console import Console
 from rich.progress import track
 
-from tpplan.errors import TpplanError
-from tpplan.files import write_atomically
-from tpplan.fit import UNKNOWN_RELATIVE_ERROR, rms
-from tpplan.formulate import COMPUTE, DATA_PARALLEL, OPTIMIZER, Formulation
-from tpplan.options import Cluster, Options
-from tpplan.plan import Precision, Recompute
-from tpplan.planner import Priced, price_mesh
-from tpplan.priced import price_space
-from tpplan.profile import HardwareProfile, load_profile
-from tpplan.profile_tables import Fitted
-from tpplan.units import GIB
+from tpplan.core.errors import TpplanError
+from tpplan.core.files import write_atomically
+from tpplan.core.units import GIB
+from tpplan.costs.step.cost_table import price_space
+from tpplan.costs.step.formulate import Formulation
+from tpplan.machine.fit_tables import UNKNOWN_RELATIVE_ERROR, rms
+from tpplan.machine.profile import HardwareProfile, load_profile
+from tpplan.machine.tables import Fitted
+from tpplan.plan.parts import COMPUTE, DATA_PARALLEL, OPTIMIZER
+from tpplan.plan.plan import Precision, Recompute
+from tpplan.search.options import Cluster, Options
+from tpplan.search.planner import Priced, price_mesh
 
 #: a profile -> the machine that it is most like
 LIKE = {

@@ -46,7 +46,7 @@ from adversary_steps import SHOWN_CHARACTERS, Key, Outcome, Shape, Task, judged,
 from adversary_subjects import EXAMPLES, TRAPS
 from adversary_table import VERDICTS, Row, exit_code, summary
 
-from tpplan.files import write_atomically
+from tpplan.core.files import write_atomically
 
 #: mutants of one proven plan; numbers of the models whose plans they are begin here
 MUTANTS_OF_A_PLAN, FIRST_BASE = 20, 100_000

@@ -14,14 +14,14 @@ from adversary_plans import mutated
 from adversary_steps import Key, Outcome, expected_of, quiet
 from coverage_machine import machine
 
-from tpplan.errors import InternalError, TpplanError
-from tpplan.graph import ModelGraph
-from tpplan.options import Allows, Cluster
-from tpplan.plan import Plan, ProofStatus
-from tpplan.planner import solve
-from tpplan.proof import prove_plan
-from tpplan.reuse import Reuse
-from tpplan.rules import Strategy
+from tpplan.core.errors import InternalError, TpplanError
+from tpplan.core.graph import ModelGraph
+from tpplan.layouts.rules import Strategy
+from tpplan.plan.plan import Plan, ProofStatus
+from tpplan.search.options import Allows, Cluster
+from tpplan.search.planner import solve
+from tpplan.search.trace_cache import Reuse
+from tpplan.verify.prove_plan import prove_plan
 
 TP = 2
 

@@ -21,11 +21,11 @@ from adversary_subjects import example_subject, trap_subject
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.apply import apply_plan
-from tpplan.errors import InternalError, TpplanError
-from tpplan.fitting import plan_name
-from tpplan.plan import Plan
-from tpplan.trace import forward_inputs
+from tpplan.apply.apply import apply_plan
+from tpplan.apply.model_match import plan_name
+from tpplan.core.errors import InternalError, TpplanError
+from tpplan.plan.plan import Plan
+from tpplan.trace.trace import forward_inputs
 
 #: of the loss, and of a gradient relative to its largest element or to this share of the model's largest
 TOLERANCE, GRADIENT_NOISE = 1e-4, 1e-3

@@ -455,7 +455,7 @@ asks("the world size of the environment", lambda h: int(os.environ.get("WORLD_SI
 asks("the process", lambda h: os.getpid() == PLANNER)
 asks("the process's name", lambda h: multiprocessing.current_process().daemon)
 asks("the machine", lambda h: platform.system() == "Linux")
-asks("modules that are loaded", lambda h: "tpplan.reader" in sys.modules)
+asks("modules that are loaded", lambda h: "tpplan.trace.fx_to_graph" in sys.modules)
 asks("deterministic algorithms", lambda h: torch.are_deterministic_algorithms_enabled())
 asks("gradients of the weights", lambda h: h.grad_fn is None)
 

@@ -39,7 +39,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tpplan
-from tpplan.style import module_styles
+from tpplan.apply.parallel_style import module_styles
 
 LLAMA = Path(__file__).parent / "examples" / "llama.py"
 BAR, GOAL, STOCK_BAR = 2.0, 1.5, 1.0

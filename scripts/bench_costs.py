@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
-from tpplan.costs.compute import Executor
-from tpplan.load import load_model_file
-from tpplan.priced import price_space
-from tpplan.profile import load_profile
-from tpplan.space import Space, build_space
-from tpplan.trace import trace
+from tpplan.costs.execute import Executor
+from tpplan.costs.step.cost_table import price_space
+from tpplan.layouts.decision_space import Space, build_space
+from tpplan.machine.profile import load_profile
+from tpplan.trace.trace import trace
+from tpplan.trace.user_model import load_model_file
 
 BAR_S = 1.0
 LLAMA = Path(__file__).parent / "examples" / "llama.py"

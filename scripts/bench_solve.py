@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tpplan.formulate import Formulation
-    from tpplan.job import Job, Point
+    from tpplan.costs.step.formulate import Formulation
+    from tpplan.search.job import Job, Point
 
 EXAMPLES = Path(__file__).parent / "examples"
 STAGES = ("import", "trace", "costs", "build", "solve", "prove", "rest")
@@ -97,8 +97,8 @@ def measure(case: Case) -> dict[str, float]:
     import tpplan
 
     assert tpplan.solve  # what it needs is imported now, as for anyone who calls it
-    from tpplan.load import load_model_file
     from tpplan.solvers import highs, milp
+    from tpplan.trace.user_model import load_model_file
 
     sizes: list[int] = []
     build, run = milp.build, highs._run
@@ -171,7 +171,7 @@ class Comparison:
 
 def compare(job: "Job", point: "Point", time_limit_s: float) -> Iterator[Comparison]:
     """Tied and untied optima of a point under each limit."""
-    from tpplan.problem import total
+    from tpplan.solvers.problem import total
 
     tied = job.formulate(point, limit=math.inf)
     apart = _untied(job, tied, point)
@@ -194,8 +194,8 @@ def compare(job: "Job", point: "Point", time_limit_s: float) -> Iterator[Compari
 
 def _untied(job: "Job", tied: "Formulation", point: "Point") -> "Formulation":
     """The same problem with every layer apart; in the memory constraint layers are alike still."""
-    from tpplan.priced import price_space
-    from tpplan.space import build_space
+    from tpplan.costs.step.cost_table import price_space
+    from tpplan.layouts.decision_space import build_space
 
     space = build_space(
         job.traced(point.micro_batch).graph, point.tp, unused_outputs=job.unused_outputs, apart=lambda name: name
@@ -208,7 +208,7 @@ def _untied(job: "Job", tied: "Formulation", point: "Point") -> "Formulation":
 def _solved(formulation: "Formulation", limit: float, time_limit_s: float) -> tuple[Any, float]:
     """The solution, None where the time was too short for any, and the CPU seconds it took."""
     from tpplan import solvers
-    from tpplan.errors import SolverError
+    from tpplan.core.errors import SolverError
 
     limited = tuple(replace(row, limit=limit) for row in formulation.problem.resources)
     problem, before = replace(formulation.problem, resources=limited), time.process_time()
@@ -222,11 +222,11 @@ def _solved(formulation: "Formulation", limit: float, time_limit_s: float) -> tu
 def print_untied(name: str, time_limit_s: float) -> bool:
     """The table of a case; whether both optima are one where nothing limits memory."""
     import tpplan
-    from tpplan.job import Point
-    from tpplan.load import load_model_file
-    from tpplan.options import Batch, Options
-    from tpplan.planner import _prepare
-    from tpplan.search import search
+    from tpplan.search.branch_and_bound import search
+    from tpplan.search.job import Point
+    from tpplan.search.options import Batch, Options
+    from tpplan.search.planner import _prepare
+    from tpplan.trace.user_model import load_model_file
 
     case = CASES[name]
     spec = load_model_file(str(EXAMPLES / case.builder))

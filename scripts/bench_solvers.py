@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tpplan import solvers
-from tpplan.errors import TpplanError
-from tpplan.problem import Edge, Expression, Node, Problem, Resource, Solution, Term
+from tpplan.core.errors import TpplanError
 from tpplan.solvers import milp
-from tpplan.solvers.reduction import reduce
+from tpplan.solvers.presolve import reduce
+from tpplan.solvers.problem import Edge, Expression, Node, Problem, Resource, Solution, Term
 
 SHAPES = ("free", "peaks", "memory")
 NUM_LAYOUTS = 6

@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 import tpplan
-from tpplan.errors import TpplanError
-from tpplan.issued import differences, listed
-from tpplan.load import ModelSpec, load_model_file
-from tpplan.plan import Plan
-from tpplan.tracker import fake_step
+from tpplan.core.errors import TpplanError
+from tpplan.plan.plan import Plan
+from tpplan.trace.user_model import ModelSpec, load_model_file
+from tpplan.verify.collective_log import differences, listed
+from tpplan.verify.fake_step import fake_step
 
 EXAMPLES = Path(__file__).resolve().parent / "examples"
 MODELS = ("llama", "gpt", "mlp", "vit", "nanogpt")

@@ -54,18 +54,18 @@ from fork_server import ForkServer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.apply import apply_plan
-from tpplan.bystander import copied
-from tpplan.fitting import plan_name
-from tpplan.graph import ModelGraph
-from tpplan.layout import Conversion, Layout, LayoutKind, S, fits
-from tpplan.marking import trace_marking
-from tpplan.options import Cluster
-from tpplan.patterns import ROOT
-from tpplan.plan import BoundaryPlan, CrossingPlan, MeshPlan, ParameterPlan, Plan, Precision, ProofStatus, SizePlan
-from tpplan.planner import solve
-from tpplan.profile import HardwareProfile, load_profile
-from tpplan.typecheck import typecheck
+from tpplan.apply.apply import apply_plan
+from tpplan.apply.model_match import plan_name
+from tpplan.core.graph import ModelGraph
+from tpplan.core.layout import Conversion, Layout, LayoutKind, S, fits
+from tpplan.core.name_patterns import ROOT
+from tpplan.layouts.typecheck import typecheck
+from tpplan.machine.profile import HardwareProfile, load_profile
+from tpplan.plan.plan import BoundaryPlan, CrossingPlan, MeshPlan, ParameterPlan, Plan, Precision, ProofStatus, SizePlan
+from tpplan.prove.apply_as_rank import copied
+from tpplan.search.options import Cluster
+from tpplan.search.planner import solve
+from tpplan.trace.retrace_opaque import trace_marking
 
 #: a gradient's error is relative to its largest element, or to this share of the model's largest: what is smaller
 #: than that is rounding

@@ -2,9 +2,9 @@
 
 import itertools
 
-from tpplan.mesh import GroupShape
-from tpplan.profile import HardwareProfile
-from tpplan.profile_tables import Collective, bottleneck_traffic
+from tpplan.core.mesh import GroupShape
+from tpplan.machine.profile import HardwareProfile
+from tpplan.machine.tables import Collective, bottleneck_traffic
 
 #: a made-up machine on which sharding pays however small the model: slow kernels, links that cost next to nothing
 FLOP_PER_S, BYTES_PER_S, LINK_BYTES_PER_S, LATENCY_S = 1e9, 1e9, 1e10, 1e-9

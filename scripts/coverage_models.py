@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 
-from tpplan.graph import within
-from tpplan.intervals import Parts
+from tpplan.core.graph import within
+from tpplan.core.part_intervals import Parts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

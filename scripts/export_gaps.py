@@ -38,11 +38,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from tpplan.apply import apply_plan
-from tpplan.fitting import plan_name
-from tpplan.options import Cluster
-from tpplan.plan import Plan
-from tpplan.planner import solve
+from tpplan.apply.apply import apply_plan
+from tpplan.apply.model_match import plan_name
+from tpplan.plan.plan import Plan
+from tpplan.search.options import Cluster
+from tpplan.search.planner import solve
 
 SHOWN_CHARACTERS = 150
 TP = 2

@@ -38,16 +38,16 @@ import llama
 from gpu_results import Measured, Row, Summary, table
 
 import tpplan
-from tpplan.errors import TpplanError, UsageError
-from tpplan.files import write_atomically
-from tpplan.measure import default_grid, make_profile, measure_collectives, measure_compute
-from tpplan.model_check import parameters_fingerprint
-from tpplan.plan import BoundaryPlan, CrossingPlan, Fingerprints, Plan, Precision, ProofReport, ProofStatus
-from tpplan.profile import HardwareProfile, load_profile
-from tpplan.profile_tables import Source
-from tpplan.storages import Storages
+from tpplan.core.errors import TpplanError, UsageError
+from tpplan.core.files import write_atomically
+from tpplan.core.units import KIB
+from tpplan.machine.profile import HardwareProfile, load_profile
+from tpplan.machine.tables import Source
+from tpplan.measure.compute import default_grid, make_profile, measure_collectives, measure_compute
+from tpplan.plan.model_fingerprint import parameters_fingerprint
+from tpplan.plan.plan import BoundaryPlan, CrossingPlan, Fingerprints, Plan, Precision, ProofReport, ProofStatus
 from tpplan.torch_internals.groups import fake_group
-from tpplan.units import KIB
+from tpplan.trace.hooks.live_storages import Storages
 
 PLANS = Path(__file__).resolve().parent / "gpu_plans"
 #: groups that the plans have, on one node

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from tpplan.formulate import OPTIMIZER
-from tpplan.plan import Plan
-from tpplan.units import format_bytes, format_seconds
+from tpplan.core.units import format_bytes, format_seconds
+from tpplan.plan.parts import OPTIMIZER
+from tpplan.plan.plan import Plan
 
 #: the median over the plans of |predicted / measured - 1| of time is at most this
 TIME_BAR = 0.10

@@ -16,9 +16,9 @@ from gpu import FULL, GPUS_PER_NODE, PLANS, llama
 from testbed_models import megatron_pins
 
 import tpplan
-from tpplan.plan import Plan, Recompute
-from tpplan.profile import load_profile
-from tpplan.proof import prove_plan
+from tpplan.machine.profile import load_profile
+from tpplan.plan.plan import Plan, Recompute
+from tpplan.verify.prove_plan import prove_plan
 
 PROFILE = "h100-sxm"
 #: two micro-batches: gradients of the first are there while the second runs, as predictions assume

@@ -15,8 +15,8 @@ from profile_data.machines import MACHINES
 from profile_data.read import Data
 from profile_data.report import print_report
 
-from tpplan.files import write_atomically
-from tpplan.profile import load_profile
+from tpplan.core.files import write_atomically
+from tpplan.machine.profile import load_profile
 
 OUTPUT = Path(__file__).resolve().parent.parent / "profiles"
 

@@ -1,4 +1,5 @@
-"""Writes tpplan/plan.schema.json from the dataclasses of tpplan.plan, which are what is read; the tests compare.
+"""Writes tpplan/plan/plan.schema.json from the dataclasses of tpplan.plan.plan, which are what is read; the tests
+compare.
 
 python scripts/make_schema.py
 """
@@ -12,10 +13,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Union, get_args, get_origin, get_type_hints
 
-from tpplan.plan import SCHEMA_VERSION, Plan
-from tpplan.strict import Above, AtLeast, Text
+from tpplan.core.strict_json import Above, AtLeast, Text
+from tpplan.plan.plan import SCHEMA_VERSION, Plan
 
-SCHEMA_PATH = Path(__file__).resolve().parent.parent / "tpplan" / "plan.schema.json"
+SCHEMA_PATH = Path(__file__).resolve().parent.parent / "tpplan" / "plan" / "plan.schema.json"
 
 Schema = dict[str, object]
 
@@ -36,7 +37,7 @@ def plan_schema() -> Schema:
 
 
 def _schema(hint: object, definitions: dict[str, Schema]) -> Schema:
-    """The schema of a type as tpplan.strict reads it."""
+    """The schema of a type as tpplan.core.strict_json reads it."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _bounded(_schema(arguments[0], definitions), arguments[1]) if not _is_text(hint) else _text(arguments[1])

@@ -5,7 +5,7 @@
 Every model is planned six ways: tensor parallelism, the same with the sequence sharded, FSDP that keeps layers gathered
 (ZeRO-2) and that does not (ZeRO-3), recomputation, and two dimensions at once over two micro-batches. Plans are solved
 for a made-up machine on which sharding pays. One rank's step runs on fake tensors under FSDPMemTracker
-(tpplan/tracker.py), the optimizer's included. Predictions are without slack. Exit code 0 if the bars are kept.
+(tpplan/verify/fake_step.py), the optimizer's included. Predictions are without slack. Exit code 0 if the bars are kept.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.table import Table
 
 import tpplan
-from tpplan.errors import TpplanError
-from tpplan.graph import Boundary, ModelGraph
-from tpplan.layout import S
-from tpplan.plan import Plan
-from tpplan.rules import Strategy
-from tpplan.tracker import Tracked, track
-from tpplan.units import format_bytes
+from tpplan.core.errors import TpplanError
+from tpplan.core.graph import Boundary, ModelGraph
+from tpplan.core.layout import S
+from tpplan.core.units import format_bytes
+from tpplan.layouts.rules import Strategy
+from tpplan.plan.plan import Plan
+from tpplan.verify.fake_step import Tracked, track
 
 #: predicted / tracked - 1: of every plan at least, of half of them at most, of nine tenths at most
 NEVER_BELOW, MEDIAN_BAR, NINE_TENTHS_BAR = 0.0, 0.05, 0.10

@@ -29,17 +29,16 @@ from rich.table import Table
 
 import tpplan
 from tpplan import solvers
-from tpplan.assemble import Expanded
-from tpplan.conflicts import unpriced
-from tpplan.expressions import linear_term
-from tpplan.formulate import Formulation
-from tpplan.job import Job, Point
-from tpplan.options import Batch, Options
-from tpplan.outcome import laid_out_as
-from tpplan.plan import Plan
-from tpplan.planner import _prepare
-from tpplan.problem import Choice, Resource, Term
-from tpplan.search import put_to_proof
+from tpplan.costs.step.formulate import Formulation
+from tpplan.costs.step.solved_step import Expanded
+from tpplan.plan.plan import Plan
+from tpplan.search.branch_and_bound import put_to_proof
+from tpplan.search.build_plan import laid_out_as
+from tpplan.search.conflicts import unpriced
+from tpplan.search.job import Job, Point
+from tpplan.search.options import Batch, Options
+from tpplan.search.planner import _prepare
+from tpplan.solvers.problem import Choice, Resource, Term, linear_term
 
 #: how far below the bound, relative, a proven plan may be
 TOLERANCE = 1e-3

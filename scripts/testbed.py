@@ -28,12 +28,12 @@ from testbed_models import WORKLOADS, Nodes, Workload, rivals, workload_named
 from testbed_network import Network, NotPermittedError, RanksError, run_on_nodes, shape, two_nodes
 from testbed_ranks import FEWEST_STEPS, REFERENCE_BYTES, REFERENCE_SIZE
 
-from tpplan.errors import TpplanError, UsageError
-from tpplan.files import write_atomically
-from tpplan.mesh import Axis, GroupShape
-from tpplan.plan import Plan
-from tpplan.profile import Collective, HardwareProfile, load_profile
-from tpplan.strict import decode, encode, read_json
+from tpplan.core.errors import TpplanError, UsageError
+from tpplan.core.files import write_atomically
+from tpplan.core.mesh import Axis, GroupShape
+from tpplan.core.strict_json import decode, encode, read_json
+from tpplan.machine.profile import Collective, HardwareProfile, load_profile
+from tpplan.plan.plan import Plan
 
 OK, FAILED, BAR_MISSED, SKIPPED = 0, 1, 4, 77
 NUM_NODES, RANKS_PER_NODE = 2, 2

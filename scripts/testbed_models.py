@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import tpplan
-from tpplan.errors import UsageError
-from tpplan.mesh import divisors
-from tpplan.plan import Plan
-from tpplan.profile import HardwareProfile
+from tpplan.core.errors import UsageError
+from tpplan.core.mesh import divisors
+from tpplan.machine.profile import HardwareProfile
+from tpplan.plan.plan import Plan
 
 sys.path.append(str(Path(__file__).resolve().parent / "examples"))
 

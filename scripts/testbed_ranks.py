@@ -22,13 +22,13 @@ from testbed_models import OPTIMIZER, Workload, gpt, workload_named
 from torch import nn
 
 import tpplan
-from tpplan.errors import TpplanError
-from tpplan.files import write_atomically
-from tpplan.measure import default_grid, measure_collectives, measure_matmuls
-from tpplan.plan import Plan
-from tpplan.profile import Collective
-from tpplan.stopwatch import slowest
-from tpplan.units import KIB
+from tpplan.core.errors import TpplanError
+from tpplan.core.files import write_atomically
+from tpplan.core.units import KIB
+from tpplan.machine.profile import Collective
+from tpplan.measure.compute import default_grid, measure_collectives, measure_matmuls
+from tpplan.measure.timer import slowest
+from tpplan.plan.plan import Plan
 
 CPU = torch.device("cpu")
 SEED = 0

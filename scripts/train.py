@@ -41,8 +41,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tpplan.batching import BatchShare
-from tpplan.units import format_seconds
+from tpplan.core.units import format_seconds
+from tpplan.plan.batch_share import BatchShare
 
 Inputs = dict[str, Tensor]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import tpplan
 from profiles import synthetic_profile
-from tpplan.plan import Plan
-from tpplan.profile import HardwareProfile
+from tpplan.machine.profile import HardwareProfile
+from tpplan.plan.plan import Plan
 
 FOLDER = Path(__file__).resolve().parent.parent / "scripts" / "examples"
 NAMES = ("llama", "gpt", "mlp", "vit", "nanogpt")

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 #: what ranks use and each would import; DTensor imports torch._dynamo when it is first used
 PRELOADED = (
     *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"),
-    *("torch.testing", "tpplan", "tpplan.verify"),
+    *("torch.testing", "tpplan", "tpplan.verify.verify"),
 )
 
 

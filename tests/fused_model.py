@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from plans import handmade_plan
 from torch import Tensor, nn
 
-from tpplan.losses import cross_entropy
-from tpplan.mesh import Mesh
-from tpplan.plan import Plan
+from tpplan.apply.collectives.cross_entropy import cross_entropy
+from tpplan.core.mesh import Mesh
+from tpplan.plan.plan import Plan
 
 B, T, D, H, K, E, HIDDEN, V = 12, 6, 10, 8, 4, 4, 12, 26
 NUM_LAYERS = 2

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.fitting import plan_name
+from tpplan.apply.model_match import plan_name
 
 #: largest relative error of a gradient in float32: sums are ordered differently, nothing else differs
 TOLERANCE = 1e-5

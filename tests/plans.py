@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from tpplan.layout import ROWS, R, parse_conversion, parse_layout
-from tpplan.mesh import Mesh
-from tpplan.model_check import parameters_fingerprint
-from tpplan.plan import (
+from tpplan.core.layout import ROWS, R, parse_conversion, parse_layout
+from tpplan.core.mesh import Mesh
+from tpplan.plan.model_fingerprint import parameters_fingerprint
+from tpplan.plan.plan import (
     BatchPlan,
     BoundaryPlan,
     ClusterPlan,
@@ -27,7 +27,7 @@ from tpplan.plan import (
     Recompute,
     SolverReport,
 )
-from tpplan.problem import Status
+from tpplan.solvers.problem import Status
 
 #: a parameter's placement and how its owner reads it; with a mapping, how each module reads it
 Parameters = Mapping[str, tuple[str, str | Mapping[str, str]]]

@@ -1,7 +1,7 @@
 """Machines made to measure: profiles with real tables, whose rates and links a test sets freely."""
 
-from tpplan.mesh import GroupShape
-from tpplan.profile_tables import Collective, bottleneck_traffic
+from tpplan.core.mesh import GroupShape
+from tpplan.machine.tables import Collective, bottleneck_traffic
 
 #: close enough that straight lines in logarithms follow latency + n / bandwidth within 3 %
 BYTES = [2**i for i in range(10, 35)]

@@ -18,10 +18,10 @@ import accuracy
 from accuracy_models import ARCHITECTURES, SOFTWARE, RepeatingAttention, Sizes, StepwiseNorm
 from llama import Attention, Config, rotary_tables
 
-from tpplan.options import Cluster, Options
-from tpplan.plan import Recompute
-from tpplan.planner import price_mesh
-from tpplan.profile_tables import Fitted
+from tpplan.machine.tables import Fitted
+from tpplan.plan.plan import Recompute
+from tpplan.search.options import Cluster, Options
+from tpplan.search.planner import price_mesh
 
 SIZES = Sizes(layers=2, hidden=256, ffn=1024, heads=4, kv_heads=4, vocab=512, seq_len=128, num_parameters=1)
 

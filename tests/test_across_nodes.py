@@ -9,11 +9,11 @@ from examples import machine, solve_example
 from torch import Tensor, nn
 
 import tpplan
-from tpplan.mesh import Axis, Mesh, divisors, tp_degrees
-from tpplan.plan import Plan
-from tpplan.problem import Status
-from tpplan.profile import Collective, HardwareProfile
-from tpplan.report import render
+from tpplan.core.mesh import Axis, Mesh, divisors, tp_degrees
+from tpplan.machine.profile import Collective, HardwareProfile
+from tpplan.plan.plan import Plan
+from tpplan.plan.report import render
+from tpplan.solvers.problem import Status
 
 NUM_TABLES, ROWS, WIDTH = 4, 2**22, 128
 

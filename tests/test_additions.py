@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpplan.costs.additions import MOVED, additions, moved_bytes
-from tpplan.layout import R
-from tpplan.space import build_space
-from tpplan.trace import trace
+from tpplan.core.layout import R
+from tpplan.costs.gradient_sums import MOVED, additions, moved_bytes
+from tpplan.layouts.decision_space import build_space
+from tpplan.trace.trace import trace
 
 
 class Uses(nn.Module):

@@ -18,8 +18,8 @@ from test_traps import MLP, PLAIN, ROWS, Named, Stack, step
 from torch import Tensor, nn
 
 import tpplan
-from tpplan.plan import Plan, ProofStatus
-from tpplan.trace import trace
+from tpplan.plan.plan import Plan, ProofStatus
+from tpplan.trace.trace import trace
 
 NUM_LAYERS = 3
 #: by layer: does it take the softmax of what the ranks may have slices of?
@@ -452,7 +452,7 @@ def test_a_trace_with_siblings_is_that_of_all_layers(monkeypatch: pytest.MonkeyP
         inputs = {"x": PLAIN["x"]}
         graph = trace(few, inputs, fresh=lambda model=model: Named(model()).to("meta"))
         with monkeypatch.context() as patch:
-            patch.setattr("tpplan.siblings.alike_layers", lambda _: [])
+            patch.setattr("tpplan.trace.dedup_layers.alike_layers", lambda _: [])
             assert graph.fingerprint == trace(every, inputs).fingerprint, model.__name__
 
 

@@ -10,7 +10,14 @@ from examples import FOLDER, eager_to_shard, example
 
 import tpplan
 from tpplan import commands
-from tpplan.alternatives import (
+from tpplan.core.errors import TpplanError
+from tpplan.core.graph import ModelGraph
+from tpplan.core.mesh import meshes
+from tpplan.core.units import GIB
+from tpplan.machine.profile import HardwareProfile
+from tpplan.plan.plan import Plan
+from tpplan.plan.styles import Style
+from tpplan.search.alternatives import (
     Kind,
     Problem,
     Without,
@@ -22,16 +29,9 @@ from tpplan.alternatives import (
     top,
     why_not,
 )
-from tpplan.errors import TpplanError
-from tpplan.graph import ModelGraph
-from tpplan.mesh import meshes
-from tpplan.options import Cluster
-from tpplan.pins import Style
-from tpplan.plan import Plan
-from tpplan.profile import HardwareProfile
-from tpplan.reuse import Reuse
-from tpplan.sizing import counts_up_to, model_flop, peak_flop_per_s, size, smallest
-from tpplan.units import GIB
+from tpplan.search.cluster_sizing import counts_up_to, model_flop, peak_flop_per_s, size, smallest
+from tpplan.search.options import Cluster
+from tpplan.search.trace_cache import Reuse
 
 MLP = example("mlp")
 
@@ -312,5 +312,5 @@ def test_mistakes_are_told(
 ) -> None:
     plan.dump(tmp_path / "plan.json")
     words = [str(tmp_path / "plan.json") if word == "PLAN" else str(word) for word in arguments]
-    assert commands.main(words) == tpplan.errors.UsageError.exit_code  # type: ignore[attr-defined]
+    assert commands.main(words) == tpplan.core.errors.UsageError.exit_code  # type: ignore[attr-defined]
     assert message in capsys.readouterr().err

@@ -38,13 +38,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from tpplan.apply import apply_plan, no_sync
-from tpplan.errors import PlanError, PlanMismatchError, UsageError
-from tpplan.layout import Conversion, R, S
-from tpplan.mesh import Mesh
-from tpplan.plan import BoundaryPlan, CrossingPlan, Plan, Precision, Recompute
-from tpplan.reduce import buckets
-from tpplan.style import styles
+from tpplan.apply.apply import apply_plan, no_sync
+from tpplan.apply.collectives.tp_gradients import buckets
+from tpplan.apply.parallel_style import styles
+from tpplan.core.errors import PlanError, PlanMismatchError, UsageError
+from tpplan.core.layout import Conversion, R, S
+from tpplan.core.mesh import Mesh
+from tpplan.plan.plan import BoundaryPlan, CrossingPlan, Plan, Precision, Recompute
 
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tpplan.apply import apply_plan
-from tpplan.checkpoint_folder import complete_checkpoints, latest_checkpoint
-from tpplan.errors import UsageError, WeightsError
-from tpplan.mesh import Mesh
+from tpplan.apply.apply import apply_plan
+from tpplan.core.errors import UsageError, WeightsError
+from tpplan.core.mesh import Mesh
+from tpplan.train.checkpoint_folder import complete_checkpoints, latest_checkpoint
 
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 

@@ -13,9 +13,9 @@ from test_report import make_plan
 
 from tpplan.commands import main
 from tpplan.commands.solve import num_bytes, optimizer
-from tpplan.errors import ModelError, TpplanError
-from tpplan.load import UserCodeError, load_model_file
-from tpplan.plan import Plan
+from tpplan.core.errors import ModelError, TpplanError
+from tpplan.plan.plan import Plan
+from tpplan.trace.user_model import UserCodeError, load_model_file
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "scripts" / "examples" / "llama.py"

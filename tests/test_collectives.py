@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpplan
-from tpplan.formulate import DATA_PARALLEL
-from tpplan.issued import differences
-from tpplan.issued import listed as listed_anywhere
-from tpplan.mesh import Axis
-from tpplan.plan import Pass, Plan
-from tpplan.profile import Collective, HardwareProfile
-from tpplan.tracker import fake_step
+from tpplan.core.mesh import Axis
+from tpplan.machine.profile import Collective, HardwareProfile
+from tpplan.plan.parts import DATA_PARALLEL
+from tpplan.plan.plan import Pass, Plan
+from tpplan.verify.collective_log import differences
+from tpplan.verify.collective_log import listed as listed_anywhere
+from tpplan.verify.fake_step import fake_step
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 

@@ -10,15 +10,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tpplan
 from profiles import full_profile
-from tpplan.costs.compute import Executor
+from tpplan.core.graph import Argument, Ref, Value
+from tpplan.core.layout import R
+from tpplan.costs.execute import Executor
 from tpplan.costs.kernels import Attention, Kernel, Matmul, MemoryBound, kernel_time
-from tpplan.graph import Argument, Ref, Value
-from tpplan.layout import R
-from tpplan.opaque import Observed, Ran
-from tpplan.plan import Plan
-from tpplan.profile import AttentionSizes, HardwareProfile
-from tpplan.report import render
-from tpplan.rules import Call, Strategy
+from tpplan.layouts.rules import Call, Strategy
+from tpplan.machine.profile import AttentionSizes, HardwareProfile
+from tpplan.plan.plan import Plan
+from tpplan.plan.report import render
+from tpplan.trace.opaque import Observed, Ran
 
 X = (2, 8, 12, 12)
 #: target, arguments after the tensors, the weight's shape

@@ -11,9 +11,9 @@ from examples import example
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpplan.constructor import record
-from tpplan.errors import ModelError
-from tpplan.materialize import targets_of
+from tpplan.core.errors import ModelError
+from tpplan.train.deferred_init import record
+from tpplan.train.materialize import targets_of
 
 SEED = 3
 

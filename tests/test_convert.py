@@ -11,9 +11,9 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpplan.convert import TpGroup, convert, local_rows, mask_rows
-from tpplan.errors import PlanMismatchError
-from tpplan.layout import (
+from tpplan.apply.collectives.redistribute import TpGroup, convert, local_rows, mask_rows
+from tpplan.core.errors import PlanMismatchError
+from tpplan.core.layout import (
     COLLECTIVE_STEPS,
     R_STAR,
     Conversion,

@@ -13,8 +13,8 @@ import torch
 from forks import in_fork
 from torch import nn
 
-from tpplan.layout import S
-from tpplan.plan import SizePlan
+from tpplan.core.layout import S
+from tpplan.plan.plan import SizePlan
 
 pytest.importorskip("transformers")
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpplan.errors import UsageError
-from tpplan.losses import cross_entropy
+from tpplan.apply.collectives.cross_entropy import cross_entropy
+from tpplan.core.errors import UsageError
 
 B, T, V = 2, 3, 24
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import tpplan
-from tpplan.errors import UsageError
-from tpplan.mesh import Mesh
-from tpplan.plan import BatchPlan, Plan
+from tpplan.core.errors import UsageError
+from tpplan.core.mesh import Mesh
+from tpplan.plan.plan import BatchPlan, Plan
 
 SAMPLES = 53
 

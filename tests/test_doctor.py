@@ -2,10 +2,10 @@
 
 import pytest
 
-from tpplan import doctor
-from tpplan.doctor import Finding, State, examine
-from tpplan.errors import RankFailedError
+from tpplan.core.errors import RankFailedError
 from tpplan.torch_internals.probes import Lacking
+from tpplan.verify import doctor
+from tpplan.verify.doctor import Finding, State, examine
 
 NAMES = ["tpplan", "torch", "CUDA", "NCCL", "gloo", "solvers", "internals", "operators", "optional", "round"]
 

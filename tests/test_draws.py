@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import tpplan
-from tpplan.draws import DrawByRank
-from tpplan.errors import PlanError
-from tpplan.layout import S
-from tpplan.plan import Plan, Recompute
-from tpplan.rewrite import rewrite_calls
-from tpplan.trace import trace
-from tpplan.typecheck import typecheck
+from tpplan.apply.modules.dropout_rng import DrawByRank
+from tpplan.core.errors import PlanError
+from tpplan.core.layout import S
+from tpplan.layouts.typecheck import typecheck
+from tpplan.plan.plan import Plan, Recompute
+from tpplan.trace.hooks.call_rewriting import rewrite_calls
+from tpplan.trace.trace import trace
 
 DIM, HIDDEN, HEADS, LENGTH, P = 16, 2048, 4, 15, 0.25
 

@@ -17,10 +17,10 @@ from examples import eager_to_shard, example, solve_example
 from hypothesis import strategies as st
 from torch import nn
 
-from tpplan.errors import PlanError, TpplanError, VerificationError
-from tpplan.plan import Plan
-from tpplan.proof import prove_plan
-from tpplan.reuse import Reuse
+from tpplan.core.errors import PlanError, TpplanError, VerificationError
+from tpplan.plan.plan import Plan
+from tpplan.search.trace_cache import Reuse
+from tpplan.verify.prove_plan import prove_plan
 
 TEXTS = ("R", "R*", "S(0)", "S(1)", "S(7)", "P", "rows", "R -> S(0) as float32", "P -> R as bfloat16", "layers.*",
          "layers.9", "<root>", "head", "full", "__import__('os').abort()", "float64", "0-3", "")  # fmt: skip

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tpplan.plan import Plan
+from tpplan.plan.plan import Plan
 
 BATCH, SEQ_LEN = 8, 32
 

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from tpplan.commands import main
-from tpplan.errors import ExportError, UsageError
+from tpplan.core.errors import ExportError, UsageError
 from tpplan.exporters import export, exporters
-from tpplan.plan import Plan
+from tpplan.plan.plan import Plan
 
 #: links fast enough to shard, and dear enough to convert once
 LINKS = {"intra_bytes_per_s": 1e8, "latency_s": 1e-4}

@@ -17,10 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import tpplan
-from tpplan.calls import digest, first_difference
-from tpplan.errors import PlanMismatchError
-from tpplan.plan import Plan
-from tpplan.profile import HardwareProfile
+from tpplan.core.errors import PlanMismatchError
+from tpplan.machine.profile import HardwareProfile
+from tpplan.plan.plan import Plan
+from tpplan.trace.noted_calls import digest, first_difference
 
 DIM, HIDDEN, TEXTS, SEQ = 32, 64, 4, 8
 VARIABLE = "TPPLAN_TEST_OTHER_WAY"

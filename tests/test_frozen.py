@@ -15,9 +15,9 @@ from test_collectives import CollectiveLog, listed
 from torch import Tensor, nn
 
 import tpplan
-from tpplan.mesh import Axis, Mesh
-from tpplan.plan import Plan, ProofStatus
-from tpplan.profile import Collective
+from tpplan.core.mesh import Axis, Mesh
+from tpplan.machine.profile import Collective
+from tpplan.plan.plan import Plan, ProofStatus
 
 BATCH, SEQ_LEN, RANK = 4, 16, 4
 

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tpplan.core.graph import ModelGraph
 from tpplan.costs.fusion import moved_shares
-from tpplan.graph import ModelGraph
-from tpplan.trace import trace
+from tpplan.trace.trace import trace
 
 
 class Layer(nn.Module):

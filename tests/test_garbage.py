@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from tpplan.garbage import RARELY, rarely_collected
+from tpplan.core.gc_pause import RARELY, rarely_collected
 
 
 def test_searches_are_rare_within_and_as_before_after_an_error() -> None:

@@ -14,8 +14,8 @@ import torch
 from gpu_scripts import SCRIPTS, gpu, gpu_results, make_gpu_plans
 from torch import nn
 
-from tpplan.plan import Plan, ProofStatus, Recompute
-from tpplan.profile import load_profile
+from tpplan.machine.profile import load_profile
+from tpplan.plan.plan import Plan, ProofStatus, Recompute
 
 CPU = torch.device("cpu")
 #: an interpreter to which pulp and highspy are not installed
@@ -35,7 +35,7 @@ for name in tpplan.__all__:
 assert solvers.available() == ("brute-force",), solvers.available()
 try:
     solvers.solve(None)
-except tpplan.errors.SolverError as error:
+except tpplan.core.errors.SolverError as error:
     assert "pip install highspy" in str(error)
 sys.path.insert(0, sys.argv[1].rpartition("/")[0])
 sys.argv = sys.argv[1:]

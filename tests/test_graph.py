@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tpplan.graph import (
+from tpplan.core.graph import (
     Boundary,
     Direction,
     ModelGraph,

@@ -12,11 +12,11 @@ from examples import machine
 from torch import Tensor, nn
 
 import tpplan
-from tpplan import trace
-from tpplan.plan import Plan
-from tpplan.program import Program
+from tpplan.plan.plan import Plan
 from tpplan.solvers import milp
-from tpplan.solvers.reduction import Reduced
+from tpplan.solvers.presolve import Reduced
+from tpplan.trace.record_fx import Program
+from tpplan.trace.trace import trace
 
 WIDTH = 8
 

@@ -20,10 +20,10 @@ from ranks import join_group
 from torch import Tensor, nn
 
 import tpplan
-from tpplan.errors import RankFailedError, TpplanError
-from tpplan.mesh import Mesh
-from tpplan.plan import Plan
-from tpplan.watch import PATIENCE_S, Cause, Report, verdict_of
+from tpplan.core.errors import RankFailedError, TpplanError
+from tpplan.core.mesh import Mesh
+from tpplan.plan.plan import Plan
+from tpplan.train.guard import PATIENCE_S, Cause, Report, verdict_of
 
 NUM_RANKS, CULPRIT = 3, 1
 #: what the issue allows; silence_s below makes it less

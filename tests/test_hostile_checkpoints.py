@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import tpplan
-from tpplan.checkpoint_metadata import _OPCODES, read_metadata
-from tpplan.errors import WeightsError
+from tpplan.core.errors import WeightsError
 from tpplan.torch_internals.checkpoint_files import MEMORY_FORMATS
+from tpplan.train.checkpoint_metadata import _OPCODES, read_metadata
 
 RAN = "ran"
 

@@ -18,13 +18,13 @@ from examples import FOLDER
 from gpu_scripts import gpu
 
 from tpplan.commands import main
-from tpplan.errors import PlanError
+from tpplan.core.errors import PlanError
+from tpplan.core.files import write_atomically
 from tpplan.exporters._pytorch_file import Styles, file_text, quoted
-from tpplan.files import write_atomically
-from tpplan.plan import MAX_NAMES, Plan
-from tpplan.profile import load_profile
-from tpplan.proof_hash import why_unproven
-from tpplan.report import render
+from tpplan.machine.profile import load_profile
+from tpplan.plan.plan import MAX_NAMES, Plan
+from tpplan.plan.proof_hash import why_unproven
+from tpplan.plan.report import render
 
 #: a guard, not a bar: what hangs ends the test
 GUARD_S = 120

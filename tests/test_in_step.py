@@ -16,10 +16,10 @@ from ranks import run_ranks
 from tiny_llama import build, loss_of, my_part, sequence_parallel
 from torch import Tensor, nn
 
-from tpplan.apply import apply_plan
-from tpplan.errors import UsageError
-from tpplan.in_step import checksum
-from tpplan.mesh import Mesh
+from tpplan.apply.apply import apply_plan
+from tpplan.apply.modules.first_step_check import checksum
+from tpplan.core.errors import UsageError
+from tpplan.core.mesh import Mesh
 
 MESH = Mesh(shard=2, tp=2)
 

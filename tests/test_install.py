@@ -45,7 +45,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_holds_the_data_files(installed: Path) -> None:
     assert sorted(path.name for path in (installed / "tpplan" / "profiles").glob("*.json")) == SHIPPED
-    assert (installed / "tpplan" / "plan.schema.json").is_file()
+    assert (installed / "tpplan" / "plan" / "plan.schema.json").is_file()
     assert (installed / "tpplan" / "py.typed").is_file()
 
 
@@ -85,7 +85,7 @@ def test_wheel_holds_every_module(installed: Path) -> None:
 def test_installed_package_finds_profiles_from_any_folder(installed: Path, tmp_path: Path) -> None:
     code = (
         "import tpplan\n"
-        "from tpplan.profile import shipped_profiles\n"
+        "from tpplan.machine.profile import shipped_profiles\n"
         "print(tpplan.__file__, *(tpplan.load_profile(name).name for name in shipped_profiles()))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(installed)}

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 from examples import eager_to_shard, example, solve_example
 
-from tpplan.costs.issue import Lag, waiting
+from tpplan.costs.cpu_launch_lag import Lag, waiting
 from tpplan.costs.kernels import MemoryBound, kernel_time
-from tpplan.formulate import ISSUE
-from tpplan.plan import Plan
-from tpplan.profile import HardwareProfile
-from tpplan.profile_tables import OptimizerIssue
+from tpplan.machine.profile import HardwareProfile
+from tpplan.machine.tables import OptimizerIssue
+from tpplan.plan.parts import ISSUE
+from tpplan.plan.plan import Plan
 
 #: kernels of a forward and of a backward
 KERNELS = (40, 80)

@@ -3,10 +3,10 @@
 import pytest
 from examples import eager_to_shard, example, machine, solve_example
 
-from tpplan.errors import InfeasibleError
-from tpplan.layout import P, R, S, copied
-from tpplan.plan import Plan
-from tpplan.profile import HardwareProfile
+from tpplan.core.errors import InfeasibleError
+from tpplan.core.layout import P, R, S, copied
+from tpplan.machine.profile import HardwareProfile
+from tpplan.plan.plan import Plan
 
 
 def wide_llama(num_layers: int = 2):

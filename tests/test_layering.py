@@ -1,179 +1,48 @@
-"""The order of the house: a module imports from those above it, torch begins with `trace`, importing has no effects."""
+"""The order of the house: a room imports from those before it, torch begins with `torch_internals`, no modules import
+each other, and each room says in its `__init__` what it imports."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "tpplan"
 
-#: From the top down. A package is one room: its modules import each other.
-WITHOUT_TORCH = (
-    "errors",
-    "escapes",
-    "garbage",
-    "units",
-    "files",
-    "strict",
-    "buckets",
-    "interpolate",
-    "mesh",
-    "intervals",
-    "layout",
-    "graph",
-    "blocks",
-    "profile_tables",
-    "profile",
-    "fit",
-    "profile_check",
-    "profile_views",
-    "svg",
-    "profile_report",
-    "problem",
-    "expressions",
-    "patterns",
-    "batching",
-    "input_dims",
-    "plan",
-    "proof_hash",
-    "by_pattern",
-    "model_check",
-    "shrink",
-    "checkpoint_folder",
-    "ledger",
-    "optimizers",
-    "treatments",
-    "setting",
-    "solvers",
-    "rules",
-    "written",
-    "typecheck",
-    "space",
-    "visible",
-    "pins",
-    "layer_table",
-    "report",
-)
+#: in the order in which a plan is made; inner rooms before the room they are in, or after it where they build on it
+WITHOUT_TORCH = ("core", "solvers", "plan", "machine", "layouts/rules", "layouts")
 WITH_TORCH = (
-    "torch_internals",
-    "operators",
-    "torch_internals",
-    "storages",
-    "subclass",
-    "patched",
-    "chance",
-    "again",
-    "reentry",
-    "rewrite",
-    "unsaid",
-    "planned_device",
-    "saved_hooks",
-    "known",
-    "own_failure",
-    "registered",
-    "branches",
-    "counts",
-    "calls",
-    "program",
-    "call_log",
-    "left_behind",
-    "reader",
-    "siblings",
-    "opaque",
-    "observe",
-    "trace",
-    "applied",
-    "originals",
-    "weighting",
-    "data",
-    "fast_path",
-    "marking",
-    "convert",
-    "losses",
-    "costs",
-    "kinds",
-    "priced",
-    "parameter_bytes",
-    "peaks",
-    "formulate",
-    "lifetimes",
-    "reruns",
-    "weights",
-    "shards",
-    "replay",
-    "assemble",
-    "pricing",
-    "sizes",
-    "draws",
-    "stopwatch",
-    "machine",
-    "measure_attention",
-    "measure_groups",
-    "measure_launch",
-    "measure_optimizers",
-    "measure",
-    "survey",
-    "reduce",
-    "average",
-    "read",
-    "localize",
-    "input_shapes",
-    "in_step",
-    "run_again",
-    "recompute",
-    "style",
-    "closures",
-    "agreement",
-    "watch",
-    "workers",
-    "fitting",
-    "first_calls",
-    "apply",
-    "constructor",
-    "materialize",
-    "load_weights",
-    "checkpoint_metadata",
-    "checkpoint",
-    "bystander",
-    "issued",
-    "answers",
-    "tracker",
-    "prove",
-    "options",
-    "unsearched",
-    "grown",
-    "reuse",
-    "job",
-    "other_shapes",
-    "infeasible",
-    "unkept",
-    "outcome",
-    "conflicts",
-    "search",
-    "planner",
-    "proof",
-    "exporters",
-    "sizing",
-    "alternatives",
-    "load",
-    "examine",
-    "verify",
-    "doctor",
-    "commands",
-    "__main__",
+    *("torch_internals", "trace/hooks", "trace/answers", "trace", "apply/collectives", "apply/modules", "apply"),
+    *("train", "costs", "costs/step", "measure", "prove", "search", "verify", "exporters", "commands"),
 )
-ORDER = WITHOUT_TORCH + WITH_TORCH
-#: what __init__.py is called here: it stands below everything
-PUBLIC_API = ""
+ROOMS = WITHOUT_TORCH + WITH_TORCH
+#: the public API, and `python -m tpplan`
+FRONT = ""
+#: modules of a room, its `__init__` not counted
+FEWEST, MOST = 3, 14
 
 
 def room_of(path: Path) -> str:
-    """The module or package directly under tpplan that a file belongs to."""
-    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return PUBLIC_API if first == "__init__" else first
+    """The folder under tpplan that a file is in."""
+    return "/".join(path.relative_to(PACKAGE).parts[:-1])
+
+
+def module_of(path: Path) -> str:
+    """The dotted name of a file."""
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def sources() -> list[Path]:
+    """Every Python file of the package."""
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+PATHS = {module_of(path): path for path in sources()}
 
 
 def imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -191,20 +60,26 @@ def imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
+def imported_module(name: str) -> str | None:
+    """The module of tpplan that an imported name is, or is in; None where it is none."""
+    return next((own for own in (name, name.rpartition(".")[0]) if own in PATHS), None)
+
+
 def violation(room: str, name: str) -> str | None:
     """Why a module of this room may not import this name; None where it may."""
-    top, _, rest = name.partition(".")
+    top = name.partition(".")[0]
     if top == "":
         return "relative import: imports are absolute"
     if top == "torch" and room in WITHOUT_TORCH:
         return f"torch begins with {WITH_TORCH[0]}"
-    if top != "tpplan" or room == PUBLIC_API:
+    if top != "tpplan" or room == FRONT:
         return None
-    target = rest.partition(".")[0]
-    if target not in ORDER:
-        return f"tpplan.{target} is not a module in ORDER: import from the module that defines it"
-    if target != room and ORDER.index(target) >= ORDER.index(room):
-        return f"{target} stands below {room}"
+    module = imported_module(name)
+    if module is None or module == "tpplan":
+        return f"{name} is not a module: import from the module that defines it"
+    target = room_of(PATHS[module])
+    if target != room and ROOMS.index(target) >= ROOMS.index(room):
+        return f"{target} comes after {room}"
     return None
 
 
@@ -214,9 +89,19 @@ def violations(source: str, path: Path) -> list[str]:
     return [f"{path.relative_to(PACKAGE.parent)}:{line}: {name}: {why}" for line, name, why in found if why]
 
 
-def sources() -> list[Path]:
-    """Every Python file of the package."""
-    return sorted(PACKAGE.rglob("*.py"))
+def imports_of(path: Path) -> set[str]:
+    """The modules of tpplan that a file imports."""
+    names = (name for _, name in imported_names(ast.parse(path.read_text(encoding="utf-8"))))
+    return {module for name in names if (module := imported_module(name)) is not None}
+
+
+def said_imports(room: str) -> tuple[set[str], set[str]]:
+    """Rooms, and inner rooms of the same room, that the last line of a room's docstring names."""
+    tree = ast.parse((PACKAGE / room / "__init__.py").read_text(encoding="utf-8"))
+    found = re.search(r"^Imports: (.+?)(?:; (.+))?\.$", ast.get_docstring(tree) or "", re.MULTILINE)
+    assert found, f"{room}/__init__.py: the docstring names no imports"
+    outer, inner = found.group(1), found.group(2)
+    return set() if outer == "nothing" else set(outer.split(", ")), set(inner.split(", ")) if inner else set()
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
@@ -226,32 +111,61 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_module_has_a_place_in_the_order() -> None:
-    unknown = {room_of(path) for path in sources()} - {*ORDER, PUBLIC_API}
-    assert not unknown, f"add {sorted(unknown)} to ORDER in {Path(__file__).name}, below what they import"
+def test_every_file_is_in_a_room() -> None:
+    unknown = {room_of(path) for path in sources()} - {*ROOMS, FRONT}
+    assert not unknown, f"add {sorted(unknown)} to ROOMS in {Path(__file__).name}, after what they import"
+    beside = {path.name for path in sources() if room_of(path) == FRONT}
+    assert beside == {"__init__.py", "__main__.py"}
 
 
-def test_modules_import_from_above_alone() -> None:
-    placed = [path for path in sources() if room_of(path) in (*ORDER, PUBLIC_API)]
-    found = [line for path in placed for line in violations(path.read_text(encoding="utf-8"), path)]
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_is_neither_a_cupboard_nor_a_hall(room: str) -> None:
+    modules = [path for path in sources() if room_of(path) == room and path.name != "__init__.py"]
+    assert FEWEST <= len(modules) <= MOST
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_what_it_says(room: str) -> None:
+    modules = set[str]().union(*(imports_of(path) for path in sources() if room_of(path) == room))
+    used = {room_of(PATHS[module]) for module in modules} - {room, FRONT}
+    top = room.partition("/")[0]
+    outer = {name.partition("/")[0] for name in used if name.partition("/")[0] != top}
+    inner = {name for name in used if "/" in room and name.partition("/")[0] == top}
+    assert said_imports(room) == (outer, inner)
+
+
+def test_rooms_import_from_those_before_them_alone() -> None:
+    found = [line for path in sources() for line in violations(path.read_text(encoding="utf-8"), path)]
     assert not found, "\n".join(found)
+
+
+def test_no_modules_import_each_other() -> None:
+    graph = nx.DiGraph((module, other) for module, path in PATHS.items() for other in imports_of(path) - {module})
+    assert not list(nx.simple_cycles(graph))
+
+
+def test_every_room_is_in_the_package() -> None:
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = {f"tpplan.{room}".replace("/", ".") for room in ROOMS} | {"tpplan", "tpplan.profiles"}
+    assert set(settings["tool"]["setuptools"]["packages"]) == packages
 
 
 @pytest.mark.parametrize(
     ("file", "source", "complaint"),
     [
-        ("mesh.py", "from tpplan.errors import UsageError", None),
-        ("mesh.py", "from tpplan import errors", None),
-        ("errors.py", "from tpplan.mesh import Mesh", "mesh stands below errors"),
-        ("errors.py", "def f():\n    import tpplan.mesh", "mesh stands below errors"),
+        ("core/mesh.py", "from tpplan.core.errors import UsageError", None),
+        ("core/mesh.py", "from tpplan.core import errors", None),
+        ("core/mesh.py", "from tpplan.plan.plan import Plan", "plan comes after core"),
+        ("core/errors.py", "def f():\n    import tpplan.plan.plan", "plan comes after core"),
         ("solvers/cbc.py", "from tpplan.solvers import milp", None),
-        ("solvers/cbc.py", "from tpplan.rules.call import Call", "rules stands below solvers"),
-        ("plan.py", "def f():\n    import torch.distributed", "torch begins with torch_internals"),
-        ("plan.py", "import importlib\nimportlib.import_module('torch')", "torch begins with torch_internals"),
-        ("trace.py", "import torch", None),
-        ("planner.py", "from tpplan import Plan", "tpplan.Plan is not a module"),
-        ("planner.py", "from . import plan", "relative import"),
-        ("__init__.py", "from tpplan.planner import solve", None),
+        ("solvers/cbc.py", "from tpplan.layouts.rules.call import Call", "layouts/rules comes after solvers"),
+        ("trace/hooks/x.py", "from tpplan.trace.trace import trace", "trace comes after trace/hooks"),
+        ("plan/plan.py", "def f():\n    import torch.distributed", "torch begins with torch_internals"),
+        ("plan/plan.py", "import importlib\nimportlib.import_module('torch')", "torch begins with torch_internals"),
+        ("trace/trace.py", "import torch", None),
+        ("search/planner.py", "from tpplan import Plan", "tpplan.Plan is not a module"),
+        ("search/planner.py", "from . import plan", "relative import"),
+        ("__init__.py", "from tpplan.search.planner import solve", None),
     ],
 )
 def test_what_the_order_forbids_is_found(file: str, source: str, complaint: str | None) -> None:
@@ -260,12 +174,8 @@ def test_what_the_order_forbids_is_found(file: str, source: str, complaint: str 
     assert all(complaint in line for line in found if complaint)
 
 
-def test_modules_above_trace_do_not_load_torch() -> None:
-    names = [
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-        for path in sources()
-        if room_of(path) in WITHOUT_TORCH
-    ]
+def test_rooms_without_torch_do_not_load_it() -> None:
+    names = [module for module, path in PATHS.items() if room_of(path) in WITHOUT_TORCH]
     code = f"""
 import importlib, sys
 for name in {names!r}:

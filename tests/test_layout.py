@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpplan.errors import PlanError
-from tpplan.layout import (
+from tpplan.core.errors import PlanError
+from tpplan.core.layout import (
     COLLECTIVE_STEPS,
     R_STAR,
     ROWS,

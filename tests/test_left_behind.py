@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tpplan.plan import Plan, ProofStatus
+from tpplan.plan.plan import Plan, ProofStatus
 
 LOSSES: list[Tensor] = []
 

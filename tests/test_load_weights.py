@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tpplan
-from tpplan.apply import apply_plan
-from tpplan.errors import ModelError, WeightsError
-from tpplan.load_weights import SafetensorsFiles
-from tpplan.materialize import local_box, local_part
-from tpplan.mesh import Mesh
+from tpplan.apply.apply import apply_plan
+from tpplan.core.errors import ModelError, WeightsError
+from tpplan.core.mesh import Mesh
+from tpplan.train.load_weights import SafetensorsFiles
+from tpplan.train.materialize import local_box, local_part
 
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from tpplan.errors import ProfileError, UsageError
-from tpplan.fit import (
+from tpplan.core.errors import ProfileError, UsageError
+from tpplan.core.mesh import GroupShape
+from tpplan.machine.fit_tables import (
     LEAST_RELATIVE_ERROR,
     UNKNOWN_RELATIVE_ERROR,
     attention_table,
@@ -23,7 +24,8 @@ from tpplan.fit import (
     matmul_table,
     memory_bound_table,
 )
-from tpplan.measure import (
+from tpplan.machine.profile import AttentionSizes, Collective, Estimate, HardwareProfile, load_profile
+from tpplan.measure.compute import (
     MATMUL_FORMS,
     AttentionShape,
     ComputeGrid,
@@ -38,10 +40,8 @@ from tpplan.measure import (
     measure_launch,
     measure_optimizers,
 )
-from tpplan.mesh import GroupShape
-from tpplan.optimizers import OPTIMIZERS
-from tpplan.profile import AttentionSizes, Collective, Estimate, HardwareProfile, load_profile
-from tpplan.stopwatch import Stopwatch, Window, in_rounds
+from tpplan.measure.timer import Stopwatch, Window, in_rounds
+from tpplan.plan.optimizers import OPTIMIZERS
 
 CPU = torch.device("cpu")
 NUM_RANKS = 2

@@ -15,16 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpplan
-from tpplan import assemble, replay
-from tpplan.answers import answered, answers_of
-from tpplan.costs.memory import Segment, returned_until
-from tpplan.errors import UsageError
-from tpplan.formulate import Formulation
-from tpplan.ledger import Ledger, Peak, Piece
-from tpplan.optimizers import optimizer_named
-from tpplan.plan import Pass, Plan, Recompute
-from tpplan.problem import total
-from tpplan.trace import trace
+from tpplan.core.errors import UsageError
+from tpplan.costs.saved_tensors import Segment, returned_until
+from tpplan.costs.step import memory_replay, solved_step
+from tpplan.costs.step.formulate import Formulation
+from tpplan.costs.step.memory_ledger import Ledger, Peak, Piece
+from tpplan.plan.optimizers import optimizer_named
+from tpplan.plan.plan import Pass, Plan, Recompute
+from tpplan.solvers.problem import total
+from tpplan.trace.trace import trace
+from tpplan.verify.fake_values import answered, answers_of
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 CLUSTER = tpplan.Cluster(gpus=1, gpus_per_node=1, profile="cpu-gloo")
@@ -140,12 +140,12 @@ def test_the_constraint_is_never_below_the_peak(monkeypatch: pytest.MonkeyPatch)
     seen: list[tuple[float, float]] = []
 
     def noting(formulation: Formulation, modes: Mapping[str, Recompute], **options: bool) -> Peak:
-        peak = replay.peak_of(formulation, modes, **options)
+        peak = memory_replay.peak_of(formulation, modes, **options)
         choice = dict.fromkeys(formulation.space.deciders, 0)
         seen.append((max(total(r.terms, choice) for r in formulation.problem.resources), peak.num_bytes))
         return peak
 
-    monkeypatch.setattr(assemble, "peak_of", noting)
+    monkeypatch.setattr(solved_step, "peak_of", noting)
     for rows in (4, 4096):
         for way in memory.WAYS.values():
             subject = dataclasses.replace(memory_models.MODELS["mlp example"](), batch=rows)

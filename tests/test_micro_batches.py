@@ -8,18 +8,18 @@ from examples import NAMES, eager_to_shard, example, machine
 from torch import Tensor, nn
 
 import tpplan
-from tpplan.costs.compute import Executor
+from tpplan.core.graph import ModelGraph
+from tpplan.costs.best_rates import BestRates, seconds_of_a_sequence
+from tpplan.costs.execute import Executor
 from tpplan.costs.kernels import Attention, Matmul, MemoryBound, kernel_time
-from tpplan.costs.pace import BestRates, seconds_of_a_sequence
-from tpplan.graph import ModelGraph
-from tpplan.grown import grown
-from tpplan.options import Batch, Cluster, Options
-from tpplan.plan import Plan
-from tpplan.planner import _prepare
-from tpplan.priced import decides_like, price_space
-from tpplan.problem import Status
-from tpplan.profile import AttentionSizes, HardwareProfile, load_profile
-from tpplan.space import build_space
+from tpplan.costs.step.cost_table import decides_like, price_space
+from tpplan.layouts.decision_space import build_space
+from tpplan.machine.profile import AttentionSizes, HardwareProfile, load_profile
+from tpplan.plan.plan import Plan
+from tpplan.search.grown_graph import grown
+from tpplan.search.options import Batch, Cluster, Options
+from tpplan.search.planner import _prepare
+from tpplan.solvers.problem import Status
 
 GLOBAL_BATCH = 16
 

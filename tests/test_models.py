@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
 
 import tpplan
-from tpplan.graph import ModelGraph
-from tpplan.layout import LayoutKind, S
-from tpplan.plan import Plan, ProofStatus
-from tpplan.rules import Strategy
-from tpplan.space import reading_name
+from tpplan.core.graph import ModelGraph
+from tpplan.core.layout import LayoutKind, S
+from tpplan.layouts.decision_space import reading_name
+from tpplan.layouts.rules import Strategy
+from tpplan.plan.plan import Plan, ProofStatus
 
 DIM, VOCAB, HEADS, LENGTH, BATCH = 32, 64, 4, 16, 2
 

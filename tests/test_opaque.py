@@ -21,16 +21,16 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils import weight_norm
 
 import tpplan
-from tpplan.bystander import applied_as, copied
-from tpplan.errors import ModelError
-from tpplan.graph import ModelGraph
-from tpplan.layout import R_STAR, Layout, LayoutKind, P, R, S
-from tpplan.marking import trace_marking
-from tpplan.opaque import Opaques
-from tpplan.plan import Plan, ProofStatus
-from tpplan.report import render
-from tpplan.trace import TraceError, trace
-from tpplan.typecheck import typecheck
+from tpplan.core.errors import ModelError
+from tpplan.core.graph import ModelGraph
+from tpplan.core.layout import R_STAR, Layout, LayoutKind, P, R, S
+from tpplan.layouts.typecheck import typecheck
+from tpplan.plan.plan import Plan, ProofStatus
+from tpplan.plan.report import render
+from tpplan.prove.apply_as_rank import applied_as, copied
+from tpplan.trace.opaque import Opaques
+from tpplan.trace.retrace_opaque import trace_marking
+from tpplan.trace.trace import TraceError, trace
 
 DIM, HIDDEN, VOCAB, LENGTH, BATCH, RANKS = 16, 64, 32, 8, 2, 4
 

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tpplan import search
-from tpplan.errors import SolverError
-from tpplan.graph import Direction, ModelGraph
-from tpplan.job import Candidate, Job, Point
-from tpplan.layout import R_STAR, R, S
-from tpplan.load import ModelSpec, load_model_file
-from tpplan.options import Allows
-from tpplan.plan import Plan, ProofStatus
-from tpplan.problem import Status
-from tpplan.rules import Strategy
+from tpplan.core.errors import SolverError
+from tpplan.core.graph import Direction, ModelGraph
+from tpplan.core.layout import R_STAR, R, S
+from tpplan.layouts.rules import Strategy
+from tpplan.plan.plan import Plan, ProofStatus
+from tpplan.search import branch_and_bound
+from tpplan.search.job import Candidate, Job, Point
+from tpplan.search.options import Allows
+from tpplan.solvers.problem import Status
+from tpplan.trace.user_model import ModelSpec, load_model_file
 
 TINY = {
     "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
@@ -194,7 +194,7 @@ def test_what_is_wrong_together_is_forbidden_together() -> None:
 def test_what_is_cut_to_end_sooner_is_in_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without patience all that the code sees stays whole; the bound is that of what was found above."""
     optimal = solve_counted()
-    monkeypatch.setattr(search, "PATIENCE", 1)
+    monkeypatch.setattr(branch_and_bound, "PATIENCE", 1)
     plan = solve_counted()
     assert plan.proof.status is ProofStatus.PROVEN
     assert cut_projections(plan) == set()
@@ -218,7 +218,7 @@ def test_positions_from_a_length_forbid_slices_where_it_is_read_alone(tmp_path: 
 
 def test_out_of_time_the_bound_without_what_was_cut_is_a_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proven plan is kept."""
-    explore = search._explore
+    explore = branch_and_bound._explore
 
     def once(job: Job, points: list[Point], known: Any) -> Candidate:
         if not job.guesses and job.cut_messages:
@@ -226,8 +226,8 @@ def test_out_of_time_the_bound_without_what_was_cut_is_a_floor(monkeypatch: pyte
             raise SolverError("out of time")
         return explore(job, points, known)
 
-    monkeypatch.setattr(search, "PATIENCE", 1)
-    monkeypatch.setattr(search, "_explore", once)
+    monkeypatch.setattr(branch_and_bound, "PATIENCE", 1)
+    monkeypatch.setattr(branch_and_bound, "_explore", once)
     plan = solve_counted()
     assert plan.proof.status is ProofStatus.PROVEN
     assert plan.solver.status is Status.FEASIBLE

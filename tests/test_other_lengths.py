@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tpplan.errors import PlanError, PlanMismatchError, VerificationError
-from tpplan.graph import Boundary, ModelGraph
-from tpplan.input_dims import BATCH, BOTH, LENGTH, Dim, dim_through, parse_dim
-from tpplan.plan import Multiples, Plan, ProofStatus
-from tpplan.rules import Strategy
+from tpplan.core.errors import PlanError, PlanMismatchError, VerificationError
+from tpplan.core.graph import Boundary, ModelGraph
+from tpplan.layouts.rules import Strategy
+from tpplan.plan.input_dims import BATCH, BOTH, LENGTH, Dim, dim_through, parse_dim
+from tpplan.plan.plan import Multiples, Plan, ProofStatus
 
 DIM, HIDDEN, HEADS, TEXTS, SEQ, ROWS = 32, 64, 4, 4, 8, 24
 Allows = Callable[[ModelGraph], Callable[[str, Strategy], bool]]

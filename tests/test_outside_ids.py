@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tpplan
-from tpplan.convert import TpGroup, local_rows
-from tpplan.plan import Plan, ProofStatus
+from tpplan.apply.collectives.redistribute import TpGroup, local_rows
+from tpplan.plan.plan import Plan, ProofStatus
 
 VOCAB, DIM, BATCH, LENGTH = 24, 8, 2, 4
 PINS = {"embedding": "vocabulary"}

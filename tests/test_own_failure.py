@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import tpplan
-from tpplan import convert, localize, observe, program, read
-from tpplan.errors import InternalError
-from tpplan.plan import Plan
+from tpplan.apply.collectives import redistribute
+from tpplan.apply.modules import local_modules, parameter_reads
+from tpplan.core.errors import InternalError
+from tpplan.plan.plan import Plan
+from tpplan.trace import opaque_run, record_fx
 
 CLUSTER = tpplan.Cluster(gpus=2, gpus_per_node=2, profile="cpu-gloo")
 
@@ -74,10 +76,10 @@ def test_a_model_whose_own_code_fails_on_slices_gets_another_plan(build: Callabl
 
 #: what breaks, as in a torch that lacks something: a function of tpplan's that a plan's applying calls, and the error
 BREAKS = {
-    "reading a parameter": (read, "spec_of", AttributeError("'DTensor' object has no attribute '_spec'")),
-    "a collective": (convert, "_issue", RuntimeError("no such operator")),
-    "the order of arguments of a collective": (convert, "_wait", TypeError("got an unexpected argument 'group'")),
-    "a module's table": (localize, "own_parameters", KeyError("_parameters")),
+    "reading a parameter": (parameter_reads, "spec_of", AttributeError("'DTensor' object has no attribute '_spec'")),
+    "a collective": (redistribute, "_issue", RuntimeError("no such operator")),
+    "the order of arguments of a collective": (redistribute, "_wait", TypeError("got an unexpected argument 'group'")),
+    "a module's table": (local_modules, "own_parameters", KeyError("_parameters")),
 }
 
 
@@ -92,7 +94,7 @@ def test_what_breaks_in_applying_ends_the_solve(name: str, monkeypatch: pytest.M
 
 
 def test_what_breaks_in_the_trace_is_no_reason_to_run_a_module_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "is_own_code_running", raising(AttributeError("no such thing")))
+    monkeypatch.setattr(record_fx, "is_own_code_running", raising(AttributeError("no such thing")))
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -124,7 +126,7 @@ def test_what_breaks_in_observing_a_module_is_no_reason_to_take_the_one_around_i
             self.up = Asks(64, 512)
 
     assert solved_or_none(Reads) is not None
-    monkeypatch.setattr(observe, "version_of", raising(AttributeError("no such thing")))
+    monkeypatch.setattr(opaque_run, "version_of", raising(AttributeError("no such thing")))
     with pytest.raises(InternalError, match="AttributeError in broken"):
         solved_or_none(Reads)
 

@@ -13,9 +13,9 @@ from ranks import run_ranks
 from tiny_llama import batch, build, data_parallel, loss_of, my_part, sequence_parallel
 from torch import Tensor, nn
 
-from tpplan.apply import apply_plan, no_sync
-from tpplan.errors import PlanMismatchError, UsageError
-from tpplan.mesh import Mesh
+from tpplan.apply.apply import apply_plan, no_sync
+from tpplan.core.errors import PlanMismatchError, UsageError
+from tpplan.core.mesh import Mesh
 
 TP, BOTH, FSDP = Mesh(tp=2), Mesh(shard=2, tp=2), Mesh(shard=2)
 

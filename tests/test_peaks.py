@@ -10,18 +10,18 @@ import torch
 from examples import example, machine
 
 from tpplan import solvers
-from tpplan.assemble import Expanded, expand
-from tpplan.costs.compute import Executor
-from tpplan.formulate import Formulation
-from tpplan.graph import ModelGraph
-from tpplan.mesh import Mesh
-from tpplan.plan import Precision
-from tpplan.priced import price_space
-from tpplan.problem import Expression, Term, total
-from tpplan.replay import peak_of
-from tpplan.setting import Setting
-from tpplan.space import build_space
-from tpplan.trace import trace
+from tpplan.core.graph import ModelGraph
+from tpplan.core.mesh import Mesh
+from tpplan.costs.execute import Executor
+from tpplan.costs.step.cost_table import price_space
+from tpplan.costs.step.formulate import Formulation
+from tpplan.costs.step.memory_replay import peak_of
+from tpplan.costs.step.solved_step import Expanded, expand
+from tpplan.costs.step.train_config import Setting
+from tpplan.layouts.decision_space import build_space
+from tpplan.plan.plan import Precision
+from tpplan.solvers.problem import Expression, Term, total
+from tpplan.trace.trace import trace
 
 MESHES = [Mesh(replicate=replicate, shard=shard, tp=tp) for replicate in (1, 2) for shard in (1, 2, 4) for tp in (1, 2)]
 EXECUTOR = Executor()

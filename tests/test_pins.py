@@ -11,14 +11,15 @@ from torch import Tensor, nn
 import tpplan
 from tpplan import commands
 from tpplan.commands._pins import pins_of, with_files
-from tpplan.errors import InfeasibleError, UsageError
-from tpplan.graph import ModelGraph
-from tpplan.layout import R_STAR, P, R, S
-from tpplan.pins import KNOWN_STYLES, Pinned, Style, matrix_ops, parse_pin, parse_pins
-from tpplan.report import render
-from tpplan.reuse import Reuse
-from tpplan.rules import Strategy
-from tpplan.trace import trace
+from tpplan.core.errors import InfeasibleError, UsageError
+from tpplan.core.graph import ModelGraph
+from tpplan.core.layout import R_STAR, P, R, S
+from tpplan.layouts.pins import Pinned, matrix_ops, parse_pin, parse_pins
+from tpplan.layouts.rules import Strategy
+from tpplan.plan.report import render
+from tpplan.plan.styles import KNOWN_STYLES, Style
+from tpplan.search.trace_cache import Reuse
+from tpplan.trace.trace import trace
 
 GPT_MODULES = ("layers.*.attention", "layers.*.feed_forward")
 

@@ -18,13 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scripts.make_schema import SCHEMA_PATH, plan_schema, schema_text
-from tpplan.errors import PlanError, PlanMismatchError
-from tpplan.input_dims import Dim
-from tpplan.layout import R_STAR, ROWS, Conversion, P, R, S, layouts_of
-from tpplan.mesh import Axis
-from tpplan.model_check import check_parameters
-from tpplan.patterns import MAX_BLOCK_INDEX, format_ranges, parse_ranges
-from tpplan.plan import (
+from tpplan.core.errors import PlanError, PlanMismatchError
+from tpplan.core.layout import R_STAR, ROWS, Conversion, P, R, S, layouts_of
+from tpplan.core.mesh import Axis
+from tpplan.core.name_patterns import MAX_BLOCK_INDEX, format_ranges, parse_ranges
+from tpplan.core.strict_json import AtLeast, Text
+from tpplan.plan.input_dims import Dim
+from tpplan.plan.model_fingerprint import check_parameters
+from tpplan.plan.plan import (
     BatchPlan,
     BoundaryPlan,
     ClusterPlan,
@@ -46,8 +47,7 @@ from tpplan.plan import (
     SizePlan,
     SolverReport,
 )
-from tpplan.problem import Status
-from tpplan.strict import AtLeast, Text
+from tpplan.solvers.problem import Status
 
 
 def parameter(placement: str, shape: tuple[int, ...], reads: Mapping[str, str], **changes: object) -> ParameterPlan:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tpplan.errors import ModelError, PlanError, TpplanError
-from tpplan.plan import Plan, ProofStatus
-from tpplan.planned_device import PlannedDevice, planning_for
-from tpplan.profile import load_profile
-from tpplan.trace import trace
+from tpplan.core.errors import ModelError, PlanError, TpplanError
+from tpplan.machine.profile import load_profile
+from tpplan.plan.plan import Plan, ProofStatus
+from tpplan.trace.answers.planned_device import PlannedDevice, planning_for
+from tpplan.trace.trace import trace
 
 DIM, HIDDEN, ROWS = 32, 128, 4
 Between = Callable[["Mlp", Tensor], Tensor]

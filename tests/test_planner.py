@@ -9,22 +9,24 @@ from examples import eager_to_shard, example, machine, solve_example
 from torch import Tensor, nn
 
 import tpplan
-from tpplan import search, solvers
-from tpplan.assemble import expand
-from tpplan.costs.compute import Executor
-from tpplan.errors import InfeasibleError, ModelError, UsageError
-from tpplan.formulate import DATA_PARALLEL, Formulation
-from tpplan.graph import Direction, ModelGraph
-from tpplan.layout import ROWS, S
-from tpplan.mesh import GroupShape, Mesh
-from tpplan.plan import Plan, Precision
-from tpplan.priced import price_space
-from tpplan.problem import Status, total
-from tpplan.profile import Collective, HardwareProfile, load_profile
-from tpplan.prove import Counterexample
-from tpplan.setting import Setting
-from tpplan.space import build_space
-from tpplan.trace import trace
+from tpplan import solvers
+from tpplan.core.errors import InfeasibleError, ModelError, UsageError
+from tpplan.core.graph import Direction, ModelGraph
+from tpplan.core.layout import ROWS, S
+from tpplan.core.mesh import GroupShape, Mesh
+from tpplan.costs.execute import Executor
+from tpplan.costs.step.cost_table import price_space
+from tpplan.costs.step.formulate import Formulation
+from tpplan.costs.step.solved_step import expand
+from tpplan.costs.step.train_config import Setting
+from tpplan.layouts.decision_space import build_space
+from tpplan.machine.profile import Collective, HardwareProfile, load_profile
+from tpplan.plan.parts import DATA_PARALLEL
+from tpplan.plan.plan import Plan, Precision
+from tpplan.prove.structure import Counterexample
+from tpplan.search import branch_and_bound
+from tpplan.solvers.problem import Status, total
+from tpplan.trace.trace import trace
 
 
 class Pair(nn.Module):
@@ -358,10 +360,12 @@ def test_a_loss_of_its_own_meets_whole_outputs() -> None:
 
 def test_rounds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counterexamples cannot go on for ever."""
-    monkeypatch.setattr(search, "MAX_ROUNDS", 1)
-    monkeypatch.setattr(search, "check_structure", lambda *_, **__: Counterexample(message="made up", blamed=()))
-    monkeypatch.setattr(search, "_forbid", lambda job, found, *_: job.cut_messages.append(found.message))
-    with pytest.raises(tpplan.errors.SolverError, match="made up"):  # type: ignore[attr-defined]
+    monkeypatch.setattr(branch_and_bound, "MAX_ROUNDS", 1)
+    monkeypatch.setattr(
+        branch_and_bound, "check_structure", lambda *_, **__: Counterexample(message="made up", blamed=())
+    )
+    monkeypatch.setattr(branch_and_bound, "_forbid", lambda job, found, *_: job.cut_messages.append(found.message))
+    with pytest.raises(tpplan.core.errors.SolverError, match="made up"):  # type: ignore[attr-defined]
         solve_example("mlp", eager_to_shard(), gpus=2, tp=2)
 
 

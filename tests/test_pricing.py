@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import tpplan
-from tpplan import assemble, replay
-from tpplan.errors import PlanMismatchError, ProfileError
-from tpplan.formulate import Formulation
-from tpplan.ledger import Peak
-from tpplan.plan import Compile, Pass, Plan, Recompute
-from tpplan.pricing import RECOMPUTATION
-from tpplan.profile import Estimate, HardwareProfile
+from tpplan.core.errors import PlanMismatchError, ProfileError
+from tpplan.costs.step import memory_replay, solved_step
+from tpplan.costs.step.formulate import Formulation
+from tpplan.costs.step.memory_ledger import Peak
+from tpplan.machine.profile import Estimate, HardwareProfile
+from tpplan.plan.parts import RECOMPUTATION
+from tpplan.plan.plan import Compile, Pass, Plan, Recompute
 
 #: bytes of a loss and of its gradient, which a plan's prediction leaves out
 SCALARS = 16
@@ -257,10 +257,10 @@ def test_what_is_freed_is_what_torch_frees(mlp: Plan, mode: Recompute, monkeypat
     kept: list[float] = []
 
     def noting(formulation: Formulation, modes: Mapping[str, Recompute], **options: bool) -> Peak:
-        kept.append(replay.kept_bytes(formulation, modes))
-        return replay.peak_of(formulation, modes, **options)
+        kept.append(memory_replay.kept_bytes(formulation, modes))
+        return memory_replay.peak_of(formulation, modes, **options)
 
-    monkeypatch.setattr(assemble, "peak_of", noting)
+    monkeypatch.setattr(solved_step, "peak_of", noting)
     again = recomputing(mlp, mode)
     for plan in (mlp, again):
         price("mlp", plan, machine())

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 import tpplan
 from profiles import full_profile, synthetic_profile
-from tpplan.errors import ProfileError
-from tpplan.mesh import GroupShape
-from tpplan.profile import AttentionSizes, Collective, Estimate, HardwareProfile, load_profile, shipped_profiles
-from tpplan.profile_tables import MemoryBoundTable
+from tpplan.core.errors import ProfileError
+from tpplan.core.mesh import GroupShape
+from tpplan.machine.profile import AttentionSizes, Collective, Estimate, HardwareProfile, load_profile, shipped_profiles
+from tpplan.machine.tables import MemoryBoundTable
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHIPPED_FILE = REPOSITORY / "profiles" / "h100-sxm.json"
@@ -550,7 +550,7 @@ def test_an_installed_profiles_package_is_preferred(tmp_path: Path, monkeypatch:
 
 
 def test_importing_the_profile_needs_no_torch() -> None:
-    code = "import sys, tpplan.profile; assert not {'torch', 'pandas'} & set(sys.modules)"
+    code = "import sys, tpplan.machine.profile; assert not {'torch', 'pandas'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
 
 

@@ -10,13 +10,13 @@ import pytest
 
 from profiles import full_profile, synthetic_profile
 from tpplan.commands import main
-from tpplan.errors import ProfileError
-from tpplan.mesh import GroupShape
-from tpplan.profile import Collective, HardwareProfile, load_profile, shipped_profiles
-from tpplan.profile_check import warnings
-from tpplan.profile_report import render, to_html
-from tpplan.profile_views import NOISY_MARK, Chart, Series, bus_bandwidth, charts, views
-from tpplan.svg import HEIGHT, WIDTH, line_chart, nice_step
+from tpplan.core.errors import ProfileError
+from tpplan.core.mesh import GroupShape
+from tpplan.machine.lint import warnings
+from tpplan.machine.profile import Collective, HardwareProfile, load_profile, shipped_profiles
+from tpplan.machine.report import render, to_html
+from tpplan.machine.svg_chart import HEIGHT, WIDTH, line_chart, nice_step
+from tpplan.machine.views import NOISY_MARK, Chart, Series, bus_bandwidth, charts, views
 
 SVG = "{http://www.w3.org/2000/svg}"
 SHIPPED = shipped_profiles()

@@ -12,11 +12,11 @@ from gpu_scripts import gpu, make_gpu_plans
 
 import tpplan
 from tpplan.commands import main
-from tpplan.errors import VerificationError
-from tpplan.plan import Plan, ProofStatus
-from tpplan.proof import EDITED, prove_plan
-from tpplan.proof_hash import SAID, hash_of, proof_hash, why_unproven
-from tpplan.report import as_data, render
+from tpplan.core.errors import VerificationError
+from tpplan.plan.plan import Plan, ProofStatus
+from tpplan.plan.proof_hash import SAID, hash_of, proof_hash, why_unproven
+from tpplan.plan.report import as_data, render
+from tpplan.verify.prove_plan import EDITED, prove_plan
 
 CHANGED = "it was changed after it was proven"
 SOURCE = f"{FOLDER / 'mlp.py'}:build_model"

@@ -16,19 +16,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tpplan import convert, localize, prove, read, search, solvers
-from tpplan.assemble import Expanded, expand
-from tpplan.errors import PlanMismatchError
-from tpplan.graph import Boundary, ModelGraph
-from tpplan.layout import R_STAR, Conversion, LayoutKind, R, S
-from tpplan.mesh import Mesh
-from tpplan.plan import Plan, ProofStatus, SizePlan
-from tpplan.problem import Expression, Term
-from tpplan.prove import Counterexample, check_structure
-from tpplan.rules import Strategy
-from tpplan.sizes import LocalSizes
-from tpplan.trace import trace, unchanged
-from tpplan.visible import given_nodes, shards_in
+from tpplan import solvers
+from tpplan.apply.collectives import redistribute
+from tpplan.apply.modules import local_modules, parameter_reads
+from tpplan.apply.modules.local_sizes import LocalSizes
+from tpplan.core.errors import PlanMismatchError
+from tpplan.core.graph import Boundary, ModelGraph
+from tpplan.core.layout import R_STAR, Conversion, LayoutKind, R, S
+from tpplan.core.mesh import Mesh
+from tpplan.costs.step.solved_step import Expanded, expand
+from tpplan.layouts.rules import Strategy
+from tpplan.plan.plan import Plan, ProofStatus, SizePlan
+from tpplan.prove import structure
+from tpplan.prove.module_scope import given_nodes, shards_in
+from tpplan.prove.structure import Counterexample, check_structure
+from tpplan.search import branch_and_bound
+from tpplan.solvers.problem import Expression, Term
+from tpplan.trace.trace import trace, unchanged
 
 DIM, HIDDEN, HEADS, LENGTH = 32, 128, 4, 16
 
@@ -277,7 +281,7 @@ def test_sizes_that_one_class_has_written_take_one_retrace(monkeypatch: pytest.M
         ran.append(args)
         return trace(*args, **kwargs)
 
-    monkeypatch.setattr(prove, "trace", counted)
+    monkeypatch.setattr(structure, "trace", counted)
     plan = solve(Widths)
     assert plan.proof.cuts == ()
     assert {name: [size.local for size in sizes] for name, sizes in plan.size_plans().items()} == {
@@ -316,8 +320,8 @@ def test_code_that_differs_however_it_is_sharded_soon_runs_whole(monkeypatch: py
         differs = next(op for op in expanded.graph.ops if op.module == "first")
         return plan if node is None else Counterexample(message="wrong", blamed=(node.name,), node=differs)
 
-    monkeypatch.setattr(search, "check_structure", found_wrong)
-    monkeypatch.setattr(search, "PATIENCE", 2)
+    monkeypatch.setattr(branch_and_bound, "check_structure", found_wrong)
+    monkeypatch.setattr(branch_and_bound, "PATIENCE", 2)
     plan = solve(lambda: Model(Attention(open_sizes)))
     assert plan.proof.rounds == 3  # without end to its patience it takes 5
     assert plan.proof.cuts[-1] == "2 counterexamples in code of Attention: what that of first sees stays whole"
@@ -606,15 +610,15 @@ def on_the_last_rank_alone(wrong: Callable[..., Any], right: Callable[..., Any])
     return run
 
 
-def outputs_stay(self: localize.Site, output: object) -> object:
+def outputs_stay(self: local_modules.Site, output: object) -> object:
     return output
 
 
-right_forward, right_reduce = convert.Converter.forward, convert._reduce_scatter
-right_call = localize.Crossing.__call__
+right_forward, right_reduce = redistribute.Converter.forward, redistribute._reduce_scatter
+right_call = local_modules.Crossing.__call__
 
 
-def without_f(self: localize.Crossing, x: Tensor, frames: list[localize.Frame]) -> Tensor:
+def without_f(self: local_modules.Crossing, x: Tensor, frames: list[local_modules.Frame]) -> Tensor:
     """What Megatron calls f does nothing forward."""
     return x if self.conversion == Conversion(R, R_STAR) else right_call(self, x, frames)
 
@@ -622,22 +626,32 @@ def without_f(self: localize.Crossing, x: Tensor, frames: list[localize.Frame]) 
 @pytest.mark.parametrize(
     ("place", "name", "sabotaged", "message"),
     [
-        (localize.Site, "convert_outputs", outputs_stay, "expected the local shapes"),
-        (localize.Site, "convert_inputs", lambda self, args, kwargs: (args, kwargs), "expected the local shapes|run"),
-        (read.ParameterReads, "local", lambda self, parameter, readers: parameter.full_tensor(), "cannot run"),
-        (convert, "_reduce_scatter", lambda x, dim, group: x.chunk(2, dim)[0].clone(), "is converted by"),
-        (convert, "_all_gather", lambda x, dim, group: torch.cat([x, x], dim), "is converted by"),
+        (local_modules.Site, "convert_outputs", outputs_stay, "expected the local shapes"),
         (
-            convert,
+            local_modules.Site,
+            "convert_inputs",
+            lambda self, args, kwargs: (args, kwargs),
+            "expected the local shapes|run",
+        ),
+        (
+            parameter_reads.ParameterReads,
+            "local",
+            lambda self, parameter, readers: parameter.full_tensor(),
+            "cannot run",
+        ),
+        (redistribute, "_reduce_scatter", lambda x, dim, group: x.chunk(2, dim)[0].clone(), "is converted by"),
+        (redistribute, "_all_gather", lambda x, dim, group: torch.cat([x, x], dim), "is converted by"),
+        (
+            redistribute,
             "_reduce_scatter",
             on_the_last_rank_alone(lambda x, dim, group: x.chunk(2, dim)[0].clone(), right_reduce),
             "is converted by",
         ),
-        (convert.Converter, "forward", lambda self, x: right_forward(self, right_forward(self, x)), "shapes|run"),
-        (localize.Crossing, "__call__", lambda self, x, frames: x, "shapes|run|reads what entered"),
-        (localize.Crossing, "__call__", lambda self, x, frames: right_call(self, x, frames) * 1, "aten.mul"),
-        (convert.Converter, "forward", lambda self, x: right_forward(self, x) * 2, "converted by .*mul"),
-        (localize.Crossing, "__call__", without_f, "reads what entered"),
+        (redistribute.Converter, "forward", lambda self, x: right_forward(self, right_forward(self, x)), "shapes|run"),
+        (local_modules.Crossing, "__call__", lambda self, x, frames: x, "shapes|run|reads what entered"),
+        (local_modules.Crossing, "__call__", lambda self, x, frames: right_call(self, x, frames) * 1, "aten.mul"),
+        (redistribute.Converter, "forward", lambda self, x: right_forward(self, x) * 2, "converted by .*mul"),
+        (local_modules.Crossing, "__call__", without_f, "reads what entered"),
     ],
     ids=[
         "outputs stay",

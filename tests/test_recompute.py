@@ -19,19 +19,19 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import tpplan
-from tpplan import assemble, replay
-from tpplan.costs.compute import Executor, whole_strategy
+from tpplan.apply.recompute import recompute
+from tpplan.core.errors import InfeasibleError, UsageError
+from tpplan.costs.execute import Executor, whole_strategy
 from tpplan.costs.kernels import Matmul
-from tpplan.costs.layers import layer_activations
-from tpplan.errors import InfeasibleError, UsageError
-from tpplan.formulate import Formulation
-from tpplan.ledger import Peak
-from tpplan.plan import Plan, Recompute
-from tpplan.recompute import recompute
-from tpplan.rules import Call
-from tpplan.space import build_space
-from tpplan.trace import trace
-from tpplan.typecheck import Mistyped, typecheck
+from tpplan.costs.layer_activations import layer_activations
+from tpplan.costs.step import memory_replay, solved_step
+from tpplan.costs.step.formulate import Formulation
+from tpplan.costs.step.memory_ledger import Peak
+from tpplan.layouts.decision_space import build_space
+from tpplan.layouts.rules import Call
+from tpplan.layouts.typecheck import Mistyped, typecheck
+from tpplan.plan.plan import Plan, Recompute
+from tpplan.trace.trace import trace
 
 BATCH, LENGTH, LAYERS = 2, 16, 4
 MODES = ("none", "selective", "full")
@@ -109,10 +109,10 @@ def test_what_is_kept_is_counted(mode: str, monkeypatch: pytest.MonkeyPatch) -> 
     found: list[float] = []
 
     def noting(formulation: Formulation, modes: Mapping[str, Recompute], **options: bool) -> Peak:
-        found.append(replay.kept_bytes(formulation, modes))
-        return replay.peak_of(formulation, modes, **options)
+        found.append(memory_replay.kept_bytes(formulation, modes))
+        return memory_replay.peak_of(formulation, modes, **options)
 
-    monkeypatch.setattr(assemble, "peak_of", noting)
+    monkeypatch.setattr(solved_step, "peak_of", noting)
     solved(mode)
     kept = kept_bytes(mode)
     assert found[0] == pytest.approx(kept, abs=64)

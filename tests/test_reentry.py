@@ -11,9 +11,9 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from tpplan.apply import apply_plan
-from tpplan.mesh import Mesh
-from tpplan.plan import Recompute
+from tpplan.apply.apply import apply_plan
+from tpplan.core.mesh import Mesh
+from tpplan.plan.plan import Recompute
 
 DIM, MESH = 8, Mesh(shard=2)
 reentrant = functools.partial(checkpoint, use_reentrant=True)

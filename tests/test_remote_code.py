@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tpplan.commands import main
-from tpplan.errors import ModelError, UsageError
-from tpplan.load import load_model_file, trusted
+from tpplan.core.errors import ModelError, UsageError
+from tpplan.trace.user_model import load_model_file, trusted
 
 pytest.importorskip("transformers")
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from tpplan.errors import PlanError
-from tpplan.layout import R_STAR, ROWS, Conversion, Layout, P, R, S
-from tpplan.mesh import Axis
-from tpplan.plan import (
+from tpplan.core.errors import PlanError
+from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, S
+from tpplan.core.mesh import Axis
+from tpplan.core.units import GIB
+from tpplan.plan.plan import (
     BatchPlan,
     BoundaryPlan,
     ClusterPlan,
@@ -28,10 +29,9 @@ from tpplan.plan import (
     Recompute,
     SolverReport,
 )
-from tpplan.problem import Status
-from tpplan.proof_hash import as_proven
-from tpplan.report import as_data, render
-from tpplan.units import GIB
+from tpplan.plan.proof_hash import as_proven
+from tpplan.plan.report import as_data, render
+from tpplan.solvers.problem import Status
 
 DIM, HIDDEN, VOCABULARY, LAYERS = 4096, 14336, 128_000, 32
 

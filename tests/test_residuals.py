@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from examples import machine
 
-from tpplan.costs.residuals import Residuals
-from tpplan.profile_tables import Fitted
+from tpplan.costs.error_bars import Residuals
+from tpplan.machine.tables import Fitted
 
 
 def test_one_table_adds_up_and_two_are_independent() -> None:

@@ -9,11 +9,11 @@ import torch
 from rule_samples import SAMPLES, const, ids, x
 from validate import STAND_INS, Sample, WrongStrategyError, check_gradient, check_value, missing_strategies, violation
 
-from tpplan import rules
-from tpplan.graph import Ref, Value
-from tpplan.layout import R_STAR, ROWS, Layout, P, R, S, copied, joint
-from tpplan.rules import Call, Strategy, call_strategies
-from tpplan.rules.call import base_target
+from tpplan.core.graph import Ref, Value
+from tpplan.core.layout import R_STAR, ROWS, Layout, P, R, S, copied, joint
+from tpplan.layouts import rules
+from tpplan.layouts.rules import Call, Strategy, call_strategies
+from tpplan.layouts.rules.call import base_target
 
 RANKS = (2, 3, 4)
 

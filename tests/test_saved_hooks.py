@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from tpplan.plan import ProofStatus
+from tpplan.plan.plan import ProofStatus
 
 
 class Quantized(saved_tensors_hooks):

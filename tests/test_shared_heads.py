@@ -18,14 +18,14 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import tpplan
-from tpplan.errors import PlanError
-from tpplan.graph import ModelGraph
-from tpplan.layout import S, copied
-from tpplan.mesh import Mesh
-from tpplan.plan import Plan, SizePlan
-from tpplan.read import check_reads
-from tpplan.trace import trace
-from tpplan.typecheck import typecheck
+from tpplan.apply.modules.parameter_reads import check_reads
+from tpplan.core.errors import PlanError
+from tpplan.core.graph import ModelGraph
+from tpplan.core.layout import S, copied
+from tpplan.core.mesh import Mesh
+from tpplan.layouts.typecheck import typecheck
+from tpplan.plan.plan import Plan, SizePlan
+from tpplan.trace.trace import trace
 
 D, H, E, V = 64, 8, 8, 64
 BATCH, SEQ_LEN = 4, 16

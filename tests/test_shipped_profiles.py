@@ -20,10 +20,10 @@ from examples import example
 
 import tpplan
 from profiles import synthetic_profile
-from tpplan.mesh import GroupShape
-from tpplan.plan import Plan
-from tpplan.profile import Collective, HardwareProfile, load_profile
-from tpplan.profile_tables import MatmulTable, Source
+from tpplan.core.mesh import GroupShape
+from tpplan.machine.profile import Collective, HardwareProfile, load_profile
+from tpplan.machine.tables import MatmulTable, Source
+from tpplan.plan.plan import Plan
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NAMES = ("a100-sxm-40gb", "a100-sxm-80gb", "b200", "h100-96gb-hbm2e", "h100-sxm", "h200-sxm")

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tpplan.errors import PlanMismatchError
-from tpplan.graph import Direction, ModelGraph, Value
-from tpplan.layout import S
-from tpplan.options import Allows
-from tpplan.plan import Plan, ProofStatus, SizePlan
-from tpplan.rules import Call, Strategy
-from tpplan.rules.dims import dims_of_sizes
-from tpplan.sizes import LocalSizes
+from tpplan.apply.modules.local_sizes import LocalSizes
+from tpplan.core.errors import PlanMismatchError
+from tpplan.core.graph import Direction, ModelGraph, Value
+from tpplan.core.layout import S
+from tpplan.layouts.rules import Call, Strategy
+from tpplan.layouts.size_dims import dims_of_sizes
+from tpplan.plan.plan import Plan, ProofStatus, SizePlan
+from tpplan.search.options import Allows
 
 BATCH, LENGTH, DIM, HEADS = 2, 8, 32, 4
 #: another batch, other lengths

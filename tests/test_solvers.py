@@ -10,8 +10,9 @@ from importlib.util import find_spec
 import pytest
 
 from tpplan import solvers
-from tpplan.errors import SolverError, UsageError
-from tpplan.problem import (
+from tpplan.core.errors import SolverError, UsageError
+from tpplan.solvers.presolve import reduce
+from tpplan.solvers.problem import (
     Choice,
     Conflict,
     Edge,
@@ -25,7 +26,6 @@ from tpplan.problem import (
     Term,
     total,
 )
-from tpplan.solvers.reduction import reduce
 
 ILP_SOLVERS = ("highs", "cbc")
 

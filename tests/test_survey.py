@@ -11,15 +11,15 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from tpplan import survey
 from tpplan.commands import main
-from tpplan.errors import PlanError, UsageError
-from tpplan.measure import AttentionShape, ComputeGrid
-from tpplan.measure_groups import group_members, group_shapes, measure_overlap, ranks_per_node
-from tpplan.mesh import Axis, GroupShape, meshes
-from tpplan.profile import Collective, HardwareProfile, load_profile
-from tpplan.stopwatch import Progress, silent
-from tpplan.survey import Survey, measure_machine, survey_of
+from tpplan.core.errors import PlanError, UsageError
+from tpplan.core.mesh import Axis, GroupShape, meshes
+from tpplan.machine.profile import Collective, HardwareProfile, load_profile
+from tpplan.measure import session
+from tpplan.measure.collectives import group_members, group_shapes, measure_overlap, ranks_per_node
+from tpplan.measure.compute import AttentionShape, ComputeGrid
+from tpplan.measure.session import Survey, measure_machine, survey_of
+from tpplan.measure.timer import Progress, silent
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -156,7 +156,7 @@ def test_what_the_budget_did_not_allow_is_in_the_notes() -> None:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command measures the toy grid; this process keeps its threads."""
-    monkeypatch.setattr(survey, "default_grid", lambda device_type: TOY)
+    monkeypatch.setattr(session, "default_grid", lambda device_type: TOY)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
 
 
@@ -189,11 +189,11 @@ def test_an_interruption_leaves_the_old_profile_and_what_was_finished(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(survey, "measure_matmuls", interrupted)
+        patched.setattr(session, "measure_matmuls", interrupted)
         assert main(command) == 130
     assert out.read_text() == "old"
     with monkeypatch.context() as patched:
-        patched.setattr(survey, "measure_attention", interrupted)  # it was finished: nobody calls it
+        patched.setattr(session, "measure_attention", interrupted)  # it was finished: nobody calls it
         patched.setattr(Path, "replace", raise_full_disk)
         assert main(command) == PlanError.exit_code
     assert out.read_text() == "old"

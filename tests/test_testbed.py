@@ -15,11 +15,11 @@ from types import ModuleType
 import pytest
 from examples import machine
 
-from tpplan.errors import UsageError
-from tpplan.layout import R_STAR, P, R, S
-from tpplan.mesh import GroupShape
-from tpplan.plan import Plan
-from tpplan.profile import Collective
+from tpplan.core.errors import UsageError
+from tpplan.core.layout import R_STAR, P, R, S
+from tpplan.core.mesh import GroupShape
+from tpplan.machine.profile import Collective
+from tpplan.plan.plan import Plan
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 SKIPPED = 77

@@ -160,7 +160,7 @@ torch.__version__ = "2.10.0"
 import tpplan
 try:
     tpplan.apply_plan
-except tpplan.errors.TorchVersionError as error:
+except tpplan.core.errors.TorchVersionError as error:
     print(error)
 else:
     sys.exit("it was not refused")

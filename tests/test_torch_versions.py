@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tpplan.plan import Plan, ProofReport
+from tpplan.plan.plan import Plan, ProofReport
 from tpplan.torch_internals.versions import NEWEST, OLDEST, TESTED
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
-from tpplan.errors import ModelError
-from tpplan.graph import LOSS_SCOPE, Direction, ModelGraph, Op, SourceKind, Value
-from tpplan.layout import S
-from tpplan.siblings import are_alike
-from tpplan.trace import TraceError, assumptions, trace
+from tpplan.core.errors import ModelError
+from tpplan.core.graph import LOSS_SCOPE, Direction, ModelGraph, Op, SourceKind, Value
+from tpplan.core.layout import S
+from tpplan.trace.dedup_layers import are_alike
+from tpplan.trace.trace import TraceError, assumptions, trace
 
 B, D = 6, 4
 

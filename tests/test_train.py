@@ -18,7 +18,7 @@ from examples import eager_to_shard, solve_example
 from ranks import run_ranks
 
 import tpplan
-from tpplan.plan import Plan
+from tpplan.plan.plan import Plan
 
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tpplan.apply import apply_plan
-from tpplan.errors import PlanMismatchError
-from tpplan.graph import Boundary, ModelGraph
-from tpplan.layout import S
-from tpplan.mesh import Mesh
-from tpplan.plan import Plan, ProofStatus
-from tpplan.rules import Strategy
+from tpplan.apply.apply import apply_plan
+from tpplan.core.errors import PlanMismatchError
+from tpplan.core.graph import Boundary, ModelGraph
+from tpplan.core.layout import S
+from tpplan.core.mesh import Mesh
+from tpplan.layouts.rules import Strategy
+from tpplan.plan.plan import Plan, ProofStatus
 
 # ---- optimizers
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import tpplan
-from tpplan.errors import TpplanError
-from tpplan.plan import Plan, ProofStatus
+from tpplan.core.errors import TpplanError
+from tpplan.plan.plan import Plan, ProofStatus
 
 DIM, HIDDEN, ROWS = 32, 128, 4
 Inputs = Mapping[str, Tensor]

@@ -28,16 +28,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tpplan import search
-from tpplan.errors import ModelError
-from tpplan.graph import ModelGraph
-from tpplan.layout import R_STAR, ROWS, Conversion, P, R, S
-from tpplan.losses import cross_entropy
-from tpplan.mesh import Mesh
-from tpplan.plan import BoundaryPlan, CrossingPlan, Plan, ProofStatus
-from tpplan.proof_hash import as_proven
-from tpplan.trace import trace
-from tpplan.typecheck import Mistyped, typecheck
+from tpplan.apply.collectives.cross_entropy import cross_entropy
+from tpplan.core.errors import ModelError
+from tpplan.core.graph import ModelGraph
+from tpplan.core.layout import R_STAR, ROWS, Conversion, P, R, S
+from tpplan.core.mesh import Mesh
+from tpplan.layouts.typecheck import Mistyped, typecheck
+from tpplan.plan.plan import BoundaryPlan, CrossingPlan, Plan, ProofStatus
+from tpplan.plan.proof_hash import as_proven
+from tpplan.search import branch_and_bound
+from tpplan.trace.trace import trace
 
 #: relative to the largest entry: what float32 sums in another order differ by, and what no rounding explains
 SAME, WRONG = 1e-5, 1e-3
@@ -678,7 +678,7 @@ def test_a_plan_with_one_entry_changed_is_refused_or_right() -> None:
 
 def test_what_does_not_type_is_cut_and_solved_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that the planner believes and the checker does not is a counterexample like any other."""
-    original = search.typecheck
+    original = branch_and_bound.typecheck
 
     def strict(graph: ModelGraph, plan: Plan, **options: Any) -> Mistyped | None:
         assert original(graph, plan, **options) is None
@@ -686,7 +686,7 @@ def test_what_does_not_type_is_cut_and_solved_again(monkeypatch: pytest.MonkeyPa
         sharded = plan.parameters["mlp.up_proj.weight"].placement == S(0)
         return Mistyped(message="relu is not believed", blamed=(relu.name,)) if sharded else None
 
-    monkeypatch.setattr(search, "typecheck", strict)
+    monkeypatch.setattr(branch_and_bound, "typecheck", strict)
     plan = solve_prove(lambda: ProveModel(nn.Identity()))
     assert plan.proof.status is ProofStatus.PROVEN
     assert set(plan.proof.cuts) == {"relu is not believed"}
@@ -694,7 +694,9 @@ def test_what_does_not_type_is_cut_and_solved_again(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_plan_that_is_another_graph_s_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "typecheck", lambda graph, plan, **options: Mistyped(message="parameter x: unknown"))
+    monkeypatch.setattr(
+        branch_and_bound, "typecheck", lambda graph, plan, **options: Mistyped(message="parameter x: unknown")
+    )
     with pytest.raises(ModelError, match="cannot be proven, and no sharding explains it: parameter x: unknown"):
         solve_prove(lambda: ProveModel(nn.Identity()))
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tpplan.applied import mesh_of
-from tpplan.errors import UsageError
-from tpplan.issued import CollectiveLog, differences, listed
-from tpplan.plan import Plan, ProofStatus
-from tpplan.proof import prove_plan
-from tpplan.report import render
-from tpplan.verify import Outcome, verify_plan
+from tpplan.apply.modules.applied_mesh import mesh_of
+from tpplan.core.errors import UsageError
+from tpplan.plan.plan import Plan, ProofStatus
+from tpplan.plan.report import render
+from tpplan.verify.collective_log import CollectiveLog, differences, listed
+from tpplan.verify.prove_plan import prove_plan
+from tpplan.verify.verify import Outcome, verify_plan
 
 DIM, HIDDEN, ROWS = 8, 32, 4
 

@@ -14,9 +14,9 @@ from tiny_llama import Style, batch, build, data_parallel, sequence_parallel, vo
 from torch import Tensor, nn
 
 import tpplan
-from tpplan.apply import apply_plan, no_sync
-from tpplan.errors import UsageError
-from tpplan.mesh import Mesh
+from tpplan.apply.apply import apply_plan, no_sync
+from tpplan.core.errors import UsageError
+from tpplan.core.mesh import Mesh
 
 #: targets that count in each sample of the global batch: a data rank's, and a micro-batch's, differ in number
 LENGTHS = (8, 7, 1, 2, 3, 1, 0, 0)

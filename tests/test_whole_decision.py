@@ -12,24 +12,24 @@ from torch import Tensor, nn
 
 import tpplan
 from tpplan import solvers
-from tpplan.assemble import Expanded, expand
-from tpplan.costs.compute import Executor
-from tpplan.errors import InfeasibleError
-from tpplan.formulate import Formulation
-from tpplan.graph import ModelGraph
-from tpplan.infeasible import least_peak
-from tpplan.layout import R
-from tpplan.mesh import Mesh
-from tpplan.plan import Plan, Precision, Recompute
-from tpplan.priced import price_space
-from tpplan.problem import Status, total
-from tpplan.profile import HardwareProfile
-from tpplan.replay import peak_of
-from tpplan.rules import Strategy
-from tpplan.setting import Setting
-from tpplan.space import build_space
-from tpplan.trace import trace
-from tpplan.treatments import TREATMENTS
+from tpplan.core.errors import InfeasibleError
+from tpplan.core.graph import ModelGraph
+from tpplan.core.layout import R
+from tpplan.core.mesh import Mesh
+from tpplan.costs.execute import Executor
+from tpplan.costs.step.cost_table import price_space
+from tpplan.costs.step.formulate import Formulation
+from tpplan.costs.step.memory_replay import peak_of
+from tpplan.costs.step.solved_step import Expanded, expand
+from tpplan.costs.step.train_config import Setting
+from tpplan.layouts.decision_space import build_space
+from tpplan.layouts.layer_treatments import TREATMENTS
+from tpplan.layouts.rules import Strategy
+from tpplan.machine.profile import HardwareProfile
+from tpplan.plan.plan import Plan, Precision, Recompute
+from tpplan.search.diagnose import least_peak
+from tpplan.solvers.problem import Status, total
+from tpplan.trace.trace import trace
 
 WIDTH = 8
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tpplan.plan import Plan, ProofStatus
+from tpplan.plan.plan import Plan, ProofStatus
 
 ROWS, LENGTH, DIM, HIDDEN = 4, 8, 16, 64
 Cut = Callable[[Tensor, Tensor], Tensor]

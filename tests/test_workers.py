@@ -12,7 +12,7 @@ import tpplan
 SCRIPT = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from tpplan.workers import on_ranks
+from tpplan.verify.spawn_ranks import on_ranks
 
 if __name__ == "__main__":
     for value in ("first", "second"):

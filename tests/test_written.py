@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tpplan.errors import UsageError
-from tpplan.plan import MeshPlan, Plan, ProofStatus, Recompute
-from tpplan.trace import trace
-from tpplan.typecheck import Mistyped, typecheck
+from tpplan.core.errors import UsageError
+from tpplan.layouts.typecheck import Mistyped, typecheck
+from tpplan.plan.plan import MeshPlan, Plan, ProofStatus, Recompute
+from tpplan.trace.trace import trace
 
 ROWS, LENGTH, VOCABULARY, DIM, HIDDEN = 4, 6, 16, 8, 32
 

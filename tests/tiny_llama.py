@@ -12,9 +12,9 @@ from plans import handmade_plan
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tpplan.losses import cross_entropy
-from tpplan.mesh import Mesh
-from tpplan.plan import Plan
+from tpplan.apply.collectives.cross_entropy import cross_entropy
+from tpplan.core.mesh import Mesh
+from tpplan.plan.plan import Plan
 
 B, T, D, HEAD_DIM, HIDDEN, V = 4, 8, 32, 8, 48, 64
 NUM_LAYERS = 2

@@ -13,10 +13,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tpplan.graph import Argument, Ref, Value
-from tpplan.layout import ROWS, Layout, LayoutKind, P, R, layouts_of
-from tpplan.rules import Call, Strategy, call_strategies, localized_arguments
-from tpplan.units import FLOATING_DTYPES
+from tpplan.core.graph import Argument, Ref, Value
+from tpplan.core.layout import ROWS, Layout, LayoutKind, P, R, layouts_of
+from tpplan.core.units import FLOATING_DTYPES
+from tpplan.layouts.rules import Call, Strategy, call_strategies, localized_arguments
 
 #: largest error allowed, relative to the largest element; everything here is float64
 TOLERANCE = 1e-10

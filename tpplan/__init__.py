@@ -12,67 +12,67 @@ Names below are loaded when first used: reading a plan needs no torch.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tpplan.garbage import rarely_collected
+from tpplan.core.gc_pause import rarely_collected
 
 if TYPE_CHECKING:
-    from tpplan.apply import apply_plan as apply_plan
-    from tpplan.apply import no_sync as no_sync
-    from tpplan.batching import BatchShare as BatchShare
-    from tpplan.checkpoint import load_checkpoint as load_checkpoint
-    from tpplan.checkpoint import save_checkpoint as save_checkpoint
-    from tpplan.checkpoint_folder import latest_checkpoint as latest_checkpoint
-    from tpplan.data import PlanSampler as PlanSampler
-    from tpplan.data import by_step as by_step
+    from tpplan.apply.apply import apply_plan as apply_plan
+    from tpplan.apply.apply import no_sync as no_sync
+    from tpplan.apply.collectives.cross_entropy import cross_entropy as cross_entropy
+    from tpplan.apply.parallel_style import styles as styles
+    from tpplan.core.mesh import Mesh as Mesh
     from tpplan.exporters import export as export
-    from tpplan.load_weights import init_weights as init_weights
-    from tpplan.load_weights import load_safetensors as load_safetensors
-    from tpplan.load_weights import load_state_dict as load_state_dict
-    from tpplan.losses import cross_entropy as cross_entropy
-    from tpplan.mesh import Mesh as Mesh
-    from tpplan.options import Cluster as Cluster
-    from tpplan.plan import Plan as Plan
-    from tpplan.plan import Precision as Precision
-    from tpplan.planner import price as price
-    from tpplan.planner import solve as solve
-    from tpplan.profile import HardwareProfile as HardwareProfile
-    from tpplan.profile import load_profile as load_profile
-    from tpplan.proof import prove_plan as prove_plan
-    from tpplan.reuse import Reuse as Reuse
-    from tpplan.style import styles as styles
-    from tpplan.trace import forward_inputs as forward_inputs
-    from tpplan.verify import verify_plan as verify_plan
-    from tpplan.watch import guard as guard
-    from tpplan.weighting import loss_weights as loss_weights
+    from tpplan.machine.profile import HardwareProfile as HardwareProfile
+    from tpplan.machine.profile import load_profile as load_profile
+    from tpplan.plan.batch_share import BatchShare as BatchShare
+    from tpplan.plan.plan import Plan as Plan
+    from tpplan.plan.plan import Precision as Precision
+    from tpplan.search.options import Cluster as Cluster
+    from tpplan.search.planner import price as price
+    from tpplan.search.planner import solve as solve
+    from tpplan.search.trace_cache import Reuse as Reuse
+    from tpplan.trace.trace import forward_inputs as forward_inputs
+    from tpplan.train.checkpoint import load_checkpoint as load_checkpoint
+    from tpplan.train.checkpoint import save_checkpoint as save_checkpoint
+    from tpplan.train.checkpoint_folder import latest_checkpoint as latest_checkpoint
+    from tpplan.train.guard import guard as guard
+    from tpplan.train.load_weights import init_weights as init_weights
+    from tpplan.train.load_weights import load_safetensors as load_safetensors
+    from tpplan.train.load_weights import load_state_dict as load_state_dict
+    from tpplan.train.loss_weights import loss_weights as loss_weights
+    from tpplan.train.sampler import PlanSampler as PlanSampler
+    from tpplan.train.sampler import by_step as by_step
+    from tpplan.verify.prove_plan import prove_plan as prove_plan
+    from tpplan.verify.verify import verify_plan as verify_plan
 
 _HOME = {
-    "BatchShare": "batching",
-    "Cluster": "options",
-    "HardwareProfile": "profile",
-    "Mesh": "mesh",
-    "Plan": "plan",
-    "PlanSampler": "data",
-    "Precision": "plan",
-    "Reuse": "reuse",
-    "apply_plan": "apply",
-    "by_step": "data",
-    "cross_entropy": "losses",
+    "BatchShare": "plan.batch_share",
+    "Cluster": "search.options",
+    "HardwareProfile": "machine.profile",
+    "Mesh": "core.mesh",
+    "Plan": "plan.plan",
+    "PlanSampler": "train.sampler",
+    "Precision": "plan.plan",
+    "Reuse": "search.trace_cache",
+    "apply_plan": "apply.apply",
+    "by_step": "train.sampler",
+    "cross_entropy": "apply.collectives.cross_entropy",
     "export": "exporters",
-    "forward_inputs": "trace",
-    "guard": "watch",
-    "init_weights": "load_weights",
-    "latest_checkpoint": "checkpoint_folder",
-    "load_checkpoint": "checkpoint",
-    "load_profile": "profile",
-    "load_safetensors": "load_weights",
-    "load_state_dict": "load_weights",
-    "loss_weights": "weighting",
-    "no_sync": "apply",
-    "price": "planner",
-    "prove_plan": "proof",
-    "save_checkpoint": "checkpoint",
-    "solve": "planner",
-    "styles": "style",
-    "verify_plan": "verify",
+    "forward_inputs": "trace.trace",
+    "guard": "train.guard",
+    "init_weights": "train.load_weights",
+    "latest_checkpoint": "train.checkpoint_folder",
+    "load_checkpoint": "train.checkpoint",
+    "load_profile": "machine.profile",
+    "load_safetensors": "train.load_weights",
+    "load_state_dict": "train.load_weights",
+    "loss_weights": "train.loss_weights",
+    "no_sync": "apply.apply",
+    "price": "search.planner",
+    "prove_plan": "verify.prove_plan",
+    "save_checkpoint": "train.checkpoint",
+    "solve": "search.planner",
+    "styles": "apply.parallel_style",
+    "verify_plan": "verify.verify",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605 - the table above, sorted

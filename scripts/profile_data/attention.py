@@ -6,8 +6,8 @@ FLOP are those that are executed: half for causal masks, and backward 2.5 times 
 import numpy as np
 
 from profile_data.machines import BestAttention, PublishedAttention
-from tpplan.fit import digits
-from tpplan.profile_tables import AttentionRate
+from tpplan.machine.fit_tables import digits
+from tpplan.machine.tables import AttentionRate
 
 TERA = 1e12
 HALF_PRECISIONS = ("bfloat16", "float16")

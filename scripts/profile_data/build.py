@@ -27,9 +27,9 @@ from profile_data.machines import (
 )
 from profile_data.matmuls import Rate, Roofline
 from profile_data.read import Array, Data, collective_rows, described_sources, unnamed_interconnects
-from tpplan.fit import digits, group_extrapolation, rms
-from tpplan.profile import SCHEMA_VERSION, HardwareProfile
-from tpplan.profile_tables import (
+from tpplan.machine.fit_tables import digits, group_extrapolation, rms
+from tpplan.machine.profile import SCHEMA_VERSION, HardwareProfile
+from tpplan.machine.tables import (
     AttentionRate,
     Bandwidth,
     CollectiveTable,

@@ -19,9 +19,9 @@ import pandas as pd
 
 from profile_data.machines import DATA_SHEETS, XLA_COLLECTIVES, Machine
 from profile_data.read import Array
-from tpplan.fit import TIME_DIGITS, digits, isotonic_median, neighbour_errors, rms
-from tpplan.profile import HardwareProfile
-from tpplan.profile_tables import Collective, CollectiveTable
+from tpplan.machine.fit_tables import TIME_DIGITS, digits, isotonic_median, neighbour_errors, rms
+from tpplan.machine.profile import HardwareProfile
+from tpplan.machine.tables import Collective, CollectiveTable
 
 #: kind, ranks, ranks per node
 GroupKey = tuple[Collective, int, int]

@@ -6,7 +6,7 @@ data folder's files; every other number stands here with its source. Rates of li
 
 from dataclasses import dataclass
 
-from tpplan.profile_tables import Source
+from tpplan.machine.tables import Source
 
 MIB = 1024**2
 

@@ -23,10 +23,10 @@ from profile_data.machines import (
     SpareRows,
 )
 from profile_data.read import Array, Data, matmul_grid, matmul_rows
-from tpplan.fit import TIME_DIGITS, beyond_error, digits, interpolation_error, isotonic_grid, rms
-from tpplan.profile import HardwareProfile
-from tpplan.profile_tables import MatmulTable
-from tpplan.units import DTYPE_BYTES
+from tpplan.core.units import DTYPE_BYTES
+from tpplan.machine.fit_tables import TIME_DIGITS, beyond_error, digits, interpolation_error, isotonic_grid, rms
+from tpplan.machine.profile import HardwareProfile
+from tpplan.machine.tables import MatmulTable
 
 #: of what follows from a table of another dtype or machine and was compared with nothing
 UNCHECKED_RELATIVE_ERROR = 0.1

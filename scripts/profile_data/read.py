@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from profile_data.machines import CITED_SOURCES, XLA_COLLECTIVES, CollectiveRows
-from tpplan.profile_tables import Collective, Source
+from tpplan.machine.tables import Collective, Source
 
 Array = np.ndarray
 

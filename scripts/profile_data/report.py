@@ -7,8 +7,8 @@ import numpy as np
 from profile_data.build import Built
 from profile_data.collectives import LARGE_BYTES, lone_source_error
 from profile_data.machines import XLA_COLLECTIVES
-from tpplan.fit import leave_one_group_out, rms
-from tpplan.profile_tables import Collective
+from tpplan.machine.fit_tables import leave_one_group_out, rms
+from tpplan.machine.tables import Collective
 
 #: from here on a left-out group's time is bandwidth across nodes too
 FAR_BYTES = 256 * 1024**2

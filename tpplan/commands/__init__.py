@@ -1,8 +1,12 @@
 """The command line: a file per verb, with `add_parser(subparsers)` and `run(args) -> int`.
 
-Results go to stdout, progress and logs to stderr. Exit codes: 0, that of the error's class (tpplan.errors), 2 for a
-wrong command line, 130 when interrupted, 141 when whoever read stdout has left. Importing a verb is cheap: torch is
+Results go to stdout, progress and logs to stderr. Exit codes: 0, that of the error's class (tpplan.core.errors), 2 for
+a wrong command line, 130 when interrupted, 141 when whoever read stdout has left. Importing a verb is cheap: torch is
 imported by the `run` that needs it.
+
+In: a command line. Out: text for people, or JSON, and an exit code.
+
+Imports: core, exporters, layouts, machine, measure, plan, search, solvers, trace, verify.
 """
 
 import argparse
@@ -16,10 +20,10 @@ from collections.abc import Sequence
 
 from tpplan.commands._output import write
 from tpplan.commands._pins import with_files
-from tpplan.errors import InternalError, TpplanError, UsageError
-from tpplan.escapes import escaped_lines
-from tpplan.garbage import rarely_collected
-from tpplan.load import HF_PREFIX, TRUST_FLAG, UserCodeError, trusted
+from tpplan.core.errors import InternalError, TpplanError, UsageError
+from tpplan.core.escapes import escaped_lines
+from tpplan.core.gc_pause import rarely_collected
+from tpplan.trace.user_model import HF_PREFIX, TRUST_FLAG, UserCodeError, trusted
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 _BROKEN_PIPE = 141  # 128 + SIGPIPE

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tpplan.commands._output import aligned, folded, write_json
-from tpplan.pins import Style
-from tpplan.plan import Plan
-from tpplan.report import as_data, gib
-from tpplan.units import format_seconds
+from tpplan.core.units import format_seconds
+from tpplan.plan.plan import Plan
+from tpplan.plan.report import as_data, gib
+from tpplan.plan.styles import Style
 
 if TYPE_CHECKING:
-    from tpplan.alternatives import Kind
+    from tpplan.search.alternatives import Kind
 
 #: terms of the difference that are named, and the least share of the step that is worth it
 _TERMS, _LEAST_SHARE = 3, 0.0005
@@ -66,7 +66,7 @@ def styles_text(kind: "Kind") -> str:
 
 def _why(first: Plan, other: Plan) -> str:
     """The terms that differ most."""
-    from tpplan.alternatives import time_differences
+    from tpplan.search.alternatives import time_differences
 
     step = first.predicted.step_time_s
     terms = [

@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from tpplan.escapes import escaped_lines
-from tpplan.plan import Plan
-from tpplan.report import DEFAULT_WIDTH, as_data, render
+from tpplan.core.escapes import escaped_lines
+from tpplan.plan.plan import Plan
+from tpplan.plan.report import DEFAULT_WIDTH, as_data, render
 
 #: longer lines are hard to read, however wide the terminal; on shorter ones nothing is left of the tables
 _MAX_WIDTH = 120

@@ -15,10 +15,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.errors import UsageError
-from tpplan.files import read_text
-from tpplan.pins import KNOWN_STYLES, parse_pins, split_pin
-from tpplan.strict import MAX_INTEGER, read_json
+from tpplan.core.errors import UsageError
+from tpplan.core.files import read_text
+from tpplan.core.strict_json import MAX_INTEGER, read_json
+from tpplan.layouts.pins import parse_pins, split_pin
+from tpplan.plan.styles import KNOWN_STYLES
 
 if TYPE_CHECKING:
     from argparse import _ActionsContainer

@@ -6,12 +6,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from tpplan.commands._output import write, write_json
-from tpplan.errors import TpplanError
+from tpplan.core.errors import TpplanError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from tpplan.doctor import Finding
+    from tpplan.verify.doctor import Finding
 
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -25,8 +25,8 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(args: argparse.Namespace) -> int:
     """Prints a line for each part as it is tried; exits with 1 where one fails."""
-    from tpplan.doctor import State, examine
-    from tpplan.trace import quiet
+    from tpplan.trace.trace import quiet
+    from tpplan.verify.doctor import State, examine
 
     findings: list[Finding] = []
     with quiet():

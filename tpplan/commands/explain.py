@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 from tpplan.commands._output import aligned, folded, print_lines, terminal_width, write_json
 from tpplan.commands._pins import add_pins, pins_of
 from tpplan.commands.solve import count
-from tpplan.errors import InfeasibleError, ModelError, UsageError
-from tpplan.escapes import escaped_data
-from tpplan.layer_table import layer_rows
-from tpplan.load import HF_PREFIX, HF_TRUSTED_PREFIX, ModelSpec, load_model_file
-from tpplan.pins import parse_pin
-from tpplan.plan import Plan
-from tpplan.profile import Collective, HardwareProfile, load_profile
-from tpplan.report import gib
-from tpplan.units import format_seconds
+from tpplan.core.errors import InfeasibleError, ModelError, UsageError
+from tpplan.core.escapes import escaped_data
+from tpplan.core.units import format_seconds
+from tpplan.layouts.pins import parse_pin
+from tpplan.machine.profile import Collective, HardwareProfile, load_profile
+from tpplan.plan.layer_table import layer_rows
+from tpplan.plan.plan import Plan
+from tpplan.plan.report import gib
+from tpplan.trace.user_model import HF_PREFIX, HF_TRUSTED_PREFIX, ModelSpec, load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from tpplan.alternatives import Alternative, Problem
+    from tpplan.search.alternatives import Alternative, Problem
 
 _EPILOG = """\
 model.py (or model.py:BUILDER, hf:path/config.json) is what the plan was made for; what was pinned for it is to be given
@@ -119,9 +119,9 @@ def _solve_again(
     data: dict[str, object],
     lines: list[str],
 ) -> int:
-    from tpplan.alternatives import Problem, options_of, shadow_prices, why_not
-    from tpplan.options import Cluster
-    from tpplan.reuse import Reuse
+    from tpplan.search.alternatives import Problem, options_of, shadow_prices, why_not
+    from tpplan.search.options import Cluster
+    from tpplan.search.trace_cache import Reuse
 
     cluster = Cluster(gpus=plan.cluster.gpus, gpus_per_node=plan.cluster.gpus_per_node, profile=profile)
     problem = Problem(
@@ -155,7 +155,7 @@ def _with(problem: "Problem", **options: Any) -> "Problem":
 
 
 def _priced_again(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> Plan:
-    from tpplan.planner import price
+    from tpplan.search.planner import price
 
     return price(plan, model.build_model, model.example_inputs, profile=profile, loss=model.loss)
 
@@ -165,7 +165,7 @@ def _priced_again(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> Pla
 
 def _comparison(plan: Plan, other: "Alternative", pattern: str, profile: HardwareProfile) -> Iterator[str]:
     """Both plans term by term: the step's time, collectives by kind, memory."""
-    from tpplan.alternatives import memory_differences, time_differences
+    from tpplan.search.alternatives import memory_differences, time_differences
 
     mesh = f"on {plan.mesh}"
     if other.plan is None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from tpplan.commands._output import write, wrote
 from tpplan.commands.solve import check_output
-from tpplan.errors import ModelError
-from tpplan.files import write_atomically
-from tpplan.load import load_model_file
-from tpplan.plan import Plan
+from tpplan.core.errors import ModelError
+from tpplan.core.files import write_atomically
+from tpplan.plan.plan import Plan
+from tpplan.trace.user_model import load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

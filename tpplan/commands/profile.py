@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 
 from tpplan.commands._output import write, write_json, wrote
 from tpplan.commands._progress import Report, bars
-from tpplan.errors import ProfileError, UsageError
-from tpplan.files import is_written_in_place, unwritable, write_atomically
-from tpplan.profile import HardwareProfile, load_profile
-from tpplan.profile_check import warnings
-from tpplan.profile_report import DEFAULT_WIDTH, as_data, render, to_html
-from tpplan.strict import MOST
+from tpplan.core.errors import ProfileError, UsageError
+from tpplan.core.files import is_written_in_place, unwritable, write_atomically
+from tpplan.core.strict_json import MOST
+from tpplan.machine.lint import warnings
+from tpplan.machine.profile import HardwareProfile, load_profile
+from tpplan.machine.report import DEFAULT_WIDTH, as_data, render, to_html
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -151,7 +151,7 @@ def _partial_of(output: Path) -> Path | None:
 def _measure(
     args: argparse.Namespace, device: "torch.device", partial: Path | None, progress: Report
 ) -> HardwareProfile:
-    from tpplan.survey import measure_machine, survey_of
+    from tpplan.measure.session import measure_machine, survey_of
 
     return measure_machine(
         survey_of(device, dtypes=args.dtypes, progress=progress),

@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tpplan.commands._output import print_plan
-from tpplan.plan import Plan
+from tpplan.plan.plan import Plan
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -13,18 +13,18 @@ from tpplan.commands._output import aligned, folded, print_lines, write_json
 from tpplan.commands._pins import add_pins, pins_of
 from tpplan.commands._progress import bars
 from tpplan.commands.solve import STAGE_COLUMNS, add_training, count, gpu_count, num_bytes, training_options
-from tpplan.errors import InfeasibleError, ModelError, UsageError
-from tpplan.load import load_model_file
-from tpplan.plan import Recompute
-from tpplan.profile import load_profile
-from tpplan.report import gib
-from tpplan.strict import MOST
-from tpplan.units import format_seconds
+from tpplan.core.errors import InfeasibleError, ModelError, UsageError
+from tpplan.core.strict_json import MOST
+from tpplan.core.units import format_seconds
+from tpplan.machine.profile import load_profile
+from tpplan.plan.plan import Recompute
+from tpplan.plan.report import gib
+from tpplan.trace.user_model import load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from tpplan.sizing import Sized
+    from tpplan.search.cluster_sizing import Sized
 
 #: GPUs tried at most where a target alone is given
 _MOST = 1024
@@ -79,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
     profiles = [load_profile(name) for name in args.profile]
     pins = pins_of(args)
     model = load_model_file(args.model)
-    from tpplan.options import Cluster
-    from tpplan.sizing import counts_up_to, size
+    from tpplan.search.cluster_sizing import counts_up_to, size
+    from tpplan.search.options import Cluster
 
     clusters = []
     for profile in profiles:
@@ -132,7 +132,7 @@ def _groups(rows: Sequence["Sized"]) -> "dict[str, list[Sized]]":
 
 def _answers(rows: Sequence["Sized"], target: float | None) -> "list[Sized]":
     """The smallest count of each profile that has one."""
-    from tpplan.sizing import smallest
+    from tpplan.search.cluster_sizing import smallest
 
     return [best for group in _groups(rows).values() if (best := smallest(group, target)) is not None]
 

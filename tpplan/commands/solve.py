@@ -10,21 +10,21 @@ from tpplan.commands._kinds import kind_lines, print_kinds_as_data
 from tpplan.commands._output import print_lines, print_plan, wrote
 from tpplan.commands._pins import add_pins, pins_of
 from tpplan.commands._progress import bars
-from tpplan.errors import ModelError, PlanError, UsageError
-from tpplan.files import unwritable
-from tpplan.load import ModelSpec, load_model_file
-from tpplan.mesh import MAX_COUNT, MAX_GPUS, meshes
-from tpplan.optimizers import OPTIMIZERS, optimizer_named
-from tpplan.plan import Plan, Precision, Recompute
-from tpplan.profile import HardwareProfile, load_profile
+from tpplan.core.errors import ModelError, PlanError, UsageError
+from tpplan.core.files import unwritable
+from tpplan.core.mesh import MAX_COUNT, MAX_GPUS, meshes
+from tpplan.core.strict_json import MOST
+from tpplan.core.units import GIB, KIB, MIB
+from tpplan.machine.profile import HardwareProfile, load_profile
+from tpplan.plan.optimizers import OPTIMIZERS, optimizer_named
+from tpplan.plan.plan import Plan, Precision, Recompute
 from tpplan.solvers import SOLVERS
-from tpplan.strict import MOST
-from tpplan.units import GIB, KIB, MIB
+from tpplan.trace.user_model import ModelSpec, load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from tpplan.alternatives import Kind
+    from tpplan.search.alternatives import Kind
 
 #: the longest name of a stage of planning
 STAGE_COLUMNS = 6
@@ -158,9 +158,9 @@ def _files(args: argparse.Namespace, plan: Plan, kinds: "Sequence[Kind]") -> Ite
 
 def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile) -> "tuple[Plan, list[Kind]]":
     """The best plan, and where --top asks for more than it, the best of each kind, itself first."""
-    from tpplan.alternatives import Problem, top
-    from tpplan.options import Cluster
-    from tpplan.reuse import Reuse
+    from tpplan.search.alternatives import Problem, top
+    from tpplan.search.options import Cluster
+    from tpplan.search.trace_cache import Reuse
 
     with bars(STAGE_COLUMNS) as progress:
         problem = Problem(

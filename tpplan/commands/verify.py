@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from tpplan.commands._output import print_lines, write_json, wrote
 from tpplan.commands.solve import check_output, count
-from tpplan.errors import UsageError, VerificationError
+from tpplan.core.errors import UsageError, VerificationError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from tpplan.verify import Report
+    from tpplan.verify.verify import Report
 
 _EPILOG = """\
 model.py (or model.py:BUILDER, hf:path/config.json) is what the plan was made for. Exit code 4 if a check fails; what
@@ -49,7 +49,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
 
 def run(args: argparse.Namespace) -> int:
     """Prints the checks; exits with 4 where one fails."""
-    from tpplan.verify import verify_plan
+    from tpplan.verify.verify import verify_plan
 
     if args.dry and args.ranks is not None:
         raise UsageError("verify: --dry starts no ranks: leave out --ranks")

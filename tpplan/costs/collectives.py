@@ -2,10 +2,10 @@
 
 from math import prod
 
-from tpplan.graph import Value
-from tpplan.layout import COLLECTIVE_STEPS, Conversion, Step
-from tpplan.mesh import GroupShape
-from tpplan.profile import Collective, Estimate, HardwareProfile
+from tpplan.core.graph import Value
+from tpplan.core.layout import COLLECTIVE_STEPS, Conversion, Step
+from tpplan.core.mesh import GroupShape
+from tpplan.machine.profile import Collective, Estimate, HardwareProfile
 
 _COLLECTIVES = {
     Step.ALL_REDUCE: Collective.ALL_REDUCE,

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 import torch
 
-from tpplan.blocks import members
-from tpplan.graph import Boundary, ModelGraph, Op
-from tpplan.rules import base_target
+from tpplan.core.graph import Boundary, ModelGraph, Op
+from tpplan.core.repeated_blocks import members
+from tpplan.layouts.rules import base_target
 
 #: reductions that take elementwise ops into their kernel
 _REDUCTIONS = frozenset({"layer_norm", "rms_norm", "softmax", "log_softmax", "sum", "mean", "amax", "var", "var_mean",

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from tpplan.profile import AttentionSizes, Estimate, HardwareProfile
-from tpplan.storages import Storages
+from tpplan.core.units import DTYPE_BYTES
+from tpplan.machine.profile import AttentionSizes, Estimate, HardwareProfile
 from tpplan.torch_internals.operators import gives_views
 from tpplan.torch_internals.recording import TorchDispatchMode
-from tpplan.units import DTYPE_BYTES
+from tpplan.trace.hooks.live_storages import Storages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

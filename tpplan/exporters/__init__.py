@@ -4,6 +4,10 @@
 
 whose first docstring line says what it writes. It raises ExportError, naming the module, for what it cannot say: what
 it writes computes what the plan does.
+
+In: a plan and the model it is for. Out: text, such as a PyTorch file that needs no tpplan.
+
+Imports: apply, core, layouts, plan, search, torch_internals, trace, verify.
 """
 
 import importlib
@@ -15,14 +19,14 @@ from types import ModuleType
 
 from torch import nn
 
-from tpplan.errors import UsageError
-from tpplan.graph import Boundary, Direction, ModelGraph
-from tpplan.layout import Layout
-from tpplan.options import BuildModel, ExampleInputs
-from tpplan.plan import Plan
-from tpplan.proof import prove_plan
-from tpplan.rules import Strategy
-from tpplan.trace import Loss
+from tpplan.core.errors import UsageError
+from tpplan.core.graph import Boundary, Direction, ModelGraph
+from tpplan.core.layout import Layout
+from tpplan.layouts.rules import Strategy
+from tpplan.plan.plan import Plan
+from tpplan.search.options import BuildModel, ExampleInputs
+from tpplan.trace.trace import Loss
+from tpplan.verify.prove_plan import prove_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,12 @@ from keyword import iskeyword
 from math import prod
 from typing import Any
 
+from tpplan.apply.recompute import KEPT
+from tpplan.core.graph import within
+from tpplan.core.mesh import Axis
+from tpplan.core.name_patterns import parse_ranges
 from tpplan.exporters._pytorch_styles import Entering, Leaving, OnWhole, keep_products, sum_gradients
-from tpplan.graph import within
-from tpplan.mesh import Axis
-from tpplan.patterns import parse_ranges
-from tpplan.plan import Plan, Precision, Recompute, uses_fsdp
-from tpplan.recompute import KEPT
+from tpplan.plan.plan import Plan, Precision, Recompute, uses_fsdp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,13 +13,13 @@ from keyword import iskeyword
 
 from torch import nn
 
-from tpplan.errors import ExportError
+from tpplan.core.errors import ExportError
+from tpplan.core.graph import LEFT_AT, Boundary, Direction
+from tpplan.core.layout import R_STAR, ROWS, Layout, LayoutKind, P, R, S
+from tpplan.core.name_patterns import ROOT
 from tpplan.exporters import Crossing, LaidOut
 from tpplan.exporters._pytorch_file import Styles, file_text
-from tpplan.graph import LEFT_AT, Boundary, Direction
-from tpplan.layout import R_STAR, ROWS, Layout, LayoutKind, P, R, S
-from tpplan.patterns import ROOT
-from tpplan.plan import ParameterPlan, Plan
+from tpplan.plan.plan import ParameterPlan, Plan
 from tpplan.torch_internals.modules import own_parameters
 
 

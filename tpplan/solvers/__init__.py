@@ -3,6 +3,11 @@
     solve(problem, *, time_limit_s, cutoff, is_relaxed) -> Solution
 
 A solver's module, and the library behind it, is imported when it is first used.
+
+In: a `Problem`: nodes with strategies, edges that agree, expressions to minimize and to keep below limits. Out: a
+`Solution` with its bound. Nothing here knows of models. Needs no torch.
+
+Imports: core.
 """
 
 import difflib
@@ -13,8 +18,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import cast
 
-from tpplan.errors import SolverError, UsageError
-from tpplan.problem import Problem, Solution
+from tpplan.core.errors import SolverError, UsageError
+from tpplan.solvers.problem import Problem, Solution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +36,7 @@ class Entry:
 SOLVERS = (
     Entry(name="highs", module="tpplan.solvers.highs", requires=("highspy",), automatic=True),
     Entry(name="cbc", module="tpplan.solvers.cbc", requires=("pulp",), automatic=True),
-    Entry(name="brute-force", module="tpplan.solvers.brute", requires=(), automatic=False),
+    Entry(name="brute-force", module="tpplan.solvers.brute_force", requires=(), automatic=False),
 )
 
 

@@ -6,10 +6,10 @@ import shutil
 import numpy as np
 import pulp
 
-from tpplan.errors import SolverError
-from tpplan.problem import Problem, Solution, Status
+from tpplan.core.errors import SolverError
 from tpplan.solvers import milp
-from tpplan.solvers.program import Program
+from tpplan.solvers.matrix import Program
+from tpplan.solvers.problem import Problem, Solution, Status
 
 #: a fixed seed, and CBC's absolute tolerances. `increment` is by how much a better solution must be better.
 OPTIONS = (

@@ -6,10 +6,10 @@ import time
 import highspy
 import numpy as np
 
-from tpplan.errors import SolverError
-from tpplan.problem import Problem, Solution, Status
+from tpplan.core.errors import SolverError
 from tpplan.solvers import milp
-from tpplan.solvers.program import Program
+from tpplan.solvers.matrix import Program
+from tpplan.solvers.problem import Problem, Solution, Status
 
 #: HiGHS drops matrix entries below this; its default, 1e-9, would drop nanoseconds next to seconds
 SMALLEST_ENTRY = 1e-12

@@ -1,4 +1,4 @@
-"""The problem as an integer linear program. One binary x_gs per group g (tpplan.solvers.skeleton) and column s that is
+"""The problem as an integer linear program. One binary x_gs per group g (tpplan.solvers.groups) and column s that is
 still alive.
 
     minimize    sum_g,s c_gs x_gs  +  sum_q k_q n_q  +  sum_q,g,s d_qgs z_qgs  +  sum_j w_j t_j
@@ -32,11 +32,11 @@ from typing import Protocol
 
 import numpy as np
 
-from tpplan.errors import SolverError
-from tpplan.problem import Problem, Solution, Status
-from tpplan.solvers.program import Builder, Program
-from tpplan.solvers.reduction import ALWAYS, LIMIT_TOLERANCE, Floats, Peak, Reduced, Total, reduce
-from tpplan.solvers.skeleton import Ints
+from tpplan.core.errors import SolverError
+from tpplan.solvers.groups import Ints
+from tpplan.solvers.matrix import Builder, Program
+from tpplan.solvers.presolve import ALWAYS, LIMIT_TOLERANCE, Floats, Peak, Reduced, Total, reduce
+from tpplan.solvers.problem import Problem, Solution, Status
 
 #: asked of the solvers, in the units above; HiGHS allows down to 1e-10
 SOLVER_TOLERANCE = 1e-9

@@ -2,7 +2,9 @@
 
 In: torch. Out: functions, each named for what tpplan wants of torch, and for each a probe that says by name whether the
 torch at hand does it (`tpplan doctor` prints what fails). No other module of tpplan uses a private name of torch, as
-tests/test_torch_internals.py checks. May import: tpplan.errors.
+tests/test_torch_internals.py checks.
+
+Imports: core.
 
 Loading this room refuses a torch older than OLDEST and warns, once, of one newer than NEWEST.
 
@@ -28,7 +30,7 @@ import warnings
 
 import torch
 
-from tpplan.errors import TorchVersionError
+from tpplan.core.errors import TorchVersionError
 from tpplan.torch_internals.versions import NEWEST, OLDEST, complaint, is_too_old
 
 __all__ = ["NEWEST", "OLDEST"]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from tpplan.torch_internals.probe import Probe
+from tpplan.torch_internals.probes import Probe
 
 #: the number of no backward
 NO_BACKWARD = -1

@@ -7,7 +7,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEMORY_FORMATS
 from torch.serialization import _get_layout as layout_named
 
-from tpplan.torch_internals.probe import Probe
+from tpplan.torch_internals.probes import Probe
 
 __all__ = ["MEMORY_FORMATS", "PROBES", "StorageInfo", "layout_named"]
 

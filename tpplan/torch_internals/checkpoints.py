@@ -14,7 +14,7 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from tpplan.torch_internals.autograd import running_backward
-from tpplan.torch_internals.probe import Probe
+from tpplan.torch_internals.probes import Probe
 
 #: a forward that is checkpointed
 Forward = Callable[..., Any]

@@ -2,7 +2,7 @@
 
 import torch
 
-from tpplan.torch_internals.probe import Probe
+from tpplan.torch_internals.probes import Probe
 
 
 def busy_gpu(cycles: int) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from tpplan.torch_internals.groups import fake_group
-from tpplan.torch_internals.probe import Probe
+from tpplan.torch_internals.probes import Probe
 
 __all__ = ["PROBES", "FSDPMemTracker", "FSDPParamGroup", "MemTracker", "Tracker", "group_of", "unit_name"]
 

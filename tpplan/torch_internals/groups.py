@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 # Importing it registers the backend.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tpplan.torch_internals.probe import Probe
+from tpplan.torch_internals.probes import Probe
 
 __all__ = ["PROBES", "FileStore", "PrefixStore", "RankMesh", "Store", "default_store", "fake_group", "mesh_of_one"]
 

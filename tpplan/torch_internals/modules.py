@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import stateless
 
-from tpplan.torch_internals.probe import Probe
+from tpplan.torch_internals.probes import Probe
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

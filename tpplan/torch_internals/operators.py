@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tpplan.torch_internals import pytree
-from tpplan.torch_internals.probe import Probe
+from tpplan.torch_internals.probes import Probe
 
 #: kernels by "op" or "op.overload" of aten
 Kernels = Mapping[str, Callable[..., Any]]

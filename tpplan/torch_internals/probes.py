@@ -1,17 +1,30 @@
-"""All probes, run: what of torch's internals the torch at hand does otherwise than tpplan counts on."""
+"""Probes: what tpplan wants of torch's internals, thing by thing, each with a check of the torch at hand; and all of
+them run."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-
-from tpplan.torch_internals.probe import Probe
 
 #: the files of this room that use torch; one that does not load is itself a failure
 FILES = (
     "pytree", "tensors", "modules", "autograd", "checkpoints", "recording", "operators", "fakes", "groups", "fsdp",
     "devices", "checkpoint_files",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """`works` returns False, or raises, where the torch at hand does not do what tpplan counts on. It takes
+    milliseconds on the CPU, needs no process group, and leaves torch as it was.
+
+    `uses` names torch's own functions; `needed_for` says what of tpplan does not work without them.
+    """
+
+    name: str
+    uses: str
+    needed_for: str
+    works: Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

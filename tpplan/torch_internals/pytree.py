@@ -14,7 +14,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from tpplan.torch_internals.probe import Probe
+from tpplan.torch_internals.probes import Probe
 
 __all__ = [
     "PROBES",

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tpplan.torch_internals.checkpoints import unfinished_ended
-from tpplan.torch_internals.probe import Probe
+from tpplan.torch_internals.probes import Probe
 from tpplan.torch_internals.tensors import storage_key
 
 __all__ = ["PROBES", "TorchDispatchMode"]

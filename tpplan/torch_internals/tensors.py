@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.overrides import TorchFunctionMode
 
 from tpplan.torch_internals.groups import mesh_of_one
-from tpplan.torch_internals.probe import Probe
+from tpplan.torch_internals.probes import Probe
 
 #: hooks by torch's number for each
 Hooks = dict[int, Callable[..., Any]]

@@ -1,0 +1,380 @@
+"""Applying a plan: tensor parallelism by tpplan.apply.parallel_style, recomputation around it, data parallelism by
+FSDP2 last.
+
+    model = tpplan.apply_plan(build_model(), "plan.json")        # under torchrun, process group initialised
+    for micro_batch in micro_batches: loss(model(**micro_batch)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0); optimizer.step()
+
+The model stays eager and keeps its parameter names. Its parameters are DTensors on (replicate, shard, tp): make the
+optimizer afterwards. Every rank of a tp group must read the same batch: Plan.batch_for says which, and the first
+training forward sees whether it is so (tpplan.apply.modules.first_step_check).
+"""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+
+from tpplan.apply.collectives.cross_entropy import ShardedClasses
+from tpplan.apply.collectives.dp_gradients import Averager
+from tpplan.apply.collectives.redistribute import TpGroup
+from tpplan.apply.collectives.tp_gradients import Reducer, Slot
+from tpplan.apply.first_forward_check import check_calls
+from tpplan.apply.model_match import (
+    check_filled,
+    check_model,
+    module_called,
+    modules_by_name,
+    outermost_by_name,
+    plan_name,
+)
+from tpplan.apply.modules.applied_mesh import keep_mesh
+from tpplan.apply.modules.dropout_rng import DrawByRank
+from tpplan.apply.modules.first_step_check import check_first_step
+from tpplan.apply.modules.input_shapes import Check, check_shapes
+from tpplan.apply.modules.local_modules import Site
+from tpplan.apply.modules.local_sizes import LocalSizes
+from tpplan.apply.modules.stale_references import Originals
+from tpplan.apply.parallel_style import module_styles
+from tpplan.apply.rank_agreement import agree
+from tpplan.apply.recompute import recompute
+from tpplan.core.errors import PlanError, PlanMismatchError, TpplanError, UsageError
+from tpplan.core.mesh import Axis
+from tpplan.core.name_patterns import ROOT
+from tpplan.plan.plan import Plan, Precision, uses_fsdp
+from tpplan.plan.proof_hash import MEND, why_unproven
+from tpplan.torch_internals.modules import own_buffers, own_parameters
+from tpplan.torch_internals.tensors import gradient_hooks, local_part
+from tpplan.trace.hooks.call_rewriting import Rewriter, rewrite_calls
+from tpplan.trace.hooks.checkpoint_context import leave_reentry
+from tpplan.trace.hooks.encoder_fast_path import leave_fast_path
+from tpplan.trace.hooks.generated_class import SITE, fold_forwards, is_generated
+from tpplan.trace.opaque import HOOKS, opaque_class
+
+#: where the model keeps what averages gradients that FSDP does not
+AVERAGER = "_tpplan_averager"
+_AXES = tuple(str(axis) for axis in (Axis.REPLICATE, Axis.SHARD, Axis.TP))
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: Plan | str | os.PathLike[str],
+    *,
+    mesh: DeviceMesh | None = None,
+    compile: bool = False,
+    check: bool | Literal["warn"] = True,
+) -> nn.Module:
+    """Lays the model out as the plan says, in place, and returns it.
+
+    compile=True compiles each repeated layer, recomputation and all, before FSDP takes it; the model where none is.
+    A forward that is not what was proven raises PlanMismatchError (other shapes, other calls);
+    check="warn" warns instead, and with check=False nothing is looked at.
+
+    Parameters get rank 0's values everywhere; those on the meta device stay there, in their local shape. `mesh`, if one
+    is given, has the axes replicate, shard and tp. Raises UsageError without a process group or for a model a plan was
+    applied to, PlanError for a plan that cannot be read, PlanMismatchError for another model, another number of ranks
+    or ranks with different plans; whatever the cause on one rank, all raise.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise UsageError(
+            "apply_plan needs a process group: run under torchrun and call torch.distributed.init_process_group"
+        )
+    if AVERAGER in model.__dict__ or any(
+        is_generated(type(module)) or isinstance(module, FSDPModule) for module in model.modules()
+    ):
+        raise UsageError("the model is sharded already: apply a plan once, to a plain model")
+    loaded = _agreed_plan(model, plan)
+    originals = Originals(model)
+    if (why := why_unproven(loaded)) and dist.get_rank() == 0:
+        warnings.warn(
+            f"the plan is unproven: {why}, and nothing says that it computes the same as the model; {MEND}",
+            stacklevel=2,
+        )
+    device_type = mesh.device_type if mesh is not None else _device_type(model)
+    mesh = _checked(mesh, loaded) if mesh is not None else _new_mesh(loaded, device_type)
+    if loaded.precision is Precision.BF16:
+        _cast_parameters(model, torch.bfloat16)
+    is_untouched = loaded.untouched is not None
+    _move(model, device_type, with_parameters=loaded.mesh.tp == 1 or is_untouched)
+    if is_untouched:
+        _leave_untouched(model, mesh)
+        keep_mesh(model, mesh)
+        return model
+    fold_forwards(model)
+    _keep_hooks(model, loaded)
+    lay_out(model, loaded, mesh[Axis.TP])
+    modules = modules_by_name(model)
+    modes = {module_called(modules, name): mode for name, mode in loaded.recomputed_modules().items()}
+    for module, mode in modes.items():
+        recompute(module, mode)
+    _broadcast_replicas(model, mesh)
+    if compile:
+        outermost = outermost_by_name(model)
+        for name in loaded.layers():
+            module_called(outermost, name).compile()
+    _shard_data(model, loaded, mesh)
+    keep_mesh(model, mesh)
+    check_shapes(model, loaded, Check(check))
+    check_calls(model, loaded, mesh.device_type, Check(check))
+    check_first_step(model, mesh, originals)
+    return model
+
+
+def lay_out(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """The tensor parallelism of a plan that fits, in place: parameters, conversions, calls. `mesh` is tp's."""
+    modules = modules_by_name(model)
+    rewrite_calls(_rewriters(plan, modules, TpGroup.of(mesh.get_group())))
+    for name, style in module_styles(plan).items():
+        style._apply(module_called(modules, name), mesh)
+    if plan.mesh.tp > 1:
+        leave_fast_path(model)
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards inside leave gradients unreduced over the tp axis and over replicas; the next one outside reduces all.
+
+    For accumulation over micro-batches; it saves collectives and changes no result. FSDP's reduce-scatters go on.
+    Inside, `.grad` of a parameter may be a summand, or not be there yet.
+    """
+    reducers: list[Reducer | Averager] = [*_reducers(model)]
+    if AVERAGER in model.__dict__:
+        reducers.append(model.__dict__[AVERAGER])
+    fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    _set_sync(reducers, fsdp_modules, enabled=False)
+    try:
+        yield
+    finally:
+        _set_sync(reducers, fsdp_modules, enabled=True)
+
+
+def _set_sync(reducers: Sequence[Reducer | Averager], fsdp_modules: Sequence[FSDPModule], *, enabled: bool) -> None:
+    for reducer in reducers:
+        reducer.is_enabled = enabled
+    for module in fsdp_modules:
+        module.set_requires_all_reduce(enabled, recurse=False)
+
+
+def _reducers(model: nn.Module) -> list[Reducer]:
+    return list({id(site.shared): site.shared.reducer for site in _sites(model)}.values())
+
+
+def _sites(model: nn.Module) -> list[Site]:
+    return [module.__dict__[SITE] for module in model.modules() if SITE in module.__dict__]
+
+
+def _rewriters(plan: Plan, modules: dict[str, nn.Module], group: TpGroup) -> dict[nn.Module, list[Rewriter]]:
+    """What of each module's own calls is rewritten on this rank."""
+    named: list[tuple[str, Rewriter]] = [(name, LocalSizes(sizes)) for name, sizes in plan.size_plans().items()]
+    named += [(name, ShardedClasses(count, group)) for name, count in plan.sharded_losses().items()]
+    named += [(name, DrawByRank(group.rank)) for name in plan.drawing_modules()]
+    found: dict[nn.Module, dict[type, Rewriter]] = {}
+    for name, rewriter in named:
+        known = found.setdefault(module_called(modules, name), {}).setdefault(type(rewriter), rewriter)
+        if known != rewriter:
+            raise PlanError(
+                f"{name or ROOT} is a module that has another name too, and the plan rewrites it differently"
+            )
+    return {module: list(rewriters.values()) for module, rewriters in found.items()}
+
+
+# ---- agreement
+
+
+def _agreed_plan(model: nn.Module, plan: Plan | str | os.PathLike[str]) -> Plan:
+    """The plan, once every rank has the same one and finds it fitting. One rank's error is raised on all."""
+    loaded: Plan | None = None
+    error: TpplanError | None = None
+    try:
+        loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
+        _check_fits(model, loaded)
+    except TpplanError as found:
+        error = found
+    agree(model, loaded.hash if loaded is not None else "", error)
+    assert loaded is not None
+    return loaded
+
+
+def _check_fits(model: nn.Module, plan: Plan) -> None:
+    ranks = dist.get_world_size()
+    if ranks != plan.mesh.num_gpus:
+        raise PlanMismatchError(
+            f"the plan is for {plan.mesh.num_gpus} GPUs ({plan.mesh}), and {ranks} ranks are running: start "
+            f"{plan.mesh.num_gpus}, or solve again with --gpus {ranks}"
+        )
+    check_model(model, plan)
+    check_filled(model, plan)
+
+
+# ---- the mesh and what lies on it
+
+
+def _device_type(model: nn.Module) -> str:
+    """Where the parameters are if on an accelerator, else what the process group can reach."""
+    found = {parameter.device.type for parameter in model.parameters()} - {"meta", "cpu"}
+    if found:
+        return found.pop()
+    return "cuda" if "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available() else "cpu"
+
+
+def _new_mesh(plan: Plan, device_type: str) -> DeviceMesh:
+    return init_device_mesh(device_type, tuple(plan.mesh.size(Axis(axis)) for axis in _AXES), mesh_dim_names=_AXES)
+
+
+def _checked(mesh: DeviceMesh, plan: Plan) -> DeviceMesh:
+    expected = {axis: plan.mesh.size(Axis(axis)) for axis in _AXES}
+    given = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    if given != expected or mesh.mesh_dim_names != _AXES:
+        raise PlanMismatchError(f"the plan's mesh is {expected}, the one given is {given}")
+    return mesh
+
+
+def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Buffers keep their dtype: rotary frequencies in bfloat16 would be wrong."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _move(model: nn.Module, device_type: str, *, with_parameters: bool) -> None:
+    """Buffers, and parameters that are not distributed one by one, go to the mesh's device; meta tensors stay."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device.type in (device_type, "meta") else tensor.to(device_type)
+
+    for module in model.modules():
+        buffers = own_buffers(module)
+        for name, buffer in buffers.items():
+            if buffer is not None:
+                buffers[name] = moved(buffer)
+    if with_parameters:
+        for parameter in model.parameters():
+            parameter.data = moved(parameter.data)
+
+
+def _keep_hooks(model: nn.Module, plan: Plan) -> None:
+    """Hooks on the gradients of weights stay behind when those are distributed: the module that runs whole keeps them,
+    and puts them on what it reads."""
+    modules = modules_by_name(model)
+    for module in (
+        {modules[name] for name in plan.opaque_modules()}
+        if plan.mesh.tp > 1 or uses_fsdp(plan.mesh, plan.precision)
+        else ()
+    ):
+        named = module.named_parameters()
+        hooks = {name: tuple(own.values()) for name, weight in named if (own := gradient_hooks(weight))}
+        if hooks:
+            module.__dict__[HOOKS] = hooks
+            if plan.mesh.tp == 1:
+                module.__class__ = opaque_class(type(module))  # type: ignore[arg-type]
+
+
+def _leave_untouched(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Each rank has the model as it is, from the same values on; gradients are averaged over replicas."""
+    _broadcast_replicas(model, mesh, (Axis.REPLICATE, Axis.TP))
+    averager = Averager(groups=(TpGroup.of(mesh[Axis.REPLICATE].get_group()),))
+    averager.watch(model)
+    model.__dict__[AVERAGER] = averager
+
+
+@torch.no_grad()
+def _broadcast_replicas(
+    model: nn.Module, mesh: DeviceMesh, axes: Sequence[Axis] = (Axis.REPLICATE, Axis.SHARD)
+) -> None:
+    """Data-parallel ranks start from the values of the first: along replicate, then along shard."""
+    for axis in axes:
+        if mesh[axis].size() > 1 and dist.get_backend() != "fake":
+            for parameter in model.parameters():
+                local = local_part(parameter) if isinstance(parameter, DTensor) else parameter
+                if not local.is_meta:
+                    dist.broadcast(local.detach(), group=mesh.get_group(axis), group_src=0)
+
+
+def _shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """FSDP over the data-parallel axes, unit by unit, the root last. It averages gradients over data-parallel ranks."""
+    is_mixed = plan.precision is Precision.BF16_MIXED
+    if not uses_fsdp(plan.mesh, plan.precision):
+        return
+    leave_reentry(model)
+    axes = mesh[Axis.SHARD] if plan.mesh.replicate == 1 else mesh[Axis.REPLICATE, Axis.SHARD]
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = mixed if is_mixed else MixedPrecisionPolicy()
+    outermost = outermost_by_name(model)
+    scalars = {model.get_parameter(name) for name in _real_names(model, plan.scalars_beside_fsdp())}
+    resharded = plan.resharded_units()
+    for name in (*(unit for unit in plan.fsdp_units() if unit), ""):
+        # The root's parameters are needed again as soon as backward starts.
+        reshard = resharded.get(name, False)
+        fully_shard(
+            module_called(outermost, name),
+            mesh=axes,
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            ignored_params=scalars,
+        )
+    if scalars:
+        _replicate(model, plan, mesh, axes, policy.param_dtype)
+    before = _BeforeForward(tuple(slot for reducer in _reducers(model) for slot in reducer.slots), mesh.device_type)
+    before(model, ())
+    model.register_forward_pre_hook(before, prepend=True)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _BeforeForward:
+    """Runs before FSDP gathers anything. Slots see their parameters at rest. And what autocast keeps of weights that it
+    has cast goes: from an earlier forward's, gradients would come when FSDP has reduced all."""
+
+    slots: tuple[Slot, ...]
+    device_type: str
+
+    def __call__(self, _model: nn.Module, _inputs: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for slot in self.slots:
+            slot.parameter()
+        if torch.is_autocast_enabled(self.device_type):
+            torch.clear_autocast_cache()
+
+
+def _real_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Names of parameters, wrappers and all, by those of a plan."""
+    real = {plan_name(name): name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return [real[name] for name in names]
+
+
+def _replicate(model: nn.Module, plan: Plan, mesh: DeviceMesh, axes: DeviceMesh, dtype: torch.dtype | None) -> None:
+    """Parameters that FSDP2 cannot hold become DTensors on the mesh of all others, as clipping and optimizers want it,
+    replicated; whatever reads them says that their gradients come, which are averaged over data-parallel ranks."""
+    names = plan.scalars_beside_fsdp()
+    scalars = {model.get_parameter(name) for name in _real_names(model, names)}
+    sharded = (p for p in model.parameters() if isinstance(p, DTensor) and p not in scalars)
+    on = next((parameter.device_mesh for parameter in sharded), axes)
+    groups = tuple(TpGroup.of(mesh[axis].get_group()) for axis in (Axis.REPLICATE, Axis.SHARD))
+    averager = model.__dict__[AVERAGER] = Averager(groups=groups)
+    replicas: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        parameters = own_parameters(module)
+        for name, parameter in parameters.items():
+            if parameter is None or parameter not in scalars:
+                continue
+            if id(parameter) not in replicas:
+                assert isinstance(parameter, DTensor)
+                local = DTensor.from_local(local_part(parameter).detach(), on, [Replicate()] * on.ndim, run_check=False)
+                replicas[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+                if parameter.requires_grad:
+                    averager.slots.append(Slot(module=module, name=name))
+            parameters[name] = replicas[id(parameter)]
+    for site in _sites(model):
+        for reads in (*site.reads.values(), *(site.whole or {}).values()):
+            if reads.name in names:
+                reads.averager, reads.dtype = averager, dtype

@@ -1,0 +1,149 @@
+"""Cross entropy that runs on logits whose vocabulary is sharded, without ever gathering them.
+
+    from tpplan import cross_entropy
+    def loss(outputs, inputs):
+        return cross_entropy(outputs, inputs["targets"])
+
+On plain logits it is torch's own, kept as one operator (`tpplan::cross_entropy`) so that the planner sees a loss and
+may shard its classes. So is F.cross_entropy in a model's own forward, where the plan says which modules see slices of
+how many classes. A model applied with sharded logits returns them as a DTensor, and then, with z [N, V/t] a rank's
+logits and y its target,
+
+    m = max over ranks of max z,  s = sum over ranks of sum exp(z - m),  loss_n = log s - (z_y - m)
+
+takes two all-reduces of N and 2 N elements instead of a gather of N V. The gradient, (softmax - onehot) / N, is local.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tpplan.apply.collectives.redistribute import TpGroup, all_reduce
+from tpplan.core.errors import UsageError
+from tpplan.torch_internals.operators import check_within
+from tpplan.trace.hooks import custom_ops
+from tpplan.trace.hooks.call_rewriting import own_code, running_rewriters
+
+#: what torch calls the target that counts for nothing
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedClasses:
+    """Rewrites calls: a cross entropy over num_classes / t classes is one over a rank's slice of num_classes."""
+
+    num_classes: int
+    group: TpGroup
+
+    def holds(self, logits: Tensor) -> bool:
+        """True for a slice."""
+        return logits.shape[-1] * self.group.size == self.num_classes
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
+        plain = custom_ops.plain_cross_entropy(func, args, kwargs)
+        if plain is None or not self.holds(plain[0]):
+            return NotImplemented
+        return vocabulary_parallel(*plain, self.group)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Mean over the targets that are not ignore_index; nan when all are. logits [..., V], targets [...].
+
+    The result is a plain scalar, the same on every rank, in the dtype F.cross_entropy would give. Raises UsageError
+    for shapes that do not belong together, and for logits in any layout but replicated or sharded in V.
+    """
+    if logits.dim() < 1 or logits.shape[:-1] != targets.shape:
+        raise UsageError(
+            f"cross_entropy: expected logits [..., V] and targets [...], got {list(logits.shape)} and "
+            f"{list(targets.shape)}"
+        )
+    if isinstance(targets, DTensor):
+        targets = targets.full_tensor()
+    if isinstance(logits, DTensor):
+        return _of_dtensor(logits, targets, ignore_index)
+    for rewriter in running_rewriters():
+        if isinstance(rewriter, ShardedClasses) and rewriter.holds(logits):
+            return vocabulary_parallel(logits, targets, ignore_index, rewriter.group)
+    loss: Tensor = custom_ops.cross_entropy(logits, targets, ignore_index)
+    return loss
+
+
+@own_code
+def _of_dtensor(logits: DTensor, targets: Tensor, ignore_index: int) -> Tensor:
+    placements = logits.placements
+    if len(placements) == 1 and placements[0] == Shard(logits.dim() - 1):
+        group = TpGroup.of(logits.device_mesh.get_group())
+        return vocabulary_parallel(logits.to_local(), targets, ignore_index, group)
+    if all(placement == Replicate() for placement in placements):
+        whole: Tensor = custom_ops.cross_entropy(logits.to_local(), targets, ignore_index)
+        return whole
+    raise UsageError(
+        f"cross_entropy: logits of shape {list(logits.shape)} are laid out as {placements}; expected the last dim "
+        "sharded on one mesh axis, or replicated. logits.full_tensor() gathers them."
+    )
+
+
+@own_code
+def vocabulary_parallel(logits: Tensor, targets: Tensor, ignore_index: int, group: TpGroup) -> Tensor:
+    """The loss of the module docstring: logits [..., V/t], targets [...] -> a scalar, the same on every rank."""
+    local = logits.flatten(0, -2)
+    loss: Tensor = _VocabularyParallel.apply(local, targets.flatten(), ignore_index, group)  # type: ignore[no-untyped-call]
+    return loss.to(_result_dtype(local))
+
+
+def _result_dtype(logits: Tensor) -> torch.dtype:
+    """What F.cross_entropy returns for such logits here: their dtype, or what autocast makes of it."""
+    device = logits.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return logits.dtype
+    return F.cross_entropy(logits.new_zeros(1, 1), torch.zeros(1, dtype=torch.long, device=logits.device)).dtype
+
+
+class _VocabularyParallel(torch.autograd.Function):
+    """Loss of the module docstring. Keeps a rank's logits as they came and one number a row, not their fp32 softmax."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int, group: TpGroup) -> Tensor:
+        num_classes = logits.shape[1]
+        ignored = targets == ignore_index
+        _check_targets(targets, ignored, num_classes * group.size)
+        local_targets = targets - group.rank * num_classes
+        elsewhere = ignored | (local_targets < 0) | (local_targets >= num_classes)
+        local_targets = local_targets.masked_fill_(elsewhere, 0)
+
+        maximum = all_reduce(logits.amax(1).to(_compute_dtype(logits)), "max", group)
+        shifted = logits - maximum.unsqueeze(1)  # in the wider dtype, without a copy of the logits in it
+        target_logit = shifted.gather(1, local_targets.unsqueeze(1)).squeeze(1).masked_fill_(elsewhere, 0)
+        # One all-reduce for both sums.
+        total, target_logit = all_reduce(torch.stack((shifted.exp_().sum(1), target_logit)), "sum", group).unbind()
+        log_total = total.log()
+
+        num_counted = ignored.logical_not().sum()
+        ctx.save_for_backward(logits, maximum + log_total, local_targets, elsewhere, ignored, num_counted)
+        return (log_total - target_logit).masked_fill_(ignored, 0).sum() / num_counted
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, log_total, local_targets, elsewhere, ignored, num_counted = ctx.saved_tensors
+        softmax = (logits - log_total.unsqueeze(1)).exp_()
+        here = elsewhere.logical_not().to(softmax.dtype)
+        softmax.scatter_add_(1, local_targets.unsqueeze(1), -here.unsqueeze(1))
+        softmax.mul_((gradient / num_counted).masked_fill(ignored, 0).unsqueeze(1))
+        return softmax.to(logits.dtype), None, None, None
+
+
+def _compute_dtype(logits: Tensor) -> torch.dtype:
+    """float64 stays; all else is computed in float32."""
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _check_targets(targets: Tensor, ignored: Tensor, num_classes: int) -> None:
+    """A target that is no class raises IndexError on the CPU; on a GPU it asserts, as torch does, without a wait."""
+    message = f"cross_entropy: a target is out of bounds for {num_classes} classes"
+    check_within(targets.masked_fill(ignored, 0), num_classes, message)

@@ -1,0 +1,164 @@
+"""Gradients of parameters that FSDP does not hold, averaged over data-parallel ranks at the end of each backward.
+
+With G what earlier backwards left, the same on every rank, and g_i what this one adds on rank i, the mean over ranks of
+(G + g_i) is G + the mean of g_i: accumulation needs no bookkeeping. `no_sync` leaves gradients as they are until the
+next backward outside it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.apply.collectives.redistribute import TpGroup, all_reduce_in_place
+from tpplan.apply.collectives.tp_gradients import BUCKET_BYTES, Slot, buckets
+from tpplan.core.errors import UsageError
+from tpplan.torch_internals.autograd import NO_BACKWARD, at_end_of_backward, running_backward
+from tpplan.torch_internals.modules import own_parameters
+from tpplan.torch_internals.operators import copy_each
+from tpplan.torch_internals.tensors import accumulated_hooks
+
+#: what code registers on a parameter to be called when its gradient has been accumulated
+AccumulatedHook = Callable[[Tensor], object]
+
+
+@final
+@dataclass(slots=True, kw_only=True, eq=False)
+class Averager:
+    """Averages the slots' gradients over the groups, one for each data-parallel axis; `is_enabled` is off in no_sync.
+
+    Hooks on an accumulated gradient, by the place of its slot, see what one process would: they run when it is
+    averaged, and where there are any, every backward averages.
+    """
+
+    groups: tuple[TpGroup, ...]
+    slots: list[Slot] = field(default_factory=list)
+    hooks: dict[int, tuple[AccumulatedHook, ...]] = field(default_factory=dict)
+    is_enabled: bool = True
+    #: the backward (autograd's graph task) at whose end it averages, and places of slots whose gradients came in it
+    backward: int = NO_BACKWARD
+    came: set[int] = field(default_factory=set)
+
+    def __reduce__(self) -> tuple[Callable[..., "Averager"], tuple[Any, ...]]:
+        """A copied model's has that one's slots, and no hooks, which torch does not copy either."""
+        return _averager, (self.groups, self.slots)
+
+    def watch(self, model: nn.Module) -> None:
+        """From now on the plain parameters of a model are its slots. Their own hooks on accumulated gradients are taken
+        over: they would see one rank's."""
+        seen: set[int] = set()
+        for module, name, parameter in _trainable(model):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            place = len(self.slots)
+            self.slots.append(Slot(module=module, name=name))
+            own = accumulated_hooks(parameter)
+            if own:
+                self.hooks[place] = tuple(own.values())
+                own.clear()
+        model.register_forward_pre_hook(self.before_forward)
+
+    def before_forward(self, model: nn.Module, _inputs: object) -> None:
+        """Sees to it that each slot's parameter calls: in a copied model, or where others took their place, they do not
+        yet. Raises UsageError for a parameter that trains and is no slot."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        own = {id(slot.parameter()): place for place, slot in enumerate(self.slots)}
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if id(parameter) not in own:
+                raise UsageError(
+                    f"parameter {name} trains, and was frozen or another when the plan was applied: its gradient would "
+                    "not be averaged; apply the plan to the model as it is to be trained"
+                )
+            hooks = accumulated_hooks(parameter)
+            if not any(isinstance(hook, _Arrival) for hook in hooks.values()):
+                parameter.register_post_accumulate_grad_hook(_Arrival(self, own[id(parameter)]))  # type: ignore[no-untyped-call]
+
+    def gradient_comes(self, place: int | None = None) -> None:
+        """Called in a backward, before its end, for a slot's gradient that it makes."""
+        if place is not None:
+            self.came.add(place)
+        running = running_backward()
+        if running != self.backward and (self.is_enabled or self.hooks):
+            self.backward = running
+            at_end_of_backward(self._end)
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        came = self._averaged()
+        self.came.clear()
+        for place in sorted(came & self.hooks.keys()):
+            for hook in self.hooks[place]:
+                hook(self.slots[place].parameter())
+
+    def _averaged(self) -> set[int]:
+        """Averages every gradient that any rank has: where one has none, the loss did not depend on it there. Returns
+        the places of those that came on any rank."""
+        if all(group.size == 1 for group in self.groups):
+            return set(self.came)
+        places = range(len(self.slots))
+        flags = [[slot.gradient() is not None for slot in self.slots], [place in self.came for place in places]]
+        has_any, came = self.ranks_with(flags)
+        wanted = [_gradient_of(slot) for slot, count in zip(self.slots, has_any, strict=True) if count]
+        for bucket in buckets(wanted, BUCKET_BYTES):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            self._sum(flat)
+            for group in self.groups:
+                flat.div_(group.size)
+            parts = torch.split(flat, [gradient.numel() for gradient in bucket])
+            copy_each(bucket, [part.view_as(own) for part, own in zip(parts, bucket, strict=True)])
+        return {place for place in places if came[place]}
+
+    def ranks_with(self, flags: list[list[bool]]) -> list[list[int]]:
+        """How many ranks say yes, flag by flag."""
+        found: list[list[int]] = self.summed(flags).tolist()
+        return found
+
+    def summed(self, flags: list[list[bool]]) -> Tensor:
+        """The same as a tensor."""
+        counted = torch.tensor(flags, dtype=torch.int32, device=self.slots[0].parameter().device)
+        self._sum(counted)
+        return counted
+
+    def _sum(self, x: Tensor) -> None:
+        for group in self.groups:
+            if group.size > 1:
+                all_reduce_in_place(x, group)
+
+
+def _averager(groups: tuple[TpGroup, ...], slots: list[Slot]) -> Averager:
+    return Averager(groups=groups, slots=slots)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Arrival:
+    """A hook on an accumulated gradient."""
+
+    averager: Averager
+    place: int
+
+    def __call__(self, _: Tensor) -> None:
+        self.averager.gradient_comes(self.place)
+
+
+def _gradient_of(slot: Slot) -> Tensor:
+    """The local part of a gradient, which is zero where there was none."""
+    parameter = slot.parameter()
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    gradient = slot.gradient()
+    assert gradient is not None
+    return gradient
+
+
+def _trainable(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for module in model.modules():
+        for name, parameter in own_parameters(module).items():
+            if parameter is not None and parameter.requires_grad:
+                yield module, name, parameter

@@ -1,0 +1,309 @@
+"""The conversions of tpplan.core.layout on real tensors: autograd functions straight on functional collectives.
+
+A conversion has a forward half, which moves the value, and a backward half, which moves the gradient; a tensor that
+needs no gradient pays for the first alone. Values in flight are plain local tensors, so a conversion costs its
+collective and little else: no DTensor is built and nothing is dispatched through one.
+
+With t ranks, "join" the dim along which slices become whole and "split" the dim along which the whole becomes slices:
+
+| step           | local result                                                        |
+|----------------|---------------------------------------------------------------------|
+| all_reduce     | sum over ranks                                                      |
+| all_gather     | the ranks' slices, concatenated along join                          |
+| reduce_scatter | this rank's slice along split of the sum over ranks                 |
+| all_to_all     | this rank's slice along split of the ranks' slices, joined          |
+| slice          | this rank's slice along split (a copy: a view would keep the whole) |
+| pad            | zeros, with this rank's slice in its place along join               |
+| divide         | x / t                                                               |
+
+Collectives work on dim 0; along any other dim a copy of the whole goes with them, unless the dims before are 1.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, assert_never, final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from tpplan.core.errors import PlanMismatchError
+from tpplan.core.layout import COLLECTIVE_STEPS, ROWS, Conversion, Layout, Step, fits
+from tpplan.core.part_intervals import Interval, exchange, held, in_order, rank_by_rank
+from tpplan.torch_internals.autograd import below_autograd
+from tpplan.torch_internals.operators import check_within, collectives
+
+_ops = collectives()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TpGroup:
+    """A process group as functional collectives see it: its registered name, its size, this process's rank in it."""
+
+    name: str
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, group: ProcessGroup) -> "TpGroup":
+        """The same for a torch process group."""
+        return cls(name=group.group_name, size=group.size(), rank=group.rank())
+
+
+def convert(x: Tensor, conversion: Conversion, group: ProcessGroup) -> Tensor:
+    """x in its new layout on this rank; x itself where nothing changes.
+
+    Raises PlanMismatchError, before any collective, where the dim to be sharded does not divide.
+    """
+    return Converter(conversion, TpGroup.of(group), where=str(conversion))(x)
+
+
+@final
+class Converter:
+    """A conversion made ready for one process group. `where` opens the error messages: module, direction, path.
+    is_read: of a weight that is read, to which code may write."""
+
+    __slots__ = (
+        "_backward", "_forward", "_has_dims", "_is_nothing", "conversion", "group", "is_read", "where", "witness"
+    )  # fmt: skip
+
+    def __init__(self, conversion: Conversion, group: TpGroup, *, where: str, is_read: bool = False) -> None:
+        if ROWS in (conversion.source, conversion.target):
+            raise ValueError(f"{conversion} needs its mask: local_rows and mask_rows")
+        self.conversion = conversion
+        self.group = group
+        self.where = where
+        self.is_read = is_read
+        self._forward = next(iter(conversion.forward), Step.NONE)
+        self._backward = next(iter(conversion.backward), Step.NONE)
+        self._is_nothing = group.size == 1 or conversion.is_identity
+        self._has_dims = conversion.source.dim is not None or conversion.target.dim is not None
+        #: while there is one, it is told of each call that brings collectives, before them
+        self.witness: Callable[[str], None] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The converted tensor, differentiable where x needs a gradient."""
+        if self._is_nothing:
+            return x
+        if self._has_dims:
+            self._check(x)
+        is_differentiated = x.requires_grad and torch.is_grad_enabled()
+        if self.witness is not None and self._communicates(with_backward=is_differentiated):
+            self.witness(self.where)
+        if is_differentiated:
+            converted: Tensor = _Converted.apply(x, self)  # type: ignore[no-untyped-call]
+            return converted
+        return self.forward(x)
+
+    def _communicates(self, *, with_backward: bool) -> bool:
+        return self._forward in COLLECTIVE_STEPS or (with_backward and self._backward in COLLECTIVE_STEPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The value's half."""
+        return _take(self._forward, x, self.conversion.source, self.conversion.target, self.group)
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        """The gradient's half."""
+        return _take(self._backward, gradient, self.conversion.target, self.conversion.source, self.group)
+
+    def _check(self, x: Tensor) -> None:
+        """gloo aborts the process, and NCCL hangs, where this raises on every rank."""
+        source, target = self.conversion.source, self.conversion.target
+        if source.dim is not None and source.dim >= x.dim():
+            raise PlanMismatchError(f"{self.where}: {self.conversion}: shape {list(x.shape)} has no dim {source.dim}")
+        whole = list(x.shape)
+        if source.dim is not None:
+            whole[source.dim] *= source.num_slices(self.group.size)
+            if source.parts and sum(source.parts) != whole[source.dim]:
+                raise PlanMismatchError(f"{self.where}: {self.conversion}: shape {list(x.shape)} is no rank's part")
+        if not fits(tuple(whole), target, self.group.size):
+            raise PlanMismatchError(
+                f"{self.where}: {self.conversion}: dim {target.dim} of shape {whole} does not divide by "
+                f"tp = {self.group.size}; pad the batch to a multiple, or solve again for this shape"
+            )
+
+
+class _Converted(torch.autograd.Function):
+    """Both halves of a conversion as one node of the backward graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, converter: Converter) -> Tensor:
+        ctx.converter = converter
+        converted = converter.forward(x)
+        if converted is not x:
+            return converted
+        return x.detach() if converter.is_read else x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.converter.backward(gradient), None
+
+
+def _take(step: Step, x: Tensor, source: Layout, target: Layout, group: TpGroup) -> Tensor:
+    """One step of the table above. It gathers or pads what is sharded as `source`, and splits as `target`.
+
+    A dim with parts is reordered around the step, so that the slices of a rank lie together.
+    """
+    match step:
+        case Step.NONE:
+            return x
+        case Step.DIVIDE:
+            return x / group.size
+        case Step.ALL_REDUCE:
+            return all_reduce(x, "sum", group)
+        case Step.ALL_GATHER:
+            return _in_order(_all_gather(x, _dim(source), group), source, group)
+        case Step.REDUCE_SCATTER:
+            return _reduce_scatter(_rank_by_rank(x, target, group), _dim(target), group)
+        case Step.ALL_TO_ALL:
+            if source.dim == target.dim:
+                return _exchange(x, source, target, group)
+            moved = _all_to_all(_rank_by_rank(x, target, group), _dim(source), _dim(target), group)
+            return _in_order(moved, source, group)
+        case Step.SLICE:
+            slices = held(target.parts or (x.shape[_dim(target)],), target.num_slices(group.size))
+            own = slices[_slice_of(target, group)]
+            part = _laid(x, _dim(target), own)
+            return part if len(own) > 1 else part.clone(memory_format=torch.contiguous_format)
+        case Step.PAD:
+            return _in_order(_pad(x, source, group), source, group)
+        case Step.LOCAL_ROWS | Step.MASK:
+            raise ValueError(f"{step} is not a step of one tensor")
+        case _:
+            assert_never(step)
+
+
+def _dim(layout: Layout) -> int:
+    assert layout.dim is not None
+    return layout.dim
+
+
+def _laid(x: Tensor, dim: int, intervals: Sequence[Interval]) -> Tensor:
+    """The intervals of x side by side; a view where there is one."""
+    pieces = [x.narrow(dim, start, length) for start, length in intervals]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def _rank_by_rank(x: Tensor, layout: Layout, group: TpGroup) -> Tensor:
+    """From the dim's own order to one whose contiguous slices are what the ranks hold."""
+    return _laid(x, _dim(layout), rank_by_rank(layout.parts, group.size)) if layout.parts else x
+
+
+def _in_order(x: Tensor, layout: Layout, group: TpGroup) -> Tensor:
+    """The inverse of _rank_by_rank."""
+    return _laid(x, _dim(layout), in_order(layout.parts, group.size)) if layout.parts else x
+
+
+def _exchange(x: Tensor, source: Layout, target: Layout, group: TpGroup) -> Tensor:
+    """Contiguous slices to slices of parts, or back: each rank sends every other what that is to hold."""
+    dim, whole = _dim(source), (x.shape[_dim(source)] * group.size,)
+    mine = exchange(source.parts or whole, target.parts or whole, group.size, group.rank)
+    outgoing = _laid(x, dim, mine.send).movedim(dim, 0).contiguous()
+    received = _issue(_ops.all_to_all_single.default, outgoing, mine.num_received, mine.num_sent, group.name)
+    return _laid(received.movedim(0, dim), dim, mine.lay).contiguous()
+
+
+# ---- collectives: the ops under torch.distributed._functional_collectives, whose wrappers were renamed in torch 2.13
+
+
+def _issue(op: Callable[..., Tensor], *args: Any) -> Tensor:
+    """The collective's result, waited for.
+
+    Both halves of a conversion are given, and what torch registers to differentiate a collective costs more time than
+    issuing one: it is passed by, except where a compiler looks on, which sees through it.
+    """
+    if torch.compiler.is_compiling():
+        return _wait(op(*args))
+    with below_autograd():
+        return _wait(op(*args))
+
+
+def all_reduce(x: Tensor, operation: str, group: TpGroup) -> Tensor:
+    """Sum ("sum") or maximum ("max") over the ranks, in a new tensor. One rank needs no process group."""
+    if group.size == 1:
+        return x.clone()
+    return _issue(_ops.all_reduce.default, x, operation, group.name)
+
+
+def all_reduce_in_place(x: Tensor, group: TpGroup) -> None:
+    """x becomes its sum over the ranks."""
+    _issue(_ops.all_reduce_.default, x, "sum", group.name)
+
+
+def _all_gather(x: Tensor, dim: int, group: TpGroup) -> Tensor:
+    gathered = _issue(_ops.all_gather_into_tensor.default, x.contiguous(), group.size, group.name)
+    return _join_blocks(gathered, dim, group.size)
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: TpGroup) -> Tensor:
+    blocks = _split_blocks(x, dim, group.size)
+    return _issue(_ops.reduce_scatter_tensor.default, blocks, "sum", group.size, group.name)
+
+
+def _all_to_all(x: Tensor, join: int, split: int, group: TpGroup) -> Tensor:
+    blocks = _split_blocks(x, split, group.size)
+    lengths = [blocks.shape[0] // group.size] * group.size
+    received = _issue(_ops.all_to_all_single.default, blocks, lengths, lengths, group.name)
+    return _join_blocks(received, join, group.size)
+
+
+def _wait(x: Tensor) -> Tensor:
+    waited: Tensor = _ops.wait_tensor.default(x)
+    return waited
+
+
+def _split_blocks(x: Tensor, dim: int, num_blocks: int) -> Tensor:
+    """The num_blocks slices of x along dim, stacked along dim 0: what rank i receives stands in block i."""
+    if dim == 0:
+        return x.contiguous()
+    if math.prod(x.shape[:dim]) == 1:  # the slices already follow each other in memory
+        return x.contiguous().view(num_blocks, *x.shape[1:dim], x.shape[dim] // num_blocks, *x.shape[dim + 1 :])
+    return torch.cat(x.chunk(num_blocks, dim))
+
+
+def _join_blocks(blocks: Tensor, dim: int, num_blocks: int) -> Tensor:
+    """The inverse of _split_blocks."""
+    if dim == 0:
+        return blocks
+    if blocks.shape[0] == num_blocks and math.prod(blocks.shape[1:dim]) == 1:
+        return blocks.view(1, *blocks.shape[1:dim], num_blocks * blocks.shape[dim], *blocks.shape[dim + 1 :])
+    return torch.cat(blocks.chunk(num_blocks), dim)
+
+
+def _slice_of(layout: Layout, group: TpGroup) -> int:
+    """Which of the layout's slices this rank holds: neighbours hold the same where they are fewer than ranks."""
+    return group.rank * layout.num_slices(group.size) // group.size
+
+
+def _pad(x: Tensor, layout: Layout, group: TpGroup) -> Tensor:
+    dim = _dim(layout)
+    length = x.shape[dim]
+    padded = x.new_zeros(*x.shape[:dim], length * layout.num_slices(group.size), *x.shape[dim + 1 :])
+    padded.narrow(dim, _slice_of(layout, group) * length, length).copy_(x)
+    return padded
+
+
+# ---- the embedding's pair: R -> rows on the ids, rows -> P on what was looked up
+
+
+def local_rows(ids: Tensor, num_local_rows: int, group: TpGroup) -> tuple[Tensor, Tensor]:
+    """R -> rows: ids as positions among this rank's rows, and the mask of those on other ranks (they read row 0).
+
+    Raises IndexError for an id that is on no rank: all ranks have the same ids, so that all raise.
+    """
+    num_rows = num_local_rows * group.size
+    check_within(
+        ids, num_rows, f"index out of range: expected ids from 0 to {num_rows - 1} for a table of {num_rows} rows"
+    )
+    local = ids - group.rank * num_local_rows
+    foreign = (local < 0) | (local >= num_local_rows)
+    return local.masked_fill_(foreign, 0), foreign
+
+
+def mask_rows(looked_up: Tensor, foreign: Tensor) -> Tensor:
+    """rows -> P: zero where the id is another rank's row, and so is the gradient there. looked_up [*ids, ...]."""
+    extra_dims = looked_up.dim() - foreign.dim()
+    return looked_up.masked_fill(foreign.view(*foreign.shape, *(1,) * extra_dims), 0)

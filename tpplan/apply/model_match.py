@@ -1,0 +1,119 @@
+"""Names of modules and parameters as a plan uses them, and whether a model is one that a plan can be applied to."""
+
+from torch import nn
+
+from tpplan.apply.parallel_style import module_styles
+from tpplan.apply.recompute import check_recomputable
+from tpplan.core.errors import PlanError, PlanMismatchError, UsageError
+from tpplan.core.graph import within
+from tpplan.core.name_patterns import ROOT
+from tpplan.plan.model_fingerprint import check_parameters
+from tpplan.plan.plan import Plan, Precision, uses_fsdp
+from tpplan.torch_internals.tensors import accumulated_hooks, gradient_hooks
+
+#: what wrappers put into the names of the modules inside them; state_dict leaves them out, and so does a plan
+_WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod")
+
+
+def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules by the names that a plan uses. Of a checkpoint wrapper and what it wraps, the wrapped one."""
+    return {plan_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
+
+
+def outermost_by_name(model: nn.Module) -> dict[str, nn.Module]:
+    """The same, but of a checkpoint wrapper and what it wraps the wrapper."""
+    named = reversed(list(model.named_modules(remove_duplicate=False)))
+    return {plan_name(name): module for name, module in named}
+
+
+def plan_name(name: str) -> str:
+    """A module's or parameter's name without what wrappers put there."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
+
+
+def module_called(modules: dict[str, nn.Module], name: str) -> nn.Module:
+    """The module of that name. Raises PlanMismatchError where there is none."""
+    if name not in modules:
+        raise PlanMismatchError(f"the plan names module {name!r}, which the model does not have")
+    return modules[name]
+
+
+def check_model(model: nn.Module, plan: Plan) -> None:
+    """Raises PlanMismatchError, PlanError or UsageError for a model that the plan cannot be applied to."""
+    check_parameters(
+        plan,
+        {
+            plan_name(name): (tuple(parameter.shape), parameter.requires_grad)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        },
+    )
+    _check_ties(model, plan)
+    if plan.untouched is not None:
+        if plan.mesh.shard > 1 or plan.precision is Precision.BF16_MIXED:
+            raise PlanError(f"untouched: parameters that stay as they are cannot be sharded or cast ({plan.mesh})")
+        return
+    _check_hooks(model, plan)
+    modules = modules_by_name(model)
+    for name, style in module_styles(plan).items():
+        style.check(module_called(modules, name))
+    for name in (*plan.size_plans(), *plan.sharded_losses(), *plan.drawing_modules(), *plan.opaque_modules()):
+        module_called(modules, name)
+    wrapped = {plan_name(name) for name, _ in model.named_modules() if name.endswith(_WRAPPER_NAMES[0])}
+    for name in plan.recomputed_modules():
+        check_recomputable(module_called(modules, name), name)
+        if name in wrapped:
+            raise UsageError(
+                f"recompute.{name or ROOT}: it stands in a checkpoint wrapper already: leave that to the plan"
+            )
+    for name in plan.fsdp_units():
+        module_called(modules, name)
+
+
+def check_filled(model: nn.Module, plan: Plan) -> None:
+    """Raises UsageError for a parameter without values that the plan leaves as it is."""
+    if plan.untouched is None:
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UsageError(
+                f"parameter {name} is on the meta device, and filling it would put another in its place, which the "
+                f"plan must not: {plan.untouched}; build the model on its device"
+            )
+
+
+def _check_hooks(model: nn.Module, plan: Plan) -> None:
+    """Hooks on gradients stay behind where others take the place of parameters. A plan made for a model that has them
+    says which modules run whole, and keep theirs."""
+    if plan.mesh.tp == 1 and not uses_fsdp(plan.mesh, plan.precision):
+        return
+    named = list(model.named_parameters(remove_duplicate=False))
+    kept = {
+        id(parameter)
+        for name, parameter in named
+        if any(within(plan_name(name), module) for module in plan.opaque_modules())
+    }
+    for name, parameter in named:
+        kinds = {
+            "its accumulated gradient": accumulated_hooks(parameter),
+            "its gradient": gradient_hooks(parameter) if id(parameter) not in kept else None,
+        }
+        if what := next((what for what, hooks in kinds.items() if hooks), ""):
+            raise PlanMismatchError(
+                f"parameter {name} has a hook on {what}, which would stay behind: register it after apply_plan, or "
+                "solve for the model that has it"
+            )
+
+
+def _check_ties(model: nn.Module, plan: Plan) -> None:
+    """A weight under two names has one placement and one gradient, in the plan as in the model."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(plan_name(name))
+    found = {frozenset(group) for group in names.values()}
+    planned = {frozenset((name, *parameter.aliases)) for name, parameter in plan.parameter_plans().items()}
+    for groups, others, there, here in ((found, planned, "model", "plan"), (planned, found, "plan", "model")):
+        for group in groups - others:
+            if len(group) > 1:
+                raise PlanMismatchError(
+                    f"{', '.join(sorted(group))} are one parameter in the {there} and not in the {here}: tie them alike"
+                )

@@ -1,0 +1,231 @@
+"""The first training forward: do the ranks of each tensor-parallel group go in step?
+
+They split the layers of one model that reads one batch. Were they to read different batches, to draw different dropout
+masks for values that all hold, or to start from different copies of what lies replicated, every rank would compute on,
+and the result would be wrong without a sign. So the first forward with gradients compares checksums: of its inputs, of
+the random state, and of the parameters and buffers that each rank of a group holds whole.
+
+It is one gather of a few numbers a rank, over all ranks: where one group differs, all ranks raise, and none waits for
+another. What differs is gathered only then. Different random states (torch's, and those of NumPy and Python, which are
+seeded differently in every process unless told) are an error once the forward has drawn from them.
+
+Nor may ranks come to their conversions in different orders, as code does that iterates over a set of strings, for each
+process has an order of its own: collectives would mix what belongs apart. In that forward the ranks of a group say in
+front of each conversion which it is, unless modules are compiled.
+
+Then the hooks go. What a process can see alone is looked for, too (tpplan.apply.modules.stale_references). Under
+torch.compile of the whole model, and on a fake process group, nothing is compared. Nor do later steps compare: a shape
+that does not divide raises in the conversion, before its collective, on every rank of the group, as all of them see the
+same shapes.
+"""
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.hooks import RemovableHandle
+
+from tpplan.apply.modules.applied_mesh import Applied
+from tpplan.apply.modules.local_modules import Site
+from tpplan.apply.modules.stale_references import Originals, check_hooks, stop_optimizers
+from tpplan.core.errors import UsageError
+from tpplan.core.mesh import Axis
+from tpplan.torch_internals.modules import is_compiled
+from tpplan.torch_internals.recording import without_modes
+from tpplan.torch_internals.tensors import local_part
+from tpplan.trace.hooks.generated_class import SITE
+from tpplan.trace.hooks.host_rng import states_outside_torch
+from tpplan.trace.trace import bound_arguments, named_tensors
+
+#: elements that are widened to 64 bits at a time
+_CHUNK = 2**22
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: what is compared, in this order; what to do about it
+_REMEDIES = {
+    "batch": "every rank of a group must read the same samples: plan.batch_for(rank) says which",
+    "random state": "the forward draws from it (dropout): call torch.manual_seed(seed + plan.mesh.data_rank(rank))",
+    "random state of NumPy": "the forward draws from it: call numpy.random.seed(seed + plan.mesh.data_rank(rank))",
+    "random state of Python": "the forward draws from it: call random.seed(seed + plan.mesh.data_rank(rank))",
+    "parameters": "load the same checkpoint on every rank, and change parameters and buffers alike everywhere",
+}
+_ORDER_REMEDY = (
+    "their collectives would mix what belongs apart. Code that iterates over a set of strings does so in an order of "
+    "its own in every process: let it iterate over sorted(...), or start all ranks with the same PYTHONHASHSEED"
+)
+END_OF_FORWARD = "the end of the forward"
+#: by what is compared: checksums by name
+Checksums = dict[str, dict[str, int]]
+
+
+def check_first_step(model: nn.Module, mesh: DeviceMesh, originals: Originals) -> None:
+    """The model's first forward with gradients raises UsageError, on all ranks, where tp groups are not in step; and
+    for hooks that are never called; and optimizers of what the parameters were will raise when they step."""
+    if dist.get_backend() == "fake" or (mesh[Axis.TP].size() == 1 and not isinstance(model, FSDPModule)):
+        return
+    check = _FirstStep(Applied(mesh), originals)
+    check.handles = (
+        model.register_forward_pre_hook(check.before, prepend=True, with_kwargs=True),
+        model.register_forward_hook(check.after),
+    )
+
+
+@final
+class _FirstStep:
+    """Both hooks."""
+
+    def __init__(self, applied: Applied, originals: Originals) -> None:
+        self.applied = applied
+        self.originals = originals
+        self.has_begun = self.is_watching = False
+        self.handles: tuple[RemovableHandle, ...] = ()
+        #: checksums of the random states before the forward, as they are compared; why some must not be drawn from
+        self.states: Checksums = {}
+        self.complaints: dict[str, str] = {}
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compares; raises on every rank for batches or parameters that differ."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        self.has_begun = True
+        stop_optimizers(model, self.originals)
+        check_hooks(model)
+        mesh = self.applied.mesh
+        if mesh[Axis.TP].size() == 1:
+            return
+        with torch.no_grad(), without_modes():
+            self.states = _random_states(mesh.device_type)
+            found: Checksums = {
+                "batch": _tensor_checksums(bound_arguments(model, args, kwargs)),
+                **self.states,
+                "parameters": {name: checksum(tensor) for name, tensor in _replicated(model).items()},
+            }
+            complaints = _complaints(found, mesh)
+        self.complaints = {what: complaints.pop(what) for what in self.states if what in complaints}
+        for complaint in complaints.values():
+            raise UsageError(complaint)
+        self.is_watching = not any(map(is_compiled, model.modules()))
+        if self.is_watching:
+            _witness(model, self.meet)
+
+    def meet(self, where: str) -> None:
+        """Raises, on every rank of the tp group, where one is elsewhere."""
+        with torch.no_grad(), without_modes():
+            mesh = self.applied.mesh
+            group = mesh[Axis.TP].get_group()
+            mine = torch.tensor([zlib.crc32(where.encode())], device=mesh.device_type)
+            of_ranks = [torch.empty_like(mine) for _ in range(group.size())]
+            dist.all_gather(of_ranks, mine, group=group)
+            if len(set(torch.cat(of_ranks).tolist())) == 1:
+                return
+            places: list[Any] = [None] * group.size()
+            dist.all_gather_object(places, where, group=group)
+        other = next(rank for rank, place in enumerate(places) if place != places[0])
+        ranks = dist.get_process_group_ranks(group)
+        raise UsageError(
+            f"ranks {ranks[0]} and {ranks[other]} are of one tensor-parallel group and run in different orders: one is "
+            f"at {places[0]}, the other at {places[other]}; {_ORDER_REMEDY}"
+        )
+
+    def after(self, model: nn.Module, _args: object, _output: object) -> None:
+        """Raises, on every rank, where the forward has drawn from different random states; this was the first step."""
+        if torch.compiler.is_compiling() or not self.has_begun:
+            return
+        if self.is_watching:
+            self.meet(END_OF_FORWARD)
+            _witness(model, None)
+        now = _random_states(self.applied.mesh.device_type) if self.complaints else {}
+        for what, complaint in self.complaints.items():
+            if now[what] != self.states[what]:
+                raise UsageError(complaint)
+        for handle in self.handles:
+            handle.remove()
+
+
+def _witness(model: nn.Module, witness: Callable[[str], None] | None) -> None:
+    for module in model.modules():
+        site: Site | None = module.__dict__.get(SITE)
+        for converter in site.converters() if site is not None else ():
+            converter.witness = witness
+
+
+def _complaints(found: Checksums, mesh: DeviceMesh) -> dict[str, str]:
+    """By what differs: an error message, the same on every rank."""
+    device = mesh.device_type
+    mine = torch.tensor([zlib.crc32(repr(sorted(named.items())).encode()) for named in found.values()], device=device)
+    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, mine)
+    sums = dict(zip(found, torch.stack(of_ranks).T.tolist(), strict=True))
+    groups: list[list[int]] = mesh.mesh.flatten(0, -2).tolist()
+    pairs = {
+        what: [(group[0], rank) for group in groups for rank in group if of_rank[rank] != of_rank[group[0]]]
+        for what, of_rank in sums.items()
+    }
+    if not any(pairs.values()):
+        return {}
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, found)
+    return {what: _complaint(what, different, everything) for what, different in pairs.items() if different}
+
+
+def _complaint(what: str, pairs: Sequence[tuple[int, int]], everything: Sequence[Checksums]) -> str:
+    first, other = pairs[0]
+    here, there = everything[first][what], everything[other][what]
+    names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    more = f", and so do {len(pairs) - 1} more pairs" if len(pairs) > 1 else ""
+    return (
+        f"ranks {first} and {other} are of one tensor-parallel group and differ in their {what} ({shown}){more}: "
+        f"{_REMEDIES[what]}"
+    )
+
+
+def _tensor_checksums(tree: Mapping[str, Any]) -> dict[str, int]:
+    found: dict[str, int] = {}
+
+    def take(path: str, tensor: Tensor) -> Tensor:
+        found[path] = checksum(tensor)
+        return tensor
+
+    named_tensors(dict(tree), take)
+    return found
+
+
+def _replicated(model: nn.Module) -> dict[str, Tensor]:
+    """What each rank of a tp group holds whole: buffers, and of parameters that lie so the part that FSDP leaves."""
+    replicated = {
+        name: local_part(parameter)
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor) and parameter.placements[-1] == Replicate()
+    }
+    return replicated | {name: b for name, b in model.named_buffers() if not isinstance(b, DTensor)}
+
+
+def _random_states(device_type: str) -> Checksums:
+    """Of torch's generators, those of the CPU and of this process's GPU together, and of each other."""
+    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if device_type == "cuda" else [])
+    outside = {f"random state of {name}": {"seed": zlib.crc32(state)} for name, state in states_outside_torch().items()}
+    return {"random state": {device_type: checksum(torch.cat(states))}, **outside}
+
+
+def checksum(tensor: Tensor) -> int:
+    """A number made of shape, dtype and every bit, on the tensor's device: sum of bits_i * (2 i + 1), modulo 2^64.
+
+    One changed element always changes it, for odd numbers have inverses there.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    header = zlib.crc32(f"{local.dtype} {list(local.shape)}".encode())
+    if local.is_meta or local.layout is not torch.strided or not local.numel():
+        return header
+    plain = torch.view_as_real(local) if local.is_complex() else local
+    bits = plain.detach().contiguous().flatten().view(_BITS[plain.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), _CHUNK):
+        part = bits[start : start + _CHUNK].long()
+        total += (part * (2 * torch.arange(start, start + len(part), device=part.device) + 1)).sum()
+    return header ^ int(total)

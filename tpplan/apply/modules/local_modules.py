@@ -1,0 +1,320 @@
+"""Modules that see plain local tensors: a generated subclass per class, a Site per module.
+
+At rest a parameter is a DTensor. While a forward runs, reading it gives this rank's local tensor, in the layout that
+the plan says for the module whose forward is running (the reader), with the gradient converted back. The swapped class
+has a property for each parameter name it owns, and a forward that converts what crosses the boundary:
+
+    push this module as the reader -> convert inputs -> the class's own forward -> convert outputs -> pop
+
+Names, state_dict, hooks, buffers and `isinstance` stay as they were. All calls of a module share its Site and nothing
+is counted, so recomputation and re-entrant calls are calls like any other.
+"""
+
+import copy
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from tpplan.apply.collectives.redistribute import Converter, TpGroup, local_rows, mask_rows
+from tpplan.apply.collectives.tp_gradients import Reducer
+from tpplan.apply.modules.parameter_reads import ParameterReads
+from tpplan.core.errors import PlanMismatchError, UsageError
+from tpplan.core.layout import ROWS, Conversion
+from tpplan.core.name_patterns import ROOT
+from tpplan.torch_internals.autograd import NO_BACKWARD, running_backward
+from tpplan.torch_internals.modules import own_parameters
+from tpplan.trace.answers.own_failure import as_internal
+from tpplan.trace.hooks.call_rewriting import own_code
+from tpplan.trace.hooks.generated_class import SITE, subclass
+from tpplan.trace.trace import named_tensors
+
+
+@final
+@dataclass(slots=True, kw_only=True, eq=False)
+class TensorParallel:
+    """What all sites of a model share: the axis, the forwards that are running (innermost last), the reducer."""
+
+    mesh: DeviceMesh
+    group: TpGroup
+    reducer: Reducer
+    frames: list["Frame"] = field(default_factory=list)
+    #: a tensor crossed in another dtype than planned, and a warning has said so
+    has_warned: bool = False
+
+    @classmethod
+    def on(cls, mesh: DeviceMesh) -> "TensorParallel":
+        """The same for a one-dimensional mesh."""
+        group = TpGroup.of(mesh.get_group())
+        return cls(mesh=mesh, group=group, reducer=Reducer(group=group))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TensorParallel":
+        """A copied model has gradients of its own and the same process group."""
+        copied = TensorParallel(mesh=self.mesh, group=self.group, reducer=Reducer(group=self.group))
+        memo[id(self)] = copied
+        copied.reducer = copy.deepcopy(self.reducer, memo)
+        return copied
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Frame:
+    """A forward that is running; `foreign_rows` marks ids looked up on other ranks, from `R -> rows` on."""
+
+    site: "Site"
+    foreign_rows: Tensor | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """One conversion at a boundary. `num_local_rows` is set for R -> rows alone."""
+
+    conversion: Conversion
+    dtype: torch.dtype
+    group: TpGroup
+    where: str
+    num_local_rows: int = 0
+    converter: Converter | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        rest = self.conversion.after_mask if self.conversion.source == ROWS else self.conversion
+        converter = None if rest.target == ROWS else Converter(rest, self.group, where=self.where)
+        object.__setattr__(self, "converter", converter)
+
+    @own_code
+    def __call__(self, x: Tensor, frames: list[Frame]) -> Tensor:
+        """The tensor on the other side."""
+        if self.converter is None:
+            x, frames[-1].foreign_rows = local_rows(x, self.num_local_rows, self.group)
+            return x
+        if self.conversion.source == ROWS:
+            x = mask_rows(x, self._foreign_rows(frames))
+        return self.converter(x)
+
+    def _foreign_rows(self, frames: list[Frame]) -> Tensor:
+        """Of the innermost forward that has any: the ids may have entered a wrapper of the embedding."""
+        for frame in reversed(frames):
+            if frame.foreign_rows is not None:
+                return frame.foreign_rows
+        raise PlanMismatchError(f"{self.where}: {self.conversion}: no ids entered as 'R -> rows' before")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """An argument of forward with conversions in it, by path; `position` where it may be passed without a name."""
+
+    name: str
+    position: int | None
+    crossings: Mapping[str, Crossing]
+
+
+@final
+@dataclass(slots=True, kw_only=True, eq=False)
+class Site:
+    """A module's part of the plan."""
+
+    shared: TensorParallel
+    #: more than one where the same module stands in several places
+    names: tuple[str, ...]
+    arguments: tuple[Argument, ...] = ()
+    outputs: Mapping[str, Crossing] = field(default_factory=dict)
+    #: dim by output path: what the model returns sharded, and so as a DTensor
+    sharded_outputs: Mapping[str, int] = field(default_factory=dict)
+    reads: Mapping[str, ParameterReads] = field(default_factory=dict)
+    #: reads of the weights below it by their names, where it runs whole
+    whole: Mapping[str, ParameterReads] | None = None
+    #: its ids entered here as rows, and what is looked up leaves a module around this one
+    hands_rows_on: bool = False
+
+    @property
+    def name(self) -> str:
+        """The module's name in messages."""
+        return self.names[0] or ROOT
+
+    def read(self, name: str, parameter: nn.Parameter | None) -> Tensor | None:
+        """The parameter as the running forward sees it; itself when none runs."""
+        reads = self.reads.get(name)
+        if reads is None or parameter is None:
+            return parameter
+        frames = self.shared.frames
+        if frames:
+            return reads.local(parameter, frames[-1].site.names)
+        # A checkpointed function, rather than a checkpointed module, is recomputed with no forward running.
+        if torch.is_grad_enabled() and running_backward() != NO_BACKWARD:
+            return reads.local(parameter, self.names)
+        return parameter
+
+    def converters(self) -> Iterator[Converter]:
+        """Of all that crosses its boundary, and of the parameters that it owns."""
+        crossings = [crossing for argument in self.arguments for crossing in argument.crossings.values()]
+        yield from (c.converter for c in (*crossings, *self.outputs.values()) if c.converter is not None)
+        for reads in (*self.reads.values(), *(self.whole or {}).values()):
+            yield from (converter for converter in reads.converters.values() if converter is not None)
+
+    def whole_weights(self, module: nn.Module) -> dict[str, Tensor]:
+        """The weights below a module that runs whole, as its forward sees them, by name."""
+        assert self.whole is not None
+        return {name: self.whole[name].local(weight, self.names) for name, weight in module.named_parameters()}
+
+    def convert_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments inside."""
+        for argument in self.arguments:
+            if argument.name in kwargs:
+                value = self._convert(argument.name, kwargs[argument.name], argument.crossings)
+                kwargs = kwargs | {argument.name: value}
+            elif argument.position is not None and argument.position < len(args):
+                value = self._convert(argument.name, args[argument.position], argument.crossings)
+                args = (*args[: argument.position], value, *args[argument.position + 1 :])
+            else:
+                self._convert(argument.name, None, argument.crossings)
+        return args, kwargs
+
+    def convert_outputs(self, output: Any) -> Any:
+        """The output outside."""
+        if self.outputs:
+            output = self._convert("output", output, self.outputs)
+        if self.sharded_outputs:
+            output = self._wrap(output)
+        return output
+
+    def _convert(self, root: str, tree: Any, crossings: Mapping[str, Crossing]) -> Any:
+        if isinstance(tree, Tensor) and root in crossings:
+            return self._cross(crossings[root], tree)
+        if tree is None:
+            path, crossing = next(iter(crossings.items()))
+            raise PlanMismatchError(
+                f"module {self.name}: the plan converts {path!r} ({crossing.conversion}), and nothing is passed there: "
+                "this call takes another way through the model than the one that was planned"
+            )
+        found: set[str] = set()
+
+        def change(path: str, tensor: Tensor) -> Tensor:
+            crossing = crossings.get(path)
+            if crossing is None:
+                return tensor
+            found.add(path)
+            return self._cross(crossing, tensor)
+
+        converted = named_tensors({root: tree}, change)[root]
+        if missing := sorted(crossings.keys() - found):
+            raise PlanMismatchError(
+                f"module {self.name}: the plan converts {missing[0]!r}, and {root!r} holds no such tensor: "
+                f"it is a {type(tree).__name__}"
+            )
+        return converted
+
+    def _cross(self, crossing: Crossing, tensor: Tensor) -> Tensor:
+        if tensor.dtype != crossing.dtype and not self.shared.has_warned:
+            self.shared.has_warned = True
+            warnings.warn(
+                f"{crossing.where}: {tensor.dtype} crosses, and the plan was priced for {crossing.dtype}: results are "
+                "right, but its times and its memory do not hold (said once)",
+                stacklevel=2,
+            )
+        return crossing(tensor, self.shared.frames)
+
+    @own_code
+    def _wrap(self, output: Any) -> Any:
+        """Outputs that stay sharded say so: the loss and the user see a DTensor."""
+
+        def change(path: str, tensor: Tensor) -> Tensor:
+            dim = self.sharded_outputs.get(path)
+            if dim is None:
+                return tensor
+            return DTensor.from_local(tensor, self.shared.mesh, [Shard(dim)], run_check=False)
+
+        return named_tensors({"output": output}, change)["output"]
+
+
+def argument_positions(module: nn.Module, crossings: Mapping[str, Crossing]) -> tuple[Argument, ...]:
+    """Conversions grouped by the argument they are in, with its position; paths as tpplan.trace.trace writes them.
+
+    Raises PlanMismatchError for a name that forward does not take.
+    """
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    kinds = {parameter.kind for parameter in parameters}
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    grouped: dict[str, dict[str, Crossing]] = {}
+    for path, crossing in crossings.items():
+        grouped.setdefault(path.partition(".")[0], {})[path] = crossing
+    arguments: list[Argument] = []
+    for name, members in grouped.items():
+        number = name.removeprefix("args")
+        position = positional.index(name) if name in positional else None
+        if position is None and number.isdecimal() and inspect.Parameter.VAR_POSITIONAL in kinds:
+            position = int(number)
+        if position is None and name not in named and inspect.Parameter.VAR_KEYWORD not in kinds:
+            where, kind = next(iter(members.values())).where, type(module).__name__
+            raise PlanMismatchError(f"{where}: {kind}.forward takes no argument {name!r}: {positional}")
+        arguments.append(Argument(name=name, position=position, crossings=members))
+    return tuple(arguments)
+
+
+def check_swappable(module: nn.Module, name: str) -> None:
+    """Raises UsageError for a module with a Site already."""
+    if SITE in module.__dict__:
+        raise UsageError(f"module {name or ROOT}: a plan is applied already")
+
+
+def swap_class(module: nn.Module, site: Site) -> None:
+    """Gives a module its Site and the class that heeds it."""
+    module.__dict__[SITE] = site
+    module.__class__ = local_class(type(module), tuple(sorted(site.reads)))  # type: ignore[arg-type]
+
+
+@functools.cache
+def local_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """The subclass of cls that converts at its boundary and reads `names` as local tensors. It bears cls's own name."""
+    namespace: dict[str, Any] = {name: _local_parameter(name) for name in names}
+    if cls.forward is not nn.Module.forward:
+        namespace["forward"] = _local_forward(cls)
+    return subclass(cls, namespace, local_class, (names,))
+
+
+def _local_parameter(name: str) -> property:
+    def read(self: nn.Module) -> Any:
+        parameters = own_parameters(self)
+        if name not in parameters:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        site: Site | None = self.__dict__.get(SITE)
+        if site is None:
+            return parameters[name]
+        try:
+            return site.read(name, parameters[name])
+        except AttributeError as error:  # nn.Module takes it for a missing property, and gives the DTensor
+            raise as_internal(error) from error
+
+    return property(read, doc=f"{name}: the DTensor, or during a forward its local tensor")
+
+
+def _local_forward(cls: type[nn.Module]) -> Callable[..., Any]:
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        site: Site | None = self.__dict__.get(SITE)
+        if site is None:  # a slice of a container, say: constructed from the class alone
+            return cls.forward(self, *args, **kwargs)
+        frames = site.shared.frames
+        frames.append(Frame(site))
+        try:
+            if site.arguments:
+                args, kwargs = site.convert_inputs(args, kwargs)
+            output = cls.forward(self, *args, **kwargs)
+            if site.outputs or site.sharded_outputs:
+                output = site.convert_outputs(output)
+            if site.hands_rows_on and len(frames) > 1:
+                frames[-2].foreign_rows = frames[-1].foreign_rows
+            return output
+        finally:
+            frames.pop()
+
+    return forward

@@ -1,0 +1,132 @@
+"""What ranks must have in common before anything is sharded: torch, tpplan, the plan, the model.
+
+Each rank says what it has; where two differ, all raise the same error, which names the rank and the difference. That
+takes one exchange where all agree, and one more, of the model's description, where models differ.
+"""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tpplan.core.errors import PlanMismatchError, TpplanError
+from tpplan.core.name_patterns import ROOT
+
+#: ranks that an error lists
+_MOST_LISTED = 16
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What one rank has. `problem` is why the plan does not fit there, if it does not."""
+
+    problem: str
+    torch_version: str
+    tpplan_version: str
+    plan_hash: str
+    model: str
+
+
+def own_standing(model: nn.Module, plan_hash: str, error: TpplanError | None) -> Standing:
+    """This rank's."""
+    return Standing(
+        problem=str(error) if error is not None else "",
+        torch_version=str(torch.__version__),
+        tpplan_version=tpplan_version(),
+        plan_hash=plan_hash,
+        model=_digest(description(model)),
+    )
+
+
+def agree(model: nn.Module, plan_hash: str, error: TpplanError | None) -> None:
+    """Raises PlanMismatchError on every rank where two differ, or where the plan does not fit on one: `error` says why
+    it does not on this one, and is raised itself where that is the same everywhere.
+
+    Every rank of the default process group calls it. One alone agrees with itself, and so does a fake group's.
+    """
+    standing = own_standing(model, plan_hash, error)
+    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        everyone = [standing]
+    else:
+        everyone = [standing] * dist.get_world_size()
+        dist.all_gather_object(everyone, standing)
+    for what, found, remedy in (
+        ("different versions of torch", [one.torch_version for one in everyone], "install the same on every node"),
+        ("different versions of tpplan", [one.tpplan_version for one in everyone], "install the same on every node"),
+    ):
+        _same(what, found, remedy)
+    if error is not None and len({one.problem for one in everyone}) == 1:
+        raise error
+    for rank, one in enumerate(everyone):
+        if one.problem:
+            raise PlanMismatchError(f"rank {rank}: {one.problem}") from error
+    _same("different plans", [one.plan_hash for one in everyone], "give every rank the same file")
+    if len({one.model for one in everyone}) > 1:
+        _explain_models(model, [one.model for one in everyone])
+
+
+def _same(what: str, found: Sequence[str], remedy: str) -> None:
+    if others := [rank for rank, value in enumerate(found) if value != found[0]]:
+        raise PlanMismatchError(
+            f"the ranks hold {what}: rank 0 has {found[0]}, rank {others[0]} has {found[others[0]]}, and "
+            f"{len(others)} of {len(found)} differ from rank 0 (ranks {', '.join(map(str, others[:_MOST_LISTED]))}); "
+            f"{remedy}"
+        )
+
+
+def _explain_models(model: nn.Module, digests: Sequence[str]) -> None:
+    """Rank 0's model against the first that differs; all ranks take part."""
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    first, second = (_description_of(model, rank) for rank in (0, other))
+    _same("different models", digests, f"build the same on every rank. {_first_difference(first, second, other)}")
+
+
+def _description_of(model: nn.Module, rank: int) -> tuple[str, ...]:
+    held = [description(model) if dist.get_rank() == rank else ()]
+    dist.broadcast_object_list(held, src=rank)
+    return held[0]
+
+
+def _first_difference(ours: Sequence[str], theirs: Sequence[str], other: int) -> str:
+    for one, two in zip(ours, theirs, strict=False):
+        if one != two:
+            return f"Rank 0 has {one}, rank {other} {two}"
+    rank, longer = (0, ours) if len(ours) > len(theirs) else (other, theirs)
+    return f"Rank {rank} alone has {longer[min(len(ours), len(theirs))]}"
+
+
+def description(model: nn.Module) -> tuple[str, ...]:
+    """A line for each module, parameter and buffer: what torch prints of it, and a digest of its forward's code."""
+    lines = []
+    for name, module in model.named_modules():
+        kind = type(module)
+        extra = " ".join(_ADDRESS.sub("", module.extra_repr()).split())
+        lines.append(f"{name or ROOT}: {kind.__qualname__}({extra}), code {_code(kind)}")
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+        trains = ", trains" if tensor.requires_grad else ""
+        lines.append(f"{name}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{trains}")
+    return tuple(lines)
+
+
+def _code(kind: type[nn.Module]) -> str:
+    """A digest of a forward's instructions; the line numbers in it do not count."""
+    code = getattr(kind.forward, "__code__", None)
+    return hashlib.sha256(code.co_code).hexdigest()[:8] if code is not None else "none"
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return "sha256:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def tpplan_version() -> str:
+    """Of the installed package; a checkout that is not installed has none."""
+    try:
+        return version("tpplan")
+    except PackageNotFoundError:
+        return "0+checkout"

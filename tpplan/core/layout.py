@@ -1,0 +1,279 @@
+"""The layout algebra of one tensor-parallel axis: where a value is, and where its gradient is.
+
+| layout  | value on a rank                  | gradient on a rank |
+|---------|----------------------------------|--------------------|
+| R       | the whole                        | the whole          |
+| R*      | the whole                        | a summand          |
+| S(d)    | slice of dim d                   | slice of dim d     |
+| S(d; a, b) | slices of the parts a and b that lie side by side in dim d, one after the other | the same slices |
+| S(d)/m  | one of m slices of dim d, of which t/m neighbours hold the same | a summand of that slice's |
+| S(d, d+1) | slice of dims d and d + 1 as if they were one | the same slice |
+| P       | a summand                        | the whole          |
+| rows    | what a lookup in a slice of rows gives: right where the id is a local row, else garbage to be masked |
+
+Heads of keys and values that are fewer than the t ranks are S(d)/m: the ranks whose queries share a head share its
+slice. Repeated for each query, with the heads of a group in a dim of their own, they are S(d, d+1), until a reshape
+makes one dim of both: a layout within a module, which no plan names.
+
+A value that carries no gradient has only the first half. A layout changes only by a conversion at a module boundary;
+one choice of conversion fixes its collective forward and its collective backward (Megatron's f is R -> R*, its g is
+P -> R).
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+
+from tpplan.core.errors import PlanError
+from tpplan.core.part_intervals import Parts
+
+
+class LayoutKind(StrEnum):
+    """The kinds of the table above."""
+
+    REPLICATE = "R"
+    REPLICATE_PARTIAL_GRADIENT = "R*"
+    SHARD = "S"
+    COPIED = "S/m"
+    JOINT = "S, S"
+    PARTIAL = "P"
+    ROWS = "rows"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A layout; `dim` (not negative) is set for SHARD, COPIED and JOINT (the first of its two).
+
+    `parts` are set for a SHARD where each of them is sharded, `slices` for COPIED alone: how many there are.
+    """
+
+    kind: LayoutKind
+    dim: int | None = None
+    parts: Parts = ()
+    slices: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.dim is not None) != (self.kind in _SLICED) or (self.dim or 0) < 0:
+            raise ValueError(f"layout {self.kind} with dim {self.dim}")
+        if self.parts and (self.kind is not LayoutKind.SHARD or len(self.parts) < 2 or min(self.parts) < 1):
+            raise ValueError(f"layout {self.kind} of dim {self.dim} with parts {self.parts}")
+        if (self.slices is not None) != (self.kind is LayoutKind.COPIED) or (self.slices or 2) < 2:
+            raise ValueError(f"layout {self.kind} of dim {self.dim} with {self.slices} slices")
+
+    @property
+    def is_whole(self) -> bool:
+        """True when every rank holds the whole value."""
+        return self.kind in (LayoutKind.REPLICATE, LayoutKind.REPLICATE_PARTIAL_GRADIENT)
+
+    @property
+    def is_plain(self) -> bool:
+        """True for R and S(d): what a DTensor can say, at rest or handed to a user."""
+        return self.kind is LayoutKind.REPLICATE or (self.kind is LayoutKind.SHARD and not self.parts)
+
+    def num_slices(self, tp: int) -> int:
+        """Into how many slices a value is cut on tp ranks."""
+        return 1 if self.dim is None else self.slices or tp
+
+    def __str__(self) -> str:
+        match self.kind:
+            case LayoutKind.SHARD:
+                parts = f"; {', '.join(map(str, self.parts))}" if self.parts else ""
+                return f"S({self.dim}{parts})"
+            case LayoutKind.COPIED:
+                return f"S({self.dim})/{self.slices}"
+            case LayoutKind.JOINT:
+                return f"S({self.dim}, {(self.dim or 0) + 1})"
+            case _:
+                return str(self.kind)
+
+
+#: kinds under which a rank holds a slice
+_SLICED = frozenset({LayoutKind.SHARD, LayoutKind.COPIED, LayoutKind.JOINT})
+
+R = Layout(LayoutKind.REPLICATE)
+R_STAR = Layout(LayoutKind.REPLICATE_PARTIAL_GRADIENT)
+P = Layout(LayoutKind.PARTIAL)
+ROWS = Layout(LayoutKind.ROWS)
+
+
+def S(dim: int, *parts: int) -> Layout:  # noqa: N802 - the field's notation
+    """Shard of one dim, or of each part of it."""
+    return Layout(LayoutKind.SHARD, dim, parts)
+
+
+def copied(dim: int, slices: int) -> Layout:
+    """Slices of one dim, fewer than ranks."""
+    return Layout(LayoutKind.COPIED, dim, slices=slices)
+
+
+def joint(dim: int) -> Layout:
+    """Shard of a dim and the next one as if they were one."""
+    return Layout(LayoutKind.JOINT, dim)
+
+
+_DIM, _COUNT, _SIZE = r"(?:0|[1-9][0-9]?)", r"(?:[2-9]|[1-9][0-9]{1,17})", r"[1-9][0-9]{0,17}"
+#: what str() writes of a layout that a plan may name, as a regular expression
+LAYOUT_PATTERN = rf"R\*?|P|rows|S\({_DIM}(?:\)|\)/{_COUNT}|; {_SIZE}(?:, {_SIZE})+\))"
+
+
+def parse_layout(text: str) -> Layout:
+    """The layout that str() wrote. Raises PlanError for anything else, and for what no plan names."""
+    if re.fullmatch(LAYOUT_PATTERN, text) and text.startswith("S"):
+        inner, _, slices = text[2:].partition(")")
+        dim, _, parts = inner.partition("; ")
+        if slices:
+            return copied(int(dim), int(slices[1:]))
+        return S(int(dim), *map(int, filter(None, parts.split(", "))))
+    for layout in (R, R_STAR, P, ROWS):
+        if text == str(layout):
+            return layout
+    raise PlanError(f"expected a layout (R, R*, S(dim), S(dim; part, part), S(dim)/slices, P or rows), got {text!r}")
+
+
+def local_shape(shape: tuple[int, ...], layout: Layout, tp: int) -> tuple[int, ...]:
+    """Shape on one rank of tp. Raises ValueError where there is no such dim or it does not divide."""
+    if layout.dim is None:
+        return shape
+    if not fits(shape, layout, tp):
+        raise ValueError(f"{shape} cannot be {layout} on {tp} ranks")
+    if layout.kind is LayoutKind.JOINT:
+        pair = (1, shape[layout.dim] * shape[layout.dim + 1] // tp)
+        return (*shape[: layout.dim], *pair, *shape[layout.dim + 2 :])
+    return (*shape[: layout.dim], shape[layout.dim] // layout.num_slices(tp), *shape[layout.dim + 1 :])
+
+
+def fits(shape: tuple[int, ...], layout: Layout, tp: int) -> bool:
+    """True when the layout can hold a value of this shape on tp ranks."""
+    if layout.dim is None:
+        return True
+    if layout.dim >= len(shape) or (layout.parts and sum(layout.parts) != shape[layout.dim]):
+        return False
+    if layout.slices is not None:
+        return layout.slices < tp and tp % layout.slices == 0 == shape[layout.dim] % layout.slices
+    if layout.kind is LayoutKind.JOINT:
+        pair = shape[layout.dim : layout.dim + 2]
+        return len(pair) == 2 and 1 < pair[0] < tp and tp % pair[0] == 0 == prod(pair) % tp
+    return all(part % tp == 0 for part in layout.parts or (shape[layout.dim],))
+
+
+class Step(StrEnum):
+    """What a rank does to a tensor, forward or backward, to change its layout."""
+
+    NONE = "none"
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    SLICE = "slice"
+    PAD = "pad"
+    DIVIDE = "divide"
+    LOCAL_ROWS = "local_rows"
+    MASK = "mask"
+
+
+#: steps that move bytes between ranks; the others are local
+COLLECTIVE_STEPS = frozenset({Step.ALL_REDUCE, Step.ALL_GATHER, Step.REDUCE_SCATTER, Step.ALL_TO_ALL})
+
+_K = LayoutKind
+#: (from, to) -> (forward, backward). Identities are left out; what is missing here cannot be done.
+_STEPS: dict[tuple[LayoutKind, LayoutKind], tuple[Step, Step]] = {
+    (_K.REPLICATE, _K.REPLICATE_PARTIAL_GRADIENT): (Step.NONE, Step.ALL_REDUCE),
+    (_K.REPLICATE, _K.SHARD): (Step.SLICE, Step.ALL_GATHER),
+    (_K.REPLICATE, _K.PARTIAL): (Step.DIVIDE, Step.NONE),
+    (_K.REPLICATE_PARTIAL_GRADIENT, _K.REPLICATE): (Step.NONE, Step.DIVIDE),
+    (_K.REPLICATE_PARTIAL_GRADIENT, _K.SHARD): (Step.SLICE, Step.PAD),
+    (_K.REPLICATE_PARTIAL_GRADIENT, _K.COPIED): (Step.SLICE, Step.PAD),
+    (_K.REPLICATE_PARTIAL_GRADIENT, _K.PARTIAL): (Step.DIVIDE, Step.DIVIDE),
+    (_K.SHARD, _K.REPLICATE_PARTIAL_GRADIENT): (Step.ALL_GATHER, Step.REDUCE_SCATTER),
+    (_K.SHARD, _K.REPLICATE): (Step.ALL_GATHER, Step.SLICE),
+    (_K.SHARD, _K.PARTIAL): (Step.PAD, Step.SLICE),
+    (_K.PARTIAL, _K.REPLICATE): (Step.ALL_REDUCE, Step.NONE),
+    (_K.PARTIAL, _K.REPLICATE_PARTIAL_GRADIENT): (Step.ALL_REDUCE, Step.ALL_REDUCE),
+    (_K.PARTIAL, _K.SHARD): (Step.REDUCE_SCATTER, Step.ALL_GATHER),
+    (_K.SHARD, _K.SHARD): (Step.ALL_TO_ALL, Step.ALL_TO_ALL),
+}
+
+
+def can_convert(source: Layout, target: Layout) -> bool:
+    """True where nothing changes, or steps lead from one to the other."""
+    return source == target or (source.kind, target.kind) in _STEPS
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A change of layout at a boundary. `rows -> x` masks first and then is `P -> x`."""
+
+    source: Layout
+    target: Layout
+
+    def __post_init__(self) -> None:
+        source = P if self.source == ROWS else self.source
+        if self.target != ROWS and not can_convert(source, self.target):
+            raise ValueError(f"no conversion {self}")
+        if self.target == ROWS and self.source != R:
+            raise ValueError(f"no conversion {self}: ids become local rows from R alone")
+
+    @property
+    def is_identity(self) -> bool:
+        """True when nothing changes."""
+        return self.source == self.target
+
+    @property
+    def after_mask(self) -> "Conversion":
+        """What is left of `rows -> x` once the rows of other ranks are masked: `P -> x`."""
+        return Conversion(P, self.target)
+
+    @property
+    def forward(self) -> tuple[Step, ...]:
+        """Steps in the order the forward pass takes them."""
+        return self._steps(0)
+
+    @property
+    def backward(self) -> tuple[Step, ...]:
+        """Steps in the order the backward pass takes them."""
+        return self._steps(1)[::-1]
+
+    def _steps(self, half: int) -> tuple[Step, ...]:
+        if self.is_identity:
+            return ()
+        if self.target == ROWS:
+            return (Step.LOCAL_ROWS,) if half == 0 else ()
+        if self.source == ROWS:
+            return (Step.MASK, *self.after_mask._steps(half))
+        step = _STEPS[self.source.kind, self.target.kind][half]
+        return () if step is Step.NONE else (step,)
+
+    def __str__(self) -> str:
+        return f"{self.source} -> {self.target}"
+
+
+def parse_conversion(text: str) -> Conversion:
+    """The conversion that str() wrote. Raises PlanError for anything else."""
+    source, arrow, target = text.partition(" -> ")
+    if not arrow:
+        raise PlanError(f"expected a conversion such as 'R -> S(1)', got {text!r}")
+    try:
+        return Conversion(parse_layout(source), parse_layout(target))
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+
+
+def layouts_of(shape: tuple[int, ...], *, carries_gradient: bool, tp: int) -> tuple[Layout, ...]:
+    """Every layout a value of this shape may have on tp ranks, except `rows`, which is the embedding's alone."""
+    shards = tuple(S(dim) for dim, size in enumerate(shape) if size % tp == 0 and size > 0)
+    return (R, R_STAR, P, *shards) if carries_gradient else (R, *shards)
+
+
+def conversions_between(
+    sources: tuple[Layout, ...], targets: tuple[Layout, ...], *, carries_gradient: bool
+) -> tuple[Conversion, ...]:
+    """Every possible conversion, identities included. Without a gradient only R, S(d) and the slice or gather exist."""
+    found = []
+    for source in sources:
+        for target in targets:
+            if not carries_gradient and LayoutKind.PARTIAL in (source.kind, target.kind):
+                continue
+            if can_convert(source, target):
+                found.append(Conversion(source, target))
+    return tuple(found)

@@ -1,0 +1,79 @@
+"""Finds repeated blocks: sibling modules with the same structure, shapes and order."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from tpplan.core.graph import Argument, Boundary, ModelGraph, Op, Ref, RepeatedBlock, within
+
+
+def find_repeated_blocks(graph: ModelGraph) -> ModelGraph:
+    """The graph with its outermost repeated blocks.
+
+    Siblings are modules `prefix.0`, `prefix.1`, ...; those whose labelled graphs are equal form one RepeatedBlock.
+    """
+    prefixes: dict[str, set[int]] = defaultdict(set)
+    for node in graph.nodes:
+        parts = node.module.split(".")
+        for depth, part in enumerate(parts):
+            if part.isdecimal():
+                prefixes[".".join(parts[:depth])].add(int(part))
+    found: list[RepeatedBlock] = []
+    for prefix in sorted(prefixes, key=lambda name: (name.count("."), name)):
+        if not any(within(prefix, name) for block in found for name in block.names):
+            found += _alike(graph, prefix, sorted(prefixes[prefix]))
+    return replace(graph, blocks=tuple(found))
+
+
+def members(graph: ModelGraph, module: str) -> tuple[Op | Boundary, ...]:
+    """The nodes of a module and of what stands inside it, in order."""
+    return graph.nodes_by_module.get(module, ())
+
+
+def _alike(graph: ModelGraph, prefix: str, indices: list[int]) -> list[RepeatedBlock]:
+    parameters = {source.result: source.label for source in graph.sources}
+    alike: dict[object, list[int]] = defaultdict(list)
+    for index in indices:
+        alike[_labelled(graph, parameters, f"{prefix}.{index}" if prefix else str(index))].append(index)
+    return [RepeatedBlock(prefix=prefix, indices=tuple(siblings)) for siblings in alike.values() if len(siblings) > 1]
+
+
+def _labelled(graph: ModelGraph, parameters: Mapping[str, str], module: str) -> tuple[object, ...]:
+    """The block's nodes in order, labelled by all that must agree; what comes from outside by shape and order.
+
+    `parameters` are the labels of the graph's sources by the values they give.
+    """
+    local: dict[str, tuple[int, int]] = {}
+    outside: dict[str, tuple[object, ...]] = {}
+
+    def rename(name: str) -> object:
+        if name in local:
+            return local[name]
+        label = parameters.get(name, "")
+        if label.startswith(module + "."):
+            return "own", label.removeprefix(module), _kind(graph, name)
+        return outside.setdefault(name, ("outside", len(outside), label, _kind(graph, name)))
+
+    labels: list[object] = []
+    for position, node in enumerate(members(graph, module)):
+        labels.append((_label(node, module, rename), tuple(_kind(graph, result) for result in node.results)))
+        local.update({result: (position, i) for i, result in enumerate(node.results)})
+    return tuple(labels)
+
+
+def _kind(graph: ModelGraph, name: str) -> tuple[object, ...]:
+    value = graph.values[name]
+    return value.shape, value.dtype, value.carries_gradient
+
+
+def _label(node: Op | Boundary, module: str, rename: Callable[[str], object]) -> tuple[object, ...]:
+    place = node.module.removeprefix(module)
+    if isinstance(node, Boundary):
+        return place, node.direction, node.path, rename(node.operand)
+
+    def relative(argument: Argument) -> object:
+        if isinstance(argument, Ref):
+            return rename(argument.name)
+        return tuple(map(relative, argument)) if isinstance(argument, tuple) else (type(argument), argument)
+
+    return place, node.target, relative(node.args), tuple((key, relative(value)) for key, value in node.kwargs)

@@ -1,0 +1,99 @@
+"""The least compute that a sequence takes, at the best rates that a profile has for anything.
+
+A micro-batch of m sequences does at least what the sequences add to it, taken from two traced ones: for each op the
+work of the larger less that of the smaller, over the sequences between. At best rates that is
+
+    seconds(m) >= m * sum over ops of max(0, t(b) - t(a)) / (b - a)
+
+with t the work over the best rate; launches, fixed work and what a kernel is slower than the best are left out.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+
+from tpplan.core.graph import ModelGraph
+from tpplan.costs.execute import Executor, whole_strategy
+from tpplan.costs.kernels import Attention, Kernel, Matmul, MemoryBound
+from tpplan.layouts.rules import Call
+from tpplan.machine.profile import HardwareProfile
+
+
+@dataclass(slots=True)
+class BestRates:
+    """The best rates of a profile. Where kernels are fused, what only moves memory may move next to nothing."""
+
+    profile: HardwareProfile
+    is_compiled: bool
+    _known: dict[object, float] = field(default_factory=dict)
+
+    def seconds(self, kernel: Kernel) -> float:
+        """The kernel's work at the best rate; 0 where the profile has none of its dtype."""
+        match kernel:
+            case Matmul(m=m, n=n, k=k, batch=batch, dtype=dtype):
+                rate = self._once(("matmul", dtype), self._matmul_rates(dtype))
+                return self.profile.matmul_slowdown * 2.0 * batch * m * n * k / rate if rate else 0.0
+            case Attention(flop=flop):
+                sizes = kernel.sizes
+                factor = flop / (sizes.batch_heads * sizes.queries * sizes.keys * sizes.head_dim)
+                key = ("attention", kernel.dtype, kernel.is_backward, sizes.causal, round(factor, 6))
+                rate = self._once(key, self._attention_rates(kernel, factor))
+                return flop / rate if rate else 0.0
+            case MemoryBound(num_bytes=num_bytes):
+                rate = self._once("memory", self._memory_rates())
+                return 0.0 if self.is_compiled else num_bytes / rate
+
+    def _once(self, key: object, rates: Iterator[float]) -> float:
+        if key not in self._known:
+            self._known[key] = max(rates, default=0.0)
+        return self._known[key]
+
+    def _matmul_rates(self, dtype: str) -> Iterator[float]:
+        for table in self.profile.matmuls:
+            if table.dtype == dtype:
+                for sizes, seconds in zip(product(*table.grids), table.time_s, strict=True):
+                    yield 2.0 * prod(sizes) / self._marginal(seconds)
+
+    def _attention_rates(self, kernel: Attention, factor: float) -> Iterator[float]:
+        for rate in self.profile.attention_rates:
+            if rate.dtype == kernel.dtype:
+                yield rate.backward_flop_per_s if kernel.is_backward else rate.forward_flop_per_s
+        for table in self.profile.attention_tables or ():
+            if (table.dtype, table.backward, table.causal) == (kernel.dtype, kernel.is_backward, kernel.sizes.causal):
+                for (heads, length, dim), seconds in zip(product(*table.grids), table.time_s, strict=True):
+                    yield factor * heads * length**2 * dim / self._marginal(seconds)
+
+    def _memory_rates(self) -> Iterator[float]:
+        table = self.profile.memory_bound_table
+        if table is None:
+            yield self.profile.bandwidth.hbm_bytes_per_s
+        else:
+            yield from (size / seconds for size, seconds in zip(table.bytes, table.time_s, strict=True))
+
+    def _marginal(self, seconds: float) -> float:
+        """What of a measured time grows with the work beyond the table. A time that is mostly launch is no rate: beyond
+        it the bytes decide (tpplan.machine.profile.HardwareProfile.matmul)."""
+        launch_s = self.profile.launch_s
+        return seconds - launch_s if seconds > 2 * launch_s else seconds
+
+
+def seconds_of_a_sequence(
+    first: ModelGraph, second: ModelGraph, sizes: tuple[int, int], rates: BestRates, executor: Executor
+) -> float:
+    """Seconds on one GPU below which no sequence's forward and backward come, from graphs at two micro-batches."""
+    low, high = (dict(_work(graph, rates, executor)) for graph in (first, second))
+    added = sum(max(0.0, seconds - low[name]) for name, seconds in high.items() if name in low)
+    return added / (sizes[1] - sizes[0])
+
+
+def _work(graph: ModelGraph, rates: BestRates, executor: Executor) -> Iterator[tuple[str, float]]:
+    """Seconds at best rates of each op, forward and backward, by its name and what it calls."""
+    for op in graph.ops:
+        call = Call.of(graph, op)
+        execution = executor.execute(call, whole_strategy(call), 1)
+        yield f"{op.name} {op.target}", _total(rates, (*execution.forward, *execution.backward))
+
+
+def _total(rates: BestRates, kernels: Iterable[Kernel]) -> float:
+    return sum(map(rates.seconds, kernels))

@@ -1,0 +1,337 @@
+"""Compute of an op, executed: run it on meta tensors of the local shapes, forward and backward, and log its kernels.
+
+Which tensors autograd saves comes from the same run, by storage, and so does what the op holds for itself while it
+runs. Runs are cached by signature: an op of the same target, literals and local operands costs the same wherever it
+stands.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, TypeVar, cast
+
+import torch
+
+from tpplan.core.errors import ModelError
+from tpplan.core.graph import Argument, Ref, Value
+from tpplan.core.layout import Layout, R, local_shape
+from tpplan.core.units import DTYPE_BYTES
+from tpplan.costs.gpu_kernels import callable_of, operator_of
+from tpplan.costs.kernels import Kernel, KernelLog, MemoryBound, bytes_of, is_view, tensors_in
+from tpplan.layouts.rules import OPAQUE, Call, Strategy, localized_arguments
+from tpplan.torch_internals.operators import is_op
+from tpplan.torch_internals.tensors import storage_key
+from tpplan.trace.answers.data_dependent_sizes import COUNTING, counting_by
+from tpplan.trace.opaque import Observed, Ran
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """What running an op showed. `saves`: indices of operands whose storage autograd keeps; `saves_results`: of
+    results; `saved_bytes`: of tensors that are neither (statistics, masks, log-probabilities).
+
+    `forward_bytes` are the most that forward held besides what it leaves behind, `backward_bytes` the most that
+    backward held, the gradients of results and operands among them. `gradients` are those of operands. `guesses` say
+    what was not seen, and what is taken in its place.
+    """
+
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+    saves: frozenset[int]
+    saves_results: frozenset[int]
+    saved_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    gradients: tuple["Gradient | None", ...] = ()
+    guesses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """An operand's gradient: its bytes, and whether its memory is that of a result's gradient."""
+
+    num_bytes: int
+    is_view: bool
+
+
+#: what is taken of an op whose kernels are not seen
+_BY_BYTES = "priced by bytes alone"
+
+
+@dataclass(slots=True)
+class Executor:
+    """Runs calls on meta tensors and remembers what they did."""
+
+    _cache: dict[object, Execution] = field(default_factory=dict)
+    #: of opaque modules, by the key of the call
+    _observed: dict[str, Execution] = field(default_factory=dict)
+    #: what a call did that was asked for before, by its id; the call is kept, so that no other gets that
+    _known: dict[tuple[int, Strategy, int], tuple[Call, Execution]] = field(default_factory=dict)
+    #: what follows of executions in a graph
+    _memo: dict[Hashable, tuple[object, object]] = field(default_factory=dict)
+
+    def once(self, key: Hashable, about: object, make: Callable[[], T]) -> T:
+        """What follows of executions, for the first who asks; the key names `about` by its id, and so it is kept."""
+        if key not in self._memo:
+            self._memo[key] = (about, make())
+        return cast(T, self._memo[key][1])
+
+    def observe(self, calls: Mapping[str, Observed]) -> None:
+        """From now on these calls of opaque modules cost what they were seen to run. Warns of what is a guess."""
+        for key, observed in calls.items():
+            if key in self._observed:
+                continue
+            self._observed[key] = seen = _execution_of(observed)
+            for guess in seen.guesses:
+                warnings.warn(f"in a module that runs whole, {guess}", stacklevel=2)
+
+    def execute(self, call: Call, strategy: Strategy, tp: int) -> Execution:
+        """One rank's share of a call under a strategy. Warns where the op, or its backward, cannot run on meta tensors,
+        and takes its bytes then."""
+        if call.target == OPAQUE:
+            seen = self._observed.get(str(call.args[2]))
+            if seen is None:
+                raise ModelError(f"{call.target}: no module was observed that gives {call.args[2]}")
+            return _of_call(seen, call)
+        known = self._known.get((id(call), strategy, tp))
+        if known is None:
+            known = self._known[id(call), strategy, tp] = (call, self._executed(call, strategy, tp))
+        return known[1]
+
+    def _executed(self, call: Call, strategy: Strategy, tp: int) -> Execution:
+        """The same, for like calls once."""
+        shapes = tuple(
+            local_shape(value.shape, layout, tp) for value, layout in zip(call.operands, strategy.operands, strict=True)
+        )
+        args = localized_arguments(call, strategy, tp)
+        flags = tuple((value.dtype, value.carries_gradient) for value in call.operands)
+        carries = tuple(value.carries_gradient for value in call.results)
+        structure = _anonymous((args, call.kwargs))
+        function = callable_of(call, strategy)
+        key = (function, structure, shapes, flags, carries)
+        if key not in self._cache:
+            try:
+                self._cache[key] = _run(call, function, args, shapes)
+            except ModelError as error:
+                self._cache[key] = moved = _by_bytes(call, strategy, tp, str(error).splitlines()[0])
+                warnings.warn(moved.guesses[0], stacklevel=2)
+        return self._cache[key]
+
+
+def _execution_of(observed: Observed) -> Execution:
+    """Kernels of what an opaque module ran, and what it kept of what it was given and gave."""
+    return Execution(
+        forward=tuple(kernel for ran in observed.forward for kernel in _kernels_of(ran)),
+        backward=tuple(kernel for ran in observed.backward for kernel in _kernels_of(ran)),
+        saves=observed.keeps,
+        saves_results=observed.keeps_results,
+        saved_bytes=observed.kept_bytes,
+        forward_bytes=observed.forward_bytes,
+        backward_bytes=observed.backward_bytes,
+        guesses=tuple(_guesses_of(observed)),
+    )
+
+
+def _of_call(seen: Execution, call: Call) -> Execution:
+    """The same of an opaque module's call, which gives each operand that carries one its gradient."""
+    carries = any(value.carries_gradient for value in call.results)
+    return replace(
+        seen,
+        gradients=tuple(
+            Gradient(value.num_bytes, False) if carries and value.carries_gradient else None for value in call.operands
+        ),
+    )
+
+
+def _guesses_of(observed: Observed) -> Iterator[str]:
+    """What an opaque module ran that is not seen to the last."""
+    unseen = sorted({str(ran.op) for ran in (*observed.forward, *observed.backward) if _is_guess(ran)})
+    if unseen:
+        yield f"{', '.join(unseen)}: {_BY_BYTES}"
+    if not observed.is_bounded:
+        yield "a size that data decides is priced as 1"
+
+
+def _kernels_of(ran: Ran) -> tuple[Kernel, ...]:
+    """The kernels of an operator that ran on fake tensors. One that meta tensors do not run moves what it is given."""
+    name = str(ran.op)
+    num_bytes = bytes_of(tensors_in(ran.args)) + bytes_of(iter(ran.results))
+    log = KernelLog(any(argument is True for argument in ran.args), ())
+    if "flex_attention" in name:
+        is_backward = "backward" in name
+        return (log.attention(name, (None, *ran.args[:3]) if is_backward else ran.args),)
+    if not is_op(ran.op):
+        return (MemoryBound(num_bytes=num_bytes),)
+    if not _runs(ran, log):
+        return () if is_view(ran.op) else (MemoryBound(num_bytes=num_bytes),)
+    return tuple(log.kernels)
+
+
+def _is_guess(ran: Ran) -> bool:
+    """True for an operator that computes tensors by kernels that are not seen. Functions of loops and choices are seen,
+    beside their own."""
+    is_seen = is_op(ran.op) and "flex_attention" not in str(ran.op)
+    return is_seen and bool(ran.results) and not is_view(ran.op) and not _runs(ran, contextlib.nullcontext())
+
+
+def _runs(ran: Ran, log: contextlib.AbstractContextManager[object]) -> bool:
+    """Runs an operator on meta tensors; False where it does not."""
+    try:
+        with torch.no_grad(), log:
+            ran.op(*ran.args, **_on_meta(ran.kwargs))
+    except Exception:
+        return False
+    return True
+
+
+def _on_meta(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: torch.device("meta") if name == "device" else value for name, value in kwargs.items()}
+
+
+def _anonymous(argument: object) -> object:
+    """An argument with references made alike: the cache's key holds shapes, not names."""
+    if isinstance(argument, Ref):
+        return Ref("")
+    return tuple(map(_anonymous, argument)) if isinstance(argument, tuple) else argument
+
+
+def _run(
+    call: Call, function: Callable[..., Any], args: tuple[Argument, ...], shapes: tuple[tuple[int, ...], ...]
+) -> Execution:
+    leaves = [
+        torch.empty(shape, dtype=getattr(torch, value.dtype), device="meta", requires_grad=value.carries_gradient)
+        for shape, value in zip(shapes, call.operands, strict=True)
+    ]
+    # In-place ops may not write to leaves that require grad; a clone's backward runs no kernel.
+    operands = [leaf.clone() for leaf in leaves] if call.is_in_place else leaves
+    supply = iter(operands)
+    real_args = tuple(_materialize(argument, supply) for argument in args)
+    real_kwargs = {name: _materialize(value, supply) for name, value in call.kwargs}
+    is_causal = bool(call.target.startswith("aten.scaled_dot_product_attention") and call.argument(5, "is_causal"))
+    log = KernelLog(is_causal, operands)
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    carries = any(value.carries_gradient for value in call.results)
+    try:
+        saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with _counting_as(call), torch.set_grad_enabled(carries), saving, log:
+            output = function(*real_args, **real_kwargs)
+        forward = tuple(log.kernels) or _hidden_copy(call, output)
+        left_bytes, forward_bytes = log.made.live_bytes, log.made.peak_bytes - log.made.live_bytes
+        log.restart()
+        results = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        gradients: tuple[Gradient | None, ...] = ()
+        if carries and results and wanted:
+            with log:
+                given = [torch.empty_like(result) for result in results]
+                found = iter(torch.autograd.grad(results, wanted, given, allow_unused=True))
+            gradients = tuple(_gradient(next(found), given) if leaf.requires_grad else None for leaf in leaves)
+    except Exception as error:
+        shown = ", ".join(f"{value.dtype}{list(shape)}" for value, shape in zip(call.operands, shapes, strict=True))
+        raise ModelError(f"{call.target} on ({shown}) cannot be costed on meta tensors: {error}") from error
+    execution = _execution(forward, tuple(log.kernels), saved, operands, list(tensors_in(output)))
+    backward_bytes = log.made.peak_bytes - left_bytes
+    return replace(execution, forward_bytes=forward_bytes, backward_bytes=backward_bytes, gradients=gradients)
+
+
+def _by_bytes(call: Call, strategy: Strategy, tp: int, reason: str) -> Execution:
+    """An op that reads its operands and writes its results, keeps all of both, and does so twice in backward; the
+    reason says why that is taken of it."""
+
+    def num_bytes(value: Value, layout: Layout) -> int:
+        return prod(local_shape(value.shape, layout, tp)) * DTYPE_BYTES[value.dtype]
+
+    given = [num_bytes(value, layout) for value, layout in zip(call.operands, strategy.operands, strict=True)]
+    made = [num_bytes(value, layout) for value, layout in zip(call.results, strategy.results, strict=True)]
+    carries = any(value.carries_gradient for value in call.results)
+    moved = MemoryBound(num_bytes=sum(given) + sum(made))
+    return Execution(
+        forward=(moved,),
+        backward=(moved, moved) if carries else (),
+        saves=frozenset(range(len(given))) if carries else frozenset(),
+        saves_results=frozenset(range(len(made))) if carries else frozenset(),
+        saved_bytes=0,
+        forward_bytes=0,
+        backward_bytes=sum(given) if carries else 0,
+        gradients=tuple(
+            Gradient(size, False) if carries and value.carries_gradient else None
+            for value, size in zip(call.operands, given, strict=True)
+        ),
+        guesses=(f"{reason}: {_BY_BYTES}",),
+    )
+
+
+def _gradient(found: torch.Tensor | None, given: list[torch.Tensor]) -> Gradient | None:
+    if found is None:
+        return None
+    storage = found.untyped_storage()
+    is_view = any(storage_key(tensor) == storage_key(found) for tensor in given)
+    return Gradient(storage.nbytes(), is_view)
+
+
+def _counting_as(call: Call) -> contextlib.AbstractContextManager[None]:
+    """Data decides how large a result is: it is as large as in the model."""
+    if operator_of(call) not in COUNTING:
+        return contextlib.nullcontext()
+    indices = call.argument(1, "indices") if call.target == "aten.index.Tensor" else ()
+    dim = next((i for i, index in enumerate(indices) if isinstance(index, Ref)), 0) if isinstance(indices, tuple) else 0
+    sizes = call.results[0].shape
+    return counting_by(lambda _op, counting, args, kwargs: sizes[dim or counting.dim(*args, **kwargs)])
+
+
+def _hidden_copy(call: Call, output: Any) -> tuple[Kernel, ...]:
+    """A reshape that had to copy in the model (its operand was transposed) is a view of the contiguous operand here."""
+    copied = bool(call.results) and bool(call.operands) and call.results[0].storage == call.results[0].name
+    return (MemoryBound(num_bytes=2 * bytes_of(tensors_in(output))),) if copied else ()
+
+
+def _execution(
+    forward: tuple[Kernel, ...],
+    backward: tuple[Kernel, ...],
+    saved: list[torch.Tensor],
+    operands: list[torch.Tensor],
+    results: list[torch.Tensor],
+) -> Execution:
+    kept = {storage_key(tensor): tensor for tensor in saved}
+    own = {storage_key(operand): i for i, operand in reversed(list(enumerate(operands)))}
+    made = {
+        storage_key(result): i for i, result in reversed(list(enumerate(results))) if storage_key(result) not in own
+    }
+    extra = [tensor for key, tensor in kept.items() if key not in own and key not in made]
+    return Execution(
+        forward=forward,
+        backward=backward,
+        saves=frozenset(own[key] for key in kept if key in own),
+        saves_results=frozenset(made[key] for key in kept if key in made),
+        saved_bytes=sum(tensor.untyped_storage().nbytes() for tensor in extra),
+        forward_bytes=0,
+        backward_bytes=0,
+    )
+
+
+def _materialize(argument: Argument, operands: Iterator[torch.Tensor]) -> Any:
+    match argument:
+        case Ref():
+            return next(operands)
+        case tuple():
+            return [_materialize(item, operands) for item in argument]
+        case str() if argument.startswith(("dtype:", "torch:")):
+            return getattr(torch, argument.partition(":")[2])
+        case str() if argument.startswith("device:"):
+            return torch.device("meta")
+        case _:
+            return argument
+
+
+def whole_strategy(call: Call) -> Strategy:
+    """Every rank does all of it."""
+    return Strategy((R,) * len(call.operands), (R,) * len(call.results))

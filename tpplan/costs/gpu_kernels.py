@@ -1,0 +1,74 @@
+"""The function that runs for an operator: itself, or the kernel of a GPU where meta tensors would take another path."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tpplan.apply.collectives.cross_entropy import vocabulary_parallel
+from tpplan.apply.collectives.redistribute import TpGroup
+from tpplan.core.layout import LayoutKind
+from tpplan.layouts.rules import Call, Strategy
+from tpplan.layouts.rules.matmul import GROUPED_PRODUCTS
+from tpplan.torch_internals.operators import efficient_attention, flash_attention
+
+
+def callable_of(call: Call, strategy: Strategy) -> Callable[..., Any]:
+    """The operator, or what runs for it: the fused kernel of a GPU where meta tensors would take a decomposed path, the
+    loss on slices of the classes where they are sharded."""
+    match call.target:
+        case "tpplan.cross_entropy.default" if strategy.operands[0].kind is LayoutKind.SHARD:
+            return _sharded_cross_entropy
+        case "aten.scaled_dot_product_attention.default":
+            return fused_attention
+        case "aten.rms_norm.default":
+            return fused_rms_norm
+        case target if target in GROUPED_PRODUCTS:
+            return _grouped_product
+    return operator_of(call)
+
+
+def operator_of(call: Call) -> Callable[..., Any]:
+    """The operator itself."""
+    namespace, name, overload = call.target.split(".")
+    operator: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    return operator
+
+
+def fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_options: Any,
+) -> Any:
+    """Flash attention, or the memory-efficient kernel where there is a mask; on meta the plain op is the math path."""
+    if query.dim() != 4 or key.shape[1] != value.shape[1]:
+        return torch.ops.aten.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal)
+    if attn_mask is None:
+        return flash_attention(query, key, value, dropout_p, is_causal)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
+    bias = attn_mask.to(query.dtype) if attn_mask.dtype == torch.bool else attn_mask
+    bias = bias.expand(*query.shape[:-1], key.shape[-2])
+    return efficient_attention(query, key, value, bias, dropout_p, is_causal)
+
+
+def fused_rms_norm(
+    x: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    """GPUs run one kernel each way (aten._fused_rms_norm); it moves what layer norm's kernel moves."""
+    normalized: torch.Tensor = torch.ops.aten.layer_norm(x, normalized_shape, weight, None, eps or 1e-6)
+    return normalized
+
+
+def _sharded_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """The collectives apart, which are priced by their bytes."""
+    return vocabulary_parallel(logits, targets, ignore_index, TpGroup(name="", size=1, rank=0))
+
+
+def _grouped_product(rows: torch.Tensor, experts: torch.Tensor, _offsets: torch.Tensor) -> torch.Tensor:
+    """As many products as there are rows, whosever they are: rows [N, K], experts [E, K, J]. It needs no bfloat16."""
+    return rows @ experts[0]

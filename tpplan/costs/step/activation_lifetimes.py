@@ -1,0 +1,189 @@
+"""The memory that a plan's activations lie in: who makes each, who reads it last, which ops' backward wants it.
+
+A storage starts at an op that makes a new tensor, or at a boundary whose conversion does. While a module's forward
+runs, its caller holds what it was given, and it holds what came out of others as a field of something; other values are
+gone when they have been read for the last time.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, enclosing
+from tpplan.core.layout import Conversion, Layout
+from tpplan.costs.execute import Execution
+from tpplan.costs.kernels import Attention, Matmul
+from tpplan.costs.saved_tensors import HELD_STEPS, call_exits, returned_until
+from tpplan.costs.step.formulate import Formulation
+from tpplan.layouts.decision_space import reading_conversion
+from tpplan.layouts.rules import Call, Strategy
+from tpplan.plan.plan import Recompute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One call of a module that is recomputed: its nodes, by position in the graph."""
+
+    module: str
+    mode: Recompute
+    positions: range
+
+
+def calls_of(graph: ModelGraph, modes: Mapping[str, Recompute]) -> Iterator[Run]:
+    """The calls of each module. A call ends where other nodes come, or where its module is entered anew."""
+    positions: dict[str, list[int]] = {module: [] for module in modes}
+    for i, node in enumerate(graph.nodes):
+        for module in enclosing(node.module):
+            if module in positions:
+                positions[module].append(i)
+    for module, mode in modes.items():
+        inside = positions[module]
+        within_it = frozenset(inside)
+        starts = [i for i in inside if i - 1 not in within_it or _is_new_call(graph, i, module)]
+        for first, following in zip(starts, [*starts[1:], len(graph.nodes)], strict=True):
+            last = max(i for i in inside if i < following)
+            yield Run(module=module, mode=mode, positions=range(first, last + 1))
+
+
+def _is_new_call(graph: ModelGraph, position: int, module: str) -> bool:
+    """The node before leaves the module, and this one enters it."""
+    ways = [
+        node.direction if isinstance(node, Boundary) and node.module == module else None
+        for node in graph.nodes[position - 1 : position + 1]
+    ]
+    return ways == [Direction.OUTPUT, Direction.INPUT]
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """Memory of an activation: a rank's bytes; by position in the graph the node that makes it, the last that reads it,
+    and those that keep it for their backward."""
+
+    num_bytes: float
+    maker: int
+    last_reader: int
+    keepers: set[int] = field(default_factory=set)
+
+
+class Lifetimes:
+    """The storages of a plan in which every decision has one strategy, and the calls that are recomputed."""
+
+    def __init__(self, formulation: Formulation, modes: Mapping[str, Recompute]) -> None:
+        self.space = formulation.space
+        self.executor = formulation.priced.executor
+        self.nodes = self.space.graph.nodes
+        self.runs = tuple(calls_of(self.space.graph, modes))
+        self.run_at = {position: run for run in self.runs for position in run.positions}
+        self.executions = {i: self._execution(node) for i, node in enumerate(self.nodes) if isinstance(node, Op)}
+        self.made: dict[int, list[Storage]] = {i: [] for i in range(len(self.nodes))}
+        #: positions at which a storage enters a module
+        self.entered: dict[Storage, list[int]] = {}
+        self._exits, self._returned = call_exits(self.space.graph), returned_until(self.space.graph)
+        self._make_storages()
+
+    def strategy(self, decision: str) -> Strategy:
+        """The strategy of a decision."""
+        return self.space.strategies[decision][0]
+
+    def conversion(self, boundary: Boundary) -> Conversion:
+        """What a boundary does."""
+        strategy = self.strategy(boundary.name)
+        return Conversion(strategy.operands[0], strategy.results[0])
+
+    def is_held(self, position: int) -> bool:
+        """True where selective recomputation keeps the node's results."""
+        run, node = self.run_at.get(position), self.nodes[position]
+        if run is None or run.mode is not Recompute.SELECTIVE:
+            return False
+        if isinstance(node, Boundary):
+            return not HELD_STEPS.isdisjoint(self.conversion(node).forward)
+        return any(isinstance(kernel, Matmul | Attention) for kernel in self.executions[position].forward)
+
+    def uses(self, storage: Storage) -> set[int]:
+        """Positions at which what was kept of it from the forward on is wanted in backward."""
+        own = self.run_at.get(storage.maker)
+        found = {i for i in storage.keepers if (run := self.run_at.get(i)) is None or run is not own}
+        for i in self.entered.get(storage, ()):
+            run = self.run_at.get(i)
+            if run is not None and self.nodes[i].module == run.module:  # its cast by FSDP stands in the run already
+                found.add(i)
+        if self.is_held(storage.maker):
+            found.add(storage.maker)
+        return found
+
+    def stop(self, run: Run) -> int:
+        """The last position that runs again: that of the last op that keeps anything."""
+        return max((i for i in run.positions if i in self.executions and _keeps(self.executions[i])), default=-1)
+
+    def _make_storages(self) -> None:
+        storage_of: dict[str, Storage | None] = {source.result: None for source in self.space.graph.sources}
+        for position, node in enumerate(self.nodes):
+            until = self._exits.get(position, position)
+            for name in node.operands:
+                if (storage := storage_of[name]) is not None:
+                    storage.last_reader = max(storage.last_reader, until)
+            if isinstance(node, Boundary):
+                self._cross(position, node, storage_of, until)
+            else:
+                self._run(position, node, storage_of)
+        self._make_copies_of_weights()
+
+    def _cross(self, position: int, node: Boundary, storage_of: dict[str, Storage | None], until: int) -> None:
+        storage = storage_of[node.operand]
+        if storage is not None and node.direction is Direction.INPUT:
+            self.entered.setdefault(storage, []).append(position)
+        if self.conversion(node).forward:
+            storage = self._new(position, node.result, self.strategy(node.name).results[0])
+            storage.last_reader = until
+        if storage is not None and position in self._returned:
+            storage.last_reader = max(storage.last_reader, self._returned[position])
+        storage_of[node.result] = storage
+
+    def _run(self, position: int, op: Op, storage_of: dict[str, Storage | None]) -> None:
+        execution = self.executions[position]
+        for i, result in enumerate(op.results):
+            viewed = self._viewed(op, result)
+            storage_of[result] = (
+                self._new(position, result, self.strategy(op.name).results[i]) if viewed is None else storage_of[viewed]
+            )
+        kept = [op.operands[i] for i in execution.saves] + [op.results[i] for i in execution.saves_results]
+        for name in kept:
+            if (storage := storage_of[name]) is not None:
+                storage.keepers.add(position)
+        if execution.saved_bytes:
+            self._add(position, float(execution.saved_bytes)).keepers.add(position)
+
+    def _make_copies_of_weights(self) -> None:
+        """A weight that is read otherwise than it rests is a copy, which the op keeps."""
+        position_of = {node.name: position for position, node in enumerate(self.nodes)}
+        for readings in self.space.readings.values():
+            for reading in readings:
+                strategy = self.strategy(reading.name)
+                if reading_conversion(strategy).forward and strategy.results[0].dim is not None:
+                    position = position_of[reading.op.name]
+                    self._new(position, reading.parameter.result, strategy.results[0]).keepers.add(position)
+
+    def _new(self, position: int, value: str, layout: Layout) -> Storage:
+        return self._add(position, self.space.graph.values[value].num_bytes / layout.num_slices(self.space.tp))
+
+    def _add(self, position: int, num_bytes: float) -> Storage:
+        storage = Storage(num_bytes, position, position)
+        self.made[position].append(storage)
+        return storage
+
+    def _viewed(self, op: Op, result: str) -> str | None:
+        """The operand that a result is a view of."""
+        values = self.space.graph.values
+        return next((name for name in op.operands if values[name].storage == values[result].storage), None)
+
+    def _execution(self, op: Op) -> Execution:
+        return self.executor.execute(Call.of(self.space.graph, op), self.strategy(op.name), self.space.tp)
+
+
+def lifetimes_of(formulation: Formulation, modes: Mapping[str, Recompute]) -> Lifetimes:
+    """Those of a formulation, found once for all who ask with the same modules, in the same order."""
+    key = Lifetimes, tuple(modes.items())
+    return formulation.priced.once(key, lambda: Lifetimes(formulation, modes))
+
+
+def _keeps(execution: Execution) -> bool:
+    return bool(execution.saves or execution.saves_results or execution.saved_bytes)

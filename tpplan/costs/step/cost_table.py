@@ -1,0 +1,180 @@
+"""A decision space with what its strategies cost per micro-batch, and what of a problem no mesh changes."""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TypeVar, cast
+
+from tpplan.core.graph import Boundary, ModelGraph, Source, enclosing
+from tpplan.core.mesh import Axis, Mesh
+from tpplan.costs.execute import Executor
+from tpplan.costs.layer_activations import Activations, layer_activations
+from tpplan.costs.strategy_times import StrategyTime, time_table
+from tpplan.layouts.decision_space import Reading, Space
+from tpplan.layouts.layer_treatments import Unit
+from tpplan.layouts.rules import Strategy
+from tpplan.machine.profile import HardwareProfile
+from tpplan.solvers.problem import Edge, Node, Shared
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Frame:
+    """What of a problem follows from the decisions alone, whatever they cost: nodes and edges, what a solver made of
+    them, and the FSDP units by the names that were asked for."""
+
+    nodes_and_edges: list[tuple[tuple[Node, ...], tuple[Edge, ...]]] = field(default_factory=list)
+    shared: Shared = field(default_factory=Shared)
+    units: dict[tuple[str, ...], tuple[Unit, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedSpace:
+    """A decision space with what its strategies cost per micro-batch: the same for every mesh of its tp degree."""
+
+    space: Space
+    times: Mapping[str, tuple[StrategyTime, ...]]
+    executor: Executor
+    is_compiled: bool
+    #: that of spaces whose decisions are the same (decides_like)
+    frame: Frame = field(default_factory=Frame)
+    _activations: dict[tuple[str, ...], Activations] = field(default_factory=dict, init=False)
+    _memo: dict[Hashable, object] = field(default_factory=dict, init=False)
+
+    @property
+    def shared(self) -> Shared:
+        """What a solver computed of the edges."""
+        return self.frame.shared
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What does not depend on the mesh, computed for the first of them that asks."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return cast(T, self._memo[key])
+
+    def activations(self, units: tuple[str, ...]) -> Activations:
+        """What is kept between forward and backward, by layer."""
+        if units not in self._activations:
+            self._activations[units] = layer_activations(self.space, self.executor, units)
+        return self._activations[units]
+
+    def units(self, names: tuple[str, ...]) -> tuple[Unit, ...]:
+        """Every FSDP unit, the root last under the name "": each parameter in the deepest unit with all its names."""
+        if names not in self.frame.units:
+            self.frame.units[names] = units_of(self.space, names)
+        return self.frame.units[names]
+
+    def nodes(self) -> tuple[Node, ...]:
+        """The deciding decisions."""
+        return self._frame()[0]
+
+    def edges(self) -> tuple[Edge, ...]:
+        """What has to agree, once."""
+        return self._frame()[1]
+
+    def _frame(self) -> tuple[tuple[Node, ...], tuple[Edge, ...]]:
+        found = self.frame.nodes_and_edges
+        if not found:
+            strategies = self.space.strategies
+            nodes = (Node(name=name, strategies=tuple(map(str, strategies[name]))) for name in self.space.members)
+            found.append((tuple(nodes), tuple(dict.fromkeys(edges_of(self.space)))))
+        return found[0]
+
+
+def decides_like(space: Space, other: Space) -> bool:
+    """Whether two spaces have the same decisions with the same strategies, of graphs that differ in sizes alone: then
+    their nodes, edges and FSDP units are the same."""
+    return (
+        space.tp == other.tp
+        and space.graph.sources == other.graph.sources
+        and _outline(space.graph) == _outline(other.graph)
+        and space.classes == other.classes
+        and space.flows == other.flows
+        and all(space.strategies[name] == other.strategies[name] for name in space.members)
+    )
+
+
+def _outline(graph: ModelGraph) -> tuple[object, ...]:
+    """Nodes in order, without the arguments of ops, which sizes are among."""
+    return graph.once(
+        _outline,
+        lambda: tuple(
+            node if isinstance(node, Boundary) else (node.name, node.module, node.operands, node.results)
+            for node in graph.nodes
+        ),
+    )
+
+
+def units_of(space: Space, names: tuple[str, ...]) -> tuple[Unit, ...]:
+    """Every FSDP unit, the root last under the name "": each parameter in the deepest unit with all its names."""
+    inside: dict[str, list[Source]] = {name: [] for name in (*names, "")}
+    for source in space.graph.parameters:
+        around = (frozenset(enclosing(name)) for name in (source.label, *source.aliases))
+        owners = frozenset.intersection(*around) & inside.keys()
+        inside[max(owners, key=len, default="")].append(source)
+    hides: dict[str, list[str]] = {name: [] for name in inside}
+    owner_of: dict[str, str] = {}
+    for decision, decider in space.deciders.items():
+        module = decider.op.module if isinstance(decider, Reading) else decider.module
+        if module not in owner_of:
+            owner_of[module] = next(name for name in enclosing(module) if name in inside)
+        hides[owner_of[module]].append(space.classes[decision])
+    return tuple(
+        Unit(name=name, parameters=tuple(parameters), hides=tuple(hides[name]))
+        for name, parameters in inside.items()
+        if parameters
+    )
+
+
+def edges_of(space: Space) -> Iterator[Edge]:
+    """Layouts along every flow agree; so do the readings of a parameter, and strategies that are shared."""
+    flows = (
+        (space.classes[flow.source], flow.result, space.classes[flow.target], flow.operand) for flow in space.flows
+    )
+    for source, result, target, operand in dict.fromkeys(flows):
+        yield Edge(
+            source=source,
+            target=target,
+            source_layouts=tuple(str(s.results[result]) for s in space.strategies[source]),
+            target_layouts=tuple(str(s.operands[operand]) for s in space.strategies[target]),
+        )
+    for readings in space.readings.values():
+        yield from _agreements(space, [r.name for r in readings], lambda strategy: str(strategy.operands[0]))
+    for shared in space.shared:
+        yield from _agreements(space, shared, str)
+
+
+def _agreements(space: Space, names: Sequence[str], label: Callable[[Strategy], str]) -> Iterator[Edge]:
+    """All of these decisions choose strategies with the same label."""
+    classes = list(dict.fromkeys(space.classes[name] for name in names))
+    for source, target in pairwise(classes):
+        yield Edge(
+            source=source,
+            target=target,
+            source_layouts=tuple(map(label, space.strategies[source])),
+            target_layouts=tuple(map(label, space.strategies[target])),
+        )
+
+
+def price_space(
+    space: Space,
+    profile: HardwareProfile,
+    gpus_per_node: int,
+    executor: Executor,
+    *,
+    is_compiled: bool = False,
+    num_gpus: int | None = None,
+    others: Iterable[PricedSpace] = (),
+) -> PricedSpace:
+    """Times of every decision, on one tp group, or on the slowest of those that so many GPUs hold. The frame is that of
+    one of the `others` that has the same decisions."""
+    group = Mesh(replicate=max(1, (num_gpus or 1) // space.tp), tp=space.tp).group(Axis.TP, gpus_per_node)
+    frame = next((other.frame for other in others if decides_like(space, other.space)), None)
+    return PricedSpace(
+        space=space,
+        frame=frame or Frame(),
+        times=time_table(space, profile, group, executor, is_compiled=is_compiled),
+        executor=executor,
+        is_compiled=is_compiled,
+    )

@@ -1,0 +1,230 @@
+"""What FSDP2 holds for a unit while a step goes on, as torch 2.13 runs it (fsdp/_fully_shard/_fsdp_param_group.py).
+
+Forward: a unit's shards are cast and gathered into a flat buffer, and copied from there into its parameters. The buffer
+stays until the next unit has its own; the parameters go after the unit's forward, unless they are kept (ZeRO-2). The
+root's stay throughout.
+Backward: the same, but the unit before is gathered as soon as this one is there (prefetched), and a buffer goes when it
+has been copied out. When a unit's backward is done its parameters go, and its gradients are copied into a flat buffer,
+which lasts until the next unit has one, and reduced into shards. The last one's stays until then: a loop's variable
+holds it (foreach_reduce in fsdp/_fully_shard/_fsdp_collectives.py).
+A unit on one rank of its axis is not gathered, but copied and cast, parameter by parameter.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tpplan.core.graph import LOSS_SCOPE, Source
+from tpplan.costs.step.formulate import Formulation
+from tpplan.costs.step.memory_ledger import Ledger, Piece
+from tpplan.costs.step.parameter_sizes import Weights
+from tpplan.plan.parts import BUFFERS, GRADIENTS, UNSHARDED_GRADIENTS, UNSHARDED_PARAMETERS
+
+ROOT_UNIT = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitBytes:
+    """Bytes of a unit on a rank: as gathered, the cast shard, the largest parameter, and its gradients as they are
+    reduced, whole and sharded. `labels` are its parameters, in order."""
+
+    labels: tuple[str, ...]
+    gathered: float
+    cast: float
+    largest: float
+    flat: float
+    reduced: float
+    sharded_gradients: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Shards:
+    """The units of a plan, where each begins and ends, and what of them lives."""
+
+    ledger: Ledger
+    ranks: int
+    #: those whose parameters go after forward
+    resharded: frozenset[str]
+    units: Mapping[str, UnitBytes]
+    unit_of: Mapping[str, str]
+    starts: Mapping[int, str]
+    ends: Mapping[int, str]
+    order: tuple[str, ...]
+    #: the model's last node; what comes after it is the loss's
+    last: int
+    buffers: dict[str, Piece] = field(default_factory=dict)
+    parameters: dict[str, Piece] = field(default_factory=dict)
+    gradients: dict[str, dict[str, Piece]] = field(default_factory=dict)
+    sharded: dict[str, Piece] = field(default_factory=dict)
+    deferred: Piece | None = None
+    reducing: Piece | None = None
+
+    @classmethod
+    def of(cls, formulation: Formulation, ledger: Ledger) -> "Shards":
+        """Those of a formulation that uses FSDP."""
+        weights = Weights(formulation=formulation)
+        units = {unit.name: _unit_bytes(weights, unit.parameters) for unit in formulation.units}
+        owners = {source.label: unit.name for unit in formulation.units for source in unit.parameters}
+        starts, ends = _spans(formulation, units)
+        treatments = formulation.treatments(dict.fromkeys(formulation.space.deciders, 0))
+        return cls(
+            ledger=ledger,
+            ranks=formulation.mesh.shard,
+            resharded=frozenset(name for name, treatment in treatments.items() if treatment.reshard),
+            units=units,
+            unit_of=owners,
+            starts=starts,
+            ends=ends,
+            order=tuple(dict.fromkeys(starts[position] for position in sorted(starts))),
+            last=max(
+                (i for i, node in enumerate(formulation.space.graph.nodes) if node.module != LOSS_SCOPE), default=0
+            ),
+        )
+
+    # Forward
+
+    def before_forward(self, position: int) -> None:
+        """A unit's parameters are gathered before its first node; the root's before all."""
+        if position == 0 and ROOT_UNIT in self.units:
+            self._unshard(ROOT_UNIT, is_forward=True)
+        if position in self.starts:
+            self._unshard(self.starts[position], is_forward=True)
+
+    def after_forward(self, position: int) -> None:
+        """They go after its last."""
+        if self.ends.get(position) in self.resharded:
+            self._reshard(self.ends[position])
+
+    # Backward
+
+    def before_backward(self, position: int) -> None:
+        """At a unit's end, where its backward begins; the root's begins with that of what the model returns."""
+        self._free_deferred()
+        if position == self.last and self.order:
+            self._gather(self.order[-1])
+        if position not in self.ends:
+            return
+        name = self.ends[position]
+        self._unshard(name, is_forward=False)
+        earlier = self.order.index(name) - 1
+        if earlier >= 0:
+            self._gather(self.order[earlier])
+
+    def after_backward(self, position: int) -> None:
+        """At a unit's start, where its backward ends."""
+        if position in self.starts:
+            self._reduce(self.starts[position])
+
+    def finish(self) -> None:
+        """The root's turn comes last, and with it that of what was never reached."""
+        for name in list(self.units):
+            if name in self.parameters or name in self.gradients:
+                self._reduce(name)
+        self.ledger.drop(self.reducing)
+        self.reducing = None
+        for name in list(self.buffers):
+            self.ledger.drop(self.buffers.pop(name))
+
+    def add_gradient(self, source: Source, gradient: Piece) -> None:
+        """The first one of a parameter is kept, others are added to it."""
+        name = self.unit_of[source.label]
+        of_unit = self.gradients.setdefault(name, {})
+        if source.label not in of_unit:
+            of_unit[source.label] = self.ledger.hold(gradient)
+            self.ledger.rename(gradient, UNSHARDED_GRADIENTS)
+
+    # One unit
+
+    def _gather(self, name: str) -> None:
+        if name in self.parameters or name in self.buffers or self.ranks == 1:
+            return
+        unit = self.units[name]
+        self.buffers[name] = self.ledger.hold(Piece(BUFFERS, unit.flat))
+        self.ledger.pass_by({BUFFERS: unit.cast})
+
+    def _unshard(self, name: str, *, is_forward: bool) -> None:
+        if name in self.parameters:
+            return
+        unit = self.units[name]
+        self._gather(name)
+        if is_forward:
+            self._free_deferred()
+        self.parameters[name] = self.ledger.hold(Piece(UNSHARDED_PARAMETERS, unit.gathered))
+        if self.ranks == 1:
+            self.ledger.pass_by({BUFFERS: unit.largest})
+            return
+        buffer = self.buffers.pop(name)
+        if is_forward:
+            self.deferred = buffer
+        else:
+            self.ledger.drop(buffer)
+
+    def _free_deferred(self) -> None:
+        self.ledger.drop(self.deferred)
+        self.deferred = None
+
+    def _reshard(self, name: str) -> None:
+        self.ledger.drop(self.parameters.pop(name, None))
+
+    def _reduce(self, name: str) -> None:
+        self._reshard(name)
+        self.ledger.drop(self.reducing)
+        self.reducing = None
+        unit = self.units[name]
+        gradients = self.gradients.pop(name, {})
+        if not gradients:
+            return
+        self.reducing = self.ledger.hold(Piece(BUFFERS, unit.reduced))
+        held = next((gradients[label] for label in reversed(unit.labels) if label in gradients), None)
+        last = self.ledger.hold(held) if held is not None and self.ranks > 1 else None
+        for gradient in gradients.values():
+            self.ledger.drop(gradient)
+        reduced = self.ledger.hold(Piece(GRADIENTS, unit.sharded_gradients))
+        self.ledger.drop(last)
+        if self.ranks == 1:
+            self.ledger.pass_by({})
+        if name in self.sharded:
+            self.ledger.drop(reduced)
+        else:
+            self.sharded[name] = reduced
+
+
+def _unit_bytes(weights: Weights, parameters: tuple[Source, ...]) -> UnitBytes:
+    trained = [source for source in parameters if source.trainable]
+    widths = {source.label: weights.compute_width(source) for source in parameters}
+    is_cast = any(weights.master_width(source) != widths[source.label] for source in parameters)
+    flat = sum(widths[source.label] * weights.padded_elements(source) for source in parameters)
+    return UnitBytes(
+        labels=tuple(source.label for source in parameters),
+        gathered=float(flat),
+        cast=flat / weights.formulation.mesh.shard if is_cast else 0.0,
+        largest=float(max(widths[s.label] * weights.elements(s) for s in parameters)) if is_cast else 0.0,
+        flat=float(flat),
+        reduced=float(sum(weights.master_width(source) * weights.padded_elements(source) for source in trained)),
+        sharded_gradients=weights.resting(weights.master_width, trained),
+    )
+
+
+def _spans(formulation: Formulation, units: Mapping[str, UnitBytes]) -> tuple[dict[int, str], dict[int, str]]:
+    """Positions at which units begin and end; one that is called several times begins and ends several times."""
+    nodes = formulation.space.graph.nodes
+    starts: dict[int, str] = {}
+    ends: dict[int, str] = {}
+    before = ROOT_UNIT
+    for position, node in enumerate(nodes):
+        now = _owner(node.module, units)
+        if now != before:
+            if before:
+                ends[position - 1] = before
+            if now:
+                starts[position] = now
+        before = now
+    if before:
+        ends[len(nodes) - 1] = before
+    return starts, ends
+
+
+def _owner(module: str, units: Mapping[str, UnitBytes]) -> str:
+    """The innermost unit around a module."""
+    while module and module not in units:
+        module = module.rpartition(".")[0]
+    return module

@@ -1,0 +1,81 @@
+"""What lives in a rank's memory as a step goes on, by part, and the moment at which there was most."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tpplan.plan.plan import Pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The most bytes at once, by part; in which pass, and in which module ("" is the root) what ran then."""
+
+    memory_bytes: Mapping[str, float]
+    during: Pass
+    module: str
+
+    @property
+    def num_bytes(self) -> float:
+        """All parts."""
+        return sum(self.memory_bytes.values())
+
+
+@dataclass(slots=True)
+class Piece:
+    """Memory that lives for a while. `holders` count who keeps it."""
+
+    part: str
+    num_bytes: float
+    holders: int = 0
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Adds up what lives. `during` and `module` say where the step is."""
+
+    during: Pass = Pass.FORWARD
+    module: str = ""
+    live: Counter[str] = field(default_factory=Counter)
+    live_bytes: float = 0.0
+    peak: Peak | None = None
+    peak_bytes: float = -1.0
+
+    def hold(self, piece: Piece) -> Piece:
+        """One more holder; with the first one it is there."""
+        if not piece.holders:
+            self.live[piece.part] += piece.num_bytes  # type: ignore[assignment]
+            self.live_bytes += piece.num_bytes
+        piece.holders += 1
+        self.pass_by({})
+        return piece
+
+    def drop(self, piece: Piece | None) -> None:
+        """One holder less; with the last one it is gone."""
+        if piece is None:
+            return
+        assert piece.holders > 0, f"{piece.part} was dropped before"
+        piece.holders -= 1
+        if not piece.holders:
+            self.live[piece.part] -= piece.num_bytes  # type: ignore[assignment]
+            self.live_bytes -= piece.num_bytes
+
+    def rename(self, piece: Piece, part: str) -> None:
+        """It counts as another part from now on."""
+        if piece.holders:
+            self.live[piece.part] -= piece.num_bytes  # type: ignore[assignment]
+            self.live[part] += piece.num_bytes  # type: ignore[assignment]
+        piece.part = part
+
+    def pass_by(self, extra: Mapping[str, float]) -> None:
+        """For a moment there is more, by part."""
+        total = self.live_bytes + sum(extra.values())
+        if total > self.peak_bytes:
+            parts = Counter(self.live)
+            parts.update(extra)
+            self.peak_bytes = total
+            self.peak = Peak(
+                memory_bytes={name: float(count) for name, count in parts.items() if count > 0},
+                during=self.during,
+                module=self.module,
+            )

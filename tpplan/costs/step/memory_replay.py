@@ -1,0 +1,266 @@
+"""A plan's step gone through node by node, as torch runs it, to see when most memory is held, by what and where.
+
+Forward runs the graph's nodes in order, backward the same nodes in reverse: autograd takes what was made last first. It
+frees what a node kept as soon as that node's backward has run, and adds up the gradients of a value that several read.
+A module that is recomputed runs its forward again when backward reaches its end. FSDP2's own memory is that of
+tpplan.costs.step.fsdp_memory. At the end of a step the optimizer's temporaries are beside parameters, gradients and
+states.
+"""
+
+from collections.abc import Mapping
+
+from tpplan.core.graph import Boundary, Op, Source, SourceKind
+from tpplan.costs.conversion_memory import backward_move, forward_move
+from tpplan.costs.saved_tensors import local_bytes
+from tpplan.costs.step.activation_lifetimes import Lifetimes, Run, Storage, lifetimes_of
+from tpplan.costs.step.formulate import BUCKET_BYTES, Formulation
+from tpplan.costs.step.fsdp_memory import Shards
+from tpplan.costs.step.memory_ledger import Ledger, Peak, Piece
+from tpplan.costs.step.parameter_sizes import Weights
+from tpplan.layouts.decision_space import is_summand, reading_name
+from tpplan.plan.parts import BUFFERS, GRADIENTS, PARAMETERS, SAVED, SOURCES, STATES, TRANSIENTS
+from tpplan.plan.plan import Pass, Recompute
+
+
+def peak_of(formulation: Formulation, modes: Mapping[str, Recompute], *, is_averaged: bool = False) -> Peak:
+    """The peak of a step on one rank, where every decision has one strategy left; `modes` are the modules that are
+    recomputed. is_averaged: parameters stay as they are, and gradients are averaged in buckets, without FSDP."""
+    return _Replay(formulation, lifetimes_of(formulation, modes), is_averaged=is_averaged).peak()
+
+
+def kept_bytes(formulation: Formulation, modes: Mapping[str, Recompute]) -> float:
+    """What there is of activations between a micro-batch's forward and its backward."""
+    replay = _Replay(formulation, lifetimes_of(formulation, modes))
+    replay.forward(range(len(replay.nodes)), None)
+    return replay.ledger.live[SAVED]
+
+
+class _Replay:
+    """What lives now, and what it is of: activations by storage, gradients by value."""
+
+    def __init__(self, formulation: Formulation, lifetimes: Lifetimes, *, is_averaged: bool = False) -> None:
+        self.formulation = formulation
+        self.lifetimes = lifetimes
+        self.graph = formulation.space.graph
+        self.nodes = self.graph.nodes
+        self.ledger = Ledger()
+        self.weights = Weights(formulation=formulation)
+        self.parameters = {source.result: source for source in self.graph.parameters}
+        self.is_averaged = is_averaged
+        self.shards = Shards.of(formulation, self.ledger) if formulation.uses_fsdp and not is_averaged else None
+        self.uses = {storage: lifetimes.uses(storage) for made in lifetimes.made.values() for storage in made}
+        self.pieces: dict[Storage, Piece] = {}
+        #: what is kept, by the position whose backward wants it last
+        self.released: dict[int, list[Storage]] = {}
+        self.gradients: dict[str, Piece] = {}
+        self.of_parameters: dict[str, Piece] = {}
+        #: parameters with a gradient in this micro-batch, and in one before
+        self.read: set[str] = set()
+        self.of_earlier: frozenset[str] = frozenset()
+
+    def peak(self) -> Peak:
+        """Two micro-batches, if there are so many: the second one's backward meets the gradients of the first."""
+        self._hold_throughout()
+        for _ in range(min(self.formulation.setting.accumulation_steps, 2)):
+            self._micro_batch()
+        self.ledger.during, self.ledger.module = Pass.STEP, ""
+        if self.is_averaged:
+            self._average()
+        self.ledger.pass_by({TRANSIENTS: self.weights.step_temporaries()})
+        assert self.ledger.peak is not None
+        return self.ledger.peak
+
+    def _hold_throughout(self) -> None:
+        weights = self.weights
+        sources = (s for s in self.graph.sources if s.kind is not SourceKind.PARAMETER)
+        for part, num_bytes in (
+            (PARAMETERS, weights.resting(weights.master_width)),
+            (STATES, weights.states()),
+            (SOURCES, sum(self.graph.values[source.result].num_bytes for source in sources)),
+        ):
+            self.ledger.hold(Piece(part, float(num_bytes)))
+
+    def _micro_batch(self) -> None:
+        everything = range(len(self.nodes))
+        self.read, self.of_earlier = set(), frozenset(self.of_parameters)
+        self.ledger.during = Pass.FORWARD
+        self.forward(everything, None)
+        self.ledger.during = Pass.BACKWARD
+        if self.graph.loss is not None:
+            loss = self.graph.values[self.graph.loss]
+            self._add_gradient(loss.name, Piece(TRANSIENTS, float(loss.num_bytes)))
+        for position in reversed(everything):
+            run = self.lifetimes.run_at.get(position)
+            if self.shards is not None:
+                self.shards.before_backward(position)
+            if run is not None and position == run.positions[-1]:
+                self.forward(range(run.positions.start, self.lifetimes.stop(run) + 1), run)
+            self._backward(position)
+            if self.shards is not None:
+                self.shards.after_backward(position)
+        if self.shards is not None:
+            self.shards.finish()
+        self._reduce_summands()
+        for name in list(self.gradients):
+            self.ledger.drop(self.gradients.pop(name))
+
+    # Forward
+
+    def forward(self, positions: range, run: Run | None) -> None:
+        """Runs nodes; `run` is the call that runs again."""
+        dying: dict[int, list[Storage]] = {}
+        for position in positions:
+            node = self.nodes[position]
+            self.ledger.module = node.module
+            if run is None and self.shards is not None:
+                self.shards.before_forward(position)
+            if run is None or not self.lifetimes.is_held(position):
+                for storage in self.lifetimes.made[position]:
+                    self._make(storage, run)
+                    dying.setdefault(min(storage.last_reader, positions[-1]), []).append(storage)
+                self._hold_while_running(node, position)
+            for storage in dying.pop(position, ()):
+                self._unmake(storage)
+            if run is None and self.shards is not None:
+                self.shards.after_forward(position)
+
+    def _hold_while_running(self, node: Op | Boundary, position: int) -> None:
+        if isinstance(node, Op):
+            self.ledger.pass_by({TRANSIENTS: float(self.lifetimes.executions[position].forward_bytes)})
+            return
+        value = self.graph.values[node.operand]
+        move = forward_move(self.lifetimes.conversion(node), value.shape, value.dtype, self.formulation.mesh.tp)
+        self.ledger.pass_by({BUFFERS: float(move.held_bytes - move.result_bytes)})
+
+    def _make(self, storage: Storage, run: Run | None) -> None:
+        """It is there while it is read, and as long as it is kept."""
+        if storage in self.pieces:  # others kept it from the forward on
+            self.ledger.hold(self.pieces[storage])
+            return
+        wanted = self.uses[storage] if run is None else storage.keepers.intersection(run.positions)
+        piece = Piece(SAVED if wanted else TRANSIENTS, storage.num_bytes)
+        self.pieces[storage] = self.ledger.hold(piece)
+        if wanted:
+            self.ledger.hold(piece)
+            self.released.setdefault(min(wanted), []).append(storage)
+
+    def _unmake(self, storage: Storage) -> None:
+        self.ledger.drop(self.pieces[storage])
+        if not self.pieces[storage].holders:
+            del self.pieces[storage]
+
+    # Backward
+
+    def _backward(self, position: int) -> None:
+        node = self.nodes[position]
+        self.ledger.module = node.module
+        arrived = [self.gradients.pop(name, None) for name in node.results]
+        if any(piece is not None for piece in arrived):
+            if isinstance(node, Op):
+                self._backward_of_op(node, position, arrived)
+            else:
+                self._backward_of_boundary(node, arrived[0])
+        for piece in arrived:
+            self.ledger.drop(piece)
+        for storage in self.released.pop(position, ()):
+            self._unmake(storage)
+
+    def _backward_of_op(self, op: Op, position: int, arrived: list[Piece | None]) -> None:
+        execution = self.lifetimes.executions[position]
+        strategy = self.lifetimes.strategy(op.name)
+        tp = self.formulation.mesh.tp
+        given = sum(
+            local_bytes(self.graph.values[name], layout, tp)
+            for name, layout in zip(op.results, strategy.results, strict=True)
+            if self.graph.values[name].carries_gradient
+        )
+        self.ledger.pass_by({TRANSIENTS: float(max(0, execution.backward_bytes - given))})
+        passed_on = next((piece for piece in arrived if piece is not None), None)
+        for index, gradient in enumerate(execution.gradients):
+            if gradient is None:
+                continue
+            name = op.operands[index]
+            piece = passed_on if gradient.is_view and passed_on else Piece(TRANSIENTS, float(gradient.num_bytes))
+            if name in self.parameters:
+                self._add_to_parameter(self.parameters[name], op, index, piece)
+            else:
+                self._add_gradient(name, piece)
+
+    def _backward_of_boundary(self, boundary: Boundary, arrived: Piece | None) -> None:
+        assert arrived is not None
+        value = self.graph.values[boundary.operand]
+        if not value.carries_gradient:
+            return
+        conversion = self.lifetimes.conversion(boundary)
+        move = backward_move(conversion, value.shape, value.dtype, self.formulation.mesh.tp)
+        self.ledger.pass_by({BUFFERS: float(move.held_bytes)})
+        piece = Piece(TRANSIENTS, float(move.result_bytes)) if move.held_bytes else arrived
+        if boundary.operand in self.parameters:
+            self._add_to_parameter(self.parameters[boundary.operand], boundary, 0, piece)
+        else:
+            self._add_gradient(boundary.operand, piece)
+
+    def _add_gradient(self, name: str, piece: Piece) -> None:
+        """Of a value that several read, gradients are added up in place; in a new tensor where others hold the sum."""
+        earlier = self.gradients.pop(name, None)
+        if earlier is None:
+            self.gradients[name] = self.ledger.hold(piece)
+            return
+        self.ledger.hold(piece)
+        if earlier.holders > 1:
+            total = self.ledger.hold(Piece(TRANSIENTS, max(piece.num_bytes, earlier.num_bytes)))
+            self.ledger.drop(earlier)
+        else:
+            total = earlier
+        self.ledger.drop(piece)
+        self.gradients[name] = total
+
+    # Gradients of parameters
+
+    def _add_to_parameter(self, source: Source, reader: Op | Boundary, index: int, piece: Piece) -> None:
+        """As read it becomes as at rest, and joins what is there of the parameter."""
+        if not source.trainable:
+            return
+        self.ledger.hold(piece)
+        at_rest = self._converted_back(source, reader, index, piece)
+        if source.label in self.read:
+            # Of several readings the gradients, which are DTensors, add up in a new tensor, before any earlier ones.
+            self.ledger.pass_by({TRANSIENTS: at_rest.num_bytes * (1 + (source.label in self.of_earlier))})
+        self.read.add(source.label)
+        if self.shards is not None:
+            self.shards.add_gradient(source, at_rest)
+        elif source.label not in self.of_parameters:
+            self.of_parameters[source.label] = self.ledger.hold(at_rest)
+            self.ledger.rename(at_rest, GRADIENTS)
+        self.ledger.drop(at_rest)
+
+    def _converted_back(self, source: Source, reader: Op | Boundary, index: int, piece: Piece) -> Piece:
+        value = self.graph.values[source.result]
+        conversion = self.weights.reading(reading_name(reader, index)) if isinstance(reader, Op) else None
+        if conversion is None:
+            return piece
+        move = backward_move(conversion, value.shape, value.dtype, self.formulation.mesh.tp)
+        if not move.held_bytes:
+            return piece
+        self.ledger.pass_by({BUFFERS: float(move.held_bytes)})
+        converted = self.ledger.hold(Piece(TRANSIENTS, float(move.result_bytes)))
+        self.ledger.drop(piece)
+        return converted
+
+    def _reduce_summands(self) -> None:
+        """Gradients that are summands over tp are copied into buckets."""
+        summands = [source for source in self.weights.trainable if self._is_summand(source)]
+        total = self.weights.resting(self.weights.master_width, summands)
+        self.ledger.pass_by({BUFFERS: min(total, float(BUCKET_BYTES))})
+
+    def _average(self) -> None:
+        """All gradients, those too that no traced op gives, are copied into buckets."""
+        unseen = [source for source in self.weights.trainable if source.label not in self.of_parameters]
+        self.ledger.hold(Piece(GRADIENTS, self.weights.resting(self.weights.master_width, unseen)))
+        total = self.weights.resting(self.weights.master_width, self.weights.trainable)
+        if self.formulation.mesh.replicate > 1:
+            self.ledger.pass_by({BUFFERS: min(total, float(BUCKET_BYTES))})
+
+    def _is_summand(self, source: Source) -> bool:
+        readings = self.formulation.space.readings[source.label]
+        return any(is_summand(self.lifetimes.strategy(reading.name)) for reading in readings)

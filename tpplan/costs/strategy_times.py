@@ -1,0 +1,299 @@
+"""Time of every strategy of every decision, forward and backward, as estimates: the numbers the problem is made of."""
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import assert_never
+
+from tpplan.core.graph import Boundary, Op, Value
+from tpplan.core.layout import Conversion, Layout, LayoutKind
+from tpplan.core.mesh import GroupShape
+from tpplan.costs.collectives import collectives_of, conversion_time
+from tpplan.costs.error_bars import NONE, Residuals
+from tpplan.costs.execute import Execution, Executor
+from tpplan.costs.fusion import moved_shares
+from tpplan.costs.gradient_sums import MOVED, additions, moved_bytes
+from tpplan.costs.kernels import Attention, Kernel, Matmul, MemoryBound, kernel_time
+from tpplan.layouts.decision_space import CROSS_ENTROPY, Space, reading_conversion
+from tpplan.layouts.rules import Call, Strategy
+from tpplan.machine.profile import Collective, Estimate, HardwareProfile
+from tpplan.plan.plan import Pass, Recompute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A collective on the tp axis: num_bytes is that of the whole value."""
+
+    kind: Collective
+    during: Pass
+    num_bytes: int
+    dtype: str
+
+
+ZERO = Estimate.zero()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat:
+    """What runs a second time, per micro-batch: kernels, collectives, how many of both the CPU issues, and errors."""
+
+    compute: Estimate = ZERO
+    collectives: Estimate = ZERO
+    kernels: float = 0.0
+    residuals: Residuals = NONE
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that it takes to run."""
+        return (self.compute + self.collectives).seconds
+
+    def __mul__(self, number: float) -> "Repeat":
+        return Repeat(
+            compute=self.compute * number,
+            collectives=self.collectives * number,
+            kernels=self.kernels * number,
+            residuals=self.residuals * number,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyTime:
+    """Seconds of one strategy per micro-batch, kernels apart from what moves between ranks.
+
+    `again` and `again_collectives` are what of the forward runs a second time under selective recomputation: gathers,
+    and all but products, attention and sums over ranks. `*_kernels` count what the CPU issues, the collectives among
+    it. `residuals` are the errors of forward and backward, by table; `*_residuals` those of what runs again.
+    """
+
+    forward: Estimate
+    backward: Estimate
+    forward_collectives: Estimate
+    backward_collectives: Estimate
+    transfers: tuple[Transfer, ...]
+    again: Estimate = ZERO
+    again_collectives: Estimate = ZERO
+    forward_kernels: float = 0.0
+    backward_kernels: float = 0.0
+    again_kernels: float = 0.0
+    residuals: Residuals = NONE
+    forward_residuals: Residuals = NONE
+    again_residuals: Residuals = NONE
+
+    def repeated(self, mode: Recompute) -> Repeat:
+        """What runs a second time where all of it does that may."""
+        match mode:
+            case Recompute.NONE:
+                return Repeat()
+            case Recompute.SELECTIVE:
+                return Repeat(
+                    compute=self.again,
+                    collectives=self.again_collectives,
+                    kernels=self.again_kernels,
+                    residuals=self.again_residuals,
+                )
+            case Recompute.FULL:
+                return Repeat(
+                    compute=self.forward,
+                    collectives=self.forward_collectives,
+                    kernels=self.forward_kernels,
+                    residuals=self.forward_residuals,
+                )
+            case _:
+                assert_never(mode)
+
+
+FREE = StrategyTime(forward=ZERO, backward=ZERO, forward_collectives=ZERO, backward_collectives=ZERO, transfers=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Kernels of one pass: seconds, how many there are, errors by table."""
+
+    time: Estimate = ZERO
+    kernels: float = 0.0
+    residuals: Residuals = NONE
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            time=self.time + other.time,
+            kernels=self.kernels + other.kernels,
+            residuals=self.residuals + other.residuals,
+        )
+
+
+NO_WORK = Work()
+
+
+def _work(profile: HardwareProfile, kernels: Iterable[Kernel], moved: float) -> Work:
+    """Kernels in a row. Of those that only move memory fusion leaves the share `moved`, of their number as well."""
+    time, count, errors = ZERO, 0.0, {Matmul: 0.0, Attention: 0.0, MemoryBound: 0.0}
+    for kernel in kernels:
+        share = moved if isinstance(kernel, MemoryBound) else 1.0
+        own = share * kernel_time(profile, kernel)
+        time, count = time + own, count + share
+        errors[type(kernel)] += own.error_s
+    residuals = Residuals(matmuls=errors[Matmul], attention=errors[Attention], memory=errors[MemoryBound])
+    return Work(time=time, kernels=count, residuals=residuals)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pricing:
+    """What a table of times is made with. `shares` says by decision which of its bytes fusion leaves; `additions` how
+    many gradients are added up behind each of its results."""
+
+    profile: HardwareProfile
+    group: GroupShape
+    executor: Executor
+    shares: Mapping[str, float]
+    additions: Mapping[str, tuple[float, ...]]
+    #: by the id of an execution, which is kept: forward, backward, and what of forward only moves memory
+    works: dict[tuple[int, float], tuple[Execution, tuple[Work, Work, Work]]] = field(default_factory=dict)
+    #: of a conversion, by what its time depends on
+    conversions: dict[Hashable, StrategyTime] = field(default_factory=dict)
+
+    def works_of(self, execution: Execution, moved: float) -> tuple[Work, Work, Work]:
+        """Forward, backward, and what of forward only moves memory."""
+        key = id(execution), moved
+        if key not in self.works:
+            light = (kernel for kernel in execution.forward if isinstance(kernel, MemoryBound))
+            kernels = (execution.forward, execution.backward, light)
+            forward, backward, again = (_work(self.profile, own, moved) for own in kernels)
+            self.works[key] = execution, (forward, backward, again)
+        return self.works[key][1]
+
+
+def time_table(
+    space: Space,
+    profile: HardwareProfile,
+    group: GroupShape,
+    executor: Executor,
+    *,
+    is_compiled: bool = False,
+) -> dict[str, tuple[StrategyTime, ...]]:
+    """Times by deciding decision (one per class), in the order of its strategies."""
+    pricing = Pricing(
+        profile=profile,
+        group=group,
+        executor=executor,
+        shares=moved_shares(space.graph) if is_compiled else {},
+        additions=additions(space),
+    )
+    return {name: tuple(strategy_times(space, name, pricing)) for name in space.members}
+
+
+def strategy_times(space: Space, name: str, pricing: Pricing) -> Iterator[StrategyTime]:
+    """The times of one decision's strategies, in order."""
+    decider, values = space.deciders[name], space.graph.values
+    moved, counts = pricing.shares.get(name, 1.0), pricing.additions.get(name, ())
+    for strategy in space.strategies[name]:
+        if isinstance(decider, Op):
+            added = _added(pricing, counts, [values[v] for v in decider.results], strategy.results, moved)
+            yield _op_time(Call.of(space.graph, decider), strategy, pricing, moved, added)
+            continue
+        if isinstance(decider, Boundary):
+            value, layout = values[decider.operand], strategy.results[0]
+            conversion = Conversion(strategy.operands[0], strategy.results[0])
+        else:
+            value, layout = values[decider.parameter.result], strategy.operands[0]
+            conversion = reading_conversion(strategy)
+        key = conversion, layout, value.shape, value.dtype, value.carries_gradient, counts, moved
+        if key not in pricing.conversions:
+            added = _added(pricing, counts, [value], [layout], moved)
+            pricing.conversions[key] = _conversion_time(conversion, value, pricing.profile, pricing.group, added)
+        yield pricing.conversions[key]
+
+
+def _added(
+    pricing: Pricing, counts: Sequence[float], values: Sequence[Value], layouts: Sequence[Layout], moved: float
+) -> Work:
+    """The additions of gradients behind some values; where kernels are fused, an addition only reads what is added."""
+    found = NO_WORK
+    for count, value, layout in zip(counts, values, layouts, strict=False):
+        num_bytes = moved_bytes(value, layout, pricing.group.ranks)
+        addition = MemoryBound(num_bytes=round(num_bytes if moved == 1.0 else num_bytes / MOVED))
+        one = _work(pricing.profile, (addition,), 1.0)
+        found += Work(time=count * one.time, kernels=count, residuals=one.residuals * count)
+    return found
+
+
+def _op_time(call: Call, strategy: Strategy, pricing: Pricing, moved: float, added: Work) -> StrategyTime:
+    """Full recomputation repeats all of a forward; selective all but products, attention and sums over ranks."""
+    profile, group = pricing.profile, pricing.group
+    execution = pricing.executor.execute(call, strategy, group.ranks)
+    transfers = _cross_entropy_transfers(call, strategy)
+    forward, backward, light = pricing.works_of(execution, moved)
+    backward = backward + added if added.kernels else backward
+    collectives = sum((profile.collective(t.kind, group, t.num_bytes) for t in transfers), ZERO)
+    sent = Residuals(tp_collectives=collectives.error_s)
+    return StrategyTime(
+        forward=forward.time,
+        backward=backward.time,
+        forward_collectives=collectives,
+        backward_collectives=ZERO,
+        transfers=transfers,
+        again=light.time,
+        forward_kernels=forward.kernels + len(transfers),
+        backward_kernels=backward.kernels,
+        again_kernels=light.kernels,
+        residuals=forward.residuals + backward.residuals + sent,
+        forward_residuals=forward.residuals + sent,
+        again_residuals=light.residuals,
+    )
+
+
+def _cross_entropy_transfers(call: Call, strategy: Strategy) -> tuple[Transfer, ...]:
+    """Sharded classes: the maxima, then the sums of exponentials beside the targets' logits, in float32 per row."""
+    if call.target != CROSS_ENTROPY or strategy.operands[0].kind is not LayoutKind.SHARD:
+        return ()
+    logits = call.operands[0]
+    rows = logits.num_elements // logits.shape[-1]
+    dtype = "float64" if logits.dtype == "float64" else "float32"
+    width = 8 if dtype == "float64" else 4
+    return tuple(
+        Transfer(kind=Collective.ALL_REDUCE, during=Pass.FORWARD, num_bytes=columns * rows * width, dtype=dtype)
+        for columns in (1, 2)
+    )
+
+
+def _conversion_time(
+    conversion: Conversion, value: Value, profile: HardwareProfile, group: GroupShape, added: Work
+) -> StrategyTime:
+    """Full recomputation repeats what moves forward; selective what moves nothing between ranks, and gathers."""
+    if conversion.is_identity:
+        free = added == NO_WORK
+        return (
+            FREE
+            if free
+            else replace(FREE, backward=added.time, backward_kernels=added.kernels, residuals=added.residuals)
+        )
+    # The reduction of gradients that are summands is once per step, and priced elsewhere.
+    transfers = [
+        Transfer(kind=kind, during=during, num_bytes=value.num_bytes, dtype=value.dtype)
+        for during, steps in ((Pass.FORWARD, conversion.forward), (Pass.BACKWARD, conversion.backward))
+        for kind in collectives_of(steps)
+        if during is Pass.FORWARD or value.carries_gradient
+    ]
+    forward, backward = conversion_time(profile, conversion, value, group)
+    # A local step is a kernel; a conversion with a collective counts whole as communication.
+    moves = {transfer.during for transfer in transfers}
+    local, sent = (ZERO, forward) if Pass.FORWARD in moves else (forward, ZERO)
+    returned, sent_back = (ZERO, backward) if Pass.BACKWARD in moves else (backward, ZERO)
+    gathers = (t for t in transfers if t.during is Pass.FORWARD and t.kind is Collective.ALL_GATHER)
+    gathered = sum((profile.collective(t.kind, group, t.num_bytes) for t in gathers), ZERO)
+    kernels = len(conversion.forward)
+    own = Residuals(memory=local.error_s, tp_collectives=sent.error_s)
+    back = Residuals(memory=returned.error_s, tp_collectives=sent_back.error_s)
+    return StrategyTime(
+        forward=local,
+        backward=returned + added.time,
+        forward_collectives=sent,
+        backward_collectives=sent_back,
+        transfers=tuple(transfers),
+        again=local,
+        again_collectives=gathered,
+        forward_kernels=kernels,
+        backward_kernels=added.kernels + (len(conversion.backward) if value.carries_gradient else 0),
+        again_kernels=kernels if local.seconds + gathered.seconds else 0.0,
+        residuals=own + back + added.residuals,
+        forward_residuals=own,
+        again_residuals=Residuals(memory=local.error_s, tp_collectives=gathered.error_s),
+    )

@@ -1,0 +1,379 @@
+"""The decision space: which nodes of a graph choose a layout, among what, and which of them decide together.
+
+Every op, every boundary and every reading of a parameter is a decision; its strategies are tuples of layouts. Values
+flow between decisions, and both ends of a flow must name the same layout. Like nodes of repeated blocks share one
+decision (a *class*): a block's first node decides for all, except where what flows into the block differs, so that the
+first block may convert what the others need not.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from tpplan.core.errors import ModelError
+from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, SourceKind, Value
+from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, S, can_convert, conversions_between, layouts_of
+from tpplan.core.repeated_blocks import members
+from tpplan.layouts.extra_layouts import find_extra_layouts
+from tpplan.layouts.rules import Strategy, crossings_before_writes, strategies
+
+#: forbids a strategy of a decision: given the decision's name and the strategy
+Cut = Callable[[str, Strategy], bool]
+
+
+class NoLayoutError(ModelError):
+    """A decision is left without a strategy: the one that is named first."""
+
+    def __init__(self, decision: str, tp: int) -> None:
+        super().__init__(f"{decision}: no layout on {tp} ranks satisfies inputs, outputs and its own rule")
+        self.decision = decision
+
+
+EMBEDDING = "aten.embedding.default"
+CROSS_ENTROPY = "tpplan.cross_entropy.default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """An op reads a parameter: strategies are (placement,) => (layout of the reading,)."""
+
+    name: str
+    parameter: Source
+    op: Op
+    position: int
+
+
+#: what can decide
+Decider = Op | Boundary | Reading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """A value goes from one decision's result to another's operand."""
+
+    source: str
+    result: int
+    target: str
+    operand: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """Decisions of a graph on tp ranks: strategies by decision, flows, and the class each decision belongs to."""
+
+    graph: ModelGraph
+    tp: int
+    deciders: dict[str, Decider]
+    strategies: dict[str, tuple[Strategy, ...]]
+    flows: tuple[Flow, ...]
+    classes: dict[str, str]
+
+    @cached_property
+    def members(self) -> dict[str, tuple[str, ...]]:
+        """Decisions by the one that decides for them, in order."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name, representative in self.classes.items():
+            found[representative].append(name)
+        return {name: tuple(names) for name, names in found.items()}
+
+    @cached_property
+    def readings(self) -> dict[str, tuple[Reading, ...]]:
+        """Readings by parameter name, in order."""
+        found: dict[str, list[Reading]] = {source.label: [] for source in self.graph.parameters}
+        for decider in self.deciders.values():
+            if isinstance(decider, Reading):
+                found[decider.parameter.label].append(decider)
+        return {label: tuple(readings) for label, readings in found.items()}
+
+    @cached_property
+    def shared(self) -> tuple[tuple[str, ...], ...]:
+        """Decisions that can only be applied as one: a boundary in several calls of its module, a parameter read
+        several times in one module."""
+        found: dict[object, list[str]] = defaultdict(list)
+        for name, decider in self.deciders.items():
+            match decider:
+                case Boundary():
+                    found[decider.module, decider.direction, decider.path].append(name)
+                case Reading():
+                    found[decider.parameter.label, decider.op.module].append(name)
+        return tuple(tuple(names) for names in found.values() if len(names) > 1)
+
+    @cached_property
+    def layouts(self) -> dict[str, tuple[str, int]]:
+        """For each computed value, the decision and the position of the result that name its layout."""
+        return {result: (node.name, i) for node in self.graph.nodes for i, result in enumerate(node.results)}
+
+
+def build_space(
+    graph: ModelGraph,
+    tp: int,
+    *,
+    unused_outputs: frozenset[str] = frozenset(),
+    cut: Cut | None = None,
+    apart: Callable[[str], Hashable] | None = None,
+) -> Space:
+    """Every consistent strategy of every decision. Inputs, buffers and the loss are R, and so are the outputs unless
+    they stand in `unused_outputs` (by path). `cut` drops strategies. Like modules of which `apart` says unlike things
+    do not decide as one.
+
+    Raises NoLayoutError where a node is left without a strategy.
+    """
+    builder = _Builder(graph, tp, unused_outputs)
+    classes = _classes(graph, builder.deciders, apart)
+    members: dict[str, list[str]] = defaultdict(list)
+    for name, representative in classes.items():
+        members[representative].append(name)
+    found: dict[str, tuple[Strategy, ...]] = {}
+    for representative, names in members.items():
+        options = builder.options(builder.deciders[representative])
+        for name in names:
+            options = builder.keeping_contract(builder.deciders[name], options)
+        if tp == 1:
+            options = tuple(s for s in options if {*s.operands, *s.results} <= {R})
+        options = tuple(s for s in options if cut is None or not cut(representative, s))
+        if not options:
+            raise NoLayoutError(representative, tp)
+        found.update(dict.fromkeys(names, options))
+    return Space(
+        graph=graph,
+        tp=tp,
+        deciders=builder.deciders,
+        strategies={name: found[name] for name in builder.deciders},
+        flows=graph.once(Flow, lambda: tuple(builder.flows())),
+        classes=classes,
+    )
+
+
+def is_summand(reading: Strategy) -> bool:
+    """True where the gradients of a parameter that rests whole are summands, reduced once per step."""
+    return reading.operands[0] == R and reading.results[0] not in (R, P)
+
+
+def reading_conversion(reading: Strategy) -> Conversion:
+    """From the parameter at rest to what the op reads."""
+    return Conversion(R_STAR if is_summand(reading) else reading.operands[0], reading.results[0])
+
+
+def reading_name(op: Op, position: int) -> str:
+    """How the reading of a parameter as an op's operand is called."""
+    return f"{op.name}<-{position}"
+
+
+class _Builder:
+    """Options of each decision, from the graph alone."""
+
+    def __init__(self, graph: ModelGraph, tp: int, unused_outputs: frozenset[str]) -> None:
+        self.graph = graph
+        self.tp = tp
+        self.parameters = {source.result: source for source in graph.parameters}
+        self.fixed = {source.result for source in graph.sources if source.kind is not SourceKind.PARAMETER}
+        self.whole_outputs = _whole_outputs(graph, unused_outputs)
+        self.left = {value for path, value in graph.outputs if path.startswith(LEFT_AT)}
+        self.converting = _converting_boundaries(graph)
+        self.extra = find_extra_layouts(graph, tp) if tp > 1 else {}
+        self.written_later = crossings_before_writes(graph)
+        self.deciders = graph.once(_Builder, lambda: dict(self._deciders()))
+
+    def _deciders(self) -> Iterator[tuple[str, Decider]]:
+        for node in self.graph.nodes:
+            if isinstance(node, Op):
+                for position, operand in enumerate(node.operands):
+                    if operand in self.parameters:
+                        name = reading_name(node, position)
+                        yield name, Reading(name=name, parameter=self.parameters[operand], op=node, position=position)
+            yield node.name, node
+
+    def options(self, decider: Decider) -> tuple[Strategy, ...]:
+        match decider:
+            case Op():
+                options = strategies(self.graph, decider, self.tp, self.extra)
+                return tuple(s for s in options if self._rows_are_masked(decider, s) and _fits_the_loss(decider, s))
+            case Boundary():
+                return self._boundary_options(decider)
+            case Reading():
+                return self._reading_options(decider)
+
+    def keeping_contract(self, decider: Decider, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        """Those of the options that read inputs, buffers and constants as R, and give outputs as R."""
+        if isinstance(decider, Reading):
+            return options
+        fixed = [i for i, name in enumerate(decider.operands) if name in self.fixed]
+        whole = [i for i, name in enumerate(decider.results) if name in self.whole_outputs]
+        given = [i for i, name in enumerate(decider.results) if name in self.left or _leaves_model(decider)]
+        if not (fixed or whole or given):
+            return options
+        # A user can be handed the whole or a slice, not a summand.
+        options = tuple(s for s in options if all(s.results[i].is_plain for i in given))
+        return tuple(
+            s for s in options if all(s.operands[i] == R for i in fixed) and all(s.results[i] == R for i in whole)
+        )
+
+    def _boundary_options(self, boundary: Boundary) -> tuple[Strategy, ...]:
+        value = self.graph.values[boundary.operand]
+        layouts = layouts_of(value.shape, carries_gradient=value.carries_gradient, tp=self.tp)
+        layouts = (*(layout for layout in layouts if value.can_be(layout, self.tp)), *self._extra(value))
+        conversions = conversions_between(layouts, layouts, carries_gradient=value.carries_gradient)
+        if boundary.name not in self.converting or boundary.name in self.written_later:
+            conversions = tuple(c for c in conversions if c.is_identity)
+        elif self._feeds_lookup(boundary):
+            conversions = (*conversions, Conversion(R, ROWS))
+        elif self._follows_lookup(boundary):
+            masked = (layout for layout in layouts if can_convert(P, layout))
+            conversions = (*conversions, *(Conversion(ROWS, layout) for layout in masked))
+        return tuple(Strategy((c.source,), (c.target,)) for c in conversions)
+
+    def _reading_options(self, reading: Reading) -> tuple[Strategy, ...]:
+        source = reading.parameter
+        value = self.graph.values[source.result]
+        reads = (R, R_STAR, P) if source.trainable else (R, P)
+        found = [Strategy((R,), (read,)) for read in reads]
+        if self.tp > 1:
+            found += (Strategy((S(dim),), (S(dim),)) for dim, size in enumerate(value.shape) if size % self.tp == 0)
+        for layout in self._extra(value):
+            # At rest a fused weight keeps its own order; a vector is not worth an exchange, and rests whole.
+            rest = S(layout.dim or 0) if layout.parts and len(value.shape) > 1 else R
+            if rest != R or len(self.graph.consumers.get(source.result, ())) == 1:
+                found.append(Strategy((rest,), (layout,)))
+        return tuple(found)
+
+    def _extra(self, value: Value) -> tuple[Layout, ...]:
+        layouts = sorted(self.extra.get(value.name, ()), key=str)
+        return tuple(layout for layout in layouts if value.can_be(layout, self.tp))
+
+    def _feeds_lookup(self, boundary: Boundary) -> bool:
+        """The ids enter an embedding module and go nowhere else."""
+        consumers = self.graph.consumers.get(boundary.result, ())
+        return (
+            boundary.direction is Direction.INPUT
+            and len(consumers) == 1
+            and isinstance(consumers[0], Op)
+            and consumers[0].target == EMBEDDING
+            and consumers[0].module == boundary.module
+            and self._result_leaves(consumers[0])
+        )
+
+    def _follows_lookup(self, boundary: Boundary) -> bool:
+        producer = self.graph.producers.get(boundary.operand)
+        return isinstance(producer, Op) and producer.target == EMBEDDING and self._rows_possible(producer)
+
+    def _result_leaves(self, op: Op) -> bool:
+        """All that reads the result is its module's own output boundary."""
+        consumers = self.graph.consumers.get(op.results[0], ())
+        return len(consumers) == 1 and all(
+            isinstance(c, Boundary) and c.direction is Direction.OUTPUT and c.module == op.module for c in consumers
+        )
+
+    def _rows_possible(self, op: Op) -> bool:
+        producer = self.graph.producers.get(op.operands[1])
+        return isinstance(producer, Boundary) and self._feeds_lookup(producer)
+
+    def _rows_are_masked(self, op: Op, strategy: Strategy) -> bool:
+        """Rows of other ranks are masked at the module's output: only there does the named pair exist."""
+        return ROWS not in strategy.results or self._rows_possible(op)
+
+    def flows(self) -> Iterator[Flow]:
+        """Values between decisions, readings included."""
+        origin = {result: (node.name, i) for node in self.graph.nodes for i, result in enumerate(node.results)}
+        for node in self.graph.nodes:
+            for position, operand in enumerate(node.operands):
+                if operand in self.parameters:
+                    if not isinstance(node, Op):
+                        raise ModelError(
+                            f"parameter {self.parameters[operand].label} crosses into module {node.module!r} as an "
+                            f"argument ({node.path}): tpplan cannot shard a weight that is passed around"
+                        )
+                    yield Flow(source=reading_name(node, position), result=0, target=node.name, operand=position)
+                elif operand in origin:
+                    source, result = origin[operand]
+                    yield Flow(source=source, result=result, target=node.name, operand=position)
+
+
+def _leaves_model(decider: Decider) -> bool:
+    return isinstance(decider, Boundary) and decider.module == "" and decider.direction is Direction.OUTPUT
+
+
+def _whole_outputs(graph: ModelGraph, unused: frozenset[str]) -> frozenset[str]:
+    """What the user can read and did not declare unused: outputs of the step, of the model past its loss, and what the
+    forward leaves behind."""
+    returned = {value for path, value in graph.outputs if path.removeprefix(LEFT_AT) not in unused}
+    for boundary in graph.boundaries:
+        path = boundary.path.removeprefix("output").removeprefix(".")
+        if _leaves_model(boundary) and not graph.consumers.get(boundary.result) and path not in unused:
+            returned.add(boundary.result)
+    return frozenset(returned)
+
+
+def _fits_the_loss(op: Op, strategy: Strategy) -> bool:
+    """The user's loss gets a sharded output as a DTensor, which meets no plain tensor in any op but our loss."""
+    if op.module != LOSS_SCOPE or op.target == CROSS_ENTROPY or len(op.operands) < 2:
+        return True
+    return all(layout.is_whole for layout in (*strategy.operands, *strategy.results))
+
+
+def _converting_boundaries(graph: ModelGraph) -> frozenset[str]:
+    """One boundary of each run of crossings that follow each other directly: the last entry, else the first exit.
+
+    An embedding's own output stays apart: the rows of other ranks are masked there.
+    """
+    outputs = {value for _, value in graph.outputs}
+    chains: list[list[Boundary]] = []
+    chain_of: dict[str, list[Boundary]] = {}
+    for boundary in graph.boundaries:
+        producer = graph.producers.get(boundary.operand)
+        follows = (
+            isinstance(producer, Boundary)
+            and len(graph.consumers[boundary.operand]) == 1
+            and boundary.operand not in outputs
+            and not _leaves_lookup(graph, producer)
+        )
+        chain = chain_of[producer.name] if follows and producer is not None else []
+        if not chain:
+            chains.append(chain)
+        chain.append(boundary)
+        chain_of[boundary.name] = chain
+
+    def chosen(chain: list[Boundary]) -> Boundary:
+        entries = [boundary for boundary in chain if boundary.direction is Direction.INPUT]
+        return entries[-1] if entries else chain[0]
+
+    places = {(b.module, b.direction, b.path) for b in map(chosen, chains)}
+    # A module called several times converts in all its calls or in none.
+    return frozenset(b.name for b in graph.boundaries if (b.module, b.direction, b.path) in places)
+
+
+def _leaves_lookup(graph: ModelGraph, boundary: Boundary) -> bool:
+    producer = graph.producers.get(boundary.operand)
+    return isinstance(producer, Op) and producer.target == EMBEDDING
+
+
+def _classes(
+    graph: ModelGraph, deciders: dict[str, Decider], apart: Callable[[str], Hashable] | None
+) -> dict[str, str]:
+    """Decision -> the decision that stands for it."""
+    unlike = {name: apart(name) if apart is not None else None for block in graph.blocks for name in block.names}
+    return graph.once((_classes, tuple(unlike.items())), lambda: _classes_where(graph, deciders, unlike))
+
+
+def _classes_where(graph: ModelGraph, deciders: dict[str, Decider], unlike: Mapping[str, Hashable]) -> dict[str, str]:
+    position: dict[str, tuple[str, tuple[int, ...], int, Hashable]] = {}
+    for block in graph.blocks:
+        for name in block.names:
+            place = enumerate(members(graph, name))  # two kinds of layers may share a pattern
+            own = unlike[name]
+            position.update({node.name: (block.pattern, block.indices, i, own) for i, node in place})
+    representatives: dict[object, str] = {}
+    classes: dict[str, str] = {}
+
+    def producer_class(value: str) -> str:
+        node = graph.producers.get(value)
+        return classes[node.name] if node is not None else ""
+
+    for name, decider in deciders.items():
+        node = decider.op if isinstance(decider, Reading) else decider
+        key: object = name
+        if node.name in position:
+            inflow = tuple(map(producer_class, node.operands)) if isinstance(node, Boundary) else ()
+            key = (position[node.name], decider.position if isinstance(decider, Reading) else None, inflow)
+        classes[name] = representatives.setdefault(key, name)
+    return classes

@@ -1,0 +1,19 @@
+"""Layouts that not every value of a shape may have: slices of fused parts, and slices that several ranks share."""
+
+from tpplan.core.graph import ModelGraph
+from tpplan.core.layout import S
+from tpplan.layouts.fused_dims import fused_dims
+from tpplan.layouts.rules import Extra, call_strategies
+from tpplan.layouts.shared_heads import copied_dims
+
+
+def find_extra_layouts(graph: ModelGraph, tp: int) -> Extra:
+    """Of the graph's values, the layouts that are not every value's: slices of parts, and slices with copies."""
+    fused = graph.once(fused_dims, lambda: fused_dims(graph, lambda call: call_strategies(call, 1)))
+    copied = copied_dims(graph, lambda call: call_strategies(call, tp))
+    by_parts = {
+        name: frozenset(S(dim, *parts) for dim, found in dims.items() for parts in found)
+        for name, dims in fused.items()
+    }
+    names = (*by_parts, *(name for name in copied if name not in by_parts))
+    return {name: by_parts.get(name, frozenset()) | copied.get(name, frozenset()) for name in names}

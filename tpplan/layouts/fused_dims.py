@@ -1,0 +1,92 @@
+"""Which dims are several things side by side: a fused projection, seen where the graph takes it apart.
+
+From there back, through whatever keeps a sharded dim in its order, to the weight that makes it. A stack of which single
+members are taken (`n * c -> n, c`) is n parts of c.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
+
+from tpplan.core.graph import Boundary, ModelGraph, Op
+from tpplan.core.layout import S
+from tpplan.core.part_intervals import Parts
+from tpplan.layouts.rules.call import Call, Strategy
+from tpplan.layouts.rules.size_literals import SLICES, slice_bounds
+from tpplan.layouts.rules.views import RESHAPES, TAKES_APART, TAKES_ONE, stacks
+
+#: parts by value and dim
+Fused = Mapping[str, Mapping[int, frozenset[Parts]]]
+#: a value, a dim of it, and parts of that
+Mark = tuple[str, int, Parts]
+
+#: a projection fuses few things; more parts than these are heads, whose slices are contiguous
+MOST_PARTS = 8
+
+
+def fused_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy]]) -> Fused:
+    """Dims that may be sharded part by part. `strategies` are those of a call that knows of no parts."""
+    marks: dict[str, dict[int, set[Parts]]] = defaultdict(lambda: defaultdict(set))
+    for name, dim, parts in _sliced(graph):
+        marks[name][dim].add(parts)
+    for node in reversed(graph.nodes):
+        for name, dim, parts in list(_before(graph, node, marks, strategies)):
+            if 2 <= len(parts) <= MOST_PARTS and min(parts) > 0:
+                marks[name][dim].add(parts)
+    weights = {source.result for source in graph.parameters if len(graph.values[source.result].shape) > 1}
+    made = {parts for name in weights for dims in marks[name].values() for parts in dims}
+    return {
+        name: {dim: frozenset(parts & made) for dim, parts in dims.items() if parts & made}
+        for name, dims in marks.items()
+    }
+
+
+def _before(
+    graph: ModelGraph,
+    node: Op | Boundary,
+    marks: dict[str, dict[int, set[Parts]]],
+    strategies: Callable[[Call], Iterable[Strategy]],
+) -> Iterator[Mark]:
+    """What a node's operands consist of, given what its results do."""
+    if isinstance(node, Boundary):
+        yield from ((node.operand, dim, p) for dim, parts in marks[node.result].items() for p in parts)
+        return
+    call = Call.of(graph, node)
+    if node.target in TAKES_APART:
+        dim = call.integer(TAKES_APART[node.target], "dim", 0) % len(call.operands[0].shape)
+        finest = [max(sorted(marks[value.name][dim]), key=len, default=(value.shape[dim],)) for value in call.results]
+        yield node.operands[0], dim, tuple(size for parts in finest for size in parts)
+    if node.target in TAKES_ONE:
+        dim = call.integer(1, "dim", 0) % len(call.operands[0].shape)
+        yield node.operands[0], dim, (1,) * call.operands[0].shape[dim]
+    if node.target in RESHAPES:
+        for joined, stack, is_result in stacks(call.operands[0].shape, call.results[0].shape):
+            count = call.results[0].shape[stack[0]] if is_result else 0
+            if (1,) * count in marks[node.results[0]][stack[0]] and is_result:
+                yield node.operands[0], joined, (call.operands[0].shape[joined] // count,) * count
+    marked = {(i, dim): parts for i, name in enumerate(node.results) for dim, parts in marks[name].items() if parts}
+    if not marked:
+        return
+    for strategy in strategies(call):
+        for (i, dim), parts in marked.items():
+            if strategy.results[i] == S(dim):
+                for operand, layout in zip(call.operands, strategy.operands, strict=True):
+                    if layout.dim is not None and operand.shape[layout.dim] == call.results[i].shape[dim]:
+                        yield from ((operand.name, layout.dim, p) for p in parts)
+
+
+def _sliced(graph: ModelGraph) -> Iterator[Mark]:
+    """Values of which slices are taken: they are cut wherever one begins or ends. Slices that are all of a dim, or
+    nothing of it, cut nothing."""
+    cuts: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for op in graph.ops:
+        if op.target in SLICES:
+            call = Call.of(graph, op)
+            if call.target == "aten.narrow.default" or call.argument(4, "step", 1) == 1:
+                dim = call.integer(SLICES[op.target], "dim", 0) % len(call.operands[0].shape)
+                start, end = slice_bounds(call)
+                if start < end:
+                    cuts[op.operands[0], dim].update((0, start, end, call.operands[0].shape[dim]))
+    for (name, dim), bounds in cuts.items():
+        if len(bounds) > 2:
+            yield name, dim, tuple(end - start for start, end in pairwise(sorted(bounds)))

@@ -1,0 +1,34 @@
+"""Attention shards batch and heads, and the query's positions where no mask or causality ties them to the keys'."""
+
+from collections.abc import Iterable
+
+from tpplan.core.layout import S, copied
+from tpplan.layouts.rules.call import Call, Strategy, op_rule
+from tpplan.layouts.rules.equation import NEVER, Equation, Letters
+
+
+@op_rule("aten.scaled_dot_product_attention.default")
+def attention(call: Call) -> Iterable[Strategy]:
+    """B batch, H query heads (key heads where grouped: contiguous groups), T queries, J keys, D and E head dims.
+
+    Where key heads are fewer than ranks, each rank has the one that its queries share; a single one is broadcast.
+    """
+    query, key, value = (call.operands[i].shape for i in range(3))
+    if len(query) != 4 or len(key) != 4 or len(value) != 4:
+        return
+    is_causal = bool(call.argument(5, "is_causal", False))
+    mask_index = call.operand_index(3, "attn_mask")
+    shared = "H" if key[1] == query[1] or key[1] > 1 else NEVER
+    terms: list[Letters] = [("B", "H", "T", "D"), ("B", shared, "J", "D"), ("B", shared, "J", "E")]
+    if mask_index is not None:
+        mask = call.operands[mask_index].shape
+        letters = ("B", "H", "T", "J")[4 - len(mask) :]
+        terms.append(tuple(NEVER if size == 1 else letter for letter, size in zip(letters, mask, strict=True)))
+    if key[0] != query[0] or (key[1] != query[1] and not call.argument(7, "enable_gqa", False)):
+        return
+    whole = frozenset("TJDE") if is_causal else frozenset("JDE")
+    for strategy in Equation(operands=tuple(terms), results=(("B", "H", "T", "E"),), whole=whole).strategies():
+        yield strategy
+        if strategy.results == (S(1),) and 1 < key[1] < query[1]:
+            heads = copied(1, key[1])
+            yield Strategy((S(1), heads, heads, *strategy.operands[3:]), strategy.results)

@@ -1,0 +1,57 @@
+"""Convolutions, pooling and resampling: channels like a linear layer's features, space stays whole."""
+
+from collections.abc import Iterable
+
+from tpplan.layouts.rules.call import Call, Strategy, op_rule
+from tpplan.layouts.rules.equation import einsum
+
+
+def _space(letter: str, dims: int) -> str:
+    return " ".join(f"{letter}{i}" for i in range(dims))
+
+
+def _num_space_dims(target: str) -> int:
+    """The digit in the operator's name: `aten.conv2d.default` has 2."""
+    return int(next(character for character in target if character.isdecimal()))
+
+
+@op_rule(
+    "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default",
+    "aten.conv1d.padding", "aten.conv2d.padding", "aten.conv3d.padding",
+)  # fmt: skip
+def convolution(call: Call) -> Iterable[Strategy]:
+    """c input channels, o output channels. Of grouped ones, whole groups of both are sharded together."""
+    dims = _num_space_dims(call.target)
+    space, kernel, place = (_space(letter, dims) for letter in "skp")
+    batch = "b" if len(call.operands[0].shape) == dims + 2 else ""
+    bias = ", o" if len(call.operands) == 3 else ""
+    is_grouped = call.integer(6, "groups", 1) != 1
+    return einsum(
+        call,
+        f"{batch} {'o' if is_grouped else 'c'} {space}, o c {kernel}{bias} -> {batch} o {place}",
+        multilinear=True,
+        added=frozenset({2}) if bias else frozenset(),
+        whole=f"{space} {kernel} {place} {'c' if is_grouped else ''}",
+    )
+
+
+@op_rule("aten.max_pool1d.default", "aten.max_pool2d.default", "aten.max_pool3d.default")
+def max_pool(call: Call) -> Iterable[Strategy]:
+    """Batch and channels pass."""
+    return _resampled(call, ())
+
+
+@op_rule(
+    "aten.avg_pool1d.default", "aten.avg_pool2d.default", "aten.avg_pool3d.default", "aten.adaptive_avg_pool1d.default",
+    "aten.adaptive_avg_pool2d.default", "aten.adaptive_avg_pool3d.default", "aten.upsample_nearest2d.vec",
+    "aten.upsample_bilinear2d.vec", "aten.upsample_bicubic2d.vec",
+)  # fmt: skip
+def linear_resampling(call: Call) -> Iterable[Strategy]:
+    """Batch and channels pass, and so do partial values."""
+    return _resampled(call, (frozenset({0}),))
+
+
+def _resampled(call: Call, linear_in: tuple[frozenset[int], ...]) -> Iterable[Strategy]:
+    dims = _num_space_dims(call.target)
+    space, place = _space("s", dims), _space("p", dims)
+    return einsum(call, f"... {space} -> ... {place}", whole=f"{space} {place}", linear_in=linear_in)

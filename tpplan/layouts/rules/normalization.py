@@ -1,0 +1,41 @@
+"""Norms. Where rows are sharded, weight and bias see only some of them: R*."""
+
+from collections.abc import Iterable
+
+from tpplan.layouts.rules.call import Call, Strategy, op_rule
+from tpplan.layouts.rules.equation import einsum
+
+
+@op_rule("aten.layer_norm.default", "aten.rms_norm.default")
+def norm(call: Call) -> Iterable[Strategy]:
+    """`... n0 n1 -> ... n0 n1` with the normalized trailing dims whole."""
+    sizes = call.integers(1, "normalized_shape") or ()
+    normalized = " ".join(f"n{i}" for i in range(len(sizes)))
+    affine = f", {normalized}" * (len(call.operands) - 1)
+    return einsum(call, f"... {normalized}{affine} -> ... {normalized}", whole=normalized)
+
+
+@op_rule("aten.group_norm.default")
+def group_norm(call: Call) -> Iterable[Strategy]:
+    """b batch, c channels in groups, whose number is a literal: only the batch may be sharded."""
+    rest = " ".join(("c", *(f"s{i}" for i in range(len(call.operands[0].shape) - 2))))
+    affine = ", c" * (len(call.operands) - 1)
+    return einsum(call, f"b {rest}{affine} -> b {rest}", whole=rest)
+
+
+@op_rule("aten._weight_norm.default")
+def weight_norm(call: Call) -> Iterable[Strategy]:
+    """`k n1 ..., k u1 ... -> k n1 ...`: directions and lengths, one for each slice along dim, or for all: -1."""
+    dim = call.integer(2, "dim", 0)
+    if dim == -1:
+        return ()
+    others = [i for i in range(len(call.operands[0].shape)) if i != dim]
+    directions, lengths = (_with_k(dim, (f"{name}{i}" for i in others)) for name in ("n", "u"))
+    whole = (f"{name}{i}" for name in ("n", "u") for i in others)
+    return einsum(call, f"{directions}, {lengths} -> {directions}", whole=" ".join(whole))
+
+
+def _with_k(dim: int, others: Iterable[str]) -> str:
+    names = list(others)
+    names.insert(dim, "k")
+    return " ".join(names)

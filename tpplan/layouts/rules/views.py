@@ -1,0 +1,276 @@
+"""Ops that move dims without touching elements: each is linear, and a sharded dim goes where its slices stay whole."""
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, pairwise
+from math import prod
+
+from tpplan.core.layout import S, copied, joint
+from tpplan.core.part_intervals import Parts
+from tpplan.layouts.rules.call import Call, Strategy, op_rule
+from tpplan.layouts.rules.equation import NEVER, Equation, Letters, dim_letters
+from tpplan.layouts.rules.size_literals import SLICES, SPLITS, slice_bounds
+
+_FIRST = (frozenset({0}),)
+
+
+def _moved(operand: Letters, result: Letters, *results: Letters) -> Iterator[Strategy]:
+    return Equation(
+        operands=(operand,),
+        results=(result, *results),
+        whole=frozenset(operand) - frozenset(result),
+        linear_in=_FIRST,
+    ).strategies()
+
+
+RESHAPES = (
+    "aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.flatten.using_ints",
+    "aten.unflatten.int", "aten.ravel.default", "aten.unsqueeze.default",
+)  # fmt: skip
+
+
+@op_rule(*RESHAPES)
+def reshape(call: Call) -> Iterable[Strategy]:
+    """Dims fall into groups with equal products; within a group only the outermost dim's slices stay contiguous, or
+    those of the two outermost as one, unless it stacks parts: `n * c -> n, c` for n parts in one dim."""
+    shapes = (call.operands[0].shape, call.results[0].shape)
+    yield from _moved(*reshape_letters(*shapes))
+    for joined, stack, is_stacked in stacks(*shapes):
+        size, count = shapes[not is_stacked][joined], shapes[is_stacked][stack[0]]
+        fused, member = S(joined, *[size // count] * count), S(stack[1])
+        if fused.parts in call.parts:
+            yield Strategy((fused,), (member,)) if is_stacked else Strategy((member,), (fused,))
+        if not is_stacked and stack[1] == stack[0] + 1:
+            yield Strategy((joint(stack[0]),), (S(joined),))
+
+
+@op_rule("aten.view_as.default", "aten.reshape_as.default")
+def reshape_as(call: Call) -> Iterable[Strategy]:
+    """The second tensor is read for its shape: sharded where the result is."""
+    own, result = reshape_letters(call.operands[0].shape, call.results[0].shape)
+    return Equation(operands=(own, result), results=(result,), linear_in=_FIRST).strategies()
+
+
+@op_rule("aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims")
+def squeeze(call: Call) -> Iterable[Strategy]:
+    """A dim that may be squeezed stays whole: a slice of size one would go where the whole would not."""
+    source = call.operands[0].shape
+    named = call.integers(1, "dim")
+    squeezed = range(len(source)) if named is None else [dim % len(source) for dim in named if source]
+    gone = {i for i in squeezed if source[i] == 1}
+    letters = [NEVER if i in squeezed else letter for i, letter in enumerate(dim_letters(len(source)))]
+    left = tuple(letter for i, letter in enumerate(letters) if i not in gone)
+    return _moved(tuple(letters), left)
+
+
+def reshape_letters(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Letters, Letters]:
+    """Letters of both shapes: a letter in common for the outermost dims of groups with equal products."""
+    letters: tuple[list[str], list[str]] = ([NEVER] * len(source), [NEVER] * len(target))
+    for i, (own, others) in enumerate(groups(source, target)):
+        letters[0][own[0]] = letters[1][others[0]] = f"g{i}"
+    return tuple(letters[0]), tuple(letters[1])
+
+
+def stacks(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[int, list[int], bool]]:
+    """Dims that a reshape makes of one, or one of: (the one dim, the others, whether these are the result's)."""
+    for own, others in groups(source, target):
+        if len(own) == 1 < len(others):
+            yield own[0], others, True
+        if len(others) == 1 < len(own):
+            yield others[0], own, False
+
+
+def groups(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
+    """Dims of both shapes with equal products, from the left; dims of size one belong to none."""
+    if prod(source) == 0:
+        return
+    remaining = ([i for i, n in enumerate(source) if n > 1], [i for i, n in enumerate(target) if n > 1])
+    while remaining[0]:
+        dims = ([remaining[0].pop(0)], [remaining[1].pop(0)])
+        sizes = [source[dims[0][0]], target[dims[1][0]]]
+        while sizes[0] != sizes[1]:
+            side = 0 if sizes[0] < sizes[1] else 1
+            dim = remaining[side].pop(0)
+            dims[side].append(dim)
+            sizes[side] *= (source, target)[side][dim]
+        yield dims
+
+
+@op_rule("aten.permute.default")
+def permute(call: Call) -> Iterable[Strategy]:
+    """Dims in another order."""
+    letters = dim_letters(len(call.operands[0].shape))
+    dims = call.integers(1, "dims") or ()
+    return _moved(tuple(letters), tuple(letters[dim] for dim in dims))
+
+
+@op_rule("aten.movedim.int", "aten.movedim.intlist")
+def move_dims(call: Call) -> Iterable[Strategy]:
+    """Some dims go to new places, the others keep their order."""
+    rank = len(call.operands[0].shape)
+    letters = dim_letters(rank)
+    sources, destinations = call.integers(1, "source") or (), call.integers(2, "destination") or ()
+    moved = {place % rank: letters[dim] for dim, place in zip(sources, destinations, strict=True)}
+    others = (letter for letter in letters if letter not in moved.values())
+    return _moved(tuple(letters), tuple(moved[i] if i in moved else next(others) for i in range(rank)))
+
+
+@op_rule("aten.transpose.int", "aten.t.default", "aten.numpy_T.default", "aten.mT.default", "aten.swapaxes.default",
+         "aten.swapdims.default")  # fmt: skip
+def transpose(call: Call) -> Iterable[Strategy]:
+    """Two dims change places."""
+    letters = dim_letters(len(call.operands[0].shape))
+    swapped = list(letters)
+    match call.target:
+        case "aten.mT.default":
+            swapped[-2:] = letters[-2:][::-1]
+        case "aten.t.default" | "aten.numpy_T.default":
+            swapped = letters[::-1]
+        case _:
+            axis = "axis" if "axes" in call.target else "dim"
+            first, second = call.integer(1, f"{axis}0"), call.integer(2, f"{axis}1")
+            swapped[first], swapped[second] = letters[second], letters[first]
+    return _moved(tuple(letters), tuple(swapped))
+
+
+@op_rule("aten.view_as_complex.default")
+def view_as_complex(call: Call) -> Iterable[Strategy]:
+    """The last dim, of size two, holds real and imaginary parts and goes."""
+    letters = tuple(dim_letters(len(call.results[0].shape)))
+    return _moved((*letters, NEVER), letters)
+
+
+@op_rule("aten.view_as_real.default")
+def view_as_real(call: Call) -> Iterable[Strategy]:
+    """The inverse."""
+    letters = tuple(dim_letters(len(call.operands[0].shape)))
+    return _moved(letters, (*letters, NEVER))
+
+
+EXPANDS = ("aten.expand.default", "aten.broadcast_to.default", "aten.expand_as.default")
+
+
+@op_rule(*EXPANDS)
+def expand(call: Call) -> Iterable[Strategy]:
+    """A stretched dim may be sharded in the result alone: each rank stretches less far, and so it may what is
+    repeated for each element of a dim before, of which it has one.
+
+    expand_as reads its second operand for its shape, which is the result's.
+    """
+    operand, result = call.operands[0].shape, call.results[0].shape
+    letters = tuple(dim_letters(len(result)))
+    first = len(result) - len(operand)
+    own = tuple(
+        NEVER if size == 1 and target > 1 else letter
+        for letter, size, target in zip(letters[first:], operand, result[first:], strict=True)
+    )
+    operands = (own, letters)[: len(call.operands)]
+    yield from Equation(operands=operands, results=(letters,), linear_in=_FIRST).strategies()
+    for dim, (size, stretched) in enumerate(pairwise(operand)):
+        if size > 1 == stretched < result[first + dim + 1]:
+            pair = joint(first + dim)
+            yield Strategy((copied(dim, size), pair)[: len(call.operands)], (pair,))
+
+
+@op_rule(*SLICES)
+def sliced(call: Call) -> Iterable[Strategy]:
+    """A slice's dim stays whole, unless the slice is all of it (`x[:, :n]` with n the size), every n-th element (of a
+    rank's own, as many as of the whole where they divide) or some of its parts."""
+    shape = call.operands[0].shape
+    letters = dim_letters(len(shape))
+    dim = call.integer(SLICES[call.target], "dim", 0) % len(shape)
+    is_all = call.results[0].shape == shape and call.argument(2, "start") in (None, 0)
+    if not is_all and not _takes_every_nth(call, shape[dim]):
+        letters[dim] = NEVER
+    yield from _moved(tuple(letters), tuple(letters))
+    bounds = slice_bounds(call)
+    if bounds == (0, shape[dim]) or (call.target == "aten.slice.Tensor" and call.argument(4, "step", 1) != 1):
+        return
+    for parts in sorted(call.parts):
+        if sum(parts) == shape[dim] and (taken := _taken(parts, (bounds,))) is not None:
+            yield Strategy((S(dim, *parts),), tuple(S(dim, *own) if len(own) > 1 else S(dim) for own in taken))
+
+
+def _takes_every_nth(call: Call, size: int) -> bool:
+    """True for `x[i::n]` where n divides the size: slices that n divides take theirs."""
+    if call.target != "aten.slice.Tensor":
+        return False
+    start, end, step = (call.argument(place, name) for place, name in ((2, "start"), (3, "end"), (4, "step")))
+    first, last, every = start or 0, size if end is None else end, 1 if step is None else step
+    if not all(isinstance(number, int) for number in (first, last, every)):
+        return False
+    return every > 1 and size % every == 0 and 0 <= first < every and last >= size  # type: ignore[operator]
+
+
+def _taken(parts: Parts, intervals: tuple[tuple[int, int], ...]) -> tuple[Parts, ...] | None:
+    """The parts that each interval (start, end) consists of; None where one cuts a part."""
+    bounds = (0, *accumulate(parts))
+    if not all(bound in bounds for interval in intervals for bound in interval):
+        return None
+    found = tuple(parts[bounds.index(start) : bounds.index(end)] for start, end in intervals)
+    return found if all(found) else None
+
+
+#: ops that take a dim apart into all its parts, with the position of the dim
+TAKES_APART = SPLITS | {"aten.chunk.default": 2, "aten.tensor_split.sections": 2}
+
+
+@op_rule(*TAKES_APART)
+def part(call: Call) -> Iterable[Strategy]:
+    """Parts of one dim, which stays whole or is sharded part by part; the others keep their layout.
+
+    Without sizes given, as many parts of a slice are as those of the whole only where they are equal.
+    """
+    letters = dim_letters(len(call.operands[0].shape))
+    dim = call.integer(TAKES_APART[call.target], "dim", 0) % len(letters)
+    letters[dim] = NEVER
+    yield from _moved(tuple(letters), *(tuple(letters) for _ in call.results))
+    sizes = tuple(value.shape[dim] for value in call.results)
+    if len(sizes) < 2 or min(sizes) == 0 or (call.target not in SPLITS and len(set(sizes)) > 1):
+        return
+    for parts in sorted({sizes, *call.parts}):
+        if (taken := _taken(parts, tuple(pairwise((0, *accumulate(sizes)))))) is not None:
+            yield Strategy((S(dim, *parts),), tuple(S(dim, *own) if len(own) > 1 else S(dim) for own in taken))
+
+
+#: ops that take members of a dim, which goes
+TAKES_ONE = ("aten.select.int", "aten.unbind.int")
+
+
+@op_rule(*TAKES_ONE)
+def without_dim(call: Call) -> Iterable[Strategy]:
+    """One index of a dim, or each of them: the dim stays whole and goes."""
+    letters = dim_letters(len(call.operands[0].shape))
+    letters[call.integer(1, "dim", 0)] = NEVER
+    left = tuple(letter for letter in letters if letter != NEVER)
+    return _moved(tuple(letters), *(left for _ in call.results))
+
+
+@op_rule("aten.cat.default", "aten.concat.default", "aten.concatenate.default", "aten.stack.default")
+def join(call: Call) -> Iterable[Strategy]:
+    """Tensors side by side along a dim that stays whole; all may be partial together."""
+    letters = dim_letters(len(call.results[0].shape))
+    dim = call.integer(1, "dim", 0)
+    letters[dim] = NEVER
+    terms = tuple(letters)
+    if call.target == "aten.stack.default":
+        terms = tuple(letter for letter in letters if letter != NEVER)
+    elif any(len(value.shape) != len(letters) for value in call.operands):
+        return ()
+    everyone = frozenset(range(len(call.operands)))
+    return Equation(
+        operands=(terms,) * len(call.operands), results=(tuple(letters),), linear_in=(everyone,)
+    ).strategies()
+
+
+@op_rule("aten.constant_pad_nd.default", "aten.pad.default")
+def pad(call: Call) -> Iterable[Strategy]:
+    """Dims that are padded stay whole; linear unless a number other than zero is filled in."""
+    padding = call.integers(1, "pad") or ()
+    rank = len(call.operands[0].shape)
+    letters = dim_letters(rank)
+    for i in range(len(padding) // 2):
+        letters[rank - 1 - i] = NEVER
+    is_linear = call.argument(3 if call.target == "aten.pad.default" else 2, "value") in (None, 0)
+    return Equation(
+        operands=(tuple(letters),), results=(tuple(letters),), linear_in=_FIRST if is_linear else ()
+    ).strategies()

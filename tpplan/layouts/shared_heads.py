@@ -1,0 +1,44 @@
+"""Which dims may be cut into fewer slices than there are ranks: heads of keys and values, where queries share them.
+
+From there back, through whatever keeps a sharded dim in its order, to the weights that make them.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from tpplan.core.graph import Boundary, ModelGraph, Op
+from tpplan.core.layout import Layout, LayoutKind
+from tpplan.layouts.rules.call import Call, Extra, Strategy
+from tpplan.layouts.rules.views import EXPANDS, RESHAPES
+
+#: ops that read heads which ranks share, and give each rank its own
+_SHARING = frozenset({"aten.scaled_dot_product_attention.default", "aten.repeat_interleave.self_int"})
+#: ops between the stretching of a dim and the reshape that joins it to the heads'
+_BETWEEN = frozenset({"aten.clone.default", "aten.contiguous.default"})
+_COPIES = frozenset({LayoutKind.COPIED, LayoutKind.JOINT})
+
+
+def copied_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy]]) -> Extra:
+    """Layouts with copies that lead to one without. `strategies` are those of a call on as many ranks as there are."""
+    found: dict[str, set[Layout]] = defaultdict(set)
+    for node in reversed(graph.nodes):
+        if isinstance(node, Boundary):
+            found[node.operand] |= {layout for layout in found[node.result] if layout.kind is LayoutKind.COPIED}
+        elif _shares(graph, node) or any(found[name] for name in node.results):
+            layouts = [layout for name in node.results for layout in found[name]]
+            for strategy in strategies(Call.of(graph, node, layouts)):
+                results = zip(node.results, strategy.results, strict=True)
+                if all(layout.kind not in _COPIES or layout in found[name] for name, layout in results):
+                    for name, layout in zip(node.operands, strategy.operands, strict=True):
+                        found[name] |= {layout} if layout.kind in _COPIES else set()
+    return {name: frozenset(layouts) for name, layouts in found.items() if layouts}
+
+
+def _shares(graph: ModelGraph, op: Op) -> bool:
+    """True where heads may be shared; a reshape that makes one dim of two does so where the second was stretched."""
+    if op.target not in RESHAPES:
+        return op.target in _SHARING
+    producer = graph.producers.get(op.operands[0])
+    while isinstance(producer, Op) and producer.target in _BETWEEN:
+        producer = graph.producers.get(producer.operands[0])
+    return isinstance(producer, Op) and producer.target in EXPANDS

@@ -1,0 +1,96 @@
+"""Sizes that a call is given and that are dims of the tensor it is about: the length in `view(b, t, heads, d)`.
+
+Code takes such a size from where it likes: `hidden_states.shape[:-1]` of a slice, say, in a view of what was gathered.
+On a rank it is off by the number of ranks then, in either direction, at every batch and every length alike.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
+
+from tpplan.core.layout import LayoutKind, local_shape
+from tpplan.layouts.rules.call import Call, Strategy
+from tpplan.layouts.rules.size_literals import CALLS, SIZES
+from tpplan.layouts.rules.views import groups
+from tpplan.plan.plan import SizePlan
+
+_VIEWS = ("view",)
+_EXPANDS = ("expand",)
+
+#: a call in a module's own code, and how it is sharded
+Placed = tuple[Call, Strategy]
+
+
+def dims_of_sizes(call: Call) -> Mapping[int, tuple[int, ...]]:
+    """The dims of the first operand whose product a size is, by its position among the sizes.
+
+    A view's dims are those of groups of equal products (tpplan.layouts.rules.views) that become one dim; an expansion's
+    those that it does not stretch. A size of one, or -1, is none.
+    """
+    kind = CALLS.get(call.target)
+    if kind not in (*_VIEWS, *_EXPANDS):
+        return {}
+    written, shape, result = _sizes(call), call.operands[0].shape, call.results[0].shape
+    if len(written) != len(result):
+        return {}
+    if kind in _VIEWS:
+        found = {others[0]: tuple(own) for own, others in groups(shape, result) if len(others) == 1}
+    else:
+        first = len(result) - len(shape)
+        found = {first + dim: (dim,) for dim, size in enumerate(shape) if size == result[first + dim] > 1}
+    return {position: dims for position, dims in found.items() if written[position] != -1}
+
+
+def sizes_by_dims(calls: Iterable[Placed], own: Placed, tp: int, is_given: Callable[[int], bool]) -> Iterator[SizePlan]:
+    """Sizes of a call that are dims of its tensor, where code may give another layout's: the whole's for a slice's, or
+    for the whole's a slice's, if `is_given` says that it gives that number.
+
+    `calls` are all of the module's own code: a size is left out where a call that looks the same has another in its
+    place.
+    """
+    call, strategy = own
+    named = dims_of_sizes(call)
+    if not named or strategy.operands[0].kind in (LayoutKind.JOINT, LayoutKind.ROWS):
+        return
+    given = local_shape(call.operands[0].shape, strategy.operands[0], tp)
+    made = local_shape(call.results[0].shape, strategy.results[0], tp)
+    for position, dims in named.items():
+        local, whole = made[position], call.results[0].shape[position]
+        written = whole if local != whole else whole // tp
+        is_off = local != whole or (whole % tp == 0 and is_given(written))
+        if not is_off or prod(given[dim] for dim in dims) != local:
+            continue
+        size = SizePlan(
+            call=CALLS[call.target],
+            of=_shape_of(call, strategy, tp, dims),
+            count=len(made),
+            position=position,
+            written=written,
+            local=local,
+            dims=dims,
+        )
+        if all(_means_the_same(size, *other, tp) for other in calls):
+            yield size
+
+
+def _sizes(call: Call) -> tuple[object, ...]:
+    argument = call.argument(SIZES[call.target], "size")
+    return argument if isinstance(argument, tuple) else (argument,)
+
+
+def _shape_of(call: Call, strategy: Strategy, tp: int, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes on a rank of the first operand's sharded dims but the ones in question; 0 for the others."""
+    layout = strategy.operands[0]
+    local = local_shape(call.operands[0].shape, layout, tp)
+    return tuple(size if dim == layout.dim and dim not in dims else 0 for dim, size in enumerate(local))
+
+
+def _means_the_same(size: SizePlan, call: Call, strategy: Strategy, tp: int) -> bool:
+    """False for a call that would be taken for the size's, and in whose place stands another size."""
+    if CALLS.get(call.target) != size.call or not call.operands or not call.results:
+        return True
+    written = _sizes(call)
+    shape = local_shape(call.operands[0].shape, strategy.operands[0], tp)
+    is_like = len(shape) == len(size.of) and all(wanted in (0, own) for own, wanted in zip(shape, size.of, strict=True))
+    if len(written) != size.count or not is_like or written[size.position] == -1:
+        return True
+    return dims_of_sizes(call).get(size.position) == size.dims

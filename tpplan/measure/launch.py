@@ -1,0 +1,62 @@
+"""What a kernel takes that does nothing, and what the CPU takes to issue one of a training step."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+
+from tpplan.costs.kernels import kernels_of
+from tpplan.machine.fit_tables import TIME_DIGITS, digits, relative_error
+from tpplan.machine.tables import Launch
+from tpplan.measure.device import MEASURED
+from tpplan.measure.timer import WINDOWS_PER_POINT, Stopwatch
+
+#: a layer whose kernels do next to nothing: what is left is what Python, modules and autograd take
+LAYERS, TOKENS, WIDTH, HEADS = 2, 8, 16, 2
+#: a queue holds all kernels of so many steps
+ISSUED_STEPS = 3
+
+
+def measure_launch(device: torch.device, budget_s: float) -> Launch:
+    """The smallest kernel, one number plus itself, and what issuing a kernel of an eager training step takes.
+
+    The latter is the time of forward and backward through torch's own layers, at sizes that no device notices, over
+    the number of their kernels: modules, autograd's nodes and views are in it. On a CPU, where a kernel's time holds
+    that of its launch, it is what comes on top. Every rank of the default group, if any, must call this.
+    """
+    number = torch.ones(1, device=device)
+    stopwatch = Stopwatch(device=device, window_s=budget_s / (2 * WINDOWS_PER_POINT))
+    samples = stopwatch.samples(lambda: number + number)
+    launch_s = float(np.median(samples))
+    step = _small_step(device)
+    num_kernels = kernels_of(step)
+    if device.type == "cpu":
+        issued = stopwatch.samples(step) / num_kernels - launch_s
+    else:
+        step()  # lazy initialisation
+        issued = stopwatch.issue_samples(step, calls=ISSUED_STEPS) / num_kernels
+    issue_s = max(float(np.median(issued)), launch_s)
+    return Launch(
+        launch_s=digits(launch_s, TIME_DIGITS),
+        issue_s=digits(issue_s, TIME_DIGITS),
+        relative_error=relative_error(np.concatenate([samples / launch_s, np.maximum(issued, launch_s) / issue_s])),
+        sources=MEASURED,
+    )
+
+
+def _small_step(device: torch.device) -> Callable[[], None]:
+    """Forward and backward, gradients made anew."""
+    layers = nn.Sequential(
+        *(
+            nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, activation="gelu", batch_first=True)
+            for _ in range(LAYERS)
+        )
+    ).to(device)
+    tokens = torch.randn(1, TOKENS, WIDTH, device=device)
+
+    def step() -> None:
+        layers(tokens).sum().backward()
+        layers.zero_grad()
+
+    return step

@@ -1,0 +1,98 @@
+"""What the CPU takes of an optimizer's step for each parameter, sharded and plain.
+
+Most optimizers issue some ops for each parameter, and an op on a DTensor goes through Python first: a step over many
+parameters may take longer to issue than to run.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from tpplan.core.errors import UsageError
+from tpplan.machine.fit_tables import TIME_DIGITS, Array, digits, relative_error
+from tpplan.machine.tables import OptimizerIssue
+from tpplan.measure.device import MEASURED
+from tpplan.measure.timer import WINDOWS_PER_POINT, Stopwatch
+from tpplan.plan.optimizers import OPTIMIZERS
+from tpplan.torch_internals.groups import fake_group
+
+#: so many parameters of so many numbers along each of two dims: nothing but issuing them takes time
+PARAMETERS, WIDTH = 16, 8
+#: a queue holds all kernels of so many steps
+ISSUED_STEPS = 3
+
+
+def measure_optimizers(device: torch.device, budget_s: float) -> tuple[OptimizerIssue, ...]:
+    """Every optimizer that tpplan.plan.optimizers names, as torch runs it unless told otherwise.
+
+    On a CPU, where a kernel's time holds that of issuing it, kernels of no size are in the numbers. Every rank of the
+    default group, if any, must call this.
+    """
+    stopwatch = Stopwatch(device=device, window_s=budget_s / (2 * len(OPTIMIZERS) * WINDOWS_PER_POINT))
+    return tuple(_issue(name, stopwatch) for name in OPTIMIZERS)
+
+
+def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """torch's optimizer of a name in tpplan.plan.optimizers. Raises UsageError for one that has none."""
+    match name:
+        case "adamw":
+            return torch.optim.AdamW(parameters)
+        case "adamw-foreach":
+            return torch.optim.AdamW(parameters, foreach=True)
+        case "adamw-fused":
+            return torch.optim.AdamW(parameters, fused=True)
+        case "sgd-momentum":
+            return torch.optim.SGD(parameters, momentum=0.9)
+        case "sgd":
+            return torch.optim.SGD(parameters)
+        case _:
+            raise UsageError(f"no optimizer of torch's is known as {name!r}")
+
+
+def _issue(name: str, stopwatch: Stopwatch) -> OptimizerIssue:
+    sharded, plain = (
+        _samples(optimizer_of(name, parameters).step, stopwatch) / PARAMETERS
+        for parameters in (_sharded(stopwatch.device), _plain(stopwatch.device))
+    )
+    sharded_s, plain_s = float(np.median(sharded)), float(np.median(plain))
+    return OptimizerIssue(
+        optimizer=name,
+        sharded_s=digits(sharded_s, TIME_DIGITS),
+        plain_s=digits(plain_s, TIME_DIGITS),
+        relative_error=relative_error(np.concatenate([sharded / sharded_s, plain / plain_s])),
+        sources=MEASURED,
+    )
+
+
+def _samples(step: Callable[[], object], stopwatch: Stopwatch) -> Array:
+    """Seconds that the CPU takes for a step."""
+    if stopwatch.device.type == "cpu":
+        return stopwatch.samples(step)
+    step()  # lazy initialisation
+    return stopwatch.issue_samples(step, calls=ISSUED_STEPS)
+
+
+def _plain(device: torch.device) -> list[nn.Parameter]:
+    parameters = [nn.Parameter(torch.ones(WIDTH, WIDTH, device=device)) for _ in range(PARAMETERS)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    return parameters
+
+
+def _sharded(device: torch.device) -> list[nn.Parameter]:
+    """DTensors on all ranks, or on a mesh of this rank alone; an optimizer's step asks the others for nothing."""
+    with nullcontext() if dist.is_initialized() else fake_group(1):
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        parameters = []
+        for _ in range(PARAMETERS):
+            local = torch.ones(WIDTH, WIDTH, device=device)
+            parameter = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+            parameter.grad = torch.ones_like(parameter)
+            parameters.append(parameter)
+    return parameters

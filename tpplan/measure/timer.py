@@ -1,0 +1,228 @@
+"""Times work on a device: windows of many calls, on all ranks at once, within a budget.
+
+On a CPU a call is timed with what it takes to issue it. On a GPU it is not: the calls of a window are queued behind a
+pause, and run back to back between two events, however long Python took to issue them.
+"""
+
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tpplan.machine.fit_tables import Array
+from tpplan.torch_internals.devices import busy_gpu
+
+#: section, points done, points in all
+Progress = Callable[[str, int, int], None]
+#: what is measured at a time
+Point = TypeVar("Point")
+T = TypeVar("T")
+
+NUM_REPEATS = 5
+#: windows beside its repeats that a point costs: a warm-up and the search for the number of calls
+WINDOWS_BESIDE = 2
+WINDOWS_PER_POINT = NUM_REPEATS + WINDOWS_BESIDE
+#: several time slices of a scheduler (Linux: 3 to 4 ms); a GPU has its own clock, and one user
+SHORTEST_USEFUL_WINDOW_S = {"cpu": 0.02, "cuda": 0.001}
+LONGEST_WINDOW_S = 0.2
+#: what runs before a window, and again after it, so that all ranks are at work in it: ranks share cores, but no GPUs
+BESIDE_S = {"cpu": 0.005, "cuda": 0.0}
+#: the largest sizes are left out where one call of each point in each window would take more than this of the budget,
+#: by the rate of a middling one, timed so often
+LARGEST_PART, PROBE_REPEATS = 0.5, 1
+#: the number of calls in a window is known well enough once they fill this part of it
+CALIBRATED_PART = 0.25
+#: one slow call must not make a window seem full: calls grow at most by this from one trial to the next
+MOST_GROWTH = 16
+#: a GPU's queue holds about a thousand kernels, and a call may launch several
+MOST_QUEUED_CALLS = 100
+#: the pause outlasts the queueing by this
+PAUSE_MARGIN = 1.5
+#: no GPU's clock is faster: pauses are given in cycles, and must not be too short
+HIGHEST_CLOCK_HZ = 3e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """How many calls are timed at once, how many run before and after, and how many seconds the CPU needs to issue one
+    to a device of its own."""
+
+    calls: int
+    beside: int
+    issue_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopwatch:
+    """Times work on a device, on all ranks at once, in windows of about window_s."""
+
+    device: torch.device
+    window_s: float
+    repeats: int = NUM_REPEATS
+
+    def samples(self, work: Callable[[], object]) -> Array:
+        """Seconds per call of the slowest rank, one for each repeat. Every rank must call this for the same work."""
+        window = self.window(work)
+        return np.array(slowest(self.device, [self.elapsed(work, window) for _ in range(self.repeats)])) / window.calls
+
+    def window(self, work: Callable[[], object]) -> Window:
+        """What fills window_s, after a warm-up; the same on every rank, all of which must call this."""
+        self._elapsed(work, 1, 0.0)  # lazy initialisation, first touch
+        issue_s = 0.0 if self.device.type == "cpu" else float(self.issue_samples(work, calls=1).min())
+        calls, call_s = self._calls(work, issue_s)
+        return Window(calls=calls, beside=self._beside(call_s), issue_s=issue_s)
+
+    def elapsed(self, work: Callable[[], object], window: Window) -> float:
+        """Seconds that this rank needs for a window's calls, while all ranks are at work.
+
+        Ranks that share a core leave a barrier one by one: the first has the core alone for a while, and the last has
+        it when the first is done. What they do then is not timed.
+        """
+        return self._elapsed(work, window.calls, window.issue_s, window.beside)
+
+    def issue_samples(self, work: Callable[[], object], *, calls: int = MOST_QUEUED_CALLS) -> Array:
+        """Seconds that the CPU of the slowest rank needs to issue a call, one for each repeat, while none waits."""
+        elapsed = []
+        for _ in range(self.repeats):
+            synchronize(self.device)
+            start = time.perf_counter()
+            for _ in range(calls):
+                work()
+            elapsed.append((time.perf_counter() - start) / calls)
+        synchronize(self.device)
+        return np.array(slowest(self.device, elapsed))
+
+    def _beside(self, call_s: float) -> int:
+        """Calls before a window, and after it; none for a rank that is alone."""
+        return round(BESIDE_S[self.device.type] / call_s) if dist.is_initialized() else 0
+
+    def _calls(self, work: Callable[[], object], issue_s: float) -> tuple[int, float]:
+        """How many calls fill the window, pause included, the same number on every rank; and seconds of each."""
+        most = math.inf if self.device.type == "cpu" else MOST_QUEUED_CALLS
+        calls = 1
+        while True:
+            (elapsed,) = slowest(self.device, [self._elapsed(work, calls, issue_s)])
+            call_s = elapsed / calls + PAUSE_MARGIN * issue_s
+            filling = min(self.window_s / call_s, most)
+            if calls * call_s >= CALIBRATED_PART * self.window_s or calls >= most:
+                return max(1, round(filling)), call_s
+            calls = math.ceil(min(filling, calls * MOST_GROWTH))
+
+    def _elapsed(self, work: Callable[[], object], calls: int, issue_s: float, beside: int = 0) -> float:
+        """Seconds of this rank, from a common start."""
+        if dist.is_initialized():
+            dist.barrier()
+        synchronize(self.device)
+        if self.device.type == "cuda":
+            return self._elapsed_between_events(work, calls, calls * issue_s * PAUSE_MARGIN)
+        for _ in range(beside):
+            work()
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        elapsed = time.perf_counter() - start
+        for _ in range(beside):
+            work()
+        return elapsed
+
+    def _elapsed_between_events(self, work: Callable[[], object], calls: int, pause_s: float) -> float:
+        """Seconds that a GPU needs for the calls, all of which are queued before the pause ends."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        busy_gpu(int(pause_s * HIGHEST_CLOCK_HZ))
+        start.record()
+        for _ in range(calls):
+            work()
+        end.record()
+        end.synchronize()
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds / 1000
+
+
+def overhead_s(device: torch.device) -> float:
+    """Seconds that a window costs beside its calls: ranks wait for each other before it, and compare times after.
+
+    A rank that is alone shares nothing, and is at work throughout.
+    """
+    if not dist.is_initialized():
+        return 0.0
+    elapsed = []
+    for _ in range(NUM_REPEATS):
+        start = time.perf_counter()
+        dist.barrier()
+        synchronize(device)
+        slowest(device, [start])
+        elapsed.append(time.perf_counter() - start)
+    return float(np.median(slowest(device, elapsed))) + 2 * BESIDE_S[device.type]
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for what this thread's stream was given."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def slowest(device: torch.device, seconds: Sequence[float]) -> list[float]:
+    """The largest of each over the ranks."""
+    if not dist.is_initialized():
+        return list(seconds)
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return [float(value) for value in slowest.tolist()]
+
+
+def in_rounds(
+    device: torch.device,
+    points: Sequence[Point],
+    make: Callable[[Point], Callable[[], object]],
+    section: str,
+    budget_s: float,
+    progress: Progress,
+    *,
+    repeats: int = NUM_REPEATS,
+) -> dict[Point, Array]:
+    """Seconds per call of the slowest rank, so many repeats of each point: in every round one window of all points.
+
+    A machine that is slow for some seconds is so in one repeat of many points, and not in all of a few, whose median
+    it would be. make gives the work of a point, anew for each of its windows; windows share out the budget.
+    """
+    start, beside_s = time.perf_counter(), overhead_s(device)
+    first, in_all = 1 + WINDOWS_BESIDE, repeats + WINDOWS_BESIDE
+    windows: dict[Point, Window] = {}
+    elapsed: list[list[float]] = []
+    for round_number in range(repeats):
+        elapsed.append([])
+        for done, point in enumerate(points):
+            work = make(point)
+            if not round_number:
+                (spent_s,) = slowest(device, [time.perf_counter() - start])
+                # The other rounds will take as long as the first, the search for the windows aside.
+                share_s = max(0.0, budget_s - spent_s * in_all / first) / (len(points) - done)
+                window_s = min(max(0.0, share_s / in_all - beside_s), LONGEST_WINDOW_S)
+                windows[point] = Stopwatch(device=device, window_s=window_s).window(work)
+            elapsed[-1].append(Stopwatch(device=device, window_s=0.0).elapsed(work, windows[point]))
+            progress(section, round_number * len(points) + done + 1, repeats * len(points))
+    by_round = np.array([slowest(device, seconds) for seconds in elapsed])
+    return {point: by_round[:, i] / windows[point].calls for i, point in enumerate(points)}
+
+
+def in_turn(works: Sequence[Callable[[], T]], kept: int) -> Callable[[], T]:
+    """Calls one after the other, over and over; so many results live on, so that the next lies elsewhere."""
+    turns, results = itertools.cycle(works), deque[T](maxlen=kept)
+
+    def work() -> T:
+        result = next(turns)()
+        results.append(result)
+        return result
+
+    return work
+
+
+def silent(section: str, done: int, total: int) -> None:
+    """No progress shown."""

@@ -1,0 +1,115 @@
+"""Tables by full names, written by patterns: what agrees over a repeated block stands once."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from tpplan.core.graph import ModelGraph, RepeatedBlock, enclosing, within
+from tpplan.core.name_patterns import format_ranges
+from tpplan.plan.plan import ParameterPlan
+
+T = TypeVar("T")
+#: an entry with the names inside rewritten
+Rename = Callable[[T, Callable[[str], str]], T]
+
+
+def blocks_table(graph: ModelGraph) -> dict[str, str]:
+    """Ranges by pattern. Two kinds of layers under one prefix share it: a pattern then stands for both."""
+    indices: dict[str, set[int]] = {}
+    for block in graph.blocks:
+        indices.setdefault(block.pattern, set()).update(block.indices)
+    return {pattern: format_ranges(tuple(sorted(found))) for pattern, found in indices.items()}
+
+
+def by_pattern(graph: ModelGraph, table: Mapping[str, T], rename: Rename[T], absent: T | None = None) -> dict[str, T]:
+    """A table by full names, with what agrees over a block under its pattern and what differs under its own name.
+
+    `rename` rewrites the names inside an entry. `absent` is what a name without an entry means; where there is no such
+    thing (a parameter), a row that not all siblings have stays under their full names.
+    """
+    ran = {node.module for node in graph.nodes}
+    groups: dict[str, dict[int, T]] = {}
+    for name, entry in table.items():
+        if (place := _block_of(graph, name)) is not None:
+            groups.setdefault(_starred(name, place), {})[place[1]] = rename(entry, partial(_starred, place=place))
+    found = dict(table)
+    for pattern, entries in groups.items():
+        prefix = pattern.partition("*")[0].rstrip(".")
+        siblings = sorted(i for block in graph.blocks if block.prefix == prefix for i in block.indices)
+        rows = dict(entries)
+        if absent is not None:  # siblings of another kind have no such module
+            rows |= {i: absent for i in siblings if i not in entries and _numbered(pattern, i) in ran}
+        common, number = _commonest(rows.values())
+        if len(rows) < len(siblings) or number < 2:
+            continue
+        found[pattern] = common
+        for i, entry in rows.items():
+            name = _numbered(pattern, i)
+            found.pop(name, None)
+            if entry != common:
+                found[name] = rename(entry, partial(_numbered, index=i))
+    return found
+
+
+def _commonest(entries: Iterable[T]) -> tuple[T, int]:
+    """The entry that most are equal to, the first of several such, and how many those are."""
+    found: list[T] = []
+    counts: list[int] = []
+    for entry in entries:
+        if entry in found:
+            counts[found.index(entry)] += 1
+        else:
+            found.append(entry)
+            counts.append(1)
+    return found[counts.index(max(counts))], max(counts)
+
+
+def rename_parameter(plan: ParameterPlan, rename: Callable[[str], str]) -> ParameterPlan:
+    """A parameter's plan with its readers and aliases renamed."""
+    return replace(
+        plan,
+        reads={rename(reader): layout for reader, layout in plan.reads.items()},
+        aliases=tuple(map(rename, plan.aliases)),
+    )
+
+
+def pattern_of(graph: ModelGraph, name: str) -> str:
+    """The pattern of a name within a block; a name outside as it is."""
+    place = _block_of(graph, name)
+    return name if place is None else _starred(name, place)
+
+
+def names_written(graph: ModelGraph, name: str) -> tuple[str, ...]:
+    """What stands for a name and those alike in its block: the pattern, or each by its own name where other layers, in
+    which there may be no such module, share the pattern."""
+    place = _block_of(graph, name)
+    if place is None:
+        return (name,)
+    block, pattern = place[0], _starred(name, place)
+    if sum(other.pattern == block.pattern for other in graph.blocks) == 1:
+        return (pattern,)
+    return tuple(_numbered(pattern, index) for index in block.indices)
+
+
+def _block_of(graph: ModelGraph, name: str) -> tuple[RepeatedBlock, int] | None:
+    """The block that a name is within, and its index there. Blocks are outermost: none is within another."""
+    places = graph.once(_block_of, lambda: _places(graph))
+    return next((places[module] for module in enclosing(name) if module in places), None)
+
+
+def _places(graph: ModelGraph) -> dict[str, tuple[RepeatedBlock, int]]:
+    """The same for each of a block's own modules."""
+    return {
+        name: (block, index) for block in graph.blocks for index, name in zip(block.indices, block.names, strict=True)
+    }
+
+
+def _numbered(pattern: str, index: int) -> str:
+    return pattern.replace("*", str(index), 1)
+
+
+def _starred(name: str, place: tuple[RepeatedBlock, int]) -> str:
+    block, index = place
+    own = f"{block.prefix}.{index}" if block.prefix else str(index)
+    return block.pattern + name.removeprefix(own) if within(name, own) else name

@@ -1,0 +1,281 @@
+"""A plan layer by layer: a row per module that owns parameters or converts what crosses its border, blocks once.
+
+The style of a module is said in the field's words only where placement, shape and conversions together leave one
+reading; else the row says which dim is split. The words are those that a pin takes (tpplan.layouts.pins).
+"""
+
+import itertools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from rich.text import Text
+
+from tpplan.core.layout import R_STAR, ROWS, Layout, LayoutKind, P, Step
+from tpplan.core.name_patterns import ROOT, parse_ranges
+from tpplan.plan.plan import BoundaryPlan, CrossingPlan, ParameterPlan, Plan
+from tpplan.plan.styles import Style
+
+#: what ids come in
+_IDS = ("int64", "int32")
+_TITLES = ("module", "style", "weight", "conversion", "forward / backward")
+#: what a value is on a rank, for the layouts that appear
+_LEGEND = {
+    LayoutKind.REPLICATE: "R whole",
+    LayoutKind.REPLICATE_PARTIAL_GRADIENT: "R* whole, its gradient a summand",
+    LayoutKind.SHARD: "S(d) slice of dim d",
+    LayoutKind.COPIED: "S(d)/m slice of dim d that neighbours share, its gradient a summand",
+    LayoutKind.JOINT: "S(d, d+1) slice of two dims as one",
+    LayoutKind.PARTIAL: "P summand",
+    LayoutKind.ROWS: "rows lookup in this rank's rows",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """A module, or the like modules of a repeated block: its own parameters and the tensors that cross its border."""
+
+    key: str
+    count: int
+    is_exception: bool
+    parameters: Mapping[str, ParameterPlan]
+    boundary: BoundaryPlan
+    tied_to: str | None
+
+    @property
+    def main(self) -> ParameterPlan | None:
+        """The parameter with the most elements."""
+        return max(self.parameters.values(), key=lambda p: prod(p.shape), default=None)
+
+    @property
+    def style(self) -> str:
+        """In the field's words, as far as the plan says it."""
+        if self.main is None:
+            return f"tied to {self.tied_to}" if self.tied_to else ""
+        if self.main.placement.kind is not LayoutKind.SHARD:
+            is_on_slices = {*self.main.reads.values()} == {R_STAR}
+            return Style.SLICES if is_on_slices else Style.REPLICATED
+        if any(crossing.conversion.target == ROWS for crossing in self.boundary.inputs.values()):
+            return Style.VOCABULARY
+        matrices = [name for name, parameter in self.parameters.items() if len(parameter.shape) > 1]
+        if len(matrices) == 1 and len(self.main.shape) == 2:
+            summands = any(c.conversion.source.kind is LayoutKind.PARTIAL for c in self.boundary.outputs.values())
+            if summands or any(P in parameter.reads.values() for parameter in self.parameters.values()):
+                return Style.ROW  # only a split contraction gives summands, to which a bias is added once
+            if self.main.placement.dim == 0:
+                return Style.COLUMN
+        return f"{Style.SPLIT} {self.main.placement.dim}"
+
+    @property
+    def weights(self) -> Iterator[str]:
+        """Placements, the largest parameter's first; what agrees with it is not repeated."""
+        if self.main is None:
+            return
+        main = _placement(self.main)
+        texts = {name: _placement(parameter) for name, parameter in sorted(self.parameters.items())}
+        yield from (main, *(f"{name} {text}" for name, text in texts.items() if text != main))
+
+    @property
+    def crossings(self) -> Iterator[tuple[str, CrossingPlan]]:
+        """What crosses, inputs first, by name: "in x"."""
+        for direction, table in (("in", self.boundary.inputs), ("out", self.boundary.outputs)):
+            for path, crossing in sorted(table.items()):
+                name = path.removeprefix("output").removeprefix(".") if direction == "out" else path
+                yield f"{direction} {name}".rstrip(), crossing
+
+
+def layer_lines(plan: Plan, width: int) -> Iterator[Text]:
+    """The table in lines of at most `width` columns where its names allow, and a legend."""
+    rows = _rows(plan)
+    dtypes = Counter(crossing.dtype for row in rows for _, crossing in row.crossings if crossing.dtype not in _IDS)
+    usual = max(dtypes, key=lambda dtype: (dtypes[dtype], dtype), default="")
+    entries = list(_entries(plan, rows, usual))
+    if plan.mesh.tp == 1:
+        yield from _without_tp(plan, entries)
+        return
+    yield from _side_by_side(entries, width) or _nested(entries)
+    shown = {layout.kind for row in rows for layout in _layouts(row)}
+    yield Text("; ".join(_LEGEND[kind] for kind in LayoutKind if kind in shown) + ".", style="dim")
+    if any(entry.conversions for entry in entries):
+        yield Text("The backward half of a conversion is taken where the value carries a gradient.", style="dim")
+    if usual:
+        yield Text(f"Tensors cross as {usual}{', but where another is named' if len(dtypes) > 1 else ''}.", style="dim")
+
+
+def layer_rows(plan: Plan, shows: Callable[[str], bool], width: int) -> list[str]:
+    """The table of the modules that `shows` accepts by name or pattern, its titles first; empty without any."""
+    rows = [row for row in _rows(plan) if shows(row.key)]
+    dtypes = Counter(crossing.dtype for row in rows for _, crossing in row.crossings if crossing.dtype not in _IDS)
+    entries = list(_entries(plan, rows, max(dtypes, key=lambda dtype: (dtypes[dtype], dtype), default="")))
+    return [line.plain for line in _side_by_side(entries, width) or _nested(entries)] if rows else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """A row in words: how its parameters lie, and (conversion, steps) of each tensor that crosses."""
+
+    label: str
+    style: str = ""
+    weights: tuple[str, ...] = ()
+    conversions: tuple[tuple[str, str], ...] = ()
+
+
+def _entries(plan: Plan, rows: list[_Row], usual_dtype: str) -> Iterator[_Entry]:
+    """Members of a block stand below its pattern. Ids apart, a dtype is named where it is not the usual one."""
+    heading = None
+    for row in rows:
+        pattern = _generic(plan, row.key)[0]
+        if pattern is not None and pattern != heading and row.key != pattern:
+            yield _Entry(label=f"{pattern} x{_num_members(plan, pattern)}")
+        heading = pattern
+        conversions = tuple(
+            (
+                f"{name}: {crossing.conversion if crossing.dtype in (*_IDS, usual_dtype) else crossing}",
+                f"{_steps(crossing.conversion.forward)} / {_steps(crossing.conversion.backward)}",
+            )
+            for name, crossing in row.crossings
+        )
+        if row.is_exception and not conversions:
+            conversions = (("none", ""),)
+        yield _Entry(
+            label=_label(plan, row, pattern), style=row.style, weights=tuple(row.weights), conversions=conversions
+        )
+
+
+def _without_tp(plan: Plan, entries: list[_Entry]) -> Iterator[Text]:
+    """Every module computes whole: all there is to say of its weights is what FSDP does with them."""
+    style = f"FSDP over {plan.mesh.shard} ranks" if plan.mesh.shard > 1 else "whole"
+    lines = [_TITLES[:2], *((entry.label, style if entry.style else "") for entry in entries)]
+    yield from (Text(line, style="" if i else "dim") for i, line in enumerate(_aligned(lines, 2)))
+    yield Text("tp 1: every module computes whole, nothing is converted.", style="dim")
+
+
+def _side_by_side(entries: list[_Entry], width: int) -> list[Text]:
+    """A line for each conversion, the module on the first; empty where that needs more than `width` columns."""
+    full = [_TITLES, *(line for entry in entries for line in _lines(entry))]
+    short = [(label, style.removesuffix(" parallel"), *rest) for label, style, *rest in full]
+    for lines, gap in itertools.product((full, short), (2, 1)):
+        table = _aligned(lines, gap)
+        if max(map(len, table)) <= width:
+            return [Text(line, style="" if i else "dim") for i, line in enumerate(table)]
+    return []
+
+
+def _lines(entry: _Entry) -> Iterator[tuple[str, ...]]:
+    modules = [(entry.label, entry.style)]
+    for module, weight, conversion in itertools.zip_longest(modules, entry.weights, entry.conversions):
+        yield (*(module or ("", "")), weight or "", *(conversion or ("", "")))
+
+
+def _nested(entries: list[_Entry]) -> Iterator[Text]:
+    """A line for each module, its conversions below it."""
+    modules = [_TITLES[:3], *((entry.label, entry.style, ", ".join(entry.weights)) for entry in entries)]
+    every = [conversion for entry in entries for conversion in entry.conversions]
+    crossings = iter(_aligned([_TITLES[3:], *every], 2))
+    lines = iter(_aligned(modules, 2))
+    yield Text(next(lines), style="dim")
+    yield Text(f"    {next(crossings)}", style="dim")
+    for entry, line in zip(entries, lines, strict=True):
+        yield Text(line)
+        indent = " " * (len(entry.label) - len(entry.label.lstrip()) + 4)
+        yield from (Text(indent + next(crossings)) for _ in entry.conversions)
+
+
+def _aligned(lines: Sequence[tuple[str, ...]], gap: int) -> list[str]:
+    """Cells padded to the width of their column."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = (zip(line, widths, strict=True) for line in lines)
+    return [(" " * gap).join(cell.ljust(width) for cell, width in cells).rstrip() for cells in padded]
+
+
+def _label(plan: Plan, row: _Row, pattern: str | None) -> str:
+    """Members of a block are indented, exceptions with their index; what exceptions leave says how many it is."""
+    if pattern is None:
+        return row.key or ROOT
+    if row.key == pattern:
+        return f"{pattern} x{row.count}"
+    if row.is_exception:
+        member = row.key.removeprefix(pattern.removesuffix("*"))
+        return f"  {member if '.' in member else row.key}"
+    count = f" x{row.count}" if row.count != _num_members(plan, pattern) else ""
+    return f"  {row.key.removeprefix(pattern + '.')}{count}"
+
+
+def _rows(plan: Plan) -> list[_Row]:
+    """A row per key that owns parameters, converts, or reads a tied weight under a name of its own."""
+    owned = _by_module(plan.parameters)
+    owned_by_members = _by_module(plan.parameter_plans())
+    boundaries_of_members = plan.boundary_plans()
+    tied = {_module(alias): name for name, parameter in plan.parameters.items() for alias in parameter.aliases}
+    keys = {*owned, *plan.boundaries, *tied}
+    exceptions = {key for key in keys if _generic(plan, key)[1] not in (None, key)}
+    replaced: dict[str, int] = defaultdict(int)
+    for key in exceptions:
+        replaced[_generic(plan, key)[1] or key] += 1
+    none = BoundaryPlan(inputs={}, outputs={})
+    rows = [
+        _Row(
+            key=key,
+            count=_num_members(plan, key) - replaced[key],
+            is_exception=key in exceptions,
+            parameters=(owned if "*" in key else owned_by_members).get(key, {}),
+            boundary=(plan.boundaries if "*" in key else boundaries_of_members).get(key, none),
+            tied_to=tied.get(key),
+        )
+        for key in keys
+    ]
+    return sorted((row for row in rows if row.count), key=lambda row: _reading_order(plan, row))
+
+
+def _by_module(parameters: Mapping[str, ParameterPlan]) -> dict[str, dict[str, ParameterPlan]]:
+    found: dict[str, dict[str, ParameterPlan]] = defaultdict(dict)
+    for name, parameter in parameters.items():
+        found[_module(name)][name.rpartition(".")[2]] = parameter
+    return found
+
+
+def _generic(plan: Plan, key: str) -> tuple[str | None, str | None]:
+    """The block pattern that a key belongs to, and the key with its index written `*`; None outside of blocks."""
+    for pattern, ranges in plan.blocks.items():
+        prefix = pattern.removesuffix("*")
+        index, _, rest = key.removeprefix(prefix).partition(".")
+        if key.startswith(prefix) and (index == "*" or (index.isdecimal() and int(index) in parse_ranges(ranges))):
+            return pattern, f"{pattern}.{rest}" if rest else pattern
+    return None, None
+
+
+def _reading_order(plan: Plan, row: _Row) -> tuple[object, ...]:
+    """By name, numbers by value; an exception below the pattern it departs from."""
+    generic = _generic(plan, row.key)[1] or row.key
+    return _natural(generic), row.is_exception, _natural(row.key)
+
+
+def _natural(name: str) -> tuple[tuple[int, str], ...]:
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)|\.", name) if part)
+
+
+def _num_members(plan: Plan, key: str) -> int:
+    return sum(1 for _ in plan.expand(key))
+
+
+def _module(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _placement(parameter: ParameterPlan) -> str:
+    reads = sorted({str(read) for read in parameter.reads.values() if read != parameter.placement})
+    return f"{parameter.placement} as {' and '.join(reads)}" if reads else str(parameter.placement)
+
+
+def _layouts(row: _Row) -> Iterator[Layout]:
+    for parameter in row.parameters.values():
+        yield parameter.placement
+        yield from parameter.reads.values()
+    for _, crossing in row.crossings:
+        yield from (crossing.conversion.source, crossing.conversion.target)
+
+
+def _steps(steps: tuple[Step, ...]) -> str:
+    return " + ".join(step.replace("_", "-") for step in steps) or "none"

@@ -1,0 +1,361 @@
+"""A plan for people (`render`) and for programs (`as_data`): the same text after solving and when shown later.
+
+Everything is read off the plan, and nothing off the order of its mappings. ASCII alone, so that a log, a pull request
+and a terminal show the same.
+"""
+
+import io
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from tpplan.core.errors import PlanError
+from tpplan.core.escapes import escaped_data
+from tpplan.core.mesh import Axis
+from tpplan.core.name_patterns import ROOT, format_ranges
+from tpplan.core.units import DTYPE_BYTES, GIB, format_bytes, format_seconds
+from tpplan.plan.layer_table import layer_lines
+from tpplan.plan.parts import SLACK
+from tpplan.plan.plan import CollectivePlan, Compile, Pass, Plan, Precision, Prediction, ProofStatus, Recompute
+from tpplan.plan.proof_hash import MEND, why_unproven
+
+#: columns of a text that no terminal shows
+DEFAULT_WIDTH = 100
+_INDENT = 2
+_BAR_WIDTH = 20
+
+_PRECISION = {
+    Precision.FP32: "everything as the model was built",
+    Precision.BF16_MIXED: "float32 parameters and optimizer states, bfloat16 compute",
+    Precision.BF16: "bfloat16 throughout",
+}
+_RECOMPUTE = {
+    Recompute.SELECTIVE: "all but products, attention and sums over ranks run again in backward",
+    Recompute.FULL: "forward runs again in backward",
+}
+_COMPILE = {
+    Compile.BLOCKS: "predicted as torch.compile fuses elementwise ops within each layer; applying the plan compiles "
+    "nothing, and eager is slower"
+}
+_PROVEN = "run as applied on the first and last rank; every layout derived again from the plan alone"
+_LOSS = (
+    "the mean, over micro-batches and data ranks, of the model's on each; where these hold different numbers of tokens "
+    "(padding), tpplan.loss_weights makes it the mean over tokens"
+)
+_AXES = {
+    Axis.REPLICATE: "{ranks} replicas split the batch; gradients are all-reduced",
+    Axis.SHARD: "{ranks} ranks split the batch; FSDP shards parameters, gradients and optimizer states",
+    Axis.TP: "{ranks} ranks read the same batch and split the layers",
+}
+
+
+def render(plan: Plan, *, width: int = DEFAULT_WIDTH, color: bool = False) -> str:
+    """The report as text of at most `width` columns, with terminal colours when asked. Ends with a newline.
+
+    Raises PlanError for a dtype whose size is unknown.
+    """
+    console = Console(
+        file=io.StringIO(),
+        width=width,
+        force_terminal=color,
+        color_system="auto" if color else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+    with console.capture() as capture:
+        console.print(_report(escaped_data(plan), width, why_unproven(plan)))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+
+def as_data(plan: Plan) -> dict[str, object]:
+    """The plan's JSON data, and under "derived" what the report computes from it."""
+    num_parameters, num_bytes = _model_size(plan)
+    tokens_per_s = _tokens_per_s(plan)
+    return plan.to_dict() | {
+        "derived": {
+            "hash": plan.hash,
+            "is_proven": not why_unproven(plan),
+            "num_parameters": num_parameters,
+            "parameter_bytes": num_bytes,
+            "num_gpus": plan.mesh.num_gpus,
+            "tokens_per_step": _tokens(plan),
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_gpu": tokens_per_s / plan.mesh.num_gpus if tokens_per_s is not None else None,
+        }
+    }
+
+
+def _report(plan: Plan, width: int, unproven: str) -> RenderableType:
+    return Group(
+        *_section("Plan", _facts(_header(plan))),
+        *_section("Layers", *layer_lines(plan, width - _INDENT)),
+        *_section("Predicted step", *_time(plan)),
+        *_section("Predicted peak memory per GPU", *_memory(plan)),
+        *_section("Collectives of a step on one rank", *_collectives(plan.collectives)),
+        *_section("Why this plan", _facts(_provenance(plan, unproven)), last=True),
+    )
+
+
+def _section(title: str, *parts: RenderableType, last: bool = False) -> Iterator[RenderableType]:
+    yield Text(title, style="bold")
+    yield Padding(Group(*parts), (0, 0, 0 if last else 1, _INDENT))
+
+
+def _facts(rows: Iterator[tuple[str, str]]) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(Text(name), Text(text))
+    return table
+
+
+# What the plan is for
+
+
+def _header(plan: Plan) -> Iterator[tuple[str, str]]:
+    cluster, batch, mesh = plan.cluster, plan.batch, plan.mesh
+    yield "model", _model_line(plan)
+    used = "" if mesh.num_gpus == cluster.gpus else f"{mesh.num_gpus} of "
+    nodes = -(-cluster.gpus // cluster.gpus_per_node)
+    yield "cluster", f"{used}{cluster.gpus} GPUs, {cluster.gpus_per_node} per node, {_plural(nodes, 'node')}"
+    yield "profile", f"{cluster.profile} ({_short_hash(cluster.profile_fingerprint)})"
+    yield "mesh", str(mesh)
+    for axis in Axis:
+        if mesh.size(axis) > 1:
+            yield "", _axis_line(plan, axis)
+    if plan.fsdp.units:
+        yield "fsdp units", _fsdp_line(plan)
+    if plan.recompute:
+        yield "recompute", _recompute_line(plan)
+    if plan.compile is not Compile.NONE:
+        yield "compile", f"{plan.compile}: {_COMPILE[plan.compile]}"
+    yield "precision", f"{plan.precision}: {_PRECISION[plan.precision]}"
+    yield "optimizer", plan.optimizer
+    yield (
+        "batch",
+        f"{_plural(batch.global_batch, 'sequence')} of {batch.seq_len} tokens = micro-batch {batch.micro_batch} x "
+        f"{_plural(batch.accumulation_steps, 'accumulation step')} x {_plural(mesh.data_parallel, 'data rank')}",
+    )
+    if batch.accumulation_steps * mesh.data_parallel > 1:
+        yield "loss", _LOSS
+    if plan.outputs:
+        yield (
+            "outputs",
+            ", ".join(f"{path}: {layout}" for path, layout in sorted(plan.outputs.items())) + "; others whole",
+        )
+
+
+def _model_line(plan: Plan) -> str:
+    count, num_bytes = _model_size(plan)
+    frozen = sum(prod(p.shape) for p in plan.parameter_plans().values() if not p.trainable)
+    suffix = f", of which {_format_count(frozen)} frozen" if frozen else ""
+    return f"{_format_count(count)} parameters, {format_bytes(num_bytes)}{suffix}"
+
+
+def _axis_line(plan: Plan, axis: Axis) -> str:
+    group = plan.mesh.group(axis, plan.cluster.gpus_per_node)
+    place = "within a node" if group.nodes == 1 else f"across {group.nodes} nodes"
+    return f"{axis}: {_AXES[axis].format(ranks=group.ranks)} ({place})"
+
+
+def _recompute_line(plan: Plan) -> str:
+    """Regions by what of them is repeated."""
+    named: dict[Recompute, list[str]] = {mode: [] for mode in (Recompute.FULL, Recompute.SELECTIVE)}
+    for name, mode in plan.recomputed_modules().items():
+        named[mode].append(name or ROOT)
+    return "; ".join(f"{_ranges(names)}: {_RECOMPUTE[mode]}" for mode, names in named.items() if names) or "nothing"
+
+
+def _counted(counts: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{key} x{count}" if count > 1 else key for key, count in counts)
+
+
+def _fsdp_line(plan: Plan) -> str:
+    names = _counted((unit, sum(1 for _ in plan.expand(unit))) for unit in plan.fsdp.units)
+    if plan.mesh.shard == 1:
+        return names
+    zero = {True: "resharded after forward (ZeRO-3)", False: "kept until backward (ZeRO-2)"}
+    rule = plan.fsdp.reshard_after_forward
+    exceptions = _ranges([name for name, is_resharded in plan.resharded_units().items() if is_resharded is not rule])
+    return f"{names}; {zero[rule]}" + (f", but {exceptions} {zero[not rule]}" if exceptions else "")
+
+
+def _ranges(names: Sequence[str]) -> str:
+    """Names that differ in one number, by ranges: layers.0-11, 30."""
+    numbered: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        before, number, after = re.split(r"(\d+)", name, maxsplit=1) if re.search(r"\d", name) else (name, "", "")
+        numbered.setdefault((before, after), []).extend([int(number)] if number else [])
+    return ", ".join(
+        f"{before}{format_ranges(tuple(sorted(found)))}{after}" for (before, after), found in numbered.items()
+    )
+
+
+def _model_size(plan: Plan) -> tuple[int, int]:
+    """Parameters and their bytes, over the whole model; a tied weight counts once."""
+    count = num_bytes = 0
+    for name, parameter in plan.parameter_plans().items():
+        if parameter.dtype not in DTYPE_BYTES:
+            raise PlanError(
+                f"parameters.{name}.dtype: expected one of {', '.join(DTYPE_BYTES)}, got {parameter.dtype!r}"
+            )
+        count += prod(parameter.shape)
+        num_bytes += prod(parameter.shape) * DTYPE_BYTES[parameter.dtype]
+    return count, num_bytes
+
+
+# What it costs
+
+
+def _time(plan: Plan) -> Iterator[RenderableType]:
+    predicted, batch = plan.predicted, plan.batch
+    step = f"{format_seconds(predicted.step_time_s)} +/- {format_seconds(predicted.step_time_error_s)}"
+    tokens_per_s = _tokens_per_s(plan)
+    if tokens_per_s is not None:
+        step += (
+            f", {_format_count(tokens_per_s)} tokens/s, {_format_count(tokens_per_s / plan.mesh.num_gpus)} per GPU "
+            f"({_plural(batch.global_batch, 'sequence')} x {batch.seq_len} tokens a step)"
+        )
+    yield Text(step)
+    if predicted.is_extrapolated:
+        yield Text("Some sizes lie beyond what the profile measured: their times are extrapolated.", style="yellow")
+    yield _parts(predicted.time_s, predicted.step_time_s, "share", format_seconds)
+
+
+def _memory(plan: Plan) -> Iterator[RenderableType]:
+    """What is predicted, and beside it the slack; the limit is one on both."""
+    predicted = plan.predicted
+    limit, peak, slack = predicted.memory_limit_bytes, predicted.peak_memory_bytes, predicted.slack_bytes
+    share = (peak + slack) / limit if limit else 0.0
+    held = f"{gib(peak)} predicted + {gib(slack)} slack" if slack else gib(peak)
+    yield Text(f"{held} of {gib(limit)}: {share:.1%}, {gib(limit - peak - slack)} free; {_moment(predicted)}")
+    parts = {**predicted.memory_bytes, **({SLACK: slack} if slack else {})}
+    yield _parts(parts, limit, "of limit", gib)
+
+
+def _moment(predicted: Prediction) -> str:
+    """When and where there is most."""
+    if predicted.peak_during is Pass.STEP:
+        return "most during the optimizer's step"
+    return f"most during {predicted.peak_during}, in {predicted.peak_module}"
+
+
+def _parts(parts: Mapping[str, float], whole: float, share_title: str, text_of: Callable[[float], str]) -> Table:
+    """The parts of a whole that are not 0, largest first, with a bar each."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    for justify in ("left", "right", "right", "left"):
+        table.add_column(justify=justify, overflow="fold")
+    for name, amount in sorted(parts.items(), key=lambda item: (-item[1], item[0])):
+        if not amount:
+            continue
+        share = amount / whole if whole else 0.0
+        suffix = f"{share:.1%} {share_title}" if share_title != "share" else f"{share:.1%}"
+        table.add_row(Text(name), text_of(amount), suffix, Text(_bar(share), style="cyan"))
+    return table
+
+
+def _bar(share: float) -> str:
+    """20 marks are all of it; what is at least a hundredth has one."""
+    return "#" * min(_BAR_WIDTH, max(round(share * _BAR_WIDTH), int(share >= 0.01)))
+
+
+def _collectives(collectives: tuple[CollectivePlan, ...]) -> Iterator[RenderableType]:
+    if not collectives:
+        yield Text("none")
+        return
+    totals: dict[tuple[int, int, str], tuple[int, int]] = {}
+    axes, passes = list(Axis), list(Pass)
+    for entry in collectives:
+        key = (axes.index(entry.axis), passes.index(entry.during), entry.kind)
+        count, num_bytes = totals.get(key, (0, 0))
+        totals[key] = (count + entry.count, num_bytes + entry.count * entry.num_bytes)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for title, justify in (("axis", "left"), ("during", "left"), ("collective", "left"), ("count", "right")):
+        table.add_column(title, justify=justify, overflow="fold")  # type: ignore[arg-type]  # a literal of the tuple
+    table.add_column("bytes of the whole values", justify="right")
+    for (axis, during, kind), (count, num_bytes) in sorted(totals.items()):
+        table.add_row(axes[axis], passes[during], kind.replace("_", "-"), str(count), format_bytes(num_bytes))
+    yield table
+
+
+# How it was found
+
+
+def _provenance(plan: Plan, unproven: str) -> Iterator[tuple[str, str]]:
+    solver, proof = plan.solver, plan.proof
+    yield (
+        "solver",
+        f"{solver.name}: {solver.status}, {format_seconds(solver.objective_s)}, "
+        f"bound {format_seconds(solver.bound_s)}, gap {solver.gap:.2%}, "
+        f"{_plural(solver.meshes_tried, 'point')} tried"
+        + "".join(f", {count} {reason}" for reason, count in sorted(solver.skipped.items())),
+    )
+    for left_out in solver.unsearched or ():
+        yield "not searched", left_out
+    status, why = (ProofStatus.UNPROVEN, unproven) if unproven else (proof.status, _PROVEN)
+    yield "proof", f"{status}: {why} ({_plural(proof.rounds, 'round')})"
+    if unproven and proof.status is not ProofStatus.UNPROVEN:
+        yield "", MEND
+    for assumption in proof.assumptions:
+        yield "assuming", f"{assumption}, as for the example inputs"
+    for key, sizes in sorted(plan.sizes.items()):
+        numbers = ", ".join(f"{s.call} {s.written} as {s.local}" for s in dict.fromkeys(sizes))
+        yield "sizes", f"{key}: {numbers}"
+    for key, count in sorted(plan.losses.items()):
+        yield "loss", f"{key}: its cross entropy runs on slices of {count} classes, which are never gathered"
+    if plan.draws:
+        yield "dropout", f"{', '.join(plan.draws)}: on slices, each rank draws for its own"
+    if plan.untouched is not None:
+        yield (
+            "replicated",
+            f"parameters stay as they are, whole on each rank, and gradients are averaged: {plan.untouched}",
+        )
+    for key, whole in sorted((plan.opaque or {}).items()):
+        counted = f", functions of {', '.join(whole.bodies)} counted once" if whole.bodies else ""
+        yield "runs whole", f"{key} ({format_seconds(whole.seconds)} of the step{counted}): {whole.reason}"
+    for cut in proof.cuts:
+        yield "", f"forbidden on the way: {cut}"
+    if plan.unruled_ops:
+        dearest = sorted(plan.unruled_ops.items(), key=lambda item: (-item[1], item[0]))
+        shown = ", ".join(f"{target} ({format_seconds(seconds)} of the step)" for target, seconds in dearest)
+        yield "no rule for", f"{shown}: these run on whole values"
+    for note in plan.notes or ():
+        yield "note", note
+    yield "versions", f"tpplan {plan.tpplan_version}, torch {plan.torch_version}"
+
+
+def _tokens(plan: Plan) -> int:
+    return plan.batch.global_batch * plan.batch.seq_len
+
+
+def _tokens_per_s(plan: Plan) -> float | None:
+    """None where the predicted time is 0."""
+    return _tokens(plan) / plan.predicted.step_time_s if plan.predicted.step_time_s else None
+
+
+def _format_count(count: float) -> str:
+    """Decimal units with three significant digits: 8.03 B, 12.7 M, 812."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count / size < 1000 else f"{count / size:.0f} {unit}"
+    return f"{count:.3g}" if count < 100 else f"{count:.0f}"
+
+
+def gib(num_bytes: float) -> str:
+    """GiB, so that parts compare; smaller units where it would round to nothing."""
+    return f"{num_bytes / GIB:.2f} GiB" if abs(num_bytes) >= 0.01 * GIB else format_bytes(num_bytes)
+
+
+def _plural(count: int, noun: str, plural: str | None = None) -> str:
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
+def _short_hash(fingerprint: str) -> str:
+    return fingerprint.removeprefix("sha256:")[:12]

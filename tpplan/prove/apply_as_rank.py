@@ -1,0 +1,47 @@
+"""A rank that is not there: a plan applied in one process, without a process group, as that rank would apply it.
+
+What it makes runs on meta tensors, where collectives give shapes and reach nobody.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpplan.apply.apply import lay_out
+from tpplan.core.errors import ModelError
+from tpplan.plan.plan import Plan
+from tpplan.torch_internals.groups import RankMesh
+from tpplan.trace.hooks.generated_class import fold_forwards
+from tpplan.trace.hooks.parameter_names import put_others
+from tpplan.trace.hooks.rebind_closures import rebind
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of a model on the meta device. Tensors that modules computed from weights when they were built (as
+    torch.nn.utils.weight_norm does) are leaves in the copy: code that reads one before it makes it anew is found out.
+    Functions that modules hold see the copy.
+    """
+    held = (value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
+    computed = {id(value): value.detach().requires_grad_() for value in held if value.grad_fn is not None}
+    images: dict[int, Any] = dict(computed)
+    try:
+        found = copy.deepcopy(model, images)
+    except RuntimeError as error:
+        raise ModelError(
+            "the model cannot be copied: a list or dict in a module holds a tensor that was computed from a weight "
+            f"when it was built; compute it in forward\n{str(error).splitlines()[0]}"
+        ) from error
+    rebind(found, images)
+    fold_forwards(found)
+    put_others(found)
+    return found
+
+
+def applied_as(model: nn.Module, plan: Plan, rank: int) -> nn.Module:
+    """A copy of a model on the meta device with the tensor parallelism that the plan gives a rank."""
+    local = copied(model)
+    if plan.untouched is None:
+        lay_out(local, plan, RankMesh(plan.mesh.tp, rank))
+    return local

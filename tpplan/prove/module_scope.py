@@ -1,0 +1,57 @@
+"""What a module's own code can see: its ops' values, what crosses its boundary and that of those it calls."""
+
+from collections.abc import Iterator, Mapping
+
+from tpplan.core.graph import Boundary, Direction, ModelGraph, Op
+from tpplan.core.layout import Layout
+from tpplan.layouts.rules import Strategy
+
+
+def parent(graph: ModelGraph, module: str) -> str:
+    """The nearest enclosing module that runs code of its own (containers do not)."""
+    running = {boundary.module for boundary in graph.boundaries}
+    found = module
+    while found:
+        found = found.rpartition(".")[0]
+        if found in running:
+            break
+    return found
+
+
+def given_nodes(graph: ModelGraph, module: str) -> Iterator[Op | Boundary]:
+    """The nodes that give values to a module's own code: its ops, its boundaries, and the outputs of its children and
+    of what else it calls: the embedding of a child, say."""
+    callers = graph.once(_callers, lambda: _callers(graph))
+    for node in graph.nodes:
+        leaves = isinstance(node, Boundary) and node.direction is Direction.OUTPUT
+        if node.module == module or (leaves and module in (parent(graph, node.module), callers[node.name])):
+            yield node
+
+
+def _callers(graph: ModelGraph) -> Mapping[str, str]:
+    """By boundary: the module that called, as the order of the nodes shows it. A call that no tensor enters or leaves,
+    and in which no op runs, does not show."""
+    running, found, left = [""], {}, ""
+    for node in graph.nodes:
+        leaves = isinstance(node, Boundary) and node.direction is Direction.OUTPUT
+        if left and not (leaves and node.module == left):
+            del running[running.index(left) :]
+            left = ""
+        if node.module in running:
+            del running[running.index(node.module) + 1 :]
+        else:
+            running.append(node.module)
+        if isinstance(node, Boundary):
+            found[node.name] = running[-2] if len(running) > 1 else ""
+        if leaves:
+            left = node.module
+    return found
+
+
+def shards_in(module: str, node: Op | Boundary, strategy: Strategy) -> bool:
+    """True where a node of given_nodes so laid out shows a module's code a slice."""
+    sides: tuple[tuple[Layout, ...], ...] = (strategy.operands, strategy.results)
+    if isinstance(node, Boundary):
+        is_inside = (node.module == module) == (node.direction is Direction.INPUT)
+        sides = (strategy.results,) if is_inside or node.module != module else (strategy.operands,)
+    return any(layout.dim is not None for side in sides for layout in side)

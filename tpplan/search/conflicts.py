@@ -1,0 +1,241 @@
+"""What a counterexample forbids: the choices that together make it, as few of them as were found to do.
+
+A set of choices is tried in the company least like the one it was found in: the solver fixes these, shards as little
+else as their edges allow, and what comes of it is checked as a plan is. Where the same op differs again, the choices
+make it by themselves, and only they are forbidden, together: each of them alone may be right in other company.
+
+A choice is a decision and all its strategies that look the same from the code that differs: the shapes that it sees
+on a rank. How a value came to be whole or a slice, no shape shows.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from tpplan import solvers
+from tpplan.core.errors import SolverError, TpplanError
+from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, enclosing
+from tpplan.core.layout import local_shape
+from tpplan.core.repeated_blocks import members
+from tpplan.costs.step.cost_table import PricedSpace
+from tpplan.costs.step.formulate import Formulation
+from tpplan.costs.step.solved_step import Expanded
+from tpplan.layouts.decision_space import Decider, Reading, reading_name
+from tpplan.layouts.rules import Call, Strategy, localized_arguments, takes_sizes
+from tpplan.layouts.typecheck import Mistyped
+from tpplan.prove.module_scope import given_nodes, parent
+from tpplan.prove.structure import Counterexample
+from tpplan.search.job import Choices
+from tpplan.solvers.problem import Problem, Resource, linear_term
+
+#: sets of choices that are tried for one counterexample; a larger set than need be forbids less, and nothing wrongly
+MOST_TRIALS = 24
+#: what a summand or a summed gradient counts among choices of which the fewest are to be sharded
+UNSHARDED = 0.01
+
+#: what differs of a plan with these choices; None where nothing does
+Check = Callable[[Expanded], Counterexample | Mistyped | None]
+
+
+def conflict_of(
+    found: Counterexample | Mistyped, expanded: Expanded, formulation: Formulation, check: Check
+) -> Choices:
+    """The choices that make a counterexample, by decision: in some plans that make all of them the same differs.
+
+    Where no small set was found that does, all that was chosen.
+    """
+    finder = _Finder(found, expanded, formulation, check)
+    tried: list[Choices] = []
+    for candidates in finder.candidates():
+        chosen = finder.choices(candidates)
+        if chosen and chosen not in tried and finder.is_enough(chosen):
+            return finder.smallest(chosen)
+        tried.append(chosen)
+    return finder.choices(expanded.formulation.space.deciders)
+
+
+def in_like_blocks(graph: ModelGraph, choices: Choices) -> Iterator[Choices]:
+    """The choices, and what they are in every block that is like one in which some are made: the same code runs there.
+
+    Decisions outside of it stay as they are.
+    """
+    yield choices
+    places, names = graph.once(in_like_blocks, lambda: _places(graph))
+    blocks = {places[name][:2] for name in choices if name in places}
+    if len(blocks) != 1:
+        return
+    ((kind, own),) = blocks
+    for other in graph.blocks[kind].names:
+        images = {name: names.get((kind, other, places[name][2]), "") if name in places else name for name in choices}
+        if other != own and all(images.values()):
+            yield {images[name]: group for name, group in choices.items()}
+
+
+#: a decision's repeated block, by its number, which of its modules it is in, and where there
+_Place = tuple[int, str, Hashable]
+
+
+def _places(graph: ModelGraph) -> tuple[dict[str, _Place], dict[_Place, str]]:
+    """Places by decision, and decisions by place."""
+    found: dict[str, _Place] = {}
+    for kind, block in enumerate(graph.blocks):
+        for own in block.names:
+            for i, node in enumerate(members(graph, own)):
+                found[node.name] = kind, own, i
+                if isinstance(node, Op):
+                    reads = range(len(node.operands))
+                    found |= {reading_name(node, position): (kind, own, (i, position)) for position in reads}
+    return found, {place: name for name, place in found.items()}
+
+
+class _Finder:
+    """Tries sets of choices for one counterexample."""
+
+    def __init__(
+        self, found: Counterexample | Mistyped, expanded: Expanded, formulation: Formulation, check: Check
+    ) -> None:
+        self.found = found
+        self.node = found.node if isinstance(found, Counterexample) else None
+        self.expanded = expanded
+        self.formulation = formulation
+        self.check = check
+        self.trials = 0
+        graph = expanded.graph
+        self.order = {node.name: place for place, node in enumerate(graph.nodes)}
+        self.end = len(graph.nodes) if self.node is None else self.order[self.node.name]
+
+    def candidates(self) -> Iterator[list[str]]:
+        """Sets of decisions to try, from the least on: what is blamed, what the code that differs sees, and that of the
+        modules around it. What comes after the op that differs makes it only by sizes that are replaced for it."""
+        own = [self.node.name] if self.node is not None else []
+        blamed = [*self.found.blamed, *own]
+        yield [name for name in blamed if self._comes_before(name)]
+        yield blamed
+        if self.node is None:
+            return
+        graph, modules = self.expanded.graph, [self.node.module]
+        if isinstance(self.node, Boundary):
+            modules.append(parent(graph, self.node.module))
+        seen = [*own, *self._seen_in(modules)]
+        yield [name for name in seen if self._comes_before(name)]
+        yield seen
+        yield [*seen, *self._seen_in([name for name in enclosing(self.node.module) if name not in modules])]
+
+    def _seen_in(self, modules: list[str]) -> list[str]:
+        """What modules' own code is given, parameters among it."""
+        space = self.expanded.formulation.space
+        given = (node.name for module in modules for node in given_nodes(self.expanded.graph, module))
+        reads = (d.name for d in space.deciders.values() if isinstance(d, Reading) and d.op.module in modules)
+        return [*dict.fromkeys((*given, *reads))]
+
+    def _comes_before(self, name: str) -> bool:
+        decider = self.formulation.space.deciders[name]
+        return self.order[decider.op.name if isinstance(decider, Reading) else name] <= self.end
+
+    def choices(self, names: Iterable[str]) -> Choices:
+        """What was chosen of these, without decisions of which every choice looks the same."""
+        found: dict[str, frozenset[Strategy]] = {}
+        space = self.formulation.space
+        for name in names:
+            decider = space.deciders[name]
+            own, representative = self._picture(decider, self.expanded.strategy(name)), space.classes[name]
+            group = frozenset(s for s in space.strategies[representative] if self._picture(decider, s) == own)
+            if len(group) < len(space.strategies[representative]):
+                known = next((other for other in found if space.classes[other] == representative), name)
+                found[known] = found.get(known, group) & group
+        return found
+
+    def _picture(self, decider: Decider, strategy: Strategy) -> Hashable:
+        """What the code that differs sees of a decision: shapes on a rank; of the op itself, what it is to be."""
+        if isinstance(self.found, Mistyped):
+            return strategy
+        graph, tp = self.expanded.graph, self.formulation.mesh.tp
+        if isinstance(decider, Reading):
+            value = graph.values[decider.parameter.result]
+            return local_shape(value.shape, strategy.results[0], tp)
+        is_itself = self.node is not None and decider.name == self.node.name
+        is_entry = isinstance(decider, Boundary) and decider.direction is Direction.INPUT
+        layouts = strategy.operands if is_itself and is_entry else strategy.results
+        pairs = zip(decider.results, layouts, strict=True)
+        shapes = tuple(local_shape(graph.values[name].shape, layout, tp) for name, layout in pairs)
+        if is_itself and isinstance(decider, Op) and not takes_sizes(decider.target):
+            return shapes, localized_arguments(Call.of(graph, decider), strategy, tp)
+        return shapes
+
+    def is_enough(self, choices: Choices) -> bool:
+        """True where plans differ in the same place with these choices and little else sharded."""
+        if self.trials >= MOST_TRIALS:
+            return False
+        self.trials += 1
+        trial = _with_little_else(self.formulation, choices)
+        if trial is None:
+            return False
+        try:
+            again = self.check(trial)
+        except TpplanError:
+            return False  # it cannot be written down as a plan
+        if isinstance(self.found, Mistyped):
+            return isinstance(again, Mistyped) and again.blamed == self.found.blamed
+        if not isinstance(again, Counterexample):
+            return False
+        return again.message == self.found.message if self.node is None else again.node == self.node
+
+    def smallest(self, choices: Choices) -> Choices:
+        """The choices without those that it takes not."""
+        found = dict(choices)
+        if self.node is not None and self.node.name in found and len(found) > 1:
+            found[self.node.name] = found.pop(self.node.name)  # it is to be dropped last: what it should give
+        size = len(found)
+        while size := size // 2:
+            for start in range(0, len(names := list(found)), size):
+                rest = {name: group for name, group in found.items() if name not in names[start : start + size]}
+                if rest and self.is_enough(rest):
+                    found = rest
+        return found
+
+
+def _with_little_else(formulation: Formulation, choices: Choices) -> Expanded | None:
+    """An assignment with these choices and as little else sharded as their edges and what is forbidden allow; None
+    where there is none. It has no prices."""
+    space = formulation.space
+    allowed: dict[str, set[int]] = {}
+    for name, group in choices.items():
+        options = space.strategies[space.classes[name]]
+        own = {i for i, strategy in enumerate(options) if strategy in group}
+        allowed[space.classes[name]] = allowed.get(space.classes[name], own) & own
+    names = [node.name for node in formulation.priced.nodes()]
+    fixed = tuple(
+        linear_term("fixed", name, [float(i not in own) for i in range(len(space.strategies[name]))], 1.0)
+        for name, own in allowed.items()
+    )
+    problem = Problem(
+        nodes=formulation.priced.nodes(),
+        edges=formulation.priced.edges(),
+        objective=tuple(
+            linear_term("sharded", name, list(map(_sharded, space.strategies[name])), 1.0) for name in names
+        ),
+        resources=(Resource(name="fixed", terms=fixed, limit=0.0),) if fixed else (),
+        conflicts=formulation.conflicts,
+        shared=formulation.priced.shared,
+    )
+    try:
+        choice = solvers.solve(problem).choice
+    except SolverError:
+        return None
+    return None if choice is None else unpriced(formulation, choice)
+
+
+def unpriced(formulation: Formulation, choice: Mapping[str, int]) -> Expanded:
+    """An assignment decision by decision: enough to apply, without what it costs."""
+    space, priced = formulation.space, formulation.priced
+    untied = replace(
+        space,
+        strategies={name: (formulation.strategy(choice, name),) for name in space.deciders},
+        classes={name: name for name in space.deciders},
+    )
+    alone = PricedSpace(space=untied, times={}, executor=priced.executor, is_compiled=priced.is_compiled)
+    return Expanded(formulation=replace(formulation, priced=alone, conflicts=()))
+
+
+def _sharded(strategy: Strategy) -> float:
+    layouts = (*strategy.operands, *strategy.results)
+    return sum(1.0 if layout.dim is not None else UNSHARDED * (not layout.is_plain) for layout in layouts)

@@ -1,0 +1,236 @@
+"""Other batches and lengths than the planned ones: those for which a plan is proven too.
+
+A plan may hold a length without saying so: a table that is cut at `x.shape[1]` rows looks like a fused weight of two
+parts, and a size in code like a number of heads. So a proven plan is proven once more, as it is, at another batch and
+another length: the model is traced there, the layouts typed, and what is applied compared, as ever. Sizes that were not
+chosen by anybody show what was a coincidence: b + 1 and t - 1 first; where something is sharded along either, multiples
+of tp times a number that shares nothing with the planned one. What does not hold there is refused on ranks
+(tpplan.apply.modules.input_shapes), and the plan says why.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from tpplan.core.errors import TpplanError
+from tpplan.core.graph import ModelGraph
+from tpplan.costs.step.price_plan import unpriced_as
+from tpplan.layouts.typecheck import Mistyped, implied_strategies
+from tpplan.plan.input_dims import BATCH, BOTH, LENGTH, Dim, dim_through
+from tpplan.plan.plan import Multiples, OtherShapes, Plan
+from tpplan.prove.structure import find_difference
+from tpplan.search.job import Job
+from tpplan.search.trace_cache import Traced
+from tpplan.torch_internals import pytree
+from tpplan.trace.answers.planned_device import planning_for
+from tpplan.trace.fx_to_graph import path_of
+from tpplan.trace.opaque import Opaques
+from tpplan.trace.trace import Inputs
+
+logger = logging.getLogger(__name__)
+
+#: below this a size is likely to be another's, or to be stretched
+LEAST = 3
+
+
+def other_shapes(job: Job, plan: Plan, traced: Traced) -> OtherShapes | None:
+    """For which other batches and lengths a proven plan holds; None where every rank has all of the model."""
+    if plan.mesh.tp == 1 or plan.untouched is not None:
+        return None
+    batch, length = plan.batch.micro_batch, plan.batch.seq_len
+    other = next(_coprime_above(batch, plan.mesh.tp)), next(_coprime_below(length, plan.mesh.tp))
+    dims, reason = _dims(job, traced, (batch, length), other)
+    return _Search(job=job, plan=plan, traced=traced, dims=dims, reason=reason).found()
+
+
+def with_other_shapes(job: Job, plan: Plan, traced: Traced) -> Plan:
+    """A proven plan that says so."""
+    return replace(plan, proof=replace(plan.proof, other_shapes=other_shapes(job, plan, traced)))
+
+
+def _coprime_above(size: int, tp: int) -> Iterator[int]:
+    """Sizes that share no divisor with the planned one or with tp."""
+    number = max(size, LEAST - 1)
+    while True:
+        number += 1
+        if math.gcd(number, size * tp) == 1:
+            yield number
+
+
+def _coprime_below(size: int, tp: int) -> Iterator[int]:
+    """Sizes below the planned one, which a table of positions may end at, then above it."""
+    yield from (number for number in range(size - 1, LEAST - 1, -1) if math.gcd(number, size * tp) == 1)
+    yield from _coprime_above(size, tp)
+
+
+def _dims(
+    job: Job, traced: Traced, planned: tuple[int, int], other: tuple[int, int]
+) -> tuple[dict[str, tuple[Dim, ...]], str]:
+    """Each input's dims, and why none is known to grow, where example_inputs does not make others."""
+    try:
+        others = [job.example_inputs(other[0], planned[1]), job.example_inputs(planned[0], other[1])]
+    except Exception as error:  # the user's code
+        reason = f"example_inputs does not make other shapes: {type(error).__name__}: {_line(error)}"
+        return {path: tuple(map(Dim, shape)) for path, shape in _shapes(traced.inputs).items()}, reason
+    first, at_batch, at_length = map(_shapes, (traced.inputs, *others))
+    found: dict[str, tuple[Dim, ...]] = {}
+    for path, shape in first.items():
+        shapes = (shape, at_batch.get(path, ()), at_length.get(path, ()))
+        if len(set(map(len, shapes))) > 1:
+            found[path] = tuple(map(Dim, shape))
+            continue
+        batches, lengths = (planned[0], other[0]), (planned[1], other[1])
+        found[path] = tuple(dim_through(sizes, batches, lengths) for sizes in zip(*shapes, strict=True))
+    return found, ""
+
+
+def _shapes(inputs: Any) -> dict[str, tuple[int, ...]]:
+    leaves = pytree.tree_flatten_with_path(inputs)[0]
+    return {path_of(path): tuple(leaf.shape) for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    """A proof at a batch and a length: what is wrong with it, and which of the two something is sharded along."""
+
+    batch: int
+    length: int
+    problem: str
+    sharded: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Search:
+    """Proofs of one plan at other shapes. `reason` is why there can be none."""
+
+    job: Job
+    plan: Plan
+    traced: Traced
+    dims: dict[str, tuple[Dim, ...]]
+    reason: str
+
+    @property
+    def planned(self) -> tuple[int, int]:
+        """Batch and length."""
+        return self.plan.batch.micro_batch, self.plan.batch.seq_len
+
+    @cached_property
+    def grows_with(self) -> frozenset[str]:
+        """What the inputs' dims follow."""
+        found = {dim.grows_with for dims in self.dims.values() for dim in dims} - {""}
+        return frozenset(found - {BOTH} | {BATCH, LENGTH} if BOTH in found else found)
+
+    def found(self) -> OtherShapes:
+        """Another batch and another length at once, where the plan holds there; else the one alone, or the other."""
+        batch, length = self.planned
+        joint = self.first_proven(self.batches, self.lengths)
+        if not joint.problem or len(self.grows_with) < len((BATCH, LENGTH)):
+            return self.report(joint, joint.problem)
+        for batches, lengths in ((self.batches, (length,)), ((batch,), self.lengths)):
+            alone = self.first_proven(batches, lengths)
+            if not alone.problem:
+                return self.report(alone, joint.problem)
+        return self.report(joint, joint.problem)
+
+    def first_proven(self, batches: tuple[int, ...], lengths: tuple[int, ...]) -> _Attempt:
+        """The first attempt that proves the plan, else the last: the least demanding sizes, then slices that tp divides
+        where something is sharded along them."""
+        first = attempt = self.attempt(batches[0], lengths[0])
+        rest = [(batch, length) for length in lengths for batch in batches][1:]
+        for batch, length in sorted(rest, key=lambda pair: pair[0] != batches[0] and BATCH not in first.sharded):
+            divides = {BATCH: batch % self.plan.mesh.tp == 0, LENGTH: length % self.plan.mesh.tp == 0}
+            if attempt.problem and all(divides[kind] for kind in first.sharded):
+                attempt = self.attempt(batch, length)
+        return attempt
+
+    @cached_property
+    def batches(self) -> tuple[int, ...]:
+        """Batches to try, the least demanding first."""
+        own, tp = self.planned[0], self.plan.mesh.tp
+        if BATCH not in self.grows_with:
+            return (own,)
+        return next(_coprime_above(own, tp)), tp * next(
+            n for n in _coprime_above(max(own // tp, 1), 1) if math.gcd(n, own) == 1
+        )
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths to try, the least demanding first; half the planned one for code that takes no odd ones."""
+        own, tp = self.planned[1], self.plan.mesh.tp
+        if LENGTH not in self.grows_with:
+            return (own,)
+        sliced = tp * next(n for n in _coprime_below(max(own // tp, 1), 1) if math.gcd(n, own) == 1)
+        halves = (own // 2,) if own % (2 * tp) == 0 else ()
+        return tuple(dict.fromkeys((next(_coprime_below(own, tp)), sliced, *halves)))
+
+    def report(self, proven: _Attempt, reason: str) -> OtherShapes:
+        """What follows from a proof, or from none; `reason` is why it is not of another batch and another length."""
+        found = []
+        for kind, here, there in zip((BATCH, LENGTH), self.planned, (proven.batch, proven.length), strict=True):
+            if not proven.problem and here != there:
+                found.append(Multiples(multiple=math.gcd(here, there)))
+            else:
+                found.append(Multiples(reason=self.reason or (reason if kind in self.grows_with else None) or None))
+        return OtherShapes(inputs=self.dims, batch=found[0], length=found[1])
+
+    def attempt(self, batch: int, length: int) -> _Attempt:
+        """Proves the plan at a batch and a length, which are not the planned ones."""
+        if (batch, length) == self.planned:
+            return _Attempt(batch=batch, length=length, problem="the inputs have no other shapes")
+        graph: ModelGraph | None = None
+        try:
+            inputs = self.job.inputs(batch, length)
+            with planning_for(self.job.device):
+                graph, opaques = self.job.trace_of(self.traced.model, inputs)
+                problem = self.difference(graph, inputs, opaques)
+        except TpplanError as error:
+            problem = _line(error)
+        logger.info("at batch %d, length %d: %s", batch, length, problem or "proven")
+        return _Attempt(
+            batch=batch,
+            length=length,
+            problem=problem and f"at batch {batch}, length {length}: {problem}",
+            sharded=self.sharded(graph, batch, length) if graph is not None and problem else frozenset(),
+        )
+
+    def difference(self, graph: ModelGraph, inputs: Inputs, opaques: Opaques) -> str:
+        """What does not type, or runs otherwise where the plan is applied; "" where it is proven."""
+        implied = implied_strategies(graph, self.plan)
+        if isinstance(implied, Mistyped):
+            return implied.message
+        job, per_node = self.job, self.job.cluster.gpus_per_node
+        found = find_difference(
+            self.traced.model,
+            inputs,
+            unpriced_as(graph, self.plan, implied, job.profile, per_node, job.reuse.executor, opaques),
+            self.plan,
+            loss=job.loss,
+            cast=job.cast(self.traced.units),
+            opaques=opaques,
+        )
+        return found.message if found is not None else ""
+
+    def sharded(self, graph: ModelGraph, batch: int, length: int) -> frozenset[str]:
+        """What the dims follow along which the plan, at its own shapes, shards anything."""
+        implied = implied_strategies(self.traced.graph, self.plan)
+        if isinstance(implied, Mistyped) or graph.values.keys() != self.traced.graph.values.keys():
+            return frozenset()
+        ratios = {BATCH: (batch, self.planned[0]), LENGTH: (length, self.planned[1])}
+        found: set[str] = set()
+        for node in self.traced.graph.nodes:
+            for name, layout in zip(node.results, implied[node.name].results, strict=True):
+                if layout.dim is not None:
+                    here, there = self.traced.graph.values[name].shape[layout.dim], graph.values[name].shape[layout.dim]
+                    found.update(
+                        kind for kind, (new, old) in ratios.items() if here != there and there * old == here * new
+                    )
+        return frozenset(found)
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

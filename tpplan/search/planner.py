@@ -1,0 +1,223 @@
+"""The glue: trace, price, solve over the meshes, check, assemble. Every stage stands in its own module."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tpplan.core.errors import SolverError
+from tpplan.core.gc_pause import rarely_collected
+from tpplan.core.graph import ModelGraph
+from tpplan.core.name_patterns import ROOT
+from tpplan.costs.step.formulate import Formulation
+from tpplan.costs.step.price_plan import price_plan
+from tpplan.costs.step.solved_step import Expanded, expand
+from tpplan.layouts.pins import parse_pins
+from tpplan.machine.profile import HardwareProfile, load_profile
+from tpplan.plan.model_fingerprint import check_parameters
+from tpplan.plan.plan import OpaquePlan, Plan, Precision, Recompute, SolverReport
+from tpplan.search.branch_and_bound import search
+from tpplan.search.job import Job, Point
+from tpplan.search.options import (
+    Allows,
+    Batch,
+    BuildModel,
+    Cluster,
+    ExampleInputs,
+    Options,
+    Progress,
+    parse_precision,
+    parse_recompute,
+)
+from tpplan.search.trace_cache import Reuse
+from tpplan.solvers.problem import Status
+from tpplan.trace.trace import Loss
+
+#: the solver of a plan whose price alone was asked for
+PRICED = "none, only priced"
+
+
+@rarely_collected()
+def solve(
+    build_model: BuildModel,
+    example_inputs: ExampleInputs,
+    *,
+    cluster: Cluster,
+    global_batch: int,
+    seq_len: int,
+    micro_batch: int | Literal["auto"] = "auto",
+    loss: Loss | None = None,
+    unused_outputs: Sequence[str] = (),
+    tp: int | None = None,
+    fsdp: int | None = None,
+    precision: Precision | str | None = None,
+    optimizer: str = "adamw",
+    recompute: Recompute | str | None = None,
+    reshard_after_forward: bool | None = None,
+    all_gpus: bool = False,
+    compile: bool = False,
+    memory_limit_bytes: float | None = None,
+    solver: str | None = None,
+    time_limit_s: float | None = None,
+    allows: Callable[[ModelGraph], Allows] | None = None,
+    pins: Mapping[str, str] | None = None,
+    prove: bool = True,
+    progress: Progress | None = None,
+    reuse: Reuse | None = None,
+) -> Plan:
+    """The plan of least predicted step time among those whose predicted peak memory fits.
+
+    build_model() gives the model (it is called under the meta device: no weights are made), example_inputs(micro_batch,
+    seq_len) its inputs. Decided together: the mesh, on at most the GPUs given; layouts; per layer what runs again in
+    backward, and whether FSDP reshards it after forward; the micro-batch and so the accumulation, unless a number pins
+    it. None of an option leaves it to be decided. `tp` and `fsdp` pin a degree, all_gpus=True allows no fewer,
+    `recompute` ("none", "selective", "full") and reshard_after_forward (True is ZeRO-3, False ZeRO-2) hold for every
+    layer. `precision` defaults to bf16-mixed on a GPU profile and fp32 else. compile=True prices elementwise ops as
+    torch.compile fuses them. time_limit_s holds for each ILP. `pins` hold modules to a style, {"model.layers.*.mlp":
+    "megatron"} (tpplan.layouts.pins). `allows`, given the graph, says which strategies of a decision may be chosen.
+    `reuse` is what several calls for one model share (tpplan.search.trace_cache). Raises ModelError, ProfileError,
+    UsageError, SolverError, and InfeasibleError with what would fit.
+    """
+    options = Options(
+        loss=loss,
+        unused_outputs=tuple(unused_outputs),
+        tp=tp,
+        fsdp=fsdp,
+        precision=precision,
+        optimizer=optimizer,
+        recompute=recompute,
+        reshard_after_forward=reshard_after_forward,
+        all_gpus=all_gpus,
+        compile=compile,
+        memory_limit_bytes=memory_limit_bytes,
+        solver=solver,
+        time_limit_s=time_limit_s,
+        allows=allows,
+        pins=pins or {},
+    )
+    batch = Batch(global_batch, None if micro_batch == "auto" else micro_batch, seq_len)
+    job, points = _prepare(build_model, example_inputs, cluster, batch, options, progress, reuse)
+    return search(job, points, prove=prove)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """The optimum of one mesh as numbers: its problem, and what was chosen."""
+
+    formulation: Formulation
+    choice: Mapping[str, int]
+
+    @property
+    def peak_bytes(self) -> float:
+        """Predicted peak memory of a rank, without slack."""
+        return Expanded(formulation=expand(self.formulation, self.choice)).prediction().peak_memory_bytes
+
+
+@rarely_collected()
+def price_mesh(
+    build_model: BuildModel,
+    example_inputs: ExampleInputs,
+    *,
+    cluster: Cluster,
+    global_batch: int,
+    seq_len: int,
+    micro_batch: int,
+    options: Options,
+) -> Priced:
+    """What the best plan on one mesh costs, whether it fits or not; `options` pins both degrees. Nothing is proven."""
+    batch = Batch(global_batch, micro_batch, seq_len)
+    unlimited = replace(options, memory_limit_bytes=float("inf"), all_gpus=True)
+    job, points = _prepare(build_model, example_inputs, cluster, batch, unlimited, None)
+    candidate = job.solve_point(points[-1])
+    if candidate.solution.choice is None:
+        raise SolverError(f"{points[-1].mesh}: {candidate.solution.status}")
+    return Priced(formulation=candidate.formulation, choice=candidate.solution.choice)
+
+
+def _prepare(
+    build_model: BuildModel,
+    example_inputs: ExampleInputs,
+    cluster: Cluster,
+    batch: Batch,
+    options: Options,
+    progress: Progress | None,
+    reuse: Reuse | None = None,
+) -> tuple[Job, list[Point]]:
+    """The job, and the points to try."""
+    profile, precision, limit = cluster.load_profile(), options.precision, options.memory_limit_bytes
+    if precision is None:
+        precision = Precision.BF16_MIXED if profile.device_type == "cuda" else Precision.FP32
+    job = Job(
+        build_model=build_model,
+        example_inputs=example_inputs,
+        loss=options.loss,
+        unused_outputs=frozenset(options.unused_outputs),
+        cluster=cluster,
+        profile=profile,
+        batch=batch,
+        precision=parse_precision(precision),
+        optimizer=options.optimizer,
+        recompute=parse_recompute(options.recompute),
+        reshard_after_forward=options.reshard_after_forward,
+        is_compiled=options.compile,
+        wishes=options.allows,
+        limit=profile.memory_bytes if limit is None else limit,
+        all_gpus=options.all_gpus,
+        solver=options.solver,
+        time_limit_s=options.time_limit_s,
+        report=progress or (lambda stage, done, total: None),
+        pins=parse_pins(options.pins),
+        reuse=reuse or Reuse(),
+    )
+    points = job.points(tp=options.tp, fsdp=options.fsdp)
+    return job, job.applicable(points)
+
+
+@rarely_collected()
+def price(
+    plan: Plan | str | os.PathLike[str],
+    build_model: BuildModel,
+    example_inputs: ExampleInputs,
+    *,
+    profile: str | os.PathLike[str] | HardwareProfile,
+    gpus_per_node: int | None = None,
+    loss: Loss | None = None,
+) -> Plan:
+    """The plan as it would be on another machine: the same choices, and what they cost there.
+
+    build_model, example_inputs and loss are those the plan was made with; gpus_per_node is the plan's, as far as the
+    profile has so many. Nothing is solved, and no solver need be installed: the bound is 0. What the plan names under
+    `recompute` and `compile` is priced, too. Raises ModelError, ProfileError, PlanError for a plan that cannot be read,
+    and PlanMismatchError where it does not fit the model.
+    """
+    loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
+    machine = profile if isinstance(profile, HardwareProfile) else load_profile(profile)
+    per_node = gpus_per_node or min(loaded.cluster.gpus_per_node, machine.gpus_per_node)
+    job = Job.of_plan(loaded, build_model, example_inputs, loss, machine, per_node)
+    traced = job.traced(loaded.batch.micro_batch)
+    named = traced.model.named_parameters(remove_duplicate=False)
+    check_parameters(loaded, {name: (tuple(weight.shape), weight.requires_grad) for name, weight in named})
+    priced = price_plan(traced.graph, loaded, machine, per_node, job.reuse.executor, traced.opaques)
+    seconds = priced.predicted.step_time_s
+    return replace(
+        loaded,
+        cluster=replace(
+            loaded.cluster, gpus_per_node=per_node, profile=machine.name, profile_fingerprint=machine.fingerprint
+        ),
+        collectives=priced.collectives,
+        predicted=priced.predicted,
+        solver=SolverReport(
+            name=PRICED, status=Status.FEASIBLE, objective_s=seconds, bound_s=0.0, gap=1.0, meshes_tried=1, skipped={}
+        ),
+        unruled_ops=priced.unruled_ops,
+        opaque=loaded.opaque and _repriced(loaded, priced.opaque_seconds),
+        notes=(*traced.notes, *priced.guesses) or None,
+    )
+
+
+def _repriced(plan: Plan, seconds: Mapping[str, float]) -> dict[str, OpaquePlan]:
+    """The plan's modules that run whole, with the seconds they take now."""
+    return {
+        key: replace(whole, seconds=max(seconds.get("" if name == ROOT else name, 0.0) for name, _ in plan.expand(key)))
+        for key, whole in (plan.opaque or {}).items()
+    }

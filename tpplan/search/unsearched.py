@@ -1,0 +1,31 @@
+"""What of the meshes of a cluster solve leaves out without a bound: which, and why."""
+
+from collections.abc import Iterator
+
+from tpplan.core.mesh import divisors, tp_degrees
+from tpplan.machine.profile import HardwareProfile
+from tpplan.search.options import Cluster
+
+
+def unsearched_degrees(cluster: Cluster, profile: HardwareProfile) -> Iterator[str]:
+    """Degrees of tensor parallelism that no mesh of the cluster has, where none was pinned."""
+    gpus, per_node = cluster.gpus, cluster.gpus_per_node
+    if gpus <= per_node:
+        return
+    missing = profile.unmeasured_across_nodes
+    if missing:
+        yield f"tp across nodes: profile {profile.name} has no {', '.join(missing)} across nodes"
+    searched = tp_degrees(gpus, per_node, across_nodes=True)
+    uneven = [degree for degree in divisors(gpus) if degree not in searched]
+    if uneven:
+        yield f"tp {', '.join(map(str, uneven))}: neither divides a node of {per_node} GPUs nor fills whole ones"
+
+
+def unsearched_counts(cluster: Cluster) -> Iterator[str]:
+    """Numbers of fewer GPUs that no mesh uses, and what those that are used leave out."""
+    gpus, per_node = cluster.gpus, cluster.gpus_per_node
+    inside = [n for n in range(1, min(gpus, per_node)) if per_node % n]
+    if inside or gpus > per_node > 1:
+        yield "fewer GPUs that neither divide a node nor fill whole ones"
+    if any(gpus % n for n in range(2 * per_node, gpus, per_node)):
+        yield f"on fewer GPUs, tp across nodes of degrees that do not divide {gpus}"

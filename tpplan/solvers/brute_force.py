@@ -1,0 +1,100 @@
+"""The oracle: every choice on which the edges agree, priced from scratch.
+
+It shares no code and no idea with the ILP: no bounds, no relaxation, no scaling. Edges are checked as soon as both
+ends are chosen, everything else at the leaves.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+
+from tpplan.core.errors import SolverError, UsageError
+from tpplan.solvers.problem import Choice, Edge, Problem, Solution, Split, Status
+
+#: the most choices that are priced; at about 10 us for each, 10 s
+MAX_CHOICES = 1_000_000
+#: the largest product of strategies per node that is begun with: on a graph with edges most of it never agrees
+MAX_PRODUCT = 1e12
+
+#: a resource is kept up to this share of its limit: rounding in its sum must not decide
+LIMIT_TOLERANCE = 1e-9
+
+
+def solve(
+    problem: Problem, *, time_limit_s: float | None = None, cutoff: float = math.inf, is_relaxed: bool = False
+) -> Solution:
+    """The cheapest feasible choice, the first in lexicographic order among equals, whatever the cutoff.
+
+    Raises UsageError above MAX_CHOICES choices that agree, SolverError when the time is over.
+    """
+    options = _agreeing_options(problem)
+    num_choices = math.prod(len(strategies) for strategies in options.values())
+    if num_choices > MAX_PRODUCT:
+        raise UsageError(f"brute-force: {num_choices:.3g} choices, at most {MAX_CHOICES:,} are enumerated; try 'highs'")
+    deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
+    best: dict[str, int] | None = None
+    best_price = math.inf
+    for number, choice in enumerate(_with_numbers(problem, _choices(problem, options))):
+        if number >= MAX_CHOICES:
+            raise UsageError(f"brute-force: at most {MAX_CHOICES:,} choices are enumerated, more agree; try 'highs'")
+        if time.monotonic() > deadline:
+            raise SolverError(f"brute-force: not done after {time_limit_s} s, and enumeration gives no bound")
+        price = problem.price(choice)
+        if (best is None or price < best_price) and problem.is_feasible(choice, tolerance=LIMIT_TOLERANCE):
+            best, best_price = dict(choice), price
+    if best is None:
+        return Solution(status=Status.INFEASIBLE, solver="brute-force")
+    return Solution(status=Status.OPTIMAL, solver="brute-force", choice=best, objective=best_price, bound=best_price)
+
+
+def _with_numbers(problem: Problem, choices: Iterator[Choice]) -> Iterator[Choice]:
+    """Each choice with every way to divide what splits divide."""
+    ways = [list(_divisions(split)) for split in problem.splits]
+    for choice in choices:
+        for numbers in itertools.product(*ways):
+            yield {**choice, **{part: number for own in numbers for part, number in own.items()}}
+
+
+def _divisions(split: Split) -> Iterator[Choice]:
+    """Every way to divide a total among its parts."""
+    for numbers in itertools.product(range(split.total + 1), repeat=len(split.parts)):
+        if sum(numbers) == split.total:
+            yield dict(zip(split.parts, numbers, strict=True))
+
+
+def _agreeing_options(problem: Problem) -> dict[str, list[int]]:
+    """Strategies by node, without those for which some edge has no partner at its other end."""
+    options = {node.name: list(range(len(node.strategies))) for node in problem.nodes}
+    shrinking = True
+    while shrinking:
+        shrinking = False
+        for edge in problem.edges:
+            offered = {edge.source_layouts[s] for s in options[edge.source]}
+            accepted = {edge.target_layouts[s] for s in options[edge.target]}
+            for name, layouts in ((edge.source, edge.source_layouts), (edge.target, edge.target_layouts)):
+                kept = [s for s in options[name] if layouts[s] in offered & accepted]
+                shrinking = shrinking or len(kept) < len(options[name])
+                options[name] = kept
+    return options
+
+
+def _choices(problem: Problem, options: dict[str, list[int]]) -> Iterator[Choice]:
+    """Every choice of nodes on which all edges agree, depth first; the same dict is yielded each time."""
+    names = list(options)
+    position = {name: i for i, name in enumerate(names)}
+    closing: list[list[Edge]] = [[] for _ in names]
+    for edge in problem.edges:
+        closing[max(position[edge.source], position[edge.target])].append(edge)
+    choice: dict[str, int] = {}
+
+    def descend(depth: int) -> Iterator[Choice]:
+        if depth == len(names):
+            yield choice
+            return
+        for strategy in options[names[depth]]:
+            choice[names[depth]] = strategy
+            if all(e.source_layouts[choice[e.source]] == e.target_layouts[choice[e.target]] for e in closing[depth]):
+                yield from descend(depth + 1)
+
+    return descend(0)

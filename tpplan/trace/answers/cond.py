@@ -1,0 +1,75 @@
+"""torch.cond in a trace: both branches run, and what the condition chooses is a `where` of their results.
+
+In training torch.cond compiles its branches when it is called, and code of a plan's cannot be compiled into them. So
+what a branch reads is whole on every rank, and a branch calls no module and reads no parameter.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tpplan.core.errors import ModelError
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.recording import higher_order_ops_by
+from tpplan.trace.hooks import custom_ops
+
+
+@contextlib.contextmanager
+def branches_in_the_open(chosen: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """While it lasts, torch.cond runs both of its branches, and `chosen` is told. Other higher-order ops raise
+    ModelError."""
+
+    def opened(name: str) -> Callable[..., Any]:
+        if name == "cond":
+            chosen()
+            return _choose
+        raise ModelError(f"{name}: of torch's higher-order ops, tpplan follows torch.cond alone")
+
+    with higher_order_ops_by(opened):
+        yield
+
+
+def _choose(
+    condition: Tensor, if_true: Callable[..., Any], if_false: Callable[..., Any], operands: tuple[Any, ...]
+) -> Any:
+    """What torch.cond gives."""
+    with _Whole() as whole:
+        one, spec = pytree.tree_flatten(if_true(*operands))
+        other = pytree.tree_leaves(if_false(*operands))
+        chosen = [a if a is None else torch.where(condition, a, b) for a, b in zip(one, other, strict=True)]
+        return pytree.tree_unflatten([leaf if leaf is None else whole.made(leaf) for leaf in chosen], spec)
+
+
+class _Whole(TorchFunctionMode):
+    """While it is on, every call is given whole tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: by id: the tensor, which keeps the id taken, and the same marked as whole
+        self._marked: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def made(self, argument: Any) -> Any:
+        """The argument, marked if it is a tensor. Raises ModelError for a parameter."""
+        if not isinstance(argument, Tensor):
+            return argument
+        if isinstance(argument, nn.Parameter):
+            raise ModelError(
+                "a branch of torch.cond reads a parameter, or calls a module that does: compute with parameters "
+                "before, and choose among what comes out (torch.where)"
+            )
+        marked = self._marked.get(id(argument))
+        if marked is None:
+            marked = self._marked[id(argument)] = (argument, custom_ops.whole(argument, argument.requires_grad))
+        return marked[1]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map(self.made, (args, kwargs or {}))
+        results = func(*args, **kwargs)
+        for result in pytree.tree_leaves(results):
+            if isinstance(result, Tensor):
+                self._marked[id(result)] = (result, result)
+        return results

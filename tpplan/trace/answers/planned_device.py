@@ -1,0 +1,311 @@
+"""The device that a model is planned for, as its code sees it while it is traced.
+
+A trace runs on meta tensors (a module that runs whole: on fake ones), on whatever machine plans. Code that asks where a
+tensor is, whether there is a GPU, or whether ranks are running would go another way there than in training, and nothing
+would show it. So while `planning_for` lasts, code of the model's own is told what it will be told on ranks: tensors of
+the trace say that they are on the planned device, and what is put there stays where the trace runs. Code of torch's and
+of tpplan's is told the truth. What no plan can know, such as a process's own rank, is refused by name.
+"""
+
+import contextlib
+import linecache
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tpplan.core.errors import ModelError, PlanError
+from tpplan.core.files import PACKAGE
+from tpplan.machine.profile import HardwareProfile
+from tpplan.torch_internals.fakes import FakeTensor
+from tpplan.torch_internals.tensors import address_getters, plain_calls
+from tpplan.trace.answers.unbacked_int import Unsaid
+
+#: where code asks on behalf of other code
+_NOT_ASKING = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, PACKAGE))
+#: what gives a tensor's address
+ADDRESSES = address_getters()
+#: files of tpplan's in which a mode hands calls on
+_MODES = (str(PACKAGE / "trace" / "layer_calls.py"),)
+#: files of torch's through which a method's call comes to modes
+_METHODS = tuple(str(Path(torch.__file__).parent / file) for file in ("_tensor.py", "overrides.py"))
+#: NVIDIA's compute capability (CUDA C++ Programming Guide, table of compute capabilities) by what a device is called
+_CAPABILITIES = {"V100": (7, 0), "A100": (8, 0), "H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}
+DEVICE_PATTERN = r"[a-z]+(?: [0-9]+\.[0-9]+)?"
+#: of torch.distributed: what differs from rank to rank, and what one process does not do
+_ASKING_RANKS = ("get_rank", "get_world_size", "get_node_local_rank", "get_backend", "get_process_group_ranks")
+_COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce_scatter_tensor", "barrier",
+                "all_gather_object", "broadcast_object_list", "all_to_all_single", "all_to_all", "reduce", "send",
+                "recv", "isend", "irecv", "gather", "scatter", "reduce_scatter", "new_group")  # fmt: skip
+#: of torch.cuda and torch.accelerator: what no profile says; numbers among that may be kept and printed
+_ASKING_GPUS = ("get_device_name", "get_device_properties", "mem_get_info", "memory_stats", "get_memory_info")
+_NUMBERS = ("device_count", "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+_UNSAID = ", which the profile does not say"
+#: methods that may be given a device in any place, and those that name one
+_MOVES = frozenset({"to", "type"})
+_NAMED = {"cuda": "cuda", "cpu": "cpu"}
+#: how Tensor.type begins on a CPU and on a GPU
+_TENSOR_TYPE = ("torch.", "torch.cuda.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedDevice:
+    """A kind of device, and of a GPU the compute capability as far as it is known: "cpu", "cuda", "cuda 9.0"."""
+
+    type: str
+    capability: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, profile: HardwareProfile) -> "PlannedDevice":
+        """The device of a profile."""
+        known = (_CAPABILITIES[word] for word in re.findall(r"\w+", profile.device) if word in _CAPABILITIES)
+        return cls(type=profile.device_type, capability=next(known, None) if profile.device_type == "cuda" else None)
+
+    @classmethod
+    def parse(cls, text: str) -> "PlannedDevice":
+        """The device that str() wrote. Raises PlanError for anything else."""
+        if re.fullmatch(DEVICE_PATTERN, text) is None:
+            raise PlanError(f"expected a device such as 'cpu', 'cuda' or 'cuda 9.0', got {text!r}")
+        kind, _, capability = text.partition(" ")
+        major, _, minor = capability.partition(".")
+        return cls(type=kind, capability=(int(major), int(minor)) if capability else None)
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.capability[0]}.{self.capability[1]}" if self.capability else self.type
+
+    @property
+    def device(self) -> torch.device:
+        """As a rank's tensors say it: the first of a node."""
+        return torch.device(self.type, 0) if self.type != "cpu" else torch.device("cpu")
+
+    def own_capability(self, *_: object) -> tuple[int, int]:
+        """What torch.cuda.get_device_capability gives. Raises ModelError where it is not known."""
+        if self.capability is None:
+            raise ModelError(f"{asking_line()}: asks for the GPU's compute capability, which the profile does not say")
+        return self.capability
+
+
+_planned: ContextVar[PlannedDevice | None] = ContextVar("planned", default=None)
+
+
+@contextlib.contextmanager
+def planning_for(device: PlannedDevice) -> Iterator[None]:
+    """While it lasts, code of models that are traced sees this device."""
+    token = _planned.set(device)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def planned_device() -> PlannedDevice | None:
+    """The device that is planned for; None where nobody said."""
+    return _planned.get()
+
+
+def is_foreign(file: str) -> bool:
+    """True for a file of code that is neither torch's nor tpplan's."""
+    return not file.startswith(_NOT_ASKING)
+
+
+def is_ours(file: str) -> bool:
+    """True for a file of tpplan's."""
+    return file.startswith(_NOT_ASKING[1])
+
+
+def asking_line() -> str:
+    """The innermost line of code that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not is_foreign(frame.f_code.co_filename):
+        frame = frame.f_back
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{Path(file).name}:{line}: {linecache.getline(file, line).strip()}"
+
+
+def is_model_asking() -> bool:
+    """True where the code that made a call, modes that it passed on its way left out, is the model's."""
+    return _is_from_model(sys._getframe(2), _MODES)
+
+
+def is_model_calling() -> bool:
+    """True where the code that called a method of a tensor, also one that torch writes in Python, is the model's."""
+    return _is_from_model(sys._getframe(2), (*_MODES, *_METHODS))
+
+
+def _is_from_model(frame: FrameType | None, passed: tuple[str, ...]) -> bool:
+    """True where a frame, or the first around it that is none of a mode and in none of the files, is the model's."""
+    while frame is not None and (frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename in passed):
+        frame = frame.f_back
+    return frame is not None and is_foreign(frame.f_code.co_filename)
+
+
+# ---- tensors
+
+
+class Seen:
+    """Answers of tensors that stand on one device as if they were on the planned one."""
+
+    def __init__(self, planned: PlannedDevice, stand_in: str) -> None:
+        self.planned, self.stand_in = planned, stand_in
+        kind = planned.type
+        self.getters: dict[Any, object] = {
+            Tensor.device.__get__: planned.device,
+            Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
+            Tensor.is_cuda.__get__: kind == "cuda",  # type: ignore[attr-defined]
+            Tensor.is_cpu.__get__: kind == "cpu",  # type: ignore[attr-defined]
+            Tensor.get_device: 0 if kind != "cpu" else -1,
+        }
+
+    def is_there(self, tensor: object) -> bool:
+        """True for a tensor of the trace."""
+        if not isinstance(tensor, Tensor):
+            return False
+        with plain_calls():
+            return tensor.is_meta if self.stand_in == "meta" else isinstance(tensor, FakeTensor)
+
+    def answer(self, func: Any, args: tuple[Any, ...]) -> object:
+        """What a call asks about a tensor's device; NotImplemented for any other call, or one of torch's own."""
+        try:
+            found = self.getters.get(func, NotImplemented)
+        except TypeError:  # not hashable
+            return NotImplemented
+        if func is Tensor.type and len(args) == 1 and self.is_there(args[0]) and is_model_asking():
+            return _TENSOR_TYPE[self.planned.type == "cuda"] + str(func(*args)).rpartition(".")[2]
+        if found is NotImplemented or not args or not self.is_there(args[0]) or not is_model_asking():
+            return NotImplemented
+        return found
+
+    def placed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+        """The call with what it puts on the planned device where the trace runs."""
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": self._place(kwargs["device"])}
+        name = getattr(func, "__name__", "")
+        if name in _MOVES and len(args) > 1:
+            args = (args[0], *(self._place(a) if isinstance(a, str | torch.device) else a for a in args[1:]))
+        elif _NAMED.get(name) == self.planned.type and args and self.is_there(args[0]):
+            return Tensor.to, (args[0], self.stand_in), {}
+        return func, args, kwargs
+
+    def _place(self, device: Any) -> Any:
+        """Numbers are GPUs."""
+        if isinstance(device, int) and not isinstance(device, bool):
+            return self.stand_in if self.planned.type == "cuda" else device
+        if isinstance(device, str):
+            return self.stand_in if device.partition(":")[0] == self.planned.type else device
+        return self.stand_in if isinstance(device, torch.device) and device.type == self.planned.type else device
+
+
+def as_planned(stand_in: str, refused: Callable[[str], None]) -> contextlib.AbstractContextManager[object]:
+    """While it lasts, tensors on the stand-in answer as on the planned device. Where they are in memory differs from
+    rank to rank: asking for that raises ModelError, which the code may catch, and so `refused` is told before."""
+    planned = planned_device()
+    return _AsPlanned(Seen(planned, stand_in), refused) if planned is not None else contextlib.nullcontext()
+
+
+class _AsPlanned(TorchFunctionMode):
+    def __init__(self, seen: Seen, refused: Callable[[str], None]) -> None:
+        super().__init__()
+        self.seen = seen
+        self.refuse = _refusal("asks for the address of a tensor, which each rank has another of", refused)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ADDRESSES and is_model_calling():
+            self.refuse()
+        found = self.seen.answer(func, args)
+        if found is not NotImplemented:
+            return found
+        func, args, kwargs = self.seen.placed(func, args, kwargs or {})
+        return func(*args, **kwargs)
+
+
+# ---- the machine and the ranks
+
+
+@contextlib.contextmanager
+def machine_as_planned(refused: Callable[[str], None]) -> Iterator[None]:
+    """While it lasts, the model's code finds the planned GPUs, and ranks that run. What no plan can know raises
+    ModelError, which the code may catch, and so `refused` is told before."""
+    planned = planned_device()
+    with contextlib.ExitStack() as stack:
+        for owner, name, answer in _answers(planned, refused) if planned is not None else ():
+            stack.enter_context(_told(owner, name, answer))
+        yield
+
+
+def _answers(
+    planned: PlannedDevice, refused: Callable[[str], None]
+) -> Iterator[tuple[Any, str, Callable[..., object]]]:
+    """What is asked, and what the model's code is told."""
+    yield dist, "is_initialized", lambda *_: True
+    for name in _ASKING_RANKS:
+        yield dist, name, _refusal(f"asks torch.distributed.{name}(), which a plan cannot depend on", refused)
+    for name in _COLLECTIVES:
+        yield dist, name, _refusal(f"calls torch.distributed.{name}(), which one process does not", refused)
+    for storage in (torch.UntypedStorage, torch.TypedStorage):
+        asks = "asks for the address of a tensor's storage, which each rank has another of"
+        yield storage, "data_ptr", _refusal(asks, refused)
+    is_gpu = planned.type == "cuda"
+    yield torch.cuda, "is_available", lambda *_: is_gpu
+    yield torch.accelerator, "is_available", lambda *_: is_gpu
+    if is_gpu:
+        yield torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")
+    else:  # without a check it is what torch was built for, on ranks as here
+        built_for = torch.accelerator.current_accelerator()
+        yield (
+            torch.accelerator,
+            "current_accelerator",
+            lambda check_available=False: None if check_available else built_for,
+        )
+        yield torch.cuda, "device_count", lambda *_: 0
+        yield torch.accelerator, "device_count", lambda *_: 0
+        return
+    for owner in (torch.cuda, torch.accelerator):
+        for name in _ASKING_GPUS:
+            yield owner, name, _refusal(f"asks {owner.__name__}.{name}(){_UNSAID}", refused)
+        for name in _NUMBERS:
+            number = Unsaid(f"{owner.__name__}.{name}(){_UNSAID}", refused)
+            yield owner, name, lambda *_, number=number: number
+        yield owner, "synchronize", lambda *_: None
+        yield owner, "empty_cache", lambda *_: None
+    yield torch.cuda, "current_device", lambda *_: 0
+    yield torch.accelerator, "current_device_index", lambda *_: 0
+    yield torch.cuda, "get_device_capability", planned.own_capability
+    yield torch.cuda, "is_bf16_supported", lambda *_: planned.own_capability() >= (8, 0)
+
+
+def _refusal(what: str, refused: Callable[[str], None]) -> Callable[..., object]:
+    def refuse(*_: object, **__: object) -> object:
+        problem = f"{asking_line()}: {what}: decide it in the builder, or do it outside the model"
+        refused(problem)
+        raise ModelError(problem)
+
+    return refuse
+
+
+@contextlib.contextmanager
+def _told(owner: Any, name: str, answer: Callable[..., object]) -> Iterator[None]:
+    """A function that answers the model's code otherwise than other code."""
+    function = getattr(owner, name, None)
+    if function is None:
+        yield
+        return
+
+    def asked(*args: Any, **kwargs: Any) -> object:
+        caller = sys._getframe(1).f_code.co_filename
+        return answer(*args) if is_foreign(caller) else function(*args, **kwargs)
+
+    setattr(owner, name, asked)
+    try:
+        yield
+    finally:
+        setattr(owner, name, function)

@@ -1,0 +1,271 @@
+"""Like layers are traced once: in a trace, a sibling that must give the same graph is one opaque op.
+
+Two modules are taken for alike when they run the same code on the same data: equal class, equal attributes all the way
+down, parameters and buffers equal in shape, dtype and requires_grad, no hooks. A layer that knows its own index differs
+from its sibling, and is traced. A sibling stands for the first one it is like only where it is also called alike:
+tensors of the same shape, stride and dtype, other arguments equal, gradients and autocast on or off alike. A layer that
+asked tensors for values, or left something behind on itself, stands for nobody.
+
+What else its code reads (objects, closures, a table keyed by id(self)) nobody can list. So each sibling runs beside the
+trace, and what it does is compared call by call with what the traced one did (tpplan.trace.layer_calls). Where that
+differs, the layers fall into classes by what they did, and the trace begins anew with one of each class traced.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpplan.core.errors import ModelError
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.tensors import plain_calls
+from tpplan.trace.answers.concrete_values import KnownValues
+from tpplan.trace.fx_to_graph import NotAlikeError
+from tpplan.trace.hooks import custom_ops
+from tpplan.trace.hooks.generated_class import SITE
+from tpplan.trace.layer_calls import CallLog, contents, untraced
+
+#: what an applied plan does inside a module, by its name
+Doings = Callable[[str], object]
+
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
+_HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+
+
+@contextlib.contextmanager
+def standing_in(
+    model: nn.Module,
+    doings: Doings | None = None,
+    classes: Mapping[str, str] | None = None,
+    running: Sequence[str] = (),
+) -> Iterator[None]:
+    """While it lasts, layers that are alike run once in a trace; the others of their kind give the opaque op.
+
+    Layers of different `classes` are not alike; `running` holds the names of the modules that run. Raises NotAlikeError
+    at the end, whatever else was raised, where a sibling did something else than the layer it was taken to be like.
+    """
+    outputs: dict[str, list[torch.Tensor]] = {}
+    wrapped: list[nn.Module] = []
+    trial = _Trial(names={id(module): name for name, module in model.named_modules()}, running=running)
+    custom_ops.running_traces.append(outputs)
+    try:
+        for group in alike_layers(model):
+            traced: dict[object, str] = {}
+            specs: dict[str, Any] = {}
+            for name, layer in group:
+                if layer in wrapped:  # it has another place, in a group before
+                    continue
+                key = (doings(name) if doings is not None else None, (classes or {}).get(name))
+                layer.forward = _once(layer, name, key, traced, specs, outputs, trial)
+                wrapped.append(layer)
+        yield
+    except Exception as error:
+        trial.check(classes, error)
+        raise
+    else:
+        trial.check(classes)
+    finally:
+        custom_ops.running_traces.pop()
+        for layer in wrapped:
+            del layer.forward
+
+
+@dataclass(slots=True)
+class _Trial:
+    """What the layers of a trace did, and which of the siblings did something else than the traced ones."""
+
+    #: of the model's modules, by id
+    names: Mapping[int, str]
+    running: Sequence[str]
+    #: logs of the traced layers, by name
+    logs: dict[str, CallLog] = field(default_factory=dict)
+    #: siblings that differ, by name: the class of each, and their logs by class
+    differing: dict[str, str] = field(default_factory=dict)
+    others: dict[str, CallLog] = field(default_factory=dict)
+    reason: str = ""
+
+    def log(self, modules: Mapping[str, nn.Module], leaves: Sequence[object], like: str | None = None) -> CallLog:
+        """A log of the next forward of a layer with these modules, which should do what that of another did."""
+        names = {self.names[id(module)]: name for name, module in modules.items()}
+        return CallLog(modules, names, self.running, leaves, None if like is None else self.logs[like])
+
+    def run(self, layer: nn.Module, name: str, like: str, args: Any, kwargs: Any) -> None:
+        """Runs a sibling beside the trace, and notes where it does something else than the traced layer did. Raises
+        what it raises."""
+        modules = dict(layer.named_modules())
+        before = contents(modules.values())
+        log = self.log(modules, pytree.tree_leaves((args, kwargs)), like)
+        try:
+            with untraced(), log:
+                output = type(layer).forward(layer, *args, **kwargs)
+                log.close(output)
+        except Exception as error:
+            self._note(name, None, f"{name} fails where {like} does not: {type(error).__name__}: {error}")
+            raise
+        del output
+        if log.has_left() or not _are_the_same(contents(modules.values()), before):
+            self._note(name, None, f"{name} leaves something behind for others to read")
+        elif not log.is_like(self.logs[like]):
+            self._note(name, log, f"{name} does something else than {like}, though their attributes are equal")
+
+    def _note(self, name: str, log: CallLog | None, reason: str) -> None:
+        """A sibling that differs: what it does others may do, unless `log` is None."""
+        self.reason = self.reason or reason
+        known = (like for like, other in self.others.items() if log is not None and log.is_like(other))
+        own = name if name in self.differing else next(known, name)
+        self.differing[name] = own
+        if log is not None and own == name:
+            self.others[name] = log
+
+    def check(self, classes: Mapping[str, str] | None, error: Exception | None = None) -> None:
+        """Raises NotAlikeError where a sibling differed."""
+        if self.differing:
+            raise NotAlikeError(self.reason, {**(classes or {}), **self.differing}) from error
+
+
+def _once(
+    layer: nn.Module,
+    name: str,
+    key: object,
+    traced: dict[object, str],
+    specs: dict[str, Any],
+    outputs: dict[str, list[torch.Tensor]],
+    trial: _Trial,
+) -> Callable[..., Any]:
+    """A forward that runs the layer the first time a kind of call is seen, and stands in for it afterwards."""
+    forward = type(layer).forward
+    own_signature = inspect.signature(layer.forward)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        call = (key, _modes(), spec, *(_signature(leaf) for leaf in leaves))
+        if not tensors or name in outputs or not _is_hashable(call):
+            return forward(layer, *args, **kwargs)
+        like = traced.setdefault(call, name)
+        if like != name:
+            trial.run(layer, name, like, args, kwargs)
+            return pytree.tree_unflatten(custom_ops.sibling(tensors, name, like), specs[like])
+        entered = [custom_ops.frame(leaf, name, "enter") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(entered, spec)
+        modules = dict(layer.named_modules())
+        num_answered, before = KnownValues.num_answered, contents(modules.values())
+        with trial.log(modules, entered) as log:
+            output = forward(layer, *args, **kwargs)
+            log.close(output)
+        found, specs[name] = pytree.tree_flatten(output)
+        if pytree.tree_structure((args, kwargs)) != spec:
+            raise ModelError(f"module {name} changes a list or dict that it is given: return it instead")
+        is_alone = KnownValues.num_answered != num_answered or not _are_the_same(contents(modules.values()), before)
+        if is_alone or not found or not all(isinstance(leaf, torch.Tensor) for leaf in found):
+            del traced[call]
+            return pytree.tree_unflatten(found, specs[name])
+        outputs[name], trial.logs[name] = found, log
+        left = [custom_ops.frame(leaf, name, "leave") for leaf in found]
+        return pytree.tree_unflatten(left, specs[name])
+
+    run.__signature__ = own_signature  # type: ignore[attr-defined]
+    return run
+
+
+def _are_the_same(first: list[object], second: list[object]) -> bool:
+    return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
+
+
+def alike_layers(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
+    """Groups of two or more like siblings, outermost ones only. Layers with tied parameters are in none."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    unique = {name for name, _ in model.named_parameters()}
+    tied = {id(model.get_parameter(name)) for name in names if name not in unique}
+    groups: list[list[tuple[str, nn.Module]]] = []
+    inside: set[int] = set()
+    for prefix, container in model.named_modules():
+        if id(container) in inside:
+            continue
+        kinds: list[list[tuple[str, nn.Module]]] = []
+        for child_name, child in container.named_children():
+            if not child_name.isdecimal() or any(id(p) in tied for p in child.parameters()):
+                continue
+            name = f"{prefix}.{child_name}" if prefix else child_name
+            kind = next((kind for kind in kinds if are_alike(kind[0][1], child)), None)
+            if kind is None:
+                kinds.append([(name, child)])
+            else:
+                kind.append((name, child))
+        for kind in kinds:
+            if len(kind) > 1:
+                groups.append(kind)
+                inside |= {id(module) for _, layer in kind for module in layer.modules()}
+    return groups
+
+
+def are_alike(first: Any, second: Any, met: "_Pairs | None" = None) -> bool:
+    """True where tracing one must give what tracing the other gives. In doubt, False. `met`: the modules that are being
+    compared; code may reach one by several ways, or from inside itself."""
+    if first is second and not isinstance(first, nn.Module):
+        return True
+    if type(first) is not type(second):
+        return False
+    met = _Pairs() if met is None else met
+    match first:
+        case nn.Module():
+            is_known = id(first) in met.images
+            return met.are_a_pair(first, second) and (is_known or first is second or _modules_alike(first, second, met))
+        case torch.Tensor():
+            return first.device.type == "meta" == second.device.type and _signature(first) == _signature(second)
+        case dict():
+            return list(first) == list(second) and all(are_alike(first[key], second[key], met) for key in first)
+        case list() | tuple():
+            return len(first) == len(second) and all(are_alike(a, b, met) for a, b in zip(first, second, strict=True))
+        case set() | frozenset():
+            return bool(first == second)
+        case _:
+            return isinstance(first, _PLAIN) and bool(first == second)
+
+
+@dataclass(slots=True)
+class _Pairs:
+    """One module each, both ways, by id."""
+
+    images: dict[int, nn.Module] = field(default_factory=dict)
+    origins: dict[int, nn.Module] = field(default_factory=dict)
+
+    def are_a_pair(self, first: nn.Module, second: nn.Module) -> bool:
+        """True where they are, or become one."""
+        return self.images.setdefault(id(first), second) is second and (
+            self.origins.setdefault(id(second), first) is first
+        )
+
+
+def _modules_alike(first: nn.Module, second: nn.Module, met: _Pairs) -> bool:
+    ours, theirs = vars(first), vars(second)
+    if any(module.get(name) for module in (ours, theirs) for name in _HOOKS) or "forward" in ours:
+        return False
+    return list(ours) == list(theirs) and all(
+        are_alike(ours[name], theirs[name], met) for name in ours if name not in _HOOKS and name != SITE
+    )
+
+
+def _modes() -> object:
+    """What of torch's global state changes the graph that a call gives."""
+    casts = ((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda"))
+    return torch.is_grad_enabled(), *casts
+
+
+def _signature(leaf: Any) -> object:
+    if isinstance(leaf, torch.Tensor):
+        with plain_calls():  # a trace's modes are asked of each attribute otherwise
+            return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
+    return leaf
+
+
+def _is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

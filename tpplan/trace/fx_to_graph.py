@@ -1,0 +1,441 @@
+"""From a program to a ModelGraph: one walk over its nodes, siblings written out."""
+
+import hashlib
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpplan.core.errors import ModelError
+from tpplan.core.graph import (
+    LEFT_AT,
+    OWN_SCOPE,
+    Argument,
+    Boundary,
+    Direction,
+    ModelGraph,
+    Op,
+    Ref,
+    Source,
+    SourceKind,
+    Value,
+    within,
+)
+from tpplan.core.repeated_blocks import find_repeated_blocks
+from tpplan.core.units import FLOATING_DTYPES
+from tpplan.layouts.rules import base_target
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.autograd import AUTOCAST_ENDS, SET_GRAD_ENABLED
+from tpplan.torch_internals.operators import is_higher_order
+from tpplan.torch_internals.tensors import is_of_functorch, storage_key
+from tpplan.trace.hooks.parameter_names import registered_name
+from tpplan.trace.record_fx import CONSTANT, DIFFERENTIATED, SCOPE, Program
+
+#: where autocast begins and ends; the results' dtypes say what it did
+_AUTOCAST = AUTOCAST_ENDS
+#: bookkeeping in the graph that computes nothing
+IGNORED = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_size.int"})
+
+
+class UnreadableError(ModelError):
+    """A node of the program has no place in a graph. `module` is the one that runs it."""
+
+    def __init__(self, message: str, module: str) -> None:
+        super().__init__(message)
+        self.module = module
+
+
+class CapturedError(UnreadableError):
+    """Code reads a parameter of the model past the module that has it: what a plan puts there does not reach it."""
+
+
+class NotAlikeError(Exception):
+    """A sibling is not like the layer that was traced for it. `classes` says which layers did the same, by name: those
+    with one value, and those that are not listed; where it is empty, every layer must be traced."""
+
+    def __init__(self, message: str, classes: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.classes = dict(classes or {})
+
+
+@dataclass(slots=True)
+class _Frame:
+    """The nodes of a traced layer's forward, for its siblings to copy: nodes[start:end], and what goes in and out."""
+
+    inputs: list[str]
+    start: int
+    outputs: list[str] = field(default_factory=list)
+    end: int = 0
+
+
+def path_of(entries: tuple[Any, ...]) -> str:
+    """A pytree key path as dotted text: `attention_mask`, `pos.0`."""
+    names = (getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry))) for entry in entries)
+    return ".".join(str(name) for name in names)
+
+
+@dataclass
+class GraphReader:
+    """Walks a program once, into a ModelGraph."""
+
+    model: nn.Module
+    program: Program
+    values: dict[str, Value] = field(default_factory=dict)
+    sources: list[Source] = field(default_factory=list)
+    nodes: list[Op | Boundary] = field(default_factory=list)
+    storages: dict[int, str] = field(default_factory=dict)
+    frames: dict[str, _Frame] = field(default_factory=dict)
+    with_gradient: bool = True
+    #: weights that are no parameters of the model, as questions and what is taken for an answer
+    unregistered: list[tuple[str, str, bool]] = field(default_factory=list)
+
+    @cached_property
+    def module_names(self) -> dict[str, str]:
+        """A module's first name by each of its names: a module under two names is one, and planned once."""
+        first: dict[int, str] = {}
+        named = self.model.named_modules(remove_duplicate=False)
+        return {name: first.setdefault(id(module), name) for name, module in named}
+
+    def read(self) -> ModelGraph:
+        """The whole program."""
+        names = self._placeholders()
+        outputs = self._walk(self.program.graph_module, names)
+        num_returned = len(outputs) - len(self.program.left)
+        tree = pytree.tree_unflatten(outputs[:num_returned], self.program.out_spec)
+        leaves = [(path_of(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
+        named = tuple((path or "output", leaf.name) for path, leaf in leaves if isinstance(leaf, Ref))
+        scalars = [name for _, name in named if not self.values[name].shape and self.values[name].carries_gradient]
+        left = zip(self.program.left, outputs[num_returned:], strict=True)
+        named += tuple((LEFT_AT + where, leaf.name) for where, leaf in left if isinstance(leaf, Ref))
+        graph = ModelGraph(
+            values=self.values,
+            sources=tuple(self.sources),
+            nodes=tuple(self.nodes),
+            outputs=named,
+            loss=scalars[0] if scalars else None,
+            questions=(*((q.where, q.answer, q.is_choice) for q in self.program.questions), *self.unregistered),
+        )
+        return find_repeated_blocks(graph)
+
+    def _placeholders(self) -> dict[str, Argument]:
+        """Graph inputs by node name: parameters merged by identity, buffers, constants, the user's inputs in order."""
+        parameters: dict[int, list[str]] = {id(p): [] for p in self.model.parameters()}
+        by_label = dict(self.model.named_parameters(remove_duplicate=False))
+        for label, parameter in by_label.items():
+            parameters[id(parameter)].append(label)
+        nodes = {node.name: node for node in self.program.graph_module.graph.nodes if node.op == "placeholder"}
+        canonical: dict[str, str] = {}
+        names: dict[str, Argument] = {}
+        for given in self.program.given:
+            value = nodes[given.placeholder].meta.get("val")
+            label = given.label if given.kind is SourceKind.INPUT else given.label.removeprefix("model.")
+            aliases: tuple[str, ...] = ()
+            trainable = False
+            if given.kind is SourceKind.PARAMETER:
+                trainable = by_label[label].requires_grad
+                label, *others = parameters[id(by_label[label])]
+                aliases = tuple(others)
+                if label in canonical:
+                    names[given.placeholder] = Ref(canonical[label])
+                    continue
+            if not isinstance(value, torch.Tensor):
+                if given.kind is not SourceKind.INPUT:
+                    raise ModelError(f"input {label} of the traced graph is a {given.kind}, which is not a tensor")
+                names[given.placeholder] = argument_of(value, {})
+                continue
+            name = self._fresh(f"{given.kind}:{label}")
+            if given.kind is SourceKind.PARAMETER:
+                canonical[label] = name
+            self._add_value(name, value, carries_gradient=trainable)
+            self.sources.append(Source(kind=given.kind, result=name, label=label, aliases=aliases, trainable=trainable))
+            names[given.placeholder] = Ref(name)
+        return names
+
+    def _add_value(self, name: str, tensor: torch.Tensor, *, carries_gradient: bool) -> None:
+        if is_of_functorch(tensor):
+            raise ModelError(f"{name} is a tensor of torch.func or torch.vmap, of which a plan knows no layout")
+        storage = self.storages.setdefault(storage_key(tensor), name)
+        self.values[name] = Value(
+            name=name,
+            shape=tuple(int(size) for size in tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            carries_gradient=carries_gradient,
+            storage=storage,
+        )
+
+    def _walk(self, module: Any, names: dict[str, Argument]) -> list[Argument]:
+        """One graph. Returns its outputs."""
+        for node in module.graph.nodes:
+            match node.op:
+                case "placeholder":
+                    continue
+                case "get_attr" | "call_function":
+                    read = self._attribute if node.op == "get_attr" else self._call
+                    try:
+                        names[node.name] = read(module, node, names)
+                    except UnreadableError:
+                        raise
+                    except ModelError as error:
+                        raise UnreadableError(str(error), node.meta[SCOPE]) from error
+                case "output":
+                    return [argument_of(argument, names) for argument in node.args[0]]
+                case _:
+                    raise ModelError(f"traced graph: unexpected node {node.op} {node.name}")
+        return []
+
+    def _attribute(self, module: Any, node: Any, _names: dict[str, Argument]) -> Argument:
+        value = operator.attrgetter(node.target)(module)
+        if not isinstance(value, torch.Tensor):
+            raise ModelError(f"traced graph: {node.target} is a {type(value).__name__}, not a tensor")
+        where, shape = node.meta.get(SCOPE) or "the root", list(value.shape)
+        if (own := registered_name(value)) is not None:
+            raise CapturedError(
+                f"module {where} reads parameter {own} past the module that has it (through a closure, a list, a "
+                "global name): read it as that module's attribute",
+                node.meta[SCOPE],
+            )
+        name = f"constant_{node.name}"
+        if value.requires_grad and name not in self.values:
+            self.unregistered.append(
+                (f"a weight of shape {shape}, which module {where} reads and none registers,", "constant", False)
+            )
+        if name not in self.values:
+            self._add_value(name, value, carries_gradient=False)
+            label = f"{node.target} {node.meta[CONSTANT] or _digest(value)}".strip()
+            self.sources.append(Source(kind=SourceKind.CONSTANT, result=name, label=label))
+        return Ref(name)
+
+    def _call(self, module: Any, node: Any, names: dict[str, Argument]) -> Argument:
+        if node.target is operator.getitem:
+            container = names[node.args[0].name]
+            return container[node.args[1]] if isinstance(container, tuple) else None
+        if node.target is SET_GRAD_ENABLED:
+            self.with_gradient = bool(node.args[0])
+            return None
+        if node.target in _AUTOCAST:
+            return None
+        if is_higher_order(node.target):
+            raise ModelError(f"{node.target} in {node.meta[SCOPE] or 'the root'!r}: higher-order ops are not supported")
+        target = str(node.target)
+        if target in IGNORED or target.startswith("sym_"):
+            return None
+        match target:
+            case "tpplan.boundary.default":
+                return self._boundary(node, names)
+            case "tpplan.frame.default":
+                return self._frame(node, names)
+            case "tpplan.sibling.default":
+                return self._sibling(node, names)
+        return self._op(node, target, names)
+
+    def _boundary(self, node: Any, names: dict[str, Argument]) -> Argument:
+        operand = names[node.args[0].name]
+        assert isinstance(operand, Ref)
+        name = self._fresh(node.name)
+        carries = self.values[operand.name].carries_gradient and self.with_gradient
+        self._add_value(name, node.meta["val"], carries_gradient=carries)
+        _, module, direction, path = node.args
+        self.nodes.append(
+            Boundary(
+                name=name,
+                module=module,
+                direction=Direction(direction),
+                path=path,
+                operand=operand.name,
+                result=name,
+            )
+        )
+        return Ref(name)
+
+    def _frame(self, node: Any, names: dict[str, Argument]) -> Argument:
+        """A tensor enters or leaves the forward of a layer that others may be like: it passes, its place is noted."""
+        operand = names[node.args[0].name]
+        assert isinstance(operand, Ref)
+        _, module, side = node.args
+        if side == "enter":
+            frame = self.frames.setdefault(module, _Frame([], len(self.nodes)))
+            frame.inputs.append(operand.name)
+            frame.start = len(self.nodes)
+        else:
+            self.frames[module].outputs.append(operand.name)
+            self.frames[module].end = len(self.nodes)
+        return operand
+
+    def _sibling(self, node: Any, names: dict[str, Argument]) -> Argument:
+        """Copies the nodes of the layer this one is like, under this one's names. Raises NotAlikeError."""
+        inputs, module, like = node.args
+        frame = self.frames[like]
+        images = _Images(self, like, module)
+        for original, given in zip(frame.inputs, inputs, strict=True):
+            operand = names[given.name]
+            assert isinstance(operand, Ref)
+            images.bind(original, operand.name)
+        for original_node in self.nodes[frame.start : frame.end]:
+            self.nodes.append(images.copy(original_node))
+        outputs = []
+        for name, tensor in zip(frame.outputs, node.meta["val"], strict=True):
+            if name not in images.made:
+                raise NotAlikeError(f"{like} returns what it was given")
+            self.storages[storage_key(tensor)] = self.values[images.of(name)].storage
+            outputs.append(Ref(images.of(name)))
+        return tuple(outputs)
+
+    def _op(self, node: Any, target: str, names: dict[str, Argument]) -> Argument:
+        name = self._fresh(node.name)
+        args = tuple(argument_of(argument, names) for argument in node.args)
+        kwargs = tuple((key, argument_of(value, names)) for key, value in node.kwargs.items())
+        op = Op(
+            name=name, target=target, args=args, kwargs=kwargs, results=(), module=self.first_name(node.meta[SCOPE])
+        )
+        # Ours is inside an autograd function, which has a backward of its own.
+        detaches = base_target(target) == "aten.detach.default" and node.meta[SCOPE] != OWN_SCOPE
+        flows = self.with_gradient and not detaches
+        carries = flows and any(self.values[operand].carries_gradient for operand in op.operands)
+        carries &= not _stops(node)
+        writes = base_target(target) != target and base_target(target) != "aten.detach.default"
+        if target == "tpplan.whole.default":
+            carries = bool(args[1])
+        if writes:
+            carries |= self.values[op.operands[0]].carries_gradient
+        result, results = self._results(name, node.meta.get("val"), carries=carries)
+        if writes and carries:
+            self._carry(self.values[op.operands[0]].storage)
+        self.nodes.append(Op(name=name, target=target, args=args, kwargs=kwargs, results=results, module=op.module))
+        return result
+
+    def _carry(self, storage: str) -> None:
+        """What was written to a storage may be read through any view of it, so all of them carry its gradient."""
+        for name, value in self.values.items():
+            if value.storage == storage and not value.carries_gradient and value.dtype in FLOATING_DTYPES:
+                self.values[name] = replace(value, carries_gradient=True)
+
+    def _results(self, name: str, value: Any, *, carries: bool) -> tuple[Argument, tuple[str, ...]]:
+        items = value if isinstance(value, tuple | list) else (value,)
+        references: list[Argument] = []
+        for position, item in enumerate(items):
+            if not isinstance(item, torch.Tensor):
+                references.append(None)
+                continue
+            label = name if item is value else f"{name}.{position}"
+            floating = str(item.dtype).removeprefix("torch.") in FLOATING_DTYPES
+            self._add_value(label, item, carries_gradient=carries and floating)
+            references.append(Ref(label))
+        results = tuple(reference.name for reference in references if isinstance(reference, Ref))
+        return (tuple(references) if isinstance(value, tuple | list) else references[0]), results
+
+    def first_name(self, module: str) -> str:
+        """The name under which a module is planned."""
+        return self.module_names.get(module, module)
+
+    def _fresh(self, name: str) -> str:
+        """A name not used yet."""
+        candidate, number = name, 1
+        while candidate in self.values:
+            number += 1
+            candidate = f"{name}__{number}"
+        return candidate
+
+
+class _Images:
+    """Names in a layer's frame and their images in a sibling's."""
+
+    def __init__(self, reader: GraphReader, like: str, module: str) -> None:
+        self.reader = reader
+        self.like = like
+        self.module = module
+        self.made: set[str] = set()
+        self._images: dict[str, str] = {}
+        labels = {label: s.result for s in reader.sources for label in (s.label, *s.aliases)}
+        for source in reader.sources:
+            if source.label.startswith(like + "."):
+                self._images[source.result] = labels[module + source.label.removeprefix(like)]
+            else:
+                self._images[source.result] = source.result
+
+    def bind(self, original: str, image: str) -> None:
+        """An input's image; the two must look alike."""
+        first, second = self.reader.values[original], self.reader.values[image]
+        if (first.shape, first.dtype, first.carries_gradient) != (second.shape, second.dtype, second.carries_gradient):
+            raise NotAlikeError(f"{self.module} is given other tensors than {self.like}")
+        if self._images.setdefault(original, image) != image:
+            raise NotAlikeError(f"{self.like} is given one tensor twice, {self.module} two")
+
+    def of(self, name: str) -> str:
+        """The image of a value. Raises NotAlikeError for one that came from elsewhere."""
+        if name not in self._images:
+            raise NotAlikeError(f"{self.like} reads {name}, which is neither an argument nor its own")
+        return self._images[name]
+
+    def copy(self, node: Op | Boundary) -> Op | Boundary:
+        """The image of a node, its results added to the reader's values."""
+        if isinstance(node, Op) and base_target(node.target) != node.target and node.operands[0] not in self.made:
+            raise NotAlikeError(f"{self.like} writes to what it was given")
+        name = self.reader._fresh(f"{node.name}@{self.module}")
+        for i, result in enumerate(node.results):
+            image = name if result == node.name else f"{name}.{i}"
+            self._images[result] = image
+            self.made.add(result)
+            value = self.reader.values[result]
+            self.reader.values[image] = replace(value, name=image, storage=self._storage(value.storage))
+        module = node.module
+        if within(module, self.like):
+            module = self.reader.first_name(self.module + module.removeprefix(self.like))
+        if isinstance(node, Boundary):
+            return replace(node, name=name, module=module, operand=self.of(node.operand), result=name)
+        args, kwargs = self._arguments(node.args), self._arguments(node.kwargs)
+        results = tuple(self.of(result) for result in node.results)
+        return Op(name=name, target=node.target, args=args, kwargs=kwargs, results=results, module=module)
+
+    def _storage(self, storage: str) -> str:
+        image = self.of(storage) if storage in self._images else None
+        if image is None:
+            # A view of an argument's storage: the argument itself may be a view.
+            owners = [k for k in self._images if self.reader.values[k].storage == storage]
+            image = self.of(owners[0]) if owners else storage
+        return self.reader.values[image].storage if image in self.reader.values else image
+
+    def _arguments(self, argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            return Ref(self.of(argument.name))
+        return tuple(map(self._arguments, argument)) if isinstance(argument, tuple) else argument
+
+
+def _stops(node: torch.fx.Node) -> bool:
+    """True for an op that no gradient goes through: with gradients on, something that it was given had one and nothing
+    that it gave has (zeros_like, histc)."""
+
+    def has_gradient(values: Any) -> bool:
+        return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(values))
+
+    given = [operand.meta.get("val") for operand in node.all_input_nodes]
+    return bool(node.meta.get(DIFFERENTIATED)) and has_gradient(given) and not has_gradient(node.meta.get("val"))
+
+
+def _digest(constant: torch.Tensor) -> str:
+    """Of a constant's values, where there are any."""
+    if constant.is_meta:
+        return ""
+    return hashlib.sha256(repr(constant.tolist()).encode()).hexdigest()[:16]
+
+
+def argument_of(value: Any, names: Mapping[str, Argument]) -> Argument:
+    """A node argument as data: references, literals, tuples; dtypes, devices and the like by name."""
+    match value:
+        case torch.fx.Node():
+            return names[value.name]
+        case None | bool() | int() | float() | str():
+            return value
+        case list() | tuple():
+            return tuple(argument_of(item, names) for item in value)
+        case torch.dtype():
+            return f"dtype:{str(value).removeprefix('torch.')}"
+        case torch.device():
+            return f"device:{value}"
+        case torch.memory_format() | torch.layout():
+            return f"torch:{str(value).removeprefix('torch.')}"
+        case _:
+            raise ModelError(f"traced graph: an argument of type {type(value).__name__} ({value!r}) is not supported")

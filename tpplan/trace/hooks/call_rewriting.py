@@ -1,0 +1,152 @@
+"""Calls in a module's own code, rewritten while its forward runs: what a rank needs in place of what stands there.
+
+A module with rewriters gets a subclass whose forward runs under a mode. Calls in forwards of the modules inside it are
+left alone, as the plan names the module whose code makes a call, and so is code of ours that runs within a forward.
+What the code checkpoints is rewritten alike when it runs again in backward, by when the forward is over.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum, auto
+from types import FrameType
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from tpplan.trace.hooks.checkpoint_context import Surroundings, remembered_again
+from tpplan.trace.hooks.generated_class import subclass
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Rewriter(Protocol):
+    """Hashable and picklable. Gives a call's result, or NotImplemented for a call that is none of its business."""
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any: ...
+
+
+class _LeftAlone(Enum):
+    """Code in which nothing is rewritten."""
+
+    OF_THE_MODEL = auto()
+    OUR_OWN = auto()
+
+
+#: what is running, the innermost last: it alone rewrites
+_running: list["_Rewriting | _LeftAlone"] = []
+
+
+def rewrite_calls(rewriters: Mapping[nn.Module, Iterable[Rewriter]]) -> None:
+    """From now on these modules' own forwards run with their calls rewritten; the first rewriter that will, does."""
+    inside = {child for module in rewriters for child in _called(module)} - rewriters.keys()
+    for module, own in rewriters.items():
+        module.__class__ = _rewriting_class(type(module), tuple(own))  # type: ignore[arg-type]
+    for child in inside:
+        child.__class__ = _as_written_class(type(child))  # type: ignore[arg-type]
+
+
+def own_code(function: F) -> F:
+    """The function as code of tpplan's own that runs within a model's forwards: no call in it is rewritten, and a trace
+    of the applied model tells it from the model's."""
+    return _left_alone(function, _LeftAlone.OUR_OWN)
+
+
+def is_own_code_running() -> bool:
+    """True inside own_code."""
+    return bool(_running) and _running[-1] is _LeftAlone.OUR_OWN
+
+
+def is_frame_of_own_code(frame: FrameType) -> bool:
+    """True for the frame in which own_code calls a function of tpplan's."""
+    return frame.f_code is _OWN_CALL and frame.f_locals.get("whose") is _LeftAlone.OUR_OWN
+
+
+def running_rewriters() -> tuple[Rewriter, ...]:
+    """Those of the innermost forward."""
+    return _running[-1].rewriters if _running and isinstance(_running[-1], _Rewriting) else ()
+
+
+def _left_alone(function: F, whose: _LeftAlone) -> F:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _running.append(whose)  # as _leaving_alone does, at a third of what a generator costs
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _running.pop()
+
+    return cast(F, run)
+
+
+#: the code of what own_code returns, which all such functions share
+_OWN_CALL = own_code(lambda: None).__code__
+
+
+@contextlib.contextmanager
+def _leaving_alone(whose: _LeftAlone) -> Iterator[None]:
+    _running.append(whose)
+    try:
+        yield
+    finally:
+        _running.pop()
+
+
+def _as_now() -> Surroundings:
+    """What rewrites the code that is running."""
+    innermost = _running[-1]
+    if isinstance(innermost, _Rewriting):
+        return functools.partial(_Rewriting, innermost.rewriters)
+    return functools.partial(_leaving_alone, innermost)
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """The nearest modules inside that have a forward."""
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            yield from _called(child)
+        else:
+            yield child
+
+
+@functools.cache
+def _as_written_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return subclass(cls, {"forward": _left_alone(cls.forward, _LeftAlone.OF_THE_MODEL)}, _as_written_class)
+
+
+@functools.cache
+def _rewriting_class(cls: type[nn.Module], rewriters: tuple[Rewriter, ...]) -> type[nn.Module]:
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        again = contextlib.nullcontext() if torch.compiler.is_compiling() else remembered_again(_as_now)
+        with _Rewriting(rewriters), again:
+            return cls.forward(self, *args, **kwargs)
+
+    return subclass(cls, {"forward": forward}, _rewriting_class, (rewriters,))
+
+
+class _Rewriting(TorchFunctionMode):
+    """One forward's calls, each given to its rewriters."""
+
+    def __init__(self, rewriters: tuple[Rewriter, ...]) -> None:
+        super().__init__()
+        self.rewriters = rewriters
+
+    def __enter__(self) -> "_Rewriting":
+        _running.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _running.pop()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for rewriter in self.rewriters if _running[-1] is self else ():
+            result = rewriter(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*args, **kwargs)

@@ -1,0 +1,103 @@
+"""The operators of tpplan's own that stand in traced graphs: `torch.ops.tpplan.*`.
+
+boundary  a tensor crosses into or out of a module's forward; a view, so aliasing stays as it was
+frame     a tensor enters or leaves the forward of a layer that its siblings may copy; a view
+sibling   a layer that is like one already traced: gives tensors like that one's outputs
+opaque    a module that runs whole: inputs and weights go in, and what was observed to come out comes out
+whole     a tensor goes into a function with a backward of its own, or comes out of it; a view
+cross_entropy  torch's own, in one operator: F.cross_entropy in a model's forward is traced as this
+"""
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+#: outputs of traced layers by name, one table for each trace that is running
+running_traces: list[dict[str, list[Tensor]]] = []
+
+#: outputs of opaque modules by the key of the call, one table for each trace that is running
+running_opaques: list[dict[str, tuple[Tensor, ...]]] = []
+
+
+def boundary(x: Tensor, module: str, direction: str, path: str) -> Tensor:
+    """Marks a crossing."""
+    marked: Tensor = torch.ops.tpplan.boundary(x, module, direction, path)
+    return marked
+
+
+def frame(x: Tensor, module: str, side: str) -> Tensor:
+    """Marks where a layer's own forward begins ("enter") or ends ("leave")."""
+    marked: Tensor = torch.ops.tpplan.frame(x, module, side)
+    return marked
+
+
+def sibling(inputs: list[Tensor], module: str, like: str) -> list[Tensor]:
+    """Stands for a whole layer."""
+    outputs: list[Tensor] = torch.ops.tpplan.sibling(inputs, module, like)
+    return list(outputs)
+
+
+def opaque(inputs: list[Tensor], weights: list[Tensor], key: str, written: list[int]) -> list[Tensor]:
+    """Stands for a call of a module that runs whole, and writes to some of its weights."""
+    outputs: list[Tensor] = torch.ops.tpplan.trace.opaque(inputs, weights, key, written)
+    return list(outputs)
+
+
+def whole(x: Tensor, carries_gradient: bool) -> Tensor:
+    """Marks what must be whole on every rank, and so its gradient."""
+    marked: Tensor = torch.ops.tpplan.whole(x, carries_gradient)
+    return marked
+
+
+def _sibling(inputs: list[Tensor], module: str, like: str) -> list[Tensor]:
+    return [output.new_empty_strided(output.shape, output.stride()) for output in running_traces[-1][like]]
+
+
+def _opaque(inputs: list[Tensor], weights: list[Tensor], key: str, written: list[int]) -> list[Tensor]:
+    return [output.new_empty_strided(output.shape, output.stride()) for output in running_opaques[-1][key]]
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=ignore_index)
+
+
+def plain_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, int] | None:
+    """(logits [N, V], targets [N], ignore_index) where a call is F.cross_entropy and that is all there is to it: a mean
+    over targets that are class indices, without weights of classes and without smoothing."""
+    if func is not F.cross_entropy:
+        return None
+    given = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
+    given.apply_defaults()
+    logits, targets, weight, *rest = given.args  # a weight is not compared: a tensor's == is a call
+    is_plain = weight is None and rest == [None, rest[1], None, "mean", 0.0] and logits.dim() == targets.dim() + 1 == 2
+    return (logits, targets, rest[1]) if is_plain else None
+
+
+class CrossEntropyMode(TorchFunctionMode):
+    """While it is on, a plain F.cross_entropy is the operator."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = plain_cross_entropy(func, args, kwargs or {})
+        return cross_entropy(*plain) if plain is not None else func(*args, **(kwargs or {}))
+
+
+_LIBRARY: Any = torch.library.Library("tpplan", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("boundary(Tensor(a) x, str module, str direction, str path) -> Tensor(a)")
+_LIBRARY.define("frame(Tensor(a) x, str module, str side) -> Tensor(a)")
+_LIBRARY.define("sibling(Tensor[] inputs, str module, str like) -> Tensor[]")
+_LIBRARY.define("opaque(Tensor[] inputs, Tensor[] weights, str key, int[] written) -> Tensor[]")
+_LIBRARY.define("whole(Tensor(a) x, bool carries_gradient) -> Tensor(a)")
+_LIBRARY.impl("whole", lambda x, carries_gradient: x.view_as(x), "CompositeImplicitAutograd")
+_LIBRARY.define("cross_entropy(Tensor logits, Tensor targets, int ignore_index) -> Tensor")
+_LIBRARY.impl("cross_entropy", _cross_entropy, "CompositeImplicitAutograd")
+_LIBRARY.impl("boundary", lambda x, module, direction, path: x.view_as(x), "CompositeImplicitAutograd")
+_LIBRARY.impl("frame", lambda x, module, side: x.view_as(x), "CompositeImplicitAutograd")
+_LIBRARY.impl("opaque", _opaque, "CompositeExplicitAutograd")
+_LIBRARY.impl("sibling", _sibling, "CompositeExplicitAutograd")
+
+#: cross_entropy(logits [..., V], targets [...], ignore_index): the mean over targets that are not ignored
+cross_entropy = torch.ops.tpplan.cross_entropy

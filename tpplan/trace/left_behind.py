@@ -1,0 +1,94 @@
+"""Tensors that a forward leaves behind for others to read: on modules, in what modules hold, in lists of a file.
+
+A training loop may add them to its loss (`loss + sum(m.aux_loss for m in ...)`), which no trace sees. So each that
+carries a gradient is an output of the model like those that it returns: whole on every rank, and so is its gradient.
+"""
+
+import sys
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from tpplan.torch_internals.tensors import plain_calls
+from tpplan.trace.answers.planned_device import is_foreign
+
+#: objects of these are not gone into
+_OF_LIBRARIES = frozenset({"torch", "tpplan", "builtins", "typing", "types", "functools", "re", "logging", "numpy"})
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+#: containers and objects that are gone into below what a module or a file holds
+MOST_DEEP = 6
+
+
+def held_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Tensors that code can come by from a model's modules, their classes and the files of these, by where they are."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    classes: dict[type[nn.Module], None] = {}
+    for name, module in model.named_modules():
+        classes[type(module)] = None
+        for key, value in vars(module).items():
+            if key in ("_buffers", "_parameters"):
+                _collect(value, name, seen, found, 0)
+            elif key != "_modules":
+                _collect(value, _within(name, key), seen, found, 0)
+    files: dict[str, Any] = {}
+    for base in {base: None for cls in classes for base in cls.__mro__ if issubclass(base, nn.Module)}:
+        file = sys.modules.get(base.__module__)
+        if file is not None and is_foreign(str(getattr(file, "__file__", None) or "")):
+            files[base.__module__] = vars(file)
+            files[f"{base.__module__}.{base.__qualname__}"] = vars(base)
+    for path, namespace in files.items():
+        for name, value in _state(namespace).items():
+            _collect(value, _within(path, name), seen, found, 0)
+    return found
+
+
+def left_behind(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of the tensors that are held now, those with a gradient that a forward computed and were not held before."""
+    known = {id(tensor) for tensor in before.values()}
+    with plain_calls():
+        return {
+            name: tensor
+            for name, tensor in held_tensors(model).items()
+            if id(tensor) not in known and tensor.requires_grad and not tensor.is_leaf
+        }
+
+
+def _state(namespace: Any) -> dict[str, Any]:
+    """What of a namespace code may write to: containers and objects, not functions, classes or modules."""
+    return {name: value for name, value in namespace.items() if not name.startswith("__") and _is_open(value)}
+
+
+def _is_open(value: object) -> bool:
+    """True for what tensors may be in: a tensor, a container, an object of code that is neither torch's nor ours."""
+    if isinstance(value, (Tensor, dict, *_CONTAINERS)):
+        return True
+    is_plain = isinstance(value, (type, nn.Module)) or not hasattr(value, "__dict__") or callable(value)
+    return not is_plain and type(value).__module__.partition(".")[0] not in _OF_LIBRARIES
+
+
+def _collect(value: Any, path: str, seen: set[int], found: dict[str, Tensor], depth: int) -> None:
+    if isinstance(value, Tensor):
+        if id(value) not in seen:
+            seen.add(id(value))
+            found[path] = value
+        return
+    if depth > MOST_DEEP or id(value) in seen or not _is_open(value):
+        return
+    seen.add(id(value))
+    for key, inner in _members(value):
+        _collect(inner, _within(path, str(key)), seen, found, depth + 1)
+
+
+def _members(value: Any) -> Iterable[tuple[object, Any]]:
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, _CONTAINERS):
+        return list(enumerate(value))
+    return list(vars(value).items())
+
+
+def _within(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

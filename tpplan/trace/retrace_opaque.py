@@ -1,0 +1,223 @@
+"""Which modules run whole: tracing again, with more of them marked, until the trace goes through.
+
+Where a trace stops, the innermost module whose forward was running is marked (tpplan.trace.opaque); where that one
+cannot stand as one operator, the module around it is, up to the model itself. A mark only ever moves outwards, so this
+ends.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from tpplan.core.errors import ModelError
+from tpplan.core.graph import Boundary, ModelGraph, Op, within
+from tpplan.layouts.rules import OPAQUE
+from tpplan.torch_internals.modules import has_backward_hooks, has_forward_hooks
+from tpplan.torch_internals.tensors import gradient_hooks
+from tpplan.trace.answers.own_failure import own_failure
+from tpplan.trace.dedup_layers import alike_layers
+from tpplan.trace.fx_to_graph import CapturedError, UnreadableError
+from tpplan.trace.opaque import OpaqueCall, Opaques, UnobservedError
+from tpplan.trace.opaque_run import UnobservableError, observe
+from tpplan.trace.trace import BoundaryHook, Inputs, Loss, ReplacedError, TraceError, quiet, trace, training, unchanged
+
+logger = logging.getLogger(__name__)
+
+#: ways of calling a module that are observed: each costs a trace
+MOST_CALLS = 16
+
+
+def trace_marking(
+    model: nn.Module,
+    build: Callable[[], nn.Module],
+    inputs: Inputs,
+    *,
+    loss: Loss | None = None,
+    cast: BoundaryHook = unchanged,
+    untouched: str = "",
+    whole: Sequence[tuple[str, str]] = (),
+) -> tuple[ModelGraph, Opaques]:
+    """The graph of a model, as tpplan.trace.trace.trace gives it, and the modules that are one operator in it.
+
+    build() gives a copy of the model, without its hooks: a forward may leave tensors of a trace on its module. Where
+    `untouched` says why parameters must stay as they are, the model is one operator; so it is as the last resort.
+    `whole` are modules to mark, and why, each the one around it where it is marked already. Raises ModelError where the
+    model cannot run on fake tensors either, with the error of the trace.
+    """
+
+    def traced(untouched: str) -> tuple[ModelGraph, Opaques]:
+        return _trace_marking(model, build, inputs, loss, cast, untouched, () if untouched else whole)
+
+    if untouched:
+        return traced(untouched)
+    try:
+        return traced("")
+    except ModelError as error:
+        try:
+            return traced(_first_line(error))
+        except ModelError:
+            raise error from error.__cause__  # which says more than that of the last resort
+
+
+def _trace_marking(
+    model: nn.Module,
+    build: Callable[[], nn.Module],
+    inputs: Inputs,
+    loss: Loss | None,
+    cast: BoundaryHook,
+    untouched: str,
+    whole: Sequence[tuple[str, str]],
+) -> tuple[ModelGraph, Opaques]:
+    """The same, in one of two ways: what cannot be traced is marked, or everything is."""
+    marks = _Marks(model)
+    if untouched:
+        marks.opaques.untouched = untouched
+        marks.add("", untouched, ModelError(untouched))
+    for name, reason in _with_hooks(marks.model):
+        if "" not in marks.opaques.reasons and name not in marks.opaques.reasons and not marks.opaques.hides(name):
+            marks.add(name, reason, ModelError(f"module {name or 'the root'} {reason}"))
+    for name, reason in whole:
+        marks.add(name, reason, ModelError(reason))
+    while True:
+        try:
+            graph = trace(build(), inputs, loss=loss, cast=cast, opaques=marks.opaques, fresh=build, notes_calls=True)
+        except TraceError as error:
+            if isinstance(error.__cause__, UnobservedError):
+                _observe(marks, build, error.__cause__)
+            elif (failure := own_failure(error.__cause__, has_run=False)) is not None:
+                raise failure from error.__cause__
+            else:
+                marks.add(error.module, _first_line(error.__cause__), error)
+        except CapturedError:
+            raise
+        except (UnreadableError, ReplacedError) as error:
+            marks.add(error.module, _first_line(error), error)
+        else:
+            outside = next(_read_outside(graph, marks), None)
+            if outside is None:
+                return graph, marks.opaques
+            marks.widen(*outside)
+
+
+@dataclass(slots=True)
+class _Marks:
+    """The marked modules of a model, and for each the error that had it marked."""
+
+    model: nn.Module
+    opaques: Opaques = field(default_factory=Opaques)
+    errors: dict[str, ModelError] = field(default_factory=dict)
+    observed: list[OpaqueCall] = field(default_factory=list)
+
+    def add(self, name: str | None, reason: str, error: ModelError) -> None:
+        """Marks a module under all its names, or the one around it where that is no help: it is marked already, or
+        shares what is inside. Raises the error where nothing is left to mark."""
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        if name not in modules or "" in self.opaques.reasons:
+            raise error
+        assert name is not None
+        while name in self.opaques.reasons or not (has_forward(modules[name]) and self._is_closed(name)):
+            name = self._around(name)
+        like = {id(modules[other]) for other in self._alike(name)}
+        names = [other for other, module in modules.items() if id(module) in like]
+        for inner in [other for other in self.opaques.reasons if any(within(other, own) for own in names)]:
+            del self.opaques.reasons[inner]
+        logger.info("module %s runs whole: %s", name or "the root", reason)
+        for own in names:
+            self.opaques.reasons[own] = reason
+            self.opaques.kinds[own] = names[0]
+            self.errors[own] = error
+
+    def _alike(self, name: str) -> Iterator[str]:
+        """The module, and those in the same place of layers that are like the one around it: tracing one of these is
+        tracing all, and so is observing."""
+        yield name
+        for layers in alike_layers(self.model):
+            around = next((layer for layer, _ in layers if within(name, layer)), None)
+            if around is not None:
+                yield from (layer + name.removeprefix(around) for layer, _ in layers)
+
+    def widen(self, name: str, why: str) -> None:
+        """Marks the module around a marked one instead. Raises the first error where there is none."""
+        reason, error = self.opaques.reasons[name], self.errors[name]
+        logger.info("module %s cannot stand as one operator: %s", name or "the root", why)
+        if not name:
+            again = "that fails in the same way" if _first_line(error.__cause__ or error) in why else why
+            raise ModelError(
+                f"{error}\nNor can the model run whole on fake tensors, as torch.export would run it: {again}"
+            ) from (error.__cause__ or error)
+        self.add(self._around(name), reason, error)
+
+    def _around(self, name: str) -> str:
+        """The nearest module around it that has a forward."""
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        while name:
+            name = name.rpartition(".")[0]
+            if has_forward(modules[name]):
+                break
+        return name
+
+    def _is_closed(self, name: str) -> bool:
+        """True where nothing inside has a name outside, and no hooks of its own see what crosses its boundary."""
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        module = modules[name]
+        own = [other for other, found in modules.items() if found is module]
+        inside = {id(child) for child in module.modules()} - {id(module)}
+        is_shared = any(
+            id(found) in inside and not any(within(other, around) for around in own) for other, found in modules.items()
+        )
+        has_hooks = has_forward_hooks(module) or has_backward_hooks(module)
+        return not name or not (is_shared or has_hooks)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """False for a container, which no call enters."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _observe(marks: _Marks, build: Callable[[], nn.Module], unobserved: UnobservedError) -> None:
+    """Observes a call, or marks the module around it."""
+    call, model = unobserved.call, build()
+    try:
+        if sum(known.kind == call.kind for known in marks.observed) >= MOST_CALLS:
+            raise UnobservableError(f"it is called in more than {MOST_CALLS} ways")
+        marks.observed.append(call)
+        with training(model), quiet():
+            submodule, is_untouched = model.get_submodule(call.module), bool(marks.opaques.untouched)
+            marks.opaques.calls[call.signature] = observe(submodule, call, is_untouched=is_untouched)
+    except UnobservableError as error:
+        marks.widen(call.module, str(error))
+
+
+def _with_hooks(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Modules in which code sees gradients: written for all of one, it must be given all of it."""
+    for name, module in model.named_modules():
+        if has_backward_hooks(module):
+            yield name, "has a backward hook"
+        if any(gradient_hooks(parameter) for parameter in module.parameters(recurse=False)):
+            yield name, "has a parameter with a gradient hook"
+
+
+def _read_outside(graph: ModelGraph, marks: _Marks) -> Iterator[tuple[str, str]]:
+    """Opaque modules with a weight that others read too, or that they read more than once though it has a hook."""
+    hooked = {name for name, parameter in marks.model.named_parameters() if gradient_hooks(parameter)}
+    for source in graph.parameters:
+        names = (source.label, *source.aliases)
+        readers = graph.consumers.get(source.result, ())
+        for marked in marks.opaques.reasons:
+            if not all(within(name, marked) for name in names):
+                continue
+            if any(not _is_call_of(reader, marked) for reader in readers):
+                yield marked, f"{source.label} is read outside of it"
+            if len(readers) > 1 and not hooked.isdisjoint(names):
+                yield marked, f"{source.label} has a hook, and is read {len(readers)} times"
+
+
+def _is_call_of(node: Op | Boundary, module: str) -> bool:
+    return isinstance(node, Op) and node.target == OPAQUE and node.module == module
+
+
+def _first_line(error: BaseException | None) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

@@ -1,0 +1,335 @@
+"""What the user names on the command line, loaded: `model.py`, `model.py:BUILDER`, or `hf:config.json`.
+
+A model file holds plain functions:
+
+    build_model() -> nn.Module
+    example_inputs(batch, seq_len) -> dict of keyword arguments, or a tuple
+    loss(outputs, inputs) -> scalar              optional; without it a scalar output of the model is the loss
+    unused_outputs = ("logits",)                 optional; outputs that training reads nothing of
+
+Where the user's own code fails, the error carries their traceback from their file on: UserCodeError.
+"""
+
+import contextlib
+import difflib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from tpplan.core.errors import ModelError, UsageError
+from tpplan.core.files import PACKAGE
+from tpplan.core.strict_json import read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from tpplan.trace.trace import Inputs
+
+HF_PREFIX = "hf:"
+#: of a configuration whose own code may run: what --trust-remote-code makes of the other prefix
+HF_TRUSTED_PREFIX = "hf+remote-code:"
+TRUST_FLAG = "--trust-remote-code"
+BUILDER = "build_model"
+
+#: what a file that lacks a name is told to add; {model} and {argument} are read off its classes
+_SNIPPET = {
+    BUILDER: "def build_model(): return {model}()",
+    "example_inputs": (
+        "def example_inputs(batch, seq_len): return "
+        '{{name: torch.randint(1000, (batch, seq_len)) for name in ("{argument}", "targets")}}'
+    ),
+    "loss": 'def loss(outputs, inputs): return tpplan.cross_entropy(outputs, inputs["targets"])',
+}
+
+
+class UserCodeError(ModelError):
+    """The user's code raised; `user_traceback` starts at their file."""
+
+    def __init__(self, message: str, user_traceback: str) -> None:
+        super().__init__(message)
+        self.user_traceback = user_traceback
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A model and what surrounds it in training, ready for tpplan.solve. `source` is what the user wrote.
+
+    `folder` is where their code stands; None for a model that transformers builds.
+    """
+
+    build_model: "Callable[[], nn.Module]"
+    example_inputs: "Callable[[int, int], Inputs]"
+    loss: "Callable[[Any, Any], Tensor] | None"
+    unused_outputs: tuple[str, ...]
+    source: str
+    folder: Path | None
+
+    def locate(self, error: ModelError) -> ModelError:
+        """The error with the frames of its cause that lie in the user's folder, where there are any."""
+        cause = error.__cause__
+        if self.folder is None or cause is None or isinstance(error, UserCodeError):
+            return error
+        frames = [
+            frame for frame in traceback.extract_tb(cause.__traceback__) if _is_below(frame.filename, self.folder)
+        ]
+        shown = "".join(["In your files:\n", *traceback.format_list(frames)]).rstrip()
+        return UserCodeError(str(error), shown) if frames else error
+
+
+def _is_below(filename: str, folder: Path) -> bool:
+    """True for a file of the user's own: not of a package installed below their folder, nor of ours."""
+    path = Path(filename)
+    own = path.is_relative_to(folder) and "site-packages" not in path.parts
+    return own and not path.is_relative_to(PACKAGE)
+
+
+def load_model_file(source: str) -> ModelSpec:
+    """The model that `path/model.py`, `path/model.py:BUILDER` or `hf:path/config.json` names.
+
+    Raises ModelError where the file is missing, does not parse, or lacks a name; UserCodeError where it raises.
+    """
+    for prefix in (HF_PREFIX, HF_TRUSTED_PREFIX):
+        if source.startswith(prefix):
+            return _load_hf(Path(source.removeprefix(prefix)), source, is_trusted=prefix == HF_TRUSTED_PREFIX)
+    path, builder = _split(source)
+    module = _import_file(path)
+    functions: dict[str, Any] = {name: getattr(module, name, None) for name in (builder, "example_inputs", "loss")}
+    _check_names(path, module, functions, builder)
+    unused = getattr(module, "unused_outputs", ())
+    if not isinstance(unused, tuple | list) or not all(isinstance(name, str) for name in unused):
+        raise ModelError(f'{path}: unused_outputs: expected a tuple of names such as ("logits",), got {unused!r}')
+    return ModelSpec(
+        build_model=_guarded(path, builder, functions[builder]),
+        example_inputs=_checked_inputs(path, _guarded(path, "example_inputs", functions["example_inputs"])),
+        loss=functions["loss"],
+        unused_outputs=tuple(unused),
+        source=source,
+        folder=path.resolve().parent,
+    )
+
+
+def _split(source: str) -> tuple[Path, str]:
+    """`dir/model.py:builder` -> (dir/model.py, builder). Raises ModelError for what is no Python file."""
+    name, builder = (
+        (source, BUILDER) if source.endswith(".py") else (source.rpartition(":")[0], source.rpartition(":")[2])
+    )
+    if not name.endswith(".py") or not builder.isidentifier():
+        raise ModelError(f"model {source!r}: expected model.py, model.py:BUILDER or {HF_PREFIX}path/config.json")
+    return Path(name), builder
+
+
+# Model files
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Runs a file as a module of its own; its folder is on sys.path meanwhile."""
+    code = _compile(path)
+    name = f"tpplan_model_{path.stem}"
+    spec = importlib.util.spec_from_loader(name, loader=None, origin=str(path))
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    module.__file__ = str(path.resolve())
+    sys.modules[name] = module  # dataclasses and pickle look their module up
+    with _user_code(path, "importing it"):
+        exec(code, module.__dict__)
+    return module
+
+
+def _compile(path: Path) -> Any:
+    try:
+        text = importlib.util.decode_source(path.read_bytes())
+        return compile(text, str(path.resolve()), "exec", dont_inherit=True)
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.py")], n=1, cutoff=0.75)
+        hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
+        raise ModelError(f"{path}: no such model file{hint}") from None
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except SyntaxError as error:
+        where = f"{path}:{error.lineno}" if error.lineno else f"{path}"
+        line = (error.text or "").rstrip()
+        caret = "\n  " + " " * max((error.offset or 1) - 1, 0) + "^" if error.offset and line else ""
+        raise ModelError(f"{where}: {error.msg}" + (f"\n  {line}{caret}" if line else "")) from None
+    except ValueError as error:
+        raise ModelError(f"{path}: not Python text: {error}") from None
+
+
+def _check_names(path: Path, module: ModuleType, functions: Mapping[str, Any], builder: str) -> None:
+    """Raises ModelError with lines to paste for what the file lacks. `loss` alone may be absent."""
+    if functions["loss"] is not None and not callable(functions["loss"]):
+        raise ModelError(f"{path}: loss: expected a function of (outputs, inputs), got {functions['loss']!r}")
+    missing = [name for name in (builder, "example_inputs") if not callable(functions[name])]
+    if not missing:
+        return
+    if builder != BUILDER and builder in missing:
+        own = [name for name, value in vars(module).items() if callable(value) and value.__module__ == module.__name__]
+        near = difflib.get_close_matches(builder, own, n=1)
+        raise ModelError(
+            f"{path}: no function {builder!r}"
+            + (f"; did you mean {near[0]!r}?" if near else f"; it defines {', '.join(own) or 'none'}")
+        )
+    wanted = [name for name in _SNIPPET if functions.get(name) is None and (name != "loss" or len(missing) > 1)]
+    model, argument = _last_model(module)
+    lines = ["import torch, tpplan", *(_SNIPPET[name].format(model=model, argument=argument) for name in wanted)]
+    raise ModelError(f"{path}: does not define {' or '.join(missing)}; add\n\n  " + "\n  ".join(lines) + "\n")
+
+
+def _last_model(module: ModuleType) -> tuple[str, str]:
+    """The file's last class with a forward, and that forward's first argument, to fill the snippet in."""
+    found = "MyModel", "tokens"
+    for name, value in vars(module).items():
+        code = getattr(vars(value).get("forward"), "__code__", None) if isinstance(value, type) else None
+        if code is not None and value.__module__ == module.__name__ and code.co_argcount > 1:
+            found = name, code.co_varnames[1]
+    return found
+
+
+def _guarded(path: Path, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The user's function, whose errors arrive as UserCodeError; it may import siblings of its file."""
+
+    def call(*arguments: object) -> Any:
+        with _user_code(path, f"calling {name}({', '.join(map(repr, arguments))})"):
+            return function(*arguments)
+
+    return call
+
+
+def _checked_inputs(path: Path, function: Callable[[int, int], Any]) -> Callable[[int, int], Any]:
+    def call(batch: int, seq_len: int) -> Any:
+        inputs = function(batch, seq_len)
+        if not isinstance(inputs, Mapping | tuple):
+            raise ModelError(
+                f"{path}: example_inputs({batch}, {seq_len}) returned {type(inputs).__name__}, expected a dict of "
+                "forward's keyword arguments or a tuple of its arguments"
+            )
+        return inputs
+
+    return call
+
+
+@contextlib.contextmanager
+def _user_code(path: Path, doing: str) -> Iterator[None]:
+    """Runs the user's code with their folder importable. Raises UserCodeError for what it raises, sys.exit included."""
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        hint = (
+            ": put what only a script does under `if __name__ == '__main__':`" if isinstance(error, SystemExit) else ""
+        )
+        raise UserCodeError(
+            f"{path}: {type(error).__name__} while {doing}{hint}", _traceback_from(path, error)
+        ) from error
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(folder)
+
+
+def _traceback_from(path: Path, error: BaseException) -> str:
+    """The traceback from the first frame of the user's file on; a cause keeps its own."""
+    file = str(path.resolve())
+    start: TracebackType | None = error.__traceback__
+    while start is not None and start.tb_frame.f_code.co_filename != file:
+        start = start.tb_next
+    return "".join(traceback.format_exception(type(error), error, start or error.__traceback__)).rstrip()
+
+
+# Hugging Face configurations
+
+
+def trusted(source: str) -> str:
+    """The source of a model whose configuration may name code that is run. Raises UsageError for another source."""
+    if not source.startswith((HF_PREFIX, HF_TRUSTED_PREFIX)):
+        raise UsageError(f"{TRUST_FLAG}: it is for {HF_PREFIX}path/config.json, got {source!r}")
+    return source if source.startswith(HF_TRUSTED_PREFIX) else HF_TRUSTED_PREFIX + source.removeprefix(HF_PREFIX)
+
+
+def _load_hf(path: Path, source: str, *, is_trusted: bool) -> ModelSpec:
+    """A Hugging Face model from a local config.json, with random weights in float32. Code that the configuration names
+    (auto_map, kernels from elsewhere) is run where it is trusted alone; nobody is asked."""
+    data = _config(path)
+    architectures = [name for name in data.get("architectures") or () if isinstance(name, str)]
+    if not is_trusted and (kernels := _kernels_of_others(data)):
+        raise ModelError(f"{path}: attn_implementation {kernels!r:.80} names code from elsewhere: {_HOW_TO_TRUST}")
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError(f"{source}: needs the extra `hf`: pip install 'tpplan[hf]' ({error})") from None
+    try:
+        where = str(path.parent if is_trusted and path.name == "config.json" else path)  # its code lies beside it
+        config = transformers.AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=is_trusted)
+    except Exception as error:
+        if "auto_map" in data and not is_trusted:
+            raise ModelError(f"{path}: its auto_map names code of its own: {_HOW_TO_TRUST}") from error
+        raise ModelError(f"{path}: transformers cannot read it: {type(error).__name__}: {error}") from error
+    config.use_cache = False
+    text_config = config.get_text_config()
+    text_config.use_cache = False
+    classes = [getattr(transformers, name, None) for name in architectures]
+    model_class = next((found for found in classes if hasattr(found, "_from_config")), None)
+
+    def build_model() -> "nn.Module":
+        import torch
+
+        # Attention is left to transformers, which takes scaled_dot_product_attention where the model supports it.
+        options = {"dtype": torch.float32}
+        try:
+            if model_class is not None:
+                model: nn.Module = model_class._from_config(config, **options)
+            else:
+                from_config: Callable[..., nn.Module] = transformers.AutoModelForCausalLM.from_config
+                model = from_config(config, trust_remote_code=is_trusted, **options)
+        except Exception as error:
+            if "auto_map" in data and not is_trusted:
+                raise ModelError(f"{path}: its auto_map names code of its own: {_HOW_TO_TRUST}") from error
+            raise ModelError(
+                f"{path}: {type(error).__name__} while building {architectures or 'it'}: {error}"
+            ) from error
+        return model
+
+    def example_inputs(batch: int, seq_len: int) -> "dict[str, Tensor]":
+        import torch
+
+        tokens = torch.randint(text_config.vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(0))
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+    return ModelSpec(
+        build_model=build_model,
+        example_inputs=example_inputs,
+        loss=None,
+        unused_outputs=("logits",),
+        source=source,
+        folder=None,
+    )
+
+
+_HOW_TO_TRUST = f"it is not run; if you have read it and trust it, give {TRUST_FLAG}"
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """The configuration. Raises ModelError for a file that is missing or no JSON object."""
+    if not path.exists():
+        raise ModelError(f"{path}: no such config.json; save one with `config.save_pretrained(folder)`")
+    data = read_json(path, origin=str(path), error=ModelError)
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: expected an object, as `config.save_pretrained(folder)` writes it")
+    return data
+
+
+def _kernels_of_others(value: object) -> str:
+    """The repository whose kernels a configuration asks for, in whatever part of it; "" where none."""
+    members = list(value.items()) if isinstance(value, dict) else []
+    for key, member in members:
+        if str(key).endswith("attn_implementation"):
+            named = member.values() if isinstance(member, dict) else (member,)
+            if found := next((name for name in named if isinstance(name, str) and "/" in name), ""):
+                return found
+        if found := _kernels_of_others(member):
+            return found
+    return ""

@@ -1,0 +1,250 @@
+"""Reads `.metadata` of torch.distributed.checkpoint, which is a pickle, without running anything that it names.
+
+DCP reads that file with pickle.load, which calls whatever function the file asks for. Here the file may hold what DCP
+writes of tensors and nothing else: opcodes (_OPCODES), classes (_RECORDS, built by setting their own fields), and five
+calls with plain arguments (torch.Size, a layout by name, an enum's member by number or by name, a path). Whatever else
+stands in it is refused by name. Then every value is checked for its type, and every file must lie in the checkpoint's
+own folder. Seen: torch 2.11 to 2.14.1 write the same.
+"""
+
+import dataclasses
+import io
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from tpplan.core.errors import WeightsError
+from tpplan.core.files import read_regular
+from tpplan.torch_internals.checkpoint_files import MEMORY_FORMATS, StorageInfo, layout_named
+
+METADATA = ".metadata"
+#: dataclasses that a file may make, with the fields that it may set
+_RECORDS: dict[type, frozenset[str]] = {
+    kind: frozenset(field.name for field in dataclasses.fields(kind))
+    for kind in (
+        Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata, ChunkStorageMetadata,
+        StorageInfo,
+    )
+}  # fmt: skip
+
+
+def _member(kind: object, name: object) -> object:
+    """A member of the one enumeration that a file may name: so Python 3.11.0 to 3.11.3 write it, with getattr."""
+    if kind is not MEMORY_FORMATS or type(name) is not str or name not in MEMORY_FORMATS.__members__:
+        _refuse(f"it asks {kind!r:.80} for {name!r:.80}")
+    return MEMORY_FORMATS[name]
+
+
+_PATHS: dict[str, type] = {"PosixPath": PurePosixPath, "WindowsPath": PureWindowsPath}
+_CALLED: dict[tuple[str, str], Callable[..., object]] = {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): layout_named,
+    (MEMORY_FORMATS.__module__, MEMORY_FORMATS.__name__): MEMORY_FORMATS,
+    ("builtins", "getattr"): _member,
+    **{(module, name): path for module in ("pathlib", "pathlib._local") for name, path in _PATHS.items()},
+}
+_ALLOWED: dict[tuple[str, str], object] = {**{(kind.__module__, kind.__name__): kind for kind in _RECORDS}, **_CALLED}
+_OPCODES = (
+    "PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD",
+    "EMPTY_DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2",
+    "TUPLE3", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE",
+)  # fmt: skip
+#: a file in the checkpoint's own folder
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+class _RefusedError(Exception):
+    """What a file holds that DCP does not write."""
+
+
+#: the unpickler in Python, whose opcodes can be chosen; the one in C takes any
+_PYTHON_UNPICKLER: Any = pickle._Unpickler
+
+
+class _Unpickler(_PYTHON_UNPICKLER):  # type: ignore[misc]
+    """Makes what DCP writes. Raises _RefusedError for anything else."""
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        code: _PYTHON_UNPICKLER.dispatch[code] for code in (getattr(pickle, name)[0] for name in _OPCODES)
+    }
+
+    def find_class(self, module: str, name: str) -> object:
+        """What a file may name: records, the five calls, and torch's dtypes."""
+        found = _ALLOWED.get((module, name))
+        if found is None and module == "torch" and isinstance(own := getattr(torch, name, None), torch.dtype):
+            return own
+        return found if found is not None else _refuse(f"it names {module}.{name}")
+
+    def load_newobj(self) -> None:
+        """A record without fields yet."""
+        arguments, kind = self.stack.pop(), self.stack[-1]
+        if not isinstance(kind, type) or kind not in _RECORDS or arguments != ():
+            _refuse(f"it makes {kind!r:.80}")
+        self.stack[-1] = object.__new__(kind)
+
+    def load_build(self) -> None:
+        """A record's fields; TensorProperties reads its own."""
+        state, made = self.stack.pop(), self.stack[-1]
+        if type(made) is TensorProperties and type(state) is tuple:
+            made.__setstate__(state)  # type: ignore[no-untyped-call]
+            return
+        if type(state) is not dict or not state.keys() <= _RECORDS.get(type(made), frozenset()):
+            _refuse(f"it sets fields of {type(made).__name__} that are none")
+        made.__dict__.update(state)
+
+    def load_reduce(self) -> None:
+        """One of the five calls, with numbers and strings, and a member's enumeration."""
+        arguments, called = self.stack.pop(), self.stack[-1]
+        plain = arguments[0] if called is torch.Size and len(arguments) == 1 else arguments
+        plain = plain[1:] if called is _member else plain
+        if called not in _CALLED.values() or not all(type(one) in (int, str) for one in plain):
+            _refuse(f"it calls {called!r:.80}")
+        self.stack[-1] = called(*arguments)
+
+    def load_setitem(self) -> None:
+        """One entry of a dict."""
+        value, key = self.stack.pop(), self.stack.pop()
+        _set(self.stack[-1], key, value)
+
+    def load_setitems(self) -> None:
+        """Entries of a dict."""
+        items = self.pop_mark()
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            _set(self.stack[-1], key, value)
+
+    dispatch[pickle.NEWOBJ[0]] = load_newobj
+    dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.REDUCE[0]] = load_reduce
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+
+
+def _set(made: object, key: object, value: object) -> None:
+    """An entry of a dict; a key of nested tuples could take for ever to hash."""
+    is_index = type(key) is MetadataIndex and type(vars(key).get("fqn")) is str
+    is_plain = type(key) is str or (is_index and type(vars(key).get("offset")) in (torch.Size, type(None)))
+    if type(made) is not dict or not is_plain:
+        _refuse(f"it has a key of {type(key).__name__}")
+    made[key] = value
+
+
+def _refuse(what: str) -> NoReturn:
+    raise _RefusedError(f"{what}, which torch.distributed.checkpoint writes for no tensor")
+
+
+def read_metadata(place: Path) -> Metadata:
+    """Which tensors a checkpoint holds, and where. Raises WeightsError for a file that is no such list."""
+    path = place / METADATA
+    content = read_regular(path, error=WeightsError)
+    try:
+        return _checked(_Unpickler(io.BytesIO(content)).load())
+    except _RefusedError as error:
+        raise WeightsError(f"{path}: {error}") from None
+    except Exception as error:
+        raise WeightsError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
+
+
+def tensors_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """What read_metadata found, by name: tensors alone."""
+    entries = metadata.state_dict_metadata.items()
+    return {name: tensor for name, tensor in entries if isinstance(tensor, TensorStorageMetadata)}
+
+
+def _checked(found: object) -> Metadata:
+    """Metadata whose every part is of its type. What loading tensors does not read is left out."""
+    if type(found) is not Metadata:
+        _refuse(f"it holds {type(found).__name__}")
+    tensors, places = found.state_dict_metadata, found.storage_data
+    _expect(type(tensors) is dict and type(places) is dict, "tables of tensors and of their files")
+    for name, tensor in tensors.items():
+        if type(name) is not str or type(tensor) is not TensorStorageMetadata:
+            raise _RefusedError("expected tensors by name")
+        _expect(_is_tensor(tensor), f"{name!r:.80}: a tensor's dtype, size and chunks")
+        _expect(_is_covered(tensor), f"{name!r:.80}: chunks that make up {list(tensor.size)}")
+    for index, place in places.items():
+        _expect(type(index) is MetadataIndex and type(place) is StorageInfo, "files by tensor")
+        _expect(_is_place(place), f"{index.fqn!r:.80}: a part of a file in the checkpoint's folder")
+    version = found.version if type(found.version) is str else None
+    return Metadata(state_dict_metadata=tensors, storage_data=places, version=version)
+
+
+def _is_tensor(tensor: TensorStorageMetadata) -> bool:
+    fields: Mapping[str, Any] = vars(tensor)
+    chunks, properties = fields.get("chunks"), fields.get("properties")
+    return (
+        type(fields.get("size")) is torch.Size
+        and type(properties) is TensorProperties
+        and type(vars(properties).get("dtype")) is torch.dtype
+        and type(chunks) is list
+        and all(type(chunk) is ChunkStorageMetadata and _is_chunk(vars(chunk)) for chunk in chunks)
+    )
+
+
+def _is_covered(tensor: TensorStorageMetadata) -> bool:
+    """Chunks lie within the tensor, apart, and have as many elements: what none covers would never be filled."""
+    size = tensor.size
+    for chunk in tensor.chunks:
+        if not len(chunk.offsets) == len(chunk.sizes) == len(size):
+            return False
+        dims = zip(chunk.offsets, chunk.sizes, size, strict=True)
+        if any(not 0 <= start <= start + n <= whole for start, n, whole in dims):
+            return False
+    filled = [chunk for chunk in tensor.chunks if prod(chunk.sizes)]
+    is_apart = len({chunk.offsets for chunk in filled}) == len(filled)
+    return is_apart and sum(prod(chunk.sizes) for chunk in filled) == prod(size)
+
+
+def _is_chunk(fields: Mapping[str, Any]) -> bool:
+    return type(fields.get("offsets")) is torch.Size and type(fields.get("sizes")) is torch.Size
+
+
+def _is_place(place: StorageInfo) -> bool:
+    fields: Mapping[str, Any] = vars(place)
+    name, numbers = fields.get("relative_path"), (fields.get("offset"), fields.get("length"))
+    is_plain = type(name) is str and _FILE_NAME.fullmatch(name) is not None
+    return is_plain and all(type(n) is int and n >= 0 for n in numbers) and not fields.get("transform_descriptors")
+
+
+def _expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise _RefusedError(f"expected {what}")
+
+
+class CheckpointReader(FileSystemReader):
+    """DCP's reader of a folder whose metadata was read by read_metadata. It reads tensors alone, never objects."""
+
+    def __init__(self, place: Path, metadata: Metadata) -> None:
+        super().__init__(place)
+        self.metadata = metadata
+
+    def read_metadata(self) -> Metadata:  # without kwargs DCP looks for no file per rank
+        """What was read and checked before."""
+        self.metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads the plan's tensors. Raises WeightsError for an object, which DCP would unpickle."""
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                raise WeightsError(f"{self.path}: {item.dest_index.fqn} is no tensor")
+            file = Path(self.path) / self.storage_data[item.storage_index].relative_path
+            if not file.is_file():
+                raise WeightsError(f"{file}: no such file, or not a regular one")
+        return super().read_data(plan, planner)

@@ -1,0 +1,228 @@
+"""The collectives that a step issues on a rank, one by one, beside those that its plan lists.
+
+A dispatch mode sees both kinds: functional ones (`_c10d_functional`, of tpplan's own conversions and of DTensor) and
+those that FSDP2 asks a process group for (`c10d`). Whose it is follows from who is running: a conversion, which belongs
+to a module's boundary or to the reading of a parameter; FSDP's unit; the reduction at a backward's end; else the module
+whose forward runs, or the loss.
+"""
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpplan.apply.collectives.dp_gradients import Averager
+from tpplan.apply.collectives.redistribute import Converter
+from tpplan.apply.collectives.tp_gradients import Reducer
+from tpplan.apply.modules.local_modules import Site
+from tpplan.core.graph import LOSS_SCOPE
+from tpplan.core.mesh import Axis
+from tpplan.core.name_patterns import ROOT
+from tpplan.costs.step.price_plan import pattern_of
+from tpplan.machine.profile import Collective
+from tpplan.plan.plan import Pass, Plan
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.fsdp import FSDPParamGroup, unit_name
+from tpplan.torch_internals.recording import TorchDispatchMode
+from tpplan.trace.hooks.generated_class import SITE
+from tpplan.trace.record_fx import naming_modules
+
+#: namespaces of ops that reach other ranks
+_NAMESPACES = ("_c10d_functional", "c10d", "_dtensor")
+#: of those, what only waits for another, or wraps it
+_NO_COLLECTIVES = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
+_KINDS = {
+    "all_reduce": Collective.ALL_REDUCE,
+    "all_reduce_": Collective.ALL_REDUCE,
+    "allreduce_": Collective.ALL_REDUCE,
+    "all_gather_into_tensor": Collective.ALL_GATHER,
+    "_allgather_base_": Collective.ALL_GATHER,
+    "reduce_scatter_tensor": Collective.REDUCE_SCATTER,
+    "_reduce_scatter_base_": Collective.REDUCE_SCATTER,
+    "all_to_all_single": Collective.ALL_TO_ALL,
+    "shard_dim_alltoall": Collective.ALL_TO_ALL,
+}
+#: kinds whose only tensor is one rank's part of the value
+_LOCAL = frozenset({"all_gather_into_tensor", "all_to_all_single", "shard_dim_alltoall"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Issued:
+    """One collective: whose it is (a module, "<root>" or "<loss>"), and what a plan says of one. `axis` is the name of
+    the group where it is none of the mesh's; `num_bytes` are those of the whole value."""
+
+    where: str
+    kind: str
+    axis: str
+    during: Pass
+    dtype: str
+    num_bytes: int
+
+
+class CollectiveLog(TorchDispatchMode):
+    """Writes down what is issued while it is on; whoever runs a step says which pass begins."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.issued: list[Issued] = []
+        self._during = Pass.FORWARD
+        self._running: list[str] = []
+        self._model = model
+        self._groups = {str(mesh.get_group(axis).group_name): (axis, mesh[axis].size()) for axis in map(str, Axis)}
+        self._modules = dict(_converters(model))
+
+    def begin(self, during: Pass) -> None:
+        """A pass begins. Recomputation may have left modules standing that it stopped in."""
+        self._during = during
+        self._running.clear()
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """While inside, modules that run are known by name."""
+        with naming_modules(self._model, self._running):
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, name, _ = str(func).split(".", 2)
+        if namespace in _NAMESPACES and name not in _NO_COLLECTIVES:
+            self.issued.append(self._described(name, args))
+        return func(*args, **(kwargs or {}))
+
+    def _described(self, name: str, args: tuple[Any, ...]) -> Issued:
+        tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+        axis, ranks = self._group(args)
+        owner = _owner()
+        kind = _KINDS.get(name)
+        whole = max((tensor.nbytes for tensor in tensors), default=0)
+        return Issued(
+            where=self._where(owner),
+            kind=str(kind) if kind is not None else name,
+            axis=axis,
+            during=Pass.STEP if isinstance(owner, Reducer | Averager) else self._during,
+            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
+            num_bytes=whole * ranks if name in _LOCAL else whole,
+        )
+
+    def _group(self, args: tuple[Any, ...]) -> tuple[str, int]:
+        """The mesh's axis, and its ranks."""
+        for argument in args:
+            if isinstance(argument, str) and argument in self._groups:
+                return self._groups[argument]
+            if isinstance(argument, torch.ScriptObject):
+                with contextlib.suppress(RuntimeError, TypeError):  # it boxes something else: an operation
+                    group = ProcessGroup.unbox(argument)
+                    return self._groups.get(group.group_name, (group.group_name, group.size()))
+        return "unknown", 1
+
+    def _where(self, owner: object) -> str:
+        match owner:
+            case Converter():
+                return self._modules[id(owner)] or ROOT
+            case FSDPParamGroup():
+                return unit_name(owner) or ROOT
+            case Reducer() | Averager():
+                return ROOT
+            case _:
+                return (self._running[-1] or ROOT) if self._running else LOSS_SCOPE
+
+
+def _owner() -> object:
+    """The conversion, unit or reducer whose code is running, innermost first; None where none is."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        for name in ("self", "ctx"):
+            held = frame.f_locals.get(name)
+            found = getattr(held, "converter", held) if name == "ctx" else held
+            if isinstance(found, Converter | FSDPParamGroup | Reducer | Averager):
+                return found
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _converters(model: nn.Module) -> Iterator[tuple[int, str]]:
+    """The module of every conversion in an applied model, by the conversion's id."""
+    for module in model.modules():
+        site: Site | None = module.__dict__.get(SITE)
+        if site is None:
+            continue
+        crossings = [c for argument in site.arguments for c in argument.crossings.values()]
+        for crossing in (*crossings, *site.outputs.values()):
+            yield id(crossing.converter), site.names[0]
+        for reads in (*site.reads.values(), *(site.whole or {}).values()):
+            for reader, converter in reads.converters.items():
+                yield id(converter), reader
+
+
+# ---- beside the plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A collective of which a step issues another number than planned."""
+
+    collective: Issued
+    planned: int
+    issued: int
+
+    def __str__(self) -> str:
+        found = self.collective
+        return (
+            f"{found.where}: {found.kind} of {found.num_bytes} bytes ({found.dtype}) over {found.axis}, "
+            f"{found.during}: planned {self.planned}, issued {self.issued}"
+        )
+
+
+def listed(plan: Plan) -> Counter[Issued]:
+    """What the plan lists for a step, by pattern; a block of which one layer is left has been listed by its name."""
+    found: Counter[Issued] = Counter()
+    for row in plan.collectives:
+        key = Issued(
+            where=pattern_of(plan, row.where),
+            kind=row.kind,
+            axis=str(row.axis),
+            during=row.during,
+            dtype=row.dtype,
+            num_bytes=row.num_bytes,
+        )
+        found[key] += row.count
+    return found
+
+
+def by_pattern(plan: Plan, issued: Sequence[Issued]) -> Counter[Issued]:
+    """What was issued, with the plan's patterns for the names of modules."""
+    return Counter(_renamed(one, pattern_of(plan, one.where)) for one in issued)
+
+
+def _renamed(one: Issued, where: str) -> Issued:
+    return Issued(
+        where=where, kind=one.kind, axis=one.axis, during=one.during, dtype=one.dtype, num_bytes=one.num_bytes
+    )
+
+
+def differences(plan: Plan, planned: Mapping[Issued, int], issued: Sequence[Issued]) -> list[Difference]:
+    """What is not as planned, by pattern, in the order of modules' names in the plan."""
+    found = by_pattern(plan, issued)
+    return [
+        Difference(collective=one, planned=planned.get(one, 0), issued=found[one])
+        for one in sorted({*planned, *found}, key=lambda one: (one.where.startswith("<"), one))
+        if planned.get(one, 0) != found[one]
+    ]
+
+
+def first_member(plan: Plan, difference: Difference, issued: Sequence[Issued]) -> str:
+    """The first module of the pattern of which another number was issued than its share of those planned; the pattern
+    where they have no equal shares."""
+    where = difference.collective.where
+    members = [name for name, _ in plan.expand(where)]
+    found = Counter(one.where for one in issued if _renamed(one, where) == difference.collective)
+    share, rest = divmod(difference.planned, len(members))
+    if rest:
+        return where
+    return next((name for name in members if found[name] != share), members[0])

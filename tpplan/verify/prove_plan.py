@@ -1,0 +1,300 @@
+"""Proves a plan that is given: one from a file, edited by hand or not, against the model that it is to be applied to.
+
+    proven = prove_plan(plan, build_model, example_inputs, loss=loss)    # VerificationError with the path of a mistake
+    proven.plan.dump("plan.json")                                        # says so in its file
+
+Both halves of the proof that `solve` makes, from the plan alone: the layout of every value and gradient is derived from
+it (tpplan.layouts.typecheck), and what applying it makes of the model runs the model's ops on local shapes
+(tpplan.prove.structure). Then what the plan says besides must be what follows: the list of collectives, dtypes,
+fingerprints, FSDP's modules. Predicted times are a machine's, and nothing here says whether they are right.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+from tpplan.apply.model_match import check_model
+from tpplan.core.errors import ModelError, ProfileError, TpplanError, VerificationError
+from tpplan.core.graph import Boundary, Direction
+from tpplan.core.name_patterns import ROOT, holders
+from tpplan.costs.step.price_plan import expanded_as, priced_as
+from tpplan.costs.step.solved_step import Expanded
+from tpplan.layouts.rules import Strategy
+from tpplan.layouts.typecheck import Mistyped, implied_strategies
+from tpplan.machine.profile import HardwareProfile, load_profile
+from tpplan.plan.model_fingerprint import parameters_fingerprint
+from tpplan.plan.optimizers import optimizer_named
+from tpplan.plan.plan import CollectivePlan, Fingerprints, Plan, Prediction
+from tpplan.plan.proof_hash import as_proven
+from tpplan.prove.structure import find_difference
+from tpplan.search.build_plan import input_shapes
+from tpplan.search.job import Job
+from tpplan.search.options import BuildModel, ExampleInputs
+from tpplan.search.other_shapes import other_shapes
+from tpplan.search.trace_cache import Reuse, Traced
+from tpplan.trace.answers.planned_device import planning_for
+from tpplan.trace.trace import Loss
+from tpplan.verify.collective_log import Issued, listed
+
+#: whose times stand in, unread, where the plan's profile is not at hand: bytes do not depend on a machine
+STAND_IN = "h100-sxm"
+#: a note in a plan that was edited after it was proven, and proven again
+EDITED = "edited after it was solved and proven again: the solver's report is that of the plan before"
+_SECTIONS = tuple(member.name for member in fields(Plan))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proven:
+    """What follows from a plan that is proven: on the given model, whatever its file says."""
+
+    #: the given plan with this proof in its file; a shrunk one also has its own collectives, prediction, fingerprints
+    plan: Plan
+    num_values: int
+    traced: Traced
+    #: layouts of each node's operands and results, by its name
+    strategies: Mapping[str, Strategy]
+    collectives: tuple[CollectivePlan, ...]
+    predicted: Prediction
+    fingerprints: Fingerprints
+
+
+def prove_plan(
+    plan: Plan,
+    build_model: BuildModel,
+    example_inputs: ExampleInputs,
+    *,
+    loss: Loss | None = None,
+    is_as_solved: bool = True,
+    profile: HardwareProfile | None = None,
+    reuse: Reuse | None = None,
+) -> Proven:
+    """Proves a plan for a model. With is_as_solved=False the plan's list of collectives and its fingerprints are not
+    compared, but made: those of a shrunk plan are the whole one's. `profile` is what the prediction is made with, the
+    one that the plan names unless told.
+
+    Raises VerificationError with the path of what is wrong in the plan, ModelError where the model cannot be traced.
+    """
+    machine = profile or _machine(plan)
+    job = Job.of_plan(plan, build_model, example_inputs, loss, machine, plan.cluster.gpus_per_node)
+    job.reuse = reuse or job.reuse
+    traced = job.traced(plan.batch.micro_batch)
+    prints = _fingerprints(traced)
+    _refuse(_static_problems(plan, traced, prints if is_as_solved else None))
+    implied = implied_strategies(traced.graph, plan)
+    if isinstance(implied, Mistyped):
+        raise VerificationError(f"{path_of(plan, implied.place)}: {implied.message}")
+    try:
+        check_model(traced.model, plan)
+    except TpplanError as error:
+        raise VerificationError(_with_path(error)) from error
+    per_node = plan.cluster.gpus_per_node
+    expanded = expanded_as(traced.graph, plan, implied, machine, per_node, job.reuse.executor, traced.opaques)
+    _refuse(_dtype_problems(plan, expanded))
+    _check_structure(plan, expanded, traced, job)
+    priced = priced_as(expanded, plan)
+    if is_as_solved:
+        _refuse(_listing_problems(plan, priced.collectives))
+        _refuse(_shape_problems(plan, job, traced))
+    made = (
+        plan
+        if is_as_solved
+        else replace(plan, collectives=priced.collectives, predicted=priced.predicted, fingerprints=prints)
+    )
+    return Proven(
+        plan=_mended(made, traced.assumptions),
+        num_values=len(traced.graph.values),
+        traced=traced,
+        strategies=implied,
+        collectives=priced.collectives,
+        predicted=priced.predicted,
+        fingerprints=prints,
+    )
+
+
+def _mended(plan: Plan, assumptions: tuple[str, ...]) -> Plan:
+    """The plan as proven under these assumptions; in one that was edited a note says what its certificate is of."""
+    made, notes = as_proven(plan, assumptions=assumptions), plan.notes or ()
+    if plan.proof.plan_hash in (None, made.proof.plan_hash) or EDITED in notes:
+        return made
+    return replace(made, notes=(*notes, EDITED))
+
+
+def _refuse(problems: Iterator[str]) -> None:
+    """Raises VerificationError for the first, if there is one."""
+    for problem in problems:
+        raise VerificationError(problem)
+
+
+def _machine(plan: Plan) -> HardwareProfile:
+    """The plan's, or any where that is not here: no time is looked at, and bytes are the same on all."""
+    try:
+        return load_profile(plan.cluster.profile)
+    except ProfileError:
+        return load_profile(STAND_IN)
+
+
+def _fingerprints(traced: Traced) -> Fingerprints:
+    rows = traced.model.named_parameters(remove_duplicate=False)
+    return Fingerprints(
+        parameters=parameters_fingerprint({name: (tuple(w.shape), w.requires_grad) for name, w in rows}),
+        graph=traced.graph.fingerprint,
+        inputs=input_shapes(traced.inputs),
+    )
+
+
+def _check_structure(plan: Plan, expanded: Expanded, traced: Traced, job: Job) -> None:
+    """The second half. What applying raises is about the plan, too."""
+    try:
+        with planning_for(job.device):
+            found = find_difference(
+                traced.model,
+                traced.inputs,
+                expanded,
+                plan,
+                loss=job.loss,
+                cast=job.cast(traced.units),
+                opaques=traced.opaques,
+            )
+    except ModelError:
+        raise
+    except TpplanError as error:
+        raise VerificationError(_with_path(error)) from error
+    if found is not None:
+        node = found.node
+        place: tuple[str, ...] = ("sizes",)
+        if isinstance(node, Boundary):
+            place = ("boundaries", node.module, f"{node.direction}s", node.path)
+        elif node is not None:
+            place = ("sizes", node.module)
+        raise VerificationError(f"{path_of(plan, place)}: {found.message}")
+
+
+def _with_path(error: TpplanError) -> str:
+    """What applying a plan says is wrong with it; most of that begins with its path."""
+    text = str(error)
+    is_placed = text.startswith(tuple(f"{name}{mark}" for name in _SECTIONS for mark in ".[:"))
+    return text if is_placed else f"boundaries: {text}"
+
+
+# ---- what the graph alone decides
+
+
+def _static_problems(plan: Plan, traced: Traced, prints: Fingerprints | None) -> Iterator[str]:
+    """What is wrong with names, units and fingerprints, each with its path."""
+    try:
+        optimizer_named(plan.optimizer)
+    except TpplanError as error:
+        yield f"optimizer: {error}"
+    modules = {name for name, _ in traced.model.named_modules(remove_duplicate=False)}
+    for section, keys in _named_modules(plan).items():
+        for place, key in keys:
+            missing = next((name for name, _ in plan.expand(key) if _plain(name) not in modules), None)
+            if missing is not None:
+                yield f"{section}{place}: the model has no module {missing!r}"
+    yield from _unit_problems(plan)
+    if prints is None:
+        return
+    for name in ("parameters", "graph", "inputs"):
+        planned, found = getattr(plan.fingerprints, name), getattr(prints, name)
+        if planned != found:
+            yield (
+                f"fingerprints.{name}: the plan was made for {planned}, this model has {found}: solve again, or look "
+                "whether the model, torch or the example inputs have changed"
+            )
+
+
+def _named_modules(plan: Plan) -> dict[str, list[tuple[str, str]]]:
+    """(place, key) by section, of what names modules."""
+    tables: dict[str, Sequence[str] | Mapping[str, object]] = {
+        "boundaries": plan.boundaries,
+        "sizes": plan.sizes,
+        "losses": plan.losses,
+        "recompute": plan.recompute,
+        "opaque": plan.opaque or {},
+    }
+    lists = {"draws": plan.draws, "fsdp.units": plan.fsdp.units, "fsdp.exceptions": plan.fsdp.exceptions}
+    found = {section: [(f".{key}", key) for key in keys] for section, keys in tables.items()}
+    return found | {section: [(f"[{i}]", key) for i, key in enumerate(keys)] for section, keys in lists.items()}
+
+
+def _unit_problems(plan: Plan) -> Iterator[str]:
+    """FSDP takes a module once, and those inside it before it."""
+    seen: set[str] = set()
+    for position, key in enumerate(plan.fsdp.units):
+        for name, _ in plan.expand(key):
+            around = next((other for other in (_plain(name), *holders(_plain(name))) if other in seen), None)
+            if around is not None:
+                yield f"fsdp.units[{position}]: {name} comes after {around or ROOT}, which holds it"
+            seen.add(_plain(name))
+
+
+def _plain(name: str) -> str:
+    return "" if name == ROOT else name
+
+
+# ---- what the plan says besides
+
+
+def _dtype_problems(plan: Plan, expanded: Expanded) -> Iterator[str]:
+    """Dtypes that a plan names are those that parameters rest and tensors cross in."""
+    planned, boundaries = plan.parameter_plans(), plan.boundary_plans()
+    for name, found in expanded.parameter_plans().items():
+        if planned[name].dtype != found.dtype:
+            path = path_of(plan, ("parameters", name, "dtype"))
+            yield f"{path}: the plan says {planned[name].dtype}, it rests as {found.dtype}"
+    for module, boundary in expanded.boundary_plans().items():
+        own = boundaries.get(module or ROOT) or boundaries[module]
+        for direction, here, there in (
+            (Direction.INPUT, own.inputs, boundary.inputs),
+            (Direction.OUTPUT, own.outputs, boundary.outputs),
+        ):
+            for path, crossing in there.items():
+                if here[path].dtype != crossing.dtype:
+                    place = path_of(plan, ("boundaries", module, f"{direction}s", path))
+                    yield f"{place}: the plan says {here[path].dtype}, what crosses is {crossing.dtype}"
+
+
+def _listing_problems(plan: Plan, implied: tuple[CollectivePlan, ...]) -> Iterator[str]:
+    """Collectives that the plan lists otherwise than it implies, or twice."""
+    given, wanted = listed(plan), listed(replace(plan, collectives=implied))
+    keys = list(_keys(plan))
+    for key in (*wanted, *(key for key in given if key not in wanted)):
+        if given[key] != wanted[key]:
+            at = f"[{keys.index(key)}]" if key in keys else ""
+            yield (
+                f"collectives{at}: {key.where}: {key.kind} of {key.num_bytes} bytes ({key.dtype}) over {key.axis}, "
+                f"{key.during}: listed {given[key]}, and the plan implies {wanted[key]}"
+            )
+    first = {key: len(keys) - 1 - i for i, key in enumerate(reversed(keys))}
+    yield from (f"collectives[{i}]: stands there twice" for i, key in enumerate(keys) if first[key] < i)
+
+
+def _shape_problems(plan: Plan, job: Job, traced: Traced) -> Iterator[str]:
+    """Other batches and lengths that the plan is said to hold for, and does not."""
+    if plan.proof.other_shapes is not None and (found := other_shapes(job, plan, traced)) != plan.proof.other_shapes:
+        yield f"proof.other_shapes: the plan says {plan.proof.other_shapes}, it is proven for {found}"
+
+
+def _keys(plan: Plan) -> Iterator[Issued]:
+    for row in plan.collectives:
+        yield from listed(replace(plan, collectives=(row,)))
+
+
+def path_of(plan: Plan, place: tuple[str, ...]) -> str:
+    """The JSON path of a place that is given by section, full name, and the rest."""
+    if not place:
+        return "plan"
+    section, *rest = place
+    if not rest:
+        return section
+    name, *below = rest
+    tables: dict[str, Mapping[str, object]] = {
+        "parameters": plan.parameters,
+        "boundaries": plan.boundaries,
+        "sizes": plan.sizes,
+        "losses": plan.losses,
+        "opaque": plan.opaque or {},
+    }
+    keys = sorted(tables.get(section, {}), key=lambda key: "*" in key)
+    written = name or ROOT
+    key = next((key for key in keys if written in {full for full, _ in plan.expand(key)}), written)
+    return ".".join((section, key, *(part or ROOT for part in below)))

@@ -1,0 +1,356 @@
+"""What a process of tpplan.verify.verify does: a step in one process, on a real rank, or as one rank of a fake group.
+
+Parameters are moved off their initial values, so that no 0 or 1 hides an error, and dropout is off: on slices it is not
+what one process drops.
+"""
+
+import contextlib
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tpplan.apply.apply import apply_plan, no_sync
+from tpplan.apply.model_match import plan_name
+from tpplan.apply.modules.dropout_rng import WithoutDropout
+from tpplan.core.errors import ModelError, UsageError
+from tpplan.core.mesh import Axis
+from tpplan.plan.plan import Pass, Plan, Precision
+from tpplan.plan.shrink import in_float32
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.modules import own_children
+from tpplan.trace.trace import Inputs, accumulated_hooks, forward_inputs, quiet
+from tpplan.trace.user_model import ModelSpec, load_model_file
+from tpplan.verify.collective_log import CollectiveLog, Issued
+from tpplan.verify.fake_step import fake_step
+
+#: of a gradient: what is below this share of the model's largest is rounding
+GRADIENT_NOISE = 1e-3
+#: deviation of what is added to parameters
+PERTURBATION = 0.02
+
+
+# ---- the model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model and what surrounds it in training, without the layers that are left out."""
+
+    spec: ModelSpec
+    dropped: frozenset[str]
+
+    def build(self) -> nn.Module:
+        """The model on the current device, in training mode. Raises UsageError where layers stand before others."""
+        model = self.spec.build_model()
+        drop_layers(model, self.dropped)
+        return model.train()
+
+    def loss(self, outputs: Any, inputs: Any) -> Tensor:
+        """The spec's, or the first scalar that the model returns."""
+        if self.spec.loss is not None:
+            return self.spec.loss(outputs, inputs)
+        leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        return next(leaf for leaf in leaves if leaf.dim() == 0 and leaf.requires_grad)
+
+    def micro_batches(self, plan: Plan) -> list[Inputs]:
+        """Those of the global batch, in the order of data ranks. Raises ModelError where inputs do not divide."""
+        batch = plan.batch
+        whole = self.spec.example_inputs(batch.global_batch, batch.seq_len)
+        one = self.spec.example_inputs(batch.micro_batch, batch.seq_len)
+        return split(whole, one, batch.global_batch // batch.micro_batch)
+
+
+def drop_layers(model: nn.Module, dropped: frozenset[str]) -> None:
+    """Removes layers from the ends of their containers, in place."""
+    containers: dict[str, set[str]] = {}
+    for name in dropped:
+        prefix, _, index = name.rpartition(".")
+        containers.setdefault(prefix, set()).add(index)
+    for prefix, indices in containers.items():
+        members = own_children(model.get_submodule(prefix))
+        last = list(members)[len(members) - len(indices) :]
+        if set(last) != indices:
+            raise UsageError(f"--layers: {prefix} holds {last[-1]} behind its repeated layers, so they cannot be fewer")
+        for index in last:
+            del members[index]
+
+
+def split(whole: Inputs, one: Inputs, count: int) -> list[Inputs]:
+    """`count` parts of the inputs: a tensor is cut along the dim in which it is so many times as large as in `one`."""
+    leaves, spec = pytree.tree_flatten(whole)
+    parts = [_parts(leaf, example, count) for leaf, example in zip(leaves, pytree.tree_leaves(one), strict=True)]
+    return [pytree.tree_unflatten(list(own), spec) for own in zip(*parts, strict=True)]
+
+
+def _parts(leaf: Any, example: Any, count: int) -> Sequence[Any]:
+    if not isinstance(leaf, Tensor) or count == 1:
+        return [leaf] * count
+    dims = [dim for dim, (size, other) in enumerate(zip(leaf.shape, example.shape, strict=True)) if size != other]
+    if not dims:
+        return [leaf] * count
+    if len(dims) > 1 or leaf.shape[dims[0]] != count * example.shape[dims[0]]:
+        raise ModelError(
+            f"example_inputs: {list(example.shape)} for a micro-batch and {list(leaf.shape)} for {count} of them: "
+            "expected one dim that grows with the batch"
+        )
+    return leaf.chunk(count, dims[0])
+
+
+def perturb(model: nn.Module, seed: int = 0) -> None:
+    """Adds noise to every parameter, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+                parameter.add_(noise.to(parameter.device, parameter.dtype), alpha=PERTURBATION)
+
+
+# ---- one process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A step in one process: parameters before it, their gradients, the mean loss."""
+
+    loss: float
+    parameters: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+
+    def save(self, path: Path) -> None:
+        """For ranks to read."""
+        torch.save({"loss": self.loss, "parameters": self.parameters, "gradients": self.gradients}, path)
+
+    @classmethod
+    def load(cls, path: str) -> "Reference":
+        """What save wrote; tensors stay in the file until they are read."""
+        return cls(**torch.load(path, weights_only=True, mmap=True))
+
+
+def reference_step(subject: Subject, plan: Plan) -> Reference:
+    """The mean over all micro-batches of the model on each, in float32."""
+    model = built(subject)
+    parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    micro_batches = subject.micro_batches(plan)
+    # A hook on an accumulated gradient sees the mean over data-parallel ranks of each backward.
+    together = plan.batch.accumulation_steps if accumulated_hooks(model) else 0
+    loss = _together(model, subject, micro_batches, together) if together else train_step(model, subject, micro_batches)
+    gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
+    return Reference(loss=loss, parameters=parameters, gradients=gradients)
+
+
+def built(subject: Subject) -> nn.Module:
+    """The model with values that every process makes alike."""
+    torch.manual_seed(0)
+    model = subject.build()
+    perturb(model)
+    return model
+
+
+def _together(model: nn.Module, subject: Subject, micro_batches: Sequence[Inputs], num_backwards: int) -> float:
+    """As train_step, in so many backwards, each of what the data-parallel ranks do at a time."""
+    total = 0.0
+    with WithoutDropout():
+        for index in range(num_backwards):
+            losses = [_loss(model, subject, inputs) for inputs in micro_batches[index::num_backwards]]
+            mean = torch.stack(losses).sum() / len(micro_batches)
+            mean.backward()  # type: ignore[no-untyped-call]
+            total += float(mean.detach())
+    return total
+
+
+def _loss(model: nn.Module, subject: Subject, inputs: Inputs) -> Tensor:
+    accepted = forward_inputs(model, inputs)
+    outputs = model(**accepted) if isinstance(accepted, Mapping) else model(*accepted)
+    return subject.loss(outputs, inputs)
+
+
+def train_step(
+    model: nn.Module, subject: Subject, micro_batches: Sequence[Inputs], log: CollectiveLog | None = None
+) -> float:
+    """Forward and backward of each, gradients reduced in the last alone. Returns the mean loss."""
+    total = 0.0
+    for index, inputs in enumerate(micro_batches):
+        is_last = index + 1 == len(micro_batches)
+        with _watched(model, log, is_last=is_last):
+            loss = _loss(model, subject, inputs)
+            if log is not None:
+                log.begin(Pass.BACKWARD)
+            (loss / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    return total / len(micro_batches)
+
+
+@contextlib.contextmanager
+def _watched(model: nn.Module, log: CollectiveLog | None, *, is_last: bool) -> Iterator[None]:
+    """A micro-batch: its gradients stay unreduced unless it is the last, and what it issues is written down."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(WithoutDropout())
+        if not is_last:
+            stack.enter_context(no_sync(model))
+        if log is not None:
+            log.begin(Pass.FORWARD)
+            stack.enter_context(log.naming())
+            stack.enter_context(log)
+        yield
+
+
+# ---- a real rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a rank is told: the plan's text, where the model comes from, and the file of what one process found."""
+
+    plan: str
+    source: str
+    dropped: frozenset[str]
+    reference: str = ""
+    device_type: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What a rank found: parameters that differ after applying, the loss of its micro-batches, errors of gradients by
+    parameter, and in the plan's own precision a step's collectives and loss."""
+
+    shard_rank: int
+    parameters: tuple[str, ...]
+    loss: float
+    gradients: Mapping[str, float]
+    issued: tuple[Issued, ...]
+    own_loss: float
+
+
+def examine(task: Task) -> Findings:
+    """A rank's part, in a process group of the plan's size."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    with quiet():
+        plan = Plan.from_dict(json.loads(task.plan))
+        subject = Subject(spec=load_model_file(task.source), dropped=task.dropped)
+        mesh = mesh_of(plan, task.device_type)
+        reference = Reference.load(task.reference)
+        model = applied(subject, in_float32(plan), mesh)
+        return examine_model(model, subject, plan, mesh, reference)
+
+
+def mesh_of(plan: Plan, device_type: str) -> DeviceMesh:
+    """The plan's mesh over all ranks."""
+    degrees = tuple(plan.mesh.size(axis) for axis in Axis)
+    return init_device_mesh(device_type, degrees, mesh_dim_names=tuple(map(str, Axis)))
+
+
+def applied(subject: Subject, plan: Plan, mesh: DeviceMesh) -> nn.Module:
+    """The model as one process has it on rank 0, garbage on the others, and the plan applied."""
+    model = built(subject)
+    if dist.get_rank() != 0:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan") if parameter.is_floating_point() else -1)
+    # On another kind of device than planned for, code that asks for it goes another way; what it gives is compared.
+    is_elsewhere = (plan.proof.device or "").partition(" ")[0] != mesh.device_type
+    return apply_plan(model.to(mesh.device_type), plan, mesh=mesh, check="warn" if is_elsewhere else True)
+
+
+def examine_model(model: nn.Module, subject: Subject, plan: Plan, mesh: DeviceMesh, reference: Reference) -> Findings:
+    """What becomes of a model to which the plan's choices have been applied in float32."""
+    data_rank, steps = plan.mesh.data_rank(dist.get_rank()), plan.batch.accumulation_steps
+    every = subject.micro_batches(plan)[data_rank * steps : (data_rank + 1) * steps]
+    own = [_on_device(inputs, mesh.device_type) for inputs in every]
+    named = {plan_name(name): parameter for name, parameter in model.named_parameters()}
+    parameters = tuple(name for name, value in named.items() if not _is_same(value, reference.parameters[name]))
+    loss = train_step(model, subject, own)
+    gradients = gradient_errors(named, reference.gradients)
+    if plan.precision is not Precision.FP32:
+        own = [_as_taken(inputs, plan) for inputs in own]
+        model = applied(subject, plan, mesh)
+    # What ranks tell each other once, when they first run, is no part of a step.
+    own_loss = train_step(model, subject, own)
+    for parameter in model.parameters():
+        parameter.grad = None
+    log = CollectiveLog(model, mesh)
+    train_step(model, subject, own, log)
+    return Findings(
+        shard_rank=mesh.get_local_rank(Axis.SHARD),
+        parameters=parameters,
+        loss=loss,
+        gradients=gradients,
+        issued=tuple(log.issued),
+        own_loss=own_loss,
+    )
+
+
+def _as_taken(inputs: Inputs, plan: Plan) -> Inputs:
+    """Floating inputs in the plan's precision, where the user gives them so."""
+    if plan.precision is not Precision.BF16:
+        return inputs
+    found: Inputs = pytree.tree_map_only(
+        Tensor, lambda tensor: tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 else tensor, inputs
+    )
+    return found
+
+
+def _on_device(inputs: Inputs, device_type: str) -> Inputs:
+    found: Inputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device_type), inputs)
+    return found
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+def _is_same(parameter: Tensor, expected: Tensor) -> bool:
+    return torch.equal(_whole(parameter), expected)
+
+
+def gradient_errors(parameters: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """By parameter max |g - e| / max(max |e|, noise), noise being a share of the model's largest gradient; infinite
+    where only one has a gradient, or one is no number."""
+    noise = GRADIENT_NOISE * max((float(gradient.abs().max()) for gradient in expected.values()), default=0.0)
+    errors: dict[str, float] = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is None or name not in expected:
+            if (parameter.grad is None) != (name not in expected):
+                errors[name] = math.inf
+            continue
+        error = float((_whole(parameter.grad) - expected[name]).abs().max())
+        errors[name] = error / max(float(expected[name].abs().max()), noise) if math.isfinite(error) else math.inf
+    return errors
+
+
+# ---- one rank of a fake group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dry:
+    """What one rank of a fake group found."""
+
+    issued: tuple[Issued, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    peak_bytes: int | None
+
+
+def rehearse(task: Task) -> Dry:
+    """A step of the plan on fake tensors; it makes a fake process group of its own."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    with quiet():
+        plan = Plan.from_dict(json.loads(task.plan))
+        subject = Subject(spec=load_model_file(task.source), dropped=task.dropped)
+        inputs = subject.spec.example_inputs(plan.batch.micro_batch, plan.batch.seq_len)
+        step = fake_step(subject.build, inputs, subject.loss, plan)
+    return Dry(
+        issued=step.issued,
+        shapes=step.shapes,
+        peak_bytes=step.tracked.peak_bytes if step.tracked is not None else None,
+    )
