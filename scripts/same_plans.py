@@ -29,7 +29,8 @@ TWO_NODES = ("--gpus", "16", "--profile", "h100-sxm")
 #: small models of transformers, by the name of their folder
 CONFIGS: dict[str, dict[str, Any]] = {
     "hf-llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024,
-                 "vocab_size": 32000,                 "intermediate_size": 2816, "num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 4},
+                 "vocab_size": 32000, "intermediate_size": 2816, "num_hidden_layers": 6, "num_attention_heads": 16,
+                 "num_key_value_heads": 4},
     "hf-mixtral": {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 512,
                    "vocab_size": 8000, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8,
                    "num_key_value_heads": 4, "num_local_experts": 4},
