@@ -1,11 +1,15 @@
 """Cost of a conversion: the collectives its steps issue, and the local kernels around them."""
 
+from dataclasses import dataclass
 from math import prod
 
-from tpplan.core.graph import Value
-from tpplan.core.layout import COLLECTIVE_STEPS, Conversion, Step
+from tpplan.core.graph import Boundary, ModelGraph, Op, Value
+from tpplan.core.layout import COLLECTIVE_STEPS, Conversion, LayoutKind, Step
 from tpplan.core.mesh import GroupShape
+from tpplan.layouts.decision_space import CROSS_ENTROPY, Decider, reading_conversion
+from tpplan.layouts.rules import Call, Strategy
 from tpplan.machine.profile import Collective, Estimate, HardwareProfile
+from tpplan.plan.plan import Pass
 
 _COLLECTIVES = {
     Step.ALL_REDUCE: Collective.ALL_REDUCE,
@@ -76,3 +80,50 @@ def _copy(profile: HardwareProfile, num_bytes: float) -> Estimate:
 
 def _local(profile: HardwareProfile, num_bytes: float) -> Estimate:
     return profile.memory_bound(num_bytes=num_bytes) + profile.issuing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A collective on the tp axis: num_bytes is that of the whole value."""
+
+    kind: Collective
+    during: Pass
+    num_bytes: int
+    dtype: str
+
+
+def transfers_of(graph: ModelGraph, decider: Decider, strategy: Strategy) -> tuple[Transfer, ...]:
+    """The collectives on the tp axis that a decision issues in a micro-batch, forward and backward."""
+    if isinstance(decider, Op):
+        return op_transfers(Call.of(graph, decider), strategy)
+    if isinstance(decider, Boundary):
+        return conversion_transfers(
+            Conversion(strategy.operands[0], strategy.results[0]), graph.values[decider.operand]
+        )
+    return conversion_transfers(reading_conversion(strategy), graph.values[decider.parameter.result])
+
+
+def conversion_transfers(conversion: Conversion, value: Value) -> tuple[Transfer, ...]:
+    """The collectives of a conversion. The reduction of gradients that are summands happens once a step and is not
+    among them."""
+    return tuple(
+        Transfer(kind=kind, during=during, num_bytes=value.num_bytes, dtype=value.dtype)
+        for during, steps in ((Pass.FORWARD, conversion.forward), (Pass.BACKWARD, conversion.backward))
+        for kind in collectives_of(steps)
+        if during is Pass.FORWARD or value.carries_gradient
+    )
+
+
+def op_transfers(call: Call, strategy: Strategy) -> tuple[Transfer, ...]:
+    """The collectives of an op: a cross entropy over sharded classes reduces the maxima, then the sums of exponentials
+    beside the targets' logits, in float32 per row. No other op issues any."""
+    if call.target != CROSS_ENTROPY or strategy.operands[0].kind is not LayoutKind.SHARD:
+        return ()
+    logits = call.operands[0]
+    rows = logits.num_elements // logits.shape[-1]
+    dtype = "float64" if logits.dtype == "float64" else "float32"
+    width = 8 if dtype == "float64" else 4
+    return tuple(
+        Transfer(kind=Collective.ALL_REDUCE, during=Pass.FORWARD, num_bytes=columns * rows * width, dtype=dtype)
+        for columns in (1, 2)
+    )

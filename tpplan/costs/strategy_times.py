@@ -5,29 +5,18 @@ from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from tpplan.core.graph import Boundary, Op, Value
-from tpplan.core.layout import Conversion, Layout, LayoutKind
+from tpplan.core.layout import Conversion, Layout
 from tpplan.core.mesh import GroupShape
-from tpplan.costs.collectives import collectives_of, conversion_time
+from tpplan.costs.collectives import Transfer, conversion_time, conversion_transfers, op_transfers
 from tpplan.costs.error_bars import NONE, Residuals
 from tpplan.costs.execute import Execution, Executor
 from tpplan.costs.fusion import moved_shares
 from tpplan.costs.gradient_sums import MOVED, additions, moved_bytes
 from tpplan.costs.kernels import Attention, Kernel, Matmul, MemoryBound, kernel_time
-from tpplan.layouts.decision_space import CROSS_ENTROPY, Space, reading_conversion
+from tpplan.layouts.decision_space import Space, reading_conversion
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.machine.profile import Collective, Estimate, HardwareProfile
 from tpplan.plan.plan import Pass, Recompute
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """A collective on the tp axis: num_bytes is that of the whole value."""
-
-    kind: Collective
-    during: Pass
-    num_bytes: int
-    dtype: str
-
 
 ZERO = Estimate.zero()
 
@@ -219,7 +208,7 @@ def _op_time(call: Call, strategy: Strategy, pricing: Pricing, moved: float, add
     """Full recomputation repeats all of a forward; selective all but products, attention and sums over ranks."""
     profile, group = pricing.profile, pricing.group
     execution = pricing.executor.execute(call, strategy, group.ranks)
-    transfers = _cross_entropy_transfers(call, strategy)
+    transfers = op_transfers(call, strategy)
     forward, backward, light = pricing.works_of(execution, moved)
     backward = backward + added if added.kernels else backward
     collectives = sum((profile.collective(t.kind, group, t.num_bytes) for t in transfers), ZERO)
@@ -240,20 +229,6 @@ def _op_time(call: Call, strategy: Strategy, pricing: Pricing, moved: float, add
     )
 
 
-def _cross_entropy_transfers(call: Call, strategy: Strategy) -> tuple[Transfer, ...]:
-    """Sharded classes: the maxima, then the sums of exponentials beside the targets' logits, in float32 per row."""
-    if call.target != CROSS_ENTROPY or strategy.operands[0].kind is not LayoutKind.SHARD:
-        return ()
-    logits = call.operands[0]
-    rows = logits.num_elements // logits.shape[-1]
-    dtype = "float64" if logits.dtype == "float64" else "float32"
-    width = 8 if dtype == "float64" else 4
-    return tuple(
-        Transfer(kind=Collective.ALL_REDUCE, during=Pass.FORWARD, num_bytes=columns * rows * width, dtype=dtype)
-        for columns in (1, 2)
-    )
-
-
 def _conversion_time(
     conversion: Conversion, value: Value, profile: HardwareProfile, group: GroupShape, added: Work
 ) -> StrategyTime:
@@ -265,13 +240,7 @@ def _conversion_time(
             if free
             else replace(FREE, backward=added.time, backward_kernels=added.kernels, residuals=added.residuals)
         )
-    # The reduction of gradients that are summands is once per step, and priced elsewhere.
-    transfers = [
-        Transfer(kind=kind, during=during, num_bytes=value.num_bytes, dtype=value.dtype)
-        for during, steps in ((Pass.FORWARD, conversion.forward), (Pass.BACKWARD, conversion.backward))
-        for kind in collectives_of(steps)
-        if during is Pass.FORWARD or value.carries_gradient
-    ]
+    transfers = conversion_transfers(conversion, value)
     forward, backward = conversion_time(profile, conversion, value, group)
     # A local step is a kernel; a conversion with a collective counts whole as communication.
     moves = {transfer.during for transfer in transfers}
@@ -287,7 +256,7 @@ def _conversion_time(
         backward=returned + added.time,
         forward_collectives=sent,
         backward_collectives=sent_back,
-        transfers=tuple(transfers),
+        transfers=transfers,
         again=local,
         again_collectives=gathered,
         forward_kernels=kernels,

@@ -90,7 +90,7 @@ def export(
         raise UsageError(f"export to {to!r}: expected one of {', '.join(exporters())}")
     proven = prove_plan(plan, build_model, example_inputs, loss=loss)
     traced = proven.traced
-    laid = LaidOut(plan=plan, model=traced.model, graph=traced.graph, strategies=proven.strategies)
+    laid = LaidOut(plan=plan, model=traced.model, graph=traced.graph, strategies=proven.assignment.strategies)
     text: str = _module(to).export(laid)
     return text
 

@@ -80,11 +80,7 @@ class Space:
     @cached_property
     def readings(self) -> dict[str, tuple[Reading, ...]]:
         """Readings by parameter name, in order."""
-        found: dict[str, list[Reading]] = {source.label: [] for source in self.graph.parameters}
-        for decider in self.deciders.values():
-            if isinstance(decider, Reading):
-                found[decider.parameter.label].append(decider)
-        return {label: tuple(readings) for label, readings in found.items()}
+        return readings_of(self.graph)
 
     @cached_property
     def shared(self) -> tuple[tuple[str, ...], ...]:
@@ -103,6 +99,58 @@ class Space:
     def layouts(self) -> dict[str, tuple[str, int]]:
         """For each computed value, the decision and the position of the result that name its layout."""
         return {result: (node.name, i) for node in self.graph.nodes for i, result in enumerate(node.results)}
+
+
+def deciders_of(graph: ModelGraph) -> dict[str, Decider]:
+    """The decisions of a graph by name, in the order of its nodes: an op's readings of parameters precede the op."""
+    return graph.once(deciders_of, lambda: dict(_deciders(graph)))
+
+
+def _deciders(graph: ModelGraph) -> Iterator[tuple[str, Decider]]:
+    parameters = {source.result: source for source in graph.parameters}
+    for node in graph.nodes:
+        if isinstance(node, Op):
+            for position, operand in enumerate(node.operands):
+                if operand in parameters:
+                    name = reading_name(node, position)
+                    yield name, Reading(name=name, parameter=parameters[operand], op=node, position=position)
+        yield node.name, node
+
+
+def flows_of(graph: ModelGraph) -> tuple[Flow, ...]:
+    """The values that go from decision to decision, readings of parameters among them. Raises ModelError for a
+    parameter that is passed to a module as an argument."""
+    return graph.once(flows_of, lambda: tuple(_flows(graph)))
+
+
+def _flows(graph: ModelGraph) -> Iterator[Flow]:
+    parameters = {source.result: source for source in graph.parameters}
+    origin = {result: (node.name, i) for node in graph.nodes for i, result in enumerate(node.results)}
+    for node in graph.nodes:
+        for position, operand in enumerate(node.operands):
+            if operand in parameters:
+                if not isinstance(node, Op):
+                    raise ModelError(
+                        f"parameter {parameters[operand].label} crosses into module {node.module!r} as an argument "
+                        f"({node.path}): tpplan cannot shard a weight that is passed around"
+                    )
+                yield Flow(source=reading_name(node, position), result=0, target=node.name, operand=position)
+            elif operand in origin:
+                source, result = origin[operand]
+                yield Flow(source=source, result=result, target=node.name, operand=position)
+
+
+def readings_of(graph: ModelGraph) -> dict[str, tuple[Reading, ...]]:
+    """The readings of each parameter of a graph by its name, in order."""
+    return graph.once(readings_of, lambda: _readings(graph))
+
+
+def _readings(graph: ModelGraph) -> dict[str, tuple[Reading, ...]]:
+    found: dict[str, list[Reading]] = {source.label: [] for source in graph.parameters}
+    for decider in deciders_of(graph).values():
+        if isinstance(decider, Reading):
+            found[decider.parameter.label].append(decider)
+    return {label: tuple(readings) for label, readings in found.items()}
 
 
 def build_space(
@@ -140,7 +188,7 @@ def build_space(
         tp=tp,
         deciders=builder.deciders,
         strategies={name: found[name] for name in builder.deciders},
-        flows=graph.once(Flow, lambda: tuple(builder.flows())),
+        flows=flows_of(graph),
         classes=classes,
     )
 
@@ -173,16 +221,7 @@ class _Builder:
         self.converting = _converting_boundaries(graph)
         self.extra = find_extra_layouts(graph, tp) if tp > 1 else {}
         self.written_later = crossings_before_writes(graph)
-        self.deciders = graph.once(_Builder, lambda: dict(self._deciders()))
-
-    def _deciders(self) -> Iterator[tuple[str, Decider]]:
-        for node in self.graph.nodes:
-            if isinstance(node, Op):
-                for position, operand in enumerate(node.operands):
-                    if operand in self.parameters:
-                        name = reading_name(node, position)
-                        yield name, Reading(name=name, parameter=self.parameters[operand], op=node, position=position)
-            yield node.name, node
+        self.deciders = deciders_of(graph)
 
     def options(self, decider: Decider) -> tuple[Strategy, ...]:
         match decider:
@@ -271,22 +310,6 @@ class _Builder:
     def _rows_are_masked(self, op: Op, strategy: Strategy) -> bool:
         """Rows of other ranks are masked at the module's output: only there does the named pair exist."""
         return ROWS not in strategy.results or self._rows_possible(op)
-
-    def flows(self) -> Iterator[Flow]:
-        """Values between decisions, readings included."""
-        origin = {result: (node.name, i) for node in self.graph.nodes for i, result in enumerate(node.results)}
-        for node in self.graph.nodes:
-            for position, operand in enumerate(node.operands):
-                if operand in self.parameters:
-                    if not isinstance(node, Op):
-                        raise ModelError(
-                            f"parameter {self.parameters[operand].label} crosses into module {node.module!r} as an "
-                            f"argument ({node.path}): tpplan cannot shard a weight that is passed around"
-                        )
-                    yield Flow(source=reading_name(node, position), result=0, target=node.name, operand=position)
-                elif operand in origin:
-                    source, result = origin[operand]
-                    yield Flow(source=source, result=result, target=node.name, operand=position)
 
 
 def _leaves_model(decider: Decider) -> bool:

@@ -6,8 +6,8 @@ from functools import partial
 from typing import TypeVar
 
 from tpplan.core.graph import ModelGraph, RepeatedBlock, enclosing, within
-from tpplan.core.name_patterns import format_ranges
-from tpplan.plan.plan import ParameterPlan
+from tpplan.core.name_patterns import format_ranges, parse_ranges, substitute
+from tpplan.plan.plan import ParameterPlan, Plan
 
 T = TypeVar("T")
 #: an entry with the names inside rewritten
@@ -113,3 +113,12 @@ def _starred(name: str, place: tuple[RepeatedBlock, int]) -> str:
     block, index = place
     own = f"{block.prefix}.{index}" if block.prefix else str(index)
     return block.pattern + name.removeprefix(own) if within(name, own) else name
+
+
+def pattern_in(plan: Plan, module: str) -> str:
+    """A module's name as the blocks of a plan write it."""
+    for pattern, ranges in plan.blocks.items():
+        for index in parse_ranges(ranges):
+            if within(module, own := substitute(pattern, index)):
+                return pattern + module.removeprefix(own)
+    return module

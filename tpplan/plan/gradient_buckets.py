@@ -2,6 +2,11 @@
 
 from collections.abc import Iterable
 
+from tpplan.core.units import MIB
+
+#: bytes reduced at once; gradients of many small parameters travel together (torch DDP's default bucket)
+BUCKET_BYTES = 25 * MIB
+
 
 def bucketed(sizes: Iterable[int], bucket_bytes: int) -> list[list[int]]:
     """Positions of sizes in bytes, grouped: the smallest first, each group at most bucket_bytes unless one alone is

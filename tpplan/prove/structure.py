@@ -35,7 +35,7 @@ from tpplan.core.graph import (
 )
 from tpplan.core.layout import COLLECTIVE_STEPS, Step, local_shape
 from tpplan.core.name_patterns import ROOT
-from tpplan.costs.step.solved_step import Expanded
+from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import CROSS_ENTROPY, Reading, reading_conversion
 from tpplan.layouts.rules import Call, Strategy, localized_arguments, takes_sizes, written_operands, written_sizes
 from tpplan.layouts.size_dims import sizes_by_dims
@@ -96,7 +96,7 @@ class Counterexample:
 def check_structure(
     model: nn.Module,
     inputs: Inputs,
-    expanded: Expanded,
+    assignment: Assignment,
     plan: Plan,
     *,
     loss: Loss | None,
@@ -107,24 +107,24 @@ def check_structure(
     first difference that no size accounts for. `model` is on the meta device; `opaques` are the original's."""
     written: dict[str, tuple[SizePlan, ...]] = {}
     for rank in (0, plan.mesh.tp - 1) if plan.mesh.tp > 1 else ():
-        while found := _difference_on(rank, model, inputs, expanded, plan, loss=loss, cast=cast, opaques=opaques):
+        while found := _difference_on(rank, model, inputs, assignment, plan, loss=loss, cast=cast, opaques=opaques):
             if found.culprit is not None:
                 return found
-            more = _with_sizes_of(expanded, model, found, written)
+            more = _with_sizes_of(assignment, model, found, written)
             if more == written and not found.strange:
-                more = _with_sizes_of(expanded, model, found, written, is_given=lambda size: True)
+                more = _with_sizes_of(assignment, model, found, written, is_given=lambda size: True)
             if more == written:
                 return found
             written = more
             named = {module or ROOT: sizes for module, sizes in written.items()}
-            plan = replace(plan, sizes=by_pattern(expanded.graph, named, lambda sizes, rename: sizes, ()))
+            plan = replace(plan, sizes=by_pattern(assignment.graph, named, lambda sizes, rename: sizes, ()))
     return plan
 
 
 def find_difference(
     model: nn.Module,
     inputs: Inputs,
-    expanded: Expanded,
+    assignment: Assignment,
     plan: Plan,
     *,
     loss: Loss | None,
@@ -133,12 +133,12 @@ def find_difference(
 ) -> Counterexample | None:
     """The first difference of a plan as it is, no size added; None where it runs the original's ops."""
     ranks = (0, plan.mesh.tp - 1) if plan.mesh.tp > 1 else ()
-    found = (_difference_on(r, model, inputs, expanded, plan, loss=loss, cast=cast, opaques=opaques) for r in ranks)
+    found = (_difference_on(r, model, inputs, assignment, plan, loss=loss, cast=cast, opaques=opaques) for r in ranks)
     return next((difference for difference in found if difference is not None), None)
 
 
 def _with_sizes_of(
-    expanded: Expanded,
+    assignment: Assignment,
     model: nn.Module,
     problem: Counterexample,
     written: Mapping[str, tuple[SizePlan, ...]],
@@ -151,14 +151,14 @@ def _with_sizes_of(
     Modules of one class run the same code: what it has written is written in each of them, and one retrace for all is
     what keeps proofs of many convolutions short.
     """
-    found, node, graph, seen = dict(written), problem.node, expanded.graph, problem.strange.__contains__
+    found, node, graph, seen = dict(written), problem.node, assignment.graph, problem.strange.__contains__
     calls: dict[str, list[tuple[Call, Strategy]]] = defaultdict(list)
     for op in graph.ops:
-        calls[op.module].append((Call.of(graph, op), expanded.strategy(op.name)))
+        calls[op.module].append((Call.of(graph, op), assignment.strategy(op.name)))
     for op in _of_the_same_code(graph, model, node) if isinstance(node, Op) else ():
         own = found.get(op.module, ())
-        placed = Call.of(graph, op), expanded.strategy(op.name)
-        sizes = _sizes_of(placed, calls[op.module], expanded.formulation.mesh.tp, is_given or seen)
+        placed = Call.of(graph, op), assignment.strategy(op.name)
+        sizes = _sizes_of(placed, calls[op.module], assignment.tp, is_given or seen)
         found[op.module] = (*own, *(size for size in sizes if size not in own))
     return {module: sizes for module, sizes in found.items() if sizes}
 
@@ -189,7 +189,7 @@ def _difference_on(
     rank: int,
     model: nn.Module,
     inputs: Inputs,
-    expanded: Expanded,
+    assignment: Assignment,
     plan: Plan,
     *,
     loss: Loss | None,
@@ -206,11 +206,11 @@ def _difference_on(
         applied = trace(local, inputs, loss=loss, cast=cast, doings=_doings(plan), opaques=opaques, fresh=fresh)
     except TraceError as error:
         reason = f"the applied model cannot run: {str(error).splitlines()[0].partition(': ')[2]}"
-        found = _compare_so_far(expanded, error.ran, reason)
+        found = _compare_so_far(assignment, error.ran, reason)
         if found.message == reason and (failure := own_failure(error.__cause__, has_run=True)) is not None:
             raise failure from error.__cause__
         return replace(found, culprit=error.module) if isinstance(error.__cause__, AtRestError) else found
-    return _compare(expanded, applied)
+    return _compare(assignment, applied)
 
 
 def _doings(plan: Plan) -> Doings:
@@ -252,50 +252,52 @@ class _Image:
     shapes: tuple[tuple[int, ...], ...]
 
 
-def _compare(expanded: Expanded, applied: ModelGraph) -> Counterexample | None:
+def _compare(assignment: Assignment, applied: ModelGraph) -> Counterexample | None:
     """Walks two whole graphs: the same nodes reading the same values, and nothing left over but conversions."""
-    graph = expanded.graph
+    graph = assignment.graph
     for source, other in zip_longest(graph.sources, applied.sources):
         if source is None or other is None or (source.kind, source.label) != (other.kind, other.label):
             label = (source or other).label
             readers = graph.consumers.get(source.result, ()) if source is not None else ()
-            return _blame(expanded, next(iter(readers), None), f"{label}: the applied model has another, or none")
+            return _blame(assignment, next(iter(readers), None), f"{label}: the applied model has another, or none")
     if graph.questions != applied.questions:
-        return _blame(expanded, None, "the applied model asks other questions of its inputs, or is told other answers")
-    entries = {b.name for b, _ in expanded.conversions() if b.direction is Direction.INPUT}
+        return _blame(
+            assignment, None, "the applied model asks other questions of its inputs, or is told other answers"
+        )
+    entries = {b.name for b, _ in assignment.conversions() if b.direction is Direction.INPUT}
     unconverted: set[str] = set()
     converted = _Converted(applied)
-    losses = _sharded_losses(expanded)
+    losses = _sharded_losses(assignment)
     rest = deque(node for node in applied.nodes if node.name not in converted.own)
     images = {s.result: t.result for s, t in zip(graph.sources, applied.sources, strict=True)}
     for original in graph.nodes:
         if original.name in losses:
             images[original.results[0]] = converted.latest(images[value] for value in original.operands)
             continue
-        if _is_needless(expanded, original, _title(rest[0]) if rest else ""):
+        if _is_needless(assignment, original, _title(rest[0]) if rest else ""):
             images[original.results[0]] = images[original.operands[0]]
             continue
         if not rest:
-            return _blame(expanded, original, f"the applied model ends before {_title(original)}")
+            return _blame(assignment, original, f"the applied model ends before {_title(original)}")
         node = rest.popleft()
         image = _image(applied, node)
-        problem = _difference(expanded, original, image)
+        problem = _difference(assignment, original, image)
         reads = [converted.core(value, node.module) for value in node.operands]
         if problem is None and reads != [converted.core(images[value], node.module) for value in original.operands]:
             problem = f"{_title(original)} reads other values"
         if problem is None and not unconverted.isdisjoint(node.operands):
             problem = f"{_title(original)} reads what entered a module, and not what it was converted to"
         if problem is not None:
-            return _blame(expanded, original, problem, _strange(expanded, original, image))
+            return _blame(assignment, original, problem, _strange(assignment, original, image))
         images.update(zip(original.results, node.results, strict=True))
         if original.name in entries:
             unconverted.add(node.results[0])
     if rest:
-        return _blame(expanded, None, f"the applied model goes on with {_title(rest[0])}")
-    return _other_conversions(expanded, converted, images, losses)
+        return _blame(assignment, None, f"the applied model goes on with {_title(rest[0])}")
+    return _other_conversions(assignment, converted, images, losses)
 
 
-def _is_needless(expanded: Expanded, original: Op | Boundary, found: str) -> bool:
+def _is_needless(assignment: Assignment, original: Op | Boundary, found: str) -> bool:
     """True for what a rank does not run: the mark of a parameter that is read to be passed on, for what is passed is no
     parameter then; a copy of what a rank holds contiguous, such as one head moved before the sequence.
 
@@ -303,7 +305,7 @@ def _is_needless(expanded: Expanded, original: Op | Boundary, found: str) -> boo
     """
     if not isinstance(original, Op) or found.startswith(original.target):
         return False
-    graph = expanded.graph
+    graph = assignment.graph
     if original.target == ALIAS:
         return any(source.result == original.operands[0] for source in graph.parameters)
     written = {graph.values[name].storage for op in graph.ops for name in written_operands(op)}
@@ -355,31 +357,31 @@ class _Converted:
         return max(values, key=lambda value: self._order[value])
 
 
-def _sharded_losses(expanded: Expanded) -> frozenset[str]:
+def _sharded_losses(assignment: Assignment) -> frozenset[str]:
     """Cross entropies that run as code of ours."""
     return frozenset(
         op.name
-        for op in expanded.graph.ops
-        if op.target == CROSS_ENTROPY and expanded.strategy(op.name).operands[0].dim is not None
+        for op in assignment.graph.ops
+        if op.target == CROSS_ENTROPY and assignment.strategy(op.name).operands[0].dim is not None
     )
 
 
 def _other_conversions(
-    expanded: Expanded, converted: _Converted, images: Mapping[str, str], losses: frozenset[str]
+    assignment: Assignment, converted: _Converted, images: Mapping[str, str], losses: frozenset[str]
 ) -> Counterexample | None:
     """The first value that is converted by other steps than its conversions take, as far as their ops tell.
 
     Parameters are converted wherever their modules' code reads them, which may be more than once.
     """
-    graph = expanded.graph
+    graph = assignment.graph
     steps: dict[str, list[Step]] = defaultdict(list)
-    for boundary, conversion in expanded.conversions():
+    for boundary, conversion in assignment.conversions():
         value = boundary.result if boundary.direction is Direction.INPUT else boundary.operand
         steps[images[value]] += conversion.forward or (Step.NONE,)
     reads: dict[str, set[Step]] = {}
     for source in graph.parameters:
-        readings = expanded.formulation.space.readings[source.label]
-        found = (reading_conversion(expanded.strategy(reading.name)).forward for reading in readings)
+        readings = assignment.readings[source.label]
+        found = (reading_conversion(assignment.strategy(reading.name)).forward for reading in readings)
         reads[images[source.result]] = {step for taken in found for step in taken}
     for loss in graph.ops:
         if loss.name in losses:  # the maximum of the logits, then the sums that the targets are needed for
@@ -401,14 +403,14 @@ def _other_conversions(
         if not is_same or is_left_out or (value not in of_losses and not names <= _MOVES | also):
             origin = next(name for name, image in images.items() if image == value)
             shown = ", ".join(f"{op.split('.')[1]} x{count}" for op, count in found_ops.items()) or "nothing"
-            return _blame(expanded, graph.producers.get(origin), f"{origin} is converted by {shown}")
+            return _blame(assignment, graph.producers.get(origin), f"{origin} is converted by {shown}")
     return None
 
 
-def _compare_so_far(expanded: Expanded, ran: torch.fx.Graph, reason: str) -> Counterexample:
+def _compare_so_far(assignment: Assignment, ran: torch.fx.Graph, reason: str) -> Counterexample:
     """Walks a graph that stopped: the first difference, else what would have run next is what cannot run."""
-    losses = _sharded_losses(expanded)
-    originals = deque(node for node in expanded.graph.nodes if node.name not in losses)
+    losses = _sharded_losses(assignment)
+    originals = deque(node for node in assignment.graph.nodes if node.name not in losses)
     for node in ran.nodes:
         is_own = node.meta.get(SCOPE) == OWN_SCOPE
         if is_own or not is_op(node.target) or str(node.target) in _PASSED:
@@ -418,13 +420,13 @@ def _compare_so_far(expanded: Expanded, ran: torch.fx.Graph, reason: str) -> Cou
                 originals.popleft()
             continue
         image = _fx_image(node)
-        while originals and _is_needless(expanded, originals[0], image.title):
+        while originals and _is_needless(assignment, originals[0], image.title):
             originals.popleft()
         original = originals.popleft() if originals else None
-        problem = "more ran than before" if original is None else _difference(expanded, original, image)
+        problem = "more ran than before" if original is None else _difference(assignment, original, image)
         if problem is not None:
-            return _blame(expanded, original, problem, _strange(expanded, original, image))
-    return _blame(expanded, originals[0] if originals else None, reason)
+            return _blame(assignment, original, problem, _strange(assignment, original, image))
+    return _blame(assignment, originals[0] if originals else None, reason)
 
 
 def _leaves(node: Op | Boundary, module: str) -> bool:
@@ -456,20 +458,20 @@ class _AnyTensor(dict[str, Argument]):
         return Ref(name)
 
 
-def _difference(expanded: Expanded, original: Op | Boundary, image: _Image) -> str | None:
+def _difference(assignment: Assignment, original: Op | Boundary, image: _Image) -> str | None:
     """What differs between a node and its image; None where nothing does."""
     title = _title(original)
     if title.partition(" in ")[0] != image.title.partition(" in ")[0]:
         return f"{title} became {image.title}"
-    wanted = _expected_literals(expanded, original) if isinstance(original, Op) else None
+    wanted = _expected_literals(assignment, original) if isinstance(original, Op) else None
     if wanted is not None and wanted != image.literals:
         before, after = _first_change(wanted, image.literals)
         return f"{title}: the number {before} became {after}"
-    strategy, tp = expanded.strategy(original.name), expanded.formulation.mesh.tp
+    strategy, tp = assignment.strategy(original.name), assignment.tp
     # What enters a module is marked in front of its conversion, what leaves it behind.
     is_entry = isinstance(original, Boundary) and original.direction is Direction.INPUT
     layouts = strategy.operands if is_entry else strategy.results
-    values = [expanded.graph.values[name] for name in original.results]
+    values = [assignment.graph.values[name] for name in original.results]
     shapes = tuple(local_shape(value.shape, layout, tp) for value, layout in zip(values, layouts, strict=True))
     if shapes and not image.shapes:
         return f"{title}: does not run where the result would be {shapes} on a rank"
@@ -478,12 +480,12 @@ def _difference(expanded: Expanded, original: Op | Boundary, image: _Image) -> s
     return None
 
 
-def _expected_literals(expanded: Expanded, op: Op) -> object:
+def _expected_literals(assignment: Assignment, op: Op) -> object:
     """An op's literals as they must come back; None where they are sizes, which the result's shape covers."""
     if takes_sizes(op.target):
         return None
-    tp = expanded.formulation.mesh.tp
-    localized = localized_arguments(Call.of(expanded.graph, op), expanded.strategy(op.name), tp)
+    tp = assignment.tp
+    localized = localized_arguments(Call.of(assignment.graph, op), assignment.strategy(op.name), tp)
     return _literals((localized, op.kwargs))
 
 
@@ -510,16 +512,16 @@ def _title(node: Op | Boundary | None) -> str:
             return "nothing"
 
 
-def _strange(expanded: Expanded, node: Op | Boundary | None, image: _Image) -> frozenset[int]:
+def _strange(assignment: Assignment, node: Op | Boundary | None, image: _Image) -> frozenset[int]:
     """Sizes that an op was given, or gave, and that neither its results nor its literals have on a rank."""
     if not isinstance(node, Op):
         return frozenset()
     if not takes_sizes(node.target):
-        wanted = _expected_literals(expanded, node)
+        wanted = _expected_literals(assignment, node)
         after = _first_change(wanted, image.literals)[1] if wanted != image.literals else None
         return frozenset({after} if type(after) is int else ())
-    tp, strategy = expanded.formulation.mesh.tp, expanded.strategy(node.name)
-    call = Call.of(expanded.graph, node)
+    tp, strategy = assignment.tp, assignment.strategy(node.name)
+    call = Call.of(assignment.graph, node)
     pairs = zip(call.results, strategy.results, strict=True)
     shapes = [local_shape(value.shape, layout, tp) for value, layout in pairs]
     expected = {size for shape in shapes for size in shape}
@@ -539,46 +541,46 @@ def _misplaced(literals: object, written: object, shape: tuple[int, ...]) -> set
 
 
 def _blame(
-    expanded: Expanded, node: Op | Boundary | None, message: str, strange: frozenset[int] = frozenset()
+    assignment: Assignment, node: Op | Boundary | None, message: str, strange: frozenset[int] = frozenset()
 ) -> Counterexample:
     """Whatever the module's code can read strange sizes from; else the op itself where it runs sharded; else whatever
     sharded value its module's code can see, or that of a module around it."""
     module = node.module if node is not None else ""
-    visible = tuple(_visible(expanded, module))
-    blamed = tuple(name for name in visible if _local_sizes(expanded, name) & strange)
+    visible = tuple(_visible(assignment, module))
+    blamed = tuple(name for name in visible if _local_sizes(assignment, name) & strange)
     if not blamed and strange:  # made of others: `dim // heads` of an input's dim
-        entries = (b for b in expanded.graph.boundaries if (b.module, b.direction) == (module, Direction.INPUT))
-        blamed = tuple(_sharded(expanded, entries))
+        entries = (b for b in assignment.graph.boundaries if (b.module, b.direction) == (module, Direction.INPUT))
+        blamed = tuple(_sharded(assignment, entries))
     if not blamed:
-        is_sharded = isinstance(node, Op) and node.name in _sharded(expanded, (node,))
+        is_sharded = isinstance(node, Op) and node.name in _sharded(assignment, (node,))
         blamed = (node.name,) if node is not None and is_sharded else visible
     while not blamed and module:
-        module = parent(expanded.graph, module)
-        blamed = tuple(_visible(expanded, module))
-    blamed = blamed or tuple(_sharded(expanded, expanded.graph.nodes))
+        module = parent(assignment.graph, module)
+        blamed = tuple(_visible(assignment, module))
+    blamed = blamed or tuple(_sharded(assignment, assignment.graph.nodes))
     return Counterexample(message=message, blamed=blamed, node=node, strange=strange)
 
 
-def _local_sizes(expanded: Expanded, name: str) -> set[int]:
+def _local_sizes(assignment: Assignment, name: str) -> set[int]:
     """Sizes of the sharded dims of what a decision gives, on a rank."""
-    node = expanded.formulation.space.deciders[name]
+    node = assignment.deciders[name]
     assert not isinstance(node, Reading)
-    values = [expanded.graph.values[result] for result in node.results]
-    tp = expanded.formulation.mesh.tp
+    values = [assignment.graph.values[result] for result in node.results]
+    tp = assignment.tp
     return {
         local_shape(value.shape, layout, tp)[layout.dim]
-        for value, layout in zip(values, expanded.strategy(name).results, strict=True)
+        for value, layout in zip(values, assignment.strategy(name).results, strict=True)
         if layout.dim is not None
     }
 
 
-def _visible(expanded: Expanded, module: str) -> Iterator[str]:
+def _visible(assignment: Assignment, module: str) -> Iterator[str]:
     """Decisions that give sharded values to a module's own code."""
-    yield from _sharded(expanded, given_nodes(expanded.graph, module))
+    yield from _sharded(assignment, given_nodes(assignment.graph, module))
 
 
-def _sharded(expanded: Expanded, nodes: Iterable[Op | Boundary]) -> Iterator[str]:
+def _sharded(assignment: Assignment, nodes: Iterable[Op | Boundary]) -> Iterator[str]:
     for node in nodes:
-        strategy = expanded.strategy(node.name)
+        strategy = assignment.strategy(node.name)
         if any(layout.dim is not None for layout in (*strategy.operands, *strategy.results)):
             yield node.name

@@ -29,7 +29,8 @@ from tpplan.core.errors import ModelError, SolverError
 from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.step.formulate import Formulation
-from tpplan.costs.step.solved_step import Expanded, expand
+from tpplan.costs.step.step_time import Priced, price
+from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import NoLayoutError, Space
 from tpplan.layouts.rules import Strategy
 from tpplan.layouts.typecheck import Mistyped, typecheck
@@ -115,17 +116,16 @@ def search(job: Job, points: list[Point], *, prove: bool) -> Plan:
             job.distrust_grown()
             known = _Progress()
             continue
-        expanded = Expanded(
-            formulation=expand(best.formulation, choice),
-            num_averages=traced.opaques.num_averages(best.formulation.setting.accumulation_steps),
-        )
+        num_averages = traced.opaques.num_averages(best.formulation.setting.accumulation_steps)
+        assignment = best.formulation.assignment(choice, num_averages=num_averages)
+        priced = _priced(job, assignment, best)
         num_without = sum((point.micro_batch, point.tp) in known.without for point in points)
         certificate = _certificate(best, known, len(points), num_without, _unsearched(job, points, known))
         if not prove:
-            return plan_of(job, expanded, best, certificate, ProofStatus.UNPROVEN, rounds)
+            return plan_of(job, assignment, priced, best.point.micro_batch, certificate, ProofStatus.UNPROVEN, rounds)
         job.report("prove", rounds - 1, rounds)
-        plan = plan_of(job, expanded, best, certificate, ProofStatus.PROVEN, rounds)
-        checked = put_to_proof(job, traced, plan, expanded)
+        plan = plan_of(job, assignment, priced, best.point.micro_batch, certificate, ProofStatus.PROVEN, rounds)
+        checked = put_to_proof(job, traced, plan, assignment)
         if isinstance(checked, Plan):
             job.report("prove", rounds, rounds)
             settled = replace(checked, solver=_without_guesses(job, points, certificate))
@@ -135,9 +135,18 @@ def search(job: Job, points: list[Point], *, prove: bool) -> Plan:
             job.run_whole(culprit, problem.message)
             points, known = job.applicable(points), _Progress()
             continue
-        _forbid(job, problem, expanded, best.formulation, traced, plan)
+        _forbid(job, problem, assignment, best.formulation, traced, plan)
         _forget_cut(job, known)
     raise SolverError(f"no plan could be proven in {MAX_ROUNDS} rounds; the last: {job.cut_messages[-1]}")
+
+
+def _priced(job: Job, assignment: Assignment, best: Candidate) -> Priced:
+    """What the best assignment costs; that is what the ILP said that it does."""
+    priced = price(assignment, job.profile, job.cluster.gpus_per_node, job.reuse.executor, memory_limit_bytes=job.limit)
+    solved, seconds = best.solution.objective, priced.predicted.step_time_s
+    assert solved is not None
+    assert abs(solved - seconds) <= SAME * max(solved, seconds), f"the ILP says {solved} s, the plan costs {seconds} s"
+    return priced
 
 
 def _explore(job: Job, points: list[Point], known: _Progress) -> Candidate:
@@ -349,13 +358,13 @@ def _without_guesses(job: Job, points: list[Point], certificate: SolverReport) -
     )
 
 
-def put_to_proof(job: Job, traced: Traced, plan: Plan, expanded: Expanded) -> Plan | Counterexample | Mistyped:
+def put_to_proof(job: Job, traced: Traced, plan: Plan, assignment: Assignment) -> Plan | Counterexample | Mistyped:
     """The plan with the sizes that it replaces, where both halves of the proof hold; else what does not."""
     with planning_for(job.device):
         checked = check_structure(
             traced.model,
             traced.inputs,
-            expanded,
+            assignment,
             plan,
             loss=job.loss,
             cast=job.cast(traced.units),
@@ -363,12 +372,12 @@ def put_to_proof(job: Job, traced: Traced, plan: Plan, expanded: Expanded) -> Pl
         )
     if isinstance(checked, Counterexample):
         return checked
-    return _mistyped(traced.graph, checked, expanded) or checked
+    return _mistyped(traced.graph, checked, assignment) or checked
 
 
-def _mistyped(graph: ModelGraph, plan: Plan, expanded: Expanded) -> Mistyped | None:
+def _mistyped(graph: ModelGraph, plan: Plan, assignment: Assignment) -> Mistyped | None:
     """Derives every layout from the plan as its file says it."""
-    return typecheck(graph, Plan.from_dict(plan.to_dict()), local_shapes=expanded.local_shapes())
+    return typecheck(graph, Plan.from_dict(plan.to_dict()), local_shapes=assignment.local_shapes())
 
 
 def _culprit(problem: Counterexample | Mistyped) -> str | None:
@@ -383,7 +392,7 @@ def _culprit(problem: Counterexample | Mistyped) -> str | None:
 def _forbid(
     job: Job,
     found: Counterexample | Mistyped,
-    expanded: Expanded,
+    assignment: Assignment,
     formulation: Formulation,
     traced: Traced,
     plan: Plan,
@@ -396,11 +405,11 @@ def _forbid(
     logger.info("counterexample on tp %d: %s", tp, found.message)
     job.cut_messages.append(found.message)
 
-    def check(trial: Expanded) -> Counterexample | Mistyped | None:
+    def check(trial: Assignment) -> Counterexample | Mistyped | None:
         checked = put_to_proof(job, traced, laid_out_as(plan, trial), trial)
         return None if isinstance(checked, Plan) else checked
 
-    for choices in in_like_blocks(traced.graph, conflict_of(found, expanded, formulation, check)):
+    for choices in in_like_blocks(traced.graph, conflict_of(found, assignment, formulation, check)):
         if len(choices) > 1:
             job.conflicts.setdefault(tp, []).append(choices)
         for name, group in choices.items() if len(choices) == 1 else ():
@@ -412,7 +421,7 @@ def _forbid(
         return
     if code is None:
         for name in found.blamed:
-            _cut(job.guesses, formulation.space, name, (expanded.strategy(name),))
+            _cut(job.guesses, formulation.space, name, (assignment.strategy(name),))
         return
     whole = f"{PATIENCE} counterexamples in code of {code.__name__}: what that of {module or ROOT} sees stays whole"
     logger.info("tp %d: %s", tp, whole)

@@ -1,18 +1,25 @@
 """The plan of the best mesh, with its certificate."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 from tpplan.core.graph import LEFT_AT, ModelGraph
-from tpplan.core.layout import R
+from tpplan.core.layout import Layout, R
 from tpplan.core.name_patterns import ROOT
-from tpplan.costs.step.price_plan import with_repeats
-from tpplan.costs.step.recompute_cost import rerun
-from tpplan.costs.step.solved_step import Expanded
+from tpplan.costs.step.step_time import Priced
+from tpplan.layouts.assignment import Assignment
+from tpplan.layouts.plan_sections import (
+    boundary_plans,
+    drawing_modules,
+    fsdp_plan,
+    outputs,
+    parameter_plans,
+    sharded_losses,
+)
 from tpplan.layouts.rules import OPAQUE
 from tpplan.plan.compress_names import blocks_table, by_pattern, names_written, rename_parameter
 from tpplan.plan.model_fingerprint import parameters_fingerprint
@@ -25,13 +32,15 @@ from tpplan.plan.plan import (
     Fingerprints,
     MeshPlan,
     OpaquePlan,
+    ParameterPlan,
     Plan,
     ProofReport,
     ProofStatus,
     Recompute,
+    SizePlan,
     SolverReport,
 )
-from tpplan.search.job import Candidate, Job
+from tpplan.search.job import Job
 from tpplan.search.trace_cache import Traced
 from tpplan.torch_internals import pytree
 from tpplan.trace.fx_to_graph import path_of
@@ -42,19 +51,19 @@ _SHOWN = 3
 
 def plan_of(
     job: Job,
-    expanded: Expanded,
-    best: Candidate,
+    assignment: Assignment,
+    priced: Priced,
+    micro_batch: int,
     certificate: SolverReport,
     status: ProofStatus,
     rounds: int,
 ) -> Plan:
-    """The plan of the best mesh, certified over all of them."""
-    mesh, traced = best.formulation.mesh, job.traced(best.point.micro_batch)
+    """The plan that an assignment is, with what it costs and the certificate of the search."""
+    mesh, traced = assignment.mesh, job.traced(micro_batch)
     graph = traced.graph
-    empty = BoundaryPlan(inputs={}, outputs={})
-    parameters = expanded.parameter_plans()
+    parameters = parameter_plans(assignment)
     rows = {name: (plan.shape, plan.trainable) for label, plan in parameters.items() for name in (label, *plan.aliases)}
-    plan = Plan(
+    return Plan(
         schema_version=SCHEMA_VERSION,
         tpplan_version=_version(),
         torch_version=torch.__version__.partition("+")[0],
@@ -67,24 +76,19 @@ def plan_of(
         mesh_degrees=MeshPlan(replicate=mesh.replicate, shard=mesh.shard, tp=mesh.tp),
         batch=BatchPlan(
             global_batch=job.batch.global_batch,
-            micro_batch=best.point.micro_batch,
-            accumulation_steps=best.formulation.setting.accumulation_steps,
+            micro_batch=micro_batch,
+            accumulation_steps=assignment.accumulation_steps,
             seq_len=job.batch.seq_len,
         ),
-        precision=job.precision,
-        optimizer=job.optimizer,
+        precision=assignment.precision,
+        optimizer=assignment.optimizer,
         blocks=blocks_table(graph),
-        parameters=by_pattern(graph, parameters, rename_parameter),
-        boundaries=by_pattern(graph, expanded.boundary_plans(), lambda plan, rename: plan, empty),
-        outputs=expanded.outputs(),
-        sizes={},
-        losses=by_pattern(graph, expanded.sharded_losses(), lambda count, rename: count),
-        draws=tuple(by_pattern(graph, dict.fromkeys(expanded.drawing_modules(), ""), lambda own, rename: own)),
-        recompute=by_pattern(graph, expanded.recomputed(), lambda own, rename: own, Recompute.NONE),
-        compile=Compile.BLOCKS if job.is_compiled else Compile.NONE,
-        fsdp=replace(expanded.fsdp_plan(), units=()) if traced.opaques.untouched else expanded.fsdp_plan(),
-        collectives=expanded.collectives(),
-        predicted=expanded.prediction(),
+        **_layouts(assignment),
+        recompute=by_pattern(graph, assignment.recomputed, lambda own, rename: own, Recompute.NONE),
+        compile=Compile.BLOCKS if assignment.is_compiled else Compile.NONE,
+        fsdp=fsdp_plan(assignment),
+        collectives=priced.collectives,
+        predicted=priced.predicted,
         solver=certificate,
         fingerprints=Fingerprints(
             parameters=parameters_fingerprint(rows), graph=graph.fingerprint, inputs=input_shapes(traced.inputs)
@@ -97,20 +101,18 @@ def plan_of(
             device=str(job.device),
             calls=_calls(graph) if status is ProofStatus.PROVEN else None,
         ),
-        unruled_ops=expanded.unruled_ops(),
-        opaque=_opaque_plans(traced, expanded) or None,
+        unruled_ops=priced.unruled_ops,
+        opaque=_opaque_plans(traced, priced.opaque_seconds) or None,
         untouched=traced.opaques.untouched or None,
-        notes=(*traced.notes, *_left_whole(expanded), *expanded.guesses()) or None,
+        notes=(*traced.notes, *_left_whole(assignment), *priced.guesses) or None,
     )
-    if not plan.recompute:
-        return plan
-    again = rerun(expanded.formulation, plan.recomputed_modules())
-    return replace(plan, collectives=with_repeats(plan.collectives, again, plan))
 
 
-def _left_whole(expanded: Expanded) -> Iterator[str]:
+def _left_whole(assignment: Assignment) -> Iterator[str]:
     """What is said of tensors that the forward leaves behind and that are kept whole."""
-    left = [path for path, value in expanded.graph.outputs if path.startswith(LEFT_AT) and expanded.layout(value) == R]
+    left = [
+        path for path, value in assignment.graph.outputs if path.startswith(LEFT_AT) and assignment.layout(value) == R
+    ]
     if left:
         shown = ", ".join(path.removeprefix(LEFT_AT) for path in left[:_SHOWN])
         more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
@@ -120,18 +122,32 @@ def _left_whole(expanded: Expanded) -> Iterator[str]:
         )
 
 
-def laid_out_as(plan: Plan, expanded: Expanded) -> Plan:
-    """A plan with the layouts of another assignment of its graph; what it costs, and sizes, are not made anew."""
-    graph, empty = expanded.graph, BoundaryPlan(inputs={}, outputs={})
-    return replace(
-        plan,
-        parameters=by_pattern(graph, expanded.parameter_plans(), rename_parameter),
-        boundaries=by_pattern(graph, expanded.boundary_plans(), lambda own, rename: own, empty),
-        outputs=expanded.outputs(),
-        sizes={},
-        losses=by_pattern(graph, expanded.sharded_losses(), lambda count, rename: count),
-        draws=tuple(by_pattern(graph, dict.fromkeys(expanded.drawing_modules(), ""), lambda own, rename: own)),
-    )
+def laid_out_as(plan: Plan, assignment: Assignment) -> Plan:
+    """A plan with the layouts of another assignment of its graph; costs and sizes are not made anew."""
+    return replace(plan, **_layouts(assignment))
+
+
+class _Layouts(TypedDict):
+    """The sections of a plan that layouts decide, layers that are alike under one pattern."""
+
+    parameters: Mapping[str, ParameterPlan]
+    boundaries: Mapping[str, BoundaryPlan]
+    outputs: Mapping[str, Layout]
+    sizes: Mapping[str, tuple[SizePlan, ...]]
+    losses: Mapping[str, int]
+    draws: tuple[str, ...]
+
+
+def _layouts(assignment: Assignment) -> _Layouts:
+    graph, empty = assignment.graph, BoundaryPlan(inputs={}, outputs={})
+    return {
+        "parameters": by_pattern(graph, parameter_plans(assignment), rename_parameter),
+        "boundaries": by_pattern(graph, boundary_plans(assignment), lambda own, rename: own, empty),
+        "outputs": outputs(assignment),
+        "sizes": {},  # the proof finds them
+        "losses": by_pattern(graph, sharded_losses(assignment), lambda count, rename: count),
+        "draws": tuple(by_pattern(graph, dict.fromkeys(drawing_modules(assignment), ""), lambda own, rename: own)),
+    }
 
 
 def _calls(graph: ModelGraph) -> dict[str, tuple[str, ...]] | None:
@@ -143,9 +159,9 @@ def _calls(graph: ModelGraph) -> dict[str, tuple[str, ...]] | None:
     return {name: tuple(sorted(digests)) for name, digests in sorted(found.items())} or None
 
 
-def _opaque_plans(traced: Traced, expanded: Expanded) -> dict[str, OpaquePlan]:
-    """Modules that run whole, by pattern, under all their names."""
-    observed, seconds = traced.opaques.by_key(), expanded.opaque_seconds()
+def _opaque_plans(traced: Traced, seconds: Mapping[str, float]) -> dict[str, OpaquePlan]:
+    """Modules that run whole, by pattern, under all their names, with their seconds by module."""
+    observed = traced.opaques.by_key()
     bodies = {op.module: observed[str(op.args[2])].bodies for op in traced.graph.ops if op.target == OPAQUE}
     plans = {
         name or ROOT: OpaquePlan(reason=reason, seconds=seconds.get(name, 0.0), bodies=bodies.get(name, ()))

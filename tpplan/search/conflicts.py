@@ -8,17 +8,15 @@ A choice is a decision and all its strategies that look the same from the code t
 on a rank. How a value came to be whole or a slice, no shape shows.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 from tpplan import solvers
 from tpplan.core.errors import SolverError, TpplanError
 from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, enclosing
 from tpplan.core.layout import local_shape
 from tpplan.core.repeated_blocks import members
-from tpplan.costs.step.cost_table import PricedSpace
 from tpplan.costs.step.formulate import Formulation
-from tpplan.costs.step.solved_step import Expanded
+from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import Decider, Reading, reading_name
 from tpplan.layouts.rules import Call, Strategy, localized_arguments, takes_sizes
 from tpplan.layouts.typecheck import Mistyped
@@ -33,24 +31,24 @@ MOST_TRIALS = 24
 UNSHARDED = 0.01
 
 #: what differs of a plan with these choices; None where nothing does
-Check = Callable[[Expanded], Counterexample | Mistyped | None]
+Check = Callable[[Assignment], Counterexample | Mistyped | None]
 
 
 def conflict_of(
-    found: Counterexample | Mistyped, expanded: Expanded, formulation: Formulation, check: Check
+    found: Counterexample | Mistyped, assignment: Assignment, formulation: Formulation, check: Check
 ) -> Choices:
     """The choices that make a counterexample, by decision: in some plans that make all of them the same differs.
 
     Where no small set was found that does, all that was chosen.
     """
-    finder = _Finder(found, expanded, formulation, check)
+    finder = _Finder(found, assignment, formulation, check)
     tried: list[Choices] = []
     for candidates in finder.candidates():
         chosen = finder.choices(candidates)
         if chosen and chosen not in tried and finder.is_enough(chosen):
             return finder.smallest(chosen)
         tried.append(chosen)
-    return finder.choices(expanded.formulation.space.deciders)
+    return finder.choices(assignment.deciders)
 
 
 def in_like_blocks(graph: ModelGraph, choices: Choices) -> Iterator[Choices]:
@@ -91,15 +89,15 @@ class _Finder:
     """Tries sets of choices for one counterexample."""
 
     def __init__(
-        self, found: Counterexample | Mistyped, expanded: Expanded, formulation: Formulation, check: Check
+        self, found: Counterexample | Mistyped, assignment: Assignment, formulation: Formulation, check: Check
     ) -> None:
         self.found = found
         self.node = found.node if isinstance(found, Counterexample) else None
-        self.expanded = expanded
+        self.assignment = assignment
         self.formulation = formulation
         self.check = check
         self.trials = 0
-        graph = expanded.graph
+        graph = assignment.graph
         self.order = {node.name: place for place, node in enumerate(graph.nodes)}
         self.end = len(graph.nodes) if self.node is None else self.order[self.node.name]
 
@@ -112,7 +110,7 @@ class _Finder:
         yield blamed
         if self.node is None:
             return
-        graph, modules = self.expanded.graph, [self.node.module]
+        graph, modules = self.assignment.graph, [self.node.module]
         if isinstance(self.node, Boundary):
             modules.append(parent(graph, self.node.module))
         seen = [*own, *self._seen_in(modules)]
@@ -122,8 +120,8 @@ class _Finder:
 
     def _seen_in(self, modules: list[str]) -> list[str]:
         """What modules' own code is given, parameters among it."""
-        space = self.expanded.formulation.space
-        given = (node.name for module in modules for node in given_nodes(self.expanded.graph, module))
+        space = self.formulation.space
+        given = (node.name for module in modules for node in given_nodes(self.assignment.graph, module))
         reads = (d.name for d in space.deciders.values() if isinstance(d, Reading) and d.op.module in modules)
         return [*dict.fromkeys((*given, *reads))]
 
@@ -137,7 +135,7 @@ class _Finder:
         space = self.formulation.space
         for name in names:
             decider = space.deciders[name]
-            own, representative = self._picture(decider, self.expanded.strategy(name)), space.classes[name]
+            own, representative = self._picture(decider, self.assignment.strategy(name)), space.classes[name]
             group = frozenset(s for s in space.strategies[representative] if self._picture(decider, s) == own)
             if len(group) < len(space.strategies[representative]):
                 known = next((other for other in found if space.classes[other] == representative), name)
@@ -148,7 +146,7 @@ class _Finder:
         """What the code that differs sees of a decision: shapes on a rank; of the op itself, what it is to be."""
         if isinstance(self.found, Mistyped):
             return strategy
-        graph, tp = self.expanded.graph, self.formulation.mesh.tp
+        graph, tp = self.assignment.graph, self.formulation.mesh.tp
         if isinstance(decider, Reading):
             value = graph.values[decider.parameter.result]
             return local_shape(value.shape, strategy.results[0], tp)
@@ -193,9 +191,9 @@ class _Finder:
         return found
 
 
-def _with_little_else(formulation: Formulation, choices: Choices) -> Expanded | None:
+def _with_little_else(formulation: Formulation, choices: Choices) -> Assignment | None:
     """An assignment with these choices and as little else sharded as their edges and what is forbidden allow; None
-    where there is none. It has no prices."""
+    where there is none."""
     space = formulation.space
     allowed: dict[str, set[int]] = {}
     for name, group in choices.items():
@@ -221,19 +219,12 @@ def _with_little_else(formulation: Formulation, choices: Choices) -> Expanded | 
         choice = solvers.solve(problem).choice
     except SolverError:
         return None
-    return None if choice is None else unpriced(formulation, choice)
-
-
-def unpriced(formulation: Formulation, choice: Mapping[str, int]) -> Expanded:
-    """An assignment decision by decision: enough to apply, without what it costs."""
-    space, priced = formulation.space, formulation.priced
-    untied = replace(
-        space,
-        strategies={name: (formulation.strategy(choice, name),) for name in space.deciders},
-        classes={name: name for name in space.deciders},
-    )
-    alone = PricedSpace(space=untied, times={}, executor=priced.executor, is_compiled=priced.is_compiled)
-    return Expanded(formulation=replace(formulation, priced=alone, conflicts=()))
+    if choice is None:
+        return None
+    # What is done to layers is not asked for: all of a kind get the first treatment that they may.
+    splits = (split for kind in formulation.kinds for split in kind.numbers.splits)
+    numbers = {part: split.total * (part == split.parts[0]) for split in splits for part in split.parts}
+    return formulation.assignment({**numbers, **choice})
 
 
 def _sharded(strategy: Strategy) -> float:

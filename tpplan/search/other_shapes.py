@@ -19,7 +19,7 @@ import torch
 
 from tpplan.core.errors import TpplanError
 from tpplan.core.graph import ModelGraph
-from tpplan.costs.step.price_plan import unpriced_as
+from tpplan.layouts.assignment import assignment_of
 from tpplan.layouts.typecheck import Mistyped, implied_strategies
 from tpplan.plan.input_dims import BATCH, BOTH, LENGTH, Dim, dim_through
 from tpplan.plan.plan import Multiples, OtherShapes, Plan
@@ -200,17 +200,16 @@ class _Search:
 
     def difference(self, graph: ModelGraph, inputs: Inputs, opaques: Opaques) -> str:
         """What does not type, or runs otherwise where the plan is applied; "" where it is proven."""
-        implied = implied_strategies(graph, self.plan)
-        if isinstance(implied, Mistyped):
-            return implied.message
-        job, per_node = self.job, self.job.cluster.gpus_per_node
+        assignment = assignment_of(graph, self.plan, layers=self.traced.units)
+        if isinstance(assignment, Mistyped):
+            return assignment.message
         found = find_difference(
             self.traced.model,
             inputs,
-            unpriced_as(graph, self.plan, implied, job.profile, per_node, job.reuse.executor, opaques),
+            assignment,
             self.plan,
-            loss=job.loss,
-            cast=job.cast(self.traced.units),
+            loss=self.job.loss,
+            cast=self.job.cast(self.traced.units),
             opaques=opaques,
         )
         return found.message if found is not None else ""

@@ -5,14 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tpplan.core.errors import SolverError
+from tpplan.core.errors import PlanMismatchError, SolverError
 from tpplan.core.gc_pause import rarely_collected
 from tpplan.core.graph import ModelGraph
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.step.formulate import Formulation
-from tpplan.costs.step.price_plan import price_plan
-from tpplan.costs.step.solved_step import Expanded, expand
+from tpplan.costs.step.memory_replay import memory
+from tpplan.costs.step.step_time import price as price_assignment
 from tpplan.layouts.pins import parse_pins
+from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.model_fingerprint import check_parameters
 from tpplan.plan.plan import OpaquePlan, Plan, Precision, Recompute, SolverReport
@@ -110,7 +111,7 @@ class Priced:
     @property
     def peak_bytes(self) -> float:
         """Predicted peak memory of a rank, without slack."""
-        return Expanded(formulation=expand(self.formulation, self.choice)).prediction().peak_memory_bytes
+        return memory(self.formulation.assignment(self.choice), self.formulation.priced.executor).num_bytes
 
 
 @rarely_collected()
@@ -197,7 +198,10 @@ def price(
     traced = job.traced(loaded.batch.micro_batch)
     named = traced.model.named_parameters(remove_duplicate=False)
     check_parameters(loaded, {name: (tuple(weight.shape), weight.requires_grad) for name, weight in named})
-    priced = price_plan(traced.graph, loaded, machine, per_node, job.reuse.executor, traced.opaques)
+    assignment = traced.assignment_of(loaded)
+    if isinstance(assignment, Mistyped):
+        raise PlanMismatchError(f"the plan does not fit the model: {assignment.message}")
+    priced = price_assignment(assignment, machine, per_node, job.reuse.executor)
     seconds = priced.predicted.step_time_s
     return replace(
         loaded,

@@ -16,6 +16,9 @@ from torch import nn
 from tpplan.core.graph import ModelGraph
 from tpplan.costs.execute import Executor
 from tpplan.costs.step.cost_table import PricedSpace
+from tpplan.layouts.assignment import Assignment, assignment_of
+from tpplan.layouts.typecheck import Mistyped
+from tpplan.plan.plan import Plan
 from tpplan.trace.opaque import Opaques
 from tpplan.trace.trace import Inputs
 
@@ -43,6 +46,11 @@ class Traced:
     assumptions: tuple[str, ...]
     opaques: Opaques
     notes: tuple[str, ...]
+
+    def assignment_of(self, plan: Plan) -> Assignment | Mistyped:
+        """The assignment that a plan implies for this model, or the first thing that does not type."""
+        num_averages = self.opaques.num_averages(plan.batch.accumulation_steps)
+        return assignment_of(self.graph, plan, layers=self.units, num_averages=num_averages)
 
 
 @dataclass(slots=True)

@@ -25,8 +25,8 @@ from tpplan.apply.modules.local_modules import Site
 from tpplan.core.graph import LOSS_SCOPE
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
-from tpplan.costs.step.price_plan import pattern_of
 from tpplan.machine.profile import Collective
+from tpplan.plan.compress_names import pattern_in
 from tpplan.plan.plan import Pass, Plan
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.fsdp import FSDPParamGroup, unit_name
@@ -184,7 +184,7 @@ def listed(plan: Plan) -> Counter[Issued]:
     found: Counter[Issued] = Counter()
     for row in plan.collectives:
         key = Issued(
-            where=pattern_of(plan, row.where),
+            where=pattern_in(plan, row.where),
             kind=row.kind,
             axis=str(row.axis),
             during=row.during,
@@ -197,7 +197,7 @@ def listed(plan: Plan) -> Counter[Issued]:
 
 def by_pattern(plan: Plan, issued: Sequence[Issued]) -> Counter[Issued]:
     """What was issued, with the plan's patterns for the names of modules."""
-    return Counter(_renamed(one, pattern_of(plan, one.where)) for one in issued)
+    return Counter(_renamed(one, pattern_in(plan, one.where)) for one in issued)
 
 
 def _renamed(one: Issued, where: str) -> Issued:

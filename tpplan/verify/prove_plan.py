@@ -16,14 +16,16 @@ from tpplan.apply.model_match import check_model
 from tpplan.core.errors import ModelError, ProfileError, TpplanError, VerificationError
 from tpplan.core.graph import Boundary, Direction
 from tpplan.core.name_patterns import ROOT, holders
-from tpplan.costs.step.price_plan import expanded_as, priced_as
-from tpplan.costs.step.solved_step import Expanded
-from tpplan.layouts.rules import Strategy
-from tpplan.layouts.typecheck import Mistyped, implied_strategies
+from tpplan.costs.step.collectives_of_step import collectives
+from tpplan.costs.step.memory_replay import memory
+from tpplan.costs.step.step_time import with_peak
+from tpplan.layouts.assignment import Assignment
+from tpplan.layouts.plan_sections import boundary_plans, parameter_plans
+from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.model_fingerprint import parameters_fingerprint
 from tpplan.plan.optimizers import optimizer_named
-from tpplan.plan.plan import CollectivePlan, Fingerprints, Plan, Prediction
+from tpplan.plan.plan import CollectivePlan, Fingerprints, Plan
 from tpplan.plan.proof_hash import as_proven
 from tpplan.prove.structure import find_difference
 from tpplan.search.build_plan import input_shapes
@@ -46,15 +48,10 @@ _SECTIONS = tuple(member.name for member in fields(Plan))
 class Proven:
     """What follows from a plan that is proven: on the given model, whatever its file says."""
 
-    #: the given plan with this proof in its file; a shrunk one also has its own collectives, prediction, fingerprints
+    #: the given plan with this proof in its file; a shrunk one also has its own collectives, memory and fingerprints
     plan: Plan
-    num_values: int
     traced: Traced
-    #: layouts of each node's operands and results, by its name
-    strategies: Mapping[str, Strategy]
-    collectives: tuple[CollectivePlan, ...]
-    predicted: Prediction
-    fingerprints: Fingerprints
+    assignment: Assignment
 
 
 def prove_plan(
@@ -68,8 +65,8 @@ def prove_plan(
     reuse: Reuse | None = None,
 ) -> Proven:
     """Proves a plan for a model. With is_as_solved=False the plan's list of collectives and its fingerprints are not
-    compared, but made: those of a shrunk plan are the whole one's. `profile` is what the prediction is made with, the
-    one that the plan names unless told.
+    compared, but made, and so is its predicted memory: those of a shrunk plan are the whole one's. `profile` is the
+    machine whose device the model is traced for, where the plan does not say; the one that it names unless told.
 
     Raises VerificationError with the path of what is wrong in the plan, ModelError where the model cannot be traced.
     """
@@ -79,35 +76,23 @@ def prove_plan(
     traced = job.traced(plan.batch.micro_batch)
     prints = _fingerprints(traced)
     _refuse(_static_problems(plan, traced, prints if is_as_solved else None))
-    implied = implied_strategies(traced.graph, plan)
-    if isinstance(implied, Mistyped):
-        raise VerificationError(f"{path_of(plan, implied.place)}: {implied.message}")
+    assignment = traced.assignment_of(plan)
+    if isinstance(assignment, Mistyped):
+        raise VerificationError(f"{path_of(plan, assignment.place)}: {assignment.message}")
     try:
         check_model(traced.model, plan)
     except TpplanError as error:
         raise VerificationError(_with_path(error)) from error
-    per_node = plan.cluster.gpus_per_node
-    expanded = expanded_as(traced.graph, plan, implied, machine, per_node, job.reuse.executor, traced.opaques)
-    _refuse(_dtype_problems(plan, expanded))
-    _check_structure(plan, expanded, traced, job)
-    priced = priced_as(expanded, plan)
+    _refuse(_dtype_problems(plan, assignment))
+    _check_structure(plan, assignment, traced, job)
+    issued = collectives(assignment, job.reuse.executor)
     if is_as_solved:
-        _refuse(_listing_problems(plan, priced.collectives))
+        _refuse(_listing_problems(plan, issued))
         _refuse(_shape_problems(plan, job, traced))
-    made = (
-        plan
-        if is_as_solved
-        else replace(plan, collectives=priced.collectives, predicted=priced.predicted, fingerprints=prints)
-    )
-    return Proven(
-        plan=_mended(made, traced.assumptions),
-        num_values=len(traced.graph.values),
-        traced=traced,
-        strategies=implied,
-        collectives=priced.collectives,
-        predicted=priced.predicted,
-        fingerprints=prints,
-    )
+    else:
+        peak = with_peak(plan.predicted, memory(assignment, job.reuse.executor))
+        plan = replace(plan, collectives=issued, predicted=peak, fingerprints=prints)
+    return Proven(plan=_mended(plan, traced.assumptions), traced=traced, assignment=assignment)
 
 
 def _mended(plan: Plan, assumptions: tuple[str, ...]) -> Plan:
@@ -141,14 +126,14 @@ def _fingerprints(traced: Traced) -> Fingerprints:
     )
 
 
-def _check_structure(plan: Plan, expanded: Expanded, traced: Traced, job: Job) -> None:
+def _check_structure(plan: Plan, assignment: Assignment, traced: Traced, job: Job) -> None:
     """The second half. What applying raises is about the plan, too."""
     try:
         with planning_for(job.device):
             found = find_difference(
                 traced.model,
                 traced.inputs,
-                expanded,
+                assignment,
                 plan,
                 loss=job.loss,
                 cast=job.cast(traced.units),
@@ -234,14 +219,14 @@ def _plain(name: str) -> str:
 # ---- what the plan says besides
 
 
-def _dtype_problems(plan: Plan, expanded: Expanded) -> Iterator[str]:
+def _dtype_problems(plan: Plan, assignment: Assignment) -> Iterator[str]:
     """Dtypes that a plan names are those that parameters rest and tensors cross in."""
     planned, boundaries = plan.parameter_plans(), plan.boundary_plans()
-    for name, found in expanded.parameter_plans().items():
+    for name, found in parameter_plans(assignment).items():
         if planned[name].dtype != found.dtype:
             path = path_of(plan, ("parameters", name, "dtype"))
             yield f"{path}: the plan says {planned[name].dtype}, it rests as {found.dtype}"
-    for module, boundary in expanded.boundary_plans().items():
+    for module, boundary in boundary_plans(assignment).items():
         own = boundaries.get(module or ROOT) or boundaries[module]
         for direction, here, there in (
             (Direction.INPUT, own.inputs, boundary.inputs),

@@ -133,7 +133,7 @@ def verify_plan(
         failed = Check(name="proof", outcome=Outcome.FAIL, detail="the plan is not proven", differences=(str(error),))
         return Report(ran=ran, checks=(failed, Check(name="all else", outcome=Outcome.SKIPPED, detail="not run")))
     shrunk = proven.plan
-    detail = f"{proven.num_values} values typed; the applied model's ops are the model's"
+    detail = f"{len(proven.traced.graph.values)} values typed; the applied model's ops are the model's"
     checks = [Check(name="proof", outcome=Outcome.PASS, detail=detail)]
     task = Task(plan=shrunk.dumps(), source=spec.source, dropped=subject.dropped)
     if not dry:

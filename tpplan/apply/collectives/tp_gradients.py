@@ -26,15 +26,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
 from tpplan.apply.collectives.redistribute import TpGroup, all_reduce, all_reduce_in_place
-from tpplan.core.units import MIB
-from tpplan.plan.gradient_buckets import bucketed
+from tpplan.plan.gradient_buckets import BUCKET_BYTES, bucketed
 from tpplan.torch_internals.autograd import NO_BACKWARD, at_end_of_backward, is_captured, running_backward
 from tpplan.torch_internals.modules import own_parameters
 from tpplan.torch_internals.operators import copy_each
 from tpplan.torch_internals.tensors import accumulated_hooks, gradient_hooks, labelled, local_part, spec_of
-
-#: gradients are copied together up to this size: large enough to be bound by bandwidth, small beside the model
-BUCKET_BYTES = 25 * MIB
 
 
 @final

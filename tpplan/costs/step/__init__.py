@@ -3,5 +3,5 @@
 In: priced decisions, a mesh, the settings of training. Out: `Formulation`, the ILP of a mesh; a solved step with every
 strategy named; its prediction by parts; the timeline of its memory, replayed op by op.
 
-Imports: core, layouts, machine, plan, solvers, trace; costs.
+Imports: core, layouts, machine, plan, solvers; costs.
 """

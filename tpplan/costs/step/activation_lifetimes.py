@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, enclosing
 from tpplan.core.layout import Conversion, Layout
-from tpplan.costs.execute import Execution
+from tpplan.costs.execute import Execution, Executor
 from tpplan.costs.kernels import Attention, Matmul
 from tpplan.costs.saved_tensors import HELD_STEPS, call_exits, returned_until
-from tpplan.costs.step.formulate import Formulation
+from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import reading_conversion
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.plan.plan import Recompute
@@ -65,29 +65,29 @@ class Storage:
 
 
 class Lifetimes:
-    """The storages of a plan in which every decision has one strategy, and the calls that are recomputed."""
+    """The storages of an assignment, and the calls of modules that are recomputed."""
 
-    def __init__(self, formulation: Formulation, modes: Mapping[str, Recompute]) -> None:
-        self.space = formulation.space
-        self.executor = formulation.priced.executor
-        self.nodes = self.space.graph.nodes
-        self.runs = tuple(calls_of(self.space.graph, modes))
+    def __init__(self, assignment: Assignment, executor: Executor) -> None:
+        self.assignment = assignment
+        self.graph = assignment.graph
+        self.executor = executor
+        self.nodes = self.graph.nodes
+        self.runs = tuple(calls_of(self.graph, assignment.recomputed))
         self.run_at = {position: run for run in self.runs for position in run.positions}
         self.executions = {i: self._execution(node) for i, node in enumerate(self.nodes) if isinstance(node, Op)}
         self.made: dict[int, list[Storage]] = {i: [] for i in range(len(self.nodes))}
         #: positions at which a storage enters a module
         self.entered: dict[Storage, list[int]] = {}
-        self._exits, self._returned = call_exits(self.space.graph), returned_until(self.space.graph)
+        self._exits, self._returned = call_exits(self.graph), returned_until(self.graph)
         self._make_storages()
 
     def strategy(self, decision: str) -> Strategy:
         """The strategy of a decision."""
-        return self.space.strategies[decision][0]
+        return self.assignment.strategy(decision)
 
     def conversion(self, boundary: Boundary) -> Conversion:
         """What a boundary does."""
-        strategy = self.strategy(boundary.name)
-        return Conversion(strategy.operands[0], strategy.results[0])
+        return self.assignment.conversion(boundary)
 
     def is_held(self, position: int) -> bool:
         """True where selective recomputation keeps the node's results."""
@@ -115,7 +115,7 @@ class Lifetimes:
         return max((i for i in run.positions if i in self.executions and _keeps(self.executions[i])), default=-1)
 
     def _make_storages(self) -> None:
-        storage_of: dict[str, Storage | None] = {source.result: None for source in self.space.graph.sources}
+        storage_of: dict[str, Storage | None] = {source.result: None for source in self.graph.sources}
         for position, node in enumerate(self.nodes):
             until = self._exits.get(position, position)
             for name in node.operands:
@@ -155,7 +155,7 @@ class Lifetimes:
     def _make_copies_of_weights(self) -> None:
         """A weight that is read otherwise than it rests is a copy, which the op keeps."""
         position_of = {node.name: position for position, node in enumerate(self.nodes)}
-        for readings in self.space.readings.values():
+        for readings in self.assignment.readings.values():
             for reading in readings:
                 strategy = self.strategy(reading.name)
                 if reading_conversion(strategy).forward and strategy.results[0].dim is not None:
@@ -163,7 +163,7 @@ class Lifetimes:
                     self._new(position, reading.parameter.result, strategy.results[0]).keepers.add(position)
 
     def _new(self, position: int, value: str, layout: Layout) -> Storage:
-        return self._add(position, self.space.graph.values[value].num_bytes / layout.num_slices(self.space.tp))
+        return self._add(position, self.graph.values[value].num_bytes / layout.num_slices(self.assignment.tp))
 
     def _add(self, position: int, num_bytes: float) -> Storage:
         storage = Storage(num_bytes, position, position)
@@ -172,17 +172,11 @@ class Lifetimes:
 
     def _viewed(self, op: Op, result: str) -> str | None:
         """The operand that a result is a view of."""
-        values = self.space.graph.values
+        values = self.graph.values
         return next((name for name in op.operands if values[name].storage == values[result].storage), None)
 
     def _execution(self, op: Op) -> Execution:
-        return self.executor.execute(Call.of(self.space.graph, op), self.strategy(op.name), self.space.tp)
-
-
-def lifetimes_of(formulation: Formulation, modes: Mapping[str, Recompute]) -> Lifetimes:
-    """Those of a formulation, found once for all who ask with the same modules, in the same order."""
-    key = Lifetimes, tuple(modes.items())
-    return formulation.priced.once(key, lambda: Lifetimes(formulation, modes))
+        return self.executor.execute(Call.of(self.graph, op), self.strategy(op.name), self.assignment.tp)
 
 
 def _keeps(execution: Execution) -> bool:

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeVar, cast
 
-from tpplan.core.graph import Boundary, ModelGraph, Source, enclosing
+from tpplan.core.graph import Boundary, ModelGraph
 from tpplan.core.mesh import Axis, Mesh
 from tpplan.costs.execute import Executor
 from tpplan.costs.layer_activations import Activations, layer_activations
 from tpplan.costs.strategy_times import StrategyTime, time_table
-from tpplan.layouts.decision_space import Reading, Space
+from tpplan.layouts.assignment import units_of
+from tpplan.layouts.decision_space import Space
 from tpplan.layouts.layer_treatments import Unit
 from tpplan.layouts.rules import Strategy
 from tpplan.machine.profile import HardwareProfile
@@ -62,7 +63,7 @@ class PricedSpace:
     def units(self, names: tuple[str, ...]) -> tuple[Unit, ...]:
         """Every FSDP unit, the root last under the name "": each parameter in the deepest unit with all its names."""
         if names not in self.frame.units:
-            self.frame.units[names] = units_of(self.space, names)
+            self.frame.units[names] = units_of(self.space.graph, names, self.space.classes)
         return self.frame.units[names]
 
     def nodes(self) -> tuple[Node, ...]:
@@ -103,27 +104,6 @@ def _outline(graph: ModelGraph) -> tuple[object, ...]:
             node if isinstance(node, Boundary) else (node.name, node.module, node.operands, node.results)
             for node in graph.nodes
         ),
-    )
-
-
-def units_of(space: Space, names: tuple[str, ...]) -> tuple[Unit, ...]:
-    """Every FSDP unit, the root last under the name "": each parameter in the deepest unit with all its names."""
-    inside: dict[str, list[Source]] = {name: [] for name in (*names, "")}
-    for source in space.graph.parameters:
-        around = (frozenset(enclosing(name)) for name in (source.label, *source.aliases))
-        owners = frozenset.intersection(*around) & inside.keys()
-        inside[max(owners, key=len, default="")].append(source)
-    hides: dict[str, list[str]] = {name: [] for name in inside}
-    owner_of: dict[str, str] = {}
-    for decision, decider in space.deciders.items():
-        module = decider.op.module if isinstance(decider, Reading) else decider.module
-        if module not in owner_of:
-            owner_of[module] = next(name for name in enclosing(module) if name in inside)
-        hides[owner_of[module]].append(space.classes[decision])
-    return tuple(
-        Unit(name=name, parameters=tuple(parameters), hides=tuple(hides[name]))
-        for name, parameters in inside.items()
-        if parameters
     )
 
 

@@ -31,11 +31,13 @@ from tpplan.costs.step.memory_rows import Peaks
 from tpplan.costs.step.parameter_bytes import BytesOf, ParameterBytes
 from tpplan.costs.step.train_config import Setting
 from tpplan.costs.strategy_times import Repeat, StrategyTime
+from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import Space, is_summand
 from tpplan.layouts.layer_treatments import TREATMENTS, Count, Kind, Treatment, Unit, numbers_of
 from tpplan.layouts.parameter_writes import why_not_selective, write_within
 from tpplan.layouts.rules import Strategy
 from tpplan.machine.profile import Collective, Estimate
+from tpplan.plan.gradient_buckets import BUCKET_BYTES
 from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.parts import (
     ACCUMULATION,
@@ -66,9 +68,6 @@ from tpplan.solvers.problem import (
 TIE_TOLERANCE = 1e-9
 #: what a conversion counts among equals: less than anything that takes time
 CONVERSION_S = 1e-9
-
-#: bytes reduced at once; gradients of many small parameters travel together (torch DDP's default bucket)
-BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +165,24 @@ class Formulation:
                     number = kind.numbers.counts[treatment].value(choice)
                     found.update(dict.fromkeys(islice(names, number), treatment))
         return found
+
+    def assignment(self, choice: Mapping[str, int], *, num_averages: int | None = None) -> Assignment:
+        """The assignment that a choice makes. `num_averages` is as in Assignment."""
+        treatments = self.treatments(choice)
+        modes = {name: treatment.recompute for name, treatment in treatments.items()}
+        return Assignment(
+            graph=self.space.graph,
+            mesh=self.mesh,
+            strategies={name: self.strategy(choice, name) for name in self.space.deciders},
+            layers=self.setting.units,
+            resharded={name: treatment.reshard for name, treatment in treatments.items()},
+            recomputed={name: mode for name, mode in modes.items() if mode is not Recompute.NONE},
+            precision=self.setting.precision,
+            optimizer=self.setting.optimizer,
+            accumulation_steps=self.setting.accumulation_steps,
+            is_compiled=self.priced.is_compiled,
+            num_averages=num_averages,
+        )
 
     def tie_break(self, objective_s: float) -> Problem:
         """Among choices of this price, that of least work: where communication is exposed, compute behind it is free.

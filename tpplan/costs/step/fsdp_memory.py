@@ -13,10 +13,10 @@ A unit on one rank of its axis is not gathered, but copied and cast, parameter b
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tpplan.core.graph import LOSS_SCOPE, Source
-from tpplan.costs.step.formulate import Formulation
+from tpplan.core.graph import LOSS_SCOPE, ModelGraph, Source
 from tpplan.costs.step.memory_ledger import Ledger, Piece
 from tpplan.costs.step.parameter_sizes import Weights
+from tpplan.layouts.assignment import Assignment
 from tpplan.plan.parts import BUFFERS, GRADIENTS, UNSHARDED_GRADIENTS, UNSHARDED_PARAMETERS
 
 ROOT_UNIT = ""
@@ -59,25 +59,23 @@ class Shards:
     reducing: Piece | None = None
 
     @classmethod
-    def of(cls, formulation: Formulation, ledger: Ledger) -> "Shards":
-        """Those of a formulation that uses FSDP."""
-        weights = Weights(formulation=formulation)
-        units = {unit.name: _unit_bytes(weights, unit.parameters) for unit in formulation.units}
-        owners = {source.label: unit.name for unit in formulation.units for source in unit.parameters}
-        starts, ends = _spans(formulation, units)
-        treatments = formulation.treatments(dict.fromkeys(formulation.space.deciders, 0))
+    def of(cls, assignment: Assignment, ledger: Ledger) -> "Shards":
+        """The units of an assignment that uses FSDP, none of which is gathered yet."""
+        weights = Weights(assignment=assignment)
+        units = {unit.name: _unit_bytes(weights, unit.parameters) for unit in assignment.units}
+        owners = {source.label: unit.name for unit in assignment.units for source in unit.parameters}
+        starts, ends = _spans(assignment.graph, units)
+        treatments = assignment.treatments
         return cls(
             ledger=ledger,
-            ranks=formulation.mesh.shard,
+            ranks=assignment.mesh.shard,
             resharded=frozenset(name for name, treatment in treatments.items() if treatment.reshard),
             units=units,
             unit_of=owners,
             starts=starts,
             ends=ends,
             order=tuple(dict.fromkeys(starts[position] for position in sorted(starts))),
-            last=max(
-                (i for i, node in enumerate(formulation.space.graph.nodes) if node.module != LOSS_SCOPE), default=0
-            ),
+            last=max((i for i, node in enumerate(assignment.graph.nodes) if node.module != LOSS_SCOPE), default=0),
         )
 
     # Forward
@@ -196,7 +194,7 @@ def _unit_bytes(weights: Weights, parameters: tuple[Source, ...]) -> UnitBytes:
     return UnitBytes(
         labels=tuple(source.label for source in parameters),
         gathered=float(flat),
-        cast=flat / weights.formulation.mesh.shard if is_cast else 0.0,
+        cast=flat / weights.assignment.mesh.shard if is_cast else 0.0,
         largest=float(max(widths[s.label] * weights.elements(s) for s in parameters)) if is_cast else 0.0,
         flat=float(flat),
         reduced=float(sum(weights.master_width(source) * weights.padded_elements(source) for source in trained)),
@@ -204,9 +202,9 @@ def _unit_bytes(weights: Weights, parameters: tuple[Source, ...]) -> UnitBytes:
     )
 
 
-def _spans(formulation: Formulation, units: Mapping[str, UnitBytes]) -> tuple[dict[int, str], dict[int, str]]:
+def _spans(graph: ModelGraph, units: Mapping[str, UnitBytes]) -> tuple[dict[int, str], dict[int, str]]:
     """Positions at which units begin and end; one that is called several times begins and ends several times."""
-    nodes = formulation.space.graph.nodes
+    nodes = graph.nodes
     starts: dict[int, str] = {}
     ends: dict[int, str] = {}
     before = ROOT_UNIT

@@ -7,30 +7,29 @@ tpplan.costs.step.fsdp_memory. At the end of a step the optimizer's temporaries 
 states.
 """
 
-from collections.abc import Mapping
-
 from tpplan.core.graph import Boundary, Op, Source, SourceKind
 from tpplan.costs.conversion_memory import backward_move, forward_move
+from tpplan.costs.execute import Executor
 from tpplan.costs.saved_tensors import local_bytes
-from tpplan.costs.step.activation_lifetimes import Lifetimes, Run, Storage, lifetimes_of
-from tpplan.costs.step.formulate import BUCKET_BYTES, Formulation
+from tpplan.costs.step.activation_lifetimes import Lifetimes, Run, Storage
 from tpplan.costs.step.fsdp_memory import Shards
 from tpplan.costs.step.memory_ledger import Ledger, Peak, Piece
 from tpplan.costs.step.parameter_sizes import Weights
+from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import is_summand, reading_name
+from tpplan.plan.gradient_buckets import BUCKET_BYTES
 from tpplan.plan.parts import BUFFERS, GRADIENTS, PARAMETERS, SAVED, SOURCES, STATES, TRANSIENTS
-from tpplan.plan.plan import Pass, Recompute
+from tpplan.plan.plan import Pass
 
 
-def peak_of(formulation: Formulation, modes: Mapping[str, Recompute], *, is_averaged: bool = False) -> Peak:
-    """The peak of a step on one rank, where every decision has one strategy left; `modes` are the modules that are
-    recomputed. is_averaged: parameters stay as they are, and gradients are averaged in buckets, without FSDP."""
-    return _Replay(formulation, lifetimes_of(formulation, modes), is_averaged=is_averaged).peak()
+def memory(assignment: Assignment, executor: Executor) -> Peak:
+    """The peak of a step's memory on one rank, in bytes by part, and where it is. `executor` knows what ops hold."""
+    return _Replay(assignment, Lifetimes(assignment, executor)).peak()
 
 
-def kept_bytes(formulation: Formulation, modes: Mapping[str, Recompute]) -> float:
-    """What there is of activations between a micro-batch's forward and its backward."""
-    replay = _Replay(formulation, lifetimes_of(formulation, modes))
+def kept_bytes(assignment: Assignment, executor: Executor) -> float:
+    """Bytes of activations that a rank holds between a micro-batch's forward and its backward."""
+    replay = _Replay(assignment, Lifetimes(assignment, executor))
     replay.forward(range(len(replay.nodes)), None)
     return replay.ledger.live[SAVED]
 
@@ -38,16 +37,17 @@ def kept_bytes(formulation: Formulation, modes: Mapping[str, Recompute]) -> floa
 class _Replay:
     """What lives now, and what it is of: activations by storage, gradients by value."""
 
-    def __init__(self, formulation: Formulation, lifetimes: Lifetimes, *, is_averaged: bool = False) -> None:
-        self.formulation = formulation
+    def __init__(self, assignment: Assignment, lifetimes: Lifetimes) -> None:
+        self.assignment = assignment
         self.lifetimes = lifetimes
-        self.graph = formulation.space.graph
+        self.graph = assignment.graph
         self.nodes = self.graph.nodes
         self.ledger = Ledger()
-        self.weights = Weights(formulation=formulation)
+        self.weights = Weights(assignment=assignment)
         self.parameters = {source.result: source for source in self.graph.parameters}
-        self.is_averaged = is_averaged
-        self.shards = Shards.of(formulation, self.ledger) if formulation.uses_fsdp and not is_averaged else None
+        self.is_averaged = assignment.num_averages is not None
+        uses_fsdp = assignment.uses_fsdp and not self.is_averaged
+        self.shards = Shards.of(assignment, self.ledger) if uses_fsdp else None
         self.uses = {storage: lifetimes.uses(storage) for made in lifetimes.made.values() for storage in made}
         self.pieces: dict[Storage, Piece] = {}
         #: what is kept, by the position whose backward wants it last
@@ -61,7 +61,7 @@ class _Replay:
     def peak(self) -> Peak:
         """Two micro-batches, if there are so many: the second one's backward meets the gradients of the first."""
         self._hold_throughout()
-        for _ in range(min(self.formulation.setting.accumulation_steps, 2)):
+        for _ in range(min(self.assignment.accumulation_steps, 2)):
             self._micro_batch()
         self.ledger.during, self.ledger.module = Pass.STEP, ""
         if self.is_averaged:
@@ -129,7 +129,7 @@ class _Replay:
             self.ledger.pass_by({TRANSIENTS: float(self.lifetimes.executions[position].forward_bytes)})
             return
         value = self.graph.values[node.operand]
-        move = forward_move(self.lifetimes.conversion(node), value.shape, value.dtype, self.formulation.mesh.tp)
+        move = forward_move(self.lifetimes.conversion(node), value.shape, value.dtype, self.assignment.mesh.tp)
         self.ledger.pass_by({BUFFERS: float(move.held_bytes - move.result_bytes)})
 
     def _make(self, storage: Storage, run: Run | None) -> None:
@@ -168,7 +168,7 @@ class _Replay:
     def _backward_of_op(self, op: Op, position: int, arrived: list[Piece | None]) -> None:
         execution = self.lifetimes.executions[position]
         strategy = self.lifetimes.strategy(op.name)
-        tp = self.formulation.mesh.tp
+        tp = self.assignment.mesh.tp
         given = sum(
             local_bytes(self.graph.values[name], layout, tp)
             for name, layout in zip(op.results, strategy.results, strict=True)
@@ -192,7 +192,7 @@ class _Replay:
         if not value.carries_gradient:
             return
         conversion = self.lifetimes.conversion(boundary)
-        move = backward_move(conversion, value.shape, value.dtype, self.formulation.mesh.tp)
+        move = backward_move(conversion, value.shape, value.dtype, self.assignment.mesh.tp)
         self.ledger.pass_by({BUFFERS: float(move.held_bytes)})
         piece = Piece(TRANSIENTS, float(move.result_bytes)) if move.held_bytes else arrived
         if boundary.operand in self.parameters:
@@ -239,7 +239,7 @@ class _Replay:
         conversion = self.weights.reading(reading_name(reader, index)) if isinstance(reader, Op) else None
         if conversion is None:
             return piece
-        move = backward_move(conversion, value.shape, value.dtype, self.formulation.mesh.tp)
+        move = backward_move(conversion, value.shape, value.dtype, self.assignment.mesh.tp)
         if not move.held_bytes:
             return piece
         self.ledger.pass_by({BUFFERS: float(move.held_bytes)})
@@ -258,9 +258,9 @@ class _Replay:
         unseen = [source for source in self.weights.trainable if source.label not in self.of_parameters]
         self.ledger.hold(Piece(GRADIENTS, self.weights.resting(self.weights.master_width, unseen)))
         total = self.weights.resting(self.weights.master_width, self.weights.trainable)
-        if self.formulation.mesh.replicate > 1:
+        if self.assignment.mesh.replicate > 1:
             self.ledger.pass_by({BUFFERS: min(total, float(BUCKET_BYTES))})
 
     def _is_summand(self, source: Source) -> bool:
-        readings = self.formulation.space.readings[source.label]
+        readings = self.assignment.readings[source.label]
         return any(is_summand(self.lifetimes.strategy(reading.name)) for reading in readings)

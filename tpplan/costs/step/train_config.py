@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tpplan.core.units import DTYPE_BYTES
+from tpplan.layouts.assignment import master_bytes
 from tpplan.layouts.layer_treatments import Treatment
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Precision, Recompute
@@ -33,6 +33,4 @@ class Setting:
 
     def master_bytes(self, dtype: str) -> int:
         """Bytes per element of a parameter at rest and of its gradient; the trace has the compute dtype."""
-        if self.precision is Precision.BF16_MIXED and dtype == "bfloat16":
-            return DTYPE_BYTES["float32"]
-        return DTYPE_BYTES[dtype]
+        return master_bytes(self.precision, dtype)

@@ -1,0 +1,173 @@
+"""Every collective of an optimizer step on one rank: kind, axis, bytes, dtype, how often, and in which module.
+
+What a rank sends follows from the assignment alone; no profile is asked. The proof compares a plan's list with this
+one, and `tpplan verify` counts what ranks issue against it.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from tpplan.core.graph import Boundary, Op, Source
+from tpplan.core.mesh import Axis
+from tpplan.core.name_patterns import ROOT
+from tpplan.core.units import DTYPE_BYTES
+from tpplan.costs.collectives import transfers_of
+from tpplan.costs.execute import Executor
+from tpplan.costs.step.activation_lifetimes import Lifetimes
+from tpplan.costs.step.parameter_sizes import Weights
+from tpplan.costs.step.recompute_cost import repeated
+from tpplan.layouts.assignment import Assignment
+from tpplan.layouts.decision_space import Decider, is_summand
+from tpplan.machine.profile import Collective
+from tpplan.plan.compress_names import pattern_of
+from tpplan.plan.gradient_buckets import BUCKET_BYTES, bucketed
+from tpplan.plan.plan import CollectivePlan, Pass
+
+#: the dtype in which FSDP gathers parameters of several dtypes
+BYTES = "uint8"
+#: numbers that ranks exchange of each parameter that FSDP does not hold: whether its gradient is there, and came now
+FLAGS = 2
+
+#: of a collective: pattern of its module, kind, axis, pass, dtype, bytes of the whole
+_Key = tuple[str, str, Axis, Pass, str, int]
+_Counts = Counter[_Key]
+
+
+def collectives(assignment: Assignment, executor: Executor) -> tuple[CollectivePlan, ...]:
+    """The collectives of a step, sorted. `executor` knows where a recomputed forward stops."""
+    counts = _tp_collectives(assignment)
+    if assignment.recomputed:
+        counts.update(_repeats(assignment, executor))
+    counts.update(_tp_reductions(assignment))
+    if assignment.num_averages is None:
+        counts.update(_fsdp_collectives(assignment))
+    counts.update(_averages(assignment))
+    return tuple(
+        CollectivePlan(where=where, kind=kind, axis=axis, during=during, dtype=dtype, num_bytes=num_bytes, count=count)
+        for (where, kind, axis, during, dtype, num_bytes), count in sorted(counts.items())
+        if num_bytes
+    )
+
+
+def _tp_collectives(assignment: Assignment) -> _Counts:
+    """Conversions at boundaries and readings, and those that ops issue, in every micro-batch."""
+    found: _Counts = Counter()
+    for name, decider in assignment.deciders.items():
+        where = _where(assignment, _module_of(decider))
+        for transfer in transfers_of(assignment.graph, decider, assignment.strategy(name)):
+            key = where, str(transfer.kind), Axis.TP, transfer.during, transfer.dtype, transfer.num_bytes
+            found[key] += assignment.accumulation_steps
+    return found
+
+
+def _repeats(assignment: Assignment, executor: Executor) -> _Counts:
+    """The forward collectives of recomputed modules, which run again in backward."""
+    found: _Counts = Counter()
+    for _, names in repeated(Lifetimes(assignment, executor)):
+        for name in names:
+            decider = assignment.deciders[name]
+            if not isinstance(decider, Op | Boundary):
+                continue
+            where = _where(assignment, decider.module)
+            for transfer in transfers_of(assignment.graph, decider, assignment.strategy(name)):
+                if transfer.during is Pass.FORWARD:
+                    key = where, str(transfer.kind), Axis.TP, Pass.BACKWARD, transfer.dtype, transfer.num_bytes
+                    found[key] += assignment.accumulation_steps
+    return found
+
+
+def _tp_reductions(assignment: Assignment) -> _Counts:
+    """Gradients that are summands over tp, reduced once a step in buckets, each rank its FSDP shard."""
+    weights = Weights(assignment=assignment)
+    sizes: dict[str, list[int]] = {}
+    for source in weights.trainable:
+        if any(is_summand(assignment.strategy(reading.name)) for reading in assignment.readings[source.label]):
+            num_bytes = weights.master_width(source) * weights.shard_elements(source)
+            sizes.setdefault(assignment.master_dtype(source), []).append(num_bytes)
+    found: _Counts = Counter()
+    for dtype, own in sizes.items():
+        for num_bytes in _buckets(own):
+            found[ROOT, str(Collective.ALL_REDUCE), Axis.TP, Pass.STEP, dtype, num_bytes] += 1
+    return found
+
+
+def _fsdp_collectives(assignment: Assignment) -> _Counts:
+    """Gathers and reductions of each unit. The root is gathered once a micro-batch, a resharded unit again in backward;
+    replicas reduce once a step."""
+    found: _Counts = Counter()
+    mesh, steps, treatments = assignment.mesh, assignment.accumulation_steps, assignment.treatments
+    kinds = Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE
+    gather, scatter, reduce = map(str, kinds)
+    for unit in assignment.units if mesh.data_parallel > 1 else ():
+        where = _where(assignment, unit.name)
+        held = [source for source in unit.parameters if not _is_beside_fsdp(assignment, source)]
+        trained = [source for source in held if assignment.has_gradient(source)]
+        gathered, reduced = _unit_bytes(assignment, held, trained)
+        if mesh.shard > 1 and held:
+            dtype = _gathered_dtype(assignment, held)
+            found[where, gather, Axis.SHARD, Pass.FORWARD, dtype, gathered] += steps
+            if unit.name and treatments[unit.name].reshard:
+                found[where, gather, Axis.SHARD, Pass.BACKWARD, dtype, gathered] += steps
+        if not trained:
+            continue
+        dtype = assignment.master_dtype(trained[0])
+        if mesh.shard > 1:
+            found[where, scatter, Axis.SHARD, Pass.BACKWARD, dtype, reduced] += steps
+        if mesh.replicate > 1:
+            found[where, reduce, Axis.REPLICATE, Pass.BACKWARD, dtype, reduced // mesh.shard] += 1
+    return found
+
+
+def _averages(assignment: Assignment) -> _Counts:
+    """Gradients that FSDP does not hold, averaged over each of its axes: first ranks exchange which of them have one,
+    then they reduce in buckets (tpplan.apply.collectives.dp_gradients)."""
+    found: _Counts = Counter()
+    weights, times = Weights(assignment=assignment), assignment.num_averages or 1
+    beside = [source for source in weights.trainable if _is_beside_fsdp(assignment, source)]
+    sizes: dict[str, list[int]] = {}
+    for source in filter(assignment.has_gradient, beside):
+        num_bytes = weights.master_width(source) * weights.elements(source)
+        sizes.setdefault(assignment.master_dtype(source), []).append(num_bytes)
+    for axis in (Axis.REPLICATE, Axis.SHARD):
+        if beside and assignment.mesh.size(axis) > 1:
+            kind = str(Collective.ALL_REDUCE)
+            found[ROOT, kind, axis, Pass.STEP, "int32", FLAGS * DTYPE_BYTES["int32"] * len(beside)] += times
+            for dtype, own in sizes.items():
+                for num_bytes in _buckets(own):
+                    found[ROOT, kind, axis, Pass.STEP, dtype, num_bytes] += times
+    return found
+
+
+def _buckets(sizes: Iterable[int]) -> list[int]:
+    """Bytes of each bucket of gradients of these sizes."""
+    own = list(sizes)
+    return [sum(own[position] for position in bucket) for bucket in bucketed(own, BUCKET_BYTES)]
+
+
+def _is_beside_fsdp(assignment: Assignment, source: Source) -> bool:
+    """True for a parameter that FSDP does not hold: all stay plain tensors, or this one has no dims."""
+    if assignment.num_averages is not None:
+        return True
+    return assignment.uses_fsdp and not assignment.graph.values[source.result].shape
+
+
+def _unit_bytes(assignment: Assignment, held: Sequence[Source], trained: Sequence[Source]) -> tuple[int, int]:
+    """Bytes of a unit on one tp rank as gathered and as reduced: whole, padded as in FSDP's buffers."""
+    weights = Weights(assignment=assignment)
+    gathered = sum(weights.compute_width(source) * weights.padded_elements(source) for source in held)
+    reduced = sum(weights.master_width(source) * weights.padded_elements(source) for source in trained)
+    return gathered, reduced
+
+
+def _gathered_dtype(assignment: Assignment, held: Sequence[Source]) -> str:
+    """The dtype in which FSDP gathers a unit: parameters of several dtypes travel as bytes."""
+    dtypes = {assignment.graph.values[source.result].dtype for source in held}
+    return dtypes.pop() if len(dtypes) == 1 else BYTES
+
+
+def _module_of(decider: Decider) -> str:
+    return decider.module if isinstance(decider, Op | Boundary) else decider.op.module
+
+
+def _where(assignment: Assignment, module: str) -> str:
+    return pattern_of(assignment.graph, module) or ROOT

@@ -1,0 +1,241 @@
+"""What an assignment costs: the seconds of a step by part, and with its memory the prediction that a plan carries.
+
+    predicted = price(assignment, profile, gpus_per_node, executor).predicted
+
+`solve`, `price`, `explain`, `size` and `verify` print these numbers, so that those of one plan are the same wherever
+they stand. The time is the objective that an ILP minimizes (tpplan.costs.step.formulate) where every decision has one
+strategy; the memory is that of the step gone through op by op (tpplan.costs.step.memory_replay). Modules that a plan
+recomputes beside its layers, parts of one or what holds several, no ILP decides: what they take comes on top.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tpplan.core.graph import Op
+from tpplan.core.mesh import Axis
+from tpplan.core.name_patterns import ROOT
+from tpplan.costs.error_bars import NONE, Residuals
+from tpplan.costs.execute import Executor
+from tpplan.costs.step.activation_lifetimes import Lifetimes
+from tpplan.costs.step.collectives_of_step import collectives
+from tpplan.costs.step.cost_table import price_space
+from tpplan.costs.step.formulate import Formulation
+from tpplan.costs.step.memory_ledger import Peak
+from tpplan.costs.step.memory_replay import memory
+from tpplan.costs.step.recompute_cost import Rerun, rerun
+from tpplan.costs.step.train_config import Setting
+from tpplan.layouts.assignment import Assignment
+from tpplan.layouts.rules import OPAQUE, Call, has_rule
+from tpplan.machine.profile import Collective, Estimate, HardwareProfile
+from tpplan.plan.compress_names import pattern_of
+from tpplan.plan.gradient_buckets import BUCKET_BYTES
+from tpplan.plan.parts import (
+    ACCUMULATION,
+    DATA_PARALLEL,
+    FSDP_COPIES,
+    ISSUE,
+    OPTIMIZER,
+    RECOMPUTATION,
+    TENSOR_PARALLEL,
+    TP_REDUCTION,
+)
+from tpplan.plan.plan import CollectivePlan, Prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of an optimizer step by part, the error of their sum, and whether any lies outside of the measured."""
+
+    time_s: Mapping[str, float]
+    error_s: float
+    is_extrapolated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """The sections of a plan that a profile decides, and the collectives, which it does not."""
+
+    predicted: Prediction
+    collectives: tuple[CollectivePlan, ...]
+    unruled_ops: Mapping[str, float]
+    opaque_seconds: Mapping[str, float]
+    guesses: tuple[str, ...]
+
+
+def price(
+    assignment: Assignment,
+    profile: HardwareProfile,
+    gpus_per_node: int,
+    executor: Executor,
+    *,
+    memory_limit_bytes: float | None = None,
+) -> Priced:
+    """Everything that an assignment costs on a machine. The limit is the profile's memory unless told; it changes
+    nothing but what the prediction says of it. Raises ProfileError for what the profile does not cover."""
+    formulation = formulated(assignment, profile, gpus_per_node, executor, memory_limit_bytes=memory_limit_bytes)
+    step, peak = _step_time(assignment, formulation), memory(assignment, executor)
+    seconds = _OpSeconds(formulation)
+    predicted = Prediction(
+        step_time_s=float(sum(step.time_s.values())),
+        step_time_error_s=step.error_s,
+        is_extrapolated=step.is_extrapolated,
+        time_s=step.time_s,
+        peak_memory_bytes=peak.num_bytes,
+        slack_bytes=float(profile.slack_bytes),
+        memory_limit_bytes=formulation.setting.memory_limit_bytes,
+        memory_bytes=peak.memory_bytes,
+        peak_during=peak.during,
+        peak_module=peak.module or ROOT,
+    )
+    return Priced(
+        predicted=predicted,
+        collectives=collectives(assignment, executor),
+        unruled_ops=seconds.of_unruled_ops(),
+        opaque_seconds=seconds.of_opaque_modules(),
+        guesses=guesses(assignment, executor),
+    )
+
+
+def with_peak(predicted: Prediction, peak: Peak) -> Prediction:
+    """A prediction with another peak of memory, its times left as they are."""
+    return replace(
+        predicted,
+        peak_memory_bytes=peak.num_bytes,
+        memory_bytes=peak.memory_bytes,
+        peak_during=peak.during,
+        peak_module=peak.module or ROOT,
+    )
+
+
+def step_time(assignment: Assignment, profile: HardwareProfile, gpus_per_node: int, executor: Executor) -> StepTime:
+    """Seconds of a step of an assignment by part. Raises ProfileError for what the profile does not cover."""
+    return _step_time(assignment, formulated(assignment, profile, gpus_per_node, executor))
+
+
+def formulated(
+    assignment: Assignment,
+    profile: HardwareProfile,
+    gpus_per_node: int,
+    executor: Executor,
+    *,
+    memory_limit_bytes: float | None = None,
+    kin: Mapping[str, str] | None = None,
+) -> Formulation:
+    """The ILP in which an assignment is the only choice; its objective is the step's time. `kin` is as in Setting."""
+    setting = Setting(
+        profile=profile,
+        gpus_per_node=gpus_per_node,
+        precision=assignment.precision,
+        optimizer=assignment.optimizer,
+        memory_limit_bytes=profile.memory_bytes if memory_limit_bytes is None else memory_limit_bytes,
+        slack_bytes=profile.slack_bytes,
+        accumulation_steps=assignment.accumulation_steps,
+        units=assignment.layers,
+        treatments=assignment.treatments,
+        kin=kin,
+    )
+    num_gpus, is_compiled = assignment.mesh.num_gpus, assignment.is_compiled
+    priced = price_space(assignment.space, profile, gpus_per_node, executor, is_compiled=is_compiled, num_gpus=num_gpus)
+    return Formulation(priced=priced, mesh=assignment.mesh, setting=setting)
+
+
+def guesses(assignment: Assignment, executor: Executor) -> tuple[str, ...]:
+    """What is not known of ops, but taken to be so, after the pattern of the module that each stands in."""
+    graph = assignment.graph
+    found = (
+        f"{pattern_of(graph, op.module) or ROOT}: {guess}"
+        for op in graph.ops
+        for guess in executor.execute(Call.of(graph, op), assignment.strategy(op.name), assignment.tp).guesses
+    )
+    return tuple(dict.fromkeys(found))
+
+
+def _step_time(assignment: Assignment, formulation: Formulation) -> StepTime:
+    everything = dict.fromkeys(assignment.strategies, 0)
+    assert formulation.problem.is_consistent(everything), "the assignment's layouts disagree along an edge"
+    time: Counter[str] = Counter()
+    for term in formulation.unlimited.objective:
+        time[term.name] += term.value(everything)  # type: ignore[assignment]
+    time_s = {name: float(seconds) for name, seconds in time.items()}
+    error, is_extrapolated = _error(formulation, time_s)
+    found = StepTime(time_s=time_s, error_s=error, is_extrapolated=is_extrapolated)
+    return _with_rerun(found, assignment, formulation) if assignment.recomputed_within else found
+
+
+def _with_rerun(step: StepTime, assignment: Assignment, formulation: Formulation) -> StepTime:
+    """The time with that of the modules that are recomputed beside layers. What runs again is as uncertain as what
+    ran."""
+    lifetimes = Lifetimes(assignment, formulation.priced.executor)
+    times = {name: own[0] for name, own in formulation.table.items()}
+    again: Rerun = rerun(lifetimes, times, formulation.setting.profile.issue_s, assignment.recomputed_within)
+    steps, time_s = assignment.accumulation_steps, dict(step.time_s)
+    time_s[RECOMPUTATION] = steps * again.compute.seconds
+    time_s[TENSOR_PARALLEL] = time_s.get(TENSOR_PARALLEL, 0.0) + steps * again.collectives.seconds
+    if again.waited_s:
+        time_s[ISSUE] = time_s.get(ISSUE, 0.0) + steps * again.waited_s
+    return StepTime(
+        time_s=time_s,
+        error_s=step.error_s * sum(time_s.values()) / sum(step.time_s.values()),
+        is_extrapolated=step.is_extrapolated or again.compute.extrapolated or again.collectives.extrapolated,
+    )
+
+
+def _error(formulation: Formulation, time: Mapping[str, float]) -> tuple[float, bool]:
+    """The error of a step's time in seconds, by the model of tpplan.costs.error_bars, and whether anything was
+    extrapolated. Parts that are bytes times a rate have the rate's relative error."""
+    profile = formulation.setting.profile
+    times = [t for entry in formulation.table.values() for t in entry]
+    repeats = formulation.repeats()
+    found = [t.residuals for t in times] + [again.residuals for again in repeats]
+    residuals = sum(found, NONE) * formulation.setting.accumulation_steps
+    estimates = [e for t in times for e in (t.forward, t.backward, t.forward_collectives, t.backward_collectives)]
+    estimates += [estimate for again in repeats for estimate in (again.compute, again.collectives)]
+    extrapolated = any(e.extrapolated for e in estimates)
+    moved, step = profile.memory_bound(num_bytes=BUCKET_BYTES), formulation.optimizer_issue()
+    if profile.device_type == "cuda" and step.seconds < time.get(OPTIMIZER, 0.0):
+        step = Estimate.zero()  # the GPU takes longer
+    moving_s = sum(time.get(part, 0.0) for part in (FSDP_COPIES, ACCUMULATION, OPTIMIZER))
+    residuals += Residuals(
+        memory=max(0.0, moving_s - step.seconds) * moved.relative_error,
+        launches=time.get(ISSUE, 0.0) * profile.launch.relative_error + step.error_s,
+    )
+    data_axis = Axis.SHARD if formulation.mesh.shard > 1 else Axis.REPLICATE
+    for part, axis in {DATA_PARALLEL: data_axis, TP_REDUCTION: Axis.TP}.items():
+        if time.get(part, 0.0) > 0 and formulation.mesh.size(axis) > 1:
+            bucket = formulation.seconds_per_byte(Collective.ALL_REDUCE, axis)
+            error = time[part] * bucket.relative_error
+            residuals += Residuals(tp_collectives=error) if axis is Axis.TP else Residuals(data_collectives=error)
+            extrapolated |= bucket.extrapolated
+    tp_s = time.get(TENSOR_PARALLEL, 0.0) + time.get(TP_REDUCTION, 0.0)
+    return residuals.combined(profile, sum(time.values()) - tp_s), extrapolated
+
+
+class _OpSeconds:
+    """Seconds of single ops in a step, kernels alone."""
+
+    def __init__(self, formulation: Formulation) -> None:
+        self.graph = formulation.space.graph
+        self.table = formulation.table
+        self.steps = formulation.setting.accumulation_steps
+
+    def of_unruled_ops(self) -> dict[str, float]:
+        """Ops that no rule covers and that therefore run whole, though they read gradient-carrying tensors."""
+        found: Counter[str] = Counter()
+        for op in self.graph.ops:
+            is_unruled = not has_rule(op.target) and op.target != OPAQUE
+            if is_unruled and any(self.graph.values[name].carries_gradient for name in op.operands):
+                found[op.target] += self._of(op)  # type: ignore[assignment]
+        return {target: float(seconds) for target, seconds in sorted(found.items())}
+
+    def of_opaque_modules(self) -> dict[str, float]:
+        """Modules that run whole, by name."""
+        found: Counter[str] = Counter()
+        for op in self.graph.ops:
+            if op.target == OPAQUE:
+                found[op.module] += self._of(op)  # type: ignore[assignment]
+        return {module: float(seconds) for module, seconds in found.items()}
+
+    def _of(self, op: Op) -> float:
+        times = self.table[op.name][0]
+        return (times.forward + times.backward).seconds * self.steps

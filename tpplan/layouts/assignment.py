@@ -1,0 +1,201 @@
+"""The answer: the strategy of every decision of a graph on a mesh, and what is done to each layer.
+
+The solution of an ILP is one (tpplan.costs.step.formulate), and a plan implies one (`assignment_of`); a plan is written
+from one (tpplan.layouts.plan_sections). An assignment knows no prices, no profile and no solver. What follows from it:
+
+    prove(assignment, model)            proof or counterexample             tpplan.prove.structure
+    collectives(assignment, ...)        what a rank sends in a step         tpplan.costs.step.collectives_of_step
+    memory(assignment, ...)             the timeline of memory, its peak    tpplan.costs.step.memory_replay
+    step_time(assignment, profile)      seconds of a step by part           tpplan.costs.step.step_time
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from tpplan.core.graph import Boundary, ModelGraph, Source, enclosing
+from tpplan.core.layout import Conversion, Layout, R, local_shape
+from tpplan.core.mesh import Mesh
+from tpplan.core.units import DTYPE_BYTES
+from tpplan.layouts.decision_space import Decider, Reading, Space, deciders_of, flows_of, readings_of
+from tpplan.layouts.layer_treatments import Treatment, Unit
+from tpplan.layouts.rules import Strategy
+from tpplan.layouts.typecheck import Mistyped, implied_strategies
+from tpplan.plan.plan import Compile, Plan, Precision, Recompute, uses_fsdp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """How a model is divided on a mesh, and how a step of it is trained.
+
+    `strategies` are by decision: ops and boundaries by their names, readings of parameters by theirs. `layers` are the
+    repeated modules, which FSDP makes units of. `resharded` says of each layer whether FSDP reshards it after forward,
+    `recomputed` what of a module runs again in backward; modules of which nothing does are left out. `num_averages`:
+    where parameters stay plain tensors, how many backwards of a step average all gradients; None where FSDP does that.
+    """
+
+    graph: ModelGraph
+    mesh: Mesh
+    strategies: Mapping[str, Strategy]
+    layers: tuple[str, ...]
+    resharded: Mapping[str, bool]
+    recomputed: Mapping[str, Recompute]
+    precision: Precision
+    optimizer: str
+    accumulation_steps: int
+    is_compiled: bool
+    num_averages: int | None = None
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.mesh.tp
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """FSDP2 shards, replicates, or casts."""
+        return uses_fsdp(self.mesh, self.precision)
+
+    @property
+    def deciders(self) -> Mapping[str, Decider]:
+        """What decides, by name."""
+        return deciders_of(self.graph)
+
+    @property
+    def readings(self) -> Mapping[str, tuple[Reading, ...]]:
+        """Readings by parameter name, in order."""
+        return readings_of(self.graph)
+
+    @cached_property
+    def space(self) -> Space:
+        """The decision space in which this assignment is the only choice."""
+        return Space(
+            graph=self.graph,
+            tp=self.tp,
+            deciders=deciders_of(self.graph),
+            strategies={name: (strategy,) for name, strategy in self.strategies.items()},
+            flows=flows_of(self.graph),
+            classes={name: name for name in self.strategies},
+        )
+
+    @property
+    def treatments(self) -> dict[str, Treatment]:
+        """What is done to each layer that has parameters. Without FSDP nothing is gathered that could be kept."""
+        return {
+            name: Treatment(
+                recompute=self.recomputed.get(name, Recompute.NONE), reshard=reshard if self.uses_fsdp else True
+            )
+            for name, reshard in self.resharded.items()
+        }
+
+    @property
+    def recomputed_within(self) -> dict[str, Recompute]:
+        """What runs again of modules that are no layers: parts of one, or what holds several."""
+        return {name: mode for name, mode in self.recomputed.items() if name not in self.resharded}
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """The FSDP units, the root last."""
+        return units_of(self.graph, self.layers, {name: name for name in self.strategies})
+
+    def strategy(self, decision: str) -> Strategy:
+        """The strategy of a decision."""
+        return self.strategies[decision]
+
+    def layout(self, value: str) -> Layout:
+        """The layout of a computed value; R for inputs, buffers and constants. A parameter has one per reading."""
+        producer = self.graph.producers.get(value)
+        return R if producer is None else self.strategies[producer.name].results[producer.results.index(value)]
+
+    def placement(self, source: Source) -> Layout:
+        """How a parameter rests on the tp axis: R where nothing reads it."""
+        readings = self.readings[source.label]
+        return self.strategies[readings[0].name].operands[0] if readings else R
+
+    def local_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each computed value on one rank."""
+        values = self.graph.values
+        names = (result for node in self.graph.nodes for result in node.results)
+        return {name: local_shape(values[name].shape, self.layout(name), self.tp) for name in names}
+
+    def conversion(self, boundary: Boundary) -> Conversion:
+        """What a value is converted from and to where it crosses a boundary."""
+        strategy = self.strategies[boundary.name]
+        return Conversion(strategy.operands[0], strategy.results[0])
+
+    def conversions(self) -> Iterator[tuple[Boundary, Conversion]]:
+        """Every boundary at which the layout changes, and how."""
+        for boundary in self.graph.boundaries:
+            conversion = self.conversion(boundary)
+            if not conversion.is_identity:
+                yield boundary, conversion
+
+    def has_gradient(self, source: Source) -> bool:
+        """True for a parameter that trains and that something reads: FSDP reduces no other."""
+        return source.trainable and bool(self.readings[source.label])
+
+    def master_dtype(self, source: Source) -> str:
+        """The dtype in which a parameter rests and its gradient is reduced; the graph has the dtype of compute."""
+        dtype = self.graph.values[source.result].dtype
+        return "float32" if master_bytes(self.precision, dtype) == DTYPE_BYTES["float32"] else dtype
+
+
+def master_bytes(precision: Precision, dtype: str) -> int:
+    """Bytes per element of a parameter at rest, and of its gradient, where forward computes with `dtype`."""
+    if precision is Precision.BF16_MIXED and dtype == "bfloat16":
+        return DTYPE_BYTES["float32"]
+    return DTYPE_BYTES[dtype]
+
+
+def units_of(graph: ModelGraph, layers: tuple[str, ...], classes: Mapping[str, str]) -> tuple[Unit, ...]:
+    """Every FSDP unit, the root last under the name "": each parameter belongs to the deepest unit with all its names.
+    `classes` names the decision that decides for each."""
+    inside: dict[str, list[Source]] = {name: [] for name in (*layers, "")}
+    for source in graph.parameters:
+        around = (frozenset(enclosing(name)) for name in (source.label, *source.aliases))
+        owners = frozenset.intersection(*around) & inside.keys()
+        inside[max(owners, key=len, default="")].append(source)
+    hides: dict[str, list[str]] = {name: [] for name in inside}
+    owner_of: dict[str, str] = {}
+    for decision, decider in deciders_of(graph).items():
+        module = decider.op.module if isinstance(decider, Reading) else decider.module
+        if module not in owner_of:
+            owner_of[module] = next(name for name in enclosing(module) if name in inside)
+        hides[owner_of[module]].append(classes[decision])
+    return tuple(
+        Unit(name=name, parameters=tuple(parameters), hides=tuple(hides[name]))
+        for name, parameters in inside.items()
+        if parameters
+    )
+
+
+def assignment_of(
+    graph: ModelGraph, plan: Plan, *, layers: tuple[str, ...] = (), num_averages: int | None = None
+) -> Assignment | Mistyped:
+    """The assignment that a plan implies for a graph, or the first thing that does not type. `layers` are the model's
+    repeated modules, for a plan that names no FSDP units; `num_averages` is as in Assignment."""
+    implied = implied_strategies(graph, plan)
+    if isinstance(implied, Mistyped):
+        return implied
+    parameters = plan.parameter_plans()
+
+    def strategy(name: str, decider: Decider) -> Strategy:
+        if not isinstance(decider, Reading):
+            return implied[name]
+        parameter = parameters[decider.parameter.label]
+        return Strategy((parameter.placement,), (parameter.reads[decider.op.module],))
+
+    units = tuple(unit for unit in plan.fsdp_units() if unit) or layers
+    return Assignment(
+        graph=graph,
+        mesh=plan.mesh,
+        strategies={name: strategy(name, decider) for name, decider in deciders_of(graph).items()},
+        layers=units,
+        resharded=dict.fromkeys(units, True) | plan.resharded_units(),
+        recomputed=plan.recomputed_modules(),
+        precision=plan.precision,
+        optimizer=plan.optimizer,
+        accumulation_steps=plan.batch.accumulation_steps,
+        is_compiled=plan.compile is Compile.BLOCKS,
+        num_averages=num_averages,
+    )

@@ -1,0 +1,105 @@
+"""The sections of a plan that an assignment decides, by full names: parameters, boundaries, outputs, losses, FSDP.
+
+tpplan.search.build_plan puts them into a Plan, layers that are alike under one pattern.
+"""
+
+from tpplan.core.errors import ModelError
+from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Direction
+from tpplan.core.layout import Layout, R
+from tpplan.core.name_patterns import ROOT
+from tpplan.layouts.assignment import Assignment
+from tpplan.layouts.decision_space import CROSS_ENTROPY
+from tpplan.layouts.rules import Call, draws
+from tpplan.plan.compress_names import pattern_of
+from tpplan.plan.plan import BoundaryPlan, CrossingPlan, FsdpPlan, ParameterPlan
+
+
+def parameter_plans(assignment: Assignment) -> dict[str, ParameterPlan]:
+    """Placement and readings of each parameter."""
+    found = {}
+    for source in assignment.graph.parameters:
+        readings = assignment.readings[source.label]
+        found[source.label] = ParameterPlan(
+            placement=assignment.placement(source),
+            reads={reading.op.module: assignment.strategy(reading.name).results[0] for reading in readings},
+            shape=assignment.graph.values[source.result].shape,
+            dtype=assignment.master_dtype(source),
+            trainable=source.trainable,
+            aliases=source.aliases,
+        )
+    return found
+
+
+def boundary_plans(assignment: Assignment) -> dict[str, BoundaryPlan]:
+    """Conversions at the boundaries of each module that has any."""
+    chosen: dict[tuple[str, Direction, str], CrossingPlan] = {}
+    for boundary in assignment.graph.boundaries:
+        conversion = assignment.conversion(boundary)
+        place = (boundary.module, boundary.direction, boundary.path)
+        crossing = chosen.setdefault(place, CrossingPlan(conversion, assignment.graph.values[boundary.operand].dtype))
+        assert crossing.conversion == conversion, f"calls of a module differ at {place}"
+    found: dict[str, dict[Direction, dict[str, CrossingPlan]]] = {}
+    for (module, direction, path), crossing in chosen.items():
+        if not crossing.conversion.is_identity:
+            sides = found.setdefault(module, {Direction.INPUT: {}, Direction.OUTPUT: {}})
+            sides[direction][path] = crossing
+    return {
+        module: BoundaryPlan(inputs=sides[Direction.INPUT], outputs=sides[Direction.OUTPUT])
+        for module, sides in found.items()
+    }
+
+
+def outputs(assignment: Assignment) -> dict[str, Layout]:
+    """Layouts of the model's outputs that are not R, what its forward leaves behind among them."""
+    graph = assignment.graph
+    returned = (
+        (boundary.path, boundary.result)
+        for boundary in graph.boundaries
+        if boundary.module == "" and boundary.direction is Direction.OUTPUT
+    )
+    left = ((path, value) for path, value in graph.outputs if path.startswith(LEFT_AT))
+    return {path: layout for path, value in (*returned, *left) if (layout := assignment.layout(value)) != R}
+
+
+def sharded_losses(assignment: Assignment) -> dict[str, int]:
+    """Modules in whose forward a cross entropy runs on slices of the classes, and how many classes there are.
+
+    Raises ModelError for a module with two such losses over different numbers of classes.
+    """
+    found: dict[str, int] = {}
+    for op in assignment.graph.ops:
+        if op.target != CROSS_ENTROPY or op.module == LOSS_SCOPE:
+            continue
+        if assignment.strategy(op.name).operands[0].dim is None:
+            continue
+        count = assignment.graph.values[op.operands[0]].shape[-1]
+        if found.setdefault(op.module, count) != count:
+            raise ModelError(
+                f"module {op.module or ROOT}: its forward has cross entropies over {found[op.module]} and over "
+                f"{count} classes, which slices would confuse; put them into modules of their own"
+            )
+    return {module or ROOT: count for module, count in found.items()}
+
+
+def drawing_modules(assignment: Assignment) -> tuple[str, ...]:
+    """Modules in whose forward dropout falls on slices."""
+    found = {
+        op.module: None
+        for op in assignment.graph.ops
+        if draws(Call.of(assignment.graph, op))
+        and any(layout.dim is not None for layout in assignment.strategy(op.name).operands)
+    }
+    return tuple(module or ROOT for module in found)
+
+
+def fsdp_plan(assignment: Assignment) -> FsdpPlan:
+    """FSDP's units by pattern, the root last. No units where FSDP is not used, or parameters stay plain tensors."""
+    uses_fsdp = assignment.uses_fsdp
+    names = [unit.name or ROOT for unit in assignment.units] if uses_fsdp else []
+    patterns = dict.fromkeys(pattern_of(assignment.graph, name) for name in names)
+    treatments = assignment.treatments
+    resharded = [treatment.reshard for treatment in treatments.values()]
+    rule = 2 * sum(resharded) >= len(resharded)
+    exceptions = tuple(name for name in names if name in treatments and treatments[name].reshard != rule)
+    units = tuple(patterns) if assignment.num_averages is None else ()
+    return FsdpPlan(units=units, reshard_after_forward=rule, exceptions=exceptions)
