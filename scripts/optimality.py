@@ -30,11 +30,10 @@ from rich.table import Table
 import tpplan
 from tpplan import solvers
 from tpplan.costs.step.formulate import Formulation
-from tpplan.costs.step.solved_step import Expanded
+from tpplan.layouts.assignment import Assignment
 from tpplan.plan.plan import Plan
 from tpplan.search.branch_and_bound import put_to_proof
 from tpplan.search.build_plan import laid_out_as
-from tpplan.search.conflicts import unpriced
 from tpplan.search.job import Job, Point
 from tpplan.search.options import Batch, Options
 from tpplan.search.planner import _prepare
@@ -107,7 +106,7 @@ class Sampler:
             if price >= self.plan.solver.bound_s * (1 - TOLERANCE / 2):
                 return first
             self.unproven_s = min(self.unproven_s, price)
-            blamed = self._blamed(unpriced(self.formulation, choice))
+            blamed = self._blamed(self.formulation.assignment(choice))
             if not blamed:
                 self.proven += 1
                 self.best_s = min(self.best_s, price)
@@ -116,7 +115,7 @@ class Sampler:
             removed.setdefault(name, set()).add(choice[name])
         return first
 
-    def _blamed(self, trial: Expanded) -> Sequence[str]:
+    def _blamed(self, trial: Assignment) -> Sequence[str]:
         """What is to blame where a plan cannot be proven."""
         self.put_to_proof += 1
         traced = self.job.traced(self.plan.batch.micro_batch)

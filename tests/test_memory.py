@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpplan
 from tpplan.core.errors import UsageError
+from tpplan.costs.execute import Executor
 from tpplan.costs.saved_tensors import Segment, returned_until
-from tpplan.costs.step import memory_replay, solved_step
-from tpplan.costs.step.formulate import Formulation
+from tpplan.costs.step import memory_replay, step_time
 from tpplan.costs.step.memory_ledger import Ledger, Peak, Piece
+from tpplan.costs.step.step_time import formulated
+from tpplan.layouts.assignment import Assignment
 from tpplan.plan.optimizers import optimizer_named
-from tpplan.plan.plan import Pass, Plan, Recompute
+from tpplan.plan.plan import Pass, Plan
 from tpplan.solvers.problem import total
 from tpplan.trace.trace import trace
 from tpplan.verify.fake_values import answered, answers_of
@@ -139,13 +141,14 @@ def test_the_constraint_is_never_below_the_peak(monkeypatch: pytest.MonkeyPatch)
     """On layouts as they come, with little and with much beside the parameters."""
     seen: list[tuple[float, float]] = []
 
-    def noting(formulation: Formulation, modes: Mapping[str, Recompute], **options: bool) -> Peak:
-        peak = memory_replay.peak_of(formulation, modes, **options)
-        choice = dict.fromkeys(formulation.space.deciders, 0)
-        seen.append((max(total(r.terms, choice) for r in formulation.problem.resources), peak.num_bytes))
+    def noting(assignment: Assignment, executor: Executor) -> Peak:
+        peak = memory_replay.memory(assignment, executor)
+        problem = formulated(assignment, memory.machine(), 8, executor).problem
+        choice = dict.fromkeys(assignment.strategies, 0)
+        seen.append((max(total(r.terms, choice) for r in problem.resources), peak.num_bytes))
         return peak
 
-    monkeypatch.setattr(solved_step, "peak_of", noting)
+    monkeypatch.setattr(step_time, "memory", noting)
     for rows in (4, 4096):
         for way in memory.WAYS.values():
             subject = dataclasses.replace(memory_models.MODELS["mlp example"](), batch=rows)

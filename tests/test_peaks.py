@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from assignments import untied
 from examples import example, machine
 
 from tpplan import solvers
@@ -15,8 +16,7 @@ from tpplan.core.mesh import Mesh
 from tpplan.costs.execute import Executor
 from tpplan.costs.step.cost_table import price_space
 from tpplan.costs.step.formulate import Formulation
-from tpplan.costs.step.memory_replay import peak_of
-from tpplan.costs.step.solved_step import Expanded, expand
+from tpplan.costs.step.memory_replay import memory
 from tpplan.costs.step.train_config import Setting
 from tpplan.layouts.decision_space import build_space
 from tpplan.plan.plan import Precision
@@ -72,10 +72,10 @@ def chosen(formulation: Formulation, rng: random.Random) -> dict[str, int]:
 def excesses(formulation: Formulation, rng: random.Random, times: int) -> Iterator[float]:
     """How far the constraint is above the peak of the step gone through, as a share of it."""
     for _ in range(times):
-        expanded = expand(formulation, chosen(formulation, rng))
-        everything = dict.fromkeys(expanded.space.deciders, 0)
-        needed = max(total(row.terms, everything) for row in expanded.problem.resources)
-        yield needed / peak_of(expanded, Expanded(formulation=expanded).recomputed()).num_bytes - 1
+        assignment, alone = untied(formulation, chosen(formulation, rng))
+        everything = dict.fromkeys(assignment.strategies, 0)
+        needed = max(total(row.terms, everything) for row in alone.problem.resources)
+        yield needed / memory(assignment, alone.priced.executor).num_bytes - 1
 
 
 SETTINGS = (

@@ -5,6 +5,7 @@ from math import prod
 
 import pytest
 import torch
+from assignments import untied
 from examples import eager_to_shard, example, machine, solve_example
 from torch import Tensor, nn
 
@@ -17,7 +18,6 @@ from tpplan.core.mesh import GroupShape, Mesh
 from tpplan.costs.execute import Executor
 from tpplan.costs.step.cost_table import price_space
 from tpplan.costs.step.formulate import Formulation
-from tpplan.costs.step.solved_step import expand
 from tpplan.costs.step.train_config import Setting
 from tpplan.layouts.decision_space import build_space
 from tpplan.machine.profile import Collective, HardwareProfile, load_profile
@@ -105,8 +105,8 @@ def test_ilp_finds_the_optimum_that_enumeration_finds(name: str, mesh: Mesh) -> 
                 assert found.gap == pytest.approx(0.0, abs=1e-9)
 
 
-def test_expanded_prices_are_the_tied_ones() -> None:
-    """expand() asserts it; here it is shown to notice a layer that is counted once too often."""
+def test_an_assignment_costs_what_the_tied_problem_says() -> None:
+    """untied() asserts it; here it is shown to notice a layer that is counted once too often."""
     llama = example("llama")
     with torch.device("meta"):
         model = llama.build_model()
@@ -114,12 +114,12 @@ def test_expanded_prices_are_the_tied_ones() -> None:
     formulation = formulate(graph, eager_to_shard(), Mesh(tp=4))
     choice = solvers.solve(formulation.problem).choice
     assert choice is not None
-    expand(formulation, choice)
+    untied(formulation, choice)
     counted_twice = dataclasses.replace(formulation.space)
     counted_twice.members["linear"] += ("linear",)
     broken = dataclasses.replace(formulation, priced=dataclasses.replace(formulation.priced, space=counted_twice))
     with pytest.raises(AssertionError, match="the tied problem prices"):
-        expand(broken, choice)
+        untied(broken, choice)
 
 
 def test_the_last_layer_may_keep_less_than_its_siblings() -> None:
@@ -141,7 +141,7 @@ def test_the_last_layer_may_keep_less_than_its_siblings() -> None:
     formulation = formulate(graph, eager_to_shard(), Mesh(tp=1))
     choice = solvers.solve(formulation.problem).choice
     assert choice is not None
-    expand(formulation, choice)
+    untied(formulation, choice)
     saved = [term for term in formulation.problem.resources[0].terms if term.name == "saved activations"]
     # The inputs of the second and third layer; the model's own input is the user's, and x.sum() keeps nothing.
     assert total(saved, choice) == 2 * 4 * 64 * 4
@@ -165,7 +165,7 @@ def test_a_view_may_cross_a_boundary_where_its_storage_does_not() -> None:
     formulation = formulate(graph, eager_to_shard(), Mesh(tp=2))
     choice = solvers.solve(formulation.problem).choice
     assert choice is not None
-    expand(formulation, choice)
+    untied(formulation, choice)
 
 
 def test_the_same_inputs_give_the_same_file() -> None:

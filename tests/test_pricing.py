@@ -3,7 +3,7 @@ costs and saves what torch is seen to run, to keep and to send."""
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tpplan
 from tpplan.core.errors import PlanMismatchError, ProfileError
-from tpplan.costs.step import memory_replay, solved_step
-from tpplan.costs.step.formulate import Formulation
+from tpplan.costs.execute import Executor
+from tpplan.costs.step import memory_replay, step_time
 from tpplan.costs.step.memory_ledger import Peak
+from tpplan.layouts.assignment import Assignment
 from tpplan.machine.profile import Estimate, HardwareProfile
 from tpplan.plan.parts import RECOMPUTATION
 from tpplan.plan.plan import Compile, Pass, Plan, Recompute
@@ -256,11 +257,11 @@ def kept_bytes(tracker: Any, name: str, plan: Plan) -> int:
 def test_what_is_freed_is_what_torch_frees(mlp: Plan, mode: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[float] = []
 
-    def noting(formulation: Formulation, modes: Mapping[str, Recompute], **options: bool) -> Peak:
-        kept.append(memory_replay.kept_bytes(formulation, modes))
-        return memory_replay.peak_of(formulation, modes, **options)
+    def noting(assignment: Assignment, executor: Executor) -> Peak:
+        kept.append(memory_replay.kept_bytes(assignment, executor))
+        return memory_replay.memory(assignment, executor)
 
-    monkeypatch.setattr(solved_step, "peak_of", noting)
+    monkeypatch.setattr(step_time, "memory", noting)
     again = recomputing(mlp, mode)
     for plan in (mlp, again):
         price("mlp", plan, machine())

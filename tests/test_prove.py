@@ -24,7 +24,8 @@ from tpplan.core.errors import PlanMismatchError
 from tpplan.core.graph import Boundary, ModelGraph
 from tpplan.core.layout import R_STAR, Conversion, LayoutKind, R, S
 from tpplan.core.mesh import Mesh
-from tpplan.costs.step.solved_step import Expanded, expand
+from tpplan.layouts.assignment import Assignment
+from tpplan.layouts.plan_sections import boundary_plans, outputs, parameter_plans
 from tpplan.layouts.rules import Strategy
 from tpplan.plan.plan import Plan, ProofStatus, SizePlan
 from tpplan.prove import structure
@@ -314,10 +315,12 @@ def test_a_weight_cast_in_vain_and_read_again_is_itself() -> None:
 def test_code_that_differs_however_it_is_sharded_soon_runs_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here each way to shard what `first` sees is found wrong on its own."""
 
-    def found_wrong(model: nn.Module, inputs: Any, expanded: Expanded, plan: Plan, **_: Any) -> Plan | Counterexample:
-        nodes = given_nodes(expanded.graph, "first")
-        node = next((node for node in nodes if shards_in("first", node, expanded.strategy(node.name))), None)
-        differs = next(op for op in expanded.graph.ops if op.module == "first")
+    def found_wrong(
+        model: nn.Module, inputs: Any, assignment: Assignment, plan: Plan, **_: Any
+    ) -> Plan | Counterexample:
+        nodes = given_nodes(assignment.graph, "first")
+        node = next((node for node in nodes if shards_in("first", node, assignment.strategy(node.name))), None)
+        differs = next(op for op in assignment.graph.ops if op.module == "first")
         return plan if node is None else Counterexample(message="wrong", blamed=(node.name,), node=differs)
 
     monkeypatch.setattr(branch_and_bound, "check_structure", found_wrong)
@@ -452,15 +455,15 @@ def test_a_trace_that_breaks_is_blamed_where_it_first_went_astray() -> None:
     problem = dataclasses.replace(formulation.problem, objective=(*formulation.problem.objective, wish))
     choice = solvers.solve(problem).choice
     assert choice is not None
-    expanded = Expanded(formulation=expand(formulation, choice))
-    assert expanded.layout(embedded) == S(1)
+    assignment = formulation.assignment(choice)
+    assert assignment.layout(embedded) == S(1)
     plan = dataclasses.replace(
         handmade_plan(model, Mesh(tp=2)),
-        parameters=expanded.parameter_plans(),
-        boundaries=expanded.boundary_plans(),
-        outputs=expanded.outputs(),
+        parameters=parameter_plans(assignment),
+        boundaries=boundary_plans(assignment),
+        outputs=outputs(assignment),
     )
-    found = check_structure(model, inputs, expanded, plan, loss=None, cast=unchanged)
+    found = check_structure(model, inputs, assignment, plan, loss=None, cast=unchanged)
     assert isinstance(found, Counterexample)
     assert found.message == f"aten.arange.default in the root: the number {LENGTH} became {LENGTH // 2}"
     assert embedded in found.blamed
@@ -555,7 +558,7 @@ def megatron(model: nn.Module) -> Plan:
     )
 
 
-def expanded_as(plan: Plan, graph: ModelGraph) -> Expanded:
+def assigned_as(plan: Plan, graph: ModelGraph) -> Assignment:
     """The choice of every decision that says what the plan says."""
     formulation = formulate(graph, eager_to_shard(), Mesh(tp=2))
     space = formulation.space
@@ -584,7 +587,7 @@ def expanded_as(plan: Plan, graph: ModelGraph) -> Expanded:
     solution = solvers.solve(dataclasses.replace(formulation.problem, objective=penalties))
     assert solution.objective == 0.0
     assert solution.choice is not None
-    return Expanded(formulation=expand(formulation, solution.choice))
+    return formulation.assignment(solution.choice)
 
 
 def structure_of_megatron() -> Plan | Counterexample:
@@ -592,8 +595,8 @@ def structure_of_megatron() -> Plan | Counterexample:
     with torch.device("meta"):
         model = Normed()
     plan = megatron(model)
-    expanded = expanded_as(plan, trace(model, inputs))
-    return check_structure(model, inputs, expanded, plan, loss=None, cast=unchanged)
+    assignment = assigned_as(plan, trace(model, inputs))
+    return check_structure(model, inputs, assignment, plan, loss=None, cast=unchanged)
 
 
 def test_what_apply_makes_of_megatron_s_plan_is_the_model() -> None:

@@ -24,9 +24,9 @@ from tpplan.core.errors import InfeasibleError, UsageError
 from tpplan.costs.execute import Executor, whole_strategy
 from tpplan.costs.kernels import Matmul
 from tpplan.costs.layer_activations import layer_activations
-from tpplan.costs.step import memory_replay, solved_step
-from tpplan.costs.step.formulate import Formulation
+from tpplan.costs.step import memory_replay, step_time
 from tpplan.costs.step.memory_ledger import Peak
+from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import build_space
 from tpplan.layouts.rules import Call
 from tpplan.layouts.typecheck import Mistyped, typecheck
@@ -108,11 +108,11 @@ def tensors_alive() -> list[Tensor]:
 def test_what_is_kept_is_counted(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[float] = []
 
-    def noting(formulation: Formulation, modes: Mapping[str, Recompute], **options: bool) -> Peak:
-        found.append(memory_replay.kept_bytes(formulation, modes))
-        return memory_replay.peak_of(formulation, modes, **options)
+    def noting(assignment: Assignment, executor: Executor) -> Peak:
+        found.append(memory_replay.kept_bytes(assignment, executor))
+        return memory_replay.memory(assignment, executor)
 
-    monkeypatch.setattr(solved_step, "peak_of", noting)
+    monkeypatch.setattr(step_time, "memory", noting)
     solved(mode)
     kept = kept_bytes(mode)
     assert found[0] == pytest.approx(kept, abs=64)
@@ -149,7 +149,9 @@ def test_what_runs_again_is_priced() -> None:
 def test_time_and_memory_are_traded() -> None:
     plans = [solved(mode).predicted for mode in MODES]
     none, selective, full = plans
-    assert none.time_s["compute"] <= selective.time_s["compute"] < full.time_s["compute"]
+    assert none.time_s["compute"] == selective.time_s["compute"] == full.time_s["compute"]
+    assert "recomputation" not in none.time_s
+    assert 0 < selective.time_s["recomputation"] < full.time_s["recomputation"]
     assert none.peak_memory_bytes > selective.peak_memory_bytes > full.peak_memory_bytes
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from assignments import untied
 from examples import machine
 from torch import Tensor, nn
 
@@ -19,8 +20,7 @@ from tpplan.core.mesh import Mesh
 from tpplan.costs.execute import Executor
 from tpplan.costs.step.cost_table import price_space
 from tpplan.costs.step.formulate import Formulation
-from tpplan.costs.step.memory_replay import peak_of
-from tpplan.costs.step.solved_step import Expanded, expand
+from tpplan.costs.step.memory_replay import memory
 from tpplan.costs.step.train_config import Setting
 from tpplan.layouts.decision_space import build_space
 from tpplan.layouts.layer_treatments import TREATMENTS
@@ -145,7 +145,7 @@ def check_instance(seed: int) -> None:
         assert found.status is Status.OPTIMAL
         assert found.objective == pytest.approx(enumerated(limited), rel=1e-7)
         assert found.choice is not None
-        expand(limited, found.choice)
+        untied(limited, found.choice)
     setting = dataclasses.replace(free.setting, memory_limit_bytes=limit * 0.99)
     assert solvers.solve(dataclasses.replace(free, setting=setting).problem).status is Status.INFEASIBLE
 
@@ -167,10 +167,10 @@ def check_peaks(layers: int, mesh: Mesh, steps: int) -> None:
     for own in every_treatment(free):
         choice = solvers.solve(own.problem).choice
         assert choice is not None
-        expanded = expand(own, choice)
-        everything = dict.fromkeys(expanded.space.deciders, 0)
-        needed = max(total(row.terms, everything) for row in expanded.problem.resources)
-        assert peak_of(expanded, Expanded(formulation=expanded).recomputed()).num_bytes <= needed
+        assignment, alone = untied(own, choice)
+        everything = dict.fromkeys(assignment.strategies, 0)
+        needed = max(total(row.terms, everything) for row in alone.problem.resources)
+        assert memory(assignment, alone.priced.executor).num_bytes <= needed
 
 
 def test_the_memory_constraint_is_not_below_the_peak_however_layers_are_treated() -> None:

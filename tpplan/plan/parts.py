@@ -5,7 +5,7 @@ COMPUTE, TENSOR_PARALLEL, DATA_PARALLEL = "compute", "tensor-parallel collective
 TP_REDUCTION, OPTIMIZER = "tensor-parallel gradient reduction", "optimizer"
 FSDP_COPIES = "copies of FSDP"
 ACCUMULATION, ISSUE = "gradient accumulation", "waiting for the CPU"
-#: a part of the time that only a plan with recomputation has
+#: kernels of forward that run again in backward
 RECOMPUTATION = "recomputation"
 
 # Parts of the memory: what rests, what FSDP gathers, what autograd keeps, and what lives while an op runs

@@ -46,6 +46,7 @@ from tpplan.plan.parts import (
     FSDP_COPIES,
     ISSUE,
     OPTIMIZER,
+    RECOMPUTATION,
     TENSOR_PARALLEL,
     TP_REDUCTION,
 )
@@ -66,6 +67,8 @@ from tpplan.solvers.problem import (
 
 #: prices that differ by less are the same
 TIE_TOLERANCE = 1e-9
+#: parts that are work, whatever hides behind it
+_WORK = frozenset({COMPUTE, RECOMPUTATION, TENSOR_PARALLEL, TP_REDUCTION})
 #: what a conversion counts among equals: less than anything that takes time
 CONVERSION_S = 1e-9
 
@@ -190,7 +193,7 @@ class Formulation:
         Minimizes compute, tp collectives and reductions, hidden or not, and then the number of conversions and of
         layers that are recomputed or kept gathered.
         """
-        work = tuple(t for t in self.problem.objective if t.name in (COMPUTE, TENSOR_PARALLEL, TP_REDUCTION))
+        work = tuple(t for t in self.problem.objective if t.name in _WORK)
         conversions = (
             linear_term("conversions", name, [CONVERSION_S * (s.operands != s.results) for s in strategies], 1.0)
             for name in self.space.members
@@ -275,7 +278,7 @@ class Formulation:
                 if not (count.constant or count.parts):
                     continue
                 compute, collectives, issued = self._again(kind, mode)
-                for part, expression in ((COMPUTE, compute), (TENSOR_PARALLEL, collectives)):
+                for part, expression in ((RECOMPUTATION, compute), (TENSOR_PARALLEL, collectives)):
                     if expression.terms:
                         yield from count.times(Term(name=part, expressions=(expression,), weight=steps))
                 if issue_s is not None and issued.terms:

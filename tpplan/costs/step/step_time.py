@@ -170,7 +170,7 @@ def _with_rerun(step: StepTime, assignment: Assignment, formulation: Formulation
     times = {name: own[0] for name, own in formulation.table.items()}
     again: Rerun = rerun(lifetimes, times, formulation.setting.profile.issue_s, assignment.recomputed_within)
     steps, time_s = assignment.accumulation_steps, dict(step.time_s)
-    time_s[RECOMPUTATION] = steps * again.compute.seconds
+    time_s[RECOMPUTATION] = time_s.get(RECOMPUTATION, 0.0) + steps * again.compute.seconds
     time_s[TENSOR_PARALLEL] = time_s.get(TENSOR_PARALLEL, 0.0) + steps * again.collectives.seconds
     if again.waited_s:
         time_s[ISSUE] = time_s.get(ISSUE, 0.0) + steps * again.waited_s
