@@ -42,8 +42,8 @@ from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.machine.tables import Fitted
 from tpplan.plan.parts import COMPUTE, DATA_PARALLEL, OPTIMIZER
 from tpplan.plan.plan import Precision, Recompute
-from tpplan.search.options import Cluster, Options
 from tpplan.search.planner import Priced, price_mesh
+from tpplan.search.points.options import Cluster, Options
 
 #: a profile -> the machine that it is most like
 LIKE = {

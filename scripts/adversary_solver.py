@@ -18,9 +18,9 @@ from tpplan.core.errors import InternalError, TpplanError
 from tpplan.core.graph import ModelGraph
 from tpplan.layouts.rules import Strategy
 from tpplan.plan.plan import Plan, ProofStatus
-from tpplan.search.options import Allows, Cluster
 from tpplan.search.planner import solve
-from tpplan.search.trace_cache import Reuse
+from tpplan.search.points.options import Allows, Cluster
+from tpplan.search.points.trace_cache import Reuse
 from tpplan.verify.prove_plan import prove_plan
 
 TP = 2
@@ -102,7 +102,6 @@ class Solver:
                 self.subject.inputs,
                 loss=self.subject.loss,
                 is_as_solved=is_as_solved,
-                profile=machine(),
                 reuse=self.reuse,
             ).plan
         except Exception as error:

@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tpplan.costs.step.formulate import Formulation
-    from tpplan.search.job import Job, Point
+    from tpplan.search.points.mesh_points import Point
+    from tpplan.search.points.point_solver import PointSolver
 
 EXAMPLES = Path(__file__).parent / "examples"
 STAGES = ("import", "trace", "costs", "build", "solve", "prove", "rest")
@@ -169,17 +170,17 @@ class Comparison:
         return max(0.0, self.tied - self.bound) / self.tied
 
 
-def compare(job: "Job", point: "Point", time_limit_s: float) -> Iterator[Comparison]:
+def compare(solver: "PointSolver", point: "Point", time_limit_s: float) -> Iterator[Comparison]:
     """Tied and untied optima of a point under each limit."""
     from tpplan.solvers.problem import total
 
-    tied = job.formulate(point, limit=math.inf)
-    apart = _untied(job, tied, point)
+    tied = solver.formulate(point, limit=math.inf)
+    apart = _untied(solver, tied, point)
     fastest = _solved(tied, math.inf, time_limit_s)[0]
     assert fastest is not None
     assert fastest.choice is not None, "without a limit everything fits"
     needed = max(total(row.terms, fastest.choice) for row in tied.problem.resources)
-    for limit in (math.inf, job.limit, *(share * needed for share in TIGHTER)):
+    for limit in (math.inf, solver.request.limit, *(share * needed for share in TIGHTER)):
         first, tied_s = _solved(tied, limit, time_limit_s)
         other, untied_s = _solved(apart, limit, time_limit_s)
         yield Comparison(
@@ -192,15 +193,20 @@ def compare(job: "Job", point: "Point", time_limit_s: float) -> Iterator[Compari
         )
 
 
-def _untied(job: "Job", tied: "Formulation", point: "Point") -> "Formulation":
+def _untied(solver: "PointSolver", tied: "Formulation", point: "Point") -> "Formulation":
     """The same problem with every layer apart; in the memory constraint layers are alike still."""
     from tpplan.costs.step.cost_table import price_space
     from tpplan.layouts.decision_space import build_space
 
     space = build_space(
-        job.traced(point.micro_batch).graph, point.tp, unused_outputs=job.unused_outputs, apart=lambda name: name
+        solver.traces.traced(point.micro_batch).graph,
+        point.tp,
+        unused_outputs=solver.request.unused_outputs,
+        apart=lambda name: name,
     )
-    priced = price_space(space, job.profile, job.cluster.gpus_per_node, job.reuse.executor)
+    priced = price_space(
+        space, solver.request.profile, solver.request.cluster.gpus_per_node, solver.traces.reuse.executor
+    )
     kin = {unit.name: kind.unit.name for kind in tied.kinds for unit in kind.units}
     return replace(tied, priced=priced, setting=replace(tied.setting, kin=kin))
 
@@ -223,9 +229,10 @@ def print_untied(name: str, time_limit_s: float) -> bool:
     """The table of a case; whether both optima are one where nothing limits memory."""
     import tpplan
     from tpplan.search.branch_and_bound import search
-    from tpplan.search.job import Point
-    from tpplan.search.options import Batch, Options
-    from tpplan.search.planner import _prepare
+    from tpplan.search.planner import prepare
+    from tpplan.search.points.mesh_points import Point
+    from tpplan.search.points.options import Batch, Options
+    from tpplan.search.points.request import Request
     from tpplan.trace.user_model import load_model_file
 
     case = CASES[name]
@@ -233,14 +240,15 @@ def print_untied(name: str, time_limit_s: float) -> bool:
     cluster = tpplan.Cluster(gpus=case.gpus, gpus_per_node=case.gpus_per_node, profile="h100-sxm")
     options = Options(loss=spec.loss, unused_outputs=tuple(spec.unused_outputs))
     batch = Batch(case.global_batch, 1, case.seq_len)
-    job, points = _prepare(spec.build_model, spec.example_inputs, cluster, batch, options, None)
+    request = Request.of(spec.build_model, spec.example_inputs, cluster, batch, options, None)
+    solver, points, unsearched = prepare(request, options)
     columns = ("GiB", "tied s", "untied s", "bound s", "gap", "tied CPU", "untied CPU")
     is_same = True
     most = max(point.tp for point in points)
     for own in (points, [point for point in points if point.tp == most]):
-        mesh = search(job, own, prove=False).mesh
+        mesh = search(solver, own, unsearched, prove=False).mesh
         print(f"{name} on {mesh}\n" + "".join(f"{column:>12}" for column in columns))
-        for row in compare(job, Point.of(mesh, 1), time_limit_s):
+        for row in compare(solver, Point.of(mesh, 1), time_limit_s):
             seconds = ("-" if s is None else f"{s:.6f}" for s in (row.tied, row.untied, row.bound))
             shown = (f"{row.limit / 2**30:.1f}", *seconds, f"{row.gap:.1e}", f"{row.tied_s:.1f}", f"{row.untied_s:.1f}")
             print("".join(f"{text:>12}" for text in shown), flush=True)

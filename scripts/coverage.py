@@ -63,8 +63,8 @@ from tpplan.layouts.typecheck import typecheck
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.plan import BoundaryPlan, CrossingPlan, MeshPlan, ParameterPlan, Plan, Precision, ProofStatus, SizePlan
 from tpplan.prove.apply_as_rank import copied
-from tpplan.search.options import Cluster
 from tpplan.search.planner import solve
+from tpplan.search.points.options import Cluster
 from tpplan.trace.retrace_opaque import trace_marking
 
 #: a gradient's error is relative to its largest element, or to this share of the model's largest: what is smaller

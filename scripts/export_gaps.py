@@ -41,8 +41,8 @@ from torch.utils import _pytree as pytree
 from tpplan.apply.apply import apply_plan
 from tpplan.apply.model_match import plan_name
 from tpplan.plan.plan import Plan
-from tpplan.search.options import Cluster
 from tpplan.search.planner import solve
+from tpplan.search.points.options import Cluster
 
 SHOWN_CHARACTERS = 150
 TP = 2

@@ -16,7 +16,6 @@ from gpu import FULL, GPUS_PER_NODE, PLANS, llama
 from testbed_models import megatron_pins
 
 import tpplan
-from tpplan.machine.profile import load_profile
 from tpplan.plan.plan import Plan, Recompute
 from tpplan.verify.prove_plan import prove_plan
 
@@ -67,8 +66,7 @@ def make(case: Case) -> Plan:
     again = dataclasses.replace(plan, recompute={LAYERS: case.recompute})
     priced = tpplan.price(again, FULL.build_model, llama.example_inputs, profile=PROFILE, loss=llama.loss)
     edited = dataclasses.replace(priced, solver=plan.solver)
-    machine = load_profile(PROFILE)
-    return prove_plan(edited, FULL.build_model, llama.example_inputs, loss=llama.loss, profile=machine).plan
+    return prove_plan(edited, FULL.build_model, llama.example_inputs, loss=llama.loss).plan
 
 
 def main() -> int:

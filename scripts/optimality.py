@@ -32,11 +32,13 @@ from tpplan import solvers
 from tpplan.costs.step.formulate import Formulation
 from tpplan.layouts.assignment import Assignment
 from tpplan.plan.plan import Plan
-from tpplan.search.branch_and_bound import put_to_proof
 from tpplan.search.build_plan import laid_out_as
-from tpplan.search.job import Job, Point
-from tpplan.search.options import Batch, Options
-from tpplan.search.planner import _prepare
+from tpplan.search.counterexamples import put_to_proof
+from tpplan.search.planner import prepare
+from tpplan.search.points.mesh_points import Point
+from tpplan.search.points.options import Batch, Options
+from tpplan.search.points.point_solver import PointSolver
+from tpplan.search.points.request import Request
 from tpplan.solvers.problem import Choice, Resource, Term, linear_term
 
 #: how far below the bound, relative, a proven plan may be
@@ -81,7 +83,7 @@ class Row:
 class Sampler:
     """Samples plans of a subject on one mesh."""
 
-    job: Job
+    solver: PointSolver
     plan: Plan
     formulation: Formulation
     rng: random.Random
@@ -118,8 +120,8 @@ class Sampler:
     def _blamed(self, trial: Assignment) -> Sequence[str]:
         """What is to blame where a plan cannot be proven."""
         self.put_to_proof += 1
-        traced = self.job.traced(self.plan.batch.micro_batch)
-        found = put_to_proof(self.job, traced, laid_out_as(self.plan, trial), trial)
+        traced = self.solver.traces.traced(self.plan.batch.micro_batch)
+        found = put_to_proof(self.solver, traced, laid_out_as(self.plan, trial), trial)
         if isinstance(found, Plan):
             return ()
         return found.blamed or tuple(self.formulation.space.members)
@@ -174,11 +176,10 @@ def sampled(subject: Subject, samples: int, seed: int) -> Row:
     plan = solve()
     batch = Batch(options["global_batch"], options["micro_batch"], options["seq_len"])
     asked = {name: value for name, value in (common | options).items() if name in Options.__dataclass_fields__}
-    job, _ = _prepare(
-        subject.build_model, subject.example_inputs, subject.cluster, batch, Options(**asked), None, reuse
-    )
-    formulation = job.formulate(Point.of(plan.mesh, plan.batch.micro_batch))
-    sampler = Sampler(job=job, plan=plan, formulation=formulation, rng=random.Random(seed))
+    request = Request.of(subject.build_model, subject.example_inputs, subject.cluster, batch, Options(**asked), None)
+    solver, _, _ = prepare(request, Options(**asked), reuse)
+    formulation = solver.formulate(Point.of(plan.mesh, plan.batch.micro_batch))
+    sampler = Sampler(solver=solver, plan=plan, formulation=formulation, rng=random.Random(seed))
     different = set()
     for number in range(MOST_DRAWS * samples):
         choice = sampler.sample(number)

@@ -20,8 +20,8 @@ from llama import Attention, Config, rotary_tables
 
 from tpplan.machine.tables import Fitted
 from tpplan.plan.plan import Recompute
-from tpplan.search.options import Cluster, Options
 from tpplan.search.planner import price_mesh
+from tpplan.search.points.options import Cluster, Options
 
 SIZES = Sizes(layers=2, hidden=256, ffn=1024, heads=4, kv_heads=4, vocab=512, seq_len=128, num_parameters=1)
 

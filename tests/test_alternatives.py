@@ -30,8 +30,8 @@ from tpplan.search.alternatives import (
     why_not,
 )
 from tpplan.search.cluster_sizing import counts_up_to, model_flop, peak_flop_per_s, size, smallest
-from tpplan.search.options import Cluster
-from tpplan.search.trace_cache import Reuse
+from tpplan.search.points.options import Cluster
+from tpplan.search.points.trace_cache import Reuse
 
 MLP = example("mlp")
 

@@ -15,8 +15,8 @@ import tpplan
 from tpplan.plan.plan import Plan
 from tpplan.solvers import milp
 from tpplan.solvers.presolve import Reduced
+from tpplan.trace import trace
 from tpplan.trace.record_fx import Program
-from tpplan.trace.trace import trace
 
 WIDTH = 8
 

@@ -16,9 +16,10 @@ from tpplan.costs.step.cost_table import decides_like, price_space
 from tpplan.layouts.decision_space import build_space
 from tpplan.machine.profile import AttentionSizes, HardwareProfile, load_profile
 from tpplan.plan.plan import Plan
-from tpplan.search.grown_graph import grown
-from tpplan.search.options import Batch, Cluster, Options
-from tpplan.search.planner import _prepare
+from tpplan.search.planner import prepare
+from tpplan.search.points.grown_graph import grown
+from tpplan.search.points.options import Batch, Cluster, Options
+from tpplan.search.points.request import Request
 from tpplan.solvers.problem import Status
 
 GLOBAL_BATCH = 16
@@ -54,8 +55,9 @@ def graphs(name: str, *sizes: int) -> list[ModelGraph]:
     cluster = Cluster(gpus=1, gpus_per_node=1, profile=machine())
     options = Options(loss=module.loss, unused_outputs=tuple(getattr(module, "unused_outputs", ())))
     batch = Batch(GLOBAL_BATCH, None, 32)
-    job, _ = _prepare(module.build_model, module.example_inputs, cluster, batch, options, None)
-    return [job.really_traced(size).graph for size in sizes]
+    request = Request.of(module.build_model, module.example_inputs, cluster, batch, options, None)
+    solver, _, _ = prepare(request, options)
+    return [solver.traces.really_traced(size).graph for size in sizes]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,9 +18,10 @@ from tpplan.core.graph import Direction, ModelGraph
 from tpplan.core.layout import R_STAR, R, S
 from tpplan.layouts.rules import Strategy
 from tpplan.plan.plan import Plan, ProofStatus
-from tpplan.search import branch_and_bound
-from tpplan.search.job import Candidate, Job, Point
-from tpplan.search.options import Allows
+from tpplan.search import branch_and_bound, counterexamples
+from tpplan.search.points.mesh_points import Point
+from tpplan.search.points.options import Allows
+from tpplan.search.points.point_solver import Candidate, PointSolver
 from tpplan.solvers.problem import Status
 from tpplan.trace.user_model import ModelSpec, load_model_file
 
@@ -194,7 +195,7 @@ def test_what_is_wrong_together_is_forbidden_together() -> None:
 def test_what_is_cut_to_end_sooner_is_in_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without patience all that the code sees stays whole; the bound is that of what was found above."""
     optimal = solve_counted()
-    monkeypatch.setattr(branch_and_bound, "PATIENCE", 1)
+    monkeypatch.setattr(counterexamples, "PATIENCE", 1)
     plan = solve_counted()
     assert plan.proof.status is ProofStatus.PROVEN
     assert cut_projections(plan) == set()
@@ -220,13 +221,13 @@ def test_out_of_time_the_bound_without_what_was_cut_is_a_floor(monkeypatch: pyte
     """The proven plan is kept."""
     explore = branch_and_bound._explore
 
-    def once(job: Job, points: list[Point], known: Any) -> Candidate:
-        if not job.guesses and job.cut_messages:
-            known.bounds = {point: job.floor(point) for point in points}
+    def once(solver: PointSolver, points: list[Point], known: Any) -> Candidate:
+        if not solver.cuts.guesses and solver.cuts.messages:
+            known.bounds = {point: solver.floor(point) for point in points}
             raise SolverError("out of time")
-        return explore(job, points, known)
+        return explore(solver, points, known)
 
-    monkeypatch.setattr(branch_and_bound, "PATIENCE", 1)
+    monkeypatch.setattr(counterexamples, "PATIENCE", 1)
     monkeypatch.setattr(branch_and_bound, "_explore", once)
     plan = solve_counted()
     assert plan.proof.status is ProofStatus.PROVEN

@@ -14,6 +14,7 @@ from tpplan.apply.modules import local_modules, parameter_reads
 from tpplan.core.errors import InternalError
 from tpplan.plan.plan import Plan
 from tpplan.trace import opaque_run, record_fx
+from tpplan.trace.answers import own_failure, planned_device
 
 CLUSTER = tpplan.Cluster(gpus=2, gpus_per_node=2, profile="cpu-gloo")
 
@@ -81,6 +82,12 @@ BREAKS = {
     "the order of arguments of a collective": (redistribute, "_wait", TypeError("got an unexpected argument 'group'")),
     "a module's table": (local_modules, "own_parameters", KeyError("_parameters")),
 }
+
+
+def test_files_that_are_known_by_their_place_are_there() -> None:
+    assert all(
+        Path(file).is_file() for file in (*own_failure._APPLYING, *planned_device._MODES, *planned_device._METHODS)
+    )
 
 
 @pytest.mark.parametrize("name", BREAKS)

@@ -24,7 +24,7 @@ from tpplan.machine.profile import Collective, HardwareProfile, load_profile
 from tpplan.plan.parts import DATA_PARALLEL
 from tpplan.plan.plan import Plan, Precision
 from tpplan.prove.structure import Counterexample
-from tpplan.search import branch_and_bound
+from tpplan.search import branch_and_bound, counterexamples
 from tpplan.solvers.problem import Status, total
 from tpplan.trace.trace import trace
 
@@ -362,9 +362,11 @@ def test_rounds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counterexamples cannot go on for ever."""
     monkeypatch.setattr(branch_and_bound, "MAX_ROUNDS", 1)
     monkeypatch.setattr(
-        branch_and_bound, "check_structure", lambda *_, **__: Counterexample(message="made up", blamed=())
+        counterexamples, "check_structure", lambda *_, **__: Counterexample(message="made up", blamed=())
     )
-    monkeypatch.setattr(branch_and_bound, "_forbid", lambda job, found, *_: job.cut_messages.append(found.message))
+    monkeypatch.setattr(
+        branch_and_bound, "forbid", lambda solver, found, *_: solver.cuts.messages.append(found.message)
+    )
     with pytest.raises(tpplan.core.errors.SolverError, match="made up"):  # type: ignore[attr-defined]
         solve_example("mlp", eager_to_shard(), gpus=2, tp=2)
 

@@ -29,8 +29,7 @@ def plan() -> Plan:
 
 def prove(plan: Plan) -> Plan:
     module = example("mlp")
-    machine = eager_to_shard()
-    return prove_plan(plan, module.build_model, module.example_inputs, loss=module.loss, profile=machine).plan
+    return prove_plan(plan, module.build_model, module.example_inputs, loss=module.loss).plan
 
 
 def edited(plan: Plan, change: Callable[[Any], None]) -> Plan:
@@ -121,8 +120,7 @@ def test_proving_mends_what_is_right_and_says_that_it_was_edited(plan: Plan) -> 
 
 def priced_collectives(plan: Plan) -> object:
     module = example("mlp")
-    machine = eager_to_shard()
-    priced = tpplan.price(plan, module.build_model, module.example_inputs, profile=machine, loss=module.loss)
+    priced = tpplan.price(plan, module.build_model, module.example_inputs, profile=eager_to_shard(), loss=module.loss)
     return priced.to_dict()["collectives"]
 
 

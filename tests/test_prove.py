@@ -31,7 +31,7 @@ from tpplan.plan.plan import Plan, ProofStatus, SizePlan
 from tpplan.prove import structure
 from tpplan.prove.module_scope import given_nodes, shards_in
 from tpplan.prove.structure import Counterexample, check_structure
-from tpplan.search import branch_and_bound
+from tpplan.search import counterexamples
 from tpplan.solvers.problem import Expression, Term
 from tpplan.trace.trace import trace, unchanged
 
@@ -323,8 +323,8 @@ def test_code_that_differs_however_it_is_sharded_soon_runs_whole(monkeypatch: py
         differs = next(op for op in assignment.graph.ops if op.module == "first")
         return plan if node is None else Counterexample(message="wrong", blamed=(node.name,), node=differs)
 
-    monkeypatch.setattr(branch_and_bound, "check_structure", found_wrong)
-    monkeypatch.setattr(branch_and_bound, "PATIENCE", 2)
+    monkeypatch.setattr(counterexamples, "check_structure", found_wrong)
+    monkeypatch.setattr(counterexamples, "PATIENCE", 2)
     plan = solve(lambda: Model(Attention(open_sizes)))
     assert plan.proof.rounds == 3  # without end to its patience it takes 5
     assert plan.proof.cuts[-1] == "2 counterexamples in code of Attention: what that of first sees stays whole"

@@ -20,7 +20,7 @@ from tpplan.core.layout import S
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.layouts.size_dims import dims_of_sizes
 from tpplan.plan.plan import Plan, ProofStatus, SizePlan
-from tpplan.search.options import Allows
+from tpplan.search.points.options import Allows
 
 BATCH, LENGTH, DIM, HEADS = 2, 8, 32, 4
 #: another batch, other lengths

@@ -36,7 +36,7 @@ from tpplan.core.mesh import Mesh
 from tpplan.layouts.typecheck import Mistyped, typecheck
 from tpplan.plan.plan import BoundaryPlan, CrossingPlan, Plan, ProofStatus
 from tpplan.plan.proof_hash import as_proven
-from tpplan.search import branch_and_bound
+from tpplan.search import counterexamples
 from tpplan.trace.trace import trace
 
 #: relative to the largest entry: what float32 sums in another order differ by, and what no rounding explains
@@ -678,7 +678,7 @@ def test_a_plan_with_one_entry_changed_is_refused_or_right() -> None:
 
 def test_what_does_not_type_is_cut_and_solved_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that the planner believes and the checker does not is a counterexample like any other."""
-    original = branch_and_bound.typecheck
+    original = counterexamples.typecheck
 
     def strict(graph: ModelGraph, plan: Plan, **options: Any) -> Mistyped | None:
         assert original(graph, plan, **options) is None
@@ -686,7 +686,7 @@ def test_what_does_not_type_is_cut_and_solved_again(monkeypatch: pytest.MonkeyPa
         sharded = plan.parameters["mlp.up_proj.weight"].placement == S(0)
         return Mistyped(message="relu is not believed", blamed=(relu.name,)) if sharded else None
 
-    monkeypatch.setattr(branch_and_bound, "typecheck", strict)
+    monkeypatch.setattr(counterexamples, "typecheck", strict)
     plan = solve_prove(lambda: ProveModel(nn.Identity()))
     assert plan.proof.status is ProofStatus.PROVEN
     assert set(plan.proof.cuts) == {"relu is not believed"}
@@ -695,7 +695,7 @@ def test_what_does_not_type_is_cut_and_solved_again(monkeypatch: pytest.MonkeyPa
 
 def test_a_plan_that_is_another_graph_s_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        branch_and_bound, "typecheck", lambda graph, plan, **options: Mistyped(message="parameter x: unknown")
+        counterexamples, "typecheck", lambda graph, plan, **options: Mistyped(message="parameter x: unknown")
     )
     with pytest.raises(ModelError, match="cannot be proven, and no sharding explains it: parameter x: unknown"):
         solve_prove(lambda: ProveModel(nn.Identity()))

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from tpplan.plan.batch_share import BatchShare as BatchShare
     from tpplan.plan.plan import Plan as Plan
     from tpplan.plan.plan import Precision as Precision
-    from tpplan.search.options import Cluster as Cluster
     from tpplan.search.planner import price as price
     from tpplan.search.planner import solve as solve
-    from tpplan.search.trace_cache import Reuse as Reuse
+    from tpplan.search.points.options import Cluster as Cluster
+    from tpplan.search.points.trace_cache import Reuse as Reuse
     from tpplan.trace.trace import forward_inputs as forward_inputs
     from tpplan.train.checkpoint import load_checkpoint as load_checkpoint
     from tpplan.train.checkpoint import save_checkpoint as save_checkpoint
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 
 _HOME = {
     "BatchShare": "plan.batch_share",
-    "Cluster": "search.options",
+    "Cluster": "search.points.options",
     "HardwareProfile": "machine.profile",
     "Mesh": "core.mesh",
     "Plan": "plan.plan",
     "PlanSampler": "train.sampler",
     "Precision": "plan.plan",
-    "Reuse": "search.trace_cache",
+    "Reuse": "search.points.trace_cache",
     "apply_plan": "apply.apply",
     "by_step": "train.sampler",
     "cross_entropy": "apply.collectives.cross_entropy",

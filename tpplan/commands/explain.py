@@ -120,8 +120,8 @@ def _solve_again(
     lines: list[str],
 ) -> int:
     from tpplan.search.alternatives import Problem, options_of, shadow_prices, why_not
-    from tpplan.search.options import Cluster
-    from tpplan.search.trace_cache import Reuse
+    from tpplan.search.points.options import Cluster
+    from tpplan.search.points.trace_cache import Reuse
 
     cluster = Cluster(gpus=plan.cluster.gpus, gpus_per_node=plan.cluster.gpus_per_node, profile=profile)
     problem = Problem(

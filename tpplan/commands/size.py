@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     pins = pins_of(args)
     model = load_model_file(args.model)
     from tpplan.search.cluster_sizing import counts_up_to, size
-    from tpplan.search.options import Cluster
+    from tpplan.search.points.options import Cluster
 
     clusters = []
     for profile in profiles:

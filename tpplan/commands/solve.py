@@ -159,8 +159,8 @@ def _files(args: argparse.Namespace, plan: Plan, kinds: "Sequence[Kind]") -> Ite
 def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile) -> "tuple[Plan, list[Kind]]":
     """The best plan, and where --top asks for more than it, the best of each kind, itself first."""
     from tpplan.search.alternatives import Problem, top
-    from tpplan.search.options import Cluster
-    from tpplan.search.trace_cache import Reuse
+    from tpplan.search.points.options import Cluster
+    from tpplan.search.points.trace_cache import Reuse
 
     with bars(STAGE_COLUMNS) as progress:
         problem = Problem(

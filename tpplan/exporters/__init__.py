@@ -24,7 +24,7 @@ from tpplan.core.graph import Boundary, Direction, ModelGraph
 from tpplan.core.layout import Layout
 from tpplan.layouts.rules import Strategy
 from tpplan.plan.plan import Plan
-from tpplan.search.options import BuildModel, ExampleInputs
+from tpplan.search.points.options import BuildModel, ExampleInputs
 from tpplan.trace.trace import Loss
 from tpplan.verify.prove_plan import prove_plan
 

@@ -1,7 +1,7 @@
 """What else could be done, and what it would cost: plans of other kinds, a style instead, a machine that is better.
 
 Everything here is an exact solve of a problem that differs from the plan's in one thing: no duals, no estimates. The
-model is traced once for all of them (tpplan.search.trace_cache).
+model is traced once for all of them (tpplan.search.points.trace_cache).
 
 The *kind* of a plan is its mesh, its micro-batch, what it recomputes and reshards, and which styles its matrices and
 norms have at all (tpplan.layouts.pins.Style). A plan that has the styles of a cheaper one of its mesh and others
@@ -27,9 +27,9 @@ from tpplan.layouts.typecheck import Mistyped, implied_strategies
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Compile, Plan, Recompute
 from tpplan.plan.styles import Style
-from tpplan.search.options import Allows, BuildModel, Cluster, ExampleInputs
 from tpplan.search.planner import solve
-from tpplan.search.trace_cache import Reuse
+from tpplan.search.points.options import Allows, BuildModel, Cluster, ExampleInputs
+from tpplan.search.points.trace_cache import Reuse
 
 _DEFAULTS = inspect.signature(solve).parameters
 #: how much faster a link is made for its shadow price

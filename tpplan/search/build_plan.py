@@ -40,8 +40,8 @@ from tpplan.plan.plan import (
     SizePlan,
     SolverReport,
 )
-from tpplan.search.job import Job
-from tpplan.search.trace_cache import Traced
+from tpplan.search.points.point_solver import PointSolver
+from tpplan.search.points.trace_cache import Traced
 from tpplan.torch_internals import pytree
 from tpplan.trace.fx_to_graph import path_of
 
@@ -50,7 +50,7 @@ _SHOWN = 3
 
 
 def plan_of(
-    job: Job,
+    solver: PointSolver,
     assignment: Assignment,
     priced: Priced,
     micro_batch: int,
@@ -59,7 +59,7 @@ def plan_of(
     rounds: int,
 ) -> Plan:
     """The plan that an assignment is, with what it costs and the certificate of the search."""
-    mesh, traced = assignment.mesh, job.traced(micro_batch)
+    mesh, traced = assignment.mesh, solver.traces.traced(micro_batch)
     graph = traced.graph
     parameters = parameter_plans(assignment)
     rows = {name: (plan.shape, plan.trainable) for label, plan in parameters.items() for name in (label, *plan.aliases)}
@@ -68,17 +68,17 @@ def plan_of(
         tpplan_version=_version(),
         torch_version=torch.__version__.partition("+")[0],
         cluster=ClusterPlan(
-            gpus=job.cluster.gpus,
-            gpus_per_node=job.cluster.gpus_per_node,
-            profile=job.profile.name,
-            profile_fingerprint=job.profile.fingerprint,
+            gpus=solver.request.cluster.gpus,
+            gpus_per_node=solver.request.cluster.gpus_per_node,
+            profile=solver.request.profile.name,
+            profile_fingerprint=solver.request.profile.fingerprint,
         ),
         mesh_degrees=MeshPlan(replicate=mesh.replicate, shard=mesh.shard, tp=mesh.tp),
         batch=BatchPlan(
-            global_batch=job.batch.global_batch,
+            global_batch=solver.request.batch.global_batch,
             micro_batch=micro_batch,
             accumulation_steps=assignment.accumulation_steps,
-            seq_len=job.batch.seq_len,
+            seq_len=solver.request.batch.seq_len,
         ),
         precision=assignment.precision,
         optimizer=assignment.optimizer,
@@ -96,9 +96,9 @@ def plan_of(
         proof=ProofReport(
             status=status,
             rounds=rounds,
-            cuts=tuple(job.cut_messages),
+            cuts=tuple(solver.cuts.messages),
             assumptions=traced.assumptions,
-            device=str(job.device),
+            device=str(solver.request.subject.device),
             calls=_calls(graph) if status is ProofStatus.PROVEN else None,
         ),
         unruled_ops=priced.unruled_ops,

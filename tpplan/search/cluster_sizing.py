@@ -1,7 +1,7 @@
 """How many GPUs: the best plan on each of several clusters, and the smallest that does what is asked.
 
-The model is traced once for all of them (tpplan.search.trace_cache). Plans are priced and not proven: `solve` proves
-the one that is taken. FLOP are the model's own: matmuls and attention, forward and backward, nothing twice.
+The model is traced once for all of them (tpplan.search.points.trace_cache). Plans are priced and not proven: `solve`
+proves the one that is taken. FLOP are the model's own: matmuls and attention, forward and backward, nothing twice.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,9 +17,9 @@ from tpplan.costs.kernels import Attention, Matmul
 from tpplan.layouts.rules import Call
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Plan
-from tpplan.search.options import BuildModel, Cluster, ExampleInputs
 from tpplan.search.planner import solve
-from tpplan.search.trace_cache import Reuse, Traced
+from tpplan.search.points.options import BuildModel, Cluster, ExampleInputs
+from tpplan.search.points.trace_cache import Reuse, Traced
 
 #: products that backward does for each of forward's, at most: one for the gradient of either operand
 _BACKWARD_PRODUCTS = 2

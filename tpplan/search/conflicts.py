@@ -22,7 +22,7 @@ from tpplan.layouts.rules import Call, Strategy, localized_arguments, takes_size
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.prove.module_scope import given_nodes, parent
 from tpplan.prove.structure import Counterexample
-from tpplan.search.job import Choices
+from tpplan.search.points.cuts import Choices
 from tpplan.solvers.problem import Problem, Resource, linear_term
 
 #: sets of choices that are tried for one counterexample; a larger set than need be forbids less, and nothing wrongly

@@ -11,7 +11,8 @@ from tpplan.costs.step.formulate import Formulation
 from tpplan.layouts.decision_space import NoLayoutError
 from tpplan.layouts.pins import Pin
 from tpplan.plan.plan import Recompute
-from tpplan.search.job import Job, Point
+from tpplan.search.points.mesh_points import Point
+from tpplan.search.points.point_solver import PointSolver
 from tpplan.solvers.problem import Problem, Solution, total
 
 #: how many times as many GPUs are tried when nothing fits
@@ -20,9 +21,10 @@ LARGER_CLUSTERS = (2, 4, 8, 16, 32, 64)
 LEAST_GAIN = 1e-3
 
 
-def infeasible(job: Job, points: list[Point]) -> InfeasibleError:
+def infeasible(solver: PointSolver, points: list[Point]) -> InfeasibleError:
     """The smallest peak on these GPUs by part, and the changes that fit, the cheapest first."""
-    needed, formulation, solution = _smallest(job, points)
+    needed, formulation, solution = _smallest(solver, points)
+    limit, gpus = solver.request.limit, solver.request.cluster.gpus
     choice = solution.choice
     assert choice is not None
     parts: dict[str, float] = {}
@@ -30,21 +32,21 @@ def infeasible(job: Job, points: list[Point]) -> InfeasibleError:
     for term in max(rows, key=lambda row: total(row.terms, choice)).terms:
         parts[term.name] = parts.get(term.name, 0.0) + term.value(choice)
     parts = {name: n for name, n in sorted(parts.items(), key=lambda row: (-row[1], row[0])) if n}
-    remedies = list(_remedies(job, points, formulation.mesh))
+    remedies = list(_remedies(solver, points, formulation.mesh))
     unknown = ""
     try:
-        remedies += _larger_clusters(job, formulation.mesh)
+        remedies += _larger_clusters(solver, formulation.mesh)
     except ProfileError as error:  # of one node: what more of them would do cannot be said
-        unknown = f" What more than {job.cluster.gpus} GPUs would do is not known ({error})."
+        unknown = f" What more than {gpus} GPUs would do is not known ({error})."
     remedies.sort(key=lambda remedy: remedy.gpu_seconds)
     shown = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts.items())
     steps = formulation.setting.accumulation_steps
-    micro_batch = job.batch.global_batch // (formulation.mesh.data_parallel * steps)
+    micro_batch = solver.request.batch.global_batch // (formulation.mesh.data_parallel * steps)
     return InfeasibleError(
-        f"no plan fits {format_bytes(job.limit)} per GPU on {job.cluster.gpus} GPUs: the smallest needs "
-        f"{format_bytes(needed)}, {format_bytes(needed - job.limit)} too much, on {formulation.mesh} with micro-batch "
-        f"{micro_batch} ({shown}). {_advice(remedies, unknown)}",
-        limit_bytes=job.limit,
+        f"no plan fits {format_bytes(limit)} per GPU on {gpus} GPUs: the smallest needs {format_bytes(needed)}, "
+        f"{format_bytes(needed - limit)} too much, on {formulation.mesh} with micro-batch {micro_batch} ({shown}). "
+        f"{_advice(remedies, unknown)}",
+        limit_bytes=limit,
         needed_bytes=needed,
         parts=parts,
         remedies=tuple(remedies),
@@ -64,11 +66,11 @@ def _shown(remedy: Remedy) -> str:
     return f"{remedy.what} would do ({peak}, at most {seconds} a step)"
 
 
-def _smallest(job: Job, points: list[Point]) -> tuple[float, Formulation, Solution]:
+def _smallest(solver: PointSolver, points: list[Point]) -> tuple[float, Formulation, Solution]:
     """The least peak of any point. More GPUs and a smaller micro-batch never need more."""
     gpus = max(point.num_gpus for point in points)
     meshes = {point.mesh: point for point in sorted(points, reverse=True) if point.num_gpus == gpus}
-    return min((_least_memory(job, point) for point in meshes.values()), key=lambda row: row[0])
+    return min((_least_memory(solver, point) for point in meshes.values()), key=lambda row: row[0])
 
 
 def least_peak(problem: Problem, solve: Callable[[Problem], Solution]) -> tuple[float, Solution] | None:
@@ -86,34 +88,39 @@ def least_peak(problem: Problem, solve: Callable[[Problem], Solution]) -> tuple[
         row, best = rows[peaks.index(needed)], (needed, found)
 
 
-def _least_memory(job: Job, point: Point) -> tuple[float, Formulation, Solution]:
-    formulation = job.formulate(point, limit=math.inf)
-    found = least_peak(formulation.problem, job.solver_of)
+def _least_memory(solver: PointSolver, point: Point) -> tuple[float, Formulation, Solution]:
+    formulation = solver.formulate(point, limit=math.inf)
+    found = least_peak(formulation.problem, solver.solver_of)
     if found is None:
         raise SolverError(f"{point.mesh}: the decisions contradict each other")
     return found[0], formulation, found[1]
 
 
-def _remedies(job: Job, points: list[Point], mesh: Mesh) -> Iterator[Remedy]:
+def _remedies(solver: PointSolver, points: list[Point], mesh: Mesh) -> Iterator[Remedy]:
     """Changes of what was pinned, each of which alone makes something fit."""
-    if job.recompute not in (None, Recompute.FULL):
-        yield from _tried("recomputation", job.changed(recompute=None), points)
-    if job.reshard_after_forward is False:
-        yield from _tried("resharding after forward (ZeRO-3)", job.changed(reshard_after_forward=None), points)
-    if job.batch.micro_batch is not None and job.batch.micro_batch > 1:
-        smaller = replace(job.batch, micro_batch=None)
-        freed = job.changed(batch=smaller)
-        below = [Point.of(mesh, m) for m in smaller.micro_batches(mesh) if m < job.batch.micro_batch]
+    if solver.request.recompute not in (None, Recompute.FULL):
+        yield from _tried("recomputation", solver.changed(replace(solver.request, recompute=None)), points)
+    if solver.request.reshard_after_forward is False:
+        yield from _tried(
+            "resharding after forward (ZeRO-3)",
+            solver.changed(replace(solver.request, reshard_after_forward=None)),
+            points,
+        )
+    if solver.request.batch.micro_batch is not None and solver.request.batch.micro_batch > 1:
+        smaller = replace(solver.request.batch, micro_batch=None)
+        freed = solver.changed(replace(solver.request, batch=smaller))
+        below = [Point.of(mesh, m) for m in smaller.micro_batches(mesh) if m < solver.request.batch.micro_batch]
         yield from _tried(f"micro-batch {below[0].micro_batch}" if below else "", freed, below[:1])
 
 
-def _larger_clusters(job: Job, mesh: Mesh) -> Iterator[Remedy]:
+def _larger_clusters(solver: PointSolver, mesh: Mesh) -> Iterator[Remedy]:
     """The least number of GPUs on which something fits. Raises ProfileError where the profile does not know so many."""
     for factor in LARGER_CLUSTERS:
         larger = Mesh(replicate=1, shard=mesh.shard * mesh.replicate * factor, tp=mesh.tp)
-        sizes = job.batch.micro_batches(larger)
-        own = job if sizes else job.changed(batch=replace(job.batch, global_batch=larger.data_parallel))
-        size = min(sizes) if sizes else min(own.batch.micro_batches(larger), default=None)
+        sizes = solver.request.batch.micro_batches(larger)
+        batch = replace(solver.request.batch, global_batch=larger.data_parallel)
+        own = solver if sizes else solver.changed(replace(solver.request, batch=batch))
+        size = min(sizes) if sizes else min(own.request.batch.micro_batches(larger), default=None)
         if size is None:
             continue
         what = f"{larger.num_gpus} GPUs" + ("" if sizes else f" and a global batch that {larger.data_parallel} divides")
@@ -123,25 +130,25 @@ def _larger_clusters(job: Job, mesh: Mesh) -> Iterator[Remedy]:
             return
 
 
-def _tried(what: str, job: Job, points: list[Point]) -> Iterator[Remedy]:
+def _tried(what: str, solver: PointSolver, points: list[Point]) -> Iterator[Remedy]:
     """The remedy, if the point that needs the least memory then fits."""
     if not points:
         return
-    needed, formulation, _ = _smallest(job, points)
-    if needed > job.limit:
+    needed, formulation, _ = _smallest(solver, points)
+    if needed > solver.request.limit:
         return
     steps = formulation.setting.accumulation_steps
-    micro_batch = job.batch.global_batch // (formulation.mesh.data_parallel * steps)
-    found = job.solve_point(Point.of(formulation.mesh, micro_batch))
+    micro_batch = solver.request.batch.global_batch // (formulation.mesh.data_parallel * steps)
+    found = solver.solve_point(Point.of(formulation.mesh, micro_batch))
     choice, seconds = found.solution.choice, found.solution.objective
     if choice is not None and seconds is not None:
         peak = max(total(row.terms, choice) for row in found.formulation.problem.resources)
         yield Remedy(what=what, num_gpus=formulation.mesh.num_gpus, step_time_s=seconds, peak_bytes=peak)
 
 
-def no_layout(job: Job, micro_batch: int, without: Mapping[int, NoLayoutError]) -> TpplanError:
+def no_layout(solver: PointSolver, micro_batch: int, without: Mapping[int, NoLayoutError]) -> TpplanError:
     """The error where on no tp degree every decision has a strategy: the pins, where they stand at the decisions."""
-    held = {tp: job.pinned(micro_batch).pins_of(error.decision) for tp, error in without.items()}
+    held = {tp: solver.pinned(micro_batch).pins_of(error.decision) for tp, error in without.items()}
     if not any(held.values()):
         return next(iter(without.values()))
     reasons = "; ".join(
@@ -152,51 +159,52 @@ def no_layout(job: Job, micro_batch: int, without: Mapping[int, NoLayoutError]) 
     )
     alone = set(without) == {1}
     hint = ". One rank has nothing to cut: pin a tp above 1, or leave it open" if alone else ""
-    return InfeasibleError(f"no plan keeps the pins on {job.cluster.gpus} GPUs: {reasons}{hint}.")
+    return InfeasibleError(f"no plan keeps the pins on {solver.request.cluster.gpus} GPUs: {reasons}{hint}.")
 
 
-def unproven(job: Job, error: NoLayoutError) -> TpplanError:
+def unproven(solver: PointSolver, error: NoLayoutError) -> TpplanError:
     """The error where proofs have forbidden all that the pins left."""
-    if not job.pins:
+    if not solver.request.pins:
         return error
     return VerificationError(
-        f"no plan that keeps the pins {_quoted(job.pins)} can be proven: {error.decision} has no layout left. The last "
-        f"that was tried: {job.cut_messages[-1]}"
+        f"no plan that keeps the pins {_quoted(solver.request.pins)} can be proven: {error.decision} has no layout "
+        f"left. The last that was tried: {solver.cuts.messages[-1]}"
     )
 
 
-def unkept(job: Job, points: Sequence[Point]) -> InfeasibleError | None:
+def unkept(solver: PointSolver, points: Sequence[Point]) -> InfeasibleError | None:
     """The error where the pins are why no mesh has a plan: each pin without which one has. None where they are not."""
-    if not job.pins:
+    if not solver.request.pins:
         return None
-    names = _quoted(job.pins)
-    guilty = [pin for pin in job.pins if _fits(_without(job, {pin}), points)]
+    limit, gpus = format_bytes(solver.request.limit), solver.request.cluster.gpus
+    names = _quoted(solver.request.pins)
+    guilty = [pin for pin in solver.request.pins if _fits(_without(solver, {pin}), points)]
     if guilty:
         verb = "it is" if len(guilty) == 1 else "any of these is"
         return InfeasibleError(
-            f"no plan keeps the pins within {format_bytes(job.limit)} per GPU on {job.cluster.gpus} GPUs; one does "
-            f"where {verb} left out: {_quoted(guilty)}."
+            f"no plan keeps the pins within {limit} per GPU on {gpus} GPUs; one does where "
+            f"{verb} left out: {_quoted(guilty)}."
         )
-    if _fits(_without(job, set(job.pins)), points):
+    if _fits(_without(solver, set(solver.request.pins)), points):
         return InfeasibleError(
-            f"no plan keeps the pins within {format_bytes(job.limit)} per GPU on {job.cluster.gpus} GPUs; one does "
-            f"without all of them: {names}."
+            f"no plan keeps the pins within {limit} per GPU on {gpus} GPUs; one does without all of them: {names}."
         )
     return None
 
 
-def _without(job: Job, left_out: set[Pin]) -> Job:
-    return job.changed(pins=tuple(pin for pin in job.pins if pin not in left_out), spaces={})
+def _without(solver: PointSolver, left_out: set[Pin]) -> PointSolver:
+    pins = tuple(pin for pin in solver.request.pins if pin not in left_out)
+    return solver.changed(replace(solver.request, pins=pins))
 
 
-def _fits(job: Job, points: Sequence[Point]) -> bool:
+def _fits(solver: PointSolver, points: Sequence[Point]) -> bool:
     """Whether some mesh has a plan within the limit: any, not the best."""
     for point in points:
         try:
-            problem = job.formulate(point).problem
+            problem = solver.formulate(point).problem
         except NoLayoutError:
             continue
-        if job.solver_of(replace(problem, objective=problem.resources[0].terms)).choice is not None:
+        if solver.solver_of(replace(problem, objective=problem.resources[0].terms)).choice is not None:
             return True
     return False
 

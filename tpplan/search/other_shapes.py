@@ -24,8 +24,7 @@ from tpplan.layouts.typecheck import Mistyped, implied_strategies
 from tpplan.plan.input_dims import BATCH, BOTH, LENGTH, Dim, dim_through
 from tpplan.plan.plan import Multiples, OtherShapes, Plan
 from tpplan.prove.structure import find_difference
-from tpplan.search.job import Job
-from tpplan.search.trace_cache import Traced
+from tpplan.search.points.trace_cache import TraceCache, Traced
 from tpplan.torch_internals import pytree
 from tpplan.trace.answers.planned_device import planning_for
 from tpplan.trace.fx_to_graph import path_of
@@ -38,19 +37,19 @@ logger = logging.getLogger(__name__)
 LEAST = 3
 
 
-def other_shapes(job: Job, plan: Plan, traced: Traced) -> OtherShapes | None:
+def other_shapes(traces: TraceCache, plan: Plan, traced: Traced) -> OtherShapes | None:
     """For which other batches and lengths a proven plan holds; None where every rank has all of the model."""
     if plan.mesh.tp == 1 or plan.untouched is not None:
         return None
     batch, length = plan.batch.micro_batch, plan.batch.seq_len
     other = next(_coprime_above(batch, plan.mesh.tp)), next(_coprime_below(length, plan.mesh.tp))
-    dims, reason = _dims(job, traced, (batch, length), other)
-    return _Search(job=job, plan=plan, traced=traced, dims=dims, reason=reason).found()
+    dims, reason = _dims(traces, traced, (batch, length), other)
+    return _Search(traces=traces, plan=plan, traced=traced, dims=dims, reason=reason).found()
 
 
-def with_other_shapes(job: Job, plan: Plan, traced: Traced) -> Plan:
+def with_other_shapes(traces: TraceCache, plan: Plan, traced: Traced) -> Plan:
     """A proven plan that says so."""
-    return replace(plan, proof=replace(plan.proof, other_shapes=other_shapes(job, plan, traced)))
+    return replace(plan, proof=replace(plan.proof, other_shapes=other_shapes(traces, plan, traced)))
 
 
 def _coprime_above(size: int, tp: int) -> Iterator[int]:
@@ -69,11 +68,14 @@ def _coprime_below(size: int, tp: int) -> Iterator[int]:
 
 
 def _dims(
-    job: Job, traced: Traced, planned: tuple[int, int], other: tuple[int, int]
+    traces: TraceCache, traced: Traced, planned: tuple[int, int], other: tuple[int, int]
 ) -> tuple[dict[str, tuple[Dim, ...]], str]:
     """Each input's dims, and why none is known to grow, where example_inputs does not make others."""
     try:
-        others = [job.example_inputs(other[0], planned[1]), job.example_inputs(planned[0], other[1])]
+        others = [
+            traces.subject.example_inputs(other[0], planned[1]),
+            traces.subject.example_inputs(planned[0], other[1]),
+        ]
     except Exception as error:  # the user's code
         reason = f"example_inputs does not make other shapes: {type(error).__name__}: {_line(error)}"
         return {path: tuple(map(Dim, shape)) for path, shape in _shapes(traced.inputs).items()}, reason
@@ -108,7 +110,7 @@ class _Attempt:
 class _Search:
     """Proofs of one plan at other shapes. `reason` is why there can be none."""
 
-    job: Job
+    traces: TraceCache
     plan: Plan
     traced: Traced
     dims: dict[str, tuple[Dim, ...]]
@@ -184,9 +186,9 @@ class _Search:
             return _Attempt(batch=batch, length=length, problem="the inputs have no other shapes")
         graph: ModelGraph | None = None
         try:
-            inputs = self.job.inputs(batch, length)
-            with planning_for(self.job.device):
-                graph, opaques = self.job.trace_of(self.traced.model, inputs)
+            inputs = self.traces.subject.inputs(batch, length)
+            with planning_for(self.traces.subject.device):
+                graph, opaques = self.traces.trace_of(self.traced.model, inputs)
                 problem = self.difference(graph, inputs, opaques)
         except TpplanError as error:
             problem = _line(error)
@@ -208,8 +210,8 @@ class _Search:
             inputs,
             assignment,
             self.plan,
-            loss=self.job.loss,
-            cast=self.job.cast(self.traced.units),
+            loss=self.traces.subject.loss,
+            cast=self.traces.subject.cast(self.traced.units),
             opaques=opaques,
         )
         return found.message if found is not None else ""

@@ -12,14 +12,13 @@ from tpplan.core.name_patterns import ROOT
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.memory_replay import memory
 from tpplan.costs.step.step_time import price as price_assignment
-from tpplan.layouts.pins import parse_pins
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.model_fingerprint import check_parameters
 from tpplan.plan.plan import OpaquePlan, Plan, Precision, Recompute, SolverReport
 from tpplan.search.branch_and_bound import search
-from tpplan.search.job import Job, Point
-from tpplan.search.options import (
+from tpplan.search.points.mesh_points import Point, applicable, points_of
+from tpplan.search.points.options import (
     Allows,
     Batch,
     BuildModel,
@@ -27,10 +26,10 @@ from tpplan.search.options import (
     ExampleInputs,
     Options,
     Progress,
-    parse_precision,
-    parse_recompute,
 )
-from tpplan.search.trace_cache import Reuse
+from tpplan.search.points.point_solver import PointSolver
+from tpplan.search.points.request import Request
+from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache
 from tpplan.solvers.problem import Status
 from tpplan.trace.trace import Loss
 
@@ -76,8 +75,8 @@ def solve(
     layer. `precision` defaults to bf16-mixed on a GPU profile and fp32 else. compile=True prices elementwise ops as
     torch.compile fuses them. time_limit_s holds for each ILP. `pins` hold modules to a style, {"model.layers.*.mlp":
     "megatron"} (tpplan.layouts.pins). `allows`, given the graph, says which strategies of a decision may be chosen.
-    `reuse` is what several calls for one model share (tpplan.search.trace_cache). Raises ModelError, ProfileError,
-    UsageError, SolverError, and InfeasibleError with what would fit.
+    `reuse` is what several calls for one model share (tpplan.search.points.trace_cache). Raises ModelError,
+    ProfileError, UsageError, SolverError, and InfeasibleError with what would fit.
     """
     options = Options(
         loss=loss,
@@ -97,8 +96,9 @@ def solve(
         pins=pins or {},
     )
     batch = Batch(global_batch, None if micro_batch == "auto" else micro_batch, seq_len)
-    job, points = _prepare(build_model, example_inputs, cluster, batch, options, progress, reuse)
-    return search(job, points, prove=prove)
+    request = Request.of(build_model, example_inputs, cluster, batch, options, progress)
+    point_solver, points, unsearched = prepare(request, options, reuse)
+    return search(point_solver, points, unsearched, prove=prove)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,50 +128,21 @@ def price_mesh(
     """What the best plan on one mesh costs, whether it fits or not; `options` pins both degrees. Nothing is proven."""
     batch = Batch(global_batch, micro_batch, seq_len)
     unlimited = replace(options, memory_limit_bytes=float("inf"), all_gpus=True)
-    job, points = _prepare(build_model, example_inputs, cluster, batch, unlimited, None)
-    candidate = job.solve_point(points[-1])
+    request = Request.of(build_model, example_inputs, cluster, batch, unlimited, None)
+    solver, points, _ = prepare(request, unlimited)
+    candidate = solver.solve_point(points[-1])
     if candidate.solution.choice is None:
         raise SolverError(f"{points[-1].mesh}: {candidate.solution.status}")
     return Priced(formulation=candidate.formulation, choice=candidate.solution.choice)
 
 
-def _prepare(
-    build_model: BuildModel,
-    example_inputs: ExampleInputs,
-    cluster: Cluster,
-    batch: Batch,
-    options: Options,
-    progress: Progress | None,
-    reuse: Reuse | None = None,
-) -> tuple[Job, list[Point]]:
-    """The job, and the points to try."""
-    profile, precision, limit = cluster.load_profile(), options.precision, options.memory_limit_bytes
-    if precision is None:
-        precision = Precision.BF16_MIXED if profile.device_type == "cuda" else Precision.FP32
-    job = Job(
-        build_model=build_model,
-        example_inputs=example_inputs,
-        loss=options.loss,
-        unused_outputs=frozenset(options.unused_outputs),
-        cluster=cluster,
-        profile=profile,
-        batch=batch,
-        precision=parse_precision(precision),
-        optimizer=options.optimizer,
-        recompute=parse_recompute(options.recompute),
-        reshard_after_forward=options.reshard_after_forward,
-        is_compiled=options.compile,
-        wishes=options.allows,
-        limit=profile.memory_bytes if limit is None else limit,
-        all_gpus=options.all_gpus,
-        solver=options.solver,
-        time_limit_s=options.time_limit_s,
-        report=progress or (lambda stage, done, total: None),
-        pins=parse_pins(options.pins),
-        reuse=reuse or Reuse(),
-    )
-    points = job.points(tp=options.tp, fsdp=options.fsdp)
-    return job, job.applicable(points)
+def prepare(
+    request: Request, options: Options, reuse: Reuse | None = None
+) -> tuple[PointSolver, list[Point], tuple[str, ...]]:
+    """The points to search and what solves them, and what is left out without a bound."""
+    points, unsearched = points_of(request, tp=options.tp, fsdp=options.fsdp)
+    traces = TraceCache(request.subject, reuse or Reuse())
+    return PointSolver(request=request, traces=traces), applicable(points, request, traces), unsearched
 
 
 @rarely_collected()
@@ -194,14 +165,15 @@ def price(
     loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
     machine = profile if isinstance(profile, HardwareProfile) else load_profile(profile)
     per_node = gpus_per_node or min(loaded.cluster.gpus_per_node, machine.gpus_per_node)
-    job = Job.of_plan(loaded, build_model, example_inputs, loss, machine, per_node)
-    traced = job.traced(loaded.batch.micro_batch)
+    subject = Subject.of_plan(loaded, build_model, example_inputs, loss, profile=machine)
+    traces = TraceCache(subject, Reuse())
+    traced = traces.traced(loaded.batch.micro_batch)
     named = traced.model.named_parameters(remove_duplicate=False)
     check_parameters(loaded, {name: (tuple(weight.shape), weight.requires_grad) for name, weight in named})
     assignment = traced.assignment_of(loaded)
     if isinstance(assignment, Mistyped):
         raise PlanMismatchError(f"the plan does not fit the model: {assignment.message}")
-    priced = price_assignment(assignment, machine, per_node, job.reuse.executor)
+    priced = price_assignment(assignment, machine, per_node, traces.reuse.executor)
     seconds = priced.predicted.step_time_s
     return replace(
         loaded,

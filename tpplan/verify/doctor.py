@@ -19,8 +19,8 @@ from tpplan import solvers
 from tpplan.apply.recompute import KEPT
 from tpplan.core.mesh import Axis
 from tpplan.layouts import rules
-from tpplan.search.options import Cluster
 from tpplan.search.planner import solve
+from tpplan.search.points.options import Cluster
 from tpplan.solvers.problem import Expression, Node, Problem, Term
 from tpplan.torch_internals.operators import missing_ops
 from tpplan.torch_internals.probes import lacking, probes

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from tpplan.apply.model_match import check_model
-from tpplan.core.errors import ModelError, ProfileError, TpplanError, VerificationError
+from tpplan.core.errors import ModelError, TpplanError, VerificationError
 from tpplan.core.graph import Boundary, Direction
 from tpplan.core.name_patterns import ROOT, holders
 from tpplan.costs.step.collectives_of_step import collectives
@@ -22,23 +22,19 @@ from tpplan.costs.step.step_time import with_peak
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.plan_sections import boundary_plans, parameter_plans
 from tpplan.layouts.typecheck import Mistyped
-from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.model_fingerprint import parameters_fingerprint
 from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.plan import CollectivePlan, Fingerprints, Plan
 from tpplan.plan.proof_hash import as_proven
 from tpplan.prove.structure import find_difference
 from tpplan.search.build_plan import input_shapes
-from tpplan.search.job import Job
-from tpplan.search.options import BuildModel, ExampleInputs
 from tpplan.search.other_shapes import other_shapes
-from tpplan.search.trace_cache import Reuse, Traced
+from tpplan.search.points.options import BuildModel, ExampleInputs
+from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache, Traced
 from tpplan.trace.answers.planned_device import planning_for
 from tpplan.trace.trace import Loss
 from tpplan.verify.collective_log import Issued, listed
 
-#: whose times stand in, unread, where the plan's profile is not at hand: bytes do not depend on a machine
-STAND_IN = "h100-sxm"
 #: a note in a plan that was edited after it was proven, and proven again
 EDITED = "edited after it was solved and proven again: the solver's report is that of the plan before"
 _SECTIONS = tuple(member.name for member in fields(Plan))
@@ -61,19 +57,15 @@ def prove_plan(
     *,
     loss: Loss | None = None,
     is_as_solved: bool = True,
-    profile: HardwareProfile | None = None,
     reuse: Reuse | None = None,
 ) -> Proven:
     """Proves a plan for a model. With is_as_solved=False the plan's list of collectives and its fingerprints are not
-    compared, but made, and so is its predicted memory: those of a shrunk plan are the whole one's. `profile` is the
-    machine whose device the model is traced for, where the plan does not say; the one that it names unless told.
+    compared, but made, and so is its predicted memory: those of a shrunk plan are the whole one's.
 
     Raises VerificationError with the path of what is wrong in the plan, ModelError where the model cannot be traced.
     """
-    machine = profile or _machine(plan)
-    job = Job.of_plan(plan, build_model, example_inputs, loss, machine, plan.cluster.gpus_per_node)
-    job.reuse = reuse or job.reuse
-    traced = job.traced(plan.batch.micro_batch)
+    traces = TraceCache(Subject.of_plan(plan, build_model, example_inputs, loss), reuse or Reuse())
+    traced = traces.traced(plan.batch.micro_batch)
     prints = _fingerprints(traced)
     _refuse(_static_problems(plan, traced, prints if is_as_solved else None))
     assignment = traced.assignment_of(plan)
@@ -84,13 +76,13 @@ def prove_plan(
     except TpplanError as error:
         raise VerificationError(_with_path(error)) from error
     _refuse(_dtype_problems(plan, assignment))
-    _check_structure(plan, assignment, traced, job)
-    issued = collectives(assignment, job.reuse.executor)
+    _check_structure(plan, assignment, traced, traces)
+    issued = collectives(assignment, traces.reuse.executor)
     if is_as_solved:
         _refuse(_listing_problems(plan, issued))
-        _refuse(_shape_problems(plan, job, traced))
+        _refuse(_shape_problems(plan, traces, traced))
     else:
-        peak = with_peak(plan.predicted, memory(assignment, job.reuse.executor))
+        peak = with_peak(plan.predicted, memory(assignment, traces.reuse.executor))
         plan = replace(plan, collectives=issued, predicted=peak, fingerprints=prints)
     return Proven(plan=_mended(plan, traced.assumptions), traced=traced, assignment=assignment)
 
@@ -109,14 +101,6 @@ def _refuse(problems: Iterator[str]) -> None:
         raise VerificationError(problem)
 
 
-def _machine(plan: Plan) -> HardwareProfile:
-    """The plan's, or any where that is not here: no time is looked at, and bytes are the same on all."""
-    try:
-        return load_profile(plan.cluster.profile)
-    except ProfileError:
-        return load_profile(STAND_IN)
-
-
 def _fingerprints(traced: Traced) -> Fingerprints:
     rows = traced.model.named_parameters(remove_duplicate=False)
     return Fingerprints(
@@ -126,17 +110,17 @@ def _fingerprints(traced: Traced) -> Fingerprints:
     )
 
 
-def _check_structure(plan: Plan, assignment: Assignment, traced: Traced, job: Job) -> None:
+def _check_structure(plan: Plan, assignment: Assignment, traced: Traced, traces: TraceCache) -> None:
     """The second half. What applying raises is about the plan, too."""
     try:
-        with planning_for(job.device):
+        with planning_for(traces.subject.device):
             found = find_difference(
                 traced.model,
                 traced.inputs,
                 assignment,
                 plan,
-                loss=job.loss,
-                cast=job.cast(traced.units),
+                loss=traces.subject.loss,
+                cast=traces.subject.cast(traced.units),
                 opaques=traced.opaques,
             )
     except ModelError:
@@ -253,9 +237,9 @@ def _listing_problems(plan: Plan, implied: tuple[CollectivePlan, ...]) -> Iterat
     yield from (f"collectives[{i}]: stands there twice" for i, key in enumerate(keys) if first[key] < i)
 
 
-def _shape_problems(plan: Plan, job: Job, traced: Traced) -> Iterator[str]:
+def _shape_problems(plan: Plan, traces: TraceCache, traced: Traced) -> Iterator[str]:
     """Other batches and lengths that the plan is said to hold for, and does not."""
-    if plan.proof.other_shapes is not None and (found := other_shapes(job, plan, traced)) != plan.proof.other_shapes:
+    if plan.proof.other_shapes is not None and (found := other_shapes(traces, plan, traced)) != plan.proof.other_shapes:
         yield f"proof.other_shapes: the plan says {plan.proof.other_shapes}, it is proven for {found}"
 
 

@@ -28,7 +28,10 @@ _LAYERS = tuple(
     str(Path(_TORCH, *parts)) for parts in (("nn", "modules", ""), ("nn", "functional.py"), ("nn", "utils", ""))
 )
 #: code of tpplan's that no op of the model's runs through: it reads parameters and converts values
-_APPLYING = tuple(str(Path(_TPPLAN, file)) for file in ("localize.py", "read.py", "convert.py"))
+_APPLYING = tuple(
+    str(PACKAGE / "apply" / file)
+    for file in ("modules/local_modules.py", "modules/parameter_reads.py", "collectives/redistribute.py")
+)
 _CALLING_LAYERS = str(Path(_TORCH, "nn", "modules", "module.py"))
 #: what Python raises of code that is wrong, and no op of torch's for what it is given
 _BREAKS = (AttributeError, NameError, ImportError, AssertionError)

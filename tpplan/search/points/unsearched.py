@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from tpplan.core.mesh import divisors, tp_degrees
 from tpplan.machine.profile import HardwareProfile
-from tpplan.search.options import Cluster
+from tpplan.search.points.options import Cluster
 
 
 def unsearched_degrees(cluster: Cluster, profile: HardwareProfile) -> Iterator[str]:

@@ -1,0 +1,116 @@
+"""What a counterexample says: whose code differs, and which choices are never made again."""
+
+import logging
+from collections.abc import Iterator
+
+from tpplan.core.errors import ModelError
+from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op
+from tpplan.core.name_patterns import ROOT
+from tpplan.costs.step.formulate import Formulation
+from tpplan.layouts.assignment import Assignment
+from tpplan.layouts.rules import Strategy
+from tpplan.layouts.typecheck import Mistyped, typecheck
+from tpplan.plan.plan import Plan
+from tpplan.prove.module_scope import given_nodes, parent, shards_in
+from tpplan.prove.structure import Counterexample, check_structure
+from tpplan.search.build_plan import laid_out_as
+from tpplan.search.conflicts import conflict_of, in_like_blocks
+from tpplan.search.points.point_solver import PointSolver
+from tpplan.search.points.trace_cache import Traced
+from tpplan.trace.answers.planned_device import planning_for
+
+logger = logging.getLogger(__name__)
+
+#: compares sizes, say, differs by another line for each way to shard it
+PATIENCE = 4
+
+
+def put_to_proof(
+    solver: PointSolver, traced: Traced, plan: Plan, assignment: Assignment
+) -> Plan | Counterexample | Mistyped:
+    """The plan with the sizes that it replaces, where both halves of the proof hold; else what does not."""
+    with planning_for(solver.request.subject.device):
+        checked = check_structure(
+            traced.model,
+            traced.inputs,
+            assignment,
+            plan,
+            loss=solver.request.subject.loss,
+            cast=solver.request.subject.cast(traced.units),
+            opaques=traced.opaques,
+        )
+    if isinstance(checked, Counterexample):
+        return checked
+    return _mistyped(traced.graph, checked, assignment) or checked
+
+
+def _mistyped(graph: ModelGraph, plan: Plan, assignment: Assignment) -> Mistyped | None:
+    """Derives every layout from the plan as its file says it."""
+    return typecheck(graph, Plan.from_dict(plan.to_dict()), local_shapes=assignment.local_shapes())
+
+
+def culprit_of(problem: Counterexample | Mistyped) -> str | None:
+    """The module that is to run whole: no sharding is to blame for what it does."""
+    if isinstance(problem, Mistyped):
+        return None
+    if problem.culprit is None and not problem.blamed and isinstance(problem.node, Op):
+        return None if problem.node.module == LOSS_SCOPE else problem.node.module
+    return problem.culprit
+
+
+def forbid(
+    solver: PointSolver,
+    found: Counterexample | Mistyped,
+    assignment: Assignment,
+    formulation: Formulation,
+    traced: Traced,
+    plan: Plan,
+) -> None:
+    """Forbids the choices that together make a counterexample, in all like blocks; after many in the code of one class,
+    all that shows it slices, which is a guess."""
+    tp = formulation.mesh.tp
+    if not found.blamed:
+        raise ModelError(f"the plan cannot be proven, and no sharding explains it: {found.message}")
+    logger.info("counterexample on tp %d: %s", tp, found.message)
+    solver.cuts.messages.append(found.message)
+
+    def check(trial: Assignment) -> Counterexample | Mistyped | None:
+        checked = put_to_proof(solver, traced, laid_out_as(plan, trial), trial)
+        return None if isinstance(checked, Plan) else checked
+
+    for choices in in_like_blocks(traced.graph, conflict_of(found, assignment, formulation, check)):
+        if len(choices) > 1:
+            solver.cuts.conflicts.setdefault(tp, []).append(choices)
+        for name, group in choices.items() if len(choices) == 1 else ():
+            solver.cuts.cut(formulation.space, name, group)
+    module = _whose_code(traced.graph, found.node) if isinstance(found, Counterexample) and found.node else LOSS_SCOPE
+    code = None if module == LOSS_SCOPE else type(traced.model.get_submodule(module))
+    solver.cuts.counterexamples[tp, code] += 1
+    if solver.cuts.counterexamples[tp, code] < PATIENCE:
+        return
+    if code is None:
+        for name in found.blamed:
+            solver.cuts.cut(formulation.space, name, (assignment.strategy(name),), is_guess=True)
+        return
+    whole = f"{PATIENCE} counterexamples in code of {code.__name__}: what that of {module or ROOT} sees stays whole"
+    logger.info("tp %d: %s", tp, whole)
+    solver.cuts.messages.append(whole)
+    for name, strategy in _sharding_in(module, formulation):
+        solver.cuts.cut(formulation.space, name, (strategy,), is_guess=True)
+
+
+def _whose_code(graph: ModelGraph, node: Op | Boundary) -> str:
+    """The module whose code ran an op, or called the module that an input enters."""
+    is_call = isinstance(node, Boundary) and node.direction is Direction.INPUT
+    return parent(graph, node.module) if is_call else node.module
+
+
+def _sharding_in(module: str, formulation: Formulation) -> Iterator[tuple[str, Strategy]]:
+    """Every strategy that shows a module's own code a slice, by decision."""
+    space = formulation.space
+    return (
+        (node.name, strategy)
+        for node in given_nodes(space.graph, module)
+        for strategy in space.strategies[space.classes[node.name]]
+        if shards_in(module, node, strategy)
+    )

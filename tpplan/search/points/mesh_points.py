@@ -1,0 +1,153 @@
+"""The points that are searched: meshes with micro-batches, those on which the model can be laid out."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tpplan.core.errors import IndivisibleError, UsageError
+from tpplan.core.graph import ModelGraph, within
+from tpplan.core.mesh import Mesh, divisors, meshes, sub_clusters, tp_degrees
+from tpplan.core.name_patterns import ROOT
+from tpplan.layouts.parameter_writes import why_copies, why_not_selective, write_within, writes_of
+from tpplan.plan.plan import Precision, Recompute, uses_fsdp
+from tpplan.search.points.request import Request
+from tpplan.search.points.trace_cache import TraceCache, Traced
+from tpplan.search.points.unsearched import unsearched_counts, unsearched_degrees
+
+#: where lookups are told to give sparse gradients: the position of that argument
+_SPARSE = {"aten.embedding.default": 4, "aten.embedding_bag.default": 5, "aten.embedding_bag.padding_idx": 5}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Point:
+    """A mesh and a micro-batch: what the ILP does not decide. The order says which of equals is taken."""
+
+    num_gpus: int
+    tp: int
+    shard: int
+    micro_batch: int
+
+    @classmethod
+    def of(cls, mesh: Mesh, micro_batch: int) -> "Point":
+        """The point of a mesh."""
+        return cls(mesh.num_gpus, mesh.tp, mesh.shard, micro_batch)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return Mesh(replicate=self.num_gpus // (self.tp * self.shard), shard=self.shard, tp=self.tp)
+
+
+def points_of(request: Request, *, tp: int | None, fsdp: int | None) -> tuple[list[Point], tuple[str, ...]]:
+    """Every mesh with every micro-batch that divides its ranks' share of the global batch, and a line for each kind of
+    meshes that is left out without a bound that says why.
+
+    Raises IndivisibleError where there is none.
+    """
+    batch, all_gpus = request.batch, request.all_gpus
+    gpus, per_node = request.cluster.gpus, request.cluster.gpus_per_node
+    across = not request.profile.unmeasured_across_nodes
+    unsearched = tuple(unsearched_degrees(request.cluster, request.profile)) if tp is None else ()
+    own = (tp,) if tp else tuple(sorted({*tp_degrees(gpus, per_node, across_nodes=across), *divisors(per_node)}))
+    every = list(meshes(gpus, per_node, tp=tp, fsdp=fsdp, across_nodes=across))
+    for fewer in () if all_gpus else sub_clusters(gpus, per_node)[:-1]:
+        degrees = [fewer // degree for degree in own if fewer % degree == 0]
+        is_dividing = any(batch.global_batch % degree == 0 for degree in degrees)
+        if is_dividing and fewer % ((tp or 1) * (fsdp or 1)) == 0:
+            found_on = meshes(fewer, per_node, tp=tp, fsdp=fsdp, across_nodes=across)
+            every += (mesh for mesh in found_on if mesh.tp in own)
+    if not all_gpus:
+        unsearched += tuple(unsearched_counts(request.cluster))
+    found = [Point.of(mesh, m) for mesh in every for m in batch.micro_batches(mesh)]
+    if not found:
+        degrees = sorted({mesh.data_parallel for mesh in every})
+        each = f" into micro-batches of {batch.micro_batch}" if batch.micro_batch else ""
+        raise IndivisibleError(
+            f"global batch {batch.global_batch} does not divide{each} on {' or '.join(map(str, degrees))} "
+            f"data-parallel ranks of {gpus} GPUs; change --global-batch, --micro-batch or --tp"
+        )
+    return found, unsearched
+
+
+def applicable(points: list[Point], request: Request, traces: TraceCache) -> list[Point]:
+    """The points on which the traced model can be laid out: all, unless its parameters must stay plain tensors, whole
+    on each rank, or are written to. Raises UsageError where there is none then."""
+    traced = traces.traced(min(point.micro_batch for point in points))
+    for unit in traced.units if request.recompute is Recompute.SELECTIVE else ():
+        if obstacle := why_not_selective(traced.graph, unit):
+            raise UsageError(f"{unit} cannot be recomputed selectively: {obstacle}; plan with --recompute full")
+    untouched = traced.opaques.untouched
+    points = _untouched(_written(points, request, traced), request, untouched)
+    return points if untouched else _within_fsdp(points, request, traces, traced)
+
+
+def _written(points: list[Point], request: Request, traced: Traced) -> list[Point]:
+    """Points whose mesh applies a forward's in-place parameter writes exactly once."""
+    write = next(iter(writes_of(traced.graph)), None)
+    if write is None:
+        return points
+    kept = [point for point in points if not why_copies(point.mesh, request.precision)]
+    if not kept:
+        where = f"{write}: {traced.opaques.untouched}" if traced.opaques.untouched else str(write)
+        raise UsageError(
+            f"{where}, and {why_copies(points[0].mesh, request.precision)}: plan with --fsdp 1 and as many GPUs as "
+            "--tp, in fp32 or bf16, or write to it after optimizer.step() instead"
+        )
+    again = write_within(traced.graph, traced.units)
+    if again is not None and request.recompute not in (None, Recompute.NONE):
+        raise UsageError(
+            f"{again}, and would again where that layer is recomputed: leave out --recompute {request.recompute}, or "
+            "write to it after optimizer.step() instead"
+        )
+    return kept
+
+
+def _within_fsdp(points: list[Point], request: Request, traces: TraceCache, traced: Traced) -> list[Point]:
+    """Points on which FSDP2 holds nothing that it cannot hold."""
+    held = [point for point in points if uses_fsdp(point.mesh, request.precision)]
+    obstacle = (_several_dtypes(request, traces, traced) or _sparse_gradient(traced.graph)) if held else ""
+    kept = [point for point in points if point not in held] if obstacle else points
+    if not kept:
+        raise UsageError(f"{obstacle}, or plan with as many GPUs as --tp, in fp32 or bf16")
+    return kept
+
+
+def _several_dtypes(request: Request, traces: TraceCache, traced: Traced) -> str:
+    """Why FSDP2 cannot hold a unit with trained parameters of several dtypes, as built; "" where there is none."""
+    dtypes = traces.dtypes()
+    found: dict[str, dict[torch.dtype, str]] = {}
+    for name, weight in traced.model.named_parameters():
+        if weight.requires_grad and weight.dim():
+            unit = next((unit for unit in traced.units if within(name, unit)), "")
+            own = weight.dtype if request.precision is Precision.BF16 else dtypes[name]
+            found.setdefault(unit, {}).setdefault(own, name)
+    several = next(((unit, names) for unit, names in found.items() if len(names) > 1), None)
+    if several is None:
+        return ""
+    shown = " and ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in several[1].items())
+    where = several[0] or ROOT
+    return f"FSDP2 takes one dtype of trained parameters a unit, and in {where} {shown}: give them one dtype"
+
+
+def _untouched(points: list[Point], request: Request, reason: str) -> list[Point]:
+    """Points on which parameters may stay plain tensors; all of them where there is no reason that they must."""
+    if not reason:
+        return points
+    if request.precision is Precision.BF16_MIXED:
+        raise UsageError(
+            f"bf16-mixed is FSDP2's work, which puts others in the place of parameters, and they must stay as they "
+            f"are: {reason}; plan with precision bf16 or fp32, or change that"
+        )
+    plain = [point for point in points if point.shard == 1]
+    if not plain:
+        raise UsageError(f"parameters must stay as they are, and cannot be sharded: {reason}; plan with --fsdp 1")
+    return plain
+
+
+def _sparse_gradient(graph: ModelGraph) -> str:
+    """A lookup that gives a sparse gradient; "" where there is none."""
+    found = (op for op in graph.ops if op.args[_SPARSE.get(op.target, len(op.args)) :][:1] == (True,))
+    op = next(found, None)
+    if op is None:
+        return ""
+    return f"FSDP2 takes no sparse gradients, and {op.module or ROOT} looks up with sparse=True: leave that out"

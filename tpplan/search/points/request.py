@@ -1,0 +1,94 @@
+"""What a caller of solve asks for, with every default put in; nothing in it changes while a plan is searched."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tpplan.core.graph import ModelGraph
+from tpplan.layouts.pins import Pin, parse_pins
+from tpplan.machine.profile import HardwareProfile
+from tpplan.plan.plan import Precision, Recompute
+from tpplan.search.points.options import (
+    Allows,
+    Batch,
+    BuildModel,
+    Cluster,
+    ExampleInputs,
+    Options,
+    Progress,
+    parse_precision,
+    parse_recompute,
+)
+from tpplan.search.points.trace_cache import Subject
+from tpplan.trace.answers.planned_device import PlannedDevice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A model, a cluster, a batch, and what is pinned. None of an option leaves it to be decided.
+
+    `limit` is the memory of a GPU in bytes; `wishes`, given the graph, says which strategies of a decision may be
+    chosen; `report` is told how far the search is.
+    """
+
+    subject: Subject
+    unused_outputs: frozenset[str]
+    cluster: Cluster
+    profile: HardwareProfile
+    batch: Batch
+    optimizer: str
+    recompute: Recompute | None
+    reshard_after_forward: bool | None
+    is_compiled: bool
+    wishes: Callable[[ModelGraph], Allows] | None
+    limit: float
+    all_gpus: bool
+    solver: str | None
+    time_limit_s: float | None
+    report: Progress
+    pins: tuple[Pin, ...] = ()
+
+    @property
+    def precision(self) -> Precision:
+        """The precision that the model is trained in."""
+        return self.subject.precision
+
+    @classmethod
+    def of(
+        cls,
+        build_model: BuildModel,
+        example_inputs: ExampleInputs,
+        cluster: Cluster,
+        batch: Batch,
+        options: Options,
+        progress: Progress | None,
+    ) -> "Request":
+        """The request that options of solve make. Raises UsageError for an unknown name, ProfileError for a profile."""
+        profile, precision, limit = cluster.load_profile(), options.precision, options.memory_limit_bytes
+        if precision is None:
+            precision = Precision.BF16_MIXED if profile.device_type == "cuda" else Precision.FP32
+        subject = Subject(
+            build_model=build_model,
+            example_inputs=example_inputs,
+            loss=options.loss,
+            seq_len=batch.seq_len,
+            precision=parse_precision(precision),
+            device=PlannedDevice.of(profile),
+        )
+        return cls(
+            subject=subject,
+            unused_outputs=frozenset(options.unused_outputs),
+            cluster=cluster,
+            profile=profile,
+            batch=batch,
+            optimizer=options.optimizer,
+            recompute=parse_recompute(options.recompute),
+            reshard_after_forward=options.reshard_after_forward,
+            is_compiled=options.compile,
+            wishes=options.allows,
+            limit=profile.memory_bytes if limit is None else limit,
+            all_gpus=options.all_gpus,
+            solver=options.solver,
+            time_limit_s=options.time_limit_s,
+            report=progress or (lambda stage, done, total: None),
+            pins=parse_pins(options.pins),
+        )

@@ -1,0 +1,292 @@
+"""What several calls of solve for one model share: its trace, what its ops were seen to do, and what layouts cost.
+
+    reuse = Reuse()
+    plans = [tpplan.solve(build_model, ..., cluster=cluster, reuse=reuse) for cluster in clusters]
+
+A trace depends on the model and its inputs alone, an executed op on its shapes, a price on the machine and the degree.
+The plans are those that calls on their own give.
+"""
+
+import logging
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpplan.core.errors import ProfileError
+from tpplan.core.graph import Direction, ModelGraph
+from tpplan.core.name_patterns import ROOT
+from tpplan.costs.execute import Executor
+from tpplan.costs.step.cost_table import PricedSpace
+from tpplan.layouts.assignment import Assignment, assignment_of
+from tpplan.layouts.typecheck import Mistyped
+from tpplan.machine.profile import HardwareProfile, load_profile
+from tpplan.plan.plan import Plan, Precision
+from tpplan.prove.apply_as_rank import copied
+from tpplan.search.points.grown_graph import grown
+from tpplan.search.points.options import BuildModel, ExampleInputs
+from tpplan.torch_internals import pytree
+from tpplan.trace.answers.planned_device import PlannedDevice, planning_for
+from tpplan.trace.meta_model import Built, built_on_meta
+from tpplan.trace.opaque import Opaques
+from tpplan.trace.retrace_opaque import trace_marking
+from tpplan.trace.trace import BoundaryHook, Inputs, Loss, accumulated_hooks, assumptions, repeated_children
+
+logger = logging.getLogger(__name__)
+
+#: the profile whose device stands in where a plan neither names a device nor a profile that is known
+STAND_IN = "h100-sxm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model as a caller gives it, and whatever else its traces depend on: the length of its sequences, the precision
+    it computes in, and the device that its code is told to run on."""
+
+    build_model: BuildModel
+    example_inputs: ExampleInputs
+    loss: Loss | None
+    seq_len: int
+    precision: Precision
+    device: PlannedDevice
+
+    @classmethod
+    def of_plan(
+        cls,
+        plan: Plan,
+        build_model: BuildModel,
+        example_inputs: ExampleInputs,
+        loss: Loss | None,
+        *,
+        profile: HardwareProfile | None = None,
+    ) -> "Subject":
+        """The model of a given plan, traced for the device of the plan's proof. A plan that names none is traced for
+        the device of `profile`, or of the profile that it names, or of any GPU's where that is not known."""
+        device = plan.proof.device
+        return cls(
+            build_model=build_model,
+            example_inputs=example_inputs,
+            loss=loss,
+            seq_len=plan.batch.seq_len,
+            precision=plan.precision,
+            device=PlannedDevice.parse(device) if device else PlannedDevice.of(profile or _profile_of(plan)),
+        )
+
+    @cached_property
+    def key(self) -> tuple[Hashable, ...]:
+        """Equal for subjects whose models are one, on whatever device."""
+        functions = map(hashable, (self.build_model, self.example_inputs, self.loss))
+        return *functions, self.seq_len, self.precision
+
+    def inputs(self, micro_batch: int, seq_len: int) -> Inputs:
+        """The example inputs, in the dtype that the model computes in."""
+        inputs = self.example_inputs(micro_batch, seq_len)
+        return pytree.tree_map(_to_bfloat16, inputs) if self.precision is Precision.BF16 else inputs
+
+    def cast(self, units: tuple[str, ...]) -> BoundaryHook:
+        """What FSDP's mixed precision does to tensors that enter the root or a unit; the trace does it, too."""
+
+        def cast(tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
+            enters_unit = direction is Direction.INPUT and (module == "" or module in units)
+            casts = enters_unit and self.precision is Precision.BF16_MIXED
+            return _to_bfloat16(tensor) if casts else tensor
+
+        return cast
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A model on the meta device, what it was run on (so many sequences), and what was seen. `notes` are on how it was
+    built."""
+
+    micro_batch: int
+    model: nn.Module
+    inputs: Inputs
+    units: tuple[str, ...]
+    graph: ModelGraph
+    assumptions: tuple[str, ...]
+    opaques: Opaques
+    notes: tuple[str, ...]
+
+    def assignment_of(self, plan: Plan) -> Assignment | Mistyped:
+        """The assignment that a plan implies for this model, or the first thing that does not type."""
+        num_averages = self.opaques.num_averages(plan.batch.accumulation_steps)
+        return assignment_of(self.graph, plan, layers=self.units, num_averages=num_averages)
+
+
+@dataclass(slots=True)
+class Reuse:
+    """What was computed so far, by all that it depends on; it grows with every call that is given it."""
+
+    models: dict[Hashable, Built] = field(default_factory=dict)
+    traces: dict[Hashable, Traced] = field(default_factory=dict)
+    #: on graphs that were not traced but grown (tpplan.search.points.grown_graph)
+    grown: dict[Hashable, Traced] = field(default_factory=dict)
+    #: models, as their traces are called, of which a graph was not what it grew to
+    ungrowing: set[Hashable] = field(default_factory=set)
+    spaces: dict[Hashable, PricedSpace] = field(default_factory=dict)
+    #: GPU seconds of a sequence at least (tpplan.costs.best_rates)
+    paces: dict[Hashable, float] = field(default_factory=dict)
+    #: modules that proofs have found to be run whole, and why, by model
+    whole: dict[Hashable, list[tuple[str, str]]] = field(default_factory=dict)
+    executor: Executor = field(default_factory=Executor)
+
+    def space(self, key: Hashable, make: Callable[[], PricedSpace]) -> PricedSpace:
+        """The priced decisions that depend on a key, made for the first who asks."""
+        if key not in self.spaces:
+            self.spaces[key] = make()
+        return self.spaces[key]
+
+    def pace(self, key: Hashable, make: Callable[[], float]) -> float:
+        """The least GPU seconds of a sequence that depend on a key, found for the first who asks."""
+        if key not in self.paces:
+            self.paces[key] = make()
+        return self.paces[key]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceCache:
+    """One trace of a subject per micro-batch; what was traced is kept in `reuse`."""
+
+    subject: Subject
+    reuse: Reuse
+
+    def key(self, micro_batch: int) -> Hashable:
+        """What a trace depends on."""
+        return *self.subject.key, micro_batch, self.subject.device, tuple(self.whole)
+
+    @property
+    def whole(self) -> list[tuple[str, str]]:
+        """Modules that proofs have found to be run whole, and why."""
+        return self.reuse.whole.setdefault(self.subject.key, [])
+
+    def run_whole(self, module: str, reason: str) -> None:
+        """From now on a module runs whole, or the one around it where it does already. All is traced anew."""
+        logger.info("module %s is to run whole: %s", module or ROOT, reason)
+        self.whole.append((module, reason))
+
+    def traced(self, micro_batch: int) -> Traced:
+        """The model traced at a micro-batch's shapes; where it was traced at two smaller ones its graph may be grown
+        from theirs, and its inputs are those of one."""
+        key = self.key(micro_batch)
+        if key in self.reuse.traces:
+            return self.reuse.traces[key]
+        if key not in self.reuse.grown:
+            found = self._grown(micro_batch)
+            if found is None:
+                return self.really_traced(micro_batch)
+            self.reuse.grown[key] = found
+        return self.reuse.grown[key]
+
+    def really_traced(self, micro_batch: int) -> Traced:
+        """The model traced at a micro-batch's shapes, whatever graph was grown."""
+        key = self.key(micro_batch)
+        if key not in self.reuse.traces:
+            with planning_for(self.subject.device):
+                self.reuse.traces[key] = self._trace(micro_batch)
+            self.reuse.executor.observe(self.reuse.traces[key].opaques.by_key())
+        return self.reuse.traces[key]
+
+    def first(self, micro_batches: Sequence[int]) -> list[Traced]:
+        """The traces at the first two of some micro-batches; none unless both were made."""
+        keys = [self.key(size) for size in micro_batches[:2]]
+        are_there = len(keys) == 2 and all(key in self.reuse.traces for key in keys)
+        return [self.reuse.traces[key] for key in keys] if are_there else []
+
+    def grown_sizes(self, sizes: Iterable[int]) -> tuple[int, ...]:
+        """Those of some micro-batches of which there is a grown graph and no trace, ascending."""
+        keys = {size: self.key(size) for size in sizes}
+        return tuple(sorted(n for n, key in keys.items() if key in self.reuse.grown and key not in self.reuse.traces))
+
+    def distrust_grown(self) -> None:
+        """From now on every micro-batch of this model is traced: code does at one what no growth foretold."""
+        logger.info("graphs at other micro-batches are not what they were taken for: each is traced")
+        self.reuse.ungrowing.add(self.subject.key)
+        self.reuse.grown.clear()
+        self.reuse.spaces.clear()
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """The dtypes in which the model's parameters were built, by name."""
+        return self._built().dtypes
+
+    def trace_of(self, model: nn.Module, inputs: Inputs) -> tuple[ModelGraph, Opaques]:
+        """The graph of a built model on some inputs, and the modules that are one operator in it."""
+        untouched, cast = accumulated_hooks(model), self.subject.cast(repeated_children(model))
+        # A forward may leave tensors of the trace on its module; the proof copies a model that has none.
+        graph, opaques = trace_marking(
+            model,
+            lambda: copied(model),
+            inputs,
+            loss=self.subject.loss,
+            cast=cast,
+            untouched=untouched,
+            whole=self.whole,
+        )
+        opaques.is_hooked = bool(untouched)
+        return graph, opaques
+
+    def _built(self) -> Built:
+        if self.subject.key not in self.reuse.models:
+            is_half = self.subject.precision is not Precision.FP32
+            self.reuse.models[self.subject.key] = built_on_meta(self.subject.build_model, is_half=is_half)
+        return self.reuse.models[self.subject.key]
+
+    def _trace(self, micro_batch: int) -> Traced:
+        built = self._built()
+        model = built.model  # what runs is a copy
+        units = repeated_children(model)
+        inputs = self.subject.inputs(micro_batch, self.subject.seq_len)
+        graph, opaques = self.trace_of(model, inputs)
+        cast = self.subject.cast(units)
+        units = tuple(unit for unit in units if not opaques.hides(unit))
+        assumed: tuple[str, ...] = ()
+        if graph.questions:
+            assumed = assumptions(
+                graph, model, inputs, loss=self.subject.loss, cast=cast, opaques=opaques, fresh=lambda: copied(model)
+            )
+        return Traced(
+            micro_batch=micro_batch,
+            model=model,
+            inputs=inputs,
+            units=units,
+            graph=graph,
+            assumptions=assumed,
+            opaques=opaques,
+            notes=built.notes,
+        )
+
+    def _grown(self, micro_batch: int) -> Traced | None:
+        """From the traces at the two largest smaller micro-batches; None where there are none, or no growth."""
+        if self.subject.key in self.reuse.ungrowing:
+            return None
+        smaller = [own for own in self.reuse.traces.values() if own.micro_batch < micro_batch]
+        known = {own.micro_batch: own for own in smaller if self.reuse.traces.get(self.key(own.micro_batch)) is own}
+        if len(known) < 2 or any(own.opaques.by_key() or own.opaques.untouched for own in known.values()):
+            return None
+        low, high = sorted(known)[-2:]
+        graph = grown(known[low].graph, known[high].graph, (low, high), micro_batch)
+        return None if graph is None else replace(known[high], micro_batch=micro_batch, graph=graph)
+
+
+def _profile_of(plan: Plan) -> HardwareProfile:
+    try:
+        return load_profile(plan.cluster.profile)
+    except ProfileError:
+        return load_profile(STAND_IN)
+
+
+def hashable(function: object) -> Hashable:
+    """The function; a method of what has no hash is like no other."""
+    try:
+        hash(function)
+    except TypeError:
+        return object()
+    return function
+
+
+def _to_bfloat16(leaf: Any) -> Any:
+    is_float32 = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32
+    return leaf.to(torch.bfloat16) if is_float32 else leaf

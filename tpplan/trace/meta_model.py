@@ -1,0 +1,89 @@
+"""A model on the meta device, as its builder makes it there: parameters without values, ties kept."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from tpplan.core.errors import ModelError
+from tpplan.torch_internals.modules import own_buffers, own_parameters
+from tpplan.trace.hooks.parameter_names import register_names
+from tpplan.trace.record_fx import on_meta_like
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model on the meta device, the dtypes that its parameters were built in by name, and notes on how it was built
+    where its builder alone could not."""
+
+    model: nn.Module
+    dtypes: Mapping[str, torch.dtype]
+    notes: tuple[str, ...] = ()
+
+
+def built_on_meta(build_model: Callable[[], nn.Module], *, is_half: bool) -> Built:
+    """The model that a builder makes, on the meta device. `is_half` turns float32 parameters into bfloat16, in which
+    the model computes then.
+
+    Warns where the builder needs values, and so runs on the CPU. Raises ModelError for what is no module, has no
+    parameters, or has some without a shape.
+    """
+    notes: tuple[str, ...] = ()
+    try:
+        with torch.device("meta"), _Unfilled():
+            model = build_model()
+    except (RuntimeError, NotImplementedError) as error:
+        # Code that asks weights for values, as torch.nn.utils.parametrizations.orthogonal does, needs some.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        notes = (f"the builder fails on the meta device, and runs on the CPU: {reason}",)
+        warnings.warn(notes[0], stacklevel=2)
+        model = build_model()
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the builder returned {type(model).__name__}, expected a torch.nn.Module")
+    if next(model.parameters(), None) is None:
+        raise ModelError(f"{type(model).__name__} has no parameters: there is nothing to train or to shard")
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ModelError(f"parameter {name} has no shape before the first call: call the model in the builder")
+    _put_on_meta(model)
+    register_names(model)
+    dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
+    if is_half:
+        for parameter in model.parameters():
+            if parameter.dtype == torch.float32:
+                parameter.data = parameter.data.to(torch.bfloat16)
+    return Built(model, dtypes, notes)
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves tensors on the meta device as they are where code would fill them with random numbers: they hold none, and
+    torch takes milliseconds for each to find that out."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        filled = args[0] if args else kwargs.get("tensor")
+        if func in _FILLS and isinstance(filled, torch.Tensor) and filled.is_meta:
+            return filled
+        return func(*args, **kwargs)
+
+
+_FILLS = frozenset({
+    nn.init.normal_, nn.init.uniform_, nn.init.trunc_normal_, nn.init.kaiming_normal_, nn.init.kaiming_uniform_,
+    nn.init.xavier_normal_, nn.init.xavier_uniform_, torch.Tensor.normal_, torch.Tensor.uniform_,
+})  # fmt: skip
+
+
+def _put_on_meta(model: nn.Module) -> None:
+    """What code made on another device than it was told to (torch.normal heeds none), ties kept."""
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for module in model.modules():
+        tables: tuple[dict[str, Any], ...] = (own_parameters(module), own_buffers(module))
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is not None and not tensor.is_meta:
+                    _, table[name] = moved.setdefault(id(tensor), (tensor, on_meta_like(tensor)))
