@@ -612,4 +612,4 @@ def test_a_long_list_of_differences_is_cut():
 
 
 def test_schema_path_is_in_the_package():
-    assert Path(SCHEMA_PATH).parent == Path(tpplan.__file__).parent / "plan"
+    assert Path(SCHEMA_PATH).parent.parts[-2:] == ("tpplan", "plan")
