@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from tpplan.apply.collectives.redistribute import TpGroup
 from tpplan.apply.collectives.tp_gradients import Slot
 from tpplan.apply.modules.local_modules import (
-    Crossing,
+    BoundaryConversion,
     Site,
     TensorParallel,
     argument_positions,
@@ -119,7 +119,7 @@ class ModuleStyle(ParallelStyle):
         self.opaque = opaque
 
     @property
-    def _is_inside(self) -> bool:
+    def _is_inside_whole(self) -> bool:
         """True inside a module that runs whole: weights are distributed, and the class stays as it is."""
         return self.opaque is not None and self.opaque != self.name
 
@@ -142,7 +142,7 @@ class ModuleStyle(ParallelStyle):
             prefix = f"{below}." if below else ""
             whole = self.application.whole.setdefault(self.opaque, {})
             whole.update({prefix + attribute: read for attribute, read in reads.items()})
-            if self._is_inside:
+            if self._is_inside_whole:
                 return module
             reads = {}
             module.__class__ = opaque_class(type(module))  # type: ignore[arg-type]
@@ -161,7 +161,7 @@ class ModuleStyle(ParallelStyle):
 
     def check(self, module: nn.Module) -> None:
         """Raises the error that applying this style would raise, without changing the module."""
-        if not self._is_inside:
+        if not self._is_inside_whole:
             check_swappable(module, self.name)
         tp = self.application.plan.mesh.tp
         for attribute, (name, plan) in self.parameters.items():
@@ -175,10 +175,10 @@ class ModuleStyle(ParallelStyle):
                 raise PlanMismatchError(f"parameters.{name}: shape {shape} cannot be {plan.placement} on tp = {tp}")
         argument_positions(module, self._crossings("input", _NO_GROUP))
 
-    def _crossings(self, direction: str, group: TpGroup) -> dict[str, Crossing]:
+    def _crossings(self, direction: str, group: TpGroup) -> dict[str, BoundaryConversion]:
         planned = self.boundary.inputs if direction == "input" else self.boundary.outputs
         return {
-            path: Crossing(
+            path: BoundaryConversion(
                 conversion=crossing.conversion,
                 dtype=_dtype(crossing.dtype, where=f"boundaries.{self.name or ROOT}.{direction}s.{path}"),
                 group=group,

@@ -108,11 +108,11 @@ class Converter:
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the converted value: the forward half of the conversion."""
-        return _take(self._forward, x, self.conversion.source, self.conversion.target, self.group)
+        return _run_step(self._forward, x, self.conversion.source, self.conversion.target, self.group)
 
     def backward(self, gradient: Tensor) -> Tensor:
         """Returns the converted gradient: the backward half of the conversion."""
-        return _take(self._backward, gradient, self.conversion.target, self.conversion.source, self.group)
+        return _run_step(self._backward, gradient, self.conversion.target, self.conversion.source, self.group)
 
     def _check(self, x: Tensor) -> None:
         """Raises PlanMismatchError on every rank for a shape with which gloo would abort and NCCL would hang."""
@@ -154,7 +154,7 @@ class _Converted(torch.autograd.Function):
         return ctx.converter.backward(gradient), None
 
 
-def _take(step: Step, x: Tensor, source: Layout, target: Layout, group: TpGroup) -> Tensor:
+def _run_step(step: Step, x: Tensor, source: Layout, target: Layout, group: TpGroup) -> Tensor:
     """Runs one step of the module docstring's table: join is the dim of `source`, split the dim of `target`.
 
     A dim with parts is reordered around the step, so that the slices of each rank are contiguous.
@@ -178,7 +178,7 @@ def _take(step: Step, x: Tensor, source: Layout, target: Layout, group: TpGroup)
         case Step.SLICE:
             slices = held(target.parts or (x.shape[_dim(target)],), target.num_slices(group.size))
             own = slices[_slice_of(target, group)]
-            part = _laid(x, _dim(target), own)
+            part = _pick_intervals(x, _dim(target), own)
             return part if len(own) > 1 else part.clone(memory_format=torch.contiguous_format)
         case Step.PAD:
             return _in_order(_pad(x, source, group), source, group)
@@ -193,7 +193,7 @@ def _dim(layout: Layout) -> int:
     return layout.dim
 
 
-def _laid(x: Tensor, dim: int, intervals: Sequence[Interval]) -> Tensor:
+def _pick_intervals(x: Tensor, dim: int, intervals: Sequence[Interval]) -> Tensor:
     """Returns the given intervals (start, length) of x along dim, concatenated; a view where there is just one."""
     pieces = [x.narrow(dim, start, length) for start, length in intervals]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
@@ -201,27 +201,27 @@ def _laid(x: Tensor, dim: int, intervals: Sequence[Interval]) -> Tensor:
 
 def _rank_by_rank(x: Tensor, layout: Layout, group: TpGroup) -> Tensor:
     """Reorders a dim with parts so that each rank's slices of all parts are contiguous, rank by rank."""
-    return _laid(x, _dim(layout), rank_by_rank(layout.parts, group.size)) if layout.parts else x
+    return _pick_intervals(x, _dim(layout), rank_by_rank(layout.parts, group.size)) if layout.parts else x
 
 
 def _in_order(x: Tensor, layout: Layout, group: TpGroup) -> Tensor:
     """Reorders a dim with parts from rank by rank to the order of its parts: the inverse of _rank_by_rank."""
-    return _laid(x, _dim(layout), in_order(layout.parts, group.size)) if layout.parts else x
+    return _pick_intervals(x, _dim(layout), in_order(layout.parts, group.size)) if layout.parts else x
 
 
 def _exchange(x: Tensor, source: Layout, target: Layout, group: TpGroup) -> Tensor:
     """Converts contiguous slices of a dim to slices of its parts, or back, by one all-to-all."""
     dim, whole = _dim(source), (x.shape[_dim(source)] * group.size,)
     mine = exchange(source.parts or whole, target.parts or whole, group.size, group.rank)
-    outgoing = _laid(x, dim, mine.send).movedim(dim, 0).contiguous()
-    received = _issue(_ops.all_to_all_single.default, outgoing, mine.num_received, mine.num_sent, group.name)
-    return _laid(received.movedim(0, dim), dim, mine.lay).contiguous()
+    outgoing = _pick_intervals(x, dim, mine.send).movedim(dim, 0).contiguous()
+    received = _run_collective(_ops.all_to_all_single.default, outgoing, mine.num_received, mine.num_sent, group.name)
+    return _pick_intervals(received.movedim(0, dim), dim, mine.lay).contiguous()
 
 
 # ---- collectives: the ops below torch.distributed._functional_collectives, whose wrappers were renamed in torch 2.13
 
 
-def _issue(op: Callable[..., Tensor], *args: Any) -> Tensor:
+def _run_collective(op: Callable[..., Tensor], *args: Any) -> Tensor:
     """Runs a collective op, waits for it and returns its result.
 
     It runs below autograd, because _Converted has the backward already and torch's autograd formulas for collectives
@@ -237,28 +237,28 @@ def all_reduce(x: Tensor, operation: str, group: TpGroup) -> Tensor:
     """Returns the sum ("sum") or maximum ("max") of x over the ranks, a new tensor. One rank needs no process group."""
     if group.size == 1:
         return x.clone()
-    return _issue(_ops.all_reduce.default, x, operation, group.name)
+    return _run_collective(_ops.all_reduce.default, x, operation, group.name)
 
 
 def all_reduce_in_place(x: Tensor, group: TpGroup) -> None:
     """Replaces x by its sum over the ranks."""
-    _issue(_ops.all_reduce_.default, x, "sum", group.name)
+    _run_collective(_ops.all_reduce_.default, x, "sum", group.name)
 
 
 def _all_gather(x: Tensor, dim: int, group: TpGroup) -> Tensor:
-    gathered = _issue(_ops.all_gather_into_tensor.default, x.contiguous(), group.size, group.name)
+    gathered = _run_collective(_ops.all_gather_into_tensor.default, x.contiguous(), group.size, group.name)
     return _join_blocks(gathered, dim, group.size)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: TpGroup) -> Tensor:
     blocks = _split_blocks(x, dim, group.size)
-    return _issue(_ops.reduce_scatter_tensor.default, blocks, "sum", group.size, group.name)
+    return _run_collective(_ops.reduce_scatter_tensor.default, blocks, "sum", group.size, group.name)
 
 
 def _all_to_all(x: Tensor, join: int, split: int, group: TpGroup) -> Tensor:
     blocks = _split_blocks(x, split, group.size)
     lengths = [blocks.shape[0] // group.size] * group.size
-    received = _issue(_ops.all_to_all_single.default, blocks, lengths, lengths, group.name)
+    received = _run_collective(_ops.all_to_all_single.default, blocks, lengths, lengths, group.name)
     return _join_blocks(received, join, group.size)
 
 

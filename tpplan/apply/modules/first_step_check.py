@@ -115,7 +115,7 @@ class _FirstStep:
             raise UsageError(complaint)
         self.is_watching = not any(map(is_compiled, model.modules()))
         if self.is_watching:
-            _witness(model, self.meet)
+            _set_witness(model, self.meet)
 
     def meet(self, where: str) -> None:
         """Raises UsageError on every rank of the tp group where one is at another conversion than `where`."""
@@ -142,7 +142,7 @@ class _FirstStep:
             return
         if self.is_watching:
             self.meet(END_OF_FORWARD)
-            _witness(model, None)
+            _set_witness(model, None)
         now = _random_states(self.applied.mesh.device_type) if self.complaints else {}
         for what, complaint in self.complaints.items():
             if now[what] != self.states[what]:
@@ -151,7 +151,7 @@ class _FirstStep:
             handle.remove()
 
 
-def _witness(model: nn.Module, witness: Callable[[str], None] | None) -> None:
+def _set_witness(model: nn.Module, witness: Callable[[str], None] | None) -> None:
     for module in model.modules():
         site: Site | None = module.__dict__.get(SITE)
         for converter in site.converters() if site is not None else ():

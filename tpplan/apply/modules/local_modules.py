@@ -74,7 +74,7 @@ class Frame:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
+class BoundaryConversion:
     """One conversion at a module's boundary. `num_local_rows` is a rank's rows of the table, for `R -> rows` only."""
 
     conversion: Conversion
@@ -117,7 +117,7 @@ class Argument:
 
     name: str
     position: int | None
-    crossings: Mapping[str, Crossing]
+    crossings: Mapping[str, BoundaryConversion]
 
 
 @final
@@ -129,7 +129,7 @@ class Site:
     #: the module's names; several where the model holds it in several places
     names: tuple[str, ...]
     arguments: tuple[Argument, ...] = ()
-    outputs: Mapping[str, Crossing] = field(default_factory=dict)
+    outputs: Mapping[str, BoundaryConversion] = field(default_factory=dict)
     #: sharded dim by output path, for outputs that the model returns as sharded DTensors
     sharded_outputs: Mapping[str, int] = field(default_factory=dict)
     reads: Mapping[str, ParameterReads] = field(default_factory=dict)
@@ -186,12 +186,12 @@ class Site:
         if self.outputs:
             output = self._convert("output", output, self.outputs)
         if self.sharded_outputs:
-            output = self._wrap(output)
+            output = self._as_dtensors(output)
         return output
 
-    def _convert(self, root: str, tree: Any, crossings: Mapping[str, Crossing]) -> Any:
+    def _convert(self, root: str, tree: Any, crossings: Mapping[str, BoundaryConversion]) -> Any:
         if isinstance(tree, Tensor) and root in crossings:
-            return self._cross(crossings[root], tree)
+            return self._converted(crossings[root], tree)
         if tree is None:
             path, crossing = next(iter(crossings.items()))
             raise PlanMismatchError(
@@ -206,7 +206,7 @@ class Site:
             if crossing is None:
                 return tensor
             found.add(path)
-            return self._cross(crossing, tensor)
+            return self._converted(crossing, tensor)
 
         converted = named_tensors({root: tree}, change)[root]
         if missing := sorted(crossings.keys() - found):
@@ -216,7 +216,7 @@ class Site:
             )
         return converted
 
-    def _cross(self, crossing: Crossing, tensor: Tensor) -> Tensor:
+    def _converted(self, crossing: BoundaryConversion, tensor: Tensor) -> Tensor:
         if tensor.dtype != crossing.dtype and not self.shared.has_warned:
             self.shared.has_warned = True
             warnings.warn(
@@ -228,7 +228,7 @@ class Site:
         return crossing(tensor, self.shared.frames)
 
     @own_code
-    def _wrap(self, output: Any) -> Any:
+    def _as_dtensors(self, output: Any) -> Any:
         """Returns the output with the tensors that stay sharded as DTensors, for the loss and the user."""
 
         def change(path: str, tensor: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ class Site:
         return named_tensors({"output": output}, change)["output"]
 
 
-def argument_positions(module: nn.Module, crossings: Mapping[str, Crossing]) -> tuple[Argument, ...]:
+def argument_positions(module: nn.Module, crossings: Mapping[str, BoundaryConversion]) -> tuple[Argument, ...]:
     """Groups conversions by the argument of forward that they are in; paths are those of tpplan.trace.trace.
 
     Raises PlanMismatchError for an argument that forward does not take.
@@ -249,7 +249,7 @@ def argument_positions(module: nn.Module, crossings: Mapping[str, Crossing]) -> 
     kinds = {parameter.kind for parameter in parameters}
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    grouped: dict[str, dict[str, Crossing]] = {}
+    grouped: dict[str, dict[str, BoundaryConversion]] = {}
     for path, crossing in crossings.items():
         grouped.setdefault(path.partition(".")[0], {})[path] = crossing
     arguments: list[Argument] = []
