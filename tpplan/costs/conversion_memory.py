@@ -1,4 +1,4 @@
-"""What a conversion holds while it runs, executed: its own code on meta tensors, each collective as a tensor made."""
+"""Measures the memory that a conversion holds while it runs, by running its own code on meta tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from tpplan.trace.hooks.live_storages import Storages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Bytes on one rank, besides what is converted: the most there are at once, and those of the result."""
+    """Bytes on one rank besides the converted tensor: the most that is held at once, and the result's."""
 
     held_bytes: int
     result_bytes: int
@@ -26,15 +26,15 @@ class Move:
 NO_MOVE = Move(held_bytes=0, result_bytes=0)
 
 
-class _Log(TorchDispatchMode):
-    """Notes the storages that operators make."""
+class _StorageLog(TorchDispatchMode):
+    """Logs the storages that operators make."""
 
     def __init__(self, given: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.made = Storages(without=[given])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is collectives().wait_tensor.default:  # on meta tensors it makes a new one
+        if func is collectives().wait_tensor.default:  # on meta tensors it would make a new tensor
             return args[0]
         result = func(*args, **(kwargs or {}))
         tree_map_only(torch.Tensor, self.made.add, result)
@@ -43,7 +43,7 @@ class _Log(TorchDispatchMode):
 
 @cache
 def forward_move(conversion: Conversion, shape: tuple[int, ...], dtype: str, tp: int) -> Move:
-    """The value's half, for a value of this whole shape."""
+    """Returns the memory of a conversion's forward, for a value of this whole shape."""
     if not conversion.forward or tp == 1:
         return NO_MOVE
     local = local_shape(shape, conversion.source, tp)
@@ -56,7 +56,7 @@ def forward_move(conversion: Conversion, shape: tuple[int, ...], dtype: str, tp:
 
 @cache
 def backward_move(conversion: Conversion, shape: tuple[int, ...], dtype: str, tp: int) -> Move:
-    """The gradient's half."""
+    """Returns the memory of a conversion's backward, for a value of this whole shape."""
     if not conversion.backward or tp == 1:
         return NO_MOVE
     local = local_shape(shape, conversion.target, tp)
@@ -75,7 +75,7 @@ def _rank_of(tp: int) -> TpGroup:
 
 def _executed(step: Callable[[torch.Tensor], Any], shape: tuple[int, ...], dtype: str) -> Move:
     x = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-    with _Log(x) as log:
+    with _StorageLog(x) as log:
         result = step(x)
         held_bytes = log.made.peak_bytes
         result_bytes = log.made.live_bytes

@@ -32,7 +32,7 @@ from tpplan.torch_internals.modules import own_parameters
 from tpplan.torch_internals.operators import copy_each
 from tpplan.torch_internals.tensors import accumulated_hooks, gradient_hooks, labelled, local_part, spec_of
 
-#: gradients are copied into one buffer up to this size: large enough to be bound by bandwidth, small beside the model
+#: gradients are copied together up to this size: large enough to be bound by bandwidth, small beside the model
 BUCKET_BYTES = 25 * MIB
 
 
