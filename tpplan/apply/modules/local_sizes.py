@@ -126,7 +126,7 @@ class LocalSizes:
                 if is_here and _is_scaled(x.shape, size, own):
                     raise PlanMismatchError(
                         f"{call} of a tensor of shape {list(x.shape)} with size {size}: the plan has a rank's size "
-                        f"only for size {own.written} and shape {list(own.of)} (0: any); solve again for this batch "
+                        f"only for {own.written} and shape {list(own.of)} (0: any); solve again for this batch "
                         "and length"
                     )
         return local
