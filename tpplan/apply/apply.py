@@ -40,12 +40,12 @@ from tpplan.apply.model_match import (
 from tpplan.apply.modules.applied_mesh import keep_mesh
 from tpplan.apply.modules.dropout_rng import DrawByRank
 from tpplan.apply.modules.first_step_check import check_first_step
-from tpplan.apply.modules.input_shapes import Check, check_shapes
+from tpplan.apply.modules.input_shapes import OnMismatch, check_shapes
 from tpplan.apply.modules.local_modules import Site
 from tpplan.apply.modules.local_sizes import LocalSizes
 from tpplan.apply.modules.stale_references import Originals
 from tpplan.apply.parallel_style import module_styles
-from tpplan.apply.rank_agreement import agree
+from tpplan.apply.rank_agreement import check_ranks_agree
 from tpplan.apply.recompute import recompute
 from tpplan.core.errors import PlanError, PlanMismatchError, TpplanError, UsageError
 from tpplan.core.mesh import Axis
@@ -76,8 +76,8 @@ def apply_plan(
     """Lays the model out as the plan says, in place, and returns it.
 
     compile=True compiles each repeated layer, with its recomputation, before FSDP shards it; a model without repeated
-    layers is compiled whole. The first training forward raises PlanMismatchError where its input shapes or its calls
-    are not the proven ones; check="warn" warns instead, and check=False skips these checks.
+    layers is compiled whole. A forward raises PlanMismatchError for input shapes that the plan is not proven for, and
+    the first training forward also for other calls; check="warn" warns instead, check=False skips both checks.
 
     Parameters get rank 0's values on every rank; parameters on the meta device stay there, in their local shape. A
     given `mesh` must have the axes replicate, shard and tp. Raises UsageError without a process group or for a model
@@ -111,8 +111,8 @@ def apply_plan(
         _compile_layers(model, loaded)
     _shard_data(model, loaded, mesh)
     keep_mesh(model, mesh)
-    check_shapes(model, loaded, Check(check))
-    check_calls(model, loaded, mesh.device_type, Check(check))
+    check_shapes(model, loaded, OnMismatch(check))
+    check_calls(model, loaded, mesh.device_type, OnMismatch(check))
     check_first_step(model, mesh, originals)
     return model
 
@@ -204,7 +204,7 @@ def _agreed_plan(model: nn.Module, plan: Plan | str | os.PathLike[str]) -> Plan:
         _check_fits(model, loaded)
     except TpplanError as found:
         error = found
-    agree(model, loaded.hash if loaded is not None else "", error)
+    check_ranks_agree(model, loaded.hash if loaded is not None else "", error)
     assert loaded is not None
     return loaded
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tpplan.apply.model_match import plan_name
-from tpplan.apply.modules.input_shapes import Check
+from tpplan.apply.modules.input_shapes import OnMismatch
 from tpplan.core.errors import PlanMismatchError
 from tpplan.core.name_patterns import ROOT
 from tpplan.plan.plan import Plan, ProofStatus
@@ -32,14 +32,14 @@ from tpplan.trace.noted_calls import Calling, Calls, digest, first_difference
 _SHOWN = 3
 
 
-def check_calls(model: nn.Module, plan: Plan, device_type: str, check: Check) -> None:
+def check_calls(model: nn.Module, plan: Plan, device_type: str, check: OnMismatch) -> None:
     """Installs hooks that compare the first training forward with the calls that the plan was proven for.
 
     Where a module calls something else on any rank, that forward raises PlanMismatchError on all ranks, or warns
     (`check`). The comparison also holds on a device type other than the planned one, unless code asks for its device.
     """
     planned = plan.called()
-    if check is Check.NOTHING or plan.proof.status is not ProofStatus.PROVEN or not planned:
+    if check is OnMismatch.NOTHING or plan.proof.status is not ProofStatus.PROVEN or not planned:
         return
     if dist.get_backend() == "fake":
         return
@@ -65,7 +65,7 @@ class _FirstCalls:
         whole: frozenset[str],
         proven_device: str,
         device_type: str,
-        check: Check,
+        check: OnMismatch,
     ) -> None:
         self.planned, self.whole, self.check = planned, whole, check
         self.proven_device, self.device_type = proven_device, device_type
@@ -95,7 +95,7 @@ class _FirstCalls:
         for handle in self.handles:
             handle.remove()
         if problem := self._agreed(self.problem(calling)):
-            if self.check is Check.RAISE:
+            if self.check is OnMismatch.RAISE:
                 raise PlanMismatchError(problem)
             warnings.warn(problem, stacklevel=2)
 

@@ -43,7 +43,7 @@ def _own_state(model: nn.Module, plan_hash: str, error: TpplanError | None) -> R
     )
 
 
-def agree(model: nn.Module, plan_hash: str, error: TpplanError | None) -> None:
+def check_ranks_agree(model: nn.Module, plan_hash: str, error: TpplanError | None) -> None:
     """Raises PlanMismatchError on every rank where two ranks differ, or where the plan does not fit on any rank.
 
     `error` is why the plan does not fit on this rank, or None; it is raised itself where all ranks have the same one.

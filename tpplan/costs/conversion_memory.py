@@ -16,14 +16,14 @@ from tpplan.trace.hooks.live_storages import Storages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class ConversionMemory:
     """Bytes on one rank besides the converted tensor: the most that is held at once, and the result's."""
 
     held_bytes: int
     result_bytes: int
 
 
-NO_MOVE = Move(held_bytes=0, result_bytes=0)
+NO_MEMORY = ConversionMemory(held_bytes=0, result_bytes=0)
 
 
 class _StorageLog(TorchDispatchMode):
@@ -42,10 +42,10 @@ class _StorageLog(TorchDispatchMode):
 
 
 @cache
-def forward_move(conversion: Conversion, shape: tuple[int, ...], dtype: str, tp: int) -> Move:
+def forward_move(conversion: Conversion, shape: tuple[int, ...], dtype: str, tp: int) -> ConversionMemory:
     """Returns the memory of a conversion's forward, for a value of this whole shape."""
     if not conversion.forward or tp == 1:
-        return NO_MOVE
+        return NO_MEMORY
     local = local_shape(shape, conversion.source, tp)
     if conversion.target == ROWS:
         return _executed(lambda ids: local_rows(ids, 1, _rank_of(tp)), local, dtype)
@@ -55,10 +55,10 @@ def forward_move(conversion: Conversion, shape: tuple[int, ...], dtype: str, tp:
 
 
 @cache
-def backward_move(conversion: Conversion, shape: tuple[int, ...], dtype: str, tp: int) -> Move:
+def backward_move(conversion: Conversion, shape: tuple[int, ...], dtype: str, tp: int) -> ConversionMemory:
     """Returns the memory of a conversion's backward, for a value of this whole shape."""
     if not conversion.backward or tp == 1:
-        return NO_MOVE
+        return NO_MEMORY
     local = local_shape(shape, conversion.target, tp)
     if ROWS in (conversion.source, conversion.target):
         return _executed(_masked, local, dtype)
@@ -73,11 +73,11 @@ def _rank_of(tp: int) -> TpGroup:
     return TpGroup(name="", size=tp, rank=0)
 
 
-def _executed(step: Callable[[torch.Tensor], Any], shape: tuple[int, ...], dtype: str) -> Move:
+def _executed(step: Callable[[torch.Tensor], Any], shape: tuple[int, ...], dtype: str) -> ConversionMemory:
     x = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
     with _StorageLog(x) as log:
         result = step(x)
         held_bytes = log.made.peak_bytes
         result_bytes = log.made.live_bytes
     del result
-    return Move(held_bytes=held_bytes, result_bytes=result_bytes)
+    return ConversionMemory(held_bytes=held_bytes, result_bytes=result_bytes)

@@ -39,7 +39,7 @@ BUCKET_BYTES = 25 * MIB
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class Slot:
-    """A parameter whose gradient is reduced here, found by module and name because to_empty and loading replace it."""
+    """A parameter whose gradient a Reducer or Averager reduces, by module and name: loading may replace the object."""
 
     module: nn.Module
     name: str

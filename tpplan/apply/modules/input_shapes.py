@@ -23,7 +23,7 @@ from tpplan.plan.plan import BatchPlan, OtherShapes, Plan, ProofStatus
 from tpplan.trace.trace import named_tensors, positional_names
 
 
-class Check(Enum):
+class OnMismatch(Enum):
     """What to do where the running model differs from the proven one."""
 
     RAISE = True
@@ -31,13 +31,13 @@ class Check(Enum):
     NOTHING = False
 
 
-def check_shapes(model: nn.Module, plan: Plan, check: Check) -> None:
+def check_shapes(model: nn.Module, plan: Plan, check: OnMismatch) -> None:
     """Installs a hook that raises PlanMismatchError in forwards whose input shapes the plan is not proven for.
 
-    With Check.WARN each message is shown once as a warning instead.
+    With OnMismatch.WARN each message is shown once as a warning instead.
     """
     shapes = plan.proof.other_shapes
-    if check is not Check.NOTHING and plan.proof.status is ProofStatus.PROVEN and shapes is not None:
+    if check is not OnMismatch.NOTHING and plan.proof.status is ProofStatus.PROVEN and shapes is not None:
         names = positional_names(model)
         model.register_forward_pre_hook(_Shapes(shapes, plan.batch, names, check), prepend=True, with_kwargs=True)
 
@@ -49,7 +49,7 @@ class _Shapes:
     A path starts with the argument's name where example inputs were a dict, with its number where they were a tuple.
     """
 
-    def __init__(self, shapes: OtherShapes, batch: BatchPlan, names: tuple[str, ...], check: Check) -> None:
+    def __init__(self, shapes: OtherShapes, batch: BatchPlan, names: tuple[str, ...], check: OnMismatch) -> None:
         self.shapes, self.batch, self.check = shapes, batch, check
         planned = (batch.micro_batch, batch.seq_len)
         self.by_path = {path: torch.Size(dim.size(*planned) for dim in dims) for path, dims in shapes.inputs.items()}
@@ -68,7 +68,7 @@ class _Shapes:
             if planned is None or tensor.shape == planned:
                 continue
             if problem := self.problem(path, tensor.shape):
-                if self.check is Check.RAISE:
+                if self.check is OnMismatch.RAISE:
                     raise PlanMismatchError(f"{problem}, or call apply_plan(check=False)")
                 if problem not in self.warned:
                     self.warned.add(problem)
