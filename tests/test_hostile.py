@@ -23,7 +23,7 @@ import tpplan
 from tpplan.core.errors import RankFailedError, TpplanError
 from tpplan.core.mesh import Mesh
 from tpplan.plan.plan import Plan
-from tpplan.train.guard import PATIENCE_S, Cause, Report, verdict_of
+from tpplan.train.guard import PATIENCE_S, Cause, FailureReport, verdict_of
 
 NUM_RANKS, CULPRIT = 3, 1
 #: what the issue allows; silence_s below makes it less
@@ -206,8 +206,8 @@ def test_nothing_is_sharded_where_ranks_differ() -> None:
 # ---- the verdict
 
 
-def report(rank: int, cause: Cause) -> Report:
-    return Report(rank=rank, host="node", cause=cause, text=f"{cause} of {rank}")
+def report(rank: int, cause: Cause) -> FailureReport:
+    return FailureReport(rank=rank, host="node", cause=cause, text=f"{cause} of {rank}")
 
 
 def test_an_error_of_its_own_is_the_cause_whatever_came_before() -> None:

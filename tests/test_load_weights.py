@@ -23,8 +23,8 @@ import tpplan
 from tpplan.apply.apply import apply_plan
 from tpplan.core.errors import ModelError, WeightsError
 from tpplan.core.mesh import Mesh
-from tpplan.train.load_weights import SafetensorsFiles
 from tpplan.train.materialize import local_box, local_part
+from tpplan.train.weight_sources import SafetensorsFiles
 
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 

@@ -78,7 +78,7 @@ def test_a_model_whose_own_code_fails_on_slices_gets_another_plan(build: Callabl
 #: what breaks, as in a torch that lacks something: a function of tpplan's that a plan's applying calls, and the error
 BREAKS = {
     "reading a parameter": (parameter_reads, "spec_of", AttributeError("'DTensor' object has no attribute '_spec'")),
-    "a collective": (redistribute, "_issue", RuntimeError("no such operator")),
+    "a collective": (redistribute, "_run_collective", RuntimeError("no such operator")),
     "the order of arguments of a collective": (redistribute, "_wait", TypeError("got an unexpected argument 'group'")),
     "a module's table": (local_modules, "own_parameters", KeyError("_parameters")),
 }

@@ -618,10 +618,10 @@ def outputs_stay(self: local_modules.Site, output: object) -> object:
 
 
 right_forward, right_reduce = redistribute.Converter.forward, redistribute._reduce_scatter
-right_call = local_modules.Crossing.__call__
+right_call = local_modules.BoundaryConversion.__call__
 
 
-def without_f(self: local_modules.Crossing, x: Tensor, frames: list[local_modules.Frame]) -> Tensor:
+def without_f(self: local_modules.BoundaryConversion, x: Tensor, frames: list[local_modules.Frame]) -> Tensor:
     """What Megatron calls f does nothing forward."""
     return x if self.conversion == Conversion(R, R_STAR) else right_call(self, x, frames)
 
@@ -651,10 +651,15 @@ def without_f(self: local_modules.Crossing, x: Tensor, frames: list[local_module
             "is converted by",
         ),
         (redistribute.Converter, "forward", lambda self, x: right_forward(self, right_forward(self, x)), "shapes|run"),
-        (local_modules.Crossing, "__call__", lambda self, x, frames: x, "shapes|run|reads what entered"),
-        (local_modules.Crossing, "__call__", lambda self, x, frames: right_call(self, x, frames) * 1, "aten.mul"),
+        (local_modules.BoundaryConversion, "__call__", lambda self, x, frames: x, "shapes|run|reads what entered"),
+        (
+            local_modules.BoundaryConversion,
+            "__call__",
+            lambda self, x, frames: right_call(self, x, frames) * 1,
+            "aten.mul",
+        ),
         (redistribute.Converter, "forward", lambda self, x: right_forward(self, x) * 2, "converted by .*mul"),
-        (local_modules.Crossing, "__call__", without_f, "reads what entered"),
+        (local_modules.BoundaryConversion, "__call__", without_f, "reads what entered"),
     ],
     ids=[
         "outputs stay",

@@ -1,7 +1,7 @@
-"""Apply: a plan put on an eager model, in place, with DTensor and FSDP2.
+"""Apply: puts a plan on an eager model, in place, with DTensor and FSDP2.
 
-In: a model, on the meta device or filled, and a `Plan`. Out: the same model, whose parameters are DTensors and whose
-modules convert what enters and leaves them; its forward is recomputed as planned, its first steps are checked.
+In: a model, on the meta device or with values, and a `Plan`. Out: the same model object. Its parameters are DTensors,
+its modules convert the layouts of their inputs and outputs, planned modules recompute, and its first step is checked.
 
 Imports: core, plan, torch_internals, trace.
 """

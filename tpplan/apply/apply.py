@@ -1,13 +1,13 @@
-"""Applying a plan: tensor parallelism by tpplan.apply.parallel_style, recomputation around it, data parallelism by
-FSDP2 last.
+"""Applies a plan: first tensor parallelism (tpplan.apply.parallel_style), then recomputation, then data parallelism by
+FSDP2.
 
     model = tpplan.apply_plan(build_model(), "plan.json")        # under torchrun, process group initialised
     for micro_batch in micro_batches: loss(model(**micro_batch)).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0); optimizer.step()
 
-The model stays eager and keeps its parameter names. Its parameters are DTensors on (replicate, shard, tp): make the
-optimizer afterwards. Every rank of a tp group must read the same batch: Plan.batch_for says which, and the first
-training forward sees whether it is so (tpplan.apply.modules.first_step_check).
+The model stays eager and keeps its parameter names. Its parameters become DTensors on (replicate, shard, tp): make the
+optimizer afterwards. Every rank of a tp group must read the same batch: Plan.batch_for says which one, and the first
+training forward checks that the ranks do (tpplan.apply.modules.first_step_check).
 """
 
 import contextlib
@@ -40,12 +40,12 @@ from tpplan.apply.model_match import (
 from tpplan.apply.modules.applied_mesh import keep_mesh
 from tpplan.apply.modules.dropout_rng import DrawByRank
 from tpplan.apply.modules.first_step_check import check_first_step
-from tpplan.apply.modules.input_shapes import Check, check_shapes
+from tpplan.apply.modules.input_shapes import OnMismatch, check_shapes
 from tpplan.apply.modules.local_modules import Site
 from tpplan.apply.modules.local_sizes import LocalSizes
 from tpplan.apply.modules.stale_references import Originals
 from tpplan.apply.parallel_style import module_styles
-from tpplan.apply.rank_agreement import agree
+from tpplan.apply.rank_agreement import check_ranks_agree
 from tpplan.apply.recompute import recompute
 from tpplan.core.errors import PlanError, PlanMismatchError, TpplanError, UsageError
 from tpplan.core.mesh import Axis
@@ -60,7 +60,7 @@ from tpplan.trace.hooks.encoder_fast_path import leave_fast_path
 from tpplan.trace.hooks.generated_class import SITE, fold_forwards, is_generated
 from tpplan.trace.opaque import HOOKS, opaque_class
 
-#: where the model keeps what averages gradients that FSDP does not
+#: key in the root module's __dict__ of the Averager, which averages the gradients that FSDP does not hold
 AVERAGER = "_tpplan_averager"
 _AXES = tuple(str(axis) for axis in (Axis.REPLICATE, Axis.SHARD, Axis.TP))
 
@@ -75,28 +75,21 @@ def apply_plan(
 ) -> nn.Module:
     """Lays the model out as the plan says, in place, and returns it.
 
-    compile=True compiles each repeated layer, recomputation and all, before FSDP takes it; the model where none is.
-    A forward that is not what was proven raises PlanMismatchError (other shapes, other calls);
-    check="warn" warns instead, and with check=False nothing is looked at.
+    compile=True compiles each repeated layer, with its recomputation, before FSDP shards it; a model without repeated
+    layers is compiled whole. A forward raises PlanMismatchError for input shapes that the plan is not proven for, and
+    the first training forward also for other calls; check="warn" warns instead, check=False skips both checks.
 
-    Parameters get rank 0's values everywhere; those on the meta device stay there, in their local shape. `mesh`, if one
-    is given, has the axes replicate, shard and tp. Raises UsageError without a process group or for a model a plan was
-    applied to, PlanError for a plan that cannot be read, PlanMismatchError for another model, another number of ranks
-    or ranks with different plans; whatever the cause on one rank, all raise.
+    Parameters get rank 0's values on every rank; parameters on the meta device stay there, in their local shape. A
+    given `mesh` must have the axes replicate, shard and tp. Raises UsageError without a process group or for a model
+    that a plan was applied to before, PlanError for a plan that cannot be read, and PlanMismatchError for a model, a
+    number of ranks or ranks that the plan does not fit. An error on one rank is raised on all ranks.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        raise UsageError(
-            "apply_plan needs a process group: run under torchrun and call torch.distributed.init_process_group"
-        )
-    if AVERAGER in model.__dict__ or any(
-        is_generated(type(module)) or isinstance(module, FSDPModule) for module in model.modules()
-    ):
-        raise UsageError("the model is sharded already: apply a plan once, to a plain model")
+    _check_ready(model)
     loaded = _agreed_plan(model, plan)
     originals = Originals(model)
     if (why := why_unproven(loaded)) and dist.get_rank() == 0:
         warnings.warn(
-            f"the plan is unproven: {why}, and nothing says that it computes the same as the model; {MEND}",
+            f"the plan is unproven: {why}, so the applied model may compute something else than the model; {MEND}",
             stacklevel=2,
         )
     device_type = mesh.device_type if mesh is not None else _device_type(model)
@@ -112,25 +105,23 @@ def apply_plan(
     fold_forwards(model)
     _keep_hooks(model, loaded)
     lay_out(model, loaded, mesh[Axis.TP])
-    modules = modules_by_name(model)
-    modes = {module_called(modules, name): mode for name, mode in loaded.recomputed_modules().items()}
-    for module, mode in modes.items():
-        recompute(module, mode)
+    _recompute_planned(model, loaded)
     _broadcast_replicas(model, mesh)
     if compile:
-        outermost = outermost_by_name(model)
-        for name in loaded.layers():
-            module_called(outermost, name).compile()
+        _compile_layers(model, loaded)
     _shard_data(model, loaded, mesh)
     keep_mesh(model, mesh)
-    check_shapes(model, loaded, Check(check))
-    check_calls(model, loaded, mesh.device_type, Check(check))
+    check_shapes(model, loaded, OnMismatch(check))
+    check_calls(model, loaded, mesh.device_type, OnMismatch(check))
     check_first_step(model, mesh, originals)
     return model
 
 
 def lay_out(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """The tensor parallelism of a plan that fits, in place: parameters, conversions, calls. `mesh` is tp's."""
+    """Applies a plan's tensor parallelism in place: distributes parameters, adds conversions and rewrites calls.
+
+    `mesh` is the one-dimensional mesh of the tp axis. The plan must fit the model (check_model).
+    """
     modules = modules_by_name(model)
     rewrite_calls(_rewriters(plan, modules, TpGroup.of(mesh.get_group())))
     for name, style in module_styles(plan).items():
@@ -141,10 +132,11 @@ def lay_out(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backwards inside leave gradients unreduced over the tp axis and over replicas; the next one outside reduces all.
+    """Skips the gradient reductions over the tp axis and over replicas in the backwards that run inside the context.
 
-    For accumulation over micro-batches; it saves collectives and changes no result. FSDP's reduce-scatters go on.
-    Inside, `.grad` of a parameter may be a summand, or not be there yet.
+    The next backward outside reduces everything that was accumulated. Use it for all but the last micro-batch of a
+    step: it saves collectives and changes no result. FSDP's reduce-scatters go on. Inside, a parameter's `.grad` may
+    be one rank's summand, or None.
     """
     reducers: list[Reducer | Averager] = [*_reducers(model)]
     if AVERAGER in model.__dict__:
@@ -173,7 +165,7 @@ def _sites(model: nn.Module) -> list[Site]:
 
 
 def _rewriters(plan: Plan, modules: dict[str, nn.Module], group: TpGroup) -> dict[nn.Module, list[Rewriter]]:
-    """What of each module's own calls is rewritten on this rank."""
+    """Returns the rewriters of each module's own calls on this rank: local sizes, sharded losses, dropout by rank."""
     named: list[tuple[str, Rewriter]] = [(name, LocalSizes(sizes)) for name, sizes in plan.size_plans().items()]
     named += [(name, ShardedClasses(count, group)) for name, count in plan.sharded_losses().items()]
     named += [(name, DrawByRank(group.rank)) for name in plan.drawing_modules()]
@@ -182,16 +174,29 @@ def _rewriters(plan: Plan, modules: dict[str, nn.Module], group: TpGroup) -> dic
         known = found.setdefault(module_called(modules, name), {}).setdefault(type(rewriter), rewriter)
         if known != rewriter:
             raise PlanError(
-                f"{name or ROOT} is a module that has another name too, and the plan rewrites it differently"
+                f"{name or ROOT} is a module that has another name too, and the plan rewrites its calls differently "
+                "under each name: give both names the same sizes, losses and draws"
             )
     return {module: list(rewriters.values()) for module, rewriters in found.items()}
 
 
-# ---- agreement
+# ---- checks before anything changes
+
+
+def _check_ready(model: nn.Module) -> None:
+    """Raises UsageError without a process group, and for a model that is sharded already."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise UsageError(
+            "apply_plan needs a process group: run under torchrun and call torch.distributed.init_process_group"
+        )
+    if AVERAGER in model.__dict__ or any(
+        is_generated(type(module)) or isinstance(module, FSDPModule) for module in model.modules()
+    ):
+        raise UsageError("the model is sharded already: apply a plan once, to a newly built model")
 
 
 def _agreed_plan(model: nn.Module, plan: Plan | str | os.PathLike[str]) -> Plan:
-    """The plan, once every rank has the same one and finds it fitting. One rank's error is raised on all."""
+    """Returns the plan after all ranks agreed on it and on the model. Raises any rank's error on every rank."""
     loaded: Plan | None = None
     error: TpplanError | None = None
     try:
@@ -199,7 +204,7 @@ def _agreed_plan(model: nn.Module, plan: Plan | str | os.PathLike[str]) -> Plan:
         _check_fits(model, loaded)
     except TpplanError as found:
         error = found
-    agree(model, loaded.hash if loaded is not None else "", error)
+    check_ranks_agree(model, loaded.hash if loaded is not None else "", error)
     assert loaded is not None
     return loaded
 
@@ -215,11 +220,28 @@ def _check_fits(model: nn.Module, plan: Plan) -> None:
     check_filled(model, plan)
 
 
-# ---- the mesh and what lies on it
+# ---- recomputation and compilation
+
+
+def _recompute_planned(model: nn.Module, plan: Plan) -> None:
+    """Makes the modules that the plan recomputes run their forward again in backward."""
+    modules = modules_by_name(model)
+    modes = {module_called(modules, name): mode for name, mode in plan.recomputed_modules().items()}
+    for module, mode in modes.items():
+        recompute(module, mode)
+
+
+def _compile_layers(model: nn.Module, plan: Plan) -> None:
+    outermost = outermost_by_name(model)
+    for name in plan.layers():
+        module_called(outermost, name).compile()
+
+
+# ---- mesh, devices and data parallelism
 
 
 def _device_type(model: nn.Module) -> str:
-    """Where the parameters are if on an accelerator, else what the process group can reach."""
+    """Returns the accelerator that holds parameters; without one, "cuda" where the process group has nccl, or "cpu"."""
     found = {parameter.device.type for parameter in model.parameters()} - {"meta", "cpu"}
     if found:
         return found.pop()
@@ -234,19 +256,25 @@ def _checked(mesh: DeviceMesh, plan: Plan) -> DeviceMesh:
     expected = {axis: plan.mesh.size(Axis(axis)) for axis in _AXES}
     given = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     if given != expected or mesh.mesh_dim_names != _AXES:
-        raise PlanMismatchError(f"the plan's mesh is {expected}, the one given is {given}")
+        raise PlanMismatchError(
+            f"the plan's mesh is {expected}, the given one is {given}: pass a mesh of these axes and sizes, in this "
+            "order, or none"
+        )
     return mesh
 
 
 def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Buffers keep their dtype: rotary frequencies in bfloat16 would be wrong."""
+    """Casts floating-point parameters. Buffers keep their dtype: rotary frequencies in bfloat16 would be wrong."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 
 def _move(model: nn.Module, device_type: str, *, with_parameters: bool) -> None:
-    """Buffers, and parameters that are not distributed one by one, go to the mesh's device; meta tensors stay."""
+    """Moves buffers, and with_parameters also parameters, to the mesh's device. Meta tensors stay.
+
+    With tp > 1 parameters move when they are distributed, one by one.
+    """
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.device.type in (device_type, "meta") else tensor.to(device_type)
@@ -262,8 +290,10 @@ def _move(model: nn.Module, device_type: str, *, with_parameters: bool) -> None:
 
 
 def _keep_hooks(model: nn.Module, plan: Plan) -> None:
-    """Hooks on the gradients of weights stay behind when those are distributed: the module that runs whole keeps them,
-    and puts them on what it reads."""
+    """Stores the gradient hooks of weights in the module that runs whole, which puts them on the weights it reads.
+
+    Without this they would be lost: distributing a weight puts another parameter in its place, without hooks.
+    """
     modules = modules_by_name(model)
     for module in (
         {modules[name] for name in plan.opaque_modules()}
@@ -279,7 +309,7 @@ def _keep_hooks(model: nn.Module, plan: Plan) -> None:
 
 
 def _leave_untouched(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Each rank has the model as it is, from the same values on; gradients are averaged over replicas."""
+    """Gives every rank the unchanged model with the same values, and averages its gradients over replicas."""
     _broadcast_replicas(model, mesh, (Axis.REPLICATE, Axis.TP))
     averager = Averager(groups=(TpGroup.of(mesh[Axis.REPLICATE].get_group()),))
     averager.watch(model)
@@ -290,7 +320,7 @@ def _leave_untouched(model: nn.Module, mesh: DeviceMesh) -> None:
 def _broadcast_replicas(
     model: nn.Module, mesh: DeviceMesh, axes: Sequence[Axis] = (Axis.REPLICATE, Axis.SHARD)
 ) -> None:
-    """Data-parallel ranks start from the values of the first: along replicate, then along shard."""
+    """Broadcasts parameters from the first rank of each axis: by default over replicate, then over shard."""
     for axis in axes:
         if mesh[axis].size() > 1 and dist.get_backend() != "fake":
             for parameter in model.parameters():
@@ -300,7 +330,10 @@ def _broadcast_replicas(
 
 
 def _shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """FSDP over the data-parallel axes, unit by unit, the root last. It averages gradients over data-parallel ranks."""
+    """Applies fully_shard over the data-parallel axes to each planned unit, the root last.
+
+    FSDP averages gradients over the data-parallel ranks.
+    """
     is_mixed = plan.precision is Precision.BF16_MIXED
     if not uses_fsdp(plan.mesh, plan.precision):
         return
@@ -331,8 +364,11 @@ def _shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 @final
 @dataclass(frozen=True, slots=True)
 class _BeforeForward:
-    """Runs before FSDP gathers anything. Slots see their parameters at rest. And what autocast keeps of weights that it
-    has cast goes: from an earlier forward's, gradients would come when FSDP has reduced all."""
+    """A forward pre-hook of the root that runs before FSDP gathers parameters.
+
+    It lets each slot note its sharded parameter, and clears autocast's cache of cast weights: the gradient of a weight
+    cast in an earlier forward would arrive after FSDP's reduce-scatter.
+    """
 
     slots: tuple[Slot, ...]
     device_type: str
@@ -347,14 +383,17 @@ class _BeforeForward:
 
 
 def _real_names(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Names of parameters, wrappers and all, by those of a plan."""
+    """Translates a plan's parameter names to the model's, which contain the names of wrappers."""
     real = {plan_name(name): name for name, _ in model.named_parameters(remove_duplicate=False)}
     return [real[name] for name in names]
 
 
 def _replicate(model: nn.Module, plan: Plan, mesh: DeviceMesh, axes: DeviceMesh, dtype: torch.dtype | None) -> None:
-    """Parameters that FSDP2 cannot hold become DTensors on the mesh of all others, as clipping and optimizers want it,
-    replicated; whatever reads them says that their gradients come, which are averaged over data-parallel ranks."""
+    """Replaces scalar parameters, which FSDP2 cannot shard, by replicated DTensors on the mesh of all other parameters.
+
+    Gradient clipping and optimizers need one mesh for all. Reads of a replica tell the Averager that its gradient
+    comes, which is then averaged over data-parallel ranks.
+    """
     names = plan.scalars_beside_fsdp()
     scalars = {model.get_parameter(name) for name in _real_names(model, names)}
     sharded = (p for p in model.parameters() if isinstance(p, DTensor) and p not in scalars)

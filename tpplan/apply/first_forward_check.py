@@ -1,13 +1,13 @@
-"""The first training forward on ranks: does the code call what it called while the plan was made and proven?
+"""Compares the calls of the first training forward on ranks with those made while the plan was traced and proven.
 
-Code may take another way on ranks than in a trace, for a reason that nobody foresaw: an environment variable, a count
-of calls, another library, a batch of another size. What is right for the one way may be wrong for the other, and
-nothing shows it. So the plan carries digests of what each module calls (tpplan.trace.noted_calls), and the first
-forward in training mode is compared with them, before the optimizer steps. One reduction says whether any rank differs;
-then all raise. Then the hooks go, and later steps pay nothing.
+Code may take another branch on ranks than in the trace: because of an environment variable, a counter, another library
+or another batch size. The proof covers only the traced branch, and a wrong result would show no sign. So the plan
+holds digests of what each module calls (tpplan.trace.noted_calls), and the first forward in training mode is compared
+with them before the optimizer steps. One all-reduce tells whether any rank differs; then all ranks raise. The hooks are
+removed after that forward, so later steps cost nothing.
 
-Not compared are modules that run whole or in which data decides what runs, forwards under autocast that is none of the
-plan's, and models of which torch.compile takes a part, where there is nothing to see.
+Not compared: modules that run whole, modules whose data decides what runs, forwards under an autocast that the plan
+does not set, and models of which torch.compile compiles a part, whose calls cannot be seen.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tpplan.apply.model_match import plan_name
-from tpplan.apply.modules.input_shapes import Check
+from tpplan.apply.modules.input_shapes import OnMismatch
 from tpplan.core.errors import PlanMismatchError
 from tpplan.core.name_patterns import ROOT
 from tpplan.plan.plan import Plan, ProofStatus
@@ -28,20 +28,23 @@ from tpplan.torch_internals.modules import is_compiled
 from tpplan.torch_internals.recording import without_modes
 from tpplan.trace.noted_calls import Calling, Calls, digest, first_difference
 
-#: calls shown around the first that differs
+#: number of calls that the error shows before the first one that differs
 _SHOWN = 3
 
 
-def check_calls(model: nn.Module, plan: Plan, device_type: str, check: Check) -> None:
-    """The model's first training forward raises PlanMismatchError, or warns, on all ranks, where what a module calls on
-    one is not what the plan was proven for. Kinds of devices agree on that, unless the code asks for its device."""
+def check_calls(model: nn.Module, plan: Plan, device_type: str, check: OnMismatch) -> None:
+    """Installs hooks that compare the first training forward with the calls that the plan was proven for.
+
+    Where a module calls something else on any rank, that forward raises PlanMismatchError on all ranks, or warns
+    (`check`). The comparison also holds on a device type other than the planned one, unless code asks for its device.
+    """
     planned = plan.called()
-    if check is Check.NOTHING or plan.proof.status is not ProofStatus.PROVEN or not planned:
+    if check is OnMismatch.NOTHING or plan.proof.status is not ProofStatus.PROVEN or not planned:
         return
     if dist.get_backend() == "fake":
         return
-    told = (plan.proof.device or "").partition(" ")[0]
-    first = _FirstCalls(planned, frozenset(plan.opaque_modules()), told, device_type, check)
+    proven_device = (plan.proof.device or "").partition(" ")[0]
+    first = _FirstCalls(planned, frozenset(plan.opaque_modules()), proven_device, device_type, check)
     first.handles = (
         model.register_forward_pre_hook(first.before),
         model.register_forward_hook(first.after, prepend=True, always_call=True),
@@ -50,23 +53,28 @@ def check_calls(model: nn.Module, plan: Plan, device_type: str, check: Check) ->
 
 @final
 class _FirstCalls:
-    """Both hooks."""
+    """The forward pre-hook and forward hook of the model that note its calls and compare them with the plan's.
+
+    `planned` has the digests by module name, `whole` the names of modules that run whole, `proven_device` the device
+    type that the code was told while it was proven, `device_type` the one it runs on.
+    """
 
     def __init__(
         self,
         planned: dict[str, tuple[str, ...]],
         whole: frozenset[str],
-        told: str,
+        proven_device: str,
         device_type: str,
-        check: Check,
+        check: OnMismatch,
     ) -> None:
-        self.planned, self.whole, self.told, self.device_type, self.check = planned, whole, told, device_type, check
+        self.planned, self.whole, self.check = planned, whole, check
+        self.proven_device, self.device_type = proven_device, device_type
         self.handles: tuple[RemovableHandle, ...] = ()
         self.calling: Calling | None = None
         self.noting = contextlib.ExitStack()
 
     def before(self, model: nn.Module, _args: object) -> None:
-        """Begins to note."""
+        """Starts noting calls in a training forward that can be compared."""
         is_training = model.training and torch.is_grad_enabled()
         if torch.compiler.is_compiling() or not is_training or self.calling is not None:
             return
@@ -77,7 +85,7 @@ class _FirstCalls:
         self.noting.enter_context(self.calling.forward_of(""))
 
     def after(self, _model: nn.Module, _args: object, output: Any) -> None:
-        """Compares. Where the forward raised, the next one is the first."""
+        """Compares and removes both hooks. After a forward that raised, the next one is compared."""
         if self.calling is None:
             return
         calling, self.calling = self.calling, None
@@ -87,12 +95,12 @@ class _FirstCalls:
         for handle in self.handles:
             handle.remove()
         if problem := self._agreed(self.problem(calling)):
-            if self.check is Check.RAISE:
+            if self.check is OnMismatch.RAISE:
                 raise PlanMismatchError(problem)
             warnings.warn(problem, stacklevel=2)
 
     def problem(self, calling: Calling) -> str:
-        """What the first module that differs calls; "" where none does."""
+        """Returns the message about the first module on this rank whose calls differ, or ""."""
         for name, found in calling.found.items():
             planned = self.planned.get(plan_name(name) or ROOT)
             for calls in found if planned is not None else ():
@@ -101,16 +109,16 @@ class _FirstCalls:
         return ""
 
     def _remedy(self) -> str:
-        """What to do about a difference."""
-        if self.told == self.device_type:
-            return "make it take the same way while planning, or say apply_plan(check='warn')"
+        if self.proven_device == self.device_type:
+            return "make it take the same path while planning, or call apply_plan(check='warn')"
         return (
-            f"the plan was proven for code that is told that it runs on {self.told or 'no device'}, and it runs on "
-            f"{self.device_type}: plan with a profile of a {self.device_type} machine, or say apply_plan(check='warn')"
+            f"the plan was proven for code that is told that it runs on {self.proven_device or 'no device'}, and it "
+            f"runs on {self.device_type}: plan with a profile of a {self.device_type} machine, or call "
+            "apply_plan(check='warn')"
         )
 
     def _agreed(self, problem: str) -> str:
-        """The first rank's problem, on all."""
+        """Returns, on all ranks, the message of the first rank that has one; "" where none has. One all-reduce."""
         with torch.no_grad(), without_modes():
             differs = torch.tensor([bool(problem)], device=self.device_type, dtype=torch.int32)
             dist.all_reduce(differs, dist.ReduceOp.MAX)
@@ -129,6 +137,6 @@ def _difference(name: str, calls: Calls, planned: tuple[str, ...]) -> str:
     after = f", after {before}" if before else ""
     return (
         f"module {name} calls here what it did not while the plan was proven: {here}{after}. Its code takes another "
-        "way on ranks (its device, the environment, a count of calls, another version of a library, values of this "
-        "batch), and nothing says that the plan is right for that one: "
+        "path on ranks (its device, the environment, a count of calls, another version of a library, values of this "
+        "batch), for which the plan is not proven: "
     )

@@ -1,4 +1,4 @@
-"""Names of modules and parameters as a plan uses them, and whether a model is one that a plan can be applied to."""
+"""Finds modules and parameters by a plan's names, and checks that a plan can be applied to a model."""
 
 from torch import nn
 
@@ -11,30 +11,33 @@ from tpplan.plan.model_fingerprint import check_parameters
 from tpplan.plan.plan import Plan, Precision, uses_fsdp
 from tpplan.torch_internals.tensors import accumulated_hooks, gradient_hooks
 
-#: what wrappers put into the names of the modules inside them; state_dict leaves them out, and so does a plan
+#: parts that checkpoint and compile wrappers add to module names; state_dict and plans leave them out
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by the names that a plan uses. Of a checkpoint wrapper and what it wraps, the wrapped one."""
+    """Returns modules by their names in a plan. Where a wrapper and its module share a name, the wrapped module."""
     return {plan_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
 
 
 def outermost_by_name(model: nn.Module) -> dict[str, nn.Module]:
-    """The same, but of a checkpoint wrapper and what it wraps the wrapper."""
+    """Returns modules by their names in a plan. Where a wrapper and its module share a name, the wrapper."""
     named = reversed(list(model.named_modules(remove_duplicate=False)))
     return {plan_name(name): module for name, module in named}
 
 
 def plan_name(name: str) -> str:
-    """A module's or parameter's name without what wrappers put there."""
+    """Returns a module's or parameter's name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
 
 
 def module_called(modules: dict[str, nn.Module], name: str) -> nn.Module:
-    """The module of that name. Raises PlanMismatchError where there is none."""
+    """Returns the module of that name. Raises PlanMismatchError where the model has none."""
     if name not in modules:
-        raise PlanMismatchError(f"the plan names module {name!r}, which the model does not have")
+        raise PlanMismatchError(
+            f"the plan names module {name!r}, which the model does not have: apply it to the model that it was made "
+            "for, or solve again for this one"
+        )
     return modules[name]
 
 
@@ -63,27 +66,30 @@ def check_model(model: nn.Module, plan: Plan) -> None:
         check_recomputable(module_called(modules, name), name)
         if name in wrapped:
             raise UsageError(
-                f"recompute.{name or ROOT}: it stands in a checkpoint wrapper already: leave that to the plan"
+                f"recompute.{name or ROOT}: the module is in a checkpoint wrapper already, and the plan recomputes it: "
+                "remove the wrapper"
             )
     for name in plan.fsdp_units():
         module_called(modules, name)
 
 
 def check_filled(model: nn.Module, plan: Plan) -> None:
-    """Raises UsageError for a parameter without values that the plan leaves as it is."""
+    """Raises UsageError for a parameter on the meta device in a model that the plan leaves as it is (`untouched`)."""
     if plan.untouched is None:
         return
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UsageError(
-                f"parameter {name} is on the meta device, and filling it would put another in its place, which the "
-                f"plan must not: {plan.untouched}; build the model on its device"
+                f"parameter {name} is on the meta device, and filling it would replace it by another parameter, which "
+                f"this plan does not allow: {plan.untouched}; build the model on its device"
             )
 
 
 def _check_hooks(model: nn.Module, plan: Plan) -> None:
-    """Hooks on gradients stay behind where others take the place of parameters. A plan made for a model that has them
-    says which modules run whole, and keep theirs."""
+    """Raises PlanMismatchError for a hook on a gradient that would be lost when its parameter is replaced by a DTensor.
+
+    A plan made for a model with such hooks lists the modules around them as running whole, which keep their hooks.
+    """
     if plan.mesh.tp == 1 and not uses_fsdp(plan.mesh, plan.precision):
         return
     named = list(model.named_parameters(remove_duplicate=False))
@@ -99,13 +105,13 @@ def _check_hooks(model: nn.Module, plan: Plan) -> None:
         }
         if what := next((what for what, hooks in kinds.items() if hooks), ""):
             raise PlanMismatchError(
-                f"parameter {name} has a hook on {what}, which would stay behind: register it after apply_plan, or "
-                "solve for the model that has it"
+                f"parameter {name} has a hook on {what}, which would stay behind on the old parameter: register it "
+                "after apply_plan, or solve for the model that has the hook"
             )
 
 
 def _check_ties(model: nn.Module, plan: Plan) -> None:
-    """A weight under two names has one placement and one gradient, in the plan as in the model."""
+    """Raises PlanMismatchError unless the plan and the model tie the same names to one parameter."""
     names: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(plan_name(name))

@@ -1,10 +1,9 @@
-"""A plan as parallel styles: what `parallelize_module` takes, and what apply_plan itself goes through.
+"""Turns a plan into ParallelStyle objects, which `parallelize_module` and apply_plan apply module by module.
 
     parallelize_module(model, mesh["tp"], tpplan.styles(plan))
 
-A style distributes the parameters its module owns and swaps the module's class (tpplan.apply.modules.local_modules).
-Styles of one call share the tensor-parallel axis, the stack of running forwards, the reducer, and which parameters are
-tied.
+A style distributes the parameters of its module and replaces the module's class (tpplan.apply.modules.local_modules).
+The styles of one plan share the mesh axis, the stack of running forwards, the gradient reducer and the tied parameters.
 """
 
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from tpplan.apply.collectives.redistribute import TpGroup
 from tpplan.apply.collectives.tp_gradients import Slot
 from tpplan.apply.modules.local_modules import (
-    Crossing,
+    BoundaryConversion,
     Site,
     TensorParallel,
     argument_positions,
@@ -44,41 +43,48 @@ _NO_GROUP = TpGroup(name="", size=1, rank=0)
 @final
 @dataclass(slots=True, eq=False)
 class Application:
-    """What the styles of one plan share while they are applied."""
+    """State that the styles of one plan share while they are applied."""
 
     plan: Plan
     on_mesh: TensorParallel | None = None
-    #: what each parameter became, with the original, whose id must not be given to another
+    #: by the original parameter's id: the original, held so that its id is not reused, and the distributed parameter
     distributed: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
+    #: by the parameter's canonical name
     reads: dict[str, ParameterReads] = field(default_factory=dict)
-    #: by the name of a module that runs whole: reads of the weights below it, by their names there
+    #: by the name of a module that runs whole: reads of the weights below it, by their names relative to it
     whole: dict[str, dict[str, ParameterReads]] = field(default_factory=dict)
 
     def tensor_parallel(self, mesh: DeviceMesh) -> TensorParallel:
-        """The shared state. Raises PlanMismatchError for a mesh of another size than the plan's tp."""
+        """Returns the shared state of the tp axis. Raises PlanMismatchError unless the mesh is the plan's tp axis."""
         if self.on_mesh is None:
             if mesh.ndim != 1 or mesh.size() != self.plan.mesh.tp:
-                raise PlanMismatchError(f"the plan is for tp = {self.plan.mesh.tp}, the mesh given is {mesh}")
+                raise PlanMismatchError(
+                    f"the plan is for tp = {self.plan.mesh.tp}, the mesh given is {mesh}: pass a one-dimensional mesh "
+                    f"of {self.plan.mesh.tp} ranks"
+                )
             self.on_mesh = TensorParallel.on(mesh)
         return self.on_mesh
 
     def distribute(
         self, parameter: nn.Parameter, name: str, plan: ParameterPlan, mesh: DeviceMesh, src_data_rank: int | None
     ) -> nn.Parameter:
-        """The parameter as a DTensor with its values from src_data_rank; the same object for the same parameter."""
+        """Returns the parameter as a DTensor with values from src_data_rank (None: each rank's own values).
+
+        Calls with the same parameter return the same object.
+        """
         if id(parameter) in self.distributed:
             return self.distributed[id(parameter)][1]
         placement = placement_of(plan.placement, where=f"parameters.{name}.placement")
         distributed: Tensor = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=src_data_rank)
         if src_data_rank is None and plan.placement.dim is not None:
-            distributed = distributed.clone()  # a chunk would keep the whole alive
+            distributed = distributed.clone()  # a view of the whole tensor would keep its storage alive
         result = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
         result.__dict__.update(parameter.__dict__)
         self.distributed[id(parameter)] = (parameter, result)
         return result
 
     def reads_of(self, name: str, plan: ParameterPlan, slot: Slot, shared: TensorParallel) -> ParameterReads:
-        """How a parameter is read; tied names have one entry, and one slot in the reducer."""
+        """Returns how modules read a parameter. Tied names share one entry and one slot in the reducer."""
         if name not in self.reads:
             self.reads[name] = plan_reads(name, plan, shared.group, shared.reducer, slot)
         return self.reads[name]
@@ -86,7 +92,7 @@ class Application:
 
 @final
 class ModuleStyle(ParallelStyle):
-    """What a plan says of one module."""
+    """Applies a plan to one module: its parameters, boundary conversions and reads."""
 
     def __init__(
         self,
@@ -105,16 +111,16 @@ class ModuleStyle(ParallelStyle):
         self.name = name
         self.boundary = boundary
         self.sharded_outputs = sharded_outputs
-        #: by the attribute's name: the parameter's canonical name and its plan
+        #: by attribute name: the parameter's canonical name and its plan
         self.parameters = parameters
         self.num_local_rows = num_local_rows
         self.hands_rows_on = hands_rows_on
-        #: itself, or the module around it, that runs whole
+        #: name of the module that runs whole: this one or the one around it
         self.opaque = opaque
 
     @property
-    def _is_inside(self) -> bool:
-        """It stands inside a module that runs whole: weights are laid out, and its code is left alone."""
+    def _is_inside_whole(self) -> bool:
+        """True inside a module that runs whole: weights are distributed, and the class stays as it is."""
         return self.opaque is not None and self.opaque != self.name
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -136,7 +142,7 @@ class ModuleStyle(ParallelStyle):
             prefix = f"{below}." if below else ""
             whole = self.application.whole.setdefault(self.opaque, {})
             whole.update({prefix + attribute: read for attribute, read in reads.items()})
-            if self._is_inside:
+            if self._is_inside_whole:
                 return module
             reads = {}
             module.__class__ = opaque_class(type(module))  # type: ignore[arg-type]
@@ -154,8 +160,8 @@ class ModuleStyle(ParallelStyle):
         return module
 
     def check(self, module: nn.Module) -> None:
-        """Raises the error that applying would end in, with nothing changed yet."""
-        if not self._is_inside:
+        """Raises the error that applying this style would raise, without changing the module."""
+        if not self._is_inside_whole:
             check_swappable(module, self.name)
         tp = self.application.plan.mesh.tp
         for attribute, (name, plan) in self.parameters.items():
@@ -169,10 +175,10 @@ class ModuleStyle(ParallelStyle):
                 raise PlanMismatchError(f"parameters.{name}: shape {shape} cannot be {plan.placement} on tp = {tp}")
         argument_positions(module, self._crossings("input", _NO_GROUP))
 
-    def _crossings(self, direction: str, group: TpGroup) -> dict[str, Crossing]:
+    def _crossings(self, direction: str, group: TpGroup) -> dict[str, BoundaryConversion]:
         planned = self.boundary.inputs if direction == "input" else self.boundary.outputs
         return {
-            path: Crossing(
+            path: BoundaryConversion(
                 conversion=crossing.conversion,
                 dtype=_dtype(crossing.dtype, where=f"boundaries.{self.name or ROOT}.{direction}s.{path}"),
                 group=group,
@@ -184,29 +190,39 @@ class ModuleStyle(ParallelStyle):
         }
 
     def _add_name(self, module: nn.Module, site: Site) -> nn.Module:
-        """The same module in a second place: all its calls share one boundary, planned under one of its names."""
+        """Adds a second name to a module that is applied already. Raises PlanError where its conversions differ there.
+
+        All calls of a module share one boundary, which the plan lists under one of its names.
+        """
         inputs = {path: c for argument in site.arguments for path, c in argument.crossings.items()}
         known_crossings = (("input", inputs), ("output", site.outputs))
         for direction, known in known_crossings if self.boundary is not _NO_CONVERSIONS else ():
             here = self._crossings(direction, site.shared.group)
             if {path: c.conversion for path, c in known.items()} == {path: c.conversion for path, c in here.items()}:
                 continue
-            raise PlanError(f"modules {site.name} and {self.name} are one module, and the plan converts differently")
+            raise PlanError(
+                f"modules {site.name} and {self.name} are one module, and the plan converts its {direction}s "
+                "differently under each name: give both names the same boundary"
+            )
         site.names = (*site.names, self.name)
         return module
 
 
 def styles(plan: Plan) -> dict[str, ParallelStyle]:
-    """A style for each module that owns parameters, reads those of others, or has conversions; for tp = 1 those of
-    parameters that FSDP2 cannot hold.
+    """Returns a style by module name for each module that owns parameters, reads others' or has conversions.
 
-    Evaluate torch's own encoder layers with torch.backends.mha.set_fastpath_enabled(False) then; apply_plan sees to it.
+    For tp = 1 only modules with scalar parameters, which FSDP2 cannot shard, have a style. Unlike apply_plan, these
+    styles leave the fast path of torch's encoder layers on: evaluate such layers under
+    torch.backends.mha.set_fastpath_enabled(False).
     """
     return dict(module_styles(plan))
 
 
 def module_styles(plan: Plan, *, even_alone: bool = False) -> dict[str, ModuleStyle]:
-    """The same, as what they are; with even_alone for tp = 1 all of them, where they change no value."""
+    """Returns the ModuleStyle of each module by name, as `styles` does.
+
+    even_alone=True gives all styles for tp = 1 too, where they change no value.
+    """
     application = Application(plan)
     parameters = plan.parameter_plans() if plan.mesh.tp > 1 or even_alone else plan.scalars_beside_fsdp()
     if not parameters and plan.mesh.tp == 1:
@@ -242,12 +258,15 @@ def module_styles(plan: Plan, *, even_alone: bool = False) -> dict[str, ModuleSt
 def _dtype(name: str, *, where: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise PlanError(f"{where}: {name!r} is no dtype of torch {torch.__version__}")
+        raise PlanError(f"{where}: {name!r} is no dtype of torch {torch.__version__}: expected one such as 'float32'")
     return dtype
 
 
 def _sharded_outputs(plan: Plan) -> dict[str, int]:
-    """Dims of the returned outputs that stay sharded. Raises PlanError for an output that no one outside could read."""
+    """Returns the sharded dim of each output that the model returns sharded, by path.
+
+    Raises PlanError for an output in a layout that DTensor does not have, which the caller could not read.
+    """
     dims: dict[str, int] = {}
     for path, layout in plan.outputs.items():
         match layout.kind:
@@ -255,7 +274,7 @@ def _sharded_outputs(plan: Plan) -> dict[str, int]:
                 continue
             case LayoutKind.SHARD if layout.is_plain:
                 assert layout.dim is not None
-                if not path.startswith(LEFT_AT):  # what is left behind stays a rank's slice, for nobody reads it
+                if not path.startswith(LEFT_AT):  # tensors left on modules stay a rank's slice: nobody reads them
                     dims[path] = layout.dim
             case _:
                 raise PlanError(f"outputs.{path}: expected R or S(dim), got {layout}")
@@ -263,7 +282,10 @@ def _sharded_outputs(plan: Plan) -> dict[str, int]:
 
 
 def _num_local_rows(name: str, boundary: BoundaryPlan, plan: Plan) -> int:
-    """Rows on a rank of the one weight that is looked up inside the module. 0 where no ids become local rows."""
+    """Returns a rank's number of rows of the table that is looked up inside the module; 0 where no input becomes rows.
+
+    Raises PlanError unless exactly one size fits.
+    """
     if not any(crossing.conversion.target == ROWS for crossing in boundary.inputs.values()):
         return 0
     rows = {
@@ -272,12 +294,18 @@ def _num_local_rows(name: str, boundary: BoundaryPlan, plan: Plan) -> int:
         if any(layout == S(0) and within(reader, name) for reader, layout in parameter.reads.items())
     }
     if len(rows) != 1:
-        raise PlanError(f"boundaries.{name or ROOT}.inputs: ids become local rows of one weight, and {len(rows)} fit")
+        raise PlanError(
+            f"boundaries.{name or ROOT}.inputs: ids become local rows of one table, and tables of {len(rows)} sizes "
+            "are read by rows inside this module: convert the ids at the module that looks them up"
+        )
     return rows.pop()
 
 
 def _hands_rows_on(name: str, boundaries: Mapping[str, BoundaryPlan]) -> bool:
-    """True when ids enter as rows here, and what is looked up leaves only a module around this one."""
+    """True where ids become rows at this module's input, and no output of it or below converts the looked-up rows.
+
+    A module around this one converts them then.
+    """
     inputs = boundaries[name].inputs.values() if name in boundaries else ()
     enters = any(crossing.conversion.target == ROWS for crossing in inputs)
     leaves = any(

@@ -1,7 +1,7 @@
-"""What ranks must have in common before anything is sharded: torch, tpplan, the plan, the model.
+"""Checks before sharding that all ranks have the same versions of torch and tpplan, the same plan and the same model.
 
-Each rank says what it has; where two differ, all raise the same error, which names the rank and the difference. That
-takes one exchange where all agree, and one more, of the model's description, where models differ.
+Each rank describes what it has; where two ranks differ, all raise the same error, which names the rank and the
+difference. Agreement costs one all-gather of small objects; where models differ, two broadcasts of their descriptions.
 """
 
 import hashlib
@@ -17,14 +17,14 @@ from torch import nn
 from tpplan.core.errors import PlanMismatchError, TpplanError
 from tpplan.core.name_patterns import ROOT
 
-#: ranks that an error lists
+#: the most ranks that an error lists
 _MOST_LISTED = 16
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """What one rank has. `problem` is why the plan does not fit there, if it does not."""
+class RankState:
+    """What one rank has: versions, and digests of its plan and model. `problem` is why the plan does not fit, or ""."""
 
     problem: str
     torch_version: str
@@ -33,9 +33,8 @@ class Standing:
     model: str
 
 
-def own_standing(model: nn.Module, plan_hash: str, error: TpplanError | None) -> Standing:
-    """This rank's."""
-    return Standing(
+def _own_state(model: nn.Module, plan_hash: str, error: TpplanError | None) -> RankState:
+    return RankState(
         problem=str(error) if error is not None else "",
         torch_version=str(torch.__version__),
         tpplan_version=tpplan_version(),
@@ -44,34 +43,34 @@ def own_standing(model: nn.Module, plan_hash: str, error: TpplanError | None) ->
     )
 
 
-def agree(model: nn.Module, plan_hash: str, error: TpplanError | None) -> None:
-    """Raises PlanMismatchError on every rank where two differ, or where the plan does not fit on one: `error` says why
-    it does not on this one, and is raised itself where that is the same everywhere.
+def check_ranks_agree(model: nn.Module, plan_hash: str, error: TpplanError | None) -> None:
+    """Raises PlanMismatchError on every rank where two ranks differ, or where the plan does not fit on any rank.
 
-    Every rank of the default process group calls it. One alone agrees with itself, and so does a fake group's.
+    `error` is why the plan does not fit on this rank, or None; it is raised itself where all ranks have the same one.
+    Every rank of the default process group must call this function. A single rank and a fake group exchange nothing.
     """
-    standing = own_standing(model, plan_hash, error)
+    own = _own_state(model, plan_hash, error)
     if dist.get_world_size() == 1 or dist.get_backend() == "fake":
-        everyone = [standing]
+        everyone = [own]
     else:
-        everyone = [standing] * dist.get_world_size()
-        dist.all_gather_object(everyone, standing)
+        everyone = [own] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
     for what, found, remedy in (
         ("different versions of torch", [one.torch_version for one in everyone], "install the same on every node"),
         ("different versions of tpplan", [one.tpplan_version for one in everyone], "install the same on every node"),
     ):
-        _same(what, found, remedy)
+        _check_equal(what, found, remedy)
     if error is not None and len({one.problem for one in everyone}) == 1:
         raise error
     for rank, one in enumerate(everyone):
         if one.problem:
             raise PlanMismatchError(f"rank {rank}: {one.problem}") from error
-    _same("different plans", [one.plan_hash for one in everyone], "give every rank the same file")
+    _check_equal("different plans", [one.plan_hash for one in everyone], "give every rank the same file")
     if len({one.model for one in everyone}) > 1:
         _explain_models(model, [one.model for one in everyone])
 
 
-def _same(what: str, found: Sequence[str], remedy: str) -> None:
+def _check_equal(what: str, found: Sequence[str], remedy: str) -> None:
     if others := [rank for rank, value in enumerate(found) if value != found[0]]:
         raise PlanMismatchError(
             f"the ranks hold {what}: rank 0 has {found[0]}, rank {others[0]} has {found[others[0]]}, and "
@@ -81,10 +80,11 @@ def _same(what: str, found: Sequence[str], remedy: str) -> None:
 
 
 def _explain_models(model: nn.Module, digests: Sequence[str]) -> None:
-    """Rank 0's model against the first that differs; all ranks take part."""
+    """Raises the error that names the first difference between rank 0's model and another rank's. All ranks call it."""
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     first, second = (_description_of(model, rank) for rank in (0, other))
-    _same("different models", digests, f"build the same on every rank. {_first_difference(first, second, other)}")
+    remedy = f"build the same model on every rank. {_first_difference(first, second, other)}"
+    _check_equal("different models", digests, remedy)
 
 
 def _description_of(model: nn.Module, rank: int) -> tuple[str, ...]:
@@ -102,7 +102,7 @@ def _first_difference(ours: Sequence[str], theirs: Sequence[str], other: int) ->
 
 
 def description(model: nn.Module) -> tuple[str, ...]:
-    """A line for each module, parameter and buffer: what torch prints of it, and a digest of its forward's code."""
+    """Returns a line for each module (repr, digest of its forward's code), parameter and buffer (shape, dtype)."""
     lines = []
     for name, module in model.named_modules():
         kind = type(module)
@@ -115,7 +115,7 @@ def description(model: nn.Module) -> tuple[str, ...]:
 
 
 def _code(kind: type[nn.Module]) -> str:
-    """A digest of a forward's instructions; the line numbers in it do not count."""
+    """Returns a digest of the bytecode of a class's forward, without line numbers; "none" where it has no bytecode."""
     code = getattr(kind.forward, "__code__", None)
     return hashlib.sha256(code.co_code).hexdigest()[:8] if code is not None else "none"
 
@@ -125,7 +125,7 @@ def _digest(lines: Sequence[str]) -> str:
 
 
 def tpplan_version() -> str:
-    """Of the installed package; a checkout that is not installed has none."""
+    """Returns the version of the installed package, or "0+checkout" where tpplan is not installed."""
     try:
         return version("tpplan")
     except PackageNotFoundError:

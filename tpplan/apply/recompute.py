@@ -1,18 +1,18 @@
-"""Recomputation: a generated subclass whose forward runs again in backward, keeping its inputs and little else.
+"""Recomputes modules by a generated subclass whose forward runs again in backward instead of keeping its activations.
 
-torch.utils.checkpoint is put around the class's own forward, conversions included; a wrapper module would put its name
-into those of parameters.
+torch.utils.checkpoint is put around the class's own forward, conversions included. A wrapper module would add its name
+to those of the parameters.
 
-torch.utils.checkpoint restores torch's random states and no others. A forward may draw from NumPy or Python, too; it
-may count its calls, follow a mean in a buffer, put features on a module. Run again it would draw other numbers, start
-from other values, and do all of that twice. Here the second run starts from what the first one found, on copies of the
-buffers that it writes to, and leaves everything as it is by then. What containers hold is compared one level deep. The
-first forward copies all buffers, and shows which are written to.
+torch.utils.checkpoint restores torch's random states and nothing else. A forward may also draw from NumPy or Python,
+count its calls, update a running mean in a buffer, or store features on a module: run again, it would draw other
+numbers, start from other values and apply each update twice. So the replay here starts from the state that the first
+run found (random states, attributes, containers compared one level deep, copies of the buffers that it writes to), and
+restores the current state afterwards. The first training forward copies all buffers to find out which are written to.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from tpplan.torch_internals.tensors import version_of
 from tpplan.trace.hooks.generated_class import subclass
 from tpplan.trace.hooks.host_rng import restored, states_of_generators
 
-#: ops whose results selective recomputation keeps: they cost more to do again than their results take to keep
+#: ops whose results selective recomputation keeps, as recomputing them costs most: products, attention, collectives
 KEPT = frozenset({
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::_scaled_mm",
     "aten::convolution", "aten::_convolution", "aten::mkldnn_linear", "mkldnn::_linear_pointwise",
@@ -38,25 +38,28 @@ KEPT = frozenset({
     "_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_to_all_single",
 })  # fmt: skip
 
-#: views that torch does not know for views: it would not see that a kept result is written to
+#: ops that return views without telling autograd: a write through one would change a kept result unseen
 _UNSAFE = ("aten::unsafe_chunk", "aten::unsafe_split")
 
 
 def check_recomputable(module: nn.Module, name: str) -> None:
-    """Raises PlanMismatchError for a module without a forward."""
+    """Raises PlanMismatchError for a module whose class defines no forward."""
     if type(module).forward is nn.Module.forward:
         kind = type(module).__name__
-        raise PlanMismatchError(f"recompute.{name or ROOT}: {kind} has no forward of its own that could run again")
+        raise PlanMismatchError(
+            f"recompute.{name or ROOT}: {kind} has no forward of its own that could run again: take it out of the "
+            "plan's recompute, or solve again"
+        )
 
 
 def recompute(module: nn.Module, mode: Recompute) -> None:
-    """From now on the module's forward runs again in backward, wherever it is called with gradients on."""
+    """Makes the module's forward run again in backward whenever it is called with gradients enabled."""
     module.__class__ = recomputed_class(type(module), mode)  # type: ignore[arg-type]
 
 
 @functools.cache
 def recomputed_class(cls: type[nn.Module], mode: Recompute) -> type[nn.Module]:
-    """The subclass of cls whose forward is recomputed. It bears cls's own name."""
+    """Returns the subclass of cls whose forward is recomputed. The subclass has the name of cls."""
     contexts: dict[str, Any] = {}
     if mode is Recompute.SELECTIVE:
         contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
@@ -66,8 +69,8 @@ def recomputed_class(cls: type[nn.Module], mode: Recompute) -> type[nn.Module]:
         if not torch.is_grad_enabled():
             return cls.forward(self, *args, **kwargs)
         run: Callable[..., Any] = functools.partial(cls.forward, self)
-        if not torch.compiler.is_compiling():  # which runs what it compiles once, and keeps what it draws elsewhere
-            run = RunAgain(self, run)
+        if not torch.compiler.is_compiling():  # torch.compile replays random states by itself and traces forward once
+            run = _ReplayableForward(self, run)
         return checkpoint(run, *args, use_reentrant=False, **contexts, **kwargs)
 
     return subclass(cls, {"forward": forward}, recomputed_class, (mode,))
@@ -76,90 +79,107 @@ def recomputed_class(cls: type[nn.Module], mode: Recompute) -> type[nn.Module]:
 def _policy(_context: object, op: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
     if op.name().startswith(_UNSAFE):
         raise UsageError(
-            f"{op.name()} runs in a module that is recomputed selectively: what is written to its results would be "
-            "written to products that are kept; recompute that module fully"
+            f"{op.name()} runs in a module that is recomputed selectively: a write to its results would change a "
+            "kept matrix product; recompute that module fully"
         )
     return CheckpointPolicy.MUST_SAVE if op.name().partition(".")[0] in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-#: where a module keeps the buffers below it that its forward writes to, by their names
+#: key in a module's __dict__ of the names of the buffers at or below it that its forward writes to
 _WRITTEN = "_tpplan_written_buffers"
-#: what each module has, besides its parameters and modules, which a forward may not replace
+#: attributes that every nn.Module has (parameters, modules, hooks), which a forward may not replace
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True, slots=True)
 class _Missing:
-    """Of an attribute that is not there."""
+    """The value of an attribute that does not exist."""
 
 
 _MISSING = _Missing()
 
 
+@dataclass(frozen=True, slots=True)
+class _BufferBefore:
+    """A buffer before the first run, in the dict `table` of its owner; `copy` is None where no copy was taken."""
+
+    name: str
+    table: dict[str, Any]
+    key: str
+    buffer: Tensor
+    version: int
+    copy: Tensor | None
+
+
 @dataclass(slots=True, eq=False)
-class RunAgain:
-    """A module's forward. Its first call runs it, any later one runs it again as it ran then."""
+class _ReplayableForward:
+    """A module's forward: the first call runs it, later calls replay it from the state in which the first began."""
 
     module: nn.Module
     run: Callable[..., Any]
-    #: states of generators before the first call
-    draws: tuple[Any, ...] = ()
-    #: what the first call changed, as it was before: a dict, its key and the value; containers and what they held
+    #: states of all random generators before the first call
+    rng_states: tuple[Any, ...] = ()
+    #: attributes that the first call set: the dict, the key, and the value before
     changed: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    #: containers that the first call changed, each with a copy from before
     filled: list[tuple[Any, Any]] = field(default_factory=list)
-    #: buffers that it wrote to, as they were before, by dict and key
+    #: buffers that the first call wrote to: the dict, the key, and a copy from before
     written: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)
     has_run: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.has_run:
             return self._first(*args, **kwargs)
-        with restored(self.draws), self._as_before():
+        with restored(self.rng_states), self._as_before():
             return self.run(*args, **kwargs)
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:
-        self.draws = states_of_generators()
-        tables = list(_tables(self.module))
-        before = [(table, dict(table)) for table in tables]
+        """Runs the forward, and notes what it changes."""
+        self.rng_states = states_of_generators()
+        before = [(table, dict(table)) for table in _tables(self.module)]
         values = (value for _, own in before for key, value in own.items() if key not in _OF_ANY_MODULE)
         held = [(value, _copied(value)) for value in values if _is_container(value)]
         known: frozenset[str] | None = vars(self.module).get(_WRITTEN)
-
-        def is_copied(name: str, owner: nn.Module) -> bool:
-            return known is None or name in known or follows_statistics(owner)
-
         buffers = [
-            (
-                name,
-                own_buffers(owner),
-                key,
-                buffer,
-                version_of(buffer),
-                buffer.clone() if is_copied(name, owner) else None,
+            _BufferBefore(
+                name=name,
+                table=own_buffers(owner),
+                key=key,
+                buffer=buffer,
+                version=version_of(buffer),
+                copy=buffer.clone() if known is None or name in known or follows_statistics(owner) else None,
             )
             for name, owner, key, buffer in _buffers(self.module)
         ]
         output = self.run(*args, **kwargs)
         self.changed = [change for table, own in before for change in _changes(table, own)]
         self.filled = [(value, then) for value, then in held if not _holds(value, then)]
-        written = [
-            (name, table, key, copy)
-            for name, table, key, buffer, version, copy in buffers
-            if version_of(buffer) != version or (copy is not None and (known is not None or _differ(buffer, copy)))
-        ]
-        for name, table, key, copy in written:
-            if copy is None:
-                raise UsageError(
-                    f"buffer {name} of a {type(self.module).__name__} that is recomputed was written to in this "
-                    "forward and not in the first, so that it cannot run again as it ran: plan with --recompute none"
-                )
-            self.written.append((table, key, copy))
-        vars(self.module)[_WRITTEN] = frozenset(name for name, *_ in written) | (known or frozenset())
+        self._note_written(buffers, known)
         self.has_run = True
         return output
 
+    def _note_written(self, buffers: Iterable[_BufferBefore], known: frozenset[str] | None) -> None:
+        """Notes the buffers that the first call wrote to; `known` are those that earlier forwards wrote to.
+
+        Raises UsageError for a written buffer of which no copy was taken.
+        """
+        names = set(known or ())
+        for then in buffers:
+            is_written = version_of(then.buffer) != then.version
+            if not is_written and (then.copy is None or (known is None and not _differ(then.buffer, then.copy))):
+                continue
+            if then.copy is None:
+                raise UsageError(
+                    f"buffer {then.name} of a {type(self.module).__name__} that is recomputed was written to in this "
+                    "forward and not in the first, so that it cannot run again as it ran: plan with --recompute none"
+                )
+            self.written.append((then.table, then.key, then.copy))
+            names.add(then.name)
+        vars(self.module)[_WRITTEN] = frozenset(names)
+
     @contextlib.contextmanager
     def _as_before(self) -> Iterator[None]:
+        """Restores the state from before the first call, and at the end the state from before the replay."""
         now = [(table, key, table.get(key, _MISSING)) for table, key, _ in (*self.changed, *self.written)]
         held = [(value, _copied(value)) for value, _ in self.filled]
         for table, key, value in self.changed:
@@ -167,7 +187,7 @@ class RunAgain:
         for value, then in self.filled:
             _fill(value, then)
         for table, key, copy in self.written:
-            table[key] = copy.clone()  # it may run a third time
+            table[key] = copy.clone()  # the forward may be replayed more than once
         try:
             yield
         finally:
@@ -178,7 +198,7 @@ class RunAgain:
 
 
 def _tables(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """What code of a module's may set: attributes and buffers."""
+    """Yields the dicts of attributes and of buffers of a module and all below it, which its code may write to."""
     for inner in module.modules():
         yield vars(inner)
         if buffers := own_buffers(inner):
@@ -207,7 +227,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
 
 
 def _differ(buffer: Tensor, copy: Tensor) -> bool:
-    """True where a copy shows that a buffer was written to, of which a batch norm tells nobody."""
+    """True where a buffer's values differ from its copy: batch norm writes to buffers without raising their version."""
     return not buffer.is_meta and type(buffer) is Tensor and not torch.equal(buffer, copy)
 
 
@@ -220,7 +240,7 @@ def _copied(value: Any) -> Any:
 
 
 def _holds(value: Any, then: Any) -> bool:
-    """True where a container holds what it held, in order."""
+    """True where a container holds the same objects as its earlier copy `then`, in the same order."""
     if len(value) != len(then):
         return False
     pairs = zip(value.items(), then.items(), strict=True) if isinstance(value, dict) else zip(value, then, strict=True)

@@ -1,11 +1,11 @@
-"""The least compute that a sequence takes, at the best rates that a profile has for anything.
+"""Computes a lower bound of the compute seconds of a sequence, at the best rates in a profile.
 
-A micro-batch of m sequences does at least what the sequences add to it, taken from two traced ones: for each op the
-work of the larger less that of the smaller, over the sequences between. At best rates that is
+A micro-batch of m sequences takes at least the work that grows with m. It is found from traces at two micro-batches,
+a < b sequences: per op the larger one's work less the smaller one's, per sequence. At the best rates,
 
     seconds(m) >= m * sum over ops of max(0, t(b) - t(a)) / (b - a)
 
-with t the work over the best rate; launches, fixed work and what a kernel is slower than the best are left out.
+with t an op's work divided by the best rate. Launches, fixed work and rates below the best are left out.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,14 +22,14 @@ from tpplan.machine.profile import HardwareProfile
 
 @dataclass(slots=True)
 class BestRates:
-    """The best rates of a profile. Where kernels are fused, what only moves memory may move next to nothing."""
+    """The best rates of a profile. Where compiled, memory-bound kernels count 0: fusion may remove nearly all bytes."""
 
     profile: HardwareProfile
     is_compiled: bool
     _known: dict[object, float] = field(default_factory=dict)
 
     def seconds(self, kernel: Kernel) -> float:
-        """The kernel's work at the best rate; 0 where the profile has none of its dtype."""
+        """Returns the kernel's seconds at the best rate of its dtype; 0 where the profile has no rate."""
         match kernel:
             case Matmul(m=m, n=n, k=k, batch=batch, dtype=dtype):
                 rate = self._once(("matmul", dtype), self._matmul_rates(dtype))
@@ -72,8 +72,10 @@ class BestRates:
             yield from (size / seconds for size, seconds in zip(table.bytes, table.time_s, strict=True))
 
     def _marginal(self, seconds: float) -> float:
-        """What of a measured time grows with the work beyond the table. A time that is mostly launch is no rate: beyond
-        it the bytes decide (tpplan.machine.profile.HardwareProfile.matmul)."""
+        """Returns a measured time less the launch, the part that grows with the work beyond the table.
+
+        A time that is mostly launch stays: beyond it the bytes decide (tpplan.machine.profile.HardwareProfile.matmul).
+        """
         launch_s = self.profile.launch_s
         return seconds - launch_s if seconds > 2 * launch_s else seconds
 
@@ -81,14 +83,17 @@ class BestRates:
 def seconds_of_a_sequence(
     first: ModelGraph, second: ModelGraph, sizes: tuple[int, int], rates: BestRates, executor: Executor
 ) -> float:
-    """Seconds on one GPU below which no sequence's forward and backward come, from graphs at two micro-batches."""
+    """Returns a lower bound of the seconds of a sequence's forward and backward on one GPU.
+
+    `first` and `second` are graphs at micro-batches of `sizes` = (a, b) sequences, a < b.
+    """
     low, high = (dict(_work(graph, rates, executor)) for graph in (first, second))
     added = sum(max(0.0, seconds - low[name]) for name, seconds in high.items() if name in low)
     return added / (sizes[1] - sizes[0])
 
 
 def _work(graph: ModelGraph, rates: BestRates, executor: Executor) -> Iterator[tuple[str, float]]:
-    """Seconds at best rates of each op, forward and backward, by its name and what it calls."""
+    """Yields each op's name with its target, and its seconds at best rates, forward and backward together."""
     for op in graph.ops:
         call = Call.of(graph, op)
         execution = executor.execute(call, whole_strategy(call), 1)

@@ -1,4 +1,4 @@
-"""Cost of a conversion: the collectives its steps issue, and the local kernels around them."""
+"""Prices conversions: the collectives of their steps, and the local kernels around them."""
 
 from dataclasses import dataclass
 from math import prod
@@ -22,12 +22,12 @@ _COLLECTIVES = {
 def step_time(
     profile: HardwareProfile, step: Step, conversion: Conversion, value: Value, group: GroupShape
 ) -> Estimate:
-    """One step of a conversion on a value of n bytes over p ranks.
+    """Returns the seconds of one step of a conversion, for a value of n bytes over p ranks.
 
-    A collective takes what the profile says for n bytes; gathering or scattering a dim that is not the outermost, or
-    that has parts, also copies the whole value (read and write), since collectives concatenate along the outermost.
-    Slices copy their part; pads write n bytes and read n/p (n/m of m slices that neighbours share); divisions and masks
-    read and write n; local ids take two passes over the ids.
+    A collective takes the profile's time for n bytes. Gathering or scattering a dim that is not the outermost, or that
+    has parts, also copies the whole value (read and write), since collectives concatenate along the outermost dim. A
+    slice copies its n/p bytes; a pad writes n bytes and reads n/p (n/m where neighbours share m slices); divisions and
+    masks read and write n; local ids take two passes over the ids.
     """
     whole, local = float(value.num_bytes), value.num_bytes / (conversion.target.slices or group.ranks)
     match step:
@@ -55,7 +55,7 @@ def step_time(
 def conversion_time(
     profile: HardwareProfile, conversion: Conversion, value: Value, group: GroupShape
 ) -> tuple[Estimate, Estimate]:
-    """Forward and backward seconds; no backward where the value carries no gradient."""
+    """Returns forward and backward seconds of a conversion; backward is 0 where the value carries no gradient."""
     forward, backward = (
         sum((step_time(profile, step, conversion, value, group) for step in steps), Estimate.zero())
         for steps in (conversion.forward, conversion.backward)
@@ -64,12 +64,12 @@ def conversion_time(
 
 
 def collectives_of(steps: tuple[Step, ...]) -> tuple[Collective, ...]:
-    """The collectives among steps."""
+    """Returns the collectives that the steps issue, in order."""
     return tuple(_COLLECTIVES[step] for step in steps if step in COLLECTIVE_STEPS)
 
 
 def _is_outermost(conversion: Conversion, value: Value) -> bool:
-    """True when nothing but dims of size one stands before the sharded dim: its slices are contiguous."""
+    """True where all dims before the sharded dim have size 1, so that its slices are contiguous."""
     dim = conversion.source.dim if conversion.source.dim is not None else conversion.target.dim
     return prod(value.shape[: dim or 0]) == 1
 

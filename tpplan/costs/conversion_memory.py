@@ -1,4 +1,4 @@
-"""What a conversion holds while it runs, executed: its own code on meta tensors, each collective as a tensor made."""
+"""Measures the memory that a conversion holds while it runs, by running its own code on meta tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,25 +16,25 @@ from tpplan.trace.hooks.live_storages import Storages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """Bytes on one rank, besides what is converted: the most there are at once, and those of the result."""
+class ConversionMemory:
+    """Bytes on one rank besides the converted tensor: the most that is held at once, and the result's."""
 
     held_bytes: int
     result_bytes: int
 
 
-NO_MOVE = Move(held_bytes=0, result_bytes=0)
+NO_MEMORY = ConversionMemory(held_bytes=0, result_bytes=0)
 
 
-class _Log(TorchDispatchMode):
-    """Notes the storages that operators make."""
+class _StorageLog(TorchDispatchMode):
+    """Logs the storages that operators make."""
 
     def __init__(self, given: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.made = Storages(without=[given])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is collectives().wait_tensor.default:  # on meta tensors it makes a new one
+        if func is collectives().wait_tensor.default:  # on meta tensors it would make a new tensor
             return args[0]
         result = func(*args, **(kwargs or {}))
         tree_map_only(torch.Tensor, self.made.add, result)
@@ -42,10 +42,10 @@ class _Log(TorchDispatchMode):
 
 
 @cache
-def forward_move(conversion: Conversion, shape: tuple[int, ...], dtype: str, tp: int) -> Move:
-    """The value's half, for a value of this whole shape."""
+def forward_move(conversion: Conversion, shape: tuple[int, ...], dtype: str, tp: int) -> ConversionMemory:
+    """Returns the memory of a conversion's forward, for a value of this whole shape."""
     if not conversion.forward or tp == 1:
-        return NO_MOVE
+        return NO_MEMORY
     local = local_shape(shape, conversion.source, tp)
     if conversion.target == ROWS:
         return _executed(lambda ids: local_rows(ids, 1, _rank_of(tp)), local, dtype)
@@ -55,10 +55,10 @@ def forward_move(conversion: Conversion, shape: tuple[int, ...], dtype: str, tp:
 
 
 @cache
-def backward_move(conversion: Conversion, shape: tuple[int, ...], dtype: str, tp: int) -> Move:
-    """The gradient's half."""
+def backward_move(conversion: Conversion, shape: tuple[int, ...], dtype: str, tp: int) -> ConversionMemory:
+    """Returns the memory of a conversion's backward, for a value of this whole shape."""
     if not conversion.backward or tp == 1:
-        return NO_MOVE
+        return NO_MEMORY
     local = local_shape(shape, conversion.target, tp)
     if ROWS in (conversion.source, conversion.target):
         return _executed(_masked, local, dtype)
@@ -73,11 +73,11 @@ def _rank_of(tp: int) -> TpGroup:
     return TpGroup(name="", size=tp, rank=0)
 
 
-def _executed(step: Callable[[torch.Tensor], Any], shape: tuple[int, ...], dtype: str) -> Move:
+def _executed(step: Callable[[torch.Tensor], Any], shape: tuple[int, ...], dtype: str) -> ConversionMemory:
     x = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-    with _Log(x) as log:
+    with _StorageLog(x) as log:
         result = step(x)
         held_bytes = log.made.peak_bytes
         result_bytes = log.made.live_bytes
     del result
-    return Move(held_bytes=held_bytes, result_bytes=result_bytes)
+    return ConversionMemory(held_bytes=held_bytes, result_bytes=result_bytes)

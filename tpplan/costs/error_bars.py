@@ -1,14 +1,14 @@
-"""The error bar of a step, from the residuals of the tables that its times came from.
+"""Computes the error bar of a step, one standard deviation, from the residuals of the profile's tables.
 
-One standard deviation. Within a table the residuals are the same error again for every time that is read from it, and
-add up linearly; tables were measured apart, and add up in quadrature [JCGM 100:2008 (GUM), 5.1.2 for uncorrelated and
-5.2.2 for fully correlated quantities]:
+Errors of times from one table are fully correlated and add up linearly; tables were measured separately, so their
+errors are uncorrelated and add up in quadrature [JCGM 100:2008 (GUM), 5.1.2 for uncorrelated and 5.2.2 for fully
+correlated quantities]:
 
     error^2 = sum over tables of (sum of the errors of its times)^2
 
-Where numbers of a profile were fitted to training runs, those runs measured its kernels and FSDP's collectives at once.
-The residual of the fit, of whole steps, then takes the place of these tables' own; that of tensor parallelism's
-collectives, which hardly any run had, stays.
+Where numbers of a profile were fitted to training runs, those runs measured its kernels and FSDP's collectives
+together: the fit's residual, for whole steps, then replaces the residuals of these tables. The residual of the
+tensor-parallel collectives, which hardly any of the runs had, stays.
 """
 
 import math
@@ -19,7 +19,7 @@ from tpplan.machine.profile import HardwareProfile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residuals:
-    """Errors in seconds by the table they come from, each added up linearly."""
+    """Errors in seconds by the table that they come from, summed linearly within each table."""
 
     matmuls: float = 0.0
     attention: float = 0.0
@@ -49,7 +49,7 @@ class Residuals:
         )
 
     def combined(self, profile: HardwareProfile, fitted_s: float) -> float:
-        """The error in seconds; fitted_s is how much of the step is made of what fits are made to."""
+        """Returns the step's error in seconds; fitted_s are the step's seconds in terms that fits to runs cover."""
         if profile.fitted:
             residual = max(number.residual for number in profile.fitted)
             return math.hypot(residual * fitted_s, self.tp_collectives)

@@ -1,8 +1,7 @@
-"""Compute of an op, executed: run it on meta tensors of the local shapes, forward and backward, and log its kernels.
+"""Runs ops on meta tensors of the local shapes, forward and backward, and logs their kernels.
 
-Which tensors autograd saves comes from the same run, by storage, and so does what the op holds for itself while it
-runs. Runs are cached by signature: an op of the same target, literals and local operands costs the same wherever it
-stands.
+The same run shows which tensors autograd saves, by storage, and how much memory the op holds while it runs. Runs are
+cached by signature: ops with the same target, literals and local operands cost the same.
 """
 
 import contextlib
@@ -31,86 +30,93 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """What running an op showed. `saves`: indices of operands whose storage autograd keeps; `saves_results`: of
-    results; `saved_bytes`: of tensors that are neither (statistics, masks, log-probabilities).
-
-    `forward_bytes` are the most that forward held besides what it leaves behind, `backward_bytes` the most that
-    backward held, the gradients of results and operands among them. `gradients` are those of operands. `guesses` say
-    what was not seen, and what is taken in its place.
-    """
+    """The kernels and memory of one run of an op."""
 
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
+    #: indices of the operands, and of the results, whose storage autograd keeps
     saves: frozenset[int]
     saves_results: frozenset[int]
+    #: bytes that autograd keeps of other tensors (statistics, masks, log-probabilities)
     saved_bytes: int
+    #: the most that forward held besides the bytes that it leaves behind
     forward_bytes: int
+    #: the most that backward held, with the gradients of results and operands
     backward_bytes: int
+    #: by operand; None where it has no gradient
     gradients: tuple["Gradient | None", ...] = ()
+    #: messages about kernels that were not seen, and how they are priced
     guesses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """An operand's gradient: its bytes, and whether its memory is that of a result's gradient."""
+    """An operand's gradient: its bytes, and whether it shares the memory of a result's gradient."""
 
     num_bytes: int
     is_view: bool
 
 
-#: what is taken of an op whose kernels are not seen
+#: end of messages about an op whose kernels are not seen
 _BY_BYTES = "priced by bytes alone"
 
 
 @dataclass(slots=True)
 class Executor:
-    """Runs calls on meta tensors and remembers what they did."""
+    """Runs calls on meta tensors and caches their executions."""
 
+    #: by signature of the call
     _cache: dict[object, Execution] = field(default_factory=dict)
-    #: of opaque modules, by the key of the call
+    #: executions of opaque modules, by the key of the call
     _observed: dict[str, Execution] = field(default_factory=dict)
-    #: what a call did that was asked for before, by its id; the call is kept, so that no other gets that
+    #: executions by the call's id; the call is held, so that its id is not reused
     _known: dict[tuple[int, Strategy, int], tuple[Call, Execution]] = field(default_factory=dict)
-    #: what follows of executions in a graph
+    #: results of `once` by key, with the object that the key names by its id, held for the same reason
     _memo: dict[Hashable, tuple[object, object]] = field(default_factory=dict)
 
     def once(self, key: Hashable, about: object, make: Callable[[], T]) -> T:
-        """What follows of executions, for the first who asks; the key names `about` by its id, and so it is kept."""
+        """Returns make(), computed once per key. The key contains the id of `about`, which is held."""
         if key not in self._memo:
             self._memo[key] = (about, make())
         return cast(T, self._memo[key][1])
 
     def observe(self, calls: Mapping[str, Observed]) -> None:
-        """From now on these calls of opaque modules cost what they were seen to run. Warns of what is a guess."""
+        """Stores the executions of opaque modules' calls, by key, as observed. Warns about guesses among them."""
         for key, observed in calls.items():
             if key in self._observed:
                 continue
             self._observed[key] = seen = _execution_of(observed)
             for guess in seen.guesses:
-                warnings.warn(f"in a module that runs whole, {guess}", stacklevel=2)
+                warnings.warn(f"in a module that runs whole: {guess}", stacklevel=2)
 
     def execute(self, call: Call, strategy: Strategy, tp: int) -> Execution:
-        """One rank's share of a call under a strategy. Warns where the op, or its backward, cannot run on meta tensors,
-        and takes its bytes then."""
+        """Returns one rank's execution of a call under a strategy.
+
+        Warns where the op or its backward cannot run on meta tensors, and prices it by its bytes then. Raises
+        ModelError for a call of an opaque module that was not observed.
+        """
         if call.target == OPAQUE:
             seen = self._observed.get(str(call.args[2]))
             if seen is None:
-                raise ModelError(f"{call.target}: no module was observed that gives {call.args[2]}")
-            return _of_call(seen, call)
+                raise ModelError(
+                    f"{call.target}: the call {call.args[2]} of a module that runs whole was not observed: trace the "
+                    "model again"
+                )
+            return _with_gradients(seen, call)
         known = self._known.get((id(call), strategy, tp))
         if known is None:
             known = self._known[id(call), strategy, tp] = (call, self._executed(call, strategy, tp))
         return known[1]
 
     def _executed(self, call: Call, strategy: Strategy, tp: int) -> Execution:
-        """The same, for like calls once."""
+        """Returns the execution of a call, run once for all calls of the same signature."""
         shapes = tuple(
             local_shape(value.shape, layout, tp) for value, layout in zip(call.operands, strategy.operands, strict=True)
         )
         args = localized_arguments(call, strategy, tp)
         flags = tuple((value.dtype, value.carries_gradient) for value in call.operands)
         carries = tuple(value.carries_gradient for value in call.results)
-        structure = _anonymous((args, call.kwargs))
+        structure = _without_names((args, call.kwargs))
         function = callable_of(call, strategy)
         key = (function, structure, shapes, flags, carries)
         if key not in self._cache:
@@ -123,7 +129,7 @@ class Executor:
 
 
 def _execution_of(observed: Observed) -> Execution:
-    """Kernels of what an opaque module ran, and what it kept of what it was given and gave."""
+    """Returns the execution of an opaque module's call from the ops that it was observed to run."""
     return Execution(
         forward=tuple(kernel for ran in observed.forward for kernel in _kernels_of(ran)),
         backward=tuple(kernel for ran in observed.backward for kernel in _kernels_of(ran)),
@@ -136,8 +142,8 @@ def _execution_of(observed: Observed) -> Execution:
     )
 
 
-def _of_call(seen: Execution, call: Call) -> Execution:
-    """The same of an opaque module's call, which gives each operand that carries one its gradient."""
+def _with_gradients(seen: Execution, call: Call) -> Execution:
+    """Adds to the execution of an opaque module's call a gradient for each operand that carries one."""
     carries = any(value.carries_gradient for value in call.results)
     return replace(
         seen,
@@ -148,7 +154,7 @@ def _of_call(seen: Execution, call: Call) -> Execution:
 
 
 def _guesses_of(observed: Observed) -> Iterator[str]:
-    """What an opaque module ran that is not seen to the last."""
+    """Yields messages about ops of an opaque module that are priced by a guess."""
     unseen = sorted({str(ran.op) for ran in (*observed.forward, *observed.backward) if _is_guess(ran)})
     if unseen:
         yield f"{', '.join(unseen)}: {_BY_BYTES}"
@@ -157,7 +163,7 @@ def _guesses_of(observed: Observed) -> Iterator[str]:
 
 
 def _kernels_of(ran: Ran) -> tuple[Kernel, ...]:
-    """The kernels of an operator that ran on fake tensors. One that meta tensors do not run moves what it is given."""
+    """Returns the kernels of an operator that ran on fake tensors; by its bytes where meta tensors cannot run it."""
     name = str(ran.op)
     num_bytes = bytes_of(tensors_in(ran.args)) + bytes_of(iter(ran.results))
     log = KernelLog(any(argument is True for argument in ran.args), ())
@@ -172,14 +178,16 @@ def _kernels_of(ran: Ran) -> tuple[Kernel, ...]:
 
 
 def _is_guess(ran: Ran) -> bool:
-    """True for an operator that computes tensors by kernels that are not seen. Functions of loops and choices are seen,
-    beside their own."""
+    """True for an operator with results whose kernels are not seen, because it does not run on meta tensors.
+
+    Higher-order operators (loops, branches) are no guess: the ops that they run are observed one by one.
+    """
     is_seen = is_op(ran.op) and "flex_attention" not in str(ran.op)
     return is_seen and bool(ran.results) and not is_view(ran.op) and not _runs(ran, contextlib.nullcontext())
 
 
 def _runs(ran: Ran, log: contextlib.AbstractContextManager[object]) -> bool:
-    """Runs an operator on meta tensors; False where it does not."""
+    """Runs an operator on meta tensors under `log`, and returns whether that succeeded."""
     try:
         with torch.no_grad(), log:
             ran.op(*ran.args, **_on_meta(ran.kwargs))
@@ -192,20 +200,18 @@ def _on_meta(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: torch.device("meta") if name == "device" else value for name, value in kwargs.items()}
 
 
-def _anonymous(argument: object) -> object:
-    """An argument with references made alike: the cache's key holds shapes, not names."""
+def _without_names(argument: object) -> object:
+    """Returns an argument with all references made equal, for a cache key that holds shapes instead of names."""
     if isinstance(argument, Ref):
         return Ref("")
-    return tuple(map(_anonymous, argument)) if isinstance(argument, tuple) else argument
+    return tuple(map(_without_names, argument)) if isinstance(argument, tuple) else argument
 
 
 def _run(
     call: Call, function: Callable[..., Any], args: tuple[Argument, ...], shapes: tuple[tuple[int, ...], ...]
 ) -> Execution:
-    leaves = [
-        torch.empty(shape, dtype=getattr(torch, value.dtype), device="meta", requires_grad=value.carries_gradient)
-        for shape, value in zip(shapes, call.operands, strict=True)
-    ]
+    """Runs a call on meta tensors of these shapes. Raises ModelError where it, or its backward, fails."""
+    leaves = _meta_operands(call, shapes)
     # In-place ops may not write to leaves that require grad; a clone's backward runs no kernel.
     operands = [leaf.clone() for leaf in leaves] if call.is_in_place else leaves
     supply = iter(operands)
@@ -243,9 +249,18 @@ def _run(
     return replace(execution, forward_bytes=forward_bytes, backward_bytes=backward_bytes, gradients=gradients)
 
 
+def _meta_operands(call: Call, shapes: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
+    return [
+        torch.empty(shape, dtype=getattr(torch, value.dtype), device="meta", requires_grad=value.carries_gradient)
+        for shape, value in zip(shapes, call.operands, strict=True)
+    ]
+
+
 def _by_bytes(call: Call, strategy: Strategy, tp: int, reason: str) -> Execution:
-    """An op that reads its operands and writes its results, keeps all of both, and does so twice in backward; the
-    reason says why that is taken of it."""
+    """Returns an execution of an op that cannot be run: it reads operands, writes results and keeps both.
+
+    Its backward moves the same bytes twice. `reason` becomes part of the guess.
+    """
 
     def num_bytes(value: Value, layout: Layout) -> int:
         return prod(local_shape(value.shape, layout, tp)) * DTYPE_BYTES[value.dtype]
@@ -279,7 +294,7 @@ def _gradient(found: torch.Tensor | None, given: list[torch.Tensor]) -> Gradient
 
 
 def _counting_as(call: Call) -> contextlib.AbstractContextManager[None]:
-    """Data decides how large a result is: it is as large as in the model."""
+    """Returns a context in which results whose size data decides have the size that they have in the graph."""
     if operator_of(call) not in COUNTING:
         return contextlib.nullcontext()
     indices = call.argument(1, "indices") if call.target == "aten.index.Tensor" else ()
@@ -289,7 +304,7 @@ def _counting_as(call: Call) -> contextlib.AbstractContextManager[None]:
 
 
 def _hidden_copy(call: Call, output: Any) -> tuple[Kernel, ...]:
-    """A reshape that had to copy in the model (its operand was transposed) is a view of the contiguous operand here."""
+    """Returns the copy of a reshape of a transposed operand, which is a view of a contiguous operand here; else ()."""
     copied = bool(call.results) and bool(call.operands) and call.results[0].storage == call.results[0].name
     return (MemoryBound(num_bytes=2 * bytes_of(tensors_in(output))),) if copied else ()
 
@@ -301,6 +316,7 @@ def _execution(
     operands: list[torch.Tensor],
     results: list[torch.Tensor],
 ) -> Execution:
+    """Returns the execution with the saved tensors sorted, by storage, into operands, results and others."""
     kept = {storage_key(tensor): tensor for tensor in saved}
     own = {storage_key(operand): i for i, operand in reversed(list(enumerate(operands)))}
     made = {
@@ -333,5 +349,5 @@ def _materialize(argument: Argument, operands: Iterator[torch.Tensor]) -> Any:
 
 
 def whole_strategy(call: Call) -> Strategy:
-    """Every rank does all of it."""
+    """Returns the strategy in which every rank runs the whole op: all operands and results are R."""
     return Strategy((R,) * len(call.operands), (R,) * len(call.results))

@@ -1,11 +1,11 @@
-"""What a compiler saves: memory-bound ops that follow each other become one kernel.
+"""Predicts the bytes that remain when a compiler fuses neighbouring memory-bound ops into one kernel.
 
-torch.compile's inductor fuses elementwise ops, norms and reductions that read each other's results. What stays inside
-such a kernel is neither written nor read, so of each op's bytes only those count that come from elsewhere or go there.
-Views lie in between for nothing; products, attention and lookups end a kernel, and so does the border of a repeated
-layer: FSDP gathers and frees there, in hooks that no compiled graph spans, so that each layer is compiled on its own.
-Complex numbers are left to torch's own kernels [torch 2.13, _inductor/lowering.py: "does not support code generation
-for complex operators"].
+torch.compile's inductor fuses elementwise ops, norms and reductions that read each other's results. A value that stays
+inside a fused kernel is neither written nor read, so only bytes that cross the kernel's border count. Views cost
+nothing. Products, attention and lookups end a kernel, and so does the border of a repeated layer: each layer is
+compiled on its own, because FSDP's hooks there, which gather and free, break a compiled graph. Ops on complex numbers
+run as torch's own kernels [torch 2.13, _inductor/lowering.py: "does not support code generation for complex
+operators"].
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,13 @@ from tpplan.core.graph import Boundary, ModelGraph, Op
 from tpplan.core.repeated_blocks import members
 from tpplan.layouts.rules import base_target
 
-#: reductions that take elementwise ops into their kernel
+#: reductions and copies that fuse with elementwise ops
 _REDUCTIONS = frozenset({"layer_norm", "rms_norm", "softmax", "log_softmax", "sum", "mean", "amax", "var", "var_mean",
                          "dropout", "native_dropout", "_to_copy", "to", "cat", "clone", "contiguous"})  # fmt: skip
 
 
 def moved_shares(graph: ModelGraph) -> dict[str, float]:
-    """Of the bytes that each op reads and writes alone, the share that is left when neighbours are fused; 1 for what is
-    no part of a larger kernel."""
+    """Returns by op the share of its unfused bytes that remains when neighbours are fused; 1 outside fused kernels."""
     kernels = _kernels(graph)
     shares = dict.fromkeys((op.name for op in graph.ops), 1.0)
     for op in graph.ops:
@@ -37,8 +36,10 @@ def moved_shares(graph: ModelGraph) -> dict[str, float]:
 
 
 def _alike(graph: ModelGraph, shares: Mapping[str, float]) -> dict[str, float]:
-    """Like ops of repeated blocks share what the middle one has. The first and the last have other neighbours,
-    and are not worth telling apart."""
+    """Gives all like ops of a repeated block the share of the middle layer's op.
+
+    The first and the last layer have other neighbours, which is neglected so that like layers cost alike.
+    """
     found = dict(shares)
     for block in graph.blocks:
         for alike in zip(*(members(graph, name) for name in block.names), strict=True):
@@ -48,9 +49,10 @@ def _alike(graph: ModelGraph, shares: Mapping[str, float]) -> dict[str, float]:
 
 
 def _kernels(graph: ModelGraph) -> dict[str, int]:
-    """Fusible ops with a number that ops of one kernel share: how many others, one after the other, must run before.
+    """Returns for each fusible op a number that is equal for ops of one kernel: its depth.
 
-    An op that waits for a product cannot be in a kernel that the product waits for. A layer's border counts as one.
+    The depth is the largest number of non-fusible ops and layer borders on a path to the op: an op that waits for a
+    product cannot be in a kernel that the product waits for.
     """
     layers = {name for block in graph.blocks for name in block.names}
     before: dict[str, int] = {}
@@ -84,7 +86,7 @@ def _is_view(graph: ModelGraph, op: Op) -> bool:
 
 
 def _maker(graph: ModelGraph, value: str) -> Op | None:
-    """The op that made a value's elements, views and modules' boundaries aside."""
+    """Returns the op that computed a value's elements, behind views and boundaries; None for an input or parameter."""
     producer = graph.producers.get(value)
     while producer is not None and (isinstance(producer, Boundary) or _is_view(graph, producer)):
         producer = graph.producers.get(producer.operands[0])
@@ -92,7 +94,7 @@ def _maker(graph: ModelGraph, value: str) -> Op | None:
 
 
 def _is_read_elsewhere(graph: ModelGraph, value: str, kernels: Mapping[str, int], own: int) -> bool:
-    """True where a value leaves its kernel: something else reads it, or nothing does."""
+    """True where a value leaves its kernel: an op outside the kernel reads it, or no op does (it is an output)."""
 
     def leaves(reader: Op | Boundary) -> bool:
         if isinstance(reader, Boundary) or _is_view(graph, reader):

@@ -1,4 +1,4 @@
-"""The function that runs for an operator: itself, or the kernel of a GPU where meta tensors would take another path."""
+"""Chooses the function to run for an operator: the GPU's fused kernel where meta tensors would take another path."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +14,11 @@ from tpplan.torch_internals.operators import efficient_attention, flash_attentio
 
 
 def callable_of(call: Call, strategy: Strategy) -> Callable[..., Any]:
-    """The operator, or what runs for it: the fused kernel of a GPU where meta tensors would take a decomposed path, the
-    loss on slices of the classes where they are sharded."""
+    """Returns the operator, or its replacement.
+
+    Replacements are a GPU's fused kernel where meta tensors would take a decomposed path, and the sharded cross entropy
+    where the classes are sharded.
+    """
     match call.target:
         case "tpplan.cross_entropy.default" if strategy.operands[0].kind is LayoutKind.SHARD:
             return _sharded_cross_entropy
@@ -29,7 +32,7 @@ def callable_of(call: Call, strategy: Strategy) -> Callable[..., Any]:
 
 
 def operator_of(call: Call) -> Callable[..., Any]:
-    """The operator itself."""
+    """Returns the operator of torch.ops that a call's target names."""
     namespace, name, overload = call.target.split(".")
     operator: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     return operator
@@ -44,7 +47,7 @@ def fused_attention(
     is_causal: bool = False,
     **_options: Any,
 ) -> Any:
-    """Flash attention, or the memory-efficient kernel where there is a mask; on meta the plain op is the math path."""
+    """Runs flash attention, or memory-efficient attention with a mask; on meta the plain op takes the math path."""
     if query.dim() != 4 or key.shape[1] != value.shape[1]:
         return torch.ops.aten.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal)
     if attn_mask is None:
@@ -59,16 +62,16 @@ def fused_attention(
 def fused_rms_norm(
     x: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    """GPUs run one kernel each way (aten._fused_rms_norm); it moves what layer norm's kernel moves."""
+    """Stands for aten._fused_rms_norm, a GPU's one kernel per direction, by layer norm, which moves the same bytes."""
     normalized: torch.Tensor = torch.ops.aten.layer_norm(x, normalized_shape, weight, None, eps or 1e-6)
     return normalized
 
 
 def _sharded_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """The collectives apart, which are priced by their bytes."""
+    """Runs the cross entropy on slices without its collectives, which strategy_times prices."""
     return vocabulary_parallel(logits, targets, ignore_index, TpGroup(name="", size=1, rank=0))
 
 
 def _grouped_product(rows: torch.Tensor, experts: torch.Tensor, _offsets: torch.Tensor) -> torch.Tensor:
-    """As many products as there are rows, whosever they are: rows [N, K], experts [E, K, J]. It needs no bfloat16."""
+    """Stands for a grouped product by one of all rows: rows [N, K], experts [E, K, J]. Runs in any dtype."""
     return rows @ experts[0]

@@ -1,8 +1,8 @@
-"""Gradients that autograd adds up: a value that is used k times has k - 1 additions in its backward.
+"""Counts the additions by which autograd sums gradients: a value that is used k times has k - 1 in its backward.
 
-Each adds one gradient onto another, of the value's own shape and dtype: two are read and one is written. A boundary
-counts as one use, for it hands on one gradient. A weight that is read k times is added up the same way, once per
-micro-batch; adding up over micro-batches is the formulation's.
+An addition reads two gradients and writes one, in the value's shape and dtype. A boundary counts as one use, because it
+passes on one gradient. The gradient of a weight that is read k times takes k - 1 additions per micro-batch; its
+accumulation over micro-batches is priced by tpplan.costs.step.formulate.
 """
 
 from collections.abc import Mapping
@@ -11,12 +11,15 @@ from tpplan.core.graph import Boundary, ModelGraph, Op, Value
 from tpplan.core.layout import Layout
 from tpplan.layouts.decision_space import Reading, Space
 
-#: bytes that an addition moves, of what is added
+#: bytes that an addition reads and writes, as a multiple of the gradient's bytes
 MOVED = 3.0
 
 
 def additions(space: Space) -> Mapping[str, tuple[float, ...]]:
-    """Additions behind each result of a decision, one entry per class: the mean over its members."""
+    """Returns the additions of gradients per result of each class of decisions: the mean over the class's members.
+
+    Classes without additions are left out.
+    """
     found, by_member = {}, space.graph.once(additions, lambda: {name: _counted(space, name) for name in space.deciders})
     for name, members in space.members.items():
         counts = [by_member[member] for member in members]
@@ -30,13 +33,13 @@ def _counted(space: Space, name: str) -> tuple[float, ...]:
     decider = space.deciders[name]
     if isinstance(decider, Reading):
         readings = space.readings[decider.parameter.label]
-        # Which of them comes first, and adds nothing, does not matter to the sum.
+        # One of the readings adds nothing; spread evenly, as only their sum counts.
         return ((len(readings) - 1) / len(readings) if decider.parameter.trainable else 0.0,)
     return tuple(float(max(0, _uses(space.graph, result) - 1)) for result in decider.results)
 
 
 def _uses(graph: ModelGraph, value: str) -> int:
-    """How many gradients reach a value."""
+    """Returns how many gradients reach a value in backward."""
     if not graph.values[value].carries_gradient:
         return 0
     return sum(_reads(graph, reader, value) for reader in dict.fromkeys(graph.consumers.get(value, ())))
@@ -48,5 +51,5 @@ def _reads(graph: ModelGraph, reader: Op | Boundary, value: str) -> int:
 
 
 def moved_bytes(value: Value, layout: Layout, tp: int) -> float:
-    """Bytes that one addition of the value's gradients moves on a rank."""
+    """Returns the bytes that one addition of the value's gradients reads and writes on a rank."""
     return MOVED * value.num_bytes / layout.num_slices(tp)

@@ -1,6 +1,6 @@
-"""Kernels: what operators launch below autograd, and how long each takes on a machine.
+"""Logs the kernels that operators launch below autograd, and prices each on a machine.
 
-A kernel is a matmul (M, N, K), an attention (FLOP), or memory-bound (bytes read plus written). Views launch nothing.
+A kernel is a matmul (M, N, K), an attention (FLOP), or memory-bound (bytes read plus written). Views launch none.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +19,7 @@ from tpplan.trace.hooks.live_storages import Storages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matmul:
-    """batch x (m, k) @ (k, n)."""
+    """A batch of products (m, k) @ (k, n)."""
 
     m: int
     n: int
@@ -30,7 +30,7 @@ class Matmul:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """A fused attention kernel; flop is what is executed, half where causal."""
+    """A fused attention kernel; `flop` are the executed FLOP: half of the full product's where it is causal."""
 
     flop: float
     dtype: str
@@ -40,7 +40,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBound:
-    """A kernel whose time is the bytes it reads and writes."""
+    """A kernel whose time depends on the bytes that it reads and writes."""
 
     num_bytes: int
 
@@ -51,7 +51,7 @@ _VIEW_LIKE = frozenset({"aten.empty_like.default", "aten.new_empty.default", "at
                         "aten.new_empty_strided.default", "aten.empty_strided.default", "aten.detach.default",
                         "aten._unsafe_view.default", "aten.lift_fresh.default"})  # fmt: skip
 
-#: ops that read as much of their first operand as they return
+#: ops that read only as many bytes of their first operand as they return
 _LOOKUPS = frozenset({"aten.embedding.default", "aten.index_select.default", "aten.gather.default",
                       "aten.index.Tensor"})  # fmt: skip
 
@@ -60,12 +60,12 @@ _ATTENTION_BACKWARD_PRODUCTS = 2.5
 
 
 def bytes_of(tensors: Iterator[torch.Tensor]) -> int:
-    """Of the elements of all."""
+    """Returns the bytes of all elements of the tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a nest of tuples and lists, left to right."""
+    """Yields the tensors in nested tuples and lists, left to right."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, tuple | list):
@@ -74,7 +74,7 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Turns each operator below autograd into the kernel it launches; `made` are the storages that it makes."""
+    """Logs the kernels of each operator that runs below autograd, and in `made` the storages that operators make."""
 
     def __init__(self, causal: bool, operands: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -91,7 +91,7 @@ class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def restart(self) -> None:
-        """Forgets kernels and peak; what lives counts on."""
+        """Clears the kernels and the peak; living storages still count."""
         self.kernels = []
         self.made.forget_peak()
 
@@ -101,7 +101,7 @@ class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 yield _convolution(args[0], args[1], result, transposed=args[6], groups=args[8])
             case "aten.convolution_backward.default":
                 product = _convolution(args[1], args[2], args[0], transposed=args[7], groups=args[9])
-                # The input's gradient and the weight's are the same product with the sizes changing places.
+                # The gradients of input and weight are the forward's product with two of the sizes exchanged.
                 if args[10][0]:
                     yield replace(product, n=product.k, k=product.n)
                 if args[10][1]:
@@ -124,7 +124,7 @@ class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return MemoryBound(num_bytes=bytes_of(tensors_in(args)) + bytes_of(tensors_in(result)))
 
     def attention(self, name: str, args: Any) -> Attention:
-        """The kernel of an attention operator of this name."""
+        """Returns the kernel of an attention operator, forward or backward by its name."""
         is_backward = "backward" in name
         query, key, value = args[1:4] if is_backward else args[:3]
         products = _ATTENTION_BACKWARD_PRODUCTS if is_backward else 1.0
@@ -142,7 +142,7 @@ class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def is_view(func: Any) -> bool:
-    """True for an operator that launches nothing: a view, or memory that is not filled."""
+    """True for an operator that launches no kernel: a view, or uninitialized memory."""
     if str(func) in _VIEW_LIKE:
         return True
     return gives_views(func)
@@ -154,7 +154,7 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> Matmul:
 
 
 def _matmul(*, m: int, n: int, k: int, batch: int, dtype: torch.dtype) -> Matmul:
-    """A product of complex numbers is four of real ones."""
+    """Returns a Matmul; one of complex numbers counts as four real ones."""
     if dtype.is_complex:
         batch, dtype = 4 * batch, dtype.to_real()
     return Matmul(m=m, n=n, k=k, batch=batch, dtype=_name(dtype))
@@ -163,9 +163,9 @@ def _matmul(*, m: int, n: int, k: int, batch: int, dtype: torch.dtype) -> Matmul
 def _convolution(
     x: torch.Tensor, weight: torch.Tensor, result: torch.Tensor, *, transposed: bool, groups: int
 ) -> Matmul:
-    """As an implicit matrix product: positions x (channels in * window) @ (channels in * window) x channels out.
+    """Returns a convolution as the matrix product (positions, channels in * window) @ (channels in * window, out).
 
-    x [N, Ci, *sizes], weight [Co, Ci / groups, *window] ([Ci, Co / groups, *window] transposed), a batch of groups.
+    x [N, Ci, *sizes], weight [Co, Ci / groups, *window] ([Ci, Co / groups, *window] transposed). The batch is groups.
     """
     window = prod(weight.shape[2:])
     if transposed:
@@ -181,7 +181,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def kernels_of(work: Callable[[], object]) -> int:
-    """How many kernels a call launches, counted as costs count them."""
+    """Returns how many kernels a function launches, counted as costs count them."""
     log = KernelLog(False, ())
     with log:
         work()
@@ -189,7 +189,7 @@ def kernels_of(work: Callable[[], object]) -> int:
 
 
 def _stand_in(dtype: str, covered: Iterable[str]) -> str:
-    """The dtype itself where it is covered, else the narrowest that is no narrower, else the widest."""
+    """Returns the dtype if it is covered, else the narrowest covered dtype that is not narrower, else the widest."""
     known = sorted(covered, key=lambda name: DTYPE_BYTES[name])
     if dtype in known or not known:
         return dtype
@@ -197,7 +197,7 @@ def _stand_in(dtype: str, covered: Iterable[str]) -> str:
 
 
 def _as_if(found: Estimate, dtype: str, stand_in: str) -> Estimate:
-    """The time of another dtype's kernel as this one's: longer as this one is wider, and as uncertain as it is long."""
+    """Returns the time of a stand-in dtype's kernel, scaled by width where `dtype` is wider, with an error of 100 %."""
     if dtype == stand_in:
         return found
     seconds = found.seconds * max(1.0, DTYPE_BYTES[dtype] / DTYPE_BYTES[stand_in])
@@ -205,8 +205,11 @@ def _as_if(found: Estimate, dtype: str, stand_in: str) -> Estimate:
 
 
 def kernel_time(profile: HardwareProfile, kernel: Kernel) -> Estimate:
-    """Seconds of one kernel in training, issuing it included where it is not beside. What a profile has in no table of
-    its dtype stands in that of another. Raises ProfileError where it has no table at all."""
+    """Returns the seconds of one kernel in training, with the time to issue it where the device is a CPU.
+
+    A dtype that the profile has no table for is priced by another dtype's table. Raises ProfileError where the profile
+    has no table of this kind of kernel at all.
+    """
     match kernel:
         case Matmul(m=m, n=n, k=k, batch=batch, dtype=dtype):
             stand_in = _stand_in(dtype, (table.dtype for table in profile.matmuls))

@@ -1,11 +1,11 @@
-"""What each layer costs under each way of recomputing it: what it keeps, what it makes again, and what runs again.
+"""Finds, for each layer and each mode of recomputation, the activations that it keeps and remakes, and what runs again.
 
-A layer's forward runs again as tpplan.costs.step.recompute_cost says of torch.utils.checkpoint: up to the last op that
-keeps anything, and that one too where what it keeps is a result. Selective recomputation holds the results of products
-and attention.
+A recomputed layer's forward runs again as under torch.utils.checkpoint (tpplan.costs.step.recompute_cost): up to the
+last op that saves anything, and that op too where it saves a result. Selective recomputation keeps the results of
+matrix products, attention and the conversions among HELD_STEPS.
 
-A tensor that enters a layer is the layer's, whoever makes it: the layer keeps it, recomputed or not. All else that is
-made inside is the layer's own. What is neither is there whatever is chosen.
+A layer owns the tensors that enter it, which it keeps in every mode, and those that are made inside it. All other
+tensors are kept in every mode and belong to no layer.
 """
 
 import math
@@ -18,7 +18,7 @@ from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, enclosing
 from tpplan.core.layout import Conversion
 from tpplan.costs.execute import Execution, Executor, whole_strategy
 from tpplan.costs.kernels import MemoryBound
-from tpplan.costs.peak_candidates import Kept, Moments, Stretch
+from tpplan.costs.peak_candidates import KeptStorage, PeakCandidates, Region
 from tpplan.costs.saved_tensors import (
     HELD_STEPS,
     Segment,
@@ -35,60 +35,65 @@ from tpplan.plan.parts import SAVED
 from tpplan.plan.plan import Recompute
 from tpplan.solvers.problem import Expression, Term
 
-#: bytes of like tensors: expressions whose maximum one of them takes, and a number that equals where they do
+#: number of a kind of tensors with the same bytes
 Key = int
+#: expressions whose maximum is the bytes of one tensor
 Bytes = tuple[Expression, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCosts:
-    """One layer's tensors by key with their number, by mode, and the decisions (classes) that run again.
+    """The tensors of one layer by mode of recomputation, and the decisions that run again."""
 
-    `kept` is there from forward to backward, `remade` only while the layer's own backward runs.
-    """
-
+    #: number of tensors by key that are kept from forward to backward
     kept: Mapping[Recompute, Mapping[Key, int]]
+    #: number of tensors by key that exist again while the layer's backward runs
     remade: Mapping[Recompute, Mapping[Key, int]]
+    #: number of decisions that run again, by class
     again: Mapping[str, int]
 
     @property
     def signature(self) -> object:
-        """Equal for layers that cost alike under every mode."""
+        """A value that is equal for layers with the same costs under every mode."""
         tensors = tuple(frozenset(table.items()) for table in (*self.kept.values(), *self.remade.values()))
         return tensors, frozenset(self.again.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Owned:
-    """A storage that is kept where nothing is recomputed: its key, the position that makes it, and that whose backward
-    it is kept for in the end, under whichever mode."""
+class StorageSpan:
+    """A storage that is kept without recomputation, and when it exists."""
 
     key: Key
+    #: position of the node that makes the storage
     maker: int
+    #: position of the earliest node, over all modes, after whose backward the storage is freed
     until: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """Activations of a model: terms of what no layer owns, costs by layer, bytes by key, and what is there at each
-    moment of the layers and around them. `positions` are the nodes of each layer that runs, in order."""
+    """Activations of a model for a micro-batch on one rank, and the moments at which memory may peak."""
 
-    outside: tuple[Owned, ...]
+    #: storages that no layer owns
+    outside: tuple[StorageSpan, ...]
     layers: Mapping[str, LayerCosts]
     sizes: Mapping[Key, Bytes]
+    #: bytes of inputs and buffers
     inputs: Term
+    #: positions of each layer's nodes, ascending, for layers that run
     positions: Mapping[str, tuple[int, ...]]
-    _moments: Moments
-    _kept: Mapping[str, tuple[Owned, ...]]
-    _stretches: dict[object, Stretch] = field(default_factory=dict)
+    _candidates: PeakCandidates
+    #: by layer: the storages that it keeps without recomputation
+    _kept: Mapping[str, tuple[StorageSpan, ...]]
+    _regions: dict[object, Region] = field(default_factory=dict)
 
     def terms(self, tensors: Mapping[Key, int]) -> Iterator[Term]:
-        """Terms of one layer's tensors."""
+        """Yields the terms of tensors given by key with their number."""
         for key, count in tensors.items():
             yield Term(name=SAVED, expressions=self.sizes[key], weight=float(count))
 
     def kept_outside(self, *, until: float = math.inf, before: float = math.inf) -> Iterator[Term]:
-        """Terms of what no layer owns, made before a position and maybe wanted by one up to another."""
+        """Yields terms of storages of no layer, made before position `before` and saved at `until` or before."""
         found = Counter(entry.key for entry in self.outside if entry.until <= until and entry.maker < before)
         yield from self.terms(found)
 
@@ -99,61 +104,66 @@ class Activations:
 
     @property
     def is_between(self) -> bool:
-        """Whether nodes that are in no layer run between layers."""
+        """True where nodes outside of layers run between layers."""
         inside = {i for own in self.positions.values() for i in own}
         return bool(inside) and len(inside) < max(inside) + 1 - min(inside)
 
-    def within(self, unit: str, parameters: frozenset[str]) -> Stretch:
-        """Moments of a layer; gradients of these parameters count as soon as they are there."""
+    def within(self, unit: str, parameters: frozenset[str]) -> Region:
+        """Returns the moments of a layer; gradients of these parameters count from the backward that makes them."""
         key = unit, parameters
-        if key not in self._stretches:
+        if key not in self._regions:
             kept = self._parts(self._kept[unit])
-            self._stretches[key] = self._moments.stretch(self.positions[unit], kept, parameters, is_repeated=True)
-        return self._stretches[key]
+            self._regions[key] = self._candidates.region(self.positions[unit], kept, parameters, is_repeated=True)
+        return self._regions[key]
 
-    def around(self, parameters: frozenset[str], *, is_before: bool) -> Stretch | None:
-        """Moments before the first layer, or of all else that is in no layer; None where there are no nodes."""
+    def around(self, parameters: frozenset[str], *, is_before: bool) -> Region | None:
+        """Returns the moments before the first layer, or of all other nodes outside of layers; None without nodes."""
         key = is_before, parameters
-        if key not in self._stretches:
+        if key not in self._regions:
             inside = {i for own in self.positions.values() for i in own}
-            ours = range(self.first) if is_before else range(self.first, self._moments.num_nodes)
+            ours = range(self.first) if is_before else range(self.first, self._candidates.num_nodes)
             positions = [i for i in ours if i not in inside]
             if not positions:
                 return None
             kept = self._parts(entry for entry in self.outside if not is_before or entry.maker < self.first)
-            self._stretches[key] = self._moments.stretch(positions, kept, parameters, is_repeated=False)
-        return self._stretches[key]
+            self._regions[key] = self._candidates.region(positions, kept, parameters, is_repeated=False)
+        return self._regions[key]
 
-    def _parts(self, owned: Iterable[Owned]) -> list[Kept]:
-        """Of each storage one expression that is no more than what is counted of it."""
-        return [Kept(num_bytes=self.sizes[entry.key][0], maker=entry.maker, until=entry.until) for entry in owned]
+    def _parts(self, spans: Iterable[StorageSpan]) -> list[KeptStorage]:
+        """Returns each storage with one expression for its bytes that never exceeds the bytes counted for it."""
+        return [KeptStorage(num_bytes=self.sizes[span.key][0], maker=span.maker, until=span.until) for span in spans]
 
 
 def layer_activations(space: Space, executor: Executor, units: tuple[str, ...]) -> Activations:
-    """Saved activations of a micro-batch on one rank, by layer and mode; the largest op's own; inputs and buffers."""
-    return _Ledger(space, executor, units).activations()
+    """Returns the saved activations of a micro-batch on one rank, for the layers `units` and each mode."""
+    return _ActivationFinder(space, executor, units).activations()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """A storage, the boundaries behind which it is wanted, the layer that owns it, and whether it is there all the
-    time."""
+    """A storage that is kept under a mode of recomputation."""
 
     segment: Segment
+    #: the boundaries behind which an op saves the storage
     wanted: tuple[str, ...]
+    #: the layer that owns the storage
     owner: str | None
+    #: True where the storage is kept from forward to backward, False where it is remade
     is_there: bool
-    #: whether anything wants it, whether a layer is given it, the layer that a boundary makes it in, the position that
-    #: makes it, and Owned.until
+    #: True where any op saves the storage
     is_needed: bool
+    #: True where the storage enters its owner from outside
     is_given: bool
+    #: the layer inside of which a boundary makes the storage
     crossed_in: str | None
+    #: position of the node that makes the storage
     made: int
+    #: StorageSpan.until
     until: float
 
 
-class _Ledger:
-    """Tensors by who owns them, under each mode."""
+class _ActivationFinder:
+    """Sorts the saved tensors of a model by owner, under each mode of recomputation."""
 
     def __init__(self, space: Space, executor: Executor, units: tuple[str, ...]) -> None:
         self.space = space
@@ -171,53 +181,56 @@ class _Ledger:
                 self._places.setdefault(unit, []).append(i)
 
     def activations(self) -> Activations:
-        outside: list[Owned] = []
-        own: dict[str, list[Owned]] = {unit: [] for unit in self.units}
+        """Returns the activations of the model."""
+        outside: list[StorageSpan] = []
+        own: dict[str, list[StorageSpan]] = {unit: [] for unit in self.units}
         kept = {unit: {mode: Counter[Key]() for mode in Recompute} for unit in self.units}
         remade = {unit: {mode: Counter[Key]() for mode in Recompute} for unit in self.units}
         extras = list(self._extras())
         for mode in Recompute:
-            held = ((owner, key, place, place, self._keeps(name, mode)) for owner, key, place, name in extras)
+            held = ((owner, key, place, place, self._keeps_extras(name, mode)) for owner, key, place, name in extras)
             for owner, key, maker, until, is_there in chain(self._segments(mode), held):
                 if owner is not None:
                     (kept if is_there else remade)[owner][mode][key] += 1
-                # What leaves a layer is there whatever the layer does.
+                # A tensor that leaves a layer has no owner: it is kept in every mode of that layer.
                 if mode is Recompute.NONE:
-                    (outside if owner is None else own[owner]).append(Owned(key=key, maker=maker, until=until))
-        again = self._again()
+                    (outside if owner is None else own[owner]).append(StorageSpan(key=key, maker=maker, until=until))
+        again = self._repeated_classes()
         return Activations(
             outside=tuple(outside),
             layers={unit: LayerCosts(kept=kept[unit], remade=remade[unit], again=again[unit]) for unit in self.units},
             sizes=self.sizes,
             inputs=sources(self.space),
             positions={unit: tuple(found) for unit, found in self._places.items()},
-            _moments=Moments(self.space, self.executor, segments_of(self.space, self.executor)),
+            _candidates=PeakCandidates(self.space, self.executor, segments_of(self.space, self.executor)),
             _kept={unit: tuple(found) for unit, found in own.items()},
         )
 
     # Who owns what
 
     def unit_of(self, decider: Decider) -> str | None:
-        """The layer that a decision is inside of."""
+        """Returns the layer that a decision is in, its border included; None outside of layers."""
         module = decider.op.module if isinstance(decider, Reading) else decider.module
         if module not in self._unit_of:
             self._unit_of[module] = next((name for name in enclosing(module) if name in self._is_unit), None)
         return self._unit_of[module]
 
-    def _entered(self, decider: Decider) -> str | None:
-        """The layer that a boundary leads into."""
+    def _entered_unit(self, decider: Decider) -> str | None:
+        """Returns the layer whose input a boundary is; None for all other decisions."""
         if isinstance(decider, Boundary) and decider.direction is Direction.INPUT:
             return decider.module if self.unit_of(decider) == decider.module else None
         return None
 
-    def _around(self, decider: Decider) -> str | None:
-        """The layer that a decision is inside of and not at the border."""
+    def _interior_unit(self, decider: Decider) -> str | None:
+        """Returns the layer that a decision is in, without its border; None elsewhere."""
         unit = self.unit_of(decider)
         return None if isinstance(decider, Boundary) and decider.module == unit else unit
 
     def _segments(self, mode: Recompute) -> Iterator[tuple[str | None, Key, int, float, bool]]:
-        """(owner, key, position of the maker, Owned.until, whether it is there all the time) of every storage that is
-        kept under a mode. What depends on classes alone is found once for those of like layers."""
+        """Yields (owner, key, position of the maker, StorageSpan.until, is_there) of the storages kept under a mode.
+
+        Keys depend on classes only, so that they are found once for like layers.
+        """
         graph, classes = self.space.graph, self.space.classes
         memo_key = Holding, mode, self.units, id(graph)
         segments, holdings = self.executor.once(memo_key, graph, lambda: self._holdings(mode))
@@ -239,7 +252,7 @@ class _Ledger:
                 yield held.owner, key, held.made, until, held.is_there
 
     def _key_of(self, segments: dict[str, Segment], segment: Segment, readers: tuple[str, ...] | None) -> Key:
-        """Of what is kept of a storage: all, or what these classes of boundaries read of it."""
+        """Returns the key of the kept bytes of a storage: all, or the part that these classes of boundaries read."""
         what = self.space.classes[segment.maker], segment.position, readers and tuple(sorted(set(readers)))
         key = self._number(what)
         if key not in self.sizes:
@@ -250,13 +263,13 @@ class _Ledger:
         return self._numbers.setdefault(what, len(self._numbers))
 
     def _holdings(self, mode: Recompute) -> tuple[dict[str, Segment], list[Holding]]:
-        """Every storage that is kept under a mode, whatever its layout, or that selective recomputation may hold."""
+        """Returns the segments, and the storages that are kept under a mode or may be under selective recomputation."""
         space, segments = self.space, segments_of(self.space, self.executor)
         found = []
         if mode is not Recompute.NONE:
             for segment in segments.values():
                 maker = space.deciders[segment.maker]
-                if self._entered(maker) is not None or self._holds(segment.maker, mode):
+                if self._entered_unit(maker) is not None or self._keeps_selectively(segment.maker, mode):
                     segment.is_kept = True
         for segment in segments.values():
             wanted = tuple(name for name in segment.exits if is_wanted(segments, name))
@@ -266,15 +279,15 @@ class _Ledger:
             if not is_needed and (crossed_in is None or mode is not Recompute.SELECTIVE):
                 continue
             made, until = self._position[segment.maker], segment.until
-            owner, is_there = self._entered(maker) or self._enters(segments, segment), True
+            owner, is_there = self._entered_unit(maker) or self._first_entered_unit(segments, segment), True
             is_given = owner is not None and is_needed
             if owner is not None and is_given:
-                until = min(until, self._places[owner][0])  # a layer that runs again is given it again
+                until = min(until, self._places[owner][0])  # a layer that runs again needs its input at its start
             else:
-                leaves = any(self._leaves(segments, name) for name in segment.exits)
-                owner = None if leaves else self._around(maker)
-                is_there = mode is Recompute.NONE or self._holds(segment.maker, mode)
-                if self._holds(segment.maker, Recompute.SELECTIVE):
+                leaves = any(self._leaves_unit(segments, name) for name in segment.exits)
+                owner = None if leaves else self._interior_unit(maker)
+                is_there = mode is Recompute.NONE or self._keeps_selectively(segment.maker, mode)
+                if self._keeps_selectively(segment.maker, Recompute.SELECTIVE):
                     until = min(until, made)
             found.append(
                 Holding(
@@ -291,26 +304,26 @@ class _Ledger:
             )
         return segments, found
 
-    def _enters(self, segments: dict[str, Segment], segment: Segment) -> str | None:
-        """The first layer that a storage goes into from elsewhere."""
+    def _first_entered_unit(self, segments: dict[str, Segment], segment: Segment) -> str | None:
+        """Returns the first layer that a storage enters from outside; None where it enters none."""
         for name in segment.exits:
             decider = self.space.deciders[name]
-            found = self._entered(decider) or self._enters(segments, segments[f"{name}:0"])
+            found = self._entered_unit(decider) or self._first_entered_unit(segments, segments[f"{name}:0"])
             if found is not None:
                 return found
         return None
 
-    def _leaves(self, segments: dict[str, Segment], boundary: str) -> bool:
-        """True where what crosses a boundary, and maybe further ones, leaves a layer and is wanted behind it."""
+    def _leaves_unit(self, segments: dict[str, Segment], boundary: str) -> bool:
+        """True where a storage behind a boundary, or behind further ones, leaves a layer and an op outside saves it."""
         decider = self.space.deciders[boundary]
         if isinstance(decider, Boundary) and decider.module == self.unit_of(decider) and is_wanted(segments, boundary):
             return True
-        return any(self._leaves(segments, name) for name in segments[f"{boundary}:0"].exits)
+        return any(self._leaves_unit(segments, name) for name in segments[f"{boundary}:0"].exits)
 
-    def _holds(self, name: str, mode: Recompute) -> bool:
-        """True where selective recomputation holds an op's results, by its class."""
+    def _keeps_selectively(self, name: str, mode: Recompute) -> bool:
+        """True where selective recomputation keeps the results of an op, decided for its class."""
         decider = self.space.deciders[name]
-        if mode is not Recompute.SELECTIVE or not isinstance(decider, Op) or self._around(decider) is None:
+        if mode is not Recompute.SELECTIVE or not isinstance(decider, Op) or self._interior_unit(decider) is None:
             return False
         representative = self.space.classes[name]
         if representative not in self._holding:
@@ -319,8 +332,11 @@ class _Ledger:
         return self._holding[representative]
 
     def _sums_held(self, name: str, key: Key) -> tuple[Key, Key] | None:
-        """Keys of what selective recomputation holds of the results of a class of boundaries, sums over ranks and what
-        moves as much, and of what it does not; None where it holds nothing. `key` is that of all."""
+        """Splits the kept bytes of a class of boundaries (`key`) by whether selective recomputation keeps the result.
+
+        It does under strategies whose conversion runs one of HELD_STEPS. Returns the key of the bytes under these
+        strategies and the key of the bytes under the others; None where no strategy runs one.
+        """
         conversions = (Conversion(s.operands[0], s.results[0]) for s in self.space.strategies[name])
         is_held = tuple(not HELD_STEPS.isdisjoint(conversion.forward) for conversion in conversions)
         if not any(is_held):
@@ -334,12 +350,14 @@ class _Ledger:
                 self.sizes[own] = (Expression(terms=((name, part),)),)
         return held, rest
 
-    def _keeps(self, name: str, mode: Recompute) -> bool:
-        """Whether what an op keeps for itself is there all the time."""
-        return mode is Recompute.NONE or (isinstance(self.space.deciders[name], Op) and self._holds(name, mode))
+    def _keeps_extras(self, name: str, mode: Recompute) -> bool:
+        """True where the tensors that an op saves besides operands and results are kept from forward to backward."""
+        return mode is Recompute.NONE or (
+            isinstance(self.space.deciders[name], Op) and self._keeps_selectively(name, mode)
+        )
 
     def _extras(self) -> Iterator[tuple[str | None, Key, int, str]]:
-        """(owner, key, position, decision) of tensors that are no operands or results, and of copies of weights."""
+        """Yields (owner, key, position, decision) of saved statistics and masks, and of converted copies of weights."""
         for name, members in self.space.members.items():
             terms = [*extra_terms(self.space, name, self.executor), *copies_read(self.space, name)]
             for i, term in enumerate(terms):
@@ -348,21 +366,21 @@ class _Ledger:
                 for member in members:
                     own = self.space.deciders[member]
                     place = self._position[own.op.name if isinstance(own, Reading) else own.name]
-                    yield self._around(own), key, place, member
+                    yield self._interior_unit(own), key, place, member
 
     # What runs again
 
-    def _again(self) -> dict[str, Counter[str]]:
-        """The same by class, with their number."""
+    def _repeated_classes(self) -> dict[str, Counter[str]]:
+        """Returns by layer the number of decisions that run again, by class."""
         key = "run again", self.units, id(self.space.graph)
-        again = self.executor.once(key, self.space.graph, self._run_again)
+        again = self.executor.once(key, self.space.graph, self._repeated_names)
         return {unit: Counter(self.space.classes[name] for name in names) for unit, names in again.items()}
 
-    def _run_again(self) -> dict[str, list[str]]:
-        """Of each layer, the decisions before the last op that keeps anything, and it too if that is a result."""
+    def _repeated_names(self) -> dict[str, list[str]]:
+        """Returns by layer the decisions up to the last op that saves anything; that op too where it saves a result."""
         inside: dict[str, list[str]] = {unit: [] for unit in self.units}
         for name, decider in self.space.deciders.items():
-            unit = self._around(decider)
+            unit = self._interior_unit(decider)
             if unit is not None:
                 inside[unit].append(name)
         found = {}
@@ -379,6 +397,6 @@ class _Ledger:
 
 
 def _execution_of(graph: ModelGraph, op: Op, executor: Executor) -> Execution:
-    """What an op does where nothing is sharded."""
+    """Returns the execution of an op where nothing is sharded."""
     call = Call.of(graph, op)
     return executor.execute(call, whole_strategy(call), 1)

@@ -1,15 +1,17 @@
-"""What a stretch of nodes holds at each of its moments, as expressions over the decisions: the candidates for the peak.
+"""Finds the moments of a region of nodes at which memory may peak, as expressions over the decisions.
 
-A moment is a node's forward or its backward. Beside all that autograd keeps of the stretch there is then
+A region is a layer, or the nodes around the layers. A moment is the forward or the backward of one of its nodes. An
+expression has the bytes at that moment besides all that autograd keeps of the region:
 
-    forward of i    what nobody keeps and a later node still reads or code holds, what i makes for a while;
-                    less what nodes after i will keep
-    backward of i   gradients of i's results and operands and what i makes for a while, of values that wait for their
-                    producers, of parameters that later nodes read;
-                    less what was kept for later nodes alone
+    forward of i    tensors that autograd does not keep and a later node reads or code holds; temporaries of i;
+                    less the tensors that nodes after i will make and keep
+    backward of i   gradients of i's results and operands; temporaries of i; gradients of values that wait for their
+                    producer's backward; gradients of parameters that later nodes read;
+                    less the tensors that were kept only for nodes after i
 
-Each is at least what tpplan.costs.step.memory_replay finds there: where the replay knows what a conversion makes anew,
-this takes the most that it may be. A moment that another one exceeds whatever is chosen is left out.
+Each is at least the bytes that tpplan.costs.step.memory_replay finds at that moment: where the replay knows which
+tensors a conversion makes, the expression has the most that it may make. A moment that another one exceeds in every
+assignment is left out.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -25,37 +27,38 @@ from tpplan.layouts.decision_space import Space, reading_conversion, reading_nam
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.solvers.problem import Expression
 
-#: moments that may exceed a given one, which are looked at
-RIVALS = 12
-#: stretches of more nodes (a model without layers) are taken as if nothing went before the end of their backward
+#: number of large moments against which every other moment is compared
+MAX_DOMINATORS = 12
+#: in regions of more nodes (a model without layers) all kept storages count at every moment, an upper bound
 MANY_NODES = 400
 
 Vector = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """A storage that autograd keeps: bytes of it that are in any sum of what is kept, the position that makes it, and
-    that whose backward it is kept for in the end."""
+class KeptStorage:
+    """A storage that autograd keeps."""
 
+    #: bytes of the storage that every sum of the kept bytes contains
     num_bytes: Expression
+    #: position of the node that makes the storage
     maker: int
+    #: position of the node after whose backward the storage is freed
     until: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """Bytes beside what is kept of some nodes: at each moment that may have the most, and when their backward is over.
+class Region:
+    """Bytes of a region besides those that autograd keeps of it; they may be negative."""
 
-    The largest of `moments` counts; they may be negative.
-    """
-
+    #: bytes at each moment that may have the most; the largest counts
     moments: tuple[Expression, ...]
+    #: bytes when the region's backward has ended
     after: Expression
 
 
 class _Sum:
-    """An expression in the making."""
+    """A sum that is made into an Expression: a constant, and by decision a vector with a number per strategy."""
 
     def __init__(self) -> None:
         self.constant = 0.0
@@ -75,8 +78,8 @@ class _Sum:
         return Expression(constant=self.constant, terms=tuple(sorted(rows)))
 
 
-class Moments:
-    """Those of one decision space."""
+class PeakCandidates:
+    """Finds the moments of regions of one decision space."""
 
     def __init__(self, space: Space, executor: Executor, segments: dict[str, Segment]) -> None:
         self.space = space
@@ -89,11 +92,14 @@ class Moments:
         self._waits = tuple(self._gradients_that_wait())
         self._vectors: dict[object, Vector] = {}
 
-    def stretch(
-        self, positions: Sequence[int], kept: Sequence[Kept], parameters: Collection[str], *, is_repeated: bool
-    ) -> Stretch:
-        """Of nodes by position, ascending, and what is kept of them. Gradients of `parameters` count when they are
-        there; `is_repeated` where the nodes may run again in backward."""
+    def region(
+        self, positions: Sequence[int], kept: Sequence[KeptStorage], parameters: Collection[str], *, is_repeated: bool
+    ) -> Region:
+        """Returns the moments of the nodes at `positions` (ascending), whose kept storages are `kept`.
+
+        Gradients of `parameters` (labels) count from the backward that makes them. `is_repeated` says that the nodes
+        may run again in backward, when all gradients behind the region are there.
+        """
         read = list(self._last_reads(parameters))
         waits = [wait for wait in self._waits if wait[0] <= positions[-1] and wait[1] >= positions[0]]
         temporary, returned = self._temporary(positions), self._returned(positions)
@@ -101,13 +107,13 @@ class Moments:
             kept = ()
         found = []
         for i in positions:
-            forward = self._while_running(i, temporary, returned)
+            forward = self._forward_sum(i, temporary, returned)
             for entry in kept:
                 if entry.maker > i:
                     forward.subtract(entry.num_bytes)
             if is_repeated:
                 self._add_gradients(forward, positions[-1] + 0.5, waits, read)
-            backward = self._while_going_back(i)
+            backward = self._backward_sum(i)
             self._add_gradients(backward, i, waits, read)
             for entry in kept:
                 if entry.until > i:
@@ -117,13 +123,15 @@ class Moments:
         self._add_gradients(after, positions[0] - 0.5, waits, read)
         for entry in kept:
             after.subtract(entry.num_bytes)
-        return Stretch(moments=undominated(found), after=after.expression())
+        return Region(moments=undominated(found), after=after.expression())
 
     # Forward
 
     def _temporary(self, positions: Sequence[int]) -> list[tuple[int, int, str, Vector]]:
-        """(maker, last reader, who decides, a rank's bytes) of storages that are there while something reads them, and
-        that no sum of what is kept has in full."""
+        """Returns the storages that live only while nodes read them and are not fully among the kept ones.
+
+        Each is (position of the maker, position of the last reader, deciding class, a rank's bytes).
+        """
         first, last = positions[0], positions[-1]
         return [
             (
@@ -140,7 +148,7 @@ class Moments:
         ]
 
     def _returned(self, positions: Sequence[int]) -> list[tuple[Segment, str, Vector]]:
-        """What modules returned, and is held after it has been read: who decides it, and its bytes."""
+        """Returns results of modules that code holds after their last use, each with its deciding class and bytes."""
         first, last = positions[0], positions[-1]
         return [
             (segment, *held_bytes(self.space, self.segments, segment))
@@ -151,7 +159,7 @@ class Moments:
             and segment.held_until >= first
         ]
 
-    def _while_running(
+    def _forward_sum(
         self,
         i: int,
         temporary: Iterable[tuple[int, int, str, Vector]],
@@ -169,7 +177,7 @@ class Moments:
 
     # Backward
 
-    def _while_going_back(self, i: int) -> _Sum:
+    def _backward_sum(self, i: int) -> _Sum:
         node, found = self.nodes[i], _Sum()
         found.add(self.space.classes[node.name], self._vector("backward", node))
         for index, operand in enumerate(node.operands):
@@ -181,12 +189,12 @@ class Moments:
         return found
 
     def _is_summed(self, value: str, i: int) -> bool:
-        """Others' gradients of it are there when i's comes: the sum may be a new tensor."""
+        """True where gradients from nodes behind i exist when i's arrives: the sum may be a new tensor."""
         is_computed = value in self.space.layouts and self.space.graph.values[value].carries_gradient
         return is_computed and max(self._readers(value)) > i
 
     def _add_reading(self, found: _Sum, op: Op, index: int) -> None:
-        """A parameter's gradient on its way to what it is at rest."""
+        """Adds the bytes of converting a parameter's gradient, of operand `index` of `op`, to its layout at rest."""
         name = reading_name(op, index)
         source = self.parameters[op.operands[index]]
         value = self.space.graph.values[source.result]
@@ -206,7 +214,7 @@ class Moments:
         waits: Iterable[tuple[int, int, str]],
         read: Iterable[tuple[int, str, Vector]],
     ) -> None:
-        """Gradients that are there, beside those of results at i, when all after i have gone back."""
+        """Adds the gradients that exist, besides those of i's results, after the backward of all nodes behind i."""
         for maker, last, value in waits:
             if maker < i < last:
                 found.add(*self._bytes_of(value))
@@ -215,13 +223,13 @@ class Moments:
                 found.add(name, vector)
 
     def _gradients_that_wait(self) -> Iterator[tuple[int, int, str]]:
-        """(producer, last reader, value) by position."""
+        """Yields (position of the producer, position of the last reader, value) of values that carry gradients."""
         for name, (maker, _) in self.space.layouts.items():
             if self.space.graph.values[name].carries_gradient and (readers := self._readers(name)):
                 yield self.position[maker], max(readers), name
 
     def _last_reads(self, parameters: Collection[str]) -> Iterator[tuple[int, str, Vector]]:
-        """(position of its last reader, who decides how it rests, a rank's bytes of its gradient) of parameters."""
+        """Yields (position of the last reader, deciding class, gradient's bytes on a rank) of trained parameters."""
         for label, readings in self.space.readings.items():
             if label in parameters and readings and readings[0].parameter.trainable:
                 value = self.space.graph.values[readings[0].parameter.result]
@@ -237,7 +245,7 @@ class Moments:
     # Vectors, once for a class
 
     def _bytes_of(self, value: str) -> tuple[str, Vector]:
-        """Who decides the layout of a computed value, and a rank's bytes of it."""
+        """Returns the class that decides the layout of a computed value, and by its strategies a rank's bytes."""
         maker, result = self.space.layouts[value]
         name = self.space.classes[maker]
         if (name, result) not in self._vectors:
@@ -250,13 +258,16 @@ class Moments:
     def _vector(self, kind: str, node: Op | Boundary) -> Vector:
         name = self.space.classes[node.name]
         if (name, kind) not in self._vectors:
-            forward, backward = self._of_op(node) if isinstance(node, Op) else self._of_boundary(node)
+            forward, backward = self._op_vectors(node) if isinstance(node, Op) else self._boundary_vectors(node)
             self._vectors[name, "forward"], self._vectors[name, "backward"] = forward, backward
         return self._vectors[name, kind]
 
-    def _of_op(self, op: Op) -> tuple[Vector, Vector]:
-        """Forward: what it makes besides what it leaves. Backward: gradients of results with the most that it holds
-        beside them, or with those of its operands."""
+    def _op_vectors(self, op: Op) -> tuple[Vector, Vector]:
+        """Returns an op's bytes in forward and in backward, by strategy.
+
+        Forward: temporaries besides the results. Backward: the most that it holds, or if more, the gradients of its
+        results and operands.
+        """
         call, tp = Call.of(self.space.graph, op), self.space.tp
         forward, backward = [], []
         for strategy in self.space.strategies[self.space.classes[op.name]]:
@@ -271,7 +282,7 @@ class Moments:
             backward.append(float(max(execution.backward_bytes, given + new)))
         return tuple(forward), tuple(backward)
 
-    def _of_boundary(self, boundary: Boundary) -> tuple[Vector, Vector]:
+    def _boundary_vectors(self, boundary: Boundary) -> tuple[Vector, Vector]:
         value, tp = self.space.graph.values[boundary.operand], self.space.tp
         forward, backward = [], []
         for strategy in self.space.strategies[self.space.classes[boundary.name]]:
@@ -285,35 +296,39 @@ class Moments:
 
 
 def undominated(expressions: Iterable[Expression], known: Sequence[Expression] = ()) -> tuple[Expression, ...]:
-    """Those of which the largest is the largest of all, whatever is chosen. `known` are some of them as this gave them,
-    which need not be held against each other again."""
+    """Returns the given expressions without those that another one exceeds in every assignment.
+
+    `known` is the result of an earlier call on some of the expressions, which are not compared with each other again.
+    """
     numbers = {id(expression): number for number, expression in enumerate(known)}
     found: list[Expression] = []
-    rivals: list[tuple[_Rival, bool]] = []
+    dominators: list[tuple[_Dominator, bool]] = []
     for expression in sorted(dict.fromkeys(expressions), key=_most, reverse=True):
         is_known = id(expression) in numbers
-        if any(not (is_known and was_held) and rival.exceeds(expression) for rival, was_held in rivals):
+        if any(not (is_known and was_one) and other.exceeds(expression) for other, was_one in dominators):
             continue
         found.append(expression)
-        if len(rivals) < RIVALS:
-            rivals.append((_Rival(expression), numbers.get(id(expression), RIVALS) < RIVALS))
+        if len(dominators) < MAX_DOMINATORS:
+            was_dominator = numbers.get(id(expression), MAX_DOMINATORS) < MAX_DOMINATORS
+            dominators.append((_Dominator(expression), was_dominator))
     return tuple(found)
 
 
 def _most(expression: Expression) -> tuple[float, float]:
+    """Returns the largest value of an expression, and the sum of its vectors' means, to sort by."""
     middle = sum(sum(vector) / len(vector) for _, vector in expression.terms)
     return expression.constant + sum(max(vector) for _, vector in expression.terms), middle
 
 
-class _Rival:
-    """An expression that many are held against, with the least that each of its nodes gives."""
+class _Dominator:
+    """An expression with which others are compared, with the least of each of its vectors."""
 
     def __init__(self, expression: Expression) -> None:
         self.constant = expression.constant
         self.rows = {name: (vector, min(vector)) for name, vector in expression.terms}
 
     def exceeds(self, smaller: Expression) -> bool:
-        """Whether this is at least the other, node by node."""
+        """True where this expression is at least `smaller` in every assignment: sums the worst case per decision."""
         lead, shared = smaller.constant - self.constant, set[str]()
         for name, vector in smaller.terms:
             row = None if name in shared else self.rows.get(name)

@@ -1,8 +1,8 @@
-"""What autograd keeps between forward and backward, by storage, as expressions over the decisions.
+"""Finds the storages that autograd keeps between forward and backward, as expressions over the decisions.
 
-A storage starts at an op that makes a new tensor, or at a boundary whose conversion does. It is kept once, however
-many ops save a view of it. A boundary that only renames (identity, R -> R*) passes its reader's wish on to the storage
-it renames, so that storage is kept if any such reader wants it: a maximum over readers.
+A storage starts at an op that makes a new tensor, or at a boundary whose conversion makes one. It is kept once, however
+many ops save a view of it. A boundary that makes no tensor (identity, R -> R*) only renames the storage before it, so
+that storage is kept if a reader behind any such boundary saves it: a maximum over boundaries.
 """
 
 import math
@@ -19,13 +19,13 @@ from tpplan.layouts.rules import Call, Strategy
 from tpplan.plan.parts import SAVED, SOURCES
 from tpplan.solvers.problem import Expression, Term
 
-#: sums over ranks, and what moves as much, which selective recomputation holds; tpplan.apply.recompute.KEPT says it to
-#: torch
+#: conversion steps whose results selective recomputation keeps: sums over ranks and all-to-all. The ops among
+#: tpplan.apply.recompute.KEPT that run them must be the same.
 HELD_STEPS = frozenset({Step.ALL_REDUCE, Step.REDUCE_SCATTER, Step.ALL_TO_ALL})
 
 
 def local_bytes(value: Value, layout: Layout, tp: int) -> int:
-    """Bytes of a value on one rank."""
+    """Returns the bytes of a value on one rank."""
     elements = 1
     for size in local_shape(value.shape, layout, tp):
         elements *= size
@@ -34,25 +34,31 @@ def local_bytes(value: Value, layout: Layout, tp: int) -> int:
 
 @dataclass(slots=True)
 class Segment:
-    """A storage between the boundaries it crosses: who makes it, whether an op keeps it, which boundaries read it.
+    """A storage from the node that makes it to the boundaries that it crosses.
 
-    By position in the graph, through all further boundaries: `last_reader`, while whose call or op it is read, and
-    `until`, the first that may keep it, infinite where none does. `is_wanted`: one behind a boundary keeps it. What a
-    module returned may be there up to `held_until`, read or not.
+    `last_reader`, `held_until` and `until` are positions of nodes in the graph, also behind further boundaries.
     """
 
+    #: name of the op or boundary that makes the storage
     maker: str
     value: Value
+    #: index of the value among the maker's results
     position: int
+    #: True where an op before the next boundaries saves the storage
     is_kept: bool = False
+    #: names of the boundaries that read the storage
     exits: list[str] = field(default_factory=list)
+    #: the last op that reads the storage, or the end of the last call that it is passed to
     last_reader: int = -1
+    #: the end of the forward that holds the storage because a module returned it; -1 where none does
     held_until: int = -1
+    #: the first node that may save the storage; infinite where none does
     until: float = math.inf
+    #: True where an op behind a boundary saves the storage
     is_wanted: bool = False
 
     def copy(self) -> "Segment":
-        """Another with the same; dataclasses.replace takes five times as long."""
+        """Returns a copy; dataclasses.replace would take five times as long."""
         return Segment(*_FIELDS(self))
 
 
@@ -60,13 +66,16 @@ _FIELDS = attrgetter(*(field.name for field in fields(Segment)))
 
 
 def sources(space: Space) -> Term:
-    """The model's inputs and buffers."""
+    """Returns the term for the bytes of the model's inputs and buffers."""
     values = [space.graph.values[s.result] for s in space.graph.sources if s.kind is not SourceKind.PARAMETER]
     return Term(name=SOURCES, expressions=(Expression(constant=float(sum(value.num_bytes for value in values))),))
 
 
 def call_exits(graph: ModelGraph) -> dict[int, int]:
-    """By position of a boundary into a module, where that call of it ends: its caller holds what it gave until then."""
+    """Returns by position of an input boundary the position at which that call of the module ends.
+
+    The caller holds the argument until then.
+    """
     found: dict[int, int] = {}
     running: list[tuple[int, str]] = []
     for i, node in enumerate(graph.nodes):
@@ -79,9 +88,11 @@ def call_exits(graph: ModelGraph) -> dict[int, int]:
 
 
 def returned_until(graph: ModelGraph) -> dict[int, int]:
-    """By position of a boundary out of a module, under whose path a field of a dict or dataclass comes out, where the
-    forward that called it ends: while its code uses the one, all fields are there. A tensor alone, or unpacked from a
-    tuple, is taken to be replaced or used up."""
+    """Returns by position of an output boundary the position up to which the calling forward may hold the output.
+
+    Only fields of a returned dict or dataclass are listed: code that uses one field holds all of them until the calling
+    forward ends. A tensor alone or in a tuple is assumed to be freed after its last use.
+    """
     found: dict[int, int] = {}
     returned: dict[str | None, list[int]] = {None: []}
     running: list[str] = []
@@ -99,7 +110,7 @@ def returned_until(graph: ModelGraph) -> dict[int, int]:
 
 
 def segments_of(space: Space, executor: Executor) -> dict[str, Segment]:
-    """Segments by maker; an op with several results has one for each that is new. They are the caller's own."""
+    """Returns the segments, one for each new result, by maker and index of the result; the caller may change them."""
     found = executor.once((segments_of, id(space.graph)), space.graph, lambda: _segments_of(space.graph, executor))
     return {name: segment.copy() for name, segment in found.items()}
 
@@ -138,21 +149,16 @@ def _segments_of(graph: ModelGraph, executor: Executor) -> dict[str, Segment]:
                 start(node, place, position)
             else:
                 segment_of[result] = alias
-        kept = [segment_of[node.results[place]] for place in execution.saves_results]
-        kept += [
-            segment_of[operand]
-            for operand in (node.operands[index] for index in execution.saves)
-            if operand in segment_of and operand not in fixed
-        ]
-        for key in kept:
-            segments[key].is_kept = True
-            segments[key].until = min(segments[key].until, position)
+        saved = [node.results[place] for place in execution.saves_results]
+        saved += [operand for index in execution.saves if (operand := node.operands[index]) not in fixed]
+        for segment in (segments[segment_of[value]] for value in saved if value in segment_of):
+            segment.is_kept, segment.until = True, min(segment.until, position)
     _pass_on(segments)
     return segments
 
 
 def _pass_on(segments: dict[str, Segment]) -> None:
-    """What is read and kept behind boundaries may be the storage before them."""
+    """Extends last_reader, until and is_wanted by those behind boundaries, which may only rename the storage."""
     for segment in reversed(segments.values()):
         for behind in (segments[f"{name}:0"] for name in segment.exits):
             segment.last_reader = max(segment.last_reader, behind.last_reader)
@@ -161,7 +167,7 @@ def _pass_on(segments: dict[str, Segment]) -> None:
 
 
 def _aliased_operand(graph: ModelGraph, op: Op, result: str, segment_of: dict[str, str]) -> str | None:
-    """The segment of the operand that a result is a view of."""
+    """Returns the segment of the operand that a result is a view of; None for a new tensor."""
     storage = graph.values[result].storage
     for operand in op.operands:
         if operand in segment_of and graph.values[operand].storage == storage:
@@ -170,10 +176,11 @@ def _aliased_operand(graph: ModelGraph, op: Op, result: str, segment_of: dict[st
 
 
 def kept_expressions(space: Space, segments: dict[str, Segment], segment: Segment) -> tuple[Expression, ...]:
-    """Expressions whose maximum is the bytes that this segment's storage keeps."""
+    """Returns expressions whose maximum is the bytes that autograd keeps of a segment's storage."""
     maker = space.classes[segment.maker]
     if segment.is_kept or isinstance(space.deciders[maker], Boundary):
-        # Whether this boundary makes a tensor and the next one renames it is a product of choices: counted where made.
+        # That this boundary makes a tensor and the next one only renames it would be a product of two decisions, so
+        # the bytes are counted here, where the tensor is made.
         return (Expression(terms=((maker, own_bytes(space, segment)),)),)
     readers = dict.fromkeys(space.classes[name] for name in segment.exits if is_wanted(segments, name))
     return tuple(
@@ -193,7 +200,7 @@ def kept_expressions(space: Space, segments: dict[str, Segment], segment: Segmen
 
 
 def own_bytes(space: Space, segment: Segment) -> tuple[float, ...]:
-    """A rank's bytes of a storage by its maker's strategies; none where a boundary only renames."""
+    """Returns a rank's bytes of a storage by its maker's strategies; 0 where a boundary makes no tensor."""
     maker = space.classes[segment.maker]
     return tuple(
         0.0 if _renames(space, maker, s) else _local(space, segment.value, s.results[segment.position])
@@ -202,8 +209,11 @@ def own_bytes(space: Space, segment: Segment) -> tuple[float, ...]:
 
 
 def held_bytes(space: Space, segments: dict[str, Segment], segment: Segment) -> tuple[str, tuple[float, ...]]:
-    """A rank's bytes of what is held of a module's result (returned_until), and who decides them: none of what is kept
-    anyway. It is not where what is kept of it is a copy that a boundary behind makes."""
+    """Returns the deciding class, and by strategy the bytes of a module's result that code holds (returned_until).
+
+    Bytes that autograd keeps anyway are 0. Where a boundary behind wants the storage, its decision counts: if it makes
+    a copy, the copy is kept, and the result itself is only held.
+    """
     wanted = next((name for name in segment.exits if is_wanted(segments, name)), None)
     decider = space.classes[segment.maker if wanted is None else wanted]
     return decider, tuple(
@@ -215,25 +225,25 @@ def held_bytes(space: Space, segments: dict[str, Segment], segment: Segment) -> 
 
 
 def _local(space: Space, value: Value, layout: Layout) -> float:
-    """A rank's part of a storage. The layout may be that of a view, whose dims are others, but not how many parts."""
+    """Returns a rank's bytes of a storage. A view's layout will do: its dims differ, its number of slices does not."""
     return value.num_bytes / layout.num_slices(space.tp)
 
 
 def is_wanted(segments: dict[str, Segment], boundary: str) -> bool:
-    """True when an op behind a boundary, or behind further ones, keeps its value."""
+    """True where an op behind a boundary, or behind further boundaries, saves the boundary's result."""
     segment = segments[f"{boundary}:0"]
     return segment.is_kept or any(is_wanted(segments, name) for name in segment.exits)
 
 
 def _renames(space: Space, name: str, strategy: Strategy) -> bool:
-    """True for a boundary's strategy that makes no new tensor."""
+    """True for a strategy of a boundary that makes no new tensor."""
     if not isinstance(space.deciders[name], Boundary):
         return False
     return not Conversion(strategy.operands[0], strategy.results[0]).forward
 
 
 def extra_terms(space: Space, name: str, executor: Executor) -> Iterator[Term]:
-    """What an op of a class keeps that is neither operand nor result: statistics, masks, log-probabilities."""
+    """Yields the term for tensors that an op of a class saves besides operands and results (statistics, masks)."""
     op = space.deciders[name]
     if isinstance(op, Op):
         call = Call.of(space.graph, op)
@@ -243,14 +253,14 @@ def extra_terms(space: Space, name: str, executor: Executor) -> Iterator[Term]:
 
 
 def _extra_bytes(call: Call, strategy: Strategy, tp: int, executor: Executor) -> float:
-    """What an op keeps besides the values that it keeps where nothing is sharded."""
+    """Returns the bytes that an op saves besides the operands and results that it also saves unsharded."""
     execution, whole = executor.execute(call, strategy, tp), executor.execute(call, whole_strategy(call), 1)
     more = execution.saves - whole.saves
     return execution.saved_bytes + sum(local_bytes(call.operands[i], strategy.operands[i], tp) for i in more)
 
 
 def copies_read(space: Space, name: str) -> Iterator[Term]:
-    """A weight that is read otherwise than it rests is a copy, which the op keeps for its backward."""
+    """Yields the term for a weight that is read in another layout than it rests in: the op saves the converted copy."""
     reading = space.deciders[name]
     if not isinstance(reading, Reading):
         return

@@ -1,4 +1,4 @@
-"""Time of every strategy of every decision, forward and backward, as estimates: the numbers the problem is made of."""
+"""Prices every strategy of every decision: seconds of forward and backward, with errors, for the ILP and pricing."""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ ZERO = Estimate.zero()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeat:
-    """What runs a second time, per micro-batch: kernels, collectives, how many of both the CPU issues, and errors."""
+    """The work that recomputation runs a second time, per micro-batch; `kernels` counts those that the CPU issues."""
 
     compute: Estimate = ZERO
     collectives: Estimate = ZERO
@@ -32,7 +32,7 @@ class Repeat:
 
     @property
     def seconds(self) -> float:
-        """Seconds that it takes to run."""
+        """Seconds of kernels and collectives."""
         return (self.compute + self.collectives).seconds
 
     def __mul__(self, number: float) -> "Repeat":
@@ -46,11 +46,12 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyTime:
-    """Seconds of one strategy per micro-batch, kernels apart from what moves between ranks.
+    """Seconds of one strategy per micro-batch, kernels and collectives separately.
 
-    `again` and `again_collectives` are what of the forward runs a second time under selective recomputation: gathers,
-    and all but products, attention and sums over ranks. `*_kernels` count what the CPU issues, the collectives among
-    it. `residuals` are the errors of forward and backward, by table; `*_residuals` those of what runs again.
+    `again` and `again_collectives` are the part of the forward that selective recomputation runs a second time: all
+    kernels but products and attention, and gathers. `*_kernels` count the kernels and collectives that the CPU issues.
+    `residuals` are the errors of forward and backward, by table; `forward_residuals` and `again_residuals` those of the
+    parts that full and selective recomputation run again.
     """
 
     forward: Estimate
@@ -68,7 +69,7 @@ class StrategyTime:
     again_residuals: Residuals = NONE
 
     def repeated(self, mode: Recompute) -> Repeat:
-        """What runs a second time where all of it does that may."""
+        """Returns the work that runs a second time under a mode of recomputation, at most."""
         match mode:
             case Recompute.NONE:
                 return Repeat()
@@ -95,7 +96,7 @@ FREE = StrategyTime(forward=ZERO, backward=ZERO, forward_collectives=ZERO, backw
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Kernels of one pass: seconds, how many there are, errors by table."""
+    """The kernels of one pass: their seconds, their number, and their errors by table."""
 
     time: Estimate = ZERO
     kernels: float = 0.0
@@ -113,7 +114,7 @@ NO_WORK = Work()
 
 
 def _work(profile: HardwareProfile, kernels: Iterable[Kernel], moved: float) -> Work:
-    """Kernels in a row. Of those that only move memory fusion leaves the share `moved`, of their number as well."""
+    """Sums kernels. `moved` is the share of memory-bound kernels' time and number that fusion leaves."""
     time, count, errors = ZERO, 0.0, {Matmul: 0.0, Attention: 0.0, MemoryBound: 0.0}
     for kernel in kernels:
         share = moved if isinstance(kernel, MemoryBound) else 1.0
@@ -126,21 +127,22 @@ def _work(profile: HardwareProfile, kernels: Iterable[Kernel], moved: float) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
-    """What a table of times is made with. `shares` says by decision which of its bytes fusion leaves; `additions` how
-    many gradients are added up behind each of its results."""
+    """The inputs and caches of a table of times."""
 
     profile: HardwareProfile
     group: GroupShape
     executor: Executor
+    #: by decision: the share of its bytes that fusion leaves
     shares: Mapping[str, float]
+    #: by decision: the number of additions of gradients behind each of its results
     additions: Mapping[str, tuple[float, ...]]
-    #: by the id of an execution, which is kept: forward, backward, and what of forward only moves memory
+    #: works_of by the execution's id and share; the execution is held, so that its id is not reused
     works: dict[tuple[int, float], tuple[Execution, tuple[Work, Work, Work]]] = field(default_factory=dict)
-    #: of a conversion, by what its time depends on
+    #: times of conversions, by all that they depend on
     conversions: dict[Hashable, StrategyTime] = field(default_factory=dict)
 
     def works_of(self, execution: Execution, moved: float) -> tuple[Work, Work, Work]:
-        """Forward, backward, and what of forward only moves memory."""
+        """Returns the work of the forward, of the backward, and of the forward's memory-bound kernels alone."""
         key = id(execution), moved
         if key not in self.works:
             light = (kernel for kernel in execution.forward if isinstance(kernel, MemoryBound))
@@ -158,7 +160,7 @@ def time_table(
     *,
     is_compiled: bool = False,
 ) -> dict[str, tuple[StrategyTime, ...]]:
-    """Times by deciding decision (one per class), in the order of its strategies."""
+    """Returns the times of each class's strategies, in their order, by the class's representative decision."""
     pricing = Pricing(
         profile=profile,
         group=group,
@@ -170,7 +172,7 @@ def time_table(
 
 
 def strategy_times(space: Space, name: str, pricing: Pricing) -> Iterator[StrategyTime]:
-    """The times of one decision's strategies, in order."""
+    """Yields the times of one decision's strategies, in order."""
     decider, values = space.deciders[name], space.graph.values
     moved, counts = pricing.shares.get(name, 1.0), pricing.additions.get(name, ())
     for strategy in space.strategies[name]:
@@ -194,7 +196,7 @@ def strategy_times(space: Space, name: str, pricing: Pricing) -> Iterator[Strate
 def _added(
     pricing: Pricing, counts: Sequence[float], values: Sequence[Value], layouts: Sequence[Layout], moved: float
 ) -> Work:
-    """The additions of gradients behind some values; where kernels are fused, an addition only reads what is added."""
+    """Returns the additions of gradients behind values; one that is fused with a neighbour only reads one gradient."""
     found = NO_WORK
     for count, value, layout in zip(counts, values, layouts, strict=False):
         num_bytes = moved_bytes(value, layout, pricing.group.ranks)
@@ -205,7 +207,7 @@ def _added(
 
 
 def _op_time(call: Call, strategy: Strategy, pricing: Pricing, moved: float, added: Work) -> StrategyTime:
-    """Full recomputation repeats all of a forward; selective all but products, attention and sums over ranks."""
+    """Returns the time of an op; selective recomputation repeats its memory-bound kernels only."""
     profile, group = pricing.profile, pricing.group
     execution = pricing.executor.execute(call, strategy, group.ranks)
     transfers = op_transfers(call, strategy)
@@ -232,7 +234,7 @@ def _op_time(call: Call, strategy: Strategy, pricing: Pricing, moved: float, add
 def _conversion_time(
     conversion: Conversion, value: Value, profile: HardwareProfile, group: GroupShape, added: Work
 ) -> StrategyTime:
-    """Full recomputation repeats what moves forward; selective what moves nothing between ranks, and gathers."""
+    """Returns the time of a conversion; selective recomputation repeats gathers and local steps only."""
     if conversion.is_identity:
         free = added == NO_WORK
         return (
@@ -242,7 +244,7 @@ def _conversion_time(
         )
     transfers = conversion_transfers(conversion, value)
     forward, backward = conversion_time(profile, conversion, value, group)
-    # A local step is a kernel; a conversion with a collective counts whole as communication.
+    # A local step counts as a kernel; a step with a collective counts as communication, with its copies.
     moves = {transfer.during for transfer in transfers}
     local, sent = (ZERO, forward) if Pass.FORWARD in moves else (forward, ZERO)
     returned, sent_back = (ZERO, backward) if Pass.BACKWARD in moves else (backward, ZERO)

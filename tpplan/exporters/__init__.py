@@ -1,9 +1,9 @@
-"""Plans in other words: an exporter is a module here with a function
+"""Exporters: write a plan in another form. An exporter is a module in this folder with a function
 
     export(laid: LaidOut) -> str
 
-whose first docstring line says what it writes. It raises ExportError, naming the module, for what it cannot say: what
-it writes computes what the plan does.
+The first line of the module's docstring says what it writes. The written text must compute the same as the plan; where
+its form cannot express a part of the plan, export raises ExportError with the module's name.
 
 In: a plan and the model it is for. Out: text, such as a PyTorch file that needs no tpplan.
 
@@ -31,7 +31,7 @@ from tpplan.verify.prove_plan import prove_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """A tensor that enters or leaves a module: in which layout, and in which it goes on."""
+    """A tensor that enters or leaves a module: its layout before (`source`) and after (`target`) the boundary."""
 
     path: str
     source: Layout
@@ -46,7 +46,7 @@ class Crossing:
 
 @dataclass(frozen=True, kw_only=True)
 class LaidOut:
-    """A proven plan with its model (on the meta device), the traced graph, and the layouts that follow from both."""
+    """A proven plan, its model on the meta device, the traced graph, and the graph's strategies by name."""
 
     plan: Plan
     model: nn.Module
@@ -55,14 +55,14 @@ class LaidOut:
 
     @cached_property
     def crossings(self) -> dict[tuple[str, Direction], tuple[Crossing, ...]]:
-        """By module and direction, in order; those of several calls once where they agree."""
+        """The crossings by module and direction, in order; equal ones of several calls are listed once."""
         found: dict[tuple[str, Direction], dict[Crossing, None]] = {}
         for boundary in self.graph.boundaries:
             found.setdefault((boundary.module, boundary.direction), {})[self.crossing(boundary)] = None
         return {place: tuple(crossings) for place, crossings in found.items()}
 
     def crossing(self, boundary: Boundary) -> Crossing:
-        """What happens to a tensor there."""
+        """Returns the layouts of the tensor before and after a boundary."""
         strategy = self.strategies[boundary.name]
         return Crossing(
             path=boundary.path,
@@ -73,7 +73,7 @@ class LaidOut:
 
 
 def exporters() -> dict[str, str]:
-    """Names of the exporters, and what each writes."""
+    """Returns what each exporter writes, by the exporter's name."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
     return {name: (_module(name).__doc__ or "").partition("\n")[0] for name in names}
 
@@ -81,10 +81,10 @@ def exporters() -> dict[str, str]:
 def export(
     plan: Plan, build_model: BuildModel, example_inputs: ExampleInputs, *, loss: Loss | None = None, to: str = "pytorch"
 ) -> str:
-    """The plan's text in another form, once it is proven for this model.
+    """Proves the plan for this model, and returns it in the form of the exporter `to`, as text.
 
-    Raises UsageError for an unknown form, VerificationError for a plan that is wrong, ExportError for one that the form
-    has no words for.
+    Raises UsageError for an unknown exporter, VerificationError for a plan that is wrong, and ExportError for a plan
+    that the form cannot express.
     """
     if to not in exporters():
         raise UsageError(f"export to {to!r}: expected one of {', '.join(exporters())}")

@@ -1,4 +1,4 @@
-"""The file that exporters/pytorch.py writes: its docstring, imports, helpers, and parallelize(model)."""
+"""Writes the text of an exported PyTorch file: its docstring, imports, helpers, and parallelize(model)."""
 
 import inspect
 import re
@@ -20,8 +20,10 @@ from tpplan.plan.plan import Plan, Precision, Recompute, uses_fsdp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Styles:
-    """A style for each module that needs one, as Python, by module; "" is the model itself. They are applied in this
-    order. `ties` are a parameter's name, and another one that it has."""
+    """Styles as Python text by module name, "" for the root; they are applied in the order of these fields.
+
+    `ties` are pairs of names of one parameter.
+    """
 
     entering: Mapping[str, str]
     layers: Mapping[str, str]
@@ -29,11 +31,11 @@ class Styles:
     ties: tuple[tuple[str, str], ...]
 
 
-#: by field of Styles: what stands above it
+#: by field of Styles: the comment above it in the file
 _SECTIONS = {
-    "entering": "what is converted on its way into a module",
+    "entering": "conversions of inputs",
     "layers": "layers and their weights",
-    "leaving": "what is converted on its way out of a module",
+    "leaving": "conversions of outputs",
 }
 
 _HEAD = """\
@@ -42,9 +44,9 @@ _HEAD = """\
 {usage}
 
 Written by tpplan {version} from the plan {hash}, for torch {torch}.
-Ranks of a tp group read the same batch, and draw from the same random state; the others have their own. A step is
-{steps} x {micro_batch} sequences of {seq_len}.
-How torch moves tensors inside a layer is its own; what the plan predicts, it predicts of tpplan.apply_plan.
+Ranks of a tp group read the same batch, and draw from the same random state; other ranks have their own. A step is
+{steps} x {micro_batch} sequences of length {seq_len}.
+The plan's predictions hold for tpplan.apply_plan; torch's styles may use other collectives inside a layer.
 \"\"\"
 """
 _USAGE = """\
@@ -58,7 +60,7 @@ _LOSS_PARALLEL = """
 
 
 def file_text(plan: Plan, styles: Styles | None) -> str:
-    """The file; without styles, for plans that have one tensor-parallel rank."""
+    """Returns the text of the file. `styles` is None for plans with one tensor-parallel rank."""
     body = [*_mesh_lines(plan)]
     if styles is not None:
         body += _style_lines(plan, styles)
@@ -104,7 +106,7 @@ def _function_lines(body: Sequence[str]) -> Iterator[str]:
     yield "    return model"
 
 
-#: what each name in a generated file is imported from; "" is the module itself
+#: the module that each name in an exported file is imported from; "" where the name is a module itself
 _IMPORTS = {
     "inspect": "",
     "torch": "",
@@ -135,7 +137,7 @@ _STANDARD = ("functools", "typing", "inspect")
 
 
 def _import_lines(code: str) -> Iterator[str]:
-    """Of all names above those that the code has."""
+    """Yields the import lines for the names of _IMPORTS that the code uses: the standard library's, then torch's."""
     used = {name: home for name, home in _IMPORTS.items() if re.search(rf"(?<![\w.]){name}\b", code)}
     homes: dict[str, list[str]] = defaultdict(list)
     for name, home in used.items():
@@ -178,12 +180,12 @@ def _style_lines(plan: Plan, styles: Styles) -> Iterator[str]:
         is_plain = attribute.isascii() and attribute.isidentifier() and not iskeyword(attribute)
         yield f"{module}.{attribute} = {value}" if is_plain else f"setattr({module}, {quoted(attribute)}, {value})"
     is_summed = any(style.startswith("SequenceParallel") for style in styles.layers.values())
-    if is_summed and not uses_fsdp(plan.mesh, plan.precision):  # FSDP2 does it
+    if is_summed and not uses_fsdp(plan.mesh, plan.precision):  # FSDP2 sums them itself
         yield "sum_gradients(model)"
 
 
 def _dict_lines(plan: Plan, table: str, found: Mapping[str, str]) -> Iterator[str]:
-    """Like modules of a block in a loop, the others one by one."""
+    """Yields lines that fill the dict `table`: a loop over layers of a block with the same text, else one by one."""
     rows: dict[tuple[str, str], list[int]] = defaultdict(list)
     alone: dict[str, str] = {}
     for name, style in found.items():
@@ -204,7 +206,7 @@ def _dict_lines(plan: Plan, table: str, found: Mapping[str, str]) -> Iterator[st
 
 
 def _in_block(plan: Plan, name: str) -> tuple[str, int | None]:
-    """The name with `*` for its index in a repeated block, and the index."""
+    """Returns the name with `*` for its index in a repeated block, and the index; (name, None) outside of blocks."""
     parts = name.split(".")
     for pattern, ranges in plan.blocks.items():
         depth = len(pattern.split(".")) - 1
@@ -216,19 +218,19 @@ def _in_block(plan: Plan, name: str) -> tuple[str, int | None]:
 
 
 def _with_index(key: str) -> str:
-    """A pattern as what stands behind the f of an f-string of the index i."""
+    """Returns the quoted text of an f-string in which {i} stands for the `*` of the pattern."""
     parts = [part.replace("{", "{{").replace("}", "}}") for part in key.split(".")]
     parts[parts.index("*")] = "{i}"
     return quoted(".".join(parts))
 
 
 def quoted(text: str) -> str:
-    """A string as Python in double quotes, whatever it holds: a file is ASCII, and a name ends where it should."""
+    """Returns a string as an ASCII Python literal in double quotes, whatever characters it contains."""
     return f'"{_escaped(text)}"'
 
 
 def _escaped(text: str) -> str:
-    """Text between double quotes, three of them too."""
+    """Returns text escaped for a Python literal in one or three double quotes."""
     return text.encode("unicode_escape").decode("ascii").replace('"', '\\"')
 
 
@@ -244,7 +246,7 @@ def _recompute_lines(plan: Plan) -> Iterator[str]:
     if not modes:
         return
     yield ""
-    yield "# what runs again in backward"
+    yield "# recomputation: these modules run again in backward"
     words = {Recompute.FULL: "{}", Recompute.SELECTIVE: '{"context_fn": recomputed}'}
     if Recompute.SELECTIVE in modes.values():
         yield "recomputed = partial(create_selective_checkpoint_contexts, keep_products)"
@@ -261,12 +263,12 @@ def _fsdp_lines(plan: Plan) -> Iterator[str]:
     axes = '"shard"' if plan.mesh.replicate == 1 else '"replicate", "shard"'
     policy = "param_dtype=torch.bfloat16, reduce_dtype=torch.float32" if plan.precision is Precision.BF16_MIXED else ""
     yield ""
-    yield "# data parallelism; it averages gradients over the ranks that read other samples"
+    yield "# data parallelism: FSDP2 averages gradients over ranks with different samples"
     yield f"policy = MixedPrecisionPolicy({policy})"
     yield f'options = {{"mesh": mesh[{axes}], "mp_policy": policy}}'
     resharded = {name: str(reshard) for name, reshard in plan.resharded_units().items()}
     if resharded:
-        yield "units = {}  # is it resharded after its forward?"
+        yield "units = {}  # whether each is resharded after its forward"
         yield from _dict_lines(plan, "units", resharded)
         yield "for name, reshard in units.items():"
         yield "    fully_shard(model.get_submodule(name), reshard_after_forward=reshard, **options)"

@@ -1,4 +1,4 @@
-"""What exporters/pytorch.py writes into its files beside torch's own styles: this text, as far as it is needed."""
+"""Helpers that exporters/pytorch.py copies, as source text, into the files that need them."""
 
 import inspect
 from functools import partial
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 
 class Entering(ParallelStyle):
-    """Arguments of a module, by name: how they come, how they go on, and whether as the DTensor that they are then."""
+    """Converts arguments of a module, by name: (placement before, placement after, whether they stay DTensors)."""
 
     def __init__(self, **arguments: tuple[Placement, Placement, bool]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Entering(ParallelStyle):
 
 
 class Leaving(ParallelStyle):
-    """The output of a module: how its forward gives it, how it goes on, and whether as a DTensor."""
+    """Converts the output of a module from one placement to another; is_kept leaves it a DTensor."""
 
     def __init__(self, source: Placement, target: Placement, is_kept: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Leaving(ParallelStyle):
 
 
 class OnWhole(ParallelStyle):
-    """Every rank has these weights, and runs them on the whole."""
+    """Replicates the weights of a module, which every rank runs on the whole input."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -70,7 +70,7 @@ class OnWhole(ParallelStyle):
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Gradients of weights that every rank read with a part of the tokens are summed, as optimizers want them."""
+    """Sums the gradients of replicated weights that each rank read with a part of the tokens, after each backward."""
 
     def add_up(parameter: torch.Tensor) -> None:
         if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
@@ -82,10 +82,10 @@ def sum_gradients(model: nn.Module) -> None:
 
 
 def keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Selective recomputation keeps what products, attention and sums over ranks give."""
+    """Selective recomputation keeps the results of matrix products, attention and collectives."""
     is_kept = op.name().partition(".")[0] in KEPT
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-#: names of ops
+#: names of the ops whose results are kept; the exported file sets it
 KEPT: frozenset[str] = frozenset()

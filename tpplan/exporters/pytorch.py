@@ -1,8 +1,9 @@
 """Plain PyTorch: a file of parallelize_module with torch's own styles and fully_shard, which needs no tpplan.
 
-What torch's styles take and give is a plain tensor, laid out as the plan says. Between a conversion to R* and the
-column-parallel layers that read it a DTensor goes, so that their gradients are summed once, in the conversion. What
-else would meet that DTensor, or would need a rank's own code, has no words there and is refused.
+Modules pass plain local tensors in the planned layouts to each other. Only between a conversion to R* and the
+column-parallel layers that read its result the tensor is a DTensor, so that the layers' gradients are summed once, in
+the conversion. Modules that would read that DTensor beside other tensors, or whose code tpplan changes per rank, cannot
+be expressed and are refused.
 """
 
 from collections import defaultdict
@@ -24,29 +25,38 @@ from tpplan.torch_internals.modules import own_parameters
 
 
 def export(laid: LaidOut) -> str:
-    """The text of a Python file whose parallelize(model) lays the model out."""
+    """Returns the text of a Python file with a function parallelize(model) that lays the model out."""
     _refuse_own_code(laid.plan)
-    return file_text(laid.plan, _Finder(laid).styles() if laid.plan.mesh.tp > 1 else None)
+    return file_text(laid.plan, _StyleFinder(laid).styles() if laid.plan.mesh.tp > 1 else None)
 
 
 def _refuse_own_code(plan: Plan) -> None:
-    """What tpplan runs in a module's place, and torch's styles do not."""
+    """Raises ExportError for plans that need code of tpplan at run time."""
     if plan.untouched is not None:
-        raise ExportError(f"parameters stay as they are ({plan.untouched}): there is nothing to write")
+        raise ExportError(
+            f"parameters stay as they are ({plan.untouched}), which plain PyTorch has no style for: use apply_plan"
+        )
     scalars = plan.scalars_beside_fsdp()
     if scalars:
-        raise ExportError(f"{next(iter(scalars))}: a parameter without dims, which fully_shard cannot hold")
+        raise ExportError(
+            f"{next(iter(scalars))}: a parameter without dims, which fully_shard cannot hold: give it one dim, or use "
+            "apply_plan"
+        )
     if "" in plan.recomputed_modules():
-        raise ExportError("the whole model is recomputed: a wrapper around it would rename its parameters")
+        raise ExportError(
+            "the whole model is recomputed, and a wrapper around it would rename its parameters: solve with "
+            "--no-recompute, or use apply_plan"
+        )
     own = {
-        "sizes in its code are another layout's and are replaced: write -1 there, and solve again": {
+        "sizes in its code are replaced by a rank's own: write -1 there and solve again, or use apply_plan": {
             *plan.size_plans()
         },
-        "its own forward has a cross entropy over a slice of the classes: take the loss out of it": {
-            *plan.sharded_losses()
+        "its own forward has a cross entropy over a slice of the classes: move the loss out of the model and solve "
+        "again, or use apply_plan": {*plan.sharded_losses()},
+        "dropout runs on slices, and torch would draw the same mask on every rank: use apply_plan": {
+            *plan.drawing_modules()
         },
-        "dropout falls on slices, and torch would draw the same mask on every rank": {*plan.drawing_modules()},
-        "it runs whole": {*plan.opaque_modules()},
+        "it runs whole on every rank, on gathered weights: use apply_plan": {*plan.opaque_modules()},
     }
     for reason, modules in own.items() if plan.mesh.tp > 1 else ():
         if modules:
@@ -54,24 +64,25 @@ def _refuse_own_code(plan: Plan) -> None:
 
 
 @dataclass
-class _Finder:
-    """Finds the styles of a plan's modules."""
+class _StyleFinder:
+    """Finds the styles of a plan's modules, as Python text."""
 
     laid: LaidOut
+    #: styles by module name
     entering: dict[str, str] = field(default_factory=dict)
     layers: dict[str, str] = field(default_factory=dict)
     leaving: dict[str, str] = field(default_factory=dict)
-    #: modules whose own conversions are in their style
+    #: modules whose layer style already converts their inputs, or their outputs
     with_inputs: set[str] = field(default_factory=set)
     with_outputs: set[str] = field(default_factory=set)
-    #: column-parallel layers, and those to which something else than a DTensor comes
+    #: column-parallel layers, and those of them whose input is a plain tensor
     columns: set[str] = field(default_factory=set)
     reading_plain: set[str] = field(default_factory=set)
 
     def styles(self) -> Styles:
-        """A style for each module that needs one. Raises ExportError for what torch has none."""
+        """Returns a style for each module that needs one. Raises ExportError where torch has no style."""
         self.columns = {name for name, module in self._owners() if self._is_column(name, module)}
-        self._follow_kept()
+        self._follow_dtensors()
         for name, module in self._owners():
             self.layers[name] = self._style(name, module)
         for (name, direction), crossings in self.laid.crossings.items():
@@ -92,7 +103,7 @@ class _Finder:
 
     @cached_property
     def _owned(self) -> dict[str, dict[str, ParameterPlan]]:
-        """Parameters by the module that has them, and by attribute."""
+        """Parameters by owning module and attribute."""
         found: dict[str, dict[str, ParameterPlan]] = defaultdict(dict)
         for canonical, parameter in self.laid.plan.parameter_plans().items():
             for label in (canonical, *parameter.aliases):
@@ -109,21 +120,27 @@ class _Finder:
         for attribute, parameter in parameters.items():
             others = parameter.reads.keys() - {name, *_owners_of(parameter)}
             if others:
-                raise ExportError(f"parameter {name}.{attribute}: module {min(others) or ROOT} reads it, too")
+                raise ExportError(
+                    f"parameter {name}.{attribute}: module {min(others) or ROOT} reads it too, and torch's styles "
+                    "convert a weight for its own module only: use apply_plan"
+                )
         if next(module.children(), None) is not None:
-            raise ExportError(f"module {name or ROOT}: it has parameters of its own beside other modules")
+            raise ExportError(
+                f"module {name or ROOT}: it has parameters of its own beside other modules, which torch's styles do "
+                "not lay out: move them into a module, or use apply_plan"
+            )
         if all(parameter.placement == R for parameter in parameters.values()):
-            return self._of_whole_weights(name, parameters)
+            return self._replicated_style(name, parameters)
         if type(module) is nn.Linear:
             return self._column(name) if name in self.columns else self._row(name, parameters)
         if type(module) is nn.Embedding:
             return self._embedding(name, parameters["weight"].placement)
         raise ExportError(
-            f"module {name or ROOT}: {type(module).__name__} with weights that are split: torch has a style for "
-            "nn.Linear and nn.Embedding alone"
+            f"module {name or ROOT}: {type(module).__name__} with weights that are split: torch has styles for "
+            "nn.Linear and nn.Embedding only: use apply_plan"
         )
 
-    def _of_whole_weights(self, name: str, parameters: Mapping[str, ParameterPlan]) -> str:
+    def _replicated_style(self, name: str, parameters: Mapping[str, ParameterPlan]) -> str:
         reads = {layout for parameter in parameters.values() for layout in parameter.reads.values()}
         entering = [crossing.target for crossing in self._inputs(name)]
         layouts = {*entering, *(crossing.source for crossing in self._outputs(name))}
@@ -134,8 +151,8 @@ class _Finder:
             return f"SequenceParallel(sequence_dim={dim}, use_local_output=True)"
         met = ", ".join(map(str, layouts)) or "nothing"
         raise ExportError(
-            f"module {name or ROOT}: {_words(parameters)} meet {met}; torch has a style for weights on the whole, and "
-            "on slices of the one dim of the input and the output"
+            f"module {name or ROOT}: {_words(parameters)} meet {met}; torch's styles for replicated weights take whole "
+            "inputs, or inputs and outputs that are slices of one dim: use apply_plan"
         )
 
     def _column(self, name: str) -> str:
@@ -147,7 +164,10 @@ class _Finder:
             if crossing.target != R_STAR:
                 raise self._no_words(name, crossing)
             if not crossing.is_conversion and name in self.reading_plain:
-                raise ExportError(f"module {name}: it reads copies whose gradient is a summand, out of no conversion")
+                raise ExportError(
+                    f"module {name}: it reads an input in layout R* that no conversion makes, and torch's style would "
+                    "not sum its gradient: use apply_plan"
+                )
         return _call("ColwiseParallel", crossing if crossing.is_conversion else None, self._output(name))
 
     def _row(self, name: str, parameters: Mapping[str, ParameterPlan]) -> str:
@@ -173,7 +193,7 @@ class _Finder:
         raise self._no_words(name, crossing)
 
     def _output(self, name: str) -> Layout:
-        """Where a layer's output goes: the style converts it."""
+        """Returns the layout to which the layer's style converts its output."""
         (crossing,) = self._single(name, self._outputs(name))
         self.with_outputs.add(name)
         if crossing.is_conversion and crossing.target not in (R, R_STAR, *_shards(crossing.target)):
@@ -187,7 +207,10 @@ class _Finder:
         if not changed:
             return
         if len(changed) < sum(crossing.path in changed for crossing in crossings):
-            raise ExportError(f"module {name or ROOT}: its calls are laid out in different ways")
+            raise ExportError(
+                f"module {name or ROOT}: its calls convert inputs differently, and a style has one conversion: use "
+                "apply_plan"
+            )
         words = []
         for path, crossing in changed.items():
             if not path.isidentifier() or iskeyword(path) or crossing.source == R_STAR or crossing.target in (P, ROWS):
@@ -201,7 +224,9 @@ class _Finder:
         kept = self.laid.plan.outputs.get("output") if name == "" else None
         returned = [path for path in self.laid.plan.outputs if not path.startswith(LEFT_AT)]
         if not name and set(returned) - {"output"}:
-            raise ExportError(f"outputs {', '.join(returned)} leave the model sharded: one can")
+            raise ExportError(
+                f"outputs {', '.join(returned)} leave the model sharded: this form supports one output: use apply_plan"
+            )
         if kept is None and not any(crossing.is_conversion for crossing in crossings):
             return
         (crossing,) = self._single(name, crossings)
@@ -210,9 +235,11 @@ class _Finder:
         layouts = f"{_word(crossing.source)}, {_word(crossing.target)}"
         self.leaving[name] = f"Leaving({layouts}, {kept is not None and kept != R})"
 
-    def _follow_kept(self) -> None:
-        """Follows what is a DTensor where it is read: from conversions to R* on, through what reads nothing else, into
-        column-parallel layers. Raises ExportError where another reader would mix it with plain tensors."""
+    def _follow_dtensors(self) -> None:
+        """Follows the DTensors from conversions to R* through ops into column-parallel layers.
+
+        Fills `reading_plain`. Raises ExportError for an op that would read such a DTensor beside plain tensors.
+        """
         kept: set[str] = set()
         for node in self.laid.graph.nodes:
             if not isinstance(node, Boundary):
@@ -220,8 +247,8 @@ class _Finder:
                     continue
                 if not kept.issuperset(node.operands):
                     raise ExportError(
-                        f"module {node.module or ROOT}: {node.target} reads copies whose gradient is a summand beside "
-                        "other tensors; torch's styles keep these as DTensors, and those are none"
+                        f"module {node.module or ROOT}: {node.target} reads a tensor in layout R* beside others; "
+                        "torch's styles make it a DTensor, which cannot be mixed with plain tensors: use apply_plan"
                     )
                 kept.update(node.results)
             elif node.module in self.columns and node.direction is Direction.INPUT:
@@ -244,24 +271,26 @@ class _Finder:
 
     def _single(self, name: str, crossings: tuple[Crossing, ...]) -> tuple[Crossing, ...]:
         if len(crossings) != 1:
-            how = "several tensors cross, or differently in its calls" if crossings else "it is not called"
-            raise ExportError(f"module {name or ROOT}: {how}")
+            how = "several tensors enter or leave it, or its calls differ" if crossings else "it is not called"
+            raise ExportError(f"module {name or ROOT}: {how}, and a style converts one tensor: use apply_plan")
         return crossings
 
     def _no_words(self, name: str, crossing: Crossing) -> ExportError:
         how = f"{crossing.source} -> {crossing.target}" if crossing.is_conversion else str(crossing.source)
-        return ExportError(f"module {name or ROOT}, {crossing.path}: torch's styles have no words for {how} there")
+        return ExportError(
+            f"module {name or ROOT}, {crossing.path}: torch's styles have no words for {how} there: use apply_plan"
+        )
 
 
 def _owners_of(parameter: ParameterPlan) -> set[str]:
-    """Modules that have it under another name."""
+    """Returns the modules that own or read a parameter with several names; none for a parameter with one name."""
     return (
         {alias.rpartition(".")[0] for alias in parameter.aliases} | {*parameter.reads} if parameter.aliases else set()
     )
 
 
 def _shards(layout: Layout) -> tuple[Layout, ...]:
-    """Itself where it is a slice that torch can say."""
+    """Returns (layout,) where torch has a placement for it as a plain slice, else ()."""
     return (layout,) if layout.is_plain else ()
 
 
@@ -273,7 +302,7 @@ def _words(parameters: Mapping[str, ParameterPlan]) -> str:
 
 
 def _word(layout: Layout) -> str:
-    """torch's word for where a value is."""
+    """Returns torch's placement for a layout, as Python text. Raises ExportError where torch has none."""
     match layout.kind:
         case LayoutKind.SHARD if layout.is_plain:
             return f"Shard({layout.dim})"
@@ -282,12 +311,15 @@ def _word(layout: Layout) -> str:
         case LayoutKind.REPLICATE:
             return "Replicate()"
         case _:
-            raise ExportError(f"torch has no placement for {layout}")
+            raise ExportError(f"torch has no placement for {layout}: use apply_plan")
 
 
 def _call(style: str, entering: Crossing | None, leaving: Layout) -> str:
-    """A style of torch; by its default the input comes as the layer takes it, and what ColwiseParallel gives, or what
-    RowwiseParallel sums, leaves as it is."""
+    """Returns the call of a torch style, as Python text.
+
+    `entering` is the conversion of the input, None where it arrives in the layout that the style takes by default.
+    `leaving` is the layout of the output; for R* the output stays a DTensor.
+    """
     words = [f"input_layouts={_word(entering.source)}"] if entering else []
     words += (
         ["output_layouts=Replicate()", "use_local_output=False"]

@@ -1,13 +1,12 @@
-"""Checkpoints: saved under one plan, loaded under any other, through torch.distributed.checkpoint.
+"""Saves checkpoints under one plan and loads them under any other, through torch.distributed.checkpoint.
 
     tpplan.save_checkpoint("checkpoints", model, optimizer, step=100, extras={"samples": 51200}, keep=2)
     loaded = tpplan.load_checkpoint("checkpoints", model, optimizer)          # the latest; loaded.step, loaded.extras
 
-A checkpoint is a folder with torch's files, in which each rank has written its parts of the parameters and of the
-optimizer's states by the places that they have in the whole tensors, and `state.pt`: the step, the optimizer's groups
-and scalars, and the extras. Names are those of state_dict. A fused weight rests in its own order on every mesh
-(tpplan.apply.modules.parameter_reads), and so is saved in it. tpplan.train.checkpoint_folder says what a killed writer
-leaves behind: nothing.
+A checkpoint is a folder with torch's files and `state.pt`. In torch's files each rank writes its shards of parameters
+and optimizer states with their offsets in the whole tensors. `state.pt` has the step, the optimizer's groups and
+scalars, and the extras. Names are those of state_dict. A fused weight is stored in its own order on every mesh
+(tpplan.apply.modules.parameter_reads). A killed writer leaves no broken checkpoint (tpplan.train.checkpoint_folder).
 """
 
 import io
@@ -16,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +26,38 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tpplan.apply.model_match import plan_name
 from tpplan.core.errors import UsageError, WeightsError
-from tpplan.train.checkpoint_folder import begin, commit, keep_last, latest_checkpoint, written
+from tpplan.train.checkpoint_folder import (
+    atomic_write,
+    begin_checkpoint,
+    commit_checkpoint,
+    keep_last,
+    latest_checkpoint,
+)
 from tpplan.train.checkpoint_metadata import CheckpointReader, read_metadata, tensors_in
 from tpplan.train.load_weights import BuildModel, make_memory, prepare_buffers
 from tpplan.train.materialize import all_ranks, listed, raise_together, targets_of
+from tpplan.train.optimizer_state import (
+    STATE_PREFIX,
+    empty_states,
+    load_optimizer,
+    parameter_names,
+    saved_optimizer,
+    state_key,
+)
 
 _FORMAT = 1
 _STATE = "state.pt"
-_MODEL, _OPTIMIZER = "model.", "optimizer."
+#: prefix of parameters and buffers among the tensors of a checkpoint
+_MODEL = "model."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What was loaded besides model and optimizer."""
+    """The path, step and extras of a loaded checkpoint."""
 
     path: Path
     step: int
@@ -63,24 +75,31 @@ def save_checkpoint(
 ) -> Path:
     """Saves model, optimizer, step and extras as a folder inside `folder`, which all ranks see; returns its path.
 
-    All ranks call it, after optimizer.step(). `extras` are rank 0's: numbers, strings, tensors, and dicts and lists of
-    those (the position in the data, a scheduler's state_dict). With `keep` only the last so many checkpoints stay.
-    Until all is on the disk, the one before is the latest. Raises UsageError for extras or optimizer states that cannot
-    be saved, WeightsError where the disk refuses, on all ranks.
+    Call it on all ranks, after optimizer.step(). `extras` are rank 0's: numbers, strings, tensors, and dicts and lists
+    of these (the position in the data, a scheduler's state_dict). `keep` is the number of checkpoints to keep. Until
+    all is on the disk, the previous checkpoint is the latest. Raises UsageError for extras or optimizer states that
+    cannot be saved, and WeightsError where the disk refuses, on all ranks.
     """
     tensors: dict[str, Tensor] = {}
     error: Exception | None = None
     blob = b""
     try:
         if step < 0 or (keep is not None and keep < 1):
-            raise UsageError(f"save_checkpoint: step {step} must be at least 0, keep {keep} at least 1")
+            raise UsageError(f"save_checkpoint: expected step >= 0 and keep >= 1 or None, got step={step}, keep={keep}")
         tensors, blob = _gathered(model, optimizer, step, extras or {})
     except Exception as found:
         error = found
     raise_together(error)
-    place = Path(_from_first(lambda: str(begin(Path(folder), step))))
+    place = Path(_from_first(lambda: str(begin_checkpoint(Path(folder), step))))
     is_here = place.is_dir()
-    raise_together(None if is_here else WeightsError(f"{place}: rank 0 made it, and it is not here: share the folder"))
+    raise_together(
+        None
+        if is_here
+        else WeightsError(
+            f"{place}: rank 0 made this folder, and this rank does not see it: pass a "
+            "folder on a file system that all ranks share"
+        )
+    )
     _write(place, tensors)
     return Path(_from_first(lambda: _finish(place, blob, keep)))
 
@@ -88,11 +107,11 @@ def save_checkpoint(
 def _gathered(
     model: nn.Module, optimizer: Optimizer | None, step: int, extras: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], bytes]:
-    """What each rank writes its parts of, and what rank 0 writes."""
+    """Returns the tensors whose shards each rank writes, by name, and the content of rank 0's `state.pt`."""
     tensors = {_MODEL + name: tensor for name, tensor in _model_tensors(model).items()}
     state: dict[str, Any] = {"format": _FORMAT, "step": step, "extras": dict(extras), "optimizer": None}
     if optimizer is not None:
-        saved = _saved_optimizer(_names(model), optimizer)
+        saved = saved_optimizer(_names(model), optimizer)
         tensors |= saved.tensors
         state["optimizer"] = {"groups": saved.groups, "scalars": saved.scalars}
     return tensors, _serialized(state)
@@ -100,13 +119,15 @@ def _gathered(
 
 def _finish(place: Path, blob: bytes, keep: int | None) -> str:
     try:
-        with written(place / _STATE) as path:
+        with atomic_write(place / _STATE) as path:
             path.write_bytes(blob)
-        complete = commit(place)
+        complete = commit_checkpoint(place)
         if keep is not None:
             keep_last(complete.parent, keep)
     except OSError as error:
-        raise WeightsError(f"{place}: the checkpoint cannot be finished: {error}") from error
+        raise WeightsError(
+            f"{place}: the checkpoint cannot be finished: {error}; check space and permissions, and save again"
+        ) from error
     return str(complete)
 
 
@@ -117,12 +138,12 @@ def load_checkpoint(
     *,
     build_model: BuildModel | None = None,
 ) -> Checkpoint:
-    """Fills model and optimizer from a checkpoint, or from the latest in a folder of them.
+    """Fills model and optimizer from a checkpoint, or from the latest one in a folder of checkpoints.
 
-    All ranks call it. A model on the meta device gets memory for its local parts first; `build_model` makes the buffers
-    that nobody saved, as in load_state_dict. Options of the optimizer's groups (the learning rate) are the saved ones,
-    as with torch's load_state_dict. Raises WeightsError, on all ranks and before anything is changed, where there is no
-    checkpoint, or one of another model or optimizer.
+    Call it on all ranks. A model on the meta device gets memory for its local parts first; `build_model` makes the
+    buffers that state_dict leaves out, as in load_state_dict. Options of the optimizer's groups (the learning rate) are
+    the saved ones, as with torch's load_state_dict. Raises WeightsError, on all ranks and before anything changes,
+    where there is no checkpoint, or the checkpoint is of another model or optimizer.
     """
     place = Path(_from_first(lambda: str(_found(Path(path)))))
     state: dict[str, Any] = {}
@@ -138,11 +159,11 @@ def load_checkpoint(
     raise_together(error)
     make_memory(model, recording)
     tensors = {_MODEL + name: tensor for name, tensor in _model_tensors(model).items()}
-    states = _empty_states(metadata, _names(model), optimizer) if optimizer is not None else {}
-    tensors |= {_state_key(name, key): value for name, entry in states.items() for key, value in entry.items()}
+    states = empty_states(metadata, _names(model), optimizer) if optimizer is not None else {}
+    tensors |= {state_key(name, key): value for name, entry in states.items() for key, value in entry.items()}
     _read(place, tensors, metadata)
     if optimizer is not None:
-        _load_optimizer(optimizer, _names(model), states, state["optimizer"])
+        load_optimizer(optimizer, _names(model), states, state["optimizer"])
     return Checkpoint(path=place, step=state["step"], extras=state["extras"])
 
 
@@ -154,111 +175,15 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    """The name of each parameter, by its id."""
+    """Returns the name of each parameter of the model, by the parameter's id."""
     return {id(parameter): plan_name(name) for name, parameter in model.named_parameters()}
-
-
-def _state_key(name: str, key: str) -> str:
-    return f"{_OPTIMIZER}{name}/{key}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SavedOptimizer:
-    """An optimizer's state: what is laid out as its parameters, and the rest."""
-
-    tensors: dict[str, Tensor]
-    scalars: dict[str, dict[str, Any]]
-    groups: list[dict[str, Any]]
-
-
-def _parameter_names(names: Mapping[int, str], optimizer: Optimizer) -> list[list[str]]:
-    """By group, the names of the optimizer's parameters."""
-    unknown = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
-    if unknown:
-        raise UsageError(
-            f"the optimizer holds {len(unknown)} parameters that are not the model's, one of shape "
-            f"{list(unknown[0].shape)}: make it from model.parameters(), after apply_plan"
-        )
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def _saved_optimizer(names: Mapping[int, str], optimizer: Optimizer) -> _SavedOptimizer:
-    of_groups = _parameter_names(names, optimizer)
-    state = optimizer.state_dict()
-    flat = [name for group in of_groups for name in group]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    shapes = [tuple(parameter.shape) for parameter in parameters]
-    tensors: dict[str, Tensor] = {}
-    scalars: dict[str, dict[str, Any]] = {}
-    for number, entry in state["state"].items():
-        if not isinstance(number, int):
-            raise UsageError(f"the optimizer has state of no parameter ({number!r}), which no checkpoint can hold")
-        for key, value in entry.items():
-            if isinstance(value, Tensor) and _is_like_parameter(key, tuple(value.shape), shapes[number]):
-                tensors[_state_key(flat[number], key)] = value
-            elif isinstance(value, DTensor):
-                raise UsageError(
-                    f"the optimizer's {key} of {flat[number]} is sharded, and its shape {list(value.shape)} is not its "
-                    f"parameter's, {list(shapes[number])}: such a state cannot be saved"
-                )
-            elif isinstance(value, Tensor) and value.dim() and _is_cut(parameters[number]):
-                raise UsageError(
-                    f"the optimizer's {key} of {flat[number]}, of shape {list(value.shape)}, is each rank's own, and "
-                    "the parameter is sharded: only rank 0's would be saved; such a state cannot be"
-                )
-            else:
-                scalars.setdefault(flat[number], {})[key] = value.cpu() if isinstance(value, Tensor) else value
-    groups = [
-        {option: value for option, value in group.items() if option != "params"} | {"params": group_names}
-        for group, group_names in zip(state["param_groups"], of_groups, strict=True)
-    ]
-    return _SavedOptimizer(tensors=tensors, scalars=scalars, groups=groups)
-
-
-def _is_cut(parameter: Tensor) -> bool:
-    """Ranks hold different parts of it."""
-    return isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements)
-
-
-def _is_like_parameter(key: str, shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
-    """It lies as the parameter does. torch's optimizers count steps in a tensor without dims."""
-    return shape == parameter and key != "step"
-
-
-def _empty_states(metadata: Metadata, names: Mapping[int, str], optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
-    """Room for the saved states that lie as their parameters do, by parameter and key."""
-    by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-    states: dict[str, dict[str, Tensor]] = {}
-    for full, stored in tensors_in(metadata).items():
-        if full.startswith(_OPTIMIZER):
-            name, _, key = full.removeprefix(_OPTIMIZER).rpartition("/")
-            room = torch.empty_like(by_name[name].detach(), dtype=stored.properties.dtype)
-            states.setdefault(name, {})[key] = room
-    return states
-
-
-def _load_optimizer(
-    optimizer: Optimizer,
-    names: Mapping[int, str],
-    states: Mapping[str, Mapping[str, Tensor]],
-    saved: Mapping[str, Any],
-) -> None:
-    of_groups = _parameter_names(names, optimizer)
-    numbers = {name: number for number, name in enumerate(chain.from_iterable(of_groups))}
-    entries: dict[int, dict[str, Any]] = {}
-    for source in (saved["scalars"], states):
-        for name, entry in source.items():
-            entries.setdefault(numbers[name], {}).update(entry)
-    in_order = zip(saved["groups"], of_groups, strict=True)
-    groups = [group | {"params": [numbers[name] for name in own]} for group, own in in_order]
-    optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
 
 # ---- files
 
 
 def _serialized(state: Mapping[str, Any]) -> bytes:
-    """The file's content. Raises UsageError for what could not be read again without running code."""
+    """Returns the content of `state.pt`. Raises UsageError for a state that torch.load(weights_only=True) rejects."""
     buffer = io.BytesIO()
     try:
         torch.save(state, buffer)
@@ -279,14 +204,17 @@ def _read_state(place: Path) -> dict[str, Any]:
         raise WeightsError(f"{place / _STATE}: cannot be read: {error}") from error
     if not isinstance(state, dict) or state.get("format") != _FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise WeightsError(f"{place}: this tpplan reads checkpoints of format {_FORMAT}, this one has {found!r:.80}")
+        raise WeightsError(
+            f"{place}: this tpplan reads checkpoints of format {_FORMAT}, this one has format {found!r:.80}: load it "
+            "with the version of tpplan that saved it"
+        )
     if problem := _malformed(state):
         raise WeightsError(f"{place / _STATE}: {problem}")
     return state
 
 
 def _malformed(state: Mapping[str, Any]) -> str:
-    """What save_checkpoint would not have written; "" where nothing is."""
+    """Returns what in a loaded `state.pt` save_checkpoint never writes; "" where it is well-formed."""
     if type(state.get("step")) is not int or not isinstance(state.get("extras"), dict):
         return "expected a step and extras"
     saved = state.get("optimizer")
@@ -315,7 +243,7 @@ def _read(place: Path, tensors: Mapping[str, Tensor], metadata: Metadata) -> Non
 
 @contextmanager
 def _torch_checkpoint(place: Path) -> Iterator[None]:
-    """torch's error, which names all ranks, is ours; one process needs no warning that it is one."""
+    """Turns torch's CheckpointException into WeightsError, and hides its warning about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
@@ -325,7 +253,7 @@ def _torch_checkpoint(place: Path) -> Iterator[None]:
 
 
 def _found(path: Path) -> Path:
-    """The checkpoint at a path, or the latest below it."""
+    """Returns the checkpoint at a path, or the latest in that folder. Raises WeightsError where there is none."""
     if (path / _STATE).is_file():
         return path
     latest = latest_checkpoint(path)
@@ -337,9 +265,19 @@ def _found(path: Path) -> Path:
 def _check(
     place: Path, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], metadata: Metadata
 ) -> None:
-    """Raises WeightsError for a checkpoint of another model or optimizer, with the names."""
+    """Raises WeightsError for a checkpoint of another model or optimizer, with the names that differ."""
     stored = {name: tuple(found.size) for name, found in tensors_in(metadata).items()}
     own = {_MODEL + name: tuple(tensor.shape) for name, tensor in _model_tensors(model).items()}
+    _check_model(place, own, stored)
+    if optimizer is None:
+        return
+    if state["optimizer"] is None:
+        raise WeightsError(f"{place} was saved without an optimizer: load it without one")
+    _check_optimizer(place, parameter_names(_names(model), optimizer), state["optimizer"], own, stored)
+
+
+def _check_model(place: Path, own: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises WeightsError where the model's names and shapes (`own`) are not the checkpoint's (`stored`)."""
     there = {name: shape for name, shape in stored.items() if name.startswith(_MODEL)}
     problems = [
         f"{what}: {listed([name.removeprefix(_MODEL) for name in names])}"
@@ -352,31 +290,48 @@ def _check(
     ]
     if problems:
         raise WeightsError(f"{place} is of another model: {'; '.join(problems)}")
-    if optimizer is None:
-        return
-    saved = state["optimizer"]
-    if saved is None:
-        raise WeightsError(f"{place} was saved without an optimizer: load it without one")
+
+
+def _check_optimizer(
+    place: Path,
+    of_groups: list[list[str]],
+    saved: Mapping[str, Any],
+    own: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Raises WeightsError where the optimizer's parameter groups (`of_groups`, names) or states are not the saved ones.
+
+    `own` and `stored` are shapes by name, of the model's and of the checkpoint's tensors.
+    """
     groups = [sorted(group["params"]) for group in saved["groups"]]
-    own_groups = [sorted(group) for group in _parameter_names(_names(model), optimizer)]
+    own_groups = [sorted(group) for group in of_groups]
     if len(groups) != len(own_groups):
         raise WeightsError(
-            f"{place}: the optimizer had {len(groups)} groups of parameters, this one has {len(own_groups)}"
+            f"{place}: the optimizer had {len(groups)} groups of parameters, this one has {len(own_groups)}: make it "
+            "with the same groups"
         )
     for number, (theirs, ours) in enumerate(zip(groups, own_groups, strict=True)):
         if theirs != ours:
             differing = sorted({*theirs} ^ {*ours})
-            raise WeightsError(f"{place}: the optimizer's group {number} held other parameters: {listed(differing)}")
+            raise WeightsError(
+                f"{place}: the optimizer's group {number} held other parameters: {listed(differing)}: make it with the "
+                "same groups"
+            )
     shapes = {name: own[_MODEL + name] for group in own_groups for name in group if _MODEL + name in own}
-    states = {full: full.removeprefix(_OPTIMIZER).rpartition("/")[0] for full in stored if full.startswith(_OPTIMIZER)}
+    states = {
+        full: full.removeprefix(STATE_PREFIX).rpartition("/")[0] for full in stored if full.startswith(STATE_PREFIX)
+    }
     others = [full for full, name in states.items() if stored[full] != shapes.get(name)]
     others += [str(name) for name in saved["scalars"] if name not in shapes]
     if others:
-        raise WeightsError(f"{place}: optimizer states that are none of this optimizer's parameters: {listed(others)}")
+        raise WeightsError(
+            f"{place}: the checkpoint has states of parameters that this optimizer does not hold, or in another shape: "
+            f"{listed(others)}"
+        )
 
 
 def _from_first(function: Callable[[], str]) -> str:
-    """What rank 0 finds, on all ranks; its error is raised on all."""
+    """Calls the function on rank 0, and returns its result, or raises its error, on all ranks."""
     found, error = "", None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:

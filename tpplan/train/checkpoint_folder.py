@@ -1,13 +1,13 @@
-"""A folder of checkpoints in which every name stands for a whole one, whenever the writer was killed.
+"""Keeps a folder of checkpoints in which each named checkpoint is complete, even if a writer was killed at any time.
 
     checkpoints/
       step-00000100/                a checkpoint
-      step-00000200-2/              another, the second one that was saved of step 200
-      step-00000300.incomplete/     being written, or left by a writer that was killed; removed by the next save
-      latest                        the name of the last one saved
+      step-00000200-2/              the second checkpoint that was saved at step 200
+      step-00000300.incomplete/     being written, or left by a killed writer; the next save removes it
+      latest                        the name of the checkpoint saved last
 
-What is written gets its name by one rename when all of it has reached the disk, and `latest` is replaced afterwards in
-the same way. Where that file is missing or names what is gone, the checkpoint of the last step is the latest.
+A checkpoint gets its name by one rename after all its files have been synced to the disk; `latest` is replaced
+afterwards in the same way. Where `latest` is missing or names no checkpoint, the one with the highest step counts.
 """
 
 import os
@@ -25,7 +25,7 @@ _INCOMPLETE, _REMOVED = ".incomplete", ".removed"
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint that was saved last, None where there is none."""
+    """Returns the path of the checkpoint that was saved last; None where the folder has none."""
     complete = complete_checkpoints(Path(folder))
     try:
         named = Path(folder) / (Path(folder) / _POINTER).read_text(encoding="utf-8").strip()
@@ -35,7 +35,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Those that can be loaded, by step and number."""
+    """Returns the complete checkpoints of a folder, sorted by step and number."""
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name) and path.is_dir()), key=_order)
@@ -47,8 +47,11 @@ def _order(path: Path) -> tuple[int, int]:
     return int(found[1]), int(found[2] or 1)
 
 
-def begin(folder: Path, step: int) -> Path:
-    """An empty folder to write a checkpoint of a step into. What killed writers left is removed first."""
+def begin_checkpoint(folder: Path, step: int) -> Path:
+    """Returns a new empty folder to write a checkpoint of a step into; removes what killed writers left.
+
+    Raises WeightsError where the disk refuses.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
@@ -57,7 +60,9 @@ def begin(folder: Path, step: int) -> Path:
         place = folder / (_free_name(folder, step) + _INCOMPLETE)
         place.mkdir()
     except OSError as error:
-        raise WeightsError(f"{folder}: no checkpoint can be written: {error}") from error
+        raise WeightsError(
+            f"{folder}: no checkpoint can be written: {error}; check space and permissions, or pass another folder"
+        ) from error
     return place
 
 
@@ -66,30 +71,30 @@ def _free_name(folder: Path, step: int) -> str:
     return f"step-{step:08}" + (f"-{max(numbers) + 1}" if numbers else "")
 
 
-def commit(place: Path) -> Path:
-    """Gives a checkpoint whose files are on the disk its name, and makes it the latest."""
+def commit_checkpoint(place: Path) -> Path:
+    """Renames an incomplete checkpoint whose files are synced to its final name, and makes it the latest."""
     folder, complete = place.parent, place.with_suffix("")
     sync_folder(place)
     os.rename(place, complete)
     sync_folder(folder)
-    with written(folder / _POINTER) as pointer:
+    with atomic_write(folder / _POINTER) as pointer:
         pointer.write_text(complete.name + "\n", encoding="utf-8")
     return complete
 
 
 def keep_last(folder: Path, number: int) -> None:
-    """Removes all but those that were written last, so many, and never the latest."""
+    """Removes all but the `number` checkpoints that were written last; never removes the latest."""
     latest = latest_checkpoint(folder)
     by_age = sorted(complete_checkpoints(folder), key=lambda path: path.stat().st_mtime_ns)
     for path in by_age[:-number]:
         if path != latest:
-            gone = path.with_suffix(_REMOVED)  # in one step, so that a half is never taken for a whole
+            gone = path.with_suffix(_REMOVED)  # one rename, so that a half-removed folder never has a complete name
             os.rename(path, gone)
             _remove(gone)
 
 
 def _remove(path: Path) -> None:
-    """Removes a folder with all in it; of a link the link alone."""
+    """Removes a file, a folder with its content, or a link without its target."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:
@@ -97,8 +102,8 @@ def _remove(path: Path) -> None:
 
 
 @contextmanager
-def written(path: Path) -> Iterator[Path]:
-    """A path to write to; what it holds in the end is put in the other's place, on the disk."""
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yields a temporary path to write to, then syncs it to the disk and renames it to `path`."""
     temporary = path.with_name(f".{path.name}.tmp")
     if temporary.exists() or temporary.is_symlink():  # left by a writer that was killed, or a link to something else
         _remove(temporary)
@@ -110,7 +115,7 @@ def written(path: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """The folder's own list of names reaches the disk."""
+    """Syncs a folder's list of names to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,10 +1,10 @@
-"""Reads `.metadata` of torch.distributed.checkpoint, which is a pickle, without running anything that it names.
+"""Reads `.metadata` of torch.distributed.checkpoint (DCP), which is a pickle, without running code that it names.
 
-DCP reads that file with pickle.load, which calls whatever function the file asks for. Here the file may hold what DCP
-writes of tensors and nothing else: opcodes (_OPCODES), classes (_RECORDS, built by setting their own fields), and five
-calls with plain arguments (torch.Size, a layout by name, an enum's member by number or by name, a path). Whatever else
-stands in it is refused by name. Then every value is checked for its type, and every file must lie in the checkpoint's
-own folder. Seen: torch 2.11 to 2.14.1 write the same.
+DCP reads the file with pickle.load, which calls any function that the file names. This reader accepts only what DCP
+writes for tensors: opcodes (_OPCODES), dataclasses (_RECORDS, built by setting their fields), and five calls with plain
+arguments (torch.Size, a layout by name, an enum's member by number or by name, a path). It refuses everything else by
+name, then checks the type of every value, and that every file is in the checkpoint's own folder. torch 2.11 to 2.14.1
+were seen to write this form.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from tpplan.core.files import read_regular
 from tpplan.torch_internals.checkpoint_files import MEMORY_FORMATS, StorageInfo, layout_named
 
 METADATA = ".metadata"
-#: dataclasses that a file may make, with the fields that it may set
+#: dataclasses that a file may build, and the fields that it may set
 _RECORDS: dict[type, frozenset[str]] = {
     kind: frozenset(field.name for field in dataclasses.fields(kind))
     for kind in (
@@ -45,7 +45,7 @@ _RECORDS: dict[type, frozenset[str]] = {
 
 
 def _member(kind: object, name: object) -> object:
-    """A member of the one enumeration that a file may name: so Python 3.11.0 to 3.11.3 write it, with getattr."""
+    """Returns a member of torch's memory formats by name; Python 3.11.0 to 3.11.3 pickle members as getattr calls."""
     if kind is not MEMORY_FORMATS or type(name) is not str or name not in MEMORY_FORMATS.__members__:
         _refuse(f"it asks {kind!r:.80} for {name!r:.80}")
     return MEMORY_FORMATS[name]
@@ -65,20 +65,20 @@ _OPCODES = (
     "EMPTY_DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2",
     "TUPLE3", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE",
 )  # fmt: skip
-#: a file in the checkpoint's own folder
+#: a file name without a path
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class _RefusedError(Exception):
-    """What a file holds that DCP does not write."""
+    """A file holds something that DCP does not write; the message says what."""
 
 
-#: the unpickler in Python, whose opcodes can be chosen; the one in C takes any
+#: the unpickler written in Python, whose opcodes can be restricted; the one in C accepts all
 _PYTHON_UNPICKLER: Any = pickle._Unpickler
 
 
 class _Unpickler(_PYTHON_UNPICKLER):  # type: ignore[misc]
-    """Makes what DCP writes. Raises _RefusedError for anything else."""
+    """Builds the objects that DCP writes. Raises _RefusedError for anything else."""
 
     stack: list[Any]
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
@@ -86,31 +86,31 @@ class _Unpickler(_PYTHON_UNPICKLER):  # type: ignore[misc]
     }
 
     def find_class(self, module: str, name: str) -> object:
-        """What a file may name: records, the five calls, and torch's dtypes."""
+        """Returns what a file may name: a record class, one of the five functions, or a dtype of torch."""
         found = _ALLOWED.get((module, name))
         if found is None and module == "torch" and isinstance(own := getattr(torch, name, None), torch.dtype):
             return own
         return found if found is not None else _refuse(f"it names {module}.{name}")
 
     def load_newobj(self) -> None:
-        """A record without fields yet."""
+        """Makes a record without fields."""
         arguments, kind = self.stack.pop(), self.stack[-1]
         if not isinstance(kind, type) or kind not in _RECORDS or arguments != ():
             _refuse(f"it makes {kind!r:.80}")
         self.stack[-1] = object.__new__(kind)
 
     def load_build(self) -> None:
-        """A record's fields; TensorProperties reads its own."""
+        """Sets a record's fields; TensorProperties does so by its own __setstate__."""
         state, made = self.stack.pop(), self.stack[-1]
         if type(made) is TensorProperties and type(state) is tuple:
             made.__setstate__(state)  # type: ignore[no-untyped-call]
             return
         if type(state) is not dict or not state.keys() <= _RECORDS.get(type(made), frozenset()):
-            _refuse(f"it sets fields of {type(made).__name__} that are none")
+            _refuse(f"it sets unknown fields of {type(made).__name__}")
         made.__dict__.update(state)
 
     def load_reduce(self) -> None:
-        """One of the five calls, with numbers and strings, and a member's enumeration."""
+        """Calls one of the five functions. Arguments must be numbers and strings; getattr also takes its enum."""
         arguments, called = self.stack.pop(), self.stack[-1]
         plain = arguments[0] if called is torch.Size and len(arguments) == 1 else arguments
         plain = plain[1:] if called is _member else plain
@@ -119,12 +119,12 @@ class _Unpickler(_PYTHON_UNPICKLER):  # type: ignore[misc]
         self.stack[-1] = called(*arguments)
 
     def load_setitem(self) -> None:
-        """One entry of a dict."""
+        """Sets one entry of a dict."""
         value, key = self.stack.pop(), self.stack.pop()
         _set(self.stack[-1], key, value)
 
     def load_setitems(self) -> None:
-        """Entries of a dict."""
+        """Sets several entries of a dict."""
         items = self.pop_mark()
         for key, value in zip(items[::2], items[1::2], strict=True):
             _set(self.stack[-1], key, value)
@@ -137,7 +137,7 @@ class _Unpickler(_PYTHON_UNPICKLER):  # type: ignore[misc]
 
 
 def _set(made: object, key: object, value: object) -> None:
-    """An entry of a dict; a key of nested tuples could take for ever to hash."""
+    """Sets an entry of a dict. Keys must be plain, because hashing deeply nested tuples could take for ever."""
     is_index = type(key) is MetadataIndex and type(vars(key).get("fqn")) is str
     is_plain = type(key) is str or (is_index and type(vars(key).get("offset")) in (torch.Size, type(None)))
     if type(made) is not dict or not is_plain:
@@ -150,7 +150,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 def read_metadata(place: Path) -> Metadata:
-    """Which tensors a checkpoint holds, and where. Raises WeightsError for a file that is no such list."""
+    """Returns a checkpoint's tensors and the places of their chunks. Raises WeightsError for a malformed file."""
     path = place / METADATA
     content = read_regular(path, error=WeightsError)
     try:
@@ -162,13 +162,13 @@ def read_metadata(place: Path) -> Metadata:
 
 
 def tensors_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """What read_metadata found, by name: tensors alone."""
+    """Returns the tensors of the metadata by name, without other entries."""
     entries = metadata.state_dict_metadata.items()
     return {name: tensor for name, tensor in entries if isinstance(tensor, TensorStorageMetadata)}
 
 
 def _checked(found: object) -> Metadata:
-    """Metadata whose every part is of its type. What loading tensors does not read is left out."""
+    """Returns the metadata after checking the type of every part, without the parts that loading does not read."""
     if type(found) is not Metadata:
         _refuse(f"it holds {type(found).__name__}")
     tensors, places = found.state_dict_metadata, found.storage_data
@@ -198,7 +198,7 @@ def _is_tensor(tensor: TensorStorageMetadata) -> bool:
 
 
 def _is_covered(tensor: TensorStorageMetadata) -> bool:
-    """Chunks lie within the tensor, apart, and have as many elements: what none covers would never be filled."""
+    """True where the chunks are inside the tensor, start apart and add up to its elements, so that all are loaded."""
     size = tensor.size
     for chunk in tensor.chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(size):
@@ -228,14 +228,14 @@ def _expect(holds: bool, what: str) -> None:
 
 
 class CheckpointReader(FileSystemReader):
-    """DCP's reader of a folder whose metadata was read by read_metadata. It reads tensors alone, never objects."""
+    """DCP's reader of a folder, with metadata from read_metadata. It reads tensors only, never pickled objects."""
 
     def __init__(self, place: Path, metadata: Metadata) -> None:
         super().__init__(place)
         self.metadata = metadata
 
-    def read_metadata(self) -> Metadata:  # without kwargs DCP looks for no file per rank
-        """What was read and checked before."""
+    def read_metadata(self) -> Metadata:  # without **kwargs in its signature DCP asks for no metadata file per rank
+        """Returns the metadata that was read and checked before."""
         self.metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self.metadata
 
@@ -243,8 +243,8 @@ class CheckpointReader(FileSystemReader):
         """Reads the plan's tensors. Raises WeightsError for an object, which DCP would unpickle."""
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
-                raise WeightsError(f"{self.path}: {item.dest_index.fqn} is no tensor")
+                raise WeightsError(f"{self.path}: {item.dest_index.fqn} is a pickled object, expected a tensor")
             file = Path(self.path) / self.storage_data[item.storage_index].relative_path
             if not file.is_file():
-                raise WeightsError(f"{file}: no such file, or not a regular one")
+                raise WeightsError(f"{file}: no such file, or not a regular one: the checkpoint is incomplete")
         return super().read_data(plan, planner)

@@ -1,17 +1,17 @@
-"""What a model's constructor does to its tensors, recorded without memory and done again for one tensor at a time.
+"""Records a model's constructor on the meta device, and replays it later to make the values of one tensor at a time.
 
-    recording = record(build_model, seed=0)          # runs it once; what it makes stays on the meta device
-    recording.value(recording.model.head.weight)     # that one, whole, on the host
+    recording = record(build_model, seed=0)          # runs it once; its tensors stay on the meta device
+    recording.value(recording.model.head.weight)     # the whole weight, on the CPU
 
-Every op of the constructor that makes or changes a tensor is kept, in order: torch.empty, uniform_ in reset_parameters,
-normal_ in a function that `apply` takes to every module, the powers and outer products of rotary frequencies. A value
-is made by doing again those ops that it comes from, so that weights are as the constructor leaves them, wherever it set
-them, and only what one of them needs is in memory. The k-th random op draws from a generator seeded by (seed, k): a
-value depends neither on which others are made nor on the mesh. It is thus another draw than that of the same
-constructor run from one generator, of the same distribution. A generator that the constructor brings along is heeded.
+Every op of the constructor that makes or changes a tensor is recorded, in order: torch.empty, uniform_ in
+reset_parameters, normal_ in a function passed to `apply`, the powers and outer products of rotary frequencies. A value
+is made by replaying the ops that it depends on, so weights are as the constructor leaves them, wherever it sets them,
+and only the tensors of one replay are in memory. The k-th random op draws from a generator seeded by (seed, k), so a
+value depends neither on which others are made nor on the mesh. It has the same distribution as in a plain run of the
+constructor, but is another draw. A torch.Generator that the constructor passes to an op is used as it is.
 
-Where the constructor asks for values (`.item()`), or mixes in tensors with data, those are computed. Tensors say that
-they are on the CPU meanwhile: torch.nn.init leaves those on the meta device alone.
+Where the constructor asks for values (`.item()`), or combines recorded tensors with data, the values are computed.
+Recorded tensors claim to be on the CPU, because torch.nn.init skips tensors on the meta device.
 """
 
 import hashlib
@@ -31,17 +31,17 @@ from tpplan.torch_internals.recording import TorchDispatchMode, without_modes
 from tpplan.torch_internals.tensors import plain_calls, storage_key
 
 _META, _HOST = torch.device("meta"), torch.device("cpu")
-#: ops that make a tensor of whatever lies in memory
+#: ops that make a tensor without setting its values
 _UNINITIALIZED = frozenset({
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
 })  # fmt: skip
-#: ops after which nothing is left of what was there
+#: ops that replace all values of the tensor that they write to
 _OVERWRITING = frozenset({"aten::uniform_", "aten::normal_", "aten::zero_", "aten::fill_", "aten::copy_"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """A recorded tensor: its part of a storage, which is known by a number."""
+class StorageView:
+    """A recorded tensor: its dtype, size (elements per dim), stride and offset in a storage, given by its key."""
 
     storage: int
     dtype: torch.dtype
@@ -51,43 +51,44 @@ class View:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Op:
-    """A call that made or changed storages. Tensors among its arguments are views, or constants.
-
-    `draw` numbers the random ones; `generator_state` is that of a generator which the constructor brought along.
-    """
+class RecordedOp:
+    """A call that made or changed storages. Tensors among its arguments are Views, or constants with data."""
 
     function: Any
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
-    #: each tensor that it returned, None for one that was there already
-    made: tuple[View | None, ...]
+    #: the returned tensors; None for one that existed before
+    made: tuple[StorageView | None, ...]
+    #: keys of storages
     reads: frozenset[int]
     writes: frozenset[int]
-    #: of those, the storages whose earlier content is gone
+    #: the written storages whose earlier values the op replaces completely
     overwrites: frozenset[int]
+    #: number of this op among the random ones; None for an op that is not random
     draw: int | None
+    #: state of the generator that the constructor passed, before the call
     generator_state: Tensor | None
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class Tape:
-    """The ops in order, and by storage the positions of those that write it, its maker's first."""
+    """The recorded ops in order."""
 
     seed: int
-    ops: list[Op] = field(default_factory=list)
+    ops: list[RecordedOp] = field(default_factory=list)
+    #: by storage: positions of the ops that write to it; the first one made it
     writers: dict[int, list[int]] = field(default_factory=dict)
-    #: a storage is known by its address, which must not be given to another
+    #: all recorded storages by key; held, because the key is an address that must not be reused
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     num_draws: int = 0
 
     def knows(self, tensor: Tensor) -> bool:
-        """It was made while recording."""
+        """True for a tensor that was made while recording."""
         return storage_key(tensor) in self.storages
 
-    def add(self, op: Op, made: Iterable[Tensor]) -> None:
-        """A further op, and the new tensors that it returned."""
+    def add(self, op: RecordedOp, made: Iterable[Tensor]) -> None:
+        """Appends an op; `made` are the new tensors that it returned."""
         for tensor in made:
             storage = tensor.untyped_storage()
             self.storages[storage_key(tensor)] = storage
@@ -96,8 +97,8 @@ class Tape:
         self.ops.append(op)
         self.num_draws += op.draw is not None
 
-    def history(self, storages: Iterable[int]) -> list[Op]:
-        """The ops that the storages' content comes from, in order."""
+    def history(self, storages: Iterable[int]) -> list[RecordedOp]:
+        """Returns the ops on which the values in the storages depend, in order."""
         chosen: set[int] = set()
         looked: dict[int, int] = {}
         wanted = [(storage, len(self.ops)) for storage in storages]
@@ -113,21 +114,23 @@ class Tape:
         return [self.ops[position] for position in sorted(chosen)]
 
     def _relevant(self, storage: int, before: int) -> list[int]:
-        """Its maker, and the writers from the last one on that left nothing of what was there."""
+        """Returns positions, below `before`, of the op that made the storage and of the last full overwrite onwards."""
         writers = [position for position in self.writers[storage] if position < before]
         fresh = (number for number, position in enumerate(writers) if storage in self.ops[position].overwrites)
         last = max(fresh, default=0)
         return writers if last == 0 else [writers[0], *writers[last:]]
 
-    def compute(self, views: Sequence[View]) -> list[Tensor]:
-        """What the views hold now, on the host."""
+    def compute(self, views: Sequence[StorageView]) -> list[Tensor]:
+        """Replays the ops that the views depend on, and returns their values on the CPU."""
         storages: dict[int, torch.UntypedStorage] = {}
         for op in self.history(view.storage for view in views):
             self._repeat(op, storages)
         return [_tensor(view, storages) for view in views]
 
-    def _repeat(self, op: Op, storages: dict[int, torch.UntypedStorage]) -> None:
-        arguments, options = tree_map_only(View, lambda view: _tensor(view, storages), (op.arguments, {**op.options}))
+    def _repeat(self, op: RecordedOp, storages: dict[int, torch.UntypedStorage]) -> None:
+        arguments, options = tree_map_only(
+            StorageView, lambda view: _tensor(view, storages), (op.arguments, {**op.options})
+        )
         with torch.no_grad(), _generator(self.seed, op, options):
             results = op.function(*arguments, **options)
         for view, result in zip(op.made, _tensors(results), strict=True):
@@ -137,7 +140,7 @@ class Tape:
 
 @final
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, what is made without data is made on the meta device, and every op on it is put on the tape."""
+    """While entered, makes tensors on the meta device and records every op on them; ops on data alone run as usual."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -151,7 +154,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = _tensors((args, options))
         takes = argument_names(func)
         if not any(self.tape.knows(tensor) for tensor in tensors) and (tensors or "device" not in takes):
-            return func(*args, **options)  # on data alone
+            return func(*args, **options)  # all tensors have data
         if "device" in takes:
             options |= {"device": _HOST}
         written = list(written_by(func, args, options))
@@ -170,12 +173,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _without_data(self, func: Any, args: Any, options: dict[str, Any]) -> Any:
+        """Runs an op on the meta device."""
         args, options = tree_map_only(
             Tensor, lambda tensor: tensor if self.tape.knows(tensor) else tensor.to(_META), (args, options)
         )
         return func(*args, **options | ({"device": _META} if "device" in options else {}))
 
     def _with_data(self, func: Any, args: Any, options: dict[str, Any]) -> Any:
+        """Runs an op on the values of its recorded arguments."""
         known = [tensor for tensor in _tensors((args, options)) if self.tape.knows(tensor)]
         values = self.tape.compute([_view(tensor) for tensor in known])
         data = {id(tensor): value for tensor, value in zip(known, values, strict=True)}
@@ -193,7 +198,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         is_new = [not self.tape.knows(result) for result in results]
         if not written and not any(is_new):
-            return  # a view
+            return  # the op returned views only
         draws = torch.Tag.nondeterministic_seeded in func.tags
         overwrites = frozenset(
             storage_key(tensor)
@@ -207,7 +212,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (args, options),
         )
         new = [result for result, is_new_one in zip(results, is_new, strict=True) if is_new_one]
-        op = Op(
+        op = RecordedOp(
             function=func,
             arguments=arguments,
             options=kept,
@@ -222,25 +227,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @final
-class Disguise(TorchFunctionMode):
-    """What is on the tape says that it is on the CPU, and gives its values to Python and numpy."""
+class CpuDisguise(TorchFunctionMode):
+    """While entered, recorded tensors claim to be on the CPU, and give their values to Python and numpy."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self.tape = tape
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _ASKING and self.tape.knows(args[0]):
-            if _ASKING[func] is not None:
-                return _ASKING[func]
-            with without_modes():  # the recorder among them
+        if func in _ANSWERS and self.tape.knows(args[0]):
+            if _ANSWERS[func] is not None:
+                return _ANSWERS[func]
+            with without_modes():  # the replay must not be recorded
                 return func(*self.tape.compute([_view(args[0])]), *args[1:], **kwargs or {})
         return func(*args, **kwargs or {})
 
 
 _PLACE = {"device": _HOST, "is_meta": False, "is_cpu": True}
-#: what may be asked of a tensor besides ops, with the answer; None where that depends on its values
-_ASKING: dict[Any, object] = {
+#: answers to what code may ask of a tensor besides running ops; None where the answer depends on its values
+_ANSWERS: dict[Any, object] = {
     **{getattr(Tensor, name).__get__: answer for name, answer in _PLACE.items()},
     **dict.fromkeys((Tensor.tolist, Tensor.numpy, Tensor.__array__)),
 }
@@ -249,15 +254,15 @@ _ASKING: dict[Any, object] = {
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """A model whose tensors are on the meta device, but for those that were made from data, and how each is made."""
+    """A model on the meta device, and the recorded ops that make its tensors. Tensors made from data have data."""
 
     model: nn.Module
     tape: Tape
 
     def value(self, tensor: Tensor) -> Tensor:
-        """A tensor of the model as the constructor leaves it, whole, on the host.
+        """Returns the whole values of a tensor of the model, as the constructor leaves it, on the CPU.
 
-        Raises ModelError for one that was on the meta device before.
+        Raises ModelError for a tensor on the meta device that the constructor did not make.
         """
         if not tensor.is_meta:
             return tensor.detach()
@@ -269,22 +274,22 @@ class Recording:
         return self.tape.compute([_view(tensor)])[0]
 
     def is_set(self, tensor: Tensor) -> bool:
-        """False where the constructor leaves what it found in memory."""
+        """False where the constructor leaves the tensor uninitialized."""
         return any(op.function.name().partition(".")[0] not in _UNINITIALIZED for op in self._history(tensor))
 
     def is_drawn(self, tensor: Tensor) -> bool:
         """True where the value depends on the seed."""
         return any(op.draw is not None and op.generator_state is None for op in self._history(tensor))
 
-    def _history(self, tensor: Tensor) -> list[Op]:
+    def _history(self, tensor: Tensor) -> list[RecordedOp]:
         return self.tape.history([storage_key(tensor)]) if self.tape.knows(tensor) else []
 
 
 def record(build_model: Callable[[], nn.Module], *, seed: int) -> Recording:
-    """Runs a constructor without making its weights. Its own errors come through, with a note."""
+    """Runs a constructor without memory for its weights, and returns the recording. Adds a note to its errors."""
     recorder = Recorder(seed)
     try:
-        with recorder, Disguise(recorder.tape):
+        with recorder, CpuDisguise(recorder.tape):
             model = build_model()
     except Exception as error:
         error.add_note("(while build_model ran on the meta device, to learn how its weights and buffers are made)")
@@ -296,8 +301,8 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _view(tensor: Tensor) -> View:
-    return View(
+def _view(tensor: Tensor) -> StorageView:
+    return StorageView(
         storage=storage_key(tensor),
         dtype=tensor.dtype,
         size=tuple(tensor.shape),
@@ -306,14 +311,14 @@ def _view(tensor: Tensor) -> View:
     )
 
 
-def _tensor(view: View, storages: Mapping[int, torch.UntypedStorage]) -> Tensor:
-    """The tensor with data that a view stands for."""
+def _tensor(view: StorageView, storages: Mapping[int, torch.UntypedStorage]) -> Tensor:
+    """Returns the tensor of a StorageView on storages with data."""
     empty = torch.empty(0, dtype=view.dtype, device=_HOST)
     return empty.set_(storages[view.storage], view.offset, view.size, view.stride)
 
 
-def _laid_out(result: Tensor, view: View) -> Tensor:
-    """A result in the strides that it had on the meta device: later views count on them."""
+def _laid_out(result: Tensor, view: StorageView) -> Tensor:
+    """Returns a replayed result in the strides that it had on the meta device, which recorded views of it assume."""
     assert result.dtype == view.dtype, (result.dtype, view)
     if (tuple(result.shape), tuple(result.stride()), result.storage_offset()) == (view.size, view.stride, view.offset):
         return result
@@ -323,12 +328,12 @@ def _laid_out(result: Tensor, view: View) -> Tensor:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """It is all of its storage, each element once."""
+    """True for a tensor that covers its storage, each element once."""
     return tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _state_before(generator: torch.Generator, func: Any, args: Any, options: Mapping[str, Any]) -> Tensor:
-    """The state of a generator of the constructor's own, which is then moved on as the call would."""
+    """Returns the state of a generator that the constructor passed, and advances the generator as the call would."""
     state = generator.get_state()
     args, options = tree_map_only(
         Tensor,
@@ -343,8 +348,8 @@ def _state_before(generator: torch.Generator, func: Any, args: Any, options: Map
 
 
 @contextmanager
-def _generator(seed: int, op: Op, options: dict[str, Any]) -> Iterator[None]:
-    """The random state that an op draws from; the host's own is as before afterwards."""
+def _generator(seed: int, op: RecordedOp, options: dict[str, Any]) -> Iterator[None]:
+    """Sets the random state that a replayed op draws from, and restores the CPU's own state afterwards."""
     if op.draw is None:
         yield
         return

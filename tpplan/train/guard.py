@@ -1,15 +1,15 @@
-"""All ranks end together: when one fails, dies or is cut off, every rank ends with the same message, in seconds.
+"""Ends all ranks when one fails, dies or is cut off: every rank ends within seconds, with the same message.
 
     torch.distributed.init_process_group()
     with tpplan.guard():
         train()
 
-A rank that raises leaves its peers in a collective that never ends; one that is killed makes them fail for its closed
-connection (gloo) or wait for minutes (NCCL). Inside the guard each rank has a thread that shows in the process group's
-store that the rank lives, looks whether its neighbour does, and whether anyone has reported a failure. What is reported
-first and is no lost connection is the cause; else a rank that shows no sign of life; else the lost connection. That
-becomes the verdict, once for all. A rank whose own thread comes back raises it as RankFailedError; one that stays in a
-collective, which nothing can wake, prints it and is ended.
+A rank that raises leaves its peers in a collective that never ends; the peers of a killed rank fail with a closed
+connection (gloo) or wait for minutes (NCCL). Inside the guard each rank runs a thread that writes a heartbeat to the
+process group's store, watches the heartbeat of the next rank, and reads reported failures. The verdict, which all ranks
+share, is the first report of a rank's own error; without one, of a rank without heartbeat; without that, of a lost
+connection. A rank whose main thread returns raises the verdict as RankFailedError; in a rank that hangs in a
+collective, which nothing can interrupt, the guard's thread prints it and ends the process.
 
 Leaving the guard waits for all ranks to leave it.
 """
@@ -33,24 +33,24 @@ import torch.distributed as dist
 from tpplan.core.errors import RankFailedError
 from tpplan.torch_internals.groups import PrefixStore, Store, default_store
 
-#: what stands before a verdict on stderr
+#: prefix of a verdict on stderr
 SAID = "tpplan: error: "
-#: between two signs of life, and between two looks at those of others
+#: seconds between two heartbeats, and between two looks at the next rank's
 BEAT_S = 1.0
-#: without a sign of life for so long a rank is dead, or as good as; for so long, where a peer has lost a connection;
-#: and for so long, where it has shown none yet: it is on its way into the guard
+#: seconds without a heartbeat after which a rank counts as dead: normally; after a peer has lost a connection; and
+#: before its first heartbeat, while it may still be on its way into the guard
 SILENCE_S, SILENCE_AFTER_LOSS_S, ENTRY_S = 15.0, 5.0, 45.0
-#: for a better cause to be reported than a lost connection
+#: seconds after the first report of a lost connection in which a better cause may be reported
 PATIENCE_S = 20.0
-#: for a rank to come back from where it is, once there is a verdict
+#: seconds that a main thread has to return after a verdict, before its process is ended
 GRACE_S = 3.0
-#: what libraries say of a peer that is gone, or of a group that ended because of one
+#: parts of the messages with which libraries report a peer that is gone, or a group that ended because of one
 _LOST = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Socket Timeout")
 _TORCH = Path(torch.__file__).parent
 
 
 class Cause(StrEnum):
-    """own: a rank raised an error of its own. silent: its neighbour sees no life in it. lost: it lost a connection."""
+    """own: the rank raised an error. silent: the rank's heartbeat stopped. lost: the rank lost a connection."""
 
     OWN = "own"
     SILENT = "silent"
@@ -58,8 +58,8 @@ class Cause(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What went wrong with a rank, as it says or as its neighbour does."""
+class FailureReport:
+    """A failure of a rank, reported by itself or by the rank that watches it."""
 
     rank: int
     host: str
@@ -72,11 +72,11 @@ class Report:
 
 @contextlib.contextmanager
 def guard(*, silence_s: float = SILENCE_S) -> Iterator[None]:
-    """While inside, the failure of one rank ends all, each with the same message; without a process group, nothing.
+    """Ends all ranks with the same message when one fails inside the context; does nothing without a process group.
 
-    A rank that shows no sign of life for silence_s seconds counts as dead; its own thread shows one each second.
-    Raises RankFailedError, which names the rank and what it raised, on the ranks that can; the others print the same
-    and end with exit code 1. Every rank must enter and leave alike.
+    A rank without a heartbeat for silence_s seconds counts as dead; a thread of its own writes one each second. Ranks
+    whose code returns raise RankFailedError, which names the failed rank and its error; the others print that message
+    and end with exit code 1. Every rank must enter and leave the guard, as often as the others.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         yield
@@ -97,25 +97,30 @@ def guard(*, silence_s: float = SILENCE_S) -> Iterator[None]:
         watch.has_returned.set()
 
 
-def report_of(error: BaseException, rank: int) -> Report:
-    """What an error says, with the last line of code outside of torch that it went through."""
+def report_of(error: BaseException, rank: int) -> FailureReport:
+    """Returns a rank's report of an error, with the last line of code outside of torch in its traceback."""
     text = str(error).strip() or "no message"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not Path(frame.filename).is_relative_to(_TORCH)]
     where = f" ({Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name})" if own else ""
     cause = Cause.LOST if is_lost_connection(error) else Cause.OWN
-    return Report(rank=rank, host=socket.gethostname(), cause=cause, text=f"{type(error).__name__}: {text}{where}")
+    return FailureReport(
+        rank=rank, host=socket.gethostname(), cause=cause, text=f"{type(error).__name__}: {text}{where}"
+    )
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """True for what a collective or the store raises when a peer is gone."""
+    """True for an error that a collective or the store raises when a peer is gone."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST)
     )
 
 
-def verdict_of(reports: Sequence[Report], waited_s: float) -> str | None:
-    """The message for all ranks, given reports in the order they came; None while a better cause may still come."""
+def verdict_of(reports: Sequence[FailureReport], waited_s: float) -> str | None:
+    """Returns the message for all ranks; None where reports, in order of arrival, give no cause yet.
+
+    After waited_s > PATIENCE_S seconds since the first report a lost connection is cause enough.
+    """
     for cause in (Cause.OWN, Cause.SILENT):
         for report in reports:
             if report.cause is cause:
@@ -125,20 +130,20 @@ def verdict_of(reports: Sequence[Report], waited_s: float) -> str | None:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Watch:
-    """This rank's part: keys in the store, and the thread that writes and reads them."""
+    """A rank's keys in the store, and the thread that writes and reads them."""
 
     store: Store
     rank: int
     num_ranks: int
     silence_s: float
     has_returned: threading.Event = field(default_factory=threading.Event)
-    #: the main thread has left the guarded code, or failed in it, and needs no ending
+    #: set when the main thread has left the guarded code or failed in it, so that it need not be ended
     is_leaving: threading.Event = field(default_factory=threading.Event)
     first_report_at: float | None = None
 
     @classmethod
     def start(cls, silence_s: float) -> "_Watch":
-        """A running watch. How often a rank has entered names the keys: all enter in step."""
+        """Starts the thread. Keys contain the number of times that this rank entered a guard, equal on all ranks."""
         rank = dist.get_rank()
         store = _own_connection(default_store())
         entered = store.add(f"tpplan/guard/entered/{rank}", 1)
@@ -154,7 +159,7 @@ class _Watch:
     # The watching thread
 
     def run(self) -> None:
-        """Until the guard is left: show life, look for it in the neighbour, and for reports."""
+        """Writes heartbeats, watches the next rank and reads reports, until the guard is left or there is a verdict."""
         neighbour = (self.rank + 1) % self.num_ranks
         beats, seen, seen_at = 0, b"", time.monotonic()
         has_reported = False
@@ -170,7 +175,7 @@ class _Watch:
                     self._post(_silence(neighbour, silent_s))
                     has_reported = True
                 verdict = self._verdict()
-            except Exception as error:  # of the store: whatever holds it is gone
+            except Exception as error:  # the store fails when the process that holds it is gone
                 verdict = self._without_store(error)
             if verdict is not None:
                 self._end(verdict)
@@ -186,7 +191,7 @@ class _Watch:
         return bool(self.store.check([f"left/{rank}"]))
 
     def _end(self, verdict: str) -> None:
-        """Ends this process unless its main thread comes back by itself."""
+        """Ends this process unless its main thread returns within GRACE_S."""
         if self.is_leaving.wait(GRACE_S) or self.has_returned.is_set():
             return
         sys.stdout.flush()
@@ -196,19 +201,19 @@ class _Watch:
 
     # Reports and the verdict
 
-    def fail(self, report: Report) -> str:
-        """Reports this rank's failure, and waits for the verdict."""
+    def fail(self, report: FailureReport) -> str:
+        """Reports this rank's failure, and returns the verdict once there is one."""
         self.is_leaving.set()
         try:
             self._post(report)
             while (verdict := self._verdict()) is None:
                 time.sleep(BEAT_S / 4)
-        except Exception as error:  # of the store
+        except Exception as error:  # the store fails when the process that holds it is gone
             return str(report) if report.cause is Cause.OWN else self._without_store(error)
         return verdict
 
     def leave(self) -> str | None:
-        """Waits until every rank has left, or one has failed: then the verdict."""
+        """Waits until every rank has left, and returns None; returns the verdict where a rank failed."""
         self.is_leaving.set()
         try:
             self.store.set(f"left/{self.rank}", "1")
@@ -218,20 +223,20 @@ class _Watch:
                     return verdict
                 time.sleep(BEAT_S / 20)
                 num_left = self.store.add("left", 0)
-        except Exception:  # of the store, whose holder has left before: this rank has done its part
+        except Exception:  # the process that holds the store has left before, and this rank has done its work
             return None
         return None
 
-    def _post(self, report: Report) -> None:
+    def _post(self, report: FailureReport) -> None:
         number = self.store.add("reports", 1)
         self.store.set(f"report/{number}", json.dumps(asdict(report)))
 
     def _verdict(self) -> str | None:
-        """What all agree on, as soon as there is a cause."""
+        """Returns the verdict that is in the store, or sets it as soon as there is a cause; None before."""
         if self.store.check(["verdict"]):
             return str(self.store.get("verdict").decode())
         reports = [
-            Report(**{**data, "cause": Cause(data["cause"])})
+            FailureReport(**{**data, "cause": Cause(data["cause"])})
             for number in range(1, self.store.add("reports", 0) + 1)
             if (text := self._read(f"report/{number}")) and (data := json.loads(text))
         ]
@@ -248,16 +253,16 @@ class _Watch:
     def _without_store(self, error: Exception) -> str:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return (
-            "rank 0, or whatever else holds the process group's store, is gone: it was killed, or ended before the "
-            f"others ({reason})"
+            "rank 0, or another process that holds the process group's store, is gone: it was killed, or ended before "
+            f"the others ({reason})"
         )
 
 
-def _silence(rank: int, silent_s: float) -> Report:
+def _silence(rank: int, silent_s: float) -> FailureReport:
     text = f"died, was killed or is cut off: no sign of life for {silent_s:.0f} s"
-    return Report(rank=rank, host="", cause=Cause.SILENT, text=text)
+    return FailureReport(rank=rank, host="", cause=Cause.SILENT, text=text)
 
 
 def _own_connection(store: Store) -> Store:
-    """A second connection: one that waits for a key keeps all others on it waiting."""
+    """Returns a second connection to the store: a thread that waits for a key blocks all others on its connection."""
     return store.clone() if hasattr(store, "clone") else store

@@ -1,4 +1,4 @@
-"""Filling a model with values: from a state_dict, from safetensors files, or as its constructor would.
+"""Fills a model with values: from a state_dict, from safetensors files, or as its constructor would.
 
     with torch.device("meta"):
         model = build_model()                                     # no memory
@@ -6,31 +6,26 @@
     tpplan.init_weights(model, build_model, seed=0)               # or
     tpplan.load_safetensors(model, "llama-8b/", build_model=build_model)
 
-Each rank makes room for its own parts of the parameters, and reads or makes those. Buffers that no file holds (rotary
-frequencies) are made as the constructor makes them (tpplan.train.deferred_init). A model that has memory is filled in
-place. What is missing, left over, or of another shape is named, on all ranks, before anything is touched.
+Each rank allocates memory for its own shards of the parameters, and reads or computes only those. Buffers that no file
+holds (rotary frequencies) get the constructor's values (tpplan.train.deferred_init). A model that has memory is filled
+in place. Tensors that are missing, left over, or of another shape are named, on all ranks, before anything changes.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tpplan.core.errors import ModelError, WeightsError
-from tpplan.core.strict_json import read_json
 from tpplan.train.deferred_init import Recording, record
 from tpplan.train.materialize import (
-    Box,
     Target,
-    agree,
+    check_same_on_ranks,
     held_tensor,
     listed,
     local_box,
@@ -39,24 +34,11 @@ from tpplan.train.materialize import (
     raise_together,
     targets_of,
 )
+from tpplan.train.weight_sources import ConstructorSource, SafetensorsFiles, StateDictSource, TensorSource
 
 BuildModel = Callable[[], nn.Module]
-#: a name in the model -> its name in the source
+#: maps a name in the model to the name in the source
 Rename = Callable[[str], str]
-
-
-class Source(Protocol):
-    """Where whole tensors come from, part by part."""
-
-    @property
-    def origin(self) -> str:
-        """Its name in messages."""
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """What it has."""
-
-    def parts(self, boxes: Mapping[str, Box]) -> Iterator[tuple[str, Tensor]]:
-        """The part of each named tensor, in the source's own order."""
 
 
 def load_state_dict(
@@ -67,14 +49,14 @@ def load_state_dict(
     rename: Rename | None = None,
     ignore: Sequence[str] = (),
 ) -> None:
-    """Fills the model with a whole state_dict, which every rank gives (`torch.load(..., mmap=True)` takes no memory).
+    """Fills the model from a whole state_dict, which every rank passes (`torch.load(..., mmap=True)` takes no memory).
 
-    Values are cast to the model's dtypes. Of a tied weight one name is enough. `build_model` is needed where the model
-    has buffers on the meta device that the state_dict does not hold; `rename` gives the name there of a name in the
-    model; `ignore` are patterns of names that may be left over. Raises WeightsError, on all ranks, for what is missing,
-    left over, of another shape or kind, and for ties that differ.
+    Values are cast to the model's dtypes. One name of a tied weight is enough. `build_model` is needed where the model
+    has buffers on the meta device that the state_dict does not hold. `rename` maps a name in the model to the name in
+    the state_dict; `ignore` are patterns of names that may be left over. Raises WeightsError, on all ranks, for tensors
+    that are missing, left over, of another shape or kind of dtype, and for tied weights whose values differ.
     """
-    fill(model, _Given("the state_dict", state_dict), build_model=build_model, rename=rename, ignore=ignore)
+    fill(model, StateDictSource("the state_dict", state_dict), build_model=build_model, rename=rename, ignore=ignore)
 
 
 def load_safetensors(
@@ -85,11 +67,12 @@ def load_safetensors(
     rename: Rename | None = None,
     ignore: Sequence[str] = (),
 ) -> None:
-    """Fills the model from a folder as Hugging Face saves it (one file, or several with an index), or from one file.
+    """Fills the model from one safetensors file, or from a folder as Hugging Face saves it (several have an index).
 
-    Of each tensor a rank reads its own part alone. Otherwise as load_state_dict. Needs the package safetensors.
+    A rank reads only its own part of each tensor. Arguments and errors are those of load_state_dict. Needs the package
+    safetensors.
     """
-    source: Source | None = None
+    source: TensorSource | None = None
     error: Exception | None = None
     try:
         source = SafetensorsFiles.open(Path(path))
@@ -103,33 +86,33 @@ def load_safetensors(
 def init_weights(model: nn.Module, build_model: BuildModel, *, seed: int = 0) -> None:
     """Fills the model with the values that build_model gives it: by reset_parameters, by `apply`, or otherwise.
 
-    The values depend on seed alone, and are the same on every mesh and in one process. Each parameter is made whole on
-    the host, one at a time, and a rank keeps its part: every rank draws all of the model's random numbers, in memory
-    for one parameter and what that is made of. Raises ModelError where build_model makes another model, or leaves a
-    parameter unset, and WeightsError where the ranks give different seeds.
+    The values depend on seed alone, and are equal on every mesh and in one process. Each parameter is computed whole on
+    the CPU, one at a time, and a rank keeps its part: every rank draws all random numbers of the model, and needs
+    memory for one parameter and the tensors that it is computed from. Raises WeightsError where build_model makes
+    another model or ranks pass different seeds, and ModelError where build_model leaves a parameter unset.
     """
-    made: _Constructed | None = None
+    made: ConstructorSource | None = None
     error: Exception | None = None
     try:
-        made = _Constructed(record(build_model, seed=seed))
+        made = ConstructorSource(record(build_model, seed=seed))
     except Exception as found:
         error = found
     raise_together(error)
     assert made is not None
-    agree("seeds or constructors", f"seed {seed} with {made.recording.tape.num_draws} random ops")
+    check_same_on_ranks("seeds or constructors", f"seed {seed} with {made.recording.tape.num_draws} random ops")
     fill(model, made, recording=made.recording)
 
 
 def fill(
     model: nn.Module,
-    source: Source,
+    source: TensorSource,
     *,
     build_model: BuildModel | None = None,
     recording: Recording | None = None,
     rename: Rename | None = None,
     ignore: Sequence[str] = (),
 ) -> None:
-    """Gives the model memory where it has none, and the source's values. Errors are raised on all ranks."""
+    """Gives the model memory where it has none, and the source's values. Raises the error of any rank on all ranks."""
     wanted: dict[str, Target] = {}
     error: Exception | None = None
     try:
@@ -138,7 +121,7 @@ def fill(
     except Exception as found:
         error = found
     raise_together(error)
-    agree(f"tensors in {source.origin}", _digest(source.shapes()))
+    check_same_on_ranks(f"tensors in {source.origin}", _digest(source.shapes()))
     make_memory(model, recording)
     try:
         _copy(source, wanted)
@@ -148,10 +131,11 @@ def fill(
 
 
 def prepare_buffers(model: nn.Module, recording: Recording | None, build_model: BuildModel | None) -> Recording | None:
-    """How the buffers are made that no state_dict holds, where there are such without memory; nothing is changed yet.
+    """Returns a recording that makes the buffers on the meta device which no state_dict holds; changes nothing.
 
-    Raises ModelError where nobody says how, or where the constructor draws them and no recording says from which seed:
-    then what they were is not known.
+    The recording is the given one, or one of build_model, or None where no such buffers exist and none was given.
+    Raises ModelError where there is neither recording nor build_model, where build_model makes another shape, and where
+    the constructor draws a buffer at random and no recording says from which seed, so that its values are lost.
     """
     held = set().union(*(target.names for target in targets_of(model)))
     missing = {name: tensor for name, tensor in others_on_meta(model).items() if name not in held}
@@ -162,13 +146,16 @@ def prepare_buffers(model: nn.Module, recording: Recording | None, build_model: 
         made = record(build_model, seed=0)
     if made is None:
         raise ModelError(
-            f"buffers without memory, which no state_dict holds: {listed(sorted(missing))}; pass build_model=, which "
-            "makes them anew"
+            f"buffers without memory, which no state_dict holds: {listed(sorted(missing))}; pass build_model=, the "
+            "function that builds the model, to make them again"
         )
     for name, tensor in missing.items():
         anew = held_tensor(made.model, name)
         if anew.shape != tensor.shape:
-            raise ModelError(f"build_model makes {name} as {list(anew.shape)}, and the model has {list(tensor.shape)}")
+            raise ModelError(
+                f"build_model makes {name} of shape {list(anew.shape)}, and the model has {list(tensor.shape)}: pass "
+                "the build_model that made this model"
+            )
         if recording is None and made.is_drawn(anew):
             raise ModelError(
                 f"{name} is drawn at random by the constructor and saved nowhere, so that its values are lost: "
@@ -178,7 +165,7 @@ def prepare_buffers(model: nn.Module, recording: Recording | None, build_model: 
 
 
 def make_memory(model: nn.Module, recording: Recording | None) -> None:
-    """Gives every tensor of the model memory; buffers and attributes that had none get the constructor's values."""
+    """Gives memory to every tensor of the model; buffers and attributes without memory get the constructor's values."""
     others = others_on_meta(model)
     materialize(model)
     if recording is None:
@@ -190,8 +177,8 @@ def make_memory(model: nn.Module, recording: Recording | None) -> None:
             tensor.copy_(values[id(tensor)])
 
 
-def _matched(targets: list[Target], source: Source, rename: Rename, ignore: Sequence[str]) -> dict[str, Target]:
-    """What each tensor of the source fills. Raises WeightsError for all that does not match, by name."""
+def _matched(targets: list[Target], source: TensorSource, rename: Rename, ignore: Sequence[str]) -> dict[str, Target]:
+    """Returns the target that each tensor of the source fills. Raises WeightsError with all names that do not match."""
     shapes = source.shapes()
     found: dict[str, Target] = {}
     missing, misshapen = [], []
@@ -218,19 +205,24 @@ def _matched(targets: list[Target], source: Source, rename: Rename, ignore: Sequ
 
 
 @torch.no_grad()
-def _copy(source: Source, wanted: Mapping[str, Target]) -> None:
+def _copy(source: TensorSource, wanted: Mapping[str, Target]) -> None:
     boxes = {name: local_box(target.tensor) for name, target in wanted.items()}
     mine = {name: box for name, box in boxes.items() if all(part.stop > part.start for part in box)}
     filled: dict[int, str] = {}
     for name, part in source.parts(mine):
         local = wanted[name].local
         if part.dtype.is_floating_point != local.dtype.is_floating_point:
-            raise WeightsError(f"{source.origin}: {name} is {part.dtype} there and {local.dtype} in the model")
+            raise WeightsError(
+                f"{source.origin}: {name} is {part.dtype} there and {local.dtype} in the model: cast it before loading"
+            )
         first = filled.setdefault(id(wanted[name]), name)
         if first == name:
             local.copy_(part)
         elif not torch.equal(local, part.to(local)):
-            raise WeightsError(f"{source.origin}: {first} and {name} are tied in the model, and differ there")
+            raise WeightsError(
+                f"{source.origin}: {first} and {name} are tied in the model, and differ there: untie them in the "
+                "model, or leave one out"
+            )
     if lost := sorted({id(wanted[name]) for name in mine} - filled.keys()):
         raise AssertionError(f"{source.origin} gave nothing for {len(lost)} tensors")
 
@@ -238,154 +230,3 @@ def _copy(source: Source, wanted: Mapping[str, Target]) -> None:
 def _digest(shapes: Mapping[str, tuple[int, ...]]) -> str:
     text = json.dumps(sorted((name, list(shape)) for name, shape in shapes.items()))
     return f"{len(shapes)} tensors, sha256 {hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
-# ---- sources
-
-
-@final
-class _Given:
-    """Whole tensors in memory, or mapped to it."""
-
-    def __init__(self, origin: str, tensors: Mapping[str, Tensor]) -> None:
-        self.origin = origin
-        self.tensors = tensors
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Raises WeightsError for what is no whole tensor."""
-        for name, tensor in self.tensors.items():
-            if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
-                raise WeightsError(f"{self.origin}: {name}: expected a whole tensor, got {type(tensor).__name__}")
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-
-    def parts(self, boxes: Mapping[str, Box]) -> Iterator[tuple[str, Tensor]]:
-        """Views."""
-        yield from ((name, self.tensors[name][box]) for name, box in boxes.items())
-
-
-@final
-class _Constructed:
-    """What a constructor makes, each made when it is asked for."""
-
-    def __init__(self, recording: Recording) -> None:
-        self.origin = "what build_model makes"
-        self.recording = recording
-        self.tensors = {name: target.tensor for target in targets_of(recording.model) for name in target.names}
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Raises ModelError for what the constructor leaves unset."""
-        if unset := [name for name, tensor in self.tensors.items() if not self._is_set(tensor)]:
-            raise ModelError(
-                f"build_model leaves parameters as it found them in memory: {listed(unset)}; set them there, with "
-                "model.apply(function) if need be"
-            )
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-
-    def _is_set(self, tensor: Tensor) -> bool:
-        return not tensor.is_meta or tensor.numel() == 0 or self.recording.is_set(tensor)
-
-    def parts(self, boxes: Mapping[str, Box]) -> Iterator[tuple[str, Tensor]]:
-        """A tied weight is made once."""
-        groups: dict[int, list[str]] = {}
-        for name in boxes:
-            groups.setdefault(id(self.tensors[name]), []).append(name)
-        for names in groups.values():
-            whole = self.recording.value(self.tensors[names[0]])
-            yield from ((name, whole[boxes[name]]) for name in names)
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SafetensorsFiles:
-    """Files of tensors, and which tensor stands in which."""
-
-    origin: str
-    files: Mapping[str, Path]
-    sizes: Mapping[str, tuple[int, ...]]
-
-    @classmethod
-    def open(cls, path: Path) -> "SafetensorsFiles":
-        """Reads the headers. Raises WeightsError for files that are missing, unreadable or say the same twice."""
-        safetensors_package()
-        files: dict[str, Path] = {}
-        sizes: dict[str, tuple[int, ...]] = {}
-        for file, names in _files(path).items():
-            with _opened(file) as opened:
-                present = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-            for name in present if names is None else names:
-                if name not in present:
-                    raise WeightsError(f"{file}: the index says that it holds {name}, and it does not")
-                if name in files:
-                    raise WeightsError(f"{name} stands in {files[name]} and in {file}: give the folder an index")
-                files[name], sizes[name] = file, present[name]
-        return cls(origin=str(path), files=files, sizes=sizes)
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """By the headers."""
-        return self.sizes
-
-    def parts(self, boxes: Mapping[str, Box]) -> Iterator[tuple[str, Tensor]]:
-        """File by file; of each tensor no more is read than its part."""
-        for file in dict.fromkeys(self.files[name] for name in boxes):
-            with _opened(file) as opened:
-                for name, box in boxes.items():
-                    if self.files[name] == file:
-                        yield name, opened.get_slice(name)[box] if box else opened.get_tensor(name)
-
-
-def _files(path: Path) -> dict[Path, list[str] | None]:
-    """The files to read, with the names to take from each; None for all."""
-    if path.is_file():
-        return {path: None}
-    indices = sorted(path.glob("*.safetensors.index.json"))
-    if len(indices) > 1:
-        raise WeightsError(f"{path}: {len(indices)} indices ({listed([i.name for i in indices])}): name one file")
-    if indices:
-        return _indexed(indices[0])
-    single = path / "model.safetensors"
-    files: list[Path] = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
-    if not files:
-        raise WeightsError(f"{path}: no *.safetensors there")
-    return dict.fromkeys(files)
-
-
-def _indexed(index: Path) -> dict[Path, list[str] | None]:
-    try:
-        named: Any = read_json(index, origin=str(index), error=WeightsError)
-        named = named["weight_map"]
-        pairs = [(str(name), index.parent / _plain_name(file)) for name, file in named.items()]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise WeightsError(f"{index}: expected JSON with a weight_map of names to files: {error!r:.200}") from error
-    found: dict[Path, list[str] | None] = {}
-    for name, file in pairs:
-        names = found.setdefault(file, [])
-        assert names is not None
-        names.append(name)
-    return found
-
-
-def _plain_name(file: object) -> str:
-    """The name of a file in the index's own folder. Raises ValueError for a path that leads elsewhere."""
-    if not isinstance(file, str) or Path(file).name != file or "\0" in file:
-        raise ValueError(f"expected names of files beside the index, got {file!r:.80}")
-    return file
-
-
-def safetensors_package() -> Any:
-    """The package. Raises WeightsError where it is not installed."""
-    try:
-        import safetensors
-    except ImportError as error:
-        raise WeightsError(
-            f"reading it needs the package safetensors: pip install 'tpplan[safetensors]' ({error})"
-        ) from None
-    return safetensors
-
-
-def _opened(file: Path) -> Any:
-    if not file.is_file():
-        raise WeightsError(f"{file}: no such file, or not a regular one")
-    try:
-        return safetensors_package().safe_open(file, framework="pt", device="cpu")
-    except Exception as error:  # its own error class is made in Rust and derives from Exception
-        raise WeightsError(f"{file}: cannot be read as safetensors: {error}") from error

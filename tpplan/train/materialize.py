@@ -1,7 +1,7 @@
-"""A model's tensors on the meta device get memory: of each parameter this rank's part alone.
+"""Gives memory to a model's tensors on the meta device: of each parameter to this rank's shard only.
 
-What holds a parameter goes on holding it: the tensor object stays the same and its content is swapped, so that tied
-weights stay tied, and an optimizer or FSDP2 that knows it needs nothing told.
+The tensor objects stay the same and their content is swapped, so that tied weights stay tied, and an optimizer or FSDP2
+that holds a parameter goes on holding it.
 """
 
 import copy
@@ -21,28 +21,28 @@ from tpplan.torch_internals.modules import is_persistent, own_buffers
 from tpplan.torch_internals.tensors import is_strided_shard, spec_of
 from tpplan.torch_internals.tensors import local_part as local_tensor
 
-#: a part of a tensor, a slice of each dim
+#: a rectangular part of a tensor: one slice per dim
 Box = tuple[slice, ...]
-#: of what an error lists, so many by name
+#: the most names that an error lists
 LISTED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A parameter or a persistent buffer, and all names that state_dict has for it; tied weights have several."""
+    """A parameter or persistent buffer to be filled, with all its names in state_dict; a tied weight has several."""
 
     names: tuple[str, ...]
     tensor: Tensor
 
     @property
     def local(self) -> Tensor:
-        """This rank's part, to be written to."""
+        """This rank's part of the tensor, detached; writing to it fills the tensor."""
         return local_part(self.tensor)
 
 
 def targets_of(model: nn.Module) -> list[Target]:
-    """What a state_dict of the model holds, each tensor once. Names are those without wrappers."""
-    rest(model)
+    """Returns the tensors of the model's state_dict, each tensor once, by their names without wrappers."""
+    reshard_fsdp(model)
     found: dict[int, tuple[Tensor, dict[str, None]]] = {}
     for name, tensor in _stateful(model):
         found.setdefault(id(tensor), (tensor, {}))[1][name] = None
@@ -58,23 +58,24 @@ def _stateful(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{module_name}.{name}".removeprefix("."), buffer
 
 
-def rest(model: nn.Module) -> None:
-    """FSDP2 keeps the root's parameters gathered between a forward and its backward; at rest they are shards."""
+def reshard_fsdp(model: nn.Module) -> None:
+    """Makes FSDP2 free gathered parameters, so that modules hold the shards; it keeps the root's after a forward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The rank's own tensor, with no gradient to follow."""
+    """Returns this rank's part of a tensor, detached: the local tensor of a DTensor, or the tensor itself."""
     return (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def local_box(tensor: Tensor) -> Box:
-    """Where this rank's part stands in the whole tensor; empty along a dim where it has none.
+    """Returns the slice of the whole tensor, per dim, that this rank holds; an empty slice where it holds nothing.
 
-    Each axis cuts what those before it left into chunks of ceil(n / ranks), as torch.chunk does. Where FSDP2 cuts the
-    dim that tensor parallelism cut, it comes later, though its axis is the outer one (_StridedShard).
+    Mesh axes are applied in turn: each cuts the part that the axes before it left into chunks of ceil(n / ranks), as
+    torch.chunk does. A _StridedShard axis comes last: there FSDP2 cuts a dim that tensor parallelism has cut already,
+    though its axis is the outer one.
     """
     starts, sizes = [0] * tensor.ndim, list(tensor.shape)
     if isinstance(tensor, DTensor):
@@ -103,11 +104,11 @@ def _sharded_dim(placement: Placement) -> int | None:
         case _ if is_strided_shard(placement):
             return int(placement.dim)  # type: ignore[attr-defined]
         case _:
-            raise TpplanError(f"a parameter at rest is sharded or replicated, not {placement}")
+            raise TpplanError(f"expected a parameter that is sharded or replicated on each mesh axis, got {placement}")
 
 
 def others_on_meta(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers, and tensors that are plain attributes of modules, without memory, by name."""
+    """Returns buffers and tensor attributes of modules that are on the meta device, by name; no parameters."""
     return {
         f"{module_name}.{name}".removeprefix("."): tensor
         for module_name, module in modules_by_name(model).items()
@@ -117,12 +118,15 @@ def others_on_meta(model: nn.Module) -> dict[str, Tensor]:
 
 
 def held_tensor(model: nn.Module, name: str) -> Tensor:
-    """The buffer or attribute of that name. Raises ModelError where the model has none."""
+    """Returns the buffer or tensor attribute of that name. Raises ModelError where the model has none."""
     owner, _, attribute = name.rpartition(".")
     module = modules_by_name(model).get(owner)
     tensor = _held(module).get(attribute) if module is not None else None
     if tensor is None:
-        raise ModelError(f"build_model makes a model without {name}, which the one to be filled has")
+        raise ModelError(
+            f"build_model makes a model without {name}, which the model to be filled has: pass the build_model that "
+            "made this model"
+        )
     return tensor
 
 
@@ -133,7 +137,7 @@ def _held(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def materialize(model: nn.Module) -> None:
-    """Gives memory to every tensor of the model that has none. Its values are whatever lies there."""
+    """Gives uninitialized memory to every tensor of the model that is on the meta device."""
     elsewhere = _device(model)
     for tensor in {id(found): found for found in (*model.parameters(), *others_on_meta(model).values())}.values():
         if tensor.device.type != "meta":
@@ -149,7 +153,7 @@ def materialize(model: nn.Module) -> None:
 
 
 def _device(model: nn.Module) -> torch.device:
-    """Where tensors of the model that no mesh knows belong."""
+    """Returns the device for tensors that are no DTensors: that of the mesh or parameters, else the process group's."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             return _own_device(parameter.device_mesh.device_type)
@@ -167,7 +171,7 @@ def _own_device(device_type: str) -> torch.device:
 
 
 def raise_together(error: Exception | None) -> None:
-    """Raises on all ranks what one of them has found: there the error itself, elsewhere WeightsError with the rank."""
+    """Raises on every rank if any rank passes an error: its own error, else WeightsError that names the failed rank."""
     problems = all_ranks("" if error is None else _description(error))
     if error is not None:
         raise error
@@ -180,17 +184,18 @@ def _description(error: Exception) -> str:
     return str(error) if isinstance(error, TpplanError) else f"{type(error).__name__}: {error}"
 
 
-def agree(what: str, value: str) -> None:
-    """Raises WeightsError on all ranks where they have different values."""
+def check_same_on_ranks(what: str, value: str) -> None:
+    """Raises WeightsError on all ranks where ranks pass different values; `what` names the values in the message."""
     values = all_ranks(value)
     if others := [rank for rank, other in enumerate(values) if other != values[0]]:
         raise WeightsError(
-            f"the ranks have different {what}: rank 0 has {values[0]}, rank {others[0]} has {values[others[0]]}"
+            f"the ranks have different {what}: rank 0 has {values[0]}, rank {others[0]} has {values[others[0]]}; pass "
+            "the same on every rank"
         )
 
 
 def all_ranks(value: str) -> list[str]:
-    """Each rank's value; only the own one without a process group."""
+    """Returns the values of all ranks, by rank; without a process group only this process's value."""
     if (
         not (dist.is_available() and dist.is_initialized())
         or dist.get_world_size() == 1
@@ -203,6 +208,6 @@ def all_ranks(value: str) -> list[str]:
 
 
 def listed(names: list[str]) -> str:
-    """The first names, and how many there are besides."""
+    """Returns the first LISTED names, and the number of further ones, as text."""
     rest = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + rest

@@ -1,17 +1,18 @@
-"""Cross entropy that runs on logits whose vocabulary is sharded, without ever gathering them.
+"""Cross entropy on logits whose vocabulary is sharded, without gathering them.
 
     from tpplan import cross_entropy
     def loss(outputs, inputs):
         return cross_entropy(outputs, inputs["targets"])
 
-On plain logits it is torch's own, kept as one operator (`tpplan::cross_entropy`) so that the planner sees a loss and
-may shard its classes. So is F.cross_entropy in a model's own forward, where the plan says which modules see slices of
-how many classes. A model applied with sharded logits returns them as a DTensor, and then, with z [N, V/t] a rank's
-logits and y its target,
+On plain logits it is torch's own cross entropy in one operator (`tpplan::cross_entropy`), so that the planner sees a
+loss whose classes may be sharded. F.cross_entropy in a model's own forward becomes the same operator; the plan says
+which modules see slices of how many classes. An applied model with sharded logits returns them as a DTensor. Then, with
+z [N, V/t] a rank's logits, t the ranks and y the target of a row,
 
     m = max over ranks of max z,  s = sum over ranks of sum exp(z - m),  loss_n = log s - (z_y - m)
 
-takes two all-reduces of N and 2 N elements instead of a gather of N V. The gradient, (softmax - onehot) / N, is local.
+takes two all-reduces, of N and of 2 N elements, instead of a gather of N V. The gradient, (softmax - onehot) / N, needs
+no communication.
 """
 
 from dataclasses import dataclass
@@ -29,19 +30,19 @@ from tpplan.torch_internals.operators import check_within
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.call_rewriting import own_code, running_rewriters
 
-#: what torch calls the target that counts for nothing
+#: the target that F.cross_entropy leaves out by default
 IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedClasses:
-    """Rewrites calls: a cross entropy over num_classes / t classes is one over a rank's slice of num_classes."""
+    """A rewriter of calls that computes cross entropy on a rank's num_classes / t classes over all num_classes."""
 
     num_classes: int
     group: TpGroup
 
     def holds(self, logits: Tensor) -> bool:
-        """True for a slice."""
+        """True where the logits are a rank's slice of num_classes."""
         return logits.shape[-1] * self.group.size == self.num_classes
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
@@ -52,10 +53,10 @@ class ShardedClasses:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """Mean over the targets that are not ignore_index; nan when all are. logits [..., V], targets [...].
+    """Returns the mean loss over targets that are not ignore_index; nan when all are. logits [..., V], targets [...].
 
-    The result is a plain scalar, the same on every rank, in the dtype F.cross_entropy would give. Raises UsageError
-    for shapes that do not belong together, and for logits in any layout but replicated or sharded in V.
+    The result is a plain scalar, equal on every rank, in the dtype that F.cross_entropy would return. Raises UsageError
+    for shapes that do not match, and for logits in any layout but replicated or sharded in V.
     """
     if logits.dim() < 1 or logits.shape[:-1] != targets.shape:
         raise UsageError(
@@ -90,14 +91,17 @@ def _of_dtensor(logits: DTensor, targets: Tensor, ignore_index: int) -> Tensor:
 
 @own_code
 def vocabulary_parallel(logits: Tensor, targets: Tensor, ignore_index: int, group: TpGroup) -> Tensor:
-    """The loss of the module docstring: logits [..., V/t], targets [...] -> a scalar, the same on every rank."""
+    """Returns the sharded cross entropy of the module docstring, a scalar equal on every rank.
+
+    logits [..., V/t], targets [...] with classes numbered from 0 to V - 1.
+    """
     local = logits.flatten(0, -2)
     loss: Tensor = _VocabularyParallel.apply(local, targets.flatten(), ignore_index, group)  # type: ignore[no-untyped-call]
     return loss.to(_result_dtype(local))
 
 
 def _result_dtype(logits: Tensor) -> torch.dtype:
-    """What F.cross_entropy returns for such logits here: their dtype, or what autocast makes of it."""
+    """Returns the dtype of F.cross_entropy on these logits: theirs, or autocast's where it is enabled."""
     device = logits.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return logits.dtype
@@ -105,7 +109,7 @@ def _result_dtype(logits: Tensor) -> torch.dtype:
 
 
 class _VocabularyParallel(torch.autograd.Function):
-    """Loss of the module docstring. Keeps a rank's logits as they came and one number a row, not their fp32 softmax."""
+    """Sharded cross entropy. Saves a rank's logits in their dtype and one number per row, not their fp32 softmax."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int, group: TpGroup) -> Tensor:
@@ -117,9 +121,8 @@ class _VocabularyParallel(torch.autograd.Function):
         local_targets = local_targets.masked_fill_(elsewhere, 0)
 
         maximum = all_reduce(logits.amax(1).to(_compute_dtype(logits)), "max", group)
-        shifted = logits - maximum.unsqueeze(1)  # in the wider dtype, without a copy of the logits in it
+        shifted = logits - maximum.unsqueeze(1)  # promoted to the wider dtype without a copy of the logits
         target_logit = shifted.gather(1, local_targets.unsqueeze(1)).squeeze(1).masked_fill_(elsewhere, 0)
-        # One all-reduce for both sums.
         total, target_logit = all_reduce(torch.stack((shifted.exp_().sum(1), target_logit)), "sum", group).unbind()
         log_total = total.log()
 
@@ -139,11 +142,11 @@ class _VocabularyParallel(torch.autograd.Function):
 
 
 def _compute_dtype(logits: Tensor) -> torch.dtype:
-    """float64 stays; all else is computed in float32."""
+    """Returns float64 for float64 logits, float32 for all others."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _check_targets(targets: Tensor, ignored: Tensor, num_classes: int) -> None:
-    """A target that is no class raises IndexError on the CPU; on a GPU it asserts, as torch does, without a wait."""
+    """Raises IndexError for a target that is no class; on a GPU it fails a device assertion, without synchronizing."""
     message = f"cross_entropy: a target is out of bounds for {num_classes} classes"
     check_within(targets.masked_fill(ignored, 0), num_classes, message)

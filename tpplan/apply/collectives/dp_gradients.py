@@ -1,8 +1,8 @@
-"""Gradients of parameters that FSDP does not hold, averaged over data-parallel ranks at the end of each backward.
+"""Averages gradients of parameters that FSDP does not hold over data-parallel ranks, at the end of each backward.
 
-With G what earlier backwards left, the same on every rank, and g_i what this one adds on rank i, the mean over ranks of
-(G + g_i) is G + the mean of g_i: accumulation needs no bookkeeping. `no_sync` leaves gradients as they are until the
-next backward outside it.
+With G the gradient that earlier backwards left, equal on every rank, and g_i what this backward adds on rank i, the
+mean over ranks of (G + g_i) is G + the mean of g_i: accumulation needs no bookkeeping. Inside `no_sync` gradients stay
+unaveraged until the next backward outside it.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,34 +21,36 @@ from tpplan.torch_internals.modules import own_parameters
 from tpplan.torch_internals.operators import copy_each
 from tpplan.torch_internals.tensors import accumulated_hooks
 
-#: what code registers on a parameter to be called when its gradient has been accumulated
+#: a function that register_post_accumulate_grad_hook takes
 AccumulatedHook = Callable[[Tensor], object]
 
 
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class Averager:
-    """Averages the slots' gradients over the groups, one for each data-parallel axis; `is_enabled` is off in no_sync.
+    """Averages the gradients of its slots over `groups`, one for each data-parallel axis; no_sync disables it.
 
-    Hooks on an accumulated gradient, by the place of its slot, see what one process would: they run when it is
-    averaged, and where there are any, every backward averages.
+    `hooks` are the user's hooks on accumulated gradients, by index of the slot. They run after the averaging and so see
+    the gradient of one process; where there are any, every backward averages, in no_sync too.
     """
 
     groups: tuple[TpGroup, ...]
     slots: list[Slot] = field(default_factory=list)
     hooks: dict[int, tuple[AccumulatedHook, ...]] = field(default_factory=dict)
     is_enabled: bool = True
-    #: the backward (autograd's graph task) at whose end it averages, and places of slots whose gradients came in it
+    #: the backward (autograd's graph task) at whose end gradients are averaged, and the slots with gradients from it
     backward: int = NO_BACKWARD
     came: set[int] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[Callable[..., "Averager"], tuple[Any, ...]]:
-        """A copied model's has that one's slots, and no hooks, which torch does not copy either."""
+        """Copies the slots without hooks, as torch does not copy the hooks of a parameter either."""
         return _averager, (self.groups, self.slots)
 
     def watch(self, model: nn.Module) -> None:
-        """From now on the plain parameters of a model are its slots. Their own hooks on accumulated gradients are taken
-        over: they would see one rank's."""
+        """Makes each trainable plain parameter of a model a slot, and averages it from now on.
+
+        Hooks on their accumulated gradients move to this Averager: autograd would call them with one rank's gradient.
+        """
         seen: set[int] = set()
         for module, name, parameter in _trainable(model):
             if id(parameter) in seen:
@@ -63,8 +65,10 @@ class Averager:
         model.register_forward_pre_hook(self.before_forward)
 
     def before_forward(self, model: nn.Module, _inputs: object) -> None:
-        """Sees to it that each slot's parameter calls: in a copied model, or where others took their place, they do not
-        yet. Raises UsageError for a parameter that trains and is no slot."""
+        """Registers this Averager on slots' parameters that lack its hook, as in a copied model or after loading.
+
+        Raises UsageError for a trainable parameter that is no slot.
+        """
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         own = {id(slot.parameter()): place for place, slot in enumerate(self.slots)}
@@ -73,15 +77,15 @@ class Averager:
                 continue
             if id(parameter) not in own:
                 raise UsageError(
-                    f"parameter {name} trains, and was frozen or another when the plan was applied: its gradient would "
-                    "not be averaged; apply the plan to the model as it is to be trained"
+                    f"parameter {name} trains, and was frozen or another parameter when the plan was applied: its "
+                    "gradient would not be averaged; unfreeze or add it before apply_plan"
                 )
             hooks = accumulated_hooks(parameter)
             if not any(isinstance(hook, _Arrival) for hook in hooks.values()):
                 parameter.register_post_accumulate_grad_hook(_Arrival(self, own[id(parameter)]))  # type: ignore[no-untyped-call]
 
     def gradient_comes(self, place: int | None = None) -> None:
-        """Called in a backward, before its end, for a slot's gradient that it makes."""
+        """Queues the averaging at the end of the running backward; `place` is the slot whose gradient came."""
         if place is not None:
             self.came.add(place)
         running = running_backward()
@@ -98,8 +102,10 @@ class Averager:
                 hook(self.slots[place].parameter())
 
     def _averaged(self) -> set[int]:
-        """Averages every gradient that any rank has: where one has none, the loss did not depend on it there. Returns
-        the places of those that came on any rank."""
+        """Averages every gradient that any rank has, and returns the slots whose gradients came on any rank.
+
+        A rank without a gradient, whose loss did not depend on that parameter, contributes zeros.
+        """
         if all(group.size == 1 for group in self.groups):
             return set(self.came)
         places = range(len(self.slots))
@@ -116,12 +122,12 @@ class Averager:
         return {place for place in places if came[place]}
 
     def ranks_with(self, flags: list[list[bool]]) -> list[list[int]]:
-        """How many ranks say yes, flag by flag."""
+        """Returns for each flag the number of ranks on which it is True."""
         found: list[list[int]] = self.summed(flags).tolist()
         return found
 
     def summed(self, flags: list[list[bool]]) -> Tensor:
-        """The same as a tensor."""
+        """Returns for each flag the number of ranks on which it is True, as an int32 tensor."""
         counted = torch.tensor(flags, dtype=torch.int32, device=self.slots[0].parameter().device)
         self._sum(counted)
         return counted
@@ -139,7 +145,7 @@ def _averager(groups: tuple[TpGroup, ...], slots: list[Slot]) -> Averager:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class _Arrival:
-    """A hook on an accumulated gradient."""
+    """A hook on a slot's accumulated gradient that tells the Averager."""
 
     averager: Averager
     place: int
@@ -149,7 +155,7 @@ class _Arrival:
 
 
 def _gradient_of(slot: Slot) -> Tensor:
-    """The local part of a gradient, which is zero where there was none."""
+    """Returns the local part of a slot's gradient, after setting `.grad` to zeros where it was None."""
     parameter = slot.parameter()
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)

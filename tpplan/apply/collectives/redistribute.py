@@ -1,22 +1,22 @@
-"""The conversions of tpplan.core.layout on real tensors: autograd functions straight on functional collectives.
+"""Converts tensors between the layouts of tpplan.core.layout: autograd functions directly on functional collectives.
 
-A conversion has a forward half, which moves the value, and a backward half, which moves the gradient; a tensor that
-needs no gradient pays for the first alone. Values in flight are plain local tensors, so a conversion costs its
-collective and little else: no DTensor is built and nothing is dispatched through one.
+A conversion has a forward half, which converts the value, and a backward half, which converts the gradient; a tensor
+that needs no gradient runs the forward half only. Values are plain local tensors, so a conversion costs its collective
+and little else: no DTensor is built or dispatched.
 
-With t ranks, "join" the dim along which slices become whole and "split" the dim along which the whole becomes slices:
+With t ranks, "join" is the dim along which slices become whole and "split" the dim along which the whole is sliced:
 
 | step           | local result                                                        |
 |----------------|---------------------------------------------------------------------|
 | all_reduce     | sum over ranks                                                      |
 | all_gather     | the ranks' slices, concatenated along join                          |
 | reduce_scatter | this rank's slice along split of the sum over ranks                 |
-| all_to_all     | this rank's slice along split of the ranks' slices, joined          |
+| all_to_all     | the ranks' slices joined along join, then this rank's slice of split |
 | slice          | this rank's slice along split (a copy: a view would keep the whole) |
 | pad            | zeros, with this rank's slice in its place along join               |
 | divide         | x / t                                                               |
 
-Collectives work on dim 0; along any other dim a copy of the whole goes with them, unless the dims before are 1.
+Collectives work on dim 0; along another dim the whole tensor is copied as well, unless all dims before it have size 1.
 """
 
 import math
@@ -40,7 +40,7 @@ _ops = collectives()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TpGroup:
-    """A process group as functional collectives see it: its registered name, its size, this process's rank in it."""
+    """A process group for functional collectives: its registered name, its size, and this process's rank in it."""
 
     name: str
     size: int
@@ -48,12 +48,12 @@ class TpGroup:
 
     @classmethod
     def of(cls, group: ProcessGroup) -> "TpGroup":
-        """The same for a torch process group."""
+        """Returns the TpGroup of a torch process group."""
         return cls(name=group.group_name, size=group.size(), rank=group.rank())
 
 
 def convert(x: Tensor, conversion: Conversion, group: ProcessGroup) -> Tensor:
-    """x in its new layout on this rank; x itself where nothing changes.
+    """Returns x in its new layout on this rank; x itself where nothing changes.
 
     Raises PlanMismatchError, before any collective, where the dim to be sharded does not divide.
     """
@@ -62,8 +62,11 @@ def convert(x: Tensor, conversion: Conversion, group: ProcessGroup) -> Tensor:
 
 @final
 class Converter:
-    """A conversion made ready for one process group. `where` opens the error messages: module, direction, path.
-    is_read: of a weight that is read, to which code may write."""
+    """A conversion prepared for one process group.
+
+    `where` starts error messages: module, direction, path. `is_read` marks the read of a parameter, whose result code
+    may write to in place.
+    """
 
     __slots__ = (
         "_backward", "_forward", "_has_dims", "_is_nothing", "conversion", "group", "is_read", "where", "witness"
@@ -80,11 +83,14 @@ class Converter:
         self._backward = next(iter(conversion.backward), Step.NONE)
         self._is_nothing = group.size == 1 or conversion.is_identity
         self._has_dims = conversion.source.dim is not None or conversion.target.dim is not None
-        #: while there is one, it is told of each call that brings collectives, before them
+        #: if set, called with `where` before each conversion that runs collectives
         self.witness: Callable[[str], None] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The converted tensor, differentiable where x needs a gradient."""
+        """Returns the converted tensor, differentiable where x needs a gradient.
+
+        Raises PlanMismatchError, before any collective, for a shape that the conversion does not fit.
+        """
         if self._is_nothing:
             return x
         if self._has_dims:
@@ -101,23 +107,29 @@ class Converter:
         return self._forward in COLLECTIVE_STEPS or (with_backward and self._backward in COLLECTIVE_STEPS)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The value's half."""
-        return _take(self._forward, x, self.conversion.source, self.conversion.target, self.group)
+        """Returns the converted value: the forward half of the conversion."""
+        return _run_step(self._forward, x, self.conversion.source, self.conversion.target, self.group)
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """The gradient's half."""
-        return _take(self._backward, gradient, self.conversion.target, self.conversion.source, self.group)
+        """Returns the converted gradient: the backward half of the conversion."""
+        return _run_step(self._backward, gradient, self.conversion.target, self.conversion.source, self.group)
 
     def _check(self, x: Tensor) -> None:
-        """gloo aborts the process, and NCCL hangs, where this raises on every rank."""
+        """Raises PlanMismatchError on every rank for a shape with which gloo would abort and NCCL would hang."""
         source, target = self.conversion.source, self.conversion.target
         if source.dim is not None and source.dim >= x.dim():
-            raise PlanMismatchError(f"{self.where}: {self.conversion}: shape {list(x.shape)} has no dim {source.dim}")
+            raise PlanMismatchError(
+                f"{self.where}: {self.conversion}: shape {list(x.shape)} has no dim {source.dim}; solve again for a "
+                "model with this shape here"
+            )
         whole = list(x.shape)
         if source.dim is not None:
             whole[source.dim] *= source.num_slices(self.group.size)
             if source.parts and sum(source.parts) != whole[source.dim]:
-                raise PlanMismatchError(f"{self.where}: {self.conversion}: shape {list(x.shape)} is no rank's part")
+                raise PlanMismatchError(
+                    f"{self.where}: {self.conversion}: dim {source.dim} of shape {list(x.shape)} is not 1 / "
+                    f"{source.num_slices(self.group.size)} of the parts {source.parts}; solve again for this shape"
+                )
         if not fits(tuple(whole), target, self.group.size):
             raise PlanMismatchError(
                 f"{self.where}: {self.conversion}: dim {target.dim} of shape {whole} does not divide by "
@@ -126,7 +138,7 @@ class Converter:
 
 
 class _Converted(torch.autograd.Function):
-    """Both halves of a conversion as one node of the backward graph."""
+    """A conversion as one autograd node."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, converter: Converter) -> Tensor:
@@ -142,10 +154,10 @@ class _Converted(torch.autograd.Function):
         return ctx.converter.backward(gradient), None
 
 
-def _take(step: Step, x: Tensor, source: Layout, target: Layout, group: TpGroup) -> Tensor:
-    """One step of the table above. It gathers or pads what is sharded as `source`, and splits as `target`.
+def _run_step(step: Step, x: Tensor, source: Layout, target: Layout, group: TpGroup) -> Tensor:
+    """Runs one step of the module docstring's table: join is the dim of `source`, split the dim of `target`.
 
-    A dim with parts is reordered around the step, so that the slices of a rank lie together.
+    A dim with parts is reordered around the step, so that the slices of each rank are contiguous.
     """
     match step:
         case Step.NONE:
@@ -166,7 +178,7 @@ def _take(step: Step, x: Tensor, source: Layout, target: Layout, group: TpGroup)
         case Step.SLICE:
             slices = held(target.parts or (x.shape[_dim(target)],), target.num_slices(group.size))
             own = slices[_slice_of(target, group)]
-            part = _laid(x, _dim(target), own)
+            part = _pick_intervals(x, _dim(target), own)
             return part if len(own) > 1 else part.clone(memory_format=torch.contiguous_format)
         case Step.PAD:
             return _in_order(_pad(x, source, group), source, group)
@@ -181,39 +193,39 @@ def _dim(layout: Layout) -> int:
     return layout.dim
 
 
-def _laid(x: Tensor, dim: int, intervals: Sequence[Interval]) -> Tensor:
-    """The intervals of x side by side; a view where there is one."""
+def _pick_intervals(x: Tensor, dim: int, intervals: Sequence[Interval]) -> Tensor:
+    """Returns the given intervals (start, length) of x along dim, concatenated; a view where there is just one."""
     pieces = [x.narrow(dim, start, length) for start, length in intervals]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def _rank_by_rank(x: Tensor, layout: Layout, group: TpGroup) -> Tensor:
-    """From the dim's own order to one whose contiguous slices are what the ranks hold."""
-    return _laid(x, _dim(layout), rank_by_rank(layout.parts, group.size)) if layout.parts else x
+    """Reorders a dim with parts so that each rank's slices of all parts are contiguous, rank by rank."""
+    return _pick_intervals(x, _dim(layout), rank_by_rank(layout.parts, group.size)) if layout.parts else x
 
 
 def _in_order(x: Tensor, layout: Layout, group: TpGroup) -> Tensor:
-    """The inverse of _rank_by_rank."""
-    return _laid(x, _dim(layout), in_order(layout.parts, group.size)) if layout.parts else x
+    """Reorders a dim with parts from rank by rank to the order of its parts: the inverse of _rank_by_rank."""
+    return _pick_intervals(x, _dim(layout), in_order(layout.parts, group.size)) if layout.parts else x
 
 
 def _exchange(x: Tensor, source: Layout, target: Layout, group: TpGroup) -> Tensor:
-    """Contiguous slices to slices of parts, or back: each rank sends every other what that is to hold."""
+    """Converts contiguous slices of a dim to slices of its parts, or back, by one all-to-all."""
     dim, whole = _dim(source), (x.shape[_dim(source)] * group.size,)
     mine = exchange(source.parts or whole, target.parts or whole, group.size, group.rank)
-    outgoing = _laid(x, dim, mine.send).movedim(dim, 0).contiguous()
-    received = _issue(_ops.all_to_all_single.default, outgoing, mine.num_received, mine.num_sent, group.name)
-    return _laid(received.movedim(0, dim), dim, mine.lay).contiguous()
+    outgoing = _pick_intervals(x, dim, mine.send).movedim(dim, 0).contiguous()
+    received = _run_collective(_ops.all_to_all_single.default, outgoing, mine.num_received, mine.num_sent, group.name)
+    return _pick_intervals(received.movedim(0, dim), dim, mine.lay).contiguous()
 
 
-# ---- collectives: the ops under torch.distributed._functional_collectives, whose wrappers were renamed in torch 2.13
+# ---- collectives: the ops below torch.distributed._functional_collectives, whose wrappers were renamed in torch 2.13
 
 
-def _issue(op: Callable[..., Tensor], *args: Any) -> Tensor:
-    """The collective's result, waited for.
+def _run_collective(op: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Runs a collective op, waits for it and returns its result.
 
-    Both halves of a conversion are given, and what torch registers to differentiate a collective costs more time than
-    issuing one: it is passed by, except where a compiler looks on, which sees through it.
+    It runs below autograd, because _Converted has the backward already and torch's autograd formulas for collectives
+    take longer than issuing one. torch.compile traces through autograd at no cost.
     """
     if torch.compiler.is_compiling():
         return _wait(op(*args))
@@ -222,31 +234,31 @@ def _issue(op: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 def all_reduce(x: Tensor, operation: str, group: TpGroup) -> Tensor:
-    """Sum ("sum") or maximum ("max") over the ranks, in a new tensor. One rank needs no process group."""
+    """Returns the sum ("sum") or maximum ("max") of x over the ranks, a new tensor. One rank needs no process group."""
     if group.size == 1:
         return x.clone()
-    return _issue(_ops.all_reduce.default, x, operation, group.name)
+    return _run_collective(_ops.all_reduce.default, x, operation, group.name)
 
 
 def all_reduce_in_place(x: Tensor, group: TpGroup) -> None:
-    """x becomes its sum over the ranks."""
-    _issue(_ops.all_reduce_.default, x, "sum", group.name)
+    """Replaces x by its sum over the ranks."""
+    _run_collective(_ops.all_reduce_.default, x, "sum", group.name)
 
 
 def _all_gather(x: Tensor, dim: int, group: TpGroup) -> Tensor:
-    gathered = _issue(_ops.all_gather_into_tensor.default, x.contiguous(), group.size, group.name)
+    gathered = _run_collective(_ops.all_gather_into_tensor.default, x.contiguous(), group.size, group.name)
     return _join_blocks(gathered, dim, group.size)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: TpGroup) -> Tensor:
     blocks = _split_blocks(x, dim, group.size)
-    return _issue(_ops.reduce_scatter_tensor.default, blocks, "sum", group.size, group.name)
+    return _run_collective(_ops.reduce_scatter_tensor.default, blocks, "sum", group.size, group.name)
 
 
 def _all_to_all(x: Tensor, join: int, split: int, group: TpGroup) -> Tensor:
     blocks = _split_blocks(x, split, group.size)
     lengths = [blocks.shape[0] // group.size] * group.size
-    received = _issue(_ops.all_to_all_single.default, blocks, lengths, lengths, group.name)
+    received = _run_collective(_ops.all_to_all_single.default, blocks, lengths, lengths, group.name)
     return _join_blocks(received, join, group.size)
 
 
@@ -256,7 +268,7 @@ def _wait(x: Tensor) -> Tensor:
 
 
 def _split_blocks(x: Tensor, dim: int, num_blocks: int) -> Tensor:
-    """The num_blocks slices of x along dim, stacked along dim 0: what rank i receives stands in block i."""
+    """Returns the num_blocks slices of x along dim, concatenated along dim 0: rank i receives block i."""
     if dim == 0:
         return x.contiguous()
     if math.prod(x.shape[:dim]) == 1:  # the slices already follow each other in memory
@@ -265,7 +277,7 @@ def _split_blocks(x: Tensor, dim: int, num_blocks: int) -> Tensor:
 
 
 def _join_blocks(blocks: Tensor, dim: int, num_blocks: int) -> Tensor:
-    """The inverse of _split_blocks."""
+    """Concatenates the num_blocks blocks of dim 0 along dim: the inverse of _split_blocks."""
     if dim == 0:
         return blocks
     if blocks.shape[0] == num_blocks and math.prod(blocks.shape[1:dim]) == 1:
@@ -274,7 +286,7 @@ def _join_blocks(blocks: Tensor, dim: int, num_blocks: int) -> Tensor:
 
 
 def _slice_of(layout: Layout, group: TpGroup) -> int:
-    """Which of the layout's slices this rank holds: neighbours hold the same where they are fewer than ranks."""
+    """Returns the index of the slice that this rank holds; where slices are fewer than ranks, neighbours share one."""
     return group.rank * layout.num_slices(group.size) // group.size
 
 
@@ -286,13 +298,13 @@ def _pad(x: Tensor, layout: Layout, group: TpGroup) -> Tensor:
     return padded
 
 
-# ---- the embedding's pair: R -> rows on the ids, rows -> P on what was looked up
+# ---- an embedding sharded by rows: R -> rows converts the ids, rows -> P the looked-up rows
 
 
 def local_rows(ids: Tensor, num_local_rows: int, group: TpGroup) -> tuple[Tensor, Tensor]:
-    """R -> rows: ids as positions among this rank's rows, and the mask of those on other ranks (they read row 0).
+    """Converts R -> rows: returns the ids as row numbers of this rank, and the mask of ids whose rows are elsewhere.
 
-    Raises IndexError for an id that is on no rank: all ranks have the same ids, so that all raise.
+    Masked ids read row 0. Raises IndexError for an id outside the table, on all ranks, as all have the same ids.
     """
     num_rows = num_local_rows * group.size
     check_within(
@@ -304,6 +316,6 @@ def local_rows(ids: Tensor, num_local_rows: int, group: TpGroup) -> tuple[Tensor
 
 
 def mask_rows(looked_up: Tensor, foreign: Tensor) -> Tensor:
-    """rows -> P: zero where the id is another rank's row, and so is the gradient there. looked_up [*ids, ...]."""
+    """Converts rows -> P: zeroes looked_up [*ids, ...], and its gradient, where the id's row is on another rank."""
     extra_dims = looked_up.dim() - foreign.dim()
     return looked_up.masked_fill(foreign.view(*foreign.shape, *(1,) * extra_dims), 0)

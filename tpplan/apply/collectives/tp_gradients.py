@@ -1,20 +1,19 @@
-"""Gradients of parameters that are read as R*: summands on each tensor-parallel rank, reduced once a backward.
+"""Reduces gradients of parameters that are read as R*, which are summands on each tensor-parallel rank, per backward.
 
 A norm's weight under sequence parallelism sees a part of the tokens on each rank, so its gradient there is a summand.
-Reducing at every read would cost a collective per norm and micro-batch; left as DTensor Partial it would be reduced
-again by clip_grad_norm_ and by every optimizer step. So the summands are accumulated as they are, and the last thing a
-backward does, after FSDP has reduced over its own axes, is one all-reduce per bucket. Whoever reads `.grad` after
-backward reads the sum.
+Reducing at every read would cost a collective per norm and micro-batch; as a DTensor Partial it would be reduced again
+by clip_grad_norm_ and by every optimizer step. So summands are accumulated unreduced, and each backward ends, after
+FSDP has reduced over its own axes, with one all-reduce per bucket. Code that reads `.grad` after backward sees the sum.
 
 Accumulation needs no context manager. A backward that adds to a gradient already reduced, G, first divides it by t:
 
     sum over t ranks of (G / t + summand_i)  =  G + sum of the summands
 
-`no_sync` leaves summands as they are until the next backward outside it.
+Inside `no_sync` summands stay unreduced until the next backward outside it.
 
-Two want the sum at once, and get it by an all-reduce at each read: hooks on a parameter's gradient, and
-torch.autograd.grad. And what reaches a parameter past its reads (a penalty on weights in the loss) is no summand, but
-the whole on each rank: where it is to be added to summands, a t-th of it is.
+Hooks on a parameter's gradient and torch.autograd.grad need the sum at once: for them each read is all-reduced. A
+gradient that reaches a parameter other than through a read (a weight penalty in the loss) is whole on each rank: where
+it is added to summands, it is divided by t.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,22 +35,21 @@ from tpplan.torch_internals.tensors import accumulated_hooks, gradient_hooks, la
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class Slot:
-    """A parameter that is read as R*, found by its module and name because to_empty and loading may replace it.
-
-    `is_summand`: what stands in `.grad` is to be reduced still. `sharded` is the parameter as FSDP keeps it at rest,
-    for the time in which the module holds the gathered one. `arrived`: by backward, what reads have given of a gradient
-    that is not accumulated yet. `at_once`: the last backward in which they gave sums.
-    """
+    """A parameter whose gradient a Reducer or Averager reduces, by module and name: loading may replace the object."""
 
     module: nn.Module
     name: str
+    #: True while `.grad` still has to be reduced
     is_summand: bool = False
+    #: the parameter that FSDP keeps at rest, for the time in which the module holds the gathered one
     sharded: nn.Parameter | None = None
+    #: gradients that reads gave and autograd has not accumulated yet, by backward (autograd's graph task)
     arrived: dict[int, list[Tensor]] = field(default_factory=dict)
+    #: the last backward in which reads were all-reduced at once
     at_once: int = NO_BACKWARD
 
     def parameter(self) -> nn.Parameter:
-        """The parameter that the optimizer sees."""
+        """Returns the parameter that the optimizer holds: FSDP's sharded one, if any."""
         registered = own_parameters(self.module)[self.name]
         assert registered is not None
         if self.sharded is None or _num_axes(registered) >= _num_axes(self.sharded):
@@ -59,13 +57,16 @@ class Slot:
         return self.sharded
 
     def gradient(self) -> Tensor | None:
-        """The local part of its gradient."""
+        """Returns the local part of the parameter's gradient."""
         gradient = self.parameter().grad
         return local_part(gradient) if isinstance(gradient, DTensor) else gradient
 
     def is_watched_by_others(self, num_ranks: int) -> bool:
-        """True where somebody has a hook on its gradient. From now on we do: on what reads read, and, where FSDP has
-        gathered that, on the parameter at rest, too, which code outside of forward reads."""
+        """True where user code has a hook on the parameter's gradient.
+
+        The first call registers a _Watch on the parameter that reads use, and on the one at rest, which code outside
+        of forward uses while FSDP has gathered the other.
+        """
         registered, at_rest = own_parameters(self.module)[self.name], self.parameter()
         assert registered is not None
         for parameter in (registered,) if registered is at_rest else (registered, at_rest):
@@ -79,13 +80,17 @@ class Slot:
 @final
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """A hook on the gradient of a slot's parameter, about to be accumulated: what no read gave becomes a summand."""
+    """A hook on the gradient of a slot's parameter that turns the part which no read gave into a summand.
+
+    Autograd calls it with the sum G + R before accumulating it: R from reads, a summand, and G from elsewhere, whole on
+    each rank. The hook returns G / t + R.
+    """
 
     slot: Slot
     num_ranks: int
     placements: tuple[Placement, ...]
     is_read: bool
-    __torch_unserializable__: ClassVar[bool] = True  # as torch.save asks: a copy gets its own
+    __torch_unserializable__: ClassVar[bool] = True  # torch.save leaves it out, and a copy registers its own
 
     @torch.no_grad()
     def __call__(self, gradient: Tensor) -> Tensor | None:
@@ -106,17 +111,19 @@ class _Watch:
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class Reducer:
-    """Reduces the slots' gradients at the end of each backward; `is_enabled` is off inside no_sync."""
+    """Reduces the gradients of its slots over the tp group at the end of each backward; no_sync disables it."""
 
     group: TpGroup
     slots: list[Slot] = field(default_factory=list)
     is_enabled: bool = True
-    #: the backward (autograd's graph task) at whose end a reduction is due already
+    #: the backward (autograd's graph task) at whose end a reduction is queued already
     backward: int = NO_BACKWARD
 
     def reading_backward(self, slot: Slot | None, gradient: Tensor, read: Any) -> Tensor:
-        """Called by a parameter's read, a node of autograd's, when its gradient comes by, before that is accumulated
-        anywhere. Returns what is to be accumulated."""
+        """Returns the gradient to accumulate for one read, and queues the reduction at the end of the backward.
+
+        `gradient` is the read's gradient, `read` its autograd node; `slot` is None where the gradient is no summand.
+        """
         running = running_backward()
         if slot is not None:
             gradient = self._counted(slot, gradient, read, running)
@@ -126,7 +133,10 @@ class Reducer:
         return gradient
 
     def _counted(self, slot: Slot, summand: Tensor, read: Any, running: int) -> Tensor:
-        """The summand, to be reduced later; the sum where that is wanted now, or as much of it as makes a summand."""
+        """Returns the read's summand, to be reduced later, or the sum over ranks if a hook or autograd.grad needs it.
+
+        Where the slot already holds summands, the sum is divided by t, so that the later reduction restores it.
+        """
         is_traced = torch.compiler.is_compiling()
         is_returned = not is_traced and _is_returned(read)
         if is_returned or (not is_traced and slot.is_watched_by_others(self.group.size)):
@@ -143,12 +153,12 @@ class Reducer:
         return summand
 
     def _after_other_callbacks(self) -> None:
-        """FSDP finishes its reduce-scatters in a callback of its own, which may have been queued after this one."""
+        """Queues the reduction behind FSDP's own callback, which ends its reduce-scatters and may be queued later."""
         at_end_of_backward(self.reduce)
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sums every gradient that is a summand still, over the ranks."""
+        """Sums every gradient that is still a summand over the tp ranks."""
         due = [(slot, gradient) for slot in self.slots if slot.is_summand and (gradient := slot.gradient()) is not None]
         for bucket in buckets([gradient for _, gradient in due], BUCKET_BYTES):
             _all_reduce_bucket(bucket, self.group)
@@ -157,12 +167,12 @@ class Reducer:
 
 
 def _is_returned(read: Any) -> bool:
-    """True in torch.autograd.grad for what a read gives to a parameter that was asked for, which is not accumulated."""
+    """True where torch.autograd.grad returns the read's gradient to its caller instead of accumulating it."""
     return is_captured(read.next_functions[0][0])
 
 
 def buckets(tensors: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """The tensors grouped by dtype and size, each group at most bucket_bytes unless one tensor alone is larger."""
+    """Yields groups of tensors of one dtype, each of at most bucket_bytes unless one tensor alone is larger."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -182,5 +192,5 @@ def _all_reduce_bucket(bucket: list[Tensor], group: TpGroup) -> None:
 
 
 def _num_axes(parameter: Tensor) -> int:
-    """Mesh axes a parameter is laid out on: more at rest under FSDP than when gathered."""
+    """Returns the number of mesh axes of a parameter: more at rest under FSDP than when gathered."""
     return parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0

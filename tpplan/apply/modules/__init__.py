@@ -1,8 +1,8 @@
-"""Modules: what a plan makes of each module of a model.
+"""Modules: applies a plan to each module of a model, and checks what the applied model is given.
 
-In: a module and what the plan says of it. Out: a generated subclass whose forward runs on local tensors: parameters
-read, inputs and outputs converted, sizes replaced, dropout drawn per rank; checks of input shapes and of the first
-step.
+In: a module and the plan's entries for it. Out: a generated subclass whose forward runs on local tensors: it reads
+local parameters, converts inputs and outputs, replaces sizes and draws dropout per rank. Also hooks on the model that
+check the shapes of inputs and the first training step.
 
 Imports: core, plan, torch_internals, trace; apply/collectives.
 """

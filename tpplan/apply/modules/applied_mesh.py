@@ -1,4 +1,4 @@
-"""What a model keeps of the plan that was applied to it: the mesh it lies on."""
+"""Stores the device mesh of an applied plan on the model, and finds it again."""
 
 from dataclasses import dataclass
 from typing import Any, final
@@ -6,14 +6,14 @@ from typing import Any, final
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-#: where the module that a plan was applied to keeps it; in __dict__, so neither a submodule nor in state_dict
+#: key of the root module's __dict__, so that the entry is neither a submodule nor in state_dict
 _APPLIED = "_tpplan_applied"
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Applied:
-    """The mesh of replicate x shard x tp. A copied model lies on the same."""
+    """The mesh of axes replicate, shard and tp. A deep copy of a model shares it."""
 
     mesh: DeviceMesh
 
@@ -22,12 +22,12 @@ class Applied:
 
 
 def keep_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Notes the mesh."""
+    """Stores the mesh on the model."""
     model.__dict__[_APPLIED] = Applied(mesh)
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """The mesh of an applied model, or of one that wraps it; None for a plain model."""
+    """Returns the mesh of an applied model, or of the applied model that `model` wraps; None for a plain model."""
     found = (module.__dict__[_APPLIED] for module in model.modules() if _APPLIED in module.__dict__)
     applied: Applied | None = next(found, None)
     return applied.mesh if applied is not None else None

@@ -1,8 +1,8 @@
-"""Dropout on slices: each rank of a tensor-parallel group draws for its own, and the group stays in step.
+"""Draws dropout masks on slices from a random state of each rank, while the tensor-parallel group stays in step.
 
-On a whole value all ranks must drop the same elements, and do, as their random states are equal. On slices equal masks
-would repeat across the value. Here a seed is drawn from the state that all share, which goes on alike everywhere; a
-rank's own is that seed and its number, used for one call. Recomputation restores the shared state, and so all of it.
+The ranks of a group have equal random states, so that they drop the same elements of a value that all hold whole. On
+slices equal states would repeat one mask across the value. So each call draws a seed from the shared state, which
+advances alike on all ranks, and runs with seed + rank. Recomputation restores the shared state, so the masks repeat.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _DROPOUT = (F.dropout, torch.dropout, torch.dropout_)
 
 @dataclass(frozen=True, slots=True)
 class DrawByRank:
-    """Rewrites calls: what drops elements runs on this rank's own random state."""
+    """A rewriter of calls that runs dropout, in attention too, under this rank's own random state."""
 
     rank: int
 
@@ -36,7 +36,7 @@ class DrawByRank:
 
 
 class WithoutDropout(TorchFunctionMode):
-    """While it is on, nothing is dropped at random, for what is to be compared."""
+    """A mode that turns dropout off, in attention too, so that outputs can be compared."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -62,7 +62,10 @@ def _drops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def _own_state(rank: int, device: torch.device) -> Iterator[None]:
-    """Another state of the device's generator; the seed comes from the CPU's, so no device is waited for."""
+    """Seeds the device's generator with a shared seed + rank inside the context, and restores its state afterwards.
+
+    The seed is drawn from the CPU's generator, so that no GPU has to be waited for.
+    """
     seed = _next_seed()
     generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
     state = generator.get_state()

@@ -1,22 +1,22 @@
-"""The first training forward: do the ranks of each tensor-parallel group go in step?
+"""Checks in the first training forward that the ranks of each tensor-parallel group agree.
 
-They split the layers of one model that reads one batch. Were they to read different batches, to draw different dropout
-masks for values that all hold, or to start from different copies of what lies replicated, every rank would compute on,
-and the result would be wrong without a sign. So the first forward with gradients compares checksums: of its inputs, of
-the random state, and of the parameters and buffers that each rank of a group holds whole.
+The ranks of a group split the layers of one model that reads one batch. If they read different batches, drew different
+dropout masks for a value that all hold, or started from different copies of a replicated parameter, every rank would
+go on and the result would be wrong without a sign. So the first forward with gradients compares checksums of its
+inputs, of the random states, and of the parameters and buffers that each rank of a group holds whole.
 
-It is one gather of a few numbers a rank, over all ranks: where one group differs, all ranks raise, and none waits for
-another. What differs is gathered only then. Different random states (torch's, and those of NumPy and Python, which are
-seeded differently in every process unless told) are an error once the forward has drawn from them.
+The comparison is one all-gather of a few numbers per rank, over all ranks: where one group differs, all ranks raise and
+none waits for another. Names are gathered only then. Different random states (torch's, NumPy's and Python's; the last
+two are seeded differently in every process by default) are an error only if the forward has drawn from them.
 
-Nor may ranks come to their conversions in different orders, as code does that iterates over a set of strings, for each
-process has an order of its own: collectives would mix what belongs apart. In that forward the ranks of a group say in
-front of each conversion which it is, unless modules are compiled.
+Ranks must also reach their conversions in the same order, or collectives would mix unrelated tensors; code that
+iterates over a set of strings has another order in each process. In this forward the ranks of a group compare the name
+of each conversion before it, unless modules are compiled.
 
-Then the hooks go. What a process can see alone is looked for, too (tpplan.apply.modules.stale_references). Under
-torch.compile of the whole model, and on a fake process group, nothing is compared. Nor do later steps compare: a shape
-that does not divide raises in the conversion, before its collective, on every rank of the group, as all of them see the
-same shapes.
+The hooks are removed after this forward, which also runs the checks of tpplan.apply.modules.stale_references.
+Nothing is compared under torch.compile of the whole model, on a fake process group, or in later steps: there a shape
+that does not divide raises in the conversion, before its collective, on every rank of the group, as all see the same
+shapes.
 """
 
 import zlib
@@ -43,10 +43,10 @@ from tpplan.trace.hooks.generated_class import SITE
 from tpplan.trace.hooks.host_rng import states_outside_torch
 from tpplan.trace.trace import bound_arguments, named_tensors
 
-#: elements that are widened to 64 bits at a time
+#: number of elements that are widened to 64 bits at a time
 _CHUNK = 2**22
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: what is compared, in this order; what to do about it
+#: what is compared, in this order, and what the error advises
 _REMEDIES = {
     "batch": "every rank of a group must read the same samples: plan.batch_for(rank) says which",
     "random state": "the forward draws from it (dropout): call torch.manual_seed(seed + plan.mesh.data_rank(rank))",
@@ -55,17 +55,20 @@ _REMEDIES = {
     "parameters": "load the same checkpoint on every rank, and change parameters and buffers alike everywhere",
 }
 _ORDER_REMEDY = (
-    "their collectives would mix what belongs apart. Code that iterates over a set of strings does so in an order of "
-    "its own in every process: let it iterate over sorted(...), or start all ranks with the same PYTHONHASHSEED"
+    "their collectives would mix different tensors. Code that iterates over a set of strings has another order in "
+    "every process: let it iterate over sorted(...), or start all ranks with the same PYTHONHASHSEED"
 )
 END_OF_FORWARD = "the end of the forward"
-#: by what is compared: checksums by name
+#: checksums by what is compared (a key of _REMEDIES), then by name
 Checksums = dict[str, dict[str, int]]
 
 
 def check_first_step(model: nn.Module, mesh: DeviceMesh, originals: Originals) -> None:
-    """The model's first forward with gradients raises UsageError, on all ranks, where tp groups are not in step; and
-    for hooks that are never called; and optimizers of what the parameters were will raise when they step."""
+    """Installs hooks for the first forward with gradients, which raises UsageError on all ranks where tp ranks differ.
+
+    That forward also raises for gradient hooks that FSDP2 never calls, and makes optimizers of the model's original
+    parameters raise when they step.
+    """
     if dist.get_backend() == "fake" or (mesh[Axis.TP].size() == 1 and not isinstance(model, FSDPModule)):
         return
     check = _FirstStep(Applied(mesh), originals)
@@ -77,19 +80,20 @@ def check_first_step(model: nn.Module, mesh: DeviceMesh, originals: Originals) -
 
 @final
 class _FirstStep:
-    """Both hooks."""
+    """The forward pre-hook and forward hook of the model, and their state."""
 
     def __init__(self, applied: Applied, originals: Originals) -> None:
         self.applied = applied
         self.originals = originals
         self.has_begun = self.is_watching = False
         self.handles: tuple[RemovableHandle, ...] = ()
-        #: checksums of the random states before the forward, as they are compared; why some must not be drawn from
+        #: checksums of the random states before the forward
         self.states: Checksums = {}
+        #: error messages by random state that differs, raised if the forward draws from it
         self.complaints: dict[str, str] = {}
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compares; raises on every rank for batches or parameters that differ."""
+        """Compares checksums. Raises UsageError on every rank where batches or replicated parameters differ."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         self.has_begun = True
@@ -111,10 +115,10 @@ class _FirstStep:
             raise UsageError(complaint)
         self.is_watching = not any(map(is_compiled, model.modules()))
         if self.is_watching:
-            _witness(model, self.meet)
+            _set_witness(model, self.meet)
 
     def meet(self, where: str) -> None:
-        """Raises, on every rank of the tp group, where one is elsewhere."""
+        """Raises UsageError on every rank of the tp group where one is at another conversion than `where`."""
         with torch.no_grad(), without_modes():
             mesh = self.applied.mesh
             group = mesh[Axis.TP].get_group()
@@ -128,17 +132,17 @@ class _FirstStep:
         other = next(rank for rank, place in enumerate(places) if place != places[0])
         ranks = dist.get_process_group_ranks(group)
         raise UsageError(
-            f"ranks {ranks[0]} and {ranks[other]} are of one tensor-parallel group and run in different orders: one is "
+            f"ranks {ranks[0]} and {ranks[other]} are of one tensor-parallel group and run in different order: one is "
             f"at {places[0]}, the other at {places[other]}; {_ORDER_REMEDY}"
         )
 
     def after(self, model: nn.Module, _args: object, _output: object) -> None:
-        """Raises, on every rank, where the forward has drawn from different random states; this was the first step."""
+        """Raises UsageError on every rank where the forward drew from random states that differ; removes the hooks."""
         if torch.compiler.is_compiling() or not self.has_begun:
             return
         if self.is_watching:
             self.meet(END_OF_FORWARD)
-            _witness(model, None)
+            _set_witness(model, None)
         now = _random_states(self.applied.mesh.device_type) if self.complaints else {}
         for what, complaint in self.complaints.items():
             if now[what] != self.states[what]:
@@ -147,7 +151,7 @@ class _FirstStep:
             handle.remove()
 
 
-def _witness(model: nn.Module, witness: Callable[[str], None] | None) -> None:
+def _set_witness(model: nn.Module, witness: Callable[[str], None] | None) -> None:
     for module in model.modules():
         site: Site | None = module.__dict__.get(SITE)
         for converter in site.converters() if site is not None else ():
@@ -155,7 +159,7 @@ def _witness(model: nn.Module, witness: Callable[[str], None] | None) -> None:
 
 
 def _complaints(found: Checksums, mesh: DeviceMesh) -> dict[str, str]:
-    """By what differs: an error message, the same on every rank."""
+    """Returns error messages by what differs (a key of `found`), the same ones on every rank."""
     device = mesh.device_type
     mine = torch.tensor([zlib.crc32(repr(sorted(named.items())).encode()) for named in found.values()], device=device)
     of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -197,7 +201,7 @@ def _tensor_checksums(tree: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _replicated(model: nn.Module) -> dict[str, Tensor]:
-    """What each rank of a tp group holds whole: buffers, and of parameters that lie so the part that FSDP leaves."""
+    """Returns buffers and parameters that are replicated over tp, by name: of parameters, this rank's FSDP shard."""
     replicated = {
         name: local_part(parameter)
         for name, parameter in model.named_parameters()
@@ -207,16 +211,16 @@ def _replicated(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _random_states(device_type: str) -> Checksums:
-    """Of torch's generators, those of the CPU and of this process's GPU together, and of each other."""
+    """Returns checksums of the random states: torch's generators of CPU and GPU in one, then NumPy's and Python's."""
     states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if device_type == "cuda" else [])
     outside = {f"random state of {name}": {"seed": zlib.crc32(state)} for name, state in states_outside_torch().items()}
     return {"random state": {device_type: checksum(torch.cat(states))}, **outside}
 
 
 def checksum(tensor: Tensor) -> int:
-    """A number made of shape, dtype and every bit, on the tensor's device: sum of bits_i * (2 i + 1), modulo 2^64.
+    """Returns crc32(dtype, shape) XOR the sum over elements of bits_i * (2 i + 1) modulo 2^64, summed on its device.
 
-    One changed element always changes it, for odd numbers have inverses there.
+    A change of one element always changes it, because odd factors are invertible modulo 2^64.
     """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     header = zlib.crc32(f"{local.dtype} {list(local.shape)}".encode())

@@ -1,13 +1,12 @@
-"""Each forward of an applied model: is the plan proven for inputs of these shapes?
+"""Checks in each forward of an applied model that the plan is proven for the shapes of its inputs.
 
-What a plan holds of a batch or a length (parts of a table that is cut at the length, a size written into a view) is
-right for that one alone, and on ranks nothing shows it. The plan says for which others it was proven
-(tpplan.plan.plan's OtherShapes); a forward of any other raises, before its first collective, on each rank of the
-tensor-parallel group, since all of them read the same inputs. Where shapes are the planned ones, that is all that is
-looked at.
+A plan may hold numbers that are right for one batch size or length only (parts of a table that is sliced at the
+length, a size in a view), and a wrong one would show no sign. The plan says for which other sizes it was proven
+(tpplan.plan.plan's OtherShapes). A forward of any other size raises before its first collective, on each rank of the
+tensor-parallel group, since all read the same inputs. Planned shapes cost one comparison each.
 
-Inputs that were no tensors when the plan was made are not compared, nor is anything inside a model that torch.compile
-takes as one: shapes are symbols there.
+Not compared: inputs that were not tensors when the plan was made, and models that torch.compile compiles whole, whose
+shapes are symbolic.
 """
 
 import warnings
@@ -24,29 +23,33 @@ from tpplan.plan.plan import BatchPlan, OtherShapes, Plan, ProofStatus
 from tpplan.trace.trace import named_tensors, positional_names
 
 
-class Check(Enum):
-    """What is done about a difference between what was proven and what runs."""
+class OnMismatch(Enum):
+    """What to do where the running model differs from the proven one."""
 
     RAISE = True
     WARN = "warn"
     NOTHING = False
 
 
-def check_shapes(model: nn.Module, plan: Plan, check: Check) -> None:
-    """From now on a forward whose inputs have shapes that the plan is not proven for raises PlanMismatchError; with
-    Check.WARN the first of each shape warns."""
+def check_shapes(model: nn.Module, plan: Plan, check: OnMismatch) -> None:
+    """Installs a hook that raises PlanMismatchError in forwards whose input shapes the plan is not proven for.
+
+    With OnMismatch.WARN each message is shown once as a warning instead.
+    """
     shapes = plan.proof.other_shapes
-    if check is not Check.NOTHING and plan.proof.status is ProofStatus.PROVEN and shapes is not None:
+    if check is not OnMismatch.NOTHING and plan.proof.status is ProofStatus.PROVEN and shapes is not None:
         names = positional_names(model)
         model.register_forward_pre_hook(_Shapes(shapes, plan.batch, names, check), prepend=True, with_kwargs=True)
 
 
 @final
 class _Shapes:
-    """The hook. `names` are those of the forward's positional arguments, `by_path` the planned shapes: an input of a
-    dict is called by its argument's name, one of a tuple by its number."""
+    """The forward pre-hook; `names` are the forward's positional arguments, `by_path` the planned shapes.
 
-    def __init__(self, shapes: OtherShapes, batch: BatchPlan, names: tuple[str, ...], check: Check) -> None:
+    A path starts with the argument's name where example inputs were a dict, with its number where they were a tuple.
+    """
+
+    def __init__(self, shapes: OtherShapes, batch: BatchPlan, names: tuple[str, ...], check: OnMismatch) -> None:
         self.shapes, self.batch, self.check = shapes, batch, check
         planned = (batch.micro_batch, batch.seq_len)
         self.by_path = {path: torch.Size(dim.size(*planned) for dim in dims) for path, dims in shapes.inputs.items()}
@@ -65,14 +68,14 @@ class _Shapes:
             if planned is None or tensor.shape == planned:
                 continue
             if problem := self.problem(path, tensor.shape):
-                if self.check is Check.RAISE:
-                    raise PlanMismatchError(f"{problem}, or say apply_plan(check=False)")
+                if self.check is OnMismatch.RAISE:
+                    raise PlanMismatchError(f"{problem}, or call apply_plan(check=False)")
                 if problem not in self.warned:
                     self.warned.add(problem)
                     warnings.warn(problem, stacklevel=2)
 
     def problem(self, path: str, shape: torch.Size) -> str:
-        """Why the plan is not proven for an input of this shape; "" where it is."""
+        """Returns why the plan is not proven for an input of this shape; "" where it is."""
         dims = self.shapes.inputs[path]
         reason = "it has another number of dims" if len(dims) != len(shape) else ""
         reasons = (self._not_proven(i, dim, size) for i, (dim, size) in enumerate(zip(dims, shape, strict=False)))
@@ -82,7 +85,7 @@ class _Shapes:
         batch, length = self.batch.micro_batch, self.batch.seq_len
         return (
             f"input {path} has the shape {list(shape)}, and the plan is proven for {list(self.by_path[path])} (batch "
-            f"{batch}, length {length}): {reason}. Nothing says that results are right: pad it, solve again for it"
+            f"{batch}, length {length}): {reason}. Results may be wrong: pad the input, solve again for this shape"
         )
 
     def _not_proven(self, place: int, dim: Dim, size: int) -> str:
@@ -91,7 +94,7 @@ class _Shapes:
             return ""
         count = dim.count(size)
         if count is None:
-            return f"dim {place} was {planned} for every batch and length of the example inputs"
+            return f"dim {place} was {planned} in the example inputs of every batch and length"
         kinds = {BATCH: (self.shapes.batch,), LENGTH: (self.shapes.length,)}
         multiple = 1
         for one in kinds.get(dim.grows_with, (self.shapes.batch, self.shapes.length)):
@@ -100,12 +103,12 @@ class _Shapes:
             multiple *= one.multiple
         if count % multiple:
             what = "batch times length" if dim.grows_with == BOTH else dim.grows_with
-            return f"a {what} of {count} is no multiple of {multiple}, and the plan is proven for no other"
+            return f"a {what} of {count} is no multiple of {multiple}, and the plan is proven for multiples only"
         return ""
 
 
 def _tensors(given: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in the arguments, by path."""
+    """Yields the tensors in the arguments with their paths."""
     found: list[tuple[str, Tensor]] = []
 
     def take(path: str, tensor: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
-"""Modules that see plain local tensors: a generated subclass per class, a Site per module.
+"""Makes modules run on plain local tensors: a generated subclass per class, and a Site per module with its plan.
 
-At rest a parameter is a DTensor. While a forward runs, reading it gives this rank's local tensor, in the layout that
-the plan says for the module whose forward is running (the reader), with the gradient converted back. The swapped class
-has a property for each parameter name it owns, and a forward that converts what crosses the boundary:
+At rest a parameter is a DTensor. While a forward runs, reading a parameter gives this rank's local tensor in the layout
+planned for the reader (the module whose forward is running), and its gradient is converted back. The generated class
+has a property for each of its own parameters, and a forward that converts inputs and outputs:
 
     push this module as the reader -> convert inputs -> the class's own forward -> convert outputs -> pop
 
-Names, state_dict, hooks, buffers and `isinstance` stay as they were. All calls of a module share its Site and nothing
-is counted, so recomputation and re-entrant calls are calls like any other.
+Names, state_dict, hooks, buffers and `isinstance` stay as they were. All calls of a module share its Site and calls are
+not counted, so recomputation and re-entrant calls work like any other call.
 """
 
 import copy
@@ -40,23 +40,23 @@ from tpplan.trace.trace import named_tensors
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class TensorParallel:
-    """What all sites of a model share: the axis, the forwards that are running (innermost last), the reducer."""
+    """State that all Sites of a model share: the tp axis, the running forwards (innermost last), the reducer."""
 
     mesh: DeviceMesh
     group: TpGroup
     reducer: Reducer
     frames: list["Frame"] = field(default_factory=list)
-    #: a tensor crossed in another dtype than planned, and a warning has said so
+    #: True once a warning was given about a tensor in another dtype than planned
     has_warned: bool = False
 
     @classmethod
     def on(cls, mesh: DeviceMesh) -> "TensorParallel":
-        """The same for a one-dimensional mesh."""
+        """Returns the shared state for a one-dimensional mesh."""
         group = TpGroup.of(mesh.get_group())
         return cls(mesh=mesh, group=group, reducer=Reducer(group=group))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorParallel":
-        """A copied model has gradients of its own and the same process group."""
+        """Copies the reducer, as a copied model has its own gradients, and keeps the mesh and process group."""
         copied = TensorParallel(mesh=self.mesh, group=self.group, reducer=Reducer(group=self.group))
         memo[id(self)] = copied
         copied.reducer = copy.deepcopy(self.reducer, memo)
@@ -66,7 +66,7 @@ class TensorParallel:
 @final
 @dataclass(slots=True, eq=False)
 class Frame:
-    """A forward that is running; `foreign_rows` marks ids looked up on other ranks, from `R -> rows` on."""
+    """A running forward; `foreign_rows` is the mask of ids whose rows are on other ranks, set by `R -> rows`."""
 
     site: "Site"
     foreign_rows: Tensor | None = None
@@ -74,8 +74,8 @@ class Frame:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
-    """One conversion at a boundary. `num_local_rows` is set for R -> rows alone."""
+class BoundaryConversion:
+    """One conversion at a module's boundary. `num_local_rows` is a rank's rows of the table, for `R -> rows` only."""
 
     conversion: Conversion
     dtype: torch.dtype
@@ -91,7 +91,7 @@ class Crossing:
 
     @own_code
     def __call__(self, x: Tensor, frames: list[Frame]) -> Tensor:
-        """The tensor on the other side."""
+        """Returns the tensor in its layout on the other side of the boundary."""
         if self.converter is None:
             x, frames[-1].foreign_rows = local_rows(x, self.num_local_rows, self.group)
             return x
@@ -100,48 +100,51 @@ class Crossing:
         return self.converter(x)
 
     def _foreign_rows(self, frames: list[Frame]) -> Tensor:
-        """Of the innermost forward that has any: the ids may have entered a wrapper of the embedding."""
+        """Returns the mask of the innermost running forward that has one: the ids may have entered a module around."""
         for frame in reversed(frames):
             if frame.foreign_rows is not None:
                 return frame.foreign_rows
-        raise PlanMismatchError(f"{self.where}: {self.conversion}: no ids entered as 'R -> rows' before")
+        raise PlanMismatchError(
+            f"{self.where}: {self.conversion}: no ids were converted by 'R -> rows' before, here or in a module "
+            "around: plan that conversion at the module that takes the ids"
+        )
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
-    """An argument of forward with conversions in it, by path; `position` where it may be passed without a name."""
+    """An argument of forward with its conversions by path; `position` is None where it is passed by name only."""
 
     name: str
     position: int | None
-    crossings: Mapping[str, Crossing]
+    crossings: Mapping[str, BoundaryConversion]
 
 
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class Site:
-    """A module's part of the plan."""
+    """How the plan is applied to one module: its conversions, and the reads of its parameters."""
 
     shared: TensorParallel
-    #: more than one where the same module stands in several places
+    #: the module's names; several where the model holds it in several places
     names: tuple[str, ...]
     arguments: tuple[Argument, ...] = ()
-    outputs: Mapping[str, Crossing] = field(default_factory=dict)
-    #: dim by output path: what the model returns sharded, and so as a DTensor
+    outputs: Mapping[str, BoundaryConversion] = field(default_factory=dict)
+    #: sharded dim by output path, for outputs that the model returns as sharded DTensors
     sharded_outputs: Mapping[str, int] = field(default_factory=dict)
     reads: Mapping[str, ParameterReads] = field(default_factory=dict)
-    #: reads of the weights below it by their names, where it runs whole
+    #: reads of the weights below the module by their names relative to it, where the module runs whole
     whole: Mapping[str, ParameterReads] | None = None
-    #: its ids entered here as rows, and what is looked up leaves a module around this one
+    #: True where ids become rows here, and a module around this one converts the looked-up rows
     hands_rows_on: bool = False
 
     @property
     def name(self) -> str:
-        """The module's name in messages."""
+        """The module's first name, for messages."""
         return self.names[0] or ROOT
 
     def read(self, name: str, parameter: nn.Parameter | None) -> Tensor | None:
-        """The parameter as the running forward sees it; itself when none runs."""
+        """Returns the parameter's local tensor for the running forward; the parameter itself when none runs."""
         reads = self.reads.get(name)
         if reads is None or parameter is None:
             return parameter
@@ -154,19 +157,19 @@ class Site:
         return parameter
 
     def converters(self) -> Iterator[Converter]:
-        """Of all that crosses its boundary, and of the parameters that it owns."""
+        """Yields the converters of the module's inputs, outputs and parameter reads."""
         crossings = [crossing for argument in self.arguments for crossing in argument.crossings.values()]
         yield from (c.converter for c in (*crossings, *self.outputs.values()) if c.converter is not None)
         for reads in (*self.reads.values(), *(self.whole or {}).values()):
             yield from (converter for converter in reads.converters.values() if converter is not None)
 
     def whole_weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """The weights below a module that runs whole, as its forward sees them, by name."""
+        """Returns the local tensors of the weights below a module that runs whole, by name, in the layouts it reads."""
         assert self.whole is not None
         return {name: self.whole[name].local(weight, self.names) for name, weight in module.named_parameters()}
 
     def convert_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments inside."""
+        """Returns the arguments with planned inputs converted. Raises PlanMismatchError where one is not passed."""
         for argument in self.arguments:
             if argument.name in kwargs:
                 value = self._convert(argument.name, kwargs[argument.name], argument.crossings)
@@ -179,21 +182,22 @@ class Site:
         return args, kwargs
 
     def convert_outputs(self, output: Any) -> Any:
-        """The output outside."""
+        """Returns the output with planned outputs converted, and those that stay sharded as DTensors."""
         if self.outputs:
             output = self._convert("output", output, self.outputs)
         if self.sharded_outputs:
-            output = self._wrap(output)
+            output = self._as_dtensors(output)
         return output
 
-    def _convert(self, root: str, tree: Any, crossings: Mapping[str, Crossing]) -> Any:
+    def _convert(self, root: str, tree: Any, crossings: Mapping[str, BoundaryConversion]) -> Any:
         if isinstance(tree, Tensor) and root in crossings:
-            return self._cross(crossings[root], tree)
+            return self._converted(crossings[root], tree)
         if tree is None:
             path, crossing = next(iter(crossings.items()))
             raise PlanMismatchError(
                 f"module {self.name}: the plan converts {path!r} ({crossing.conversion}), and nothing is passed there: "
-                "this call takes another way through the model than the one that was planned"
+                "this call takes another path through the model than the planned one; plan with the same inputs as in "
+                "training"
             )
         found: set[str] = set()
 
@@ -202,29 +206,30 @@ class Site:
             if crossing is None:
                 return tensor
             found.add(path)
-            return self._cross(crossing, tensor)
+            return self._converted(crossing, tensor)
 
         converted = named_tensors({root: tree}, change)[root]
         if missing := sorted(crossings.keys() - found):
             raise PlanMismatchError(
                 f"module {self.name}: the plan converts {missing[0]!r}, and {root!r} holds no such tensor: "
-                f"it is a {type(tree).__name__}"
+                f"it is a {type(tree).__name__}; plan with the same inputs as in training"
             )
         return converted
 
-    def _cross(self, crossing: Crossing, tensor: Tensor) -> Tensor:
+    def _converted(self, crossing: BoundaryConversion, tensor: Tensor) -> Tensor:
         if tensor.dtype != crossing.dtype and not self.shared.has_warned:
             self.shared.has_warned = True
             warnings.warn(
-                f"{crossing.where}: {tensor.dtype} crosses, and the plan was priced for {crossing.dtype}: results are "
-                "right, but its times and its memory do not hold (said once)",
+                f"{crossing.where}: the tensor is {tensor.dtype}, and the plan was priced for {crossing.dtype}: "
+                "results are right, but the plan's times and memory do not hold; train in the plan's precision, or "
+                "solve with another --precision (shown once)",
                 stacklevel=2,
             )
         return crossing(tensor, self.shared.frames)
 
     @own_code
-    def _wrap(self, output: Any) -> Any:
-        """Outputs that stay sharded say so: the loss and the user see a DTensor."""
+    def _as_dtensors(self, output: Any) -> Any:
+        """Returns the output with the tensors that stay sharded as DTensors, for the loss and the user."""
 
         def change(path: str, tensor: Tensor) -> Tensor:
             dim = self.sharded_outputs.get(path)
@@ -235,16 +240,16 @@ class Site:
         return named_tensors({"output": output}, change)["output"]
 
 
-def argument_positions(module: nn.Module, crossings: Mapping[str, Crossing]) -> tuple[Argument, ...]:
-    """Conversions grouped by the argument they are in, with its position; paths as tpplan.trace.trace writes them.
+def argument_positions(module: nn.Module, crossings: Mapping[str, BoundaryConversion]) -> tuple[Argument, ...]:
+    """Groups conversions by the argument of forward that they are in; paths are those of tpplan.trace.trace.
 
-    Raises PlanMismatchError for a name that forward does not take.
+    Raises PlanMismatchError for an argument that forward does not take.
     """
     parameters = list(inspect.signature(module.forward).parameters.values())
     kinds = {parameter.kind for parameter in parameters}
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    grouped: dict[str, dict[str, Crossing]] = {}
+    grouped: dict[str, dict[str, BoundaryConversion]] = {}
     for path, crossing in crossings.items():
         grouped.setdefault(path.partition(".")[0], {})[path] = crossing
     arguments: list[Argument] = []
@@ -255,26 +260,29 @@ def argument_positions(module: nn.Module, crossings: Mapping[str, Crossing]) -> 
             position = int(number)
         if position is None and name not in named and inspect.Parameter.VAR_KEYWORD not in kinds:
             where, kind = next(iter(members.values())).where, type(module).__name__
-            raise PlanMismatchError(f"{where}: {kind}.forward takes no argument {name!r}: {positional}")
+            raise PlanMismatchError(
+                f"{where}: {kind}.forward takes no argument {name!r}, only {positional}: apply the plan to the model "
+                "that it was made for"
+            )
         arguments.append(Argument(name=name, position=position, crossings=members))
     return tuple(arguments)
 
 
 def check_swappable(module: nn.Module, name: str) -> None:
-    """Raises UsageError for a module with a Site already."""
+    """Raises UsageError for a module that a plan was applied to."""
     if SITE in module.__dict__:
-        raise UsageError(f"module {name or ROOT}: a plan is applied already")
+        raise UsageError(f"module {name or ROOT}: a plan is applied already: build the model again")
 
 
 def swap_class(module: nn.Module, site: Site) -> None:
-    """Gives a module its Site and the class that heeds it."""
+    """Stores the Site on a module and replaces its class by the generated subclass."""
     module.__dict__[SITE] = site
     module.__class__ = local_class(type(module), tuple(sorted(site.reads)))  # type: ignore[arg-type]
 
 
 @functools.cache
 def local_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The subclass of cls that converts at its boundary and reads `names` as local tensors. It bears cls's own name."""
+    """Returns the subclass of cls, with its name, that converts at its boundary and reads `names` as local tensors."""
     namespace: dict[str, Any] = {name: _local_parameter(name) for name in names}
     if cls.forward is not nn.Module.forward:
         namespace["forward"] = _local_forward(cls)
@@ -291,7 +299,7 @@ def _local_parameter(name: str) -> property:
             return parameters[name]
         try:
             return site.read(name, parameters[name])
-        except AttributeError as error:  # nn.Module takes it for a missing property, and gives the DTensor
+        except AttributeError as error:  # nn.Module would fall back to __getattr__ and return the DTensor
             raise as_internal(error) from error
 
     return property(read, doc=f"{name}: the DTensor, or during a forward its local tensor")
@@ -301,7 +309,7 @@ def _local_forward(cls: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         site: Site | None = self.__dict__.get(SITE)
-        if site is None:  # a slice of a container, say: constructed from the class alone
+        if site is None:  # an instance made from the class alone, such as a slice of a container
             return cls.forward(self, *args, **kwargs)
         frames = site.shared.frames
         frames.append(Frame(site))

@@ -1,11 +1,14 @@
-"""Sizes in a model's code, replaced by those that the layouts imply: `x.view(b, t, self.num_heads, d)` on a slice of
-the heads, or the length of a slice in a view of what was gathered.
+"""Replaces sizes in a model's calls by the sizes of the local tensors.
 
-A call with another number in that place, or about a tensor of another shape, is left alone, so what follows from
-`x.shape` stays as it is. Where the number is a batch or a length, it is another in another batch: that the code gives
-the whole's for a tensor that has a rank's, as it was planned for another size, is an error. Where it is a dim of the
-tensor that the call is about, it is that dim at every batch and length; the code may give it, or give it in the planned
-proportion, as the size of another layout. Anything else is an error.
+Examples: `x.view(b, t, self.num_heads, d)` where x holds a slice of the heads, or a view of a gathered tensor that
+takes its length from a slice.
+
+A planned size of one number (SizePlan.local) is replaced where the call's tensor has the planned shape and the code
+gives the planned number; other calls are left alone, so sizes that the code computes from `x.shape` pass. But a call
+that differs from the planned one in scale only, as in another batch or length, raises: the plan knows no size for it.
+
+A planned size that is a product of the tensor's dims (SizePlan.dims) holds for every batch and length. The code may
+give that size itself, or the planned multiple of it (the size in another layout); anything else raises.
 """
 
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ _VIEW, _EXPAND = (Tensor.view, Tensor.reshape, torch.reshape), (Tensor.expand, t
 _UNFLATTEN = (Tensor.unflatten, torch.unflatten)
 _SPLIT = (Tensor.split, torch.split, Tensor.split_with_sizes, torch.split_with_sizes)
 _NARROW = (Tensor.narrow, torch.narrow)
-#: which sizes a function takes: the kind of call, and the position of the first among its arguments
+#: by function that takes sizes: the kind of call in a plan, and the position of the first size among the arguments
 _TAKES: dict[Any, tuple[str, int]] = {
     **dict.fromkeys(_VIEW, ("view", 1)),
     **dict.fromkeys(_EXPAND, ("expand", 1)),
@@ -34,19 +37,19 @@ _TAKES: dict[Any, tuple[str, int]] = {
     **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), ("groups", 6)),
     Tensor.__getitem__: ("slice", 1),
 }
-#: what sizes are called
+#: keyword names of sizes
 _NAMES = ("size", "sizes", "shape", "split_size", "split_size_or_sections", "split_sizes", "groups", "repeats")
 
 
 @dataclass(frozen=True)
 class LocalSizes:
-    """Rewrites calls: `local` where the code says `written`."""
+    """A rewriter of a module's calls that replaces each planned size."""
 
     sizes: tuple[SizePlan, ...]
 
     @cached_property
     def table(self) -> dict[tuple[str, int, int, int], list[SizePlan]]:
-        """Sizes by kind of call, number of sizes, position and written size."""
+        """Planned sizes of one number, by kind of call, number of sizes, position and the size in the code."""
         found: dict[tuple[str, int, int, int], list[SizePlan]] = {}
         for size in self.sizes:
             if size.dims is None:
@@ -55,7 +58,7 @@ class LocalSizes:
 
     @cached_property
     def by_dims(self) -> dict[tuple[str, int, int], list[SizePlan]]:
-        """Sizes that are dims of the tensor, by kind of call, number of sizes and position."""
+        """Planned sizes that are products of the tensor's dims, by kind of call, number of sizes and position."""
         found: dict[tuple[str, int, int], list[SizePlan]] = {}
         for size in self.sizes:
             if size.dims is not None:
@@ -89,6 +92,7 @@ class LocalSizes:
         return args, kwargs | dict(zip(named, found[len(sizes) :], strict=True))
 
     def _sliced(self, x: Tensor, index: Any) -> Any:
+        """Returns the index of x with the bounds of its slices replaced."""
         items = index if isinstance(index, tuple) else (index,)
         if not any(isinstance(item, slice) for item in items):
             return index
@@ -107,6 +111,10 @@ class LocalSizes:
         return slice(start, end, item.step)
 
     def _local(self, call: str, x: Tensor, count: int, position: int, size: Any) -> Any:
+        """Returns this rank's size for `size`, number `position` of the call's `count` sizes; `size` if not planned.
+
+        Raises PlanMismatchError for a call that differs from the planned one in scale only.
+        """
         for own in self.by_dims.get((call, count, position), ()) if type(size) is int and size != -1 else ():
             if _is_shape(x.shape, own.of):
                 return _by_dims(call, x, own, size)
@@ -117,32 +125,38 @@ class LocalSizes:
                 is_here = own.dims is None and (own.call, own.count, own.position) == (call, count, position)
                 if is_here and _is_scaled(x.shape, size, own):
                     raise PlanMismatchError(
-                        f"{call} of a tensor of shape {list(x.shape)} with size {size}: the plan knows a rank's size "
-                        f"for {own.written} and shape {list(own.of)} (0: any) alone; solve again for this batch and "
-                        "length"
+                        f"{call} of a tensor of shape {list(x.shape)} with size {size}: the plan has a rank's size "
+                        f"only for {own.written} and shape {list(own.of)} (0: any); solve again for this batch "
+                        "and length"
                     )
         return local
 
 
 def _by_dims(call: str, x: Tensor, planned: SizePlan, size: int) -> int:
-    """The size that the tensor's own dims say. Raises PlanMismatchError where the code gives neither that nor, in the
-    planned proportion, another layout's."""
+    """Returns the product of the planned dims of x.
+
+    Raises PlanMismatchError where the code gives neither that nor its planned multiple, the size in another layout.
+    """
     own = prod(x.shape[dim] for dim in planned.dims or ())
     if size != own and size * planned.local != own * planned.written:
         raise PlanMismatchError(
             f"{call} of a tensor of shape {list(x.shape)} with size {size} in place {planned.position}: the plan knows "
-            f"{own} there, which is the tensor's, or {planned.written} for each {planned.local} of it alone; solve "
-            "again for this batch and length"
+            f"{own} there, the tensor's own size, or {planned.written} for each {planned.local} of it; solve again for "
+            "this batch and length"
         )
     return own
 
 
 def _is_shape(shape: torch.Size, of: tuple[int, ...]) -> bool:
+    """True where shape is the planned shape `of`, in which 0 stands for any size."""
     return len(shape) == len(of) and all(wanted in (0, size) for size, wanted in zip(shape, of, strict=True))
 
 
 def _is_scaled(shape: torch.Size, size: int, planned: SizePlan) -> bool:
-    """The size is to the one dim that is not as planned what the planned one is to the planned dim."""
+    """True where just one dim of the shape differs from the planned one, and the size grows with it as planned.
+
+    That is, size / dim = planned.written / planned.local, and the planned dim is planned.local.
+    """
     if len(shape) != len(planned.of):
         return False
     others = [(here, there) for here, there in zip(shape, planned.of, strict=True) if there not in (0, here)]
@@ -150,7 +164,7 @@ def _is_scaled(shape: torch.Size, size: int, planned: SizePlan) -> bool:
 
 
 def _num_dims(item: Any) -> int:
-    """How many dims an item of an index takes up."""
+    """Returns how many dims of the tensor an item of an index consumes; 0 for an Ellipsis."""
     if item is None or item is Ellipsis or isinstance(item, bool):
         return 0
     return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1

@@ -1,9 +1,9 @@
-"""Reading a parameter in a forward: the DTensor's local tensor, in the layout that the reader planned.
+"""Reads a parameter in a forward: returns the DTensor's local tensor in the layout planned for the reading module.
 
-A parameter at rest has base layout S(d), or R, or R* when any module reads it as R* or a slice of it: then its gradient
-is made of summands, and a read as R must give a summand too (R* -> R divides its gradient by t). A read converts
-base -> read; a fused weight rests in its own order, and is read part by part: S(0) -> S(0; q, k, v). A weight whose
-slices are fewer than ranks rests whole: R* -> S(0)/m.
+The base layout of a parameter at rest is S(d), R or R*. It is R* where any module reads the parameter as R*, or reads a
+slice of a parameter that rests whole: its gradient on a rank is then a summand, and a read as R gives a summand too
+(R* -> R divides its gradient by t). A read converts base -> read. A fused weight rests in its own order and is read
+part by part: S(0) -> S(0; q, k, v). A weight that is read in fewer slices than ranks rests whole: R* -> S(0)/m.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from tpplan.trace.hooks.call_rewriting import own_code
 
 
 def placement_of(layout: Layout, *, where: str) -> Placement:
-    """The DTensor placement of a layout at rest. Raises PlanError for what a parameter cannot rest in."""
+    """Returns the DTensor placement of a parameter's layout at rest. Raises PlanError unless it is R or S(dim)."""
     match layout.kind:
         case LayoutKind.REPLICATE:
             return Replicate()
@@ -40,16 +40,19 @@ def placement_of(layout: Layout, *, where: str) -> Placement:
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class ParameterReads:
-    """How each module reads one parameter. `default` is for modules the plan does not list, if those listed agree."""
+    """How modules read one parameter: layout and converter by the reading module's name.
+
+    `default` is the entry for modules that the plan does not list; None where the listed ones read it differently.
+    """
 
     name: str
     layouts: Mapping[str, Layout]
     converters: Mapping[str, Converter | None]
     reducer: Reducer
     slot: Slot | None
-    #: as planned: where it was not to train, nothing reduces its gradient
+    #: whether the parameter trained when the plan was made; if not, nothing reduces its gradient
     trainable: bool = True
-    #: of a parameter that FSDP does not hold: what averages its gradient, and the dtype in which FSDP has others read
+    #: for a parameter that FSDP does not hold: its gradient's averager, and the dtype that FSDP casts others to
     averager: Averager | None = None
     dtype: torch.dtype | None = None
     default: str | None = field(init=False)
@@ -59,26 +62,30 @@ class ParameterReads:
         self.default = next(iter(self.layouts)) if agree else None
 
     def _listed(self, readers: tuple[str, ...]) -> str | None:
-        """The name under which the plan lists a module of several names."""
+        """Returns the name under which the plan lists the reading module, which may have several; else the default."""
         return next((reader for reader in readers if reader in self.converters), self.default)
 
     @own_code
     def local(self, parameter: nn.Parameter, readers: tuple[str, ...]) -> Tensor:
-        """The local tensor for a module. Raises PlanMismatchError where the plan leaves open how that one reads."""
-        if not self.layouts:  # computed with nowhere; its dtype or device may be asked for
+        """Returns the local tensor for the module with the names `readers`.
+
+        Raises PlanMismatchError where the plan does not say how that module reads the parameter, and UsageError for a
+        parameter that trains and was frozen when the plan was made.
+        """
+        if not self.layouts:  # no planned module computes with it; code may still ask for its dtype or device
             return parameter
         listed = readers[0] if readers[0] in self.converters else self._listed(readers)
         if listed is None:
             planned = ", ".join(f"{name or ROOT} as {layout}" for name, layout in sorted(self.layouts.items()))
             raise PlanMismatchError(
                 f"parameter {self.name} is read by module {readers[0] or ROOT}, which the plan does not list "
-                f"({planned}); plan again for this model"
+                f"({planned}); solve again for this model"
             )
         if parameter.requires_grad and torch.is_grad_enabled():
             if not self.trainable:
                 raise UsageError(
-                    f"parameter {self.name} trains, and was frozen when the plan was made, which reduces no gradient "
-                    "for it: solve for the model as it is to be trained, then freeze what is to wait"
+                    f"parameter {self.name} trains, and was frozen when the plan was made, so that its gradient would "
+                    "not be reduced: solve with the parameter trainable; it may be frozen after apply_plan"
                 )
             local: Tensor = _Read.apply(parameter, self)  # type: ignore[no-untyped-call]
         else:
@@ -91,20 +98,20 @@ class ParameterReads:
 
 
 def check_reads(name: str, placement: Layout, layouts: Mapping[str, Layout]) -> None:
-    """Raises PlanError for a placement that no parameter can have, and for a read that it does not allow."""
+    """Raises PlanError for a placement that no parameter can have, and for a read that the placement does not allow."""
     placement_of(placement, where=f"parameters.{name}.placement")
     for reader, layout in layouts.items():
         where = f"parameters.{name}.reads.{reader or ROOT}"
         if layout == ROWS:
-            raise PlanError(f"{where}: a parameter is never read as rows")
+            raise PlanError(f"{where}: a parameter is never read as rows, only ids are")
         if layout == R_STAR and placement != R:
-            raise PlanError(f"{where}: what rests as {placement} cannot be read as R*")
+            raise PlanError(f"{where}: what rests as {placement} cannot be read as R*: place it as R")
         if not can_convert(R_STAR if placement == R else placement, layout):
-            raise PlanError(f"{where}: what rests as {placement} cannot be read as {layout}")
+            raise PlanError(f"{where}: what rests as {placement} cannot be read as {layout}: change placement or read")
 
 
 def plan_reads(name: str, plan: ParameterPlan, group: TpGroup, reducer: Reducer, slot: Slot) -> ParameterReads:
-    """The conversions of a parameter's reads; its slot enters the reducer where one of them is R*."""
+    """Returns how modules read a parameter; adds its slot to the reducer where its gradient on a rank is a summand."""
     placement, layouts = plan.placement, plan.reads
     summand = any(layout == R_STAR or (placement == R and layout.dim is not None) for layout in layouts.values())
     base = R_STAR if summand else placement
@@ -127,14 +134,14 @@ def plan_reads(name: str, plan: ParameterPlan, group: TpGroup, reducer: Reducer,
 
 
 class _Read(torch.autograd.Function):
-    """to_local, with a gradient labelled as the parameter is, and the reducer told that it comes."""
+    """DTensor.to_local as an autograd node; its backward tells the reducer and returns a DTensor like the parameter."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, reads: ParameterReads) -> Tensor:
         ctx.reads = reads
         ctx.spec = spec_of(parameter)
         ctx.set_materialize_grads(False)
-        # No view: what code writes to a weight, it may write to this one as well.
+        # Not a view: code may write in place to a weight, which autograd forbids for a view made here.
         return local_part(parameter).detach()
 
     @staticmethod
@@ -144,13 +151,13 @@ class _Read(torch.autograd.Function):
         if gradient.requires_grad:
             raise UsageError(
                 f"parameter {ctx.reads.name}: its gradient is to be differentiated again (create_graph=True), which "
-                "the reading of a distributed parameter cannot do: plan with --tp 1"
+                "tensor parallelism does not support: plan with --tp 1"
             )
         if gradient.is_sparse:
-            gradient = gradient.to_dense()  # a DTensor is none
+            gradient = gradient.to_dense()  # DTensors cannot be sparse
         gradient = ctx.reads.reducer.reading_backward(ctx.reads.slot, gradient.contiguous(), ctx)
         if ctx.reads.averager is not None:
             ctx.reads.averager.gradient_comes()
-        # A summand's label is wrong until the reducer has summed it. DTensor.from_local costs 20 times as much as this,
-        # and DTensor's own __init__, which adds nothing, twice.
+        # A summand's placement label is wrong until the reducer has summed it. `labelled` skips DTensor.from_local,
+        # which takes 20 times as long, and DTensor.__init__, which takes twice as long and checks nothing more.
         return labelled(gradient, ctx.spec), None

@@ -1,8 +1,8 @@
-"""A model's parameters as they were before a plan was applied, where others took their place.
+"""Finds optimizers and hooks that were made for parameters which applying the plan has replaced.
 
-An optimizer that was made of them would go on without a sign, and train nothing. So the first training forward looks
-for such, among all objects of the process, once, and their next step raises. And it refuses hooks on the gradients of
-what FSDP2 shards: FSDP2 makes those gradients past autograd, and never calls them.
+An optimizer that holds replaced parameters would train nothing, without a sign. So the first training forward looks
+once for such optimizers among all objects of the process, and makes their next step raise. It also refuses hooks on
+gradients of parameters that FSDP2 shards: FSDP2 sets those gradients outside autograd and never calls the hooks.
 """
 
 import gc
@@ -21,7 +21,7 @@ from tpplan.torch_internals.tensors import gradient_hooks
 
 @final
 class Originals:
-    """The parameters by name, not held. A copied model has none."""
+    """Weak references, by name, to a model's parameters before a plan is applied. Copies and pickles are empty."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         named = model.named_parameters() if model is not None else ()
@@ -34,14 +34,14 @@ class Originals:
         return Originals()
 
     def replaced(self, model: nn.Module) -> dict[int, tuple[str, Tensor]]:
-        """Those that something holds still and the model does not, by id."""
+        """Returns (name, parameter) by id for originals that are still alive and no longer parameters of the model."""
         kept = {id(parameter) for parameter in model.parameters()}
         alive = ((name, ref()) for name, ref in self._refs)
         return {id(found): (name, found) for name, found in alive if found is not None and id(found) not in kept}
 
 
 def stop_optimizers(model: nn.Module, originals: Originals) -> None:
-    """Optimizers of parameters that others have replaced raise UsageError from now on when they step."""
+    """Makes every optimizer that holds a replaced parameter raise UsageError at its next step."""
     replaced = originals.replaced(model)
     if not replaced:
         return
@@ -49,20 +49,20 @@ def stop_optimizers(model: nn.Module, originals: Originals) -> None:
         held = (parameter for group in optimizer.param_groups for parameter in group["params"])
         name = next((replaced[id(parameter)][0] for parameter in held if id(parameter) in replaced), None)
         if name is not None:
-            optimizer.register_step_pre_hook(_Stop(name))
+            optimizer.register_step_pre_hook(_RefuseStep(name))
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Stop:
-    """A hook of an optimizer; `name` is a parameter that it holds as it was."""
+class _RefuseStep:
+    """A pre-step hook that raises UsageError; `name` is a replaced parameter that the optimizer holds."""
 
     name: str
 
     def __call__(self, optimizer: torch.optim.Optimizer, _args: object, _options: object) -> None:
         raise UsageError(
-            f"{type(optimizer).__name__} was made before apply_plan and holds parameter {self.name} as it was, which "
-            "nothing trains any more: make the optimizer after apply_plan"
+            f"{type(optimizer).__name__} was made before apply_plan and holds parameter {self.name} from before, which "
+            "the model no longer uses: make the optimizer after apply_plan"
         )
 
 
