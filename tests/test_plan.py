@@ -390,7 +390,7 @@ MISTAKES = {
     "region in a region": (
         "recompute",
         {"layers.*.up": "full", "layers.1": "selective"},
-        "recompute.layers.1: layers.1.up in it is recomputed too; name one of them",
+        "recompute.layers.1: layers.1.up inside it is recomputed too; name only one of them",
     ),
     "batch": (
         "batch.global_batch",
@@ -612,4 +612,4 @@ def test_a_long_list_of_differences_is_cut():
 
 
 def test_schema_path_is_in_the_package():
-    assert Path(SCHEMA_PATH).parent.name == "tpplan"
+    assert Path(SCHEMA_PATH).parent.name == "plan"

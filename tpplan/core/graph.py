@@ -292,7 +292,7 @@ class _Digests:
         return found
 
     def read(self, name: str) -> tuple[str, str]:
-        """Digests of a value (its name where nothing computes it) and of the last write to its storage ("" for none)."""
+        """Digests of a value (its name where nothing computes it) and of the last write to its storage, "" for none."""
         return self.of_value.get(name, name), self.of_writes.get(self.values[name].storage, "")
 
     def _described(self, name: str) -> object:
