@@ -35,7 +35,7 @@ from tpplan.search.grown_graph import grown
 from tpplan.search.options import Allows, Batch, BuildModel, Cluster, ExampleInputs, Progress
 from tpplan.search.trace_cache import Built, Reuse, Traced
 from tpplan.search.unsearched import unsearched_counts, unsearched_degrees
-from tpplan.solvers.presolve import LIMIT_TOLERANCE
+from tpplan.solvers.bounded_sums import LIMIT_TOLERANCE
 from tpplan.solvers.problem import Conflict, Problem, Solution, Status
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_buffers, own_parameters
