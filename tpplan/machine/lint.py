@@ -59,7 +59,7 @@ def _missing(profile: HardwareProfile) -> Iterator[str]:
         if rate.dtype not in with_table:
             yield f"attention_tables: none for {rate.dtype}; one rate is used for all sizes"
     if profile.launch.issue_s is None and profile.device_type == "cuda":
-        yield "launch.issue_s: missing; the CPU time to issue a kernel is unknown, and no GPU is predicted to wait for it"
+        yield "launch.issue_s: missing; how long the CPU takes to issue a kernel is unknown, and priced as nothing"
     if not profile.optimizer_issues:
         yield "optimizer_issues: missing; an optimizer's step is priced by its bytes alone"
     for across, where in ((False, "within a node"), (True, "across nodes")):
