@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parse(with_files(sys.argv[1:] if argv is None else argv))
     except TpplanError as error:
-        return _explain(error)
+        return _print_error(error)
     handler = logging.StreamHandler()
     handler.setFormatter(_Escaping("tpplan: %(message)s"))
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, handlers=[handler])
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write("tpplan: interrupted\n", to_stderr=True)
         return _INTERRUPTED
     except TpplanError as error:
-        return _explain(error)
+        return _print_error(error)
     except Exception:
         bug = "tpplan: this is a bug in tpplan: please report it with the lines above and what `tpplan doctor` prints"
         write(f"{traceback.format_exc()}{bug}\n", to_stderr=True)
@@ -67,8 +67,7 @@ class _Escaping(logging.Formatter):
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The parsed arguments. A verb's positional `words` may also follow its options, which argparse does not
-    support."""
+    """The parsed arguments. Positional `words` may also follow options, which argparse does not support."""
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
     takes_words = "words" in vars(args) and not any(word.startswith("-") for word in rest)
@@ -81,7 +80,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _explain(error: TpplanError) -> int:
+def _print_error(error: TpplanError) -> int:
     """Prints the error to stderr, after the user's own traceback where their code raised it; returns the exit code."""
     if isinstance(error, UserCodeError):
         write(f"{error.user_traceback}\n", to_stderr=True)
@@ -107,8 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _trust(args: argparse.Namespace) -> None:
-    """Marks the model as one whose configuration may run code. Raises UsageError where the model is no
-    configuration."""
+    """Marks the model's configuration as allowed to run code. Raises UsageError for a model without one."""
     if "model" in vars(args):
         args.model = trusted(args.model)
         return

@@ -141,14 +141,14 @@ def _solve_again(
         data["why_not"] = _comparison_data(plan, other, profile)
         code = 0 if other.plan is not None else InfeasibleError.exit_code
     if args.shadow_prices:
-        free: Problem = _with(problem, tp=args.tp, fsdp=args.fsdp)
+        free: Problem = _with_options(problem, tp=args.tp, fsdp=args.fsdp)
         found = list(shadow_prices(free))
         lines += [*_price_lines(plan, found), ""]
         data["shadow_prices"] = [_price_data(found[0], alternative) for alternative in found]
     return code
 
 
-def _with(problem: "Problem", **options: Any) -> "Problem":
+def _with_options(problem: "Problem", **options: Any) -> "Problem":
     from dataclasses import replace
 
     return replace(problem, options={**problem.options, **options})

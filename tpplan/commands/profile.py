@@ -117,8 +117,7 @@ def _print_profile(profile: HardwareProfile, *, as_json: bool = False) -> None:
 
 
 def run_measure(args: argparse.Namespace) -> int:
-    """Measures, writes the profile, removes the partial file and prints the profile; ranks but the first only
-    measure."""
+    """Measures, writes and prints the profile, removes the partial file; ranks but the first only measure."""
     if args.output is None:
         raise UsageError("profile: expected -o FILE to measure this machine, or check FILE, or show FILE")
     _check_writable(args.output)

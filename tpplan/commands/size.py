@@ -59,7 +59,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     machine.add_argument("--memory-limit", type=num_bytes, metavar="SIZE", help="per GPU, such as 70GiB")
     target = parser.add_argument_group("target")
     target.add_argument("--target-tokens-per-day", type=_amount, metavar="N", help="such as 50e9")
-    target.add_argument("--deadline", type=_span, metavar="TIME", help="such as 30d, 2w or 12h, for --tokens")
+    target.add_argument("--deadline", type=_duration, metavar="TIME", help="such as 30d, 2w or 12h, for --tokens")
     target.add_argument("--tokens", type=_amount, metavar="N", help="tokens to train on, such as 1e12")
     add_training(parser.add_argument_group("training"))
     search = parser.add_argument_group("search")
@@ -261,7 +261,7 @@ def _amount(text: str) -> float:
     return number
 
 
-def _span(text: str) -> float:
+def _duration(text: str) -> float:
     """Seconds of text such as 12h, 30d or 2w."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([hdw])", text)
     if match is None or not 0 < float(match[1]) <= MOST:

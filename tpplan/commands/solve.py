@@ -1,5 +1,4 @@
-"""`tpplan solve model.py --gpus 16 --profile h100-sxm ...`: finds the plan with the least predicted step time that
-fits."""
+"""`tpplan solve model.py --gpus 16 --profile h100-sxm ...`: finds the fastest plan, as predicted, that fits."""
 
 import argparse
 import re

@@ -40,7 +40,7 @@ class IndivisibleError(UsageError):
 
 
 class InfeasibleError(TpplanError):
-    """No plan fits the memory limit. Carries the limit, the smallest peak in bytes, its parts, and remedies, cheapest
+    """No plan fits the memory limit; has the limit, the smallest peak in bytes, its parts, and remedies, cheapest
     first."""
 
     exit_code = 3

@@ -98,8 +98,8 @@ def _reason(cause: OSError | ValueError) -> str:
 
 
 def read_text(path: Path, *, error: type[TpplanError], origin: str) -> str:
-    """The text of a file, decoded as UTF-8. Raises `error` where it cannot be read or is longer than MAX_TEXT_BYTES,
-    such as an endless device."""
+    """The text of a UTF-8 file. Raises `error` where it is unreadable or longer than MAX_TEXT_BYTES (an endless
+    device)."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_TEXT_BYTES + 1)

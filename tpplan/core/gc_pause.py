@@ -14,8 +14,7 @@ RARELY = 1_000_000
 
 @contextmanager
 def rarely_collected() -> Iterator[None]:
-    """Context manager or decorator: collections start after RARELY new containers; the old threshold returns at the
-    end.
+    """Context manager or decorator: within it, collections start after RARELY new containers.
 
     The threshold holds for all threads of the process. Does nothing where collection is already rarer, or off.
     """

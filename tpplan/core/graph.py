@@ -118,8 +118,7 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """A tensor that crosses into or out of `module`; `path` is its place among arguments or outputs ("0", "mask",
-    "1.0")."""
+    """A tensor that crosses into or out of `module`; `path` is its argument or output ("0", "mask", "1.0")."""
 
     name: str
     module: str
@@ -213,8 +212,7 @@ class ModelGraph:
         return {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value of `make()`, computed at the first call with this key and cached on this graph; a changed copy has
-        a new cache."""
+        """The value of `make()`, cached on this graph under `key`; a changed copy of the graph has a new cache."""
         if key not in self._memo:
             self._memo[key] = make()
         return cast(T, self._memo[key])
@@ -225,8 +223,7 @@ class ModelGraph:
         return {result: node for node in self.nodes for result in node.results}
 
     def to_networkx(self) -> "nx.MultiDiGraph[str]":
-        """A graph of sources and nodes by name (attribute `node`); each edge has the name of the value that flows
-        (`value`)."""
+        """A graph of sources and nodes by name (attribute `node`); edges name the value that flows (`value`)."""
         import networkx as nx  # imported here because no other code needs it and the import takes 0.2 s
 
         graph: nx.MultiDiGraph[str] = nx.MultiDiGraph()

@@ -40,8 +40,7 @@ def substitute(key: str, index: int | None) -> str:
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:
-    """The indices of text such as `0-2,5` -> (0, 1, 2, 5). Raises ValueError unless ascending and up to
-    MAX_BLOCK_INDEX."""
+    """`0-2,5` -> (0, 1, 2, 5). Raises ValueError unless indices ascend and are at most MAX_BLOCK_INDEX."""
     indices: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", part)

@@ -25,8 +25,7 @@ def held(parts: Parts, ranks: int) -> tuple[tuple[Interval, ...], ...]:
 
 @cache
 def rank_by_rank(parts: Parts, ranks: int) -> tuple[Interval, ...]:
-    """The intervals of all ranks, first rank first. A dim in this order, cut into contiguous slices, gives each rank
-    its own."""
+    """The intervals of all ranks, first rank first: contiguous slices of a dim in this order are the ranks' own."""
     return tuple(chain.from_iterable(held(parts, ranks)))
 
 

@@ -274,8 +274,7 @@ class _Builder:
         return ROWS not in strategy.results or self._rows_possible(op)
 
     def flows(self) -> Iterator[Flow]:
-        """Yields the flows between decisions, readings included. Raises ModelError for a parameter that is passed to a
-        module."""
+        """Yields the flows between decisions. Raises ModelError for a parameter that is passed to a module."""
         origin = {result: (node.name, i) for node in self.graph.nodes for i, result in enumerate(node.results)}
         for node in self.graph.nodes:
             for position, operand in enumerate(node.operands):
@@ -316,8 +315,7 @@ def _fits_the_loss(op: Op, strategy: Strategy) -> bool:
 
 
 def _converting_boundaries(graph: ModelGraph) -> frozenset[str]:
-    """The names of boundaries that may convert: of directly following crossings one, the last entry or else the first
-    exit.
+    """Names of the boundaries that may convert: one of each run of crossings, the last entry or else the first exit.
 
     The output of an embedding module is never merged with the next crossing: rows of other ranks are masked there.
     """

@@ -1,5 +1,4 @@
-"""Layouts that only some values may have: separately sharded parts of a fused dim, and slices shared by several
-ranks."""
+"""Layouts that only some values may have: separately sharded parts of a fused dim, and shared slices."""
 
 from tpplan.core.graph import ModelGraph
 from tpplan.core.layout import S

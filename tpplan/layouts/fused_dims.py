@@ -19,7 +19,7 @@ from tpplan.layouts.rules.views import RESHAPES, TAKES_APART, TAKES_ONE, stacks
 #: value name -> dim -> the possible sizes of its parts
 Fused = Mapping[str, Mapping[int, frozenset[Parts]]]
 #: a value's name, a dim of the value, and the sizes of the dim's parts
-Mark = tuple[str, int, Parts]
+PartsOfDim = tuple[str, int, Parts]
 
 #: most parts of a fused dim; a dim with more parts has heads, whose slices are contiguous
 MOST_PARTS = 8
@@ -31,10 +31,10 @@ def fused_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy
     `strategies` gives the strategies of a call without regard to parts.
     """
     marks: dict[str, dict[int, set[Parts]]] = defaultdict(lambda: defaultdict(set))
-    for name, dim, parts in _sliced(graph):
+    for name, dim, parts in _sliced_parts(graph):
         marks[name][dim].add(parts)
     for node in reversed(graph.nodes):
-        for name, dim, parts in list(_before(graph, node, marks, strategies)):
+        for name, dim, parts in list(_operand_parts(graph, node, marks, strategies)):
             if 2 <= len(parts) <= MOST_PARTS and min(parts) > 0:
                 marks[name][dim].add(parts)
     weights = {source.result for source in graph.parameters if len(graph.values[source.result].shape) > 1}
@@ -45,12 +45,12 @@ def fused_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy
     }
 
 
-def _before(
+def _operand_parts(
     graph: ModelGraph,
     node: Op | Boundary,
     marks: dict[str, dict[int, set[Parts]]],
     strategies: Callable[[Call], Iterable[Strategy]],
-) -> Iterator[Mark]:
+) -> Iterator[PartsOfDim]:
     """Yields the parts of a node's operands, given the parts of its results."""
     if isinstance(node, Boundary):
         yield from ((node.operand, dim, p) for dim, parts in marks[node.result].items() for p in parts)
@@ -79,9 +79,8 @@ def _before(
                         yield from ((operand.name, layout.dim, p) for p in parts)
 
 
-def _sliced(graph: ModelGraph) -> Iterator[Mark]:
-    """Yields values of which slices are taken, with the parts between the slices' bounds. Empty slices and slices of a
-    whole dim divide nothing."""
+def _sliced_parts(graph: ModelGraph) -> Iterator[PartsOfDim]:
+    """Yields sliced values with the parts between the slices' bounds; empty slices and slices of all divide nothing."""
     cuts: dict[tuple[str, int], set[int]] = defaultdict(set)
     for op in graph.ops:
         if op.target in SLICES:

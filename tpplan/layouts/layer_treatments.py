@@ -18,8 +18,7 @@ from tpplan.solvers.problem import Choice, Expression, Split, Term
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """What is recomputed in a layer's backward, and whether FSDP reshards the layer after forward (ZeRO-3) or not
-    (ZeRO-2)."""
+    """How a layer is recomputed, and whether FSDP reshards it after forward (ZeRO-3) or keeps it gathered (ZeRO-2)."""
 
     recompute: Recompute
     reshard: bool
@@ -55,8 +54,7 @@ class Count:
             yield Term(name=term.name, expressions=term.expressions, weight=term.weight, each=part)
 
     def where_any(self, expression: Expression, others: Sequence["Count"] = ()) -> Iterator[Expression]:
-        """Yields guarded copies of `expression`, of which one counts where this number is above 0 and all `others` are
-        0.
+        """Yields guarded copies of `expression`, one of which counts where this number is above 0 and all others are 0.
 
         In a maximum, the copies stand for `expression` under that condition and change nothing otherwise.
         """

@@ -1,5 +1,4 @@
-"""Parameters that forward writes to (max_norm, clamping, a moving-average teacher), and the plans that such writes
-forbid.
+"""Parameters that forward writes to (max_norm, clamping, a moving average), and the plans that this forbids.
 
 A write must reach the parameter itself, and exactly as often as on one process. FSDP gathers a temporary copy, so the
 write is lost; data-parallel ranks write values that depend on their own rows; a recomputed layer writes twice. None of

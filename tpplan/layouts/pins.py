@@ -90,7 +90,7 @@ def split_pin(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixOp:
-    """An op that reads weight matrices: `positions` are the matrices among its operands, `inputs` the computed
+    """An op that reads weight matrices; `positions` of the matrices, `inputs` of the computed tensors among its
     operands."""
 
     op: Op
@@ -125,8 +125,7 @@ def matrix_ops(graph: ModelGraph) -> dict[str, MatrixOp]:
 
 @dataclass(frozen=True, kw_only=True)
 class Pinned:
-    """Pins on a graph; a call tells whether a decision may choose a strategy. Raises UsageError for a pin without
-    effect."""
+    """Pins on a graph: tells whether a decision may choose a strategy. Raises UsageError for a pin without effect."""
 
     graph: ModelGraph
     pins: tuple[Pin, ...]
@@ -156,9 +155,9 @@ class Pinned:
             modules = self._modules_of(pin)
             if not modules:
                 raise UsageError(f"pin '{pin}': no module of that name runs in the model's forward{self._near(pin)}")
-            rows = [row for module in modules for row in self._rows(pin, module)]
+            rows = [row for module in modules for row in self._restrictions(pin, module)]
             if not rows:
-                raise UsageError(f"pin '{pin}': {_WANTS[pin.style].format(modules[0] or ROOT)}")
+                raise UsageError(f"pin '{pin}': {_WITHOUT_EFFECT[pin.style].format(modules[0] or ROOT)}")
             for decision, keeps in rows:
                 found.setdefault(decision, []).append((pin, keeps))
         return {decision: tuple(rows) for decision, rows in found.items()}
@@ -191,7 +190,7 @@ class Pinned:
         """Value name -> the parameter that gives it."""
         return {source.result: source for source in self.graph.parameters}
 
-    def _rows(self, pin: Pin, module: str) -> Iterator[tuple[str, Keeps]]:
+    def _restrictions(self, pin: Pin, module: str) -> Iterator[tuple[str, Keeps]]:
         """Yields (decision, test that its strategy must pass) of one pin in one module."""
         matrices = [matrix for matrix in self.matrices.values() if self._runs_in(matrix.op, module)]
         match pin.style:
@@ -200,17 +199,17 @@ class Pinned:
                 for matrix in tables if pin.style is Style.VOCABULARY else matrices:
                     yield matrix.op.name, _is_style(matrix, pin.style)
             case Style.MEGATRON:
-                for matrix, style in self._pairs(module, matrices):
+                for matrix, style in self._megatron_styles(module, matrices):
                     yield matrix.op.name, _is_style(matrix, style)
             case Style.SPLIT:
                 for matrix in matrices:
                     for i in matrix.positions:
                         yield reading_name(matrix.op, i), lambda s: s.operands[0].dim == pin.dim
             case Style.REPLICATED:
-                yield from ((name, _arrives_as(R)) for name, _ in self._readings(module))
+                yield from ((name, _reads_as(R)) for name, _ in self._readings(module))
             case Style.SLICES | Style.SEQUENCE:
                 readings = dict(self._readings(module))
-                yield from ((name, _arrives_as(R_STAR if s.trainable else R)) for name, s in readings.items())
+                yield from ((name, _reads_as(R_STAR if s.trainable else R)) for name, s in readings.items())
                 if readings and pin.style is Style.SEQUENCE:
                     yield from self._sliced_inputs(module)
 
@@ -231,15 +230,14 @@ class Pinned:
                     yield reading_name(op, i), source
 
     def _sliced_inputs(self, module: str) -> Iterator[tuple[str, Keeps]]:
-        """Yields the tests that make the module's inputs sharded along their second-to-last dim, where they carry a
-        gradient."""
+        """Yields the tests that shard the module's inputs with a gradient along their second-to-last dim."""
         for boundary in self.graph.boundaries:
             value = self.graph.values[boundary.operand]
             enters = boundary.module == module and boundary.direction is Direction.INPUT
             if enters and value.carries_gradient and len(value.shape) > 1:
-                yield boundary.name, _arrives_as(S(len(value.shape) - 2))
+                yield boundary.name, _reads_as(S(len(value.shape) - 2))
 
-    def _pairs(self, module: str, matrices: Iterable[MatrixOp]) -> Iterator[tuple[MatrixOp, Style]]:
+    def _megatron_styles(self, module: str, matrices: Iterable[MatrixOp]) -> Iterator[tuple[MatrixOp, Style]]:
         """Yields (matrix, row or column) for the megatron style.
 
         Row parallel: matrices that follow another matrix and from which some path leaves the module without meeting a
@@ -247,7 +245,7 @@ class Pinned:
         are left open.
         """
         by_name = {matrix.op.name: matrix for matrix in matrices}
-        after = {name: self._next(by_name[name].op, by_name, module) for name in by_name}
+        after = {name: self._next_matrices(by_name[name].op, by_name, module) for name in by_name}
         followers = {follower for nexts in after.values() for follower in nexts if follower is not None}
         rows = {name for name, nexts in after.items() if None in nexts and name in followers}
         for name, matrix in by_name.items():
@@ -256,7 +254,7 @@ class Pinned:
             elif after[name] & rows:
                 yield matrix, Style.COLUMN
 
-    def _next(self, op: Op, matrices: Mapping[str, MatrixOp], module: str) -> set[str | None]:
+    def _next_matrices(self, op: Op, matrices: Mapping[str, MatrixOp], module: str) -> set[str | None]:
         """Names of the matrices that an op's results reach with no other between; None for leaving the module."""
         found: set[str | None] = set()
         seen: set[str] = set()
@@ -280,7 +278,7 @@ def _leaves(node: Op | Boundary, module: str) -> bool:
     return isinstance(node, Boundary) and node.module == module and node.direction is Direction.OUTPUT
 
 
-def _arrives_as(layout: Layout) -> Keeps:
+def _reads_as(layout: Layout) -> Keeps:
     return lambda strategy: strategy.results[0] == layout
 
 
@@ -290,7 +288,7 @@ def _is_style(matrix: MatrixOp, style: Style) -> Keeps:
 
 _NO_MATRIX = "{} reads no matrix"
 #: why a style has no effect on a module
-_WANTS = {
+_WITHOUT_EFFECT = {
     Style.COLUMN: _NO_MATRIX,
     Style.ROW: _NO_MATRIX,
     Style.SPLIT: _NO_MATRIX,

@@ -13,10 +13,10 @@ from tpplan.layouts.rules.call import Call, Extra, Strategy
 from tpplan.layouts.rules.views import EXPANDS, RESHAPES
 
 #: ops that may read S(d)/m heads and give each rank heads of its own
-_SHARING = frozenset({"aten.scaled_dot_product_attention.default", "aten.repeat_interleave.self_int"})
+_READS_SHARED_HEADS = frozenset({"aten.scaled_dot_product_attention.default", "aten.repeat_interleave.self_int"})
 #: ops that may stand between the expand of a new dim and the reshape that joins it to the dim of heads
-_BETWEEN = frozenset({"aten.clone.default", "aten.contiguous.default"})
-_COPIES = frozenset({LayoutKind.COPIED, LayoutKind.JOINT})
+_BETWEEN_EXPAND_AND_RESHAPE = frozenset({"aten.clone.default", "aten.contiguous.default"})
+_SHARED_KINDS = frozenset({LayoutKind.COPIED, LayoutKind.JOINT})
 
 
 def copied_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy]]) -> Extra:
@@ -32,17 +32,17 @@ def copied_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strateg
             layouts = [layout for name in node.results for layout in found[name]]
             for strategy in strategies(Call.of(graph, node, layouts)):
                 results = zip(node.results, strategy.results, strict=True)
-                if all(layout.kind not in _COPIES or layout in found[name] for name, layout in results):
+                if all(layout.kind not in _SHARED_KINDS or layout in found[name] for name, layout in results):
                     for name, layout in zip(node.operands, strategy.operands, strict=True):
-                        found[name] |= {layout} if layout.kind in _COPIES else set()
+                        found[name] |= {layout} if layout.kind in _SHARED_KINDS else set()
     return {name: frozenset(layouts) for name, layouts in found.items() if layouts}
 
 
 def _shares(graph: ModelGraph, op: Op) -> bool:
     """True where an op turns shared heads into heads of each rank's own; a reshape does so after an expand."""
     if op.target not in RESHAPES:
-        return op.target in _SHARING
+        return op.target in _READS_SHARED_HEADS
     producer = graph.producers.get(op.operands[0])
-    while isinstance(producer, Op) and producer.target in _BETWEEN:
+    while isinstance(producer, Op) and producer.target in _BETWEEN_EXPAND_AND_RESHAPE:
         producer = graph.producers.get(producer.operands[0])
     return isinstance(producer, Op) and producer.target in EXPANDS

@@ -17,7 +17,7 @@ _VIEWS = ("view",)
 _EXPANDS = ("expand",)
 
 #: a call in a module's own code, and its strategy
-Placed = tuple[Call, Strategy]
+ShardedCall = tuple[Call, Strategy]
 
 
 def dims_of_sizes(call: Call) -> Mapping[int, tuple[int, ...]]:
@@ -40,7 +40,9 @@ def dims_of_sizes(call: Call) -> Mapping[int, tuple[int, ...]]:
     return {position: dims for position, dims in found.items() if written[position] != -1}
 
 
-def sizes_by_dims(calls: Iterable[Placed], own: Placed, tp: int, is_given: Callable[[int], bool]) -> Iterator[SizePlan]:
+def sizes_by_dims(
+    calls: Iterable[ShardedCall], own: ShardedCall, tp: int, is_given: Callable[[int], bool]
+) -> Iterator[SizePlan]:
     """Yields sizes of a call that code may give in another layout: the whole's size for a slice, or a slice's size for
     the whole where `is_given` says that code gives that number.
 
@@ -68,7 +70,7 @@ def sizes_by_dims(calls: Iterable[Placed], own: Placed, tp: int, is_given: Calla
             local=local,
             dims=dims,
         )
-        if all(_means_the_same(size, *other, tp) for other in calls):
+        if all(_is_unambiguous(size, *other, tp) for other in calls):
             yield size
 
 
@@ -84,7 +86,7 @@ def _shape_of(call: Call, strategy: Strategy, tp: int, dims: tuple[int, ...]) ->
     return tuple(size if dim == layout.dim and dim not in dims else 0 for dim, size in enumerate(local))
 
 
-def _means_the_same(size: SizePlan, call: Call, strategy: Strategy, tp: int) -> bool:
+def _is_unambiguous(size: SizePlan, call: Call, strategy: Strategy, tp: int) -> bool:
     """False where a call would be taken for the one of `size` although another size stands at that position."""
     if CALLS.get(call.target) != size.call or not call.operands or not call.results:
         return True

@@ -75,8 +75,7 @@ def implied_strategies(graph: ModelGraph, plan: Plan) -> dict[str, Strategy] | M
 
 
 class _Checker:
-    """The state of typechecking: `possible` layouts of each value, `strategies` that fit them, and the one `taken`, by
-    node."""
+    """The state of typechecking: `possible` layouts by value; by node, fitting `strategies` and the one `taken`."""
 
     def __init__(self, graph: ModelGraph, plan: Plan, local_shapes: Mapping[str, Shape]) -> None:
         self.graph = graph
@@ -195,7 +194,7 @@ class _Checker:
         return next((section for section, names in tables.items() if module in names), "boundaries")
 
     def _place_of(self, node: Op | Boundary) -> tuple[str, ...]:
-        """The place of a node in the plan: a boundary's conversion, an op's reading of a parameter, or its module's
+        """A node's place in the plan: a boundary's conversion, an op's reading of a parameter, or its module's
         boundaries."""
         if isinstance(node, Boundary):
             return "boundaries", node.module, f"{node.direction}s", node.path
@@ -236,7 +235,7 @@ class _Checker:
         if fitting:
             return fitting
         found = ", ".join(
-            f"{self._called(n)} as {_either(layouts)}" for n, layouts in zip(op.operands, read, strict=True)
+            f"{self._name_in_message(n)} as {_either(layouts)}" for n, layouts in zip(op.operands, read, strict=True)
         )
         return f"reads {found}; its rule allows {'; '.join(map(str, allowed)) or 'nothing'}"
 
@@ -263,7 +262,7 @@ class _Checker:
         source = self.parameters.get(name)
         return self.possible[name] if source is None else (self.plans[source.label].reads[op.module],)
 
-    def _called(self, value: str) -> str:
+    def _name_in_message(self, value: str) -> str:
         producer = self.graph.producers.get(value)
         if isinstance(producer, Boundary):
             return _title(producer)
@@ -325,10 +324,9 @@ class _Checker:
     # From the outputs back: (4), and one layout for each value
 
     def _backward(self) -> Iterator[Mistyped]:
-        """Takes for each node the first strategy that gives its values the layouts in which they are read; yields
-        problems."""
+        """Takes for each node the first strategy that gives its values the layouts in which they are read."""
         layouts: dict[str, Layout] = {}
-        for title, value, wanted in self._ends():
+        for title, value, wanted in self._planned_outputs():
             layouts[value] = wanted
             if wanted not in self.possible[value] or not wanted.is_plain:
                 message = f"{title} is {_either(self.possible[value])}, expected {wanted}"
@@ -336,7 +334,7 @@ class _Checker:
                 blamed = (producer.name,) if producer is not None else ()
                 yield Mistyped(message=message, blamed=blamed, place=("outputs", title.removeprefix("output ")))
         for node in reversed(self.graph.nodes):
-            named = ((strategy, self._named(node, strategy)) for strategy in self.strategies[node.name])
+            named = ((strategy, self._value_layouts(node, strategy)) for strategy in self.strategies[node.name])
             fitting = ((s, names) for s, names in named if all(layouts.get(n, x) == x for n, x in names.items()))
             taken = next(fitting, None)
             if taken is None:
@@ -346,12 +344,12 @@ class _Checker:
             self.taken[node.name] = taken[0]
             layouts |= taken[1]
 
-    def _named(self, node: Op | Boundary, strategy: Strategy) -> dict[str, Layout]:
+    def _value_layouts(self, node: Op | Boundary, strategy: Strategy) -> dict[str, Layout]:
         """Value name -> its layout in a strategy of the node, without parameters."""
         pairs = zip((*node.operands, *node.results), (*strategy.operands, *strategy.results), strict=True)
         return {name: layout for name, layout in pairs if name not in self.parameters}
 
-    def _ends(self) -> Iterator[tuple[str, str, Layout]]:
+    def _planned_outputs(self) -> Iterator[tuple[str, str, Layout]]:
         """Yields (title, value, planned layout) of the model's outputs, and of the step's outputs beside them."""
         leaving = {boundary.result: boundary.path for boundary in self.graph.boundaries if _leaves_model(boundary)}
         for value, path in leaving.items():

@@ -104,8 +104,7 @@ def _spread(relative: Iterable[float]) -> Spread:
 def interpolation_error(
     axes: Sequence[Sequence[int]], times: Array, powers: Mapping[int, int] = MATMUL_POWERS
 ) -> float:
-    """RMS log error of predicting each inner plane of a table along an axis from its two neighbours, linear in
-    logarithms.
+    """RMS log error of predicting each inner plane along an axis from its neighbours, linear in logarithms.
 
     `powers` names the axes that count. These neighbours are twice as far apart as the table's own points, so the error
     is an upper estimate. UNKNOWN_RELATIVE_ERROR where no axis has three points.

@@ -30,8 +30,7 @@ def blend(values: Sequence[float], cell: tuple[int, float]) -> float:
 
 
 def multilinear(grids: Sequence[Sequence[float]], values: Sequence[float], point: Sequence[float]) -> float:
-    """Multilinear interpolation in logarithms over a row-major table; the point is clamped to the grid; exact at its
-    points."""
+    """Multilinear in logarithms over a row-major table, exact at its points; the point is clamped to the grid."""
     cells = [bracket(grid, x) for grid, x in zip(grids, point, strict=True)]
     total = 0.0
     for corner in itertools.product((0, 1), repeat=len(grids)):

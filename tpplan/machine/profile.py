@@ -223,7 +223,7 @@ class HardwareProfile:
         return self._at_least_launch(seconds, rate.relative_error)
 
     def memory_bound(self, *, num_bytes: float) -> Estimate:
-        """A kernel that only moves memory, num_bytes read plus written: from the table, else bytes / bandwidth; at
+        """A kernel that only moves memory: from the table, else num_bytes (read plus written) / bandwidth; at
         least L."""
         if self.memory_bound_table is None:
             return self._at_least_launch(num_bytes / self.bandwidth.hbm_bytes_per_s, self.bandwidth.relative_error)
@@ -266,8 +266,8 @@ class HardwareProfile:
         return tuple(kind for kind in Collective if kind not in measured)
 
     def _nearest(self, kind: Collective, group: GroupShape) -> CollectiveTable:
-        """The measured group of this kind that is nearest in ranks per node, then in nodes; both within a node or both
-        across."""
+        """The measured group, within a node or across like `group`, that is nearest in ranks per node, then in
+        nodes."""
         crosses = group.nodes > 1
         if group.ranks_per_node > self.gpus_per_node:
             raise self._missing(

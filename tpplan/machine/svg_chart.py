@@ -74,7 +74,7 @@ def _x_axis(chart: Chart, scale: _Scale) -> list[str]:
     bottom = HEIGHT - BOTTOM
     values = sorted({x for series in chart.series for x, _ in series.points})
     lines = [f'<line x1="{LEFT}" y1="{bottom}" x2="{WIDTH - RIGHT}" y2="{bottom}" class="axis"/>']
-    for value in _apart(values, scale):
+    for value in _with_room_for_labels(values, scale):
         text = short_bytes(value) if chart.x_is_bytes else f"{value:g}"
         lines.append(f'<line x1="{scale(value)}" y1="{TOP}" x2="{scale(value)}" y2="{bottom}" class="grid"/>')
         lines.append(f'<text x="{scale(value)}" y="{bottom + 15}" class="middle">{escape(text)}</text>')
@@ -82,7 +82,7 @@ def _x_axis(chart: Chart, scale: _Scale) -> list[str]:
     return [*lines, f'<text x="{middle}" y="{bottom + 34}" class="middle">{escape(chart.x_label)}</text>']
 
 
-def _apart(values: Sequence[float], scale: _Scale) -> list[float]:
+def _with_room_for_labels(values: Sequence[float], scale: _Scale) -> list[float]:
     """The values whose labels do not overlap, including the first and the last."""
     least = (WIDTH - LEFT - RIGHT) / _MOST_X_TICKS
     chosen = [values[0]]

@@ -198,8 +198,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerIssue:
-    """CPU time of an optimizer's step for each parameter, independent of its size; `optimizer` is one of
-    tpplan.plan.optimizers.
+    """CPU time of an optimizer's step per parameter of any size; `optimizer` is one of tpplan.plan.optimizers.
 
     sharded_s: for a DTensor, as under an applied plan. plain_s: for a plain tensor on one rank.
     """
@@ -291,8 +290,7 @@ class AttentionTable:
         _check_grid(("batch_heads", "sequence", "head_dim"), self.grids, self.time_s, self.spread)
 
     def time(self, sizes: AttentionSizes, launch_s: float) -> Estimate:
-        """T = L + (T_c - L) f, where T_c is the interpolated time of the sizes clamped to the table, and f the FLOP
-        over T_c's.
+        """T = L + (T_c - L) f; T_c is the interpolated time of the sizes clamped to the table, f the FLOP over T_c's.
 
         L is launch_s, which does not grow with the work. Attention with other numbers of queries than keys is priced as
         the sequence with the same work, and counts as extrapolated.
@@ -323,8 +321,7 @@ class AttentionRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTable:
-    """Time of a collective on one group, by bytes of the whole value, never decreasing; latency_s is the time of 0
-    bytes.
+    """Time of a collective on one group, by bytes of the whole value, never decreasing; latency_s is for 0 bytes.
 
     relative_error has a value for each point: small messages are noisier than large ones.
     """
@@ -421,8 +418,7 @@ def check_dtype(dtype: str) -> None:
 
 
 def _along(grid: Sequence[float], times: Sequence[float], errors: Sequence[float], size: float) -> tuple[float, float]:
-    """(time, relative error) at a size clamped to the grid: time linear in logarithms, error linear between
-    neighbours."""
+    """(time, relative error) at a size clamped to the grid; time linear in logarithms, error between neighbours."""
     i, w = cell = bracket(grid, size)
     return blend(times, cell), (1 - w) * errors[i] + w * errors[min(i + 1, len(grid) - 1)]
 

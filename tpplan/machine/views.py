@@ -75,8 +75,7 @@ def facts(profile: HardwareProfile) -> tuple[tuple[str, str], ...]:
                 f" {format_seconds(step.plain_s)} a plain one, +/- {step.relative_error:.0%}",
             )
         )
-    if profile.overlap is not None:
-        overlap = profile.overlap
+    if (overlap := profile.overlap) is not None:
         lines.append(
             (
                 "overlap",
@@ -85,12 +84,8 @@ def facts(profile: HardwareProfile) -> tuple[tuple[str, str], ...]:
             )
         )
     for number in profile.fitted or ():
-        lines.append(
-            (
-                "fitted",
-                f"{number.name} = {number.value:g} on {number.runs} runs, +/- {number.residual:.0%}: {number.what}",
-            )
-        )
+        text = f"{number.name} = {number.value:g} on {number.runs} runs, +/- {number.residual:.0%}: {number.what}"
+        lines.append(("fitted", text))
     if profile.software:
         lines.append(("software", ", ".join(f"{name} {version}" for name, version in profile.software.items())))
     if profile.date is not None:
@@ -152,7 +147,7 @@ def _matmul_charts(profile: HardwareProfile) -> Iterator[Chart]:
                     name=f"m {m}",
                     points=tuple((n, _matmul_rate(table, m, n, n)[0] / scale) for n in table.n if n in table.k),
                 )
-                for m in _some(table.m)
+                for m in _evenly_spaced(table.m)
             ),
         )
         tokens = _tokens(table)
@@ -162,7 +157,7 @@ def _matmul_charts(profile: HardwareProfile) -> Iterator[Chart]:
             y_label=f"{unit}FLOP/s",
             series=tuple(
                 Series(name=f"k {k}", points=tuple((n, _matmul_rate(table, tokens, n, k)[0] / scale) for n in table.n))
-                for k in _some(table.k)
+                for k in _evenly_spaced(table.k)
             ),
         )
 
@@ -294,7 +289,7 @@ def _collective_views(profile: HardwareProfile) -> Iterator[View]:
         if not tables:
             continue
         sizes = sorted({_rounded(size) for table in tables for size in table.bytes})
-        sizes = _some(sizes, _MOST_MESSAGE_COLUMNS)
+        sizes = _evenly_spaced(sizes, _MOST_MESSAGE_COLUMNS)
         noisy = [table.spread for table in tables if table.spread is not None and table.spread.noisy]
         yield View(
             title=f"{kind}, bus bandwidth in GB/s: by bytes of the whole value",
@@ -397,7 +392,7 @@ def _rounded(size: int) -> int:
     return int(2 ** round(math.log2(size)))
 
 
-def _some(sizes: Sequence[int], most: int = 6) -> list[int]:
+def _evenly_spaced(sizes: Sequence[int], most: int = 6) -> list[int]:
     """At most `most` of the sizes, evenly spaced, including the first and the last."""
     if len(sizes) <= most:
         return list(sizes)

@@ -47,8 +47,7 @@ class BatchShare:
         return tuple(range(start, start + self.micro_batch) for start in starts)
 
     def micro_batches(self, inputs: Mapping[str, Rows]) -> list[dict[str, Any]]:
-        """This rank's micro-batches of a global batch, in order. Raises UsageError for inputs of another number of
-        rows."""
+        """This rank's micro-batches of a global batch. Raises UsageError for inputs of another number of rows."""
         for name, value in inputs.items():
             if len(value) != self.global_batch:
                 raise UsageError(f"{name}: expected a global batch of {self.global_batch} rows, got {len(value)}")

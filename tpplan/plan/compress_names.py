@@ -15,8 +15,7 @@ Rename = Callable[[T, Callable[[str], str]], T]
 
 
 def blocks_table(graph: ModelGraph) -> dict[str, str]:
-    """Pattern -> ranges of indices. Blocks of different structure under one prefix share a pattern, which
-    covers both."""
+    """Pattern -> ranges of indices. Blocks of different structure under one prefix share a pattern."""
     indices: dict[str, set[int]] = {}
     for block in graph.blocks:
         indices.setdefault(block.pattern, set()).update(block.indices)
@@ -24,8 +23,7 @@ def blocks_table(graph: ModelGraph) -> dict[str, str]:
 
 
 def by_pattern(graph: ModelGraph, table: Mapping[str, T], rename: Rename[T], absent: T | None = None) -> dict[str, T]:
-    """The table with the commonest entry of each block under the block's pattern, and differing entries under their
-    names.
+    """The table with each block's commonest entry under the block's pattern, and other entries under full names.
 
     `rename` rewrites the names inside an entry. `absent` is the entry that a name without one stands for; without
     `absent` (parameters), entries that some siblings lack keep their full names.

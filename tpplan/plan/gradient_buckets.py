@@ -4,8 +4,7 @@ from collections.abc import Iterable
 
 
 def bucketed(sizes: Iterable[int], bucket_bytes: int) -> list[list[int]]:
-    """Positions of `sizes` (bytes), grouped smallest first into buckets of at most bucket_bytes; a larger size has its
-    own.
+    """Positions of `sizes` (bytes), smallest first, in buckets of at most bucket_bytes; a larger size has its own.
 
     The sums of the buckets depend on the sizes alone, not on their order.
     """

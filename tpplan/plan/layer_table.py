@@ -1,5 +1,4 @@
-"""The layer table of a plan: a row for each module that owns parameters or converts tensors, one row for a repeated
-block.
+"""The layer table of a plan: a row for each module or repeated block that owns parameters or converts tensors.
 
 A row names the module's style (tpplan.plan.styles) only where placement, shape and conversions leave one reading;
 otherwise it says which dim is split. Pins accept the same words (tpplan.layouts.pins).
@@ -90,9 +89,8 @@ class _Row:
 def layer_lines(plan: Plan, width: int) -> Iterator[Text]:
     """The table and a legend as lines, at most `width` columns wide where the names allow."""
     rows = _rows(plan)
-    dtypes = Counter(crossing.dtype for row in rows for _, crossing in row.crossings if crossing.dtype not in _IDS)
-    usual = max(dtypes, key=lambda dtype: (dtypes[dtype], dtype), default="")
-    entries = list(_entries(plan, rows, usual))
+    dtypes = _dtypes(rows)
+    entries = list(_entries(plan, rows, dtypes))
     if plan.mesh.tp == 1:
         yield from _without_tp(plan, entries)
         return
@@ -101,18 +99,22 @@ def layer_lines(plan: Plan, width: int) -> Iterator[Text]:
     yield Text("; ".join(_LEGEND[kind] for kind in LayoutKind if kind in shown) + ".", style="dim")
     if any(entry.conversions for entry in entries):
         yield Text("The backward half of a conversion is taken where the value carries a gradient.", style="dim")
-    if usual:
-        yield Text(
-            f"Tensors cross as {usual}{' where no other dtype is named' if len(dtypes) > 1 else ''}.", style="dim"
-        )
+    if dtypes:
+        others = " where no other dtype is named" if len(dtypes) > 1 else ""
+        yield Text(f"Tensors cross as {dtypes[0]}{others}.", style="dim")
 
 
 def layer_rows(plan: Plan, shows: Callable[[str], bool], width: int) -> list[str]:
     """The table of the modules whose names or patterns `shows` accepts, with a header; empty where there are none."""
     rows = [row for row in _rows(plan) if shows(row.key)]
-    dtypes = Counter(crossing.dtype for row in rows for _, crossing in row.crossings if crossing.dtype not in _IDS)
-    entries = list(_entries(plan, rows, max(dtypes, key=lambda dtype: (dtypes[dtype], dtype), default="")))
+    entries = list(_entries(plan, rows, _dtypes(rows)))
     return [line.plain for line in _side_by_side(entries, width) or _nested(entries)] if rows else []
+
+
+def _dtypes(rows: list[_Row]) -> list[str]:
+    """The dtypes in which tensors cross, without those of ids, the commonest first."""
+    counts = Counter(crossing.dtype for row in rows for _, crossing in row.crossings if crossing.dtype not in _IDS)
+    return sorted(counts, key=lambda dtype: (counts[dtype], dtype), reverse=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,9 +127,9 @@ class _Entry:
     conversions: tuple[tuple[str, str], ...] = ()
 
 
-def _entries(plan: Plan, rows: list[_Row], usual_dtype: str) -> Iterator[_Entry]:
-    """Yields the rows as text, with a heading line above the members of a block. dtypes are named where they are
-    unusual."""
+def _entries(plan: Plan, rows: list[_Row], dtypes: list[str]) -> Iterator[_Entry]:
+    """Yields the rows as text, with a heading above the members of a block. Dtypes are named unless usual
+    (dtypes[0])."""
     heading = None
     for row in rows:
         pattern = _generic(plan, row.key)[0]
@@ -136,7 +138,7 @@ def _entries(plan: Plan, rows: list[_Row], usual_dtype: str) -> Iterator[_Entry]
         heading = pattern
         conversions = tuple(
             (
-                f"{name}: {crossing.conversion if crossing.dtype in (*_IDS, usual_dtype) else crossing}",
+                f"{name}: {crossing.conversion if crossing.dtype in (*_IDS, *dtypes[:1]) else crossing}",
                 f"{_steps(crossing.conversion.forward)} / {_steps(crossing.conversion.backward)}",
             )
             for name, crossing in row.crossings
@@ -195,8 +197,7 @@ def _aligned(lines: Sequence[tuple[str, ...]], gap: int) -> list[str]:
 
 
 def _label(plan: Plan, row: _Row, pattern: str | None) -> str:
-    """The label of a row: members of a block are indented, exceptions show their index, and a number says how many are
-    equal."""
+    """The label of a row: members of a block are indented, exceptions show their index, a count shows equal modules."""
     if pattern is None:
         return row.key or ROOT
     if row.key == pattern:

@@ -277,8 +277,7 @@ class Multiples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherShapes:
-    """The dims of each input, by path, as functions of batch and length, and the batches and lengths for which the plan
-    holds."""
+    """The dims of each input as functions of batch and length, and for which of these the plan holds."""
 
     inputs: Mapping[str, tuple[DimText, ...]]
     batch: Multiples
@@ -451,8 +450,7 @@ class Plan:
         return {name: parameter for name, parameter in self.parameter_plans().items() if not parameter.shape}
 
     def recomputed_modules(self) -> dict[str, Recompute]:
-        """Module name ("" for the root) -> how it is recomputed, with patterns expanded; modules that are not are left
-        out."""
+        """Module name ("" for the root) -> how it is recomputed, with patterns expanded, without those that are not."""
         expanded = self._expanded(self.recompute)
         modes = {"" if name == ROOT else name: mode for name, (mode, _) in expanded.items()}
         return {name: mode for name, mode in modes.items() if mode is not Recompute.NONE}
@@ -528,8 +526,7 @@ class Plan:
         self._check_regions(origin)
 
     def _check_names(self, origin: str) -> None:
-        """Raises PlanError where patterns stand for more than MAX_NAMES names, so that a hostile file cannot exhaust
-        memory."""
+        """Raises PlanError for more than MAX_NAMES names, so that a hostile file cannot exhaust memory."""
         counts: dict[str, int] = {}
         total = 0
 

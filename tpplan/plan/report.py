@@ -305,6 +305,20 @@ def _provenance(plan: Plan, unproven: str) -> Iterator[tuple[str, str]]:
         yield "", MEND
     for assumption in proof.assumptions:
         yield "assuming", f"{assumption}, as for the example inputs"
+    yield from _particulars(plan)
+    for cut in proof.cuts:
+        yield "", f"forbidden on the way: {cut}"
+    if plan.unruled_ops:
+        dearest = sorted(plan.unruled_ops.items(), key=lambda item: (-item[1], item[0]))
+        shown = ", ".join(f"{target} ({format_seconds(seconds)} of the step)" for target, seconds in dearest)
+        yield "no rule for", f"{shown}: these run on whole values"
+    for note in plan.notes or ():
+        yield "note", note
+    yield "versions", f"tpplan {plan.tpplan_version}, torch {plan.torch_version}"
+
+
+def _particulars(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Lines on modules that run otherwise than by layouts alone: sizes, losses, dropout, what runs whole."""
     for key, sizes in sorted(plan.sizes.items()):
         numbers = ", ".join(f"{s.call} {s.written} as {s.local}" for s in dict.fromkeys(sizes))
         yield "sizes", f"{key}: {numbers}"
@@ -320,15 +334,6 @@ def _provenance(plan: Plan, unproven: str) -> Iterator[tuple[str, str]]:
     for key, whole in sorted((plan.opaque or {}).items()):
         counted = f", functions of {', '.join(whole.bodies)} counted once" if whole.bodies else ""
         yield "runs whole", f"{key} ({format_seconds(whole.seconds)} of the step{counted}): {whole.reason}"
-    for cut in proof.cuts:
-        yield "", f"forbidden on the way: {cut}"
-    if plan.unruled_ops:
-        dearest = sorted(plan.unruled_ops.items(), key=lambda item: (-item[1], item[0]))
-        shown = ", ".join(f"{target} ({format_seconds(seconds)} of the step)" for target, seconds in dearest)
-        yield "no rule for", f"{shown}: these run on whole values"
-    for note in plan.notes or ():
-        yield "note", note
-    yield "versions", f"tpplan {plan.tpplan_version}, torch {plan.torch_version}"
 
 
 def _tokens(plan: Plan) -> int:

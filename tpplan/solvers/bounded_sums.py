@@ -41,7 +41,7 @@ ALWAYS = Guard()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peak:
+class BoundedMaximum:
     """weight * (the number of part `each`) * max over expressions `lows[a] + extras[a, column]` whose guard holds.
 
     Extras are >= 0. At least one expression always counts.
@@ -74,8 +74,8 @@ class Peak:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Total:
-    """A sum: linear rows `lows[q] + extras[q, column]` and peaks. Row 0 counts once, row q + 1 as often as part q says.
+class BoundedSum:
+    """A sum of linear rows `lows[q] + extras[q, column]`, row 0 once and row q + 1 as often as part q, and of maxima.
 
     `limit` is infinite for an objective without a ceiling.
     """
@@ -83,14 +83,14 @@ class Total:
     lows: Floats
     extras: Floats
     highs: Floats
-    peaks: tuple[Peak, ...]
+    maxima: tuple[BoundedMaximum, ...]
     limit: float
     parts: tuple[Part, ...]
 
-    def _by_part(self, lows: Floats, of_peak: Mapping[int, float]) -> Floats:
+    def _by_part(self, lows: Floats, of_maximum: Mapping[int, float]) -> Floats:
         found = lows.copy()
-        for i, peak in enumerate(self.peaks):
-            found[0 if peak.each is None else peak.each + 1] += peak.weight * of_peak[i]
+        for i, maximum in enumerate(self.maxima):
+            found[0 if maximum.each is None else maximum.each + 1] += maximum.weight * of_maximum[i]
         return found
 
     def _combined(self, by_part: Floats, choose: str) -> float:
@@ -108,12 +108,12 @@ class Total:
     @property
     def high(self) -> float:
         """An upper bound on the value."""
-        return self._combined(self._by_part(self.highs, {i: p.high for i, p in enumerate(self.peaks)}), "max")
+        return self._combined(self._by_part(self.highs, {i: p.high for i, p in enumerate(self.maxima)}), "max")
 
     @cached_property
     def lows_by_part(self) -> Floats:
         """Lower bounds on the terms that count once, and on the terms of one member of each part."""
-        return self._by_part(self.lows, {i: p.low for i, p in enumerate(self.peaks)})
+        return self._by_part(self.lows, {i: p.low for i, p in enumerate(self.maxima)})
 
     @property
     def allowance(self) -> float:
@@ -123,8 +123,8 @@ class Total:
     def raised(self) -> Floats:
         """The amount by which each column alone raises the lower bound."""
         lows, rows = self.lows_by_part, self.extras.copy()
-        for peak in self.peaks:
-            rows[0 if peak.each is None else peak.each + 1] += peak.weight * peak.raised()
+        for maximum in self.maxima:
+            rows[0 if maximum.each is None else maximum.each + 1] += maximum.weight * maximum.raised()
         found: Floats = rows[0]
         for split in dict.fromkeys(part.split for part in self.parts):
             own = [i for i, part in enumerate(self.parts) if part.split == split and part.most]

@@ -56,8 +56,7 @@ class Skeleton:
         return int(self.starts[-1])
 
     def prune(self, alive: Mask) -> bool:
-        """Clears columns of `alive` that agree with none along some link, until none is left; False where a group is
-        empty."""
+        """Clears columns of `alive` that agree with none along some link; False where a group is left empty."""
         waiting = dict.fromkeys(range(len(self.links)))
         while waiting:
             number = next(iter(waiting))

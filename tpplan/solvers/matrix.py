@@ -15,8 +15,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The program's arrays. Row i of A has its columns and values at starts[i]:starts[i + 1] of `indices` and
-    `values`."""
+    """The program's arrays. Row i of A has columns and values starts[i]:starts[i + 1] of `indices` and `values`."""
 
     cost: Floats
     lower: Floats

@@ -4,14 +4,14 @@ its columns s that presolve kept.
     minimize    sum_g,s c_gs x_gs  +  sum_q k_q n_q  +  sum_q,g,s d_qgs z_qgs  +  sum_j w_j t_j
     subject to  (1)  sum_s x_gs = 1                                     for each group g
                 (2)  sum_{s: l(s) = l} x_us = sum_{s: l(s) = l} x_vs    for each link (u, v) and label l but the last
-                (3)  t_j >= e_ja(x)                                     for each peak j and expression a
+                (3)  t_j >= e_ja(x)                                     for each maximum j and expression a
                 (4)  sum_q n_q = N                                      for each split
                 (5)  sum_s z_qgs = n_q,  sum_q z_qgs = N x_gs           for each part q, and each group it prices
                 (6)  b_q <= n_q <= N b_q                                for each part q that a guard names
                 (7)  the objective's form <= limit                      for each resource and conflict
 
-c >= 0 is the extra cost of a column over its group's cheapest (see `reduction`), t_j >= 0 the excess of a peak over its
-lower bound. The last label of (2) follows from (1). A group with one column left is a constant without a variable.
+c >= 0 is the extra cost of a column over its group's cheapest (see presolve), t_j >= 0 the excess of a maximum over
+its lower bound. The last label of (2) follows from (1). A group with one column left is a constant without a variable.
 
 A cost that counts once for each of n_q like layers is a product n_q f(x). z_qgs is the number of layers of part q whose
 group g has column s. As x is binary, (5) leaves z_qgs = n_q x_gs, which makes the product linear, and likewise a
@@ -19,7 +19,7 @@ maximum times n_q. A guard adds -M (1 - b_q) to an expression that counts only w
 one that counts only where it is.
 
 Units. Solvers have absolute tolerances, but seconds and bytes differ by orders of magnitude: the objective is divided
-by a cost near its optimum, each peak by its own size, each resource by its limit, each number of a part by its total.
+by a cost near its optimum, each maximum by its own size, each resource by its limit, each part's number by its total.
 Where the first optimum is far below the unit in which it was solved, choices that cost more are removed and the rest is
 solved again in a unit that fits.
 """
@@ -34,7 +34,7 @@ from typing import Protocol
 import numpy as np
 
 from tpplan.core.errors import SolverError
-from tpplan.solvers.bounded_sums import ALWAYS, LIMIT_TOLERANCE, Floats, Peak, Total
+from tpplan.solvers.bounded_sums import ALWAYS, LIMIT_TOLERANCE, BoundedMaximum, BoundedSum, Floats
 from tpplan.solvers.groups import Ints
 from tpplan.solvers.matrix import Builder, Program
 from tpplan.solvers.presolve import Reduced, reduce
@@ -140,8 +140,7 @@ class _Task:
     is_relaxed: bool
 
     def attempt(self, time_limit_s: float | None, *, ceiling: float) -> tuple[Solution | None, float]:
-        """(solution, unit of the objective) of one run among choices that cost at most `ceiling`; (None, unit) when out
-        of time."""
+        """(solution, unit of the objective) of one run among choices up to `ceiling`; (None, unit) when out of time."""
         solver = self.solver
         reduced = reduce(self.problem, ceiling=ceiling)
         if reduced is None:
@@ -270,7 +269,7 @@ class _Build:
 
     def _splits(self) -> None:
         """(4) and (6), with the numbers of parts in units of their totals."""
-        guards = [guard for total in self._totals() for peak in total.peaks for guard in peak.guards]
+        guards = [guard for total in self._totals() for maximum in total.maxima for guard in maximum.guards]
         named = {part for guard in guards for part in (guard.where, *guard.unless) if part is not None}
         parts = self.reduced.parts
         for split in dict.fromkeys(part.split for part in parts):
@@ -298,7 +297,7 @@ class _Build:
             builder.row(pair, np.array([1.0, -1.0]), 0.0, math.inf)
             builder.row(pair, np.array([1.0, -float(total)]), -math.inf, 0.0)
 
-    def _totals(self) -> Sequence[Total]:
+    def _totals(self) -> Sequence[BoundedSum]:
         return (self.reduced.objective, *self.reduced.resources)
 
     def _copies(self, part: int, group: int) -> Ints:
@@ -335,7 +334,7 @@ class _Build:
         """The factor of a part's variable, which is in units of the part's total; 1 without a part."""
         return 1.0 if each is None else float(self.reduced.parts[each].total)
 
-    def _sum(self, total: Total, unit: float) -> tuple[Ints, Floats, float]:
+    def _sum(self, total: BoundedSum, unit: float) -> tuple[Ints, Floats, float]:
         """Variables, coefficients and constant of a sum, divided by `unit`."""
         indices, values, constant = [np.zeros(0, np.int64)], [np.zeros(0)], 0.0
         unit = unit or 1.0  # 0 only where all coefficients are 0
@@ -353,27 +352,28 @@ class _Build:
                 values.append(np.array([float(lows[place]) * times / unit]))
             else:
                 constant += float(lows[place]) * times
-        for peak in total.peaks:
-            column, size = self._peak(peak)
+        for maximum in total.maxima:
+            column, size = self._maximum(maximum)
             indices.append(np.array([column]))
-            values.append(np.array([peak.weight * size * self._times(peak.each) / unit]))
+            values.append(np.array([maximum.weight * size * self._times(maximum.each) / unit]))
         return np.concatenate(indices), np.concatenate(values), constant
 
-    def _peak(self, peak: Peak) -> tuple[int, float]:
-        """(3): adds a variable t that is at least each expression, above the peak's lower bound; returns (t, unit of
-        t)."""
-        unit, low = peak.high - peak.low, peak.low
+    def _maximum(self, maximum: BoundedMaximum) -> tuple[int, float]:
+        """(3): adds a variable t, at least each expression less the maximum's lower bound; returns (t, unit of t)."""
+        unit, low = maximum.high - maximum.low, maximum.low
         (variable,) = self.builder.columns(1).tolist()
-        for expression_low, extras, high, guard in zip(peak.lows, peak.extras, peak.highs, peak.guards, strict=True):
+        for expression_low, extras, high, guard in zip(
+            maximum.lows, maximum.extras, maximum.highs, maximum.guards, strict=True
+        ):
             if high <= low:
                 continue  # implied by t >= 0
             row = self.builder.rows(-math.inf, 0.0)
-            columns, values = self._linear(extras / unit, peak.each)
+            columns, values = self._linear(extras / unit, maximum.each)
             self.builder.put(row, columns, values)
             self.builder.put(row, np.array([variable]), -1.0)
             right = (low - float(expression_low)) / unit
-            if peak.each in self.numbers:
-                self.builder.put(row, np.array([self.numbers[peak.each]]), -right)
+            if maximum.each in self.numbers:
+                self.builder.put(row, np.array([self.numbers[maximum.each]]), -right)
                 right = 0.0
             if guard != ALWAYS:
                 right += self._guarded(row, guard.where, guard.unless, (float(high) - low) / unit)
@@ -394,7 +394,7 @@ class _Build:
                 added += most
         return added
 
-    def _limit(self, resource: Total) -> None:
+    def _limit(self, resource: BoundedSum) -> None:
         """(7): the resource stays within its limit."""
         unit = abs(resource.limit) or resource.high - resource.low
         indices, values, constant = self._sum(resource, unit)
@@ -402,13 +402,13 @@ class _Build:
         self.builder.row(indices, values, -math.inf, right)
 
 
-def _objective_unit(objective: Total) -> float:
+def _objective_unit(objective: BoundedSum) -> float:
     """The unit of the objective: its lower bound, raised where coefficients would exceed MAX_OBJECTIVE_RANGE."""
     times = [1.0, *(float(part.total) for part in objective.parts)]
     sizes = [time * float(row.max(initial=0.0)) for time, row in zip(times, objective.extras, strict=True)]
     sizes += [
-        peak.weight * (peak.high - peak.low) * times[0 if peak.each is None else peak.each + 1]
-        for peak in objective.peaks
+        maximum.weight * (maximum.high - maximum.low) * times[0 if maximum.each is None else maximum.each + 1]
+        for maximum in objective.maxima
     ]
     lows = objective.lows_by_part
     sizes += [time * float(abs(low)) for time, low in zip(times[1:], lows[1:], strict=True)]

@@ -18,7 +18,7 @@ from itertools import chain
 
 import numpy as np
 
-from tpplan.solvers.bounded_sums import ALWAYS, Floats, Guard, Part, Peak, Total
+from tpplan.solvers.bounded_sums import ALWAYS, BoundedMaximum, BoundedSum, Floats, Guard, Part
 from tpplan.solvers.groups import Ints, Mask, Skeleton, skeleton_of
 from tpplan.solvers.problem import Expression, Problem, Term
 
@@ -35,8 +35,8 @@ class Reduced:
     columns: Ints
     starts: Ints
     parts: tuple[Part, ...]
-    objective: Total
-    resources: tuple[Total, ...]
+    objective: BoundedSum
+    resources: tuple[BoundedSum, ...]
 
     def choice(self, chosen: Ints, numbers: Mapping[str, int]) -> dict[str, int]:
         """Node -> strategy, from one column (number in the skeleton) of each group; and the numbers of parts."""
@@ -94,12 +94,12 @@ def shared_skeleton(problem: Problem) -> Skeleton | None:
 
 @dataclass(slots=True)
 class _Row:
-    """A sum while it is collected: constants and entries (row 0 once, row q + 1 for part q), and the peaks."""
+    """A sum while it is collected: constants and entries (row 0 once, row q + 1 for part q), and the maxima."""
 
     constants: Floats
     entries: Floats
     limit: float
-    peaks: list[Peak] = field(default_factory=list)
+    maxima: list[BoundedMaximum] = field(default_factory=list)
 
 
 class _State:
@@ -143,7 +143,9 @@ class _State:
                 )
                 for expression in term.expressions
             )
-            row.peaks.append(Peak(weight=term.weight, each=each, lows=lows, extras=extras, guards=guards, highs=lows))
+            row.maxima.append(
+                BoundedMaximum(weight=term.weight, each=each, lows=lows, extras=extras, guards=guards, highs=lows)
+            )
         self._add(row.entries, linear)
         return row
 
@@ -165,7 +167,7 @@ class _State:
         weights = np.repeat(np.repeat([weight for _, weight, _ in weighted], numbers), sizes)
         np.add.at(rows.reshape(-1), columns, weights * entries[picked])
 
-    def _around(self, lows: Floats, entries: Floats) -> tuple[Floats, Floats, Floats]:
+    def _with_minima_moved(self, lows: Floats, entries: Floats) -> tuple[Floats, Floats, Floats]:
         """(lows, extras, highs) of rows: each group's minimum moves into lows; highs are upper bounds."""
         if not entries.size:
             return lows, entries, lows
@@ -180,63 +182,62 @@ class _State:
         sizes: Ints = np.diff(np.append(self.starts, len(self.columns)))
         return sizes
 
-    def totals(self) -> list[Total]:
+    def totals(self) -> list[BoundedSum]:
         """Every sum, the objective first; terms that turn out to be linear move into the linear rows."""
         return [self._total(row) for row in self.rows]
 
-    def _total(self, row: _Row) -> Total:
-        peaks = []
-        for peak in row.peaks:
-            if peak.each is not None and not self.parts[peak.each].most:
+    def _total(self, row: _Row) -> BoundedSum:
+        maxima = []
+        for maximum in row.maxima:
+            if maximum.each is not None and not self.parts[maximum.each].most:
                 continue
-            left = self._flattened(self._undominated(peak), row)
+            left = self._unless_linear(self._undominated(maximum), row)
             if left is not None:
-                peaks.append(left)
-        row.peaks = peaks
-        row.constants, row.entries, highs = self._around(row.constants, row.entries)
-        return Total(
+                maxima.append(left)
+        row.maxima = maxima
+        row.constants, row.entries, highs = self._with_minima_moved(row.constants, row.entries)
+        return BoundedSum(
             lows=row.constants,
             extras=row.entries,
             highs=highs,
-            peaks=tuple(peaks),
+            maxima=tuple(maxima),
             limit=row.limit,
             parts=self.parts,
         )
 
-    def _undominated(self, peak: Peak) -> Peak:
-        """The peak without expressions that can never be the largest: those below another's minimum, and those whose
-        guard cannot hold."""
-        lows, extras, highs = self._around(peak.lows, peak.extras)
-        always = [a for a, guard in enumerate(peak.guards) if guard == ALWAYS]
+    def _undominated(self, maximum: BoundedMaximum) -> BoundedMaximum:
+        """The maximum without expressions that are never the largest: below another's minimum, or never counted."""
+        lows, extras, highs = self._with_minima_moved(maximum.lows, maximum.extras)
+        always = [a for a, guard in enumerate(maximum.guards) if guard == ALWAYS]
         surest = max(always, key=lambda a: lows[a])
         kept = [
             a
-            for a, guard in enumerate(peak.guards)
+            for a, guard in enumerate(maximum.guards)
             if a == surest or (highs[a] > lows[surest] and (guard.where is None or self.parts[guard.where].most > 0))
         ]
-        guards = tuple(peak.guards[a] for a in kept)
-        return replace(peak, lows=lows[kept], extras=extras[kept], highs=highs[kept], guards=guards)
+        guards = tuple(maximum.guards[a] for a in kept)
+        return replace(maximum, lows=lows[kept], extras=extras[kept], highs=highs[kept], guards=guards)
 
-    def _flattened(self, peak: Peak, row: _Row) -> Peak | None:
-        """The peak, or None where it is linear (one expression, or all over at most one group) and was added to the
-        row."""
-        if any(guard != ALWAYS for guard in peak.guards):
-            return peak
-        used = np.count_nonzero(np.maximum.reduceat(peak.extras.max(axis=0), self.starts)) if peak.extras.size else 0
-        if len(peak.lows) > 1 and used > 1:
-            return peak
-        place = 0 if peak.each is None else peak.each + 1
-        least = float(peak.lows.max())
-        row.constants[place] += peak.weight * least
-        if len(peak.lows) == 1:
-            row.entries[place] += peak.weight * peak.extras[0]
+    def _unless_linear(self, maximum: BoundedMaximum, row: _Row) -> BoundedMaximum | None:
+        """The maximum; None where it is linear (one expression, or all over one group) and was added to the row."""
+        if any(guard != ALWAYS for guard in maximum.guards):
+            return maximum
+        used = (
+            np.count_nonzero(np.maximum.reduceat(maximum.extras.max(axis=0), self.starts)) if maximum.extras.size else 0
+        )
+        if len(maximum.lows) > 1 and used > 1:
+            return maximum
+        place = 0 if maximum.each is None else maximum.each + 1
+        least = float(maximum.lows.max())
+        row.constants[place] += maximum.weight * least
+        if len(maximum.lows) == 1:
+            row.entries[place] += maximum.weight * maximum.extras[0]
         else:
-            row.entries[place] += peak.weight * ((peak.extras + peak.lows[:, None]).max(axis=0) - least)
+            row.entries[place] += maximum.weight * ((maximum.extras + maximum.lows[:, None]).max(axis=0) - least)
         return None
 
-    def unaffordable(self, totals: tuple[Total, ...]) -> Mask | None:
-        """The columns that alone exceed what a sum's lower bound leaves of its limit; None where the problem is
-        infeasible.
+    def unaffordable(self, totals: tuple[BoundedSum, ...]) -> Mask | None:
+        """The columns that alone exceed what a sum's lower bound leaves of its limit; None where infeasible.
 
         Also lowers the largest numbers of parts to what the limits allow.
         """
@@ -254,10 +255,10 @@ class _State:
                 return None
         return dead
 
-    def dominated(self, totals: tuple[Total, ...]) -> Mask:
+    def dominated(self, totals: tuple[BoundedSum, ...]) -> Mask:
         """Columns with an equally labelled column that is nowhere more expensive; the first of equals stays."""
         rows = [total.extras for total in totals]
-        rows += [peak.extras for total in totals for peak in total.peaks]
+        rows += [maximum.extras for total in totals for maximum in total.maxima]
         prices = np.concatenate(rows)
         prices = prices[prices.any(axis=1)]
         dead: Mask = np.zeros(len(self.columns), bool)
@@ -284,7 +285,7 @@ class _State:
         self.starts = np.searchsorted(self.columns, self.skeleton.starts[:-1])
         for row in self.rows:
             row.entries = row.entries[:, left]
-            row.peaks = [replace(peak, extras=peak.extras[:, left]) for peak in row.peaks]
+            row.maxima = [replace(maximum, extras=maximum.extras[:, left]) for maximum in row.maxima]
         return True
 
 

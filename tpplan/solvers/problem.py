@@ -24,8 +24,7 @@ Choice = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A decision: exactly one of `strategies` (labels for reports) is chosen. A node without strategies is
-    infeasible."""
+    """A decision: exactly one of `strategies` (labels for reports) is chosen; infeasible without any."""
 
     name: str
     strategies: tuple[str, ...]
@@ -126,8 +125,7 @@ class Conflict:
 
 @dataclass(slots=True)
 class Shared:
-    """A cache for problems with the same nodes and edges: what solvers computed of them, and what was last
-    validated."""
+    """A cache for problems with the same nodes and edges: solvers' results, and what was last validated."""
 
     edges: tuple[Edge, ...] = ()
     found: dict[tuple[Node, ...], object] = field(default_factory=dict)
@@ -223,8 +221,7 @@ class Problem:
         return total(self.objective, choice)
 
     def is_feasible(self, choice: Choice, *, tolerance: float = 1e-6) -> bool:
-        """True where edges agree, splits add up, every resource is kept up to a relative tolerance, and conflicts are
-        avoided."""
+        """True where edges agree, splits add up, resources are kept up to a tolerance, and conflicts are avoided."""
         return (
             self.is_consistent(choice)
             and all(resource.is_kept(choice, tolerance) for resource in self.resources)

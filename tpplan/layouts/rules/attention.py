@@ -1,5 +1,4 @@
-"""The rule of attention: shards of batch and heads, and of query positions where neither a mask nor causality binds
-them."""
+"""The rule of attention: shards of batch and heads, and of query positions without a mask or causality."""
 
 from collections.abc import Iterable
 

@@ -1,5 +1,4 @@
-"""The types of rules: a rule takes a Call and gives Strategies. Also the registry of rules, and which operands ops
-write to."""
+"""Types of rules (a rule takes a Call and gives Strategies), the registry of rules, and which operands ops write to."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -120,8 +119,7 @@ class Strategy:
     results: tuple[Layout, ...]
 
     def fits(self, call: Call, tp: int) -> bool:
-        """True where every shard divides by tp and every partial value carries a gradient (booleans and ids do not add
-        up)."""
+        """True where every shard divides by tp and every partial value carries a gradient (ids do not add up)."""
         pairs = (*zip(call.operands, self.operands, strict=True), *zip(call.results, self.results, strict=True))
         return all(value.can_be(layout, tp) and (layout != P or value.carries_gradient) for value, layout in pairs)
 
@@ -148,8 +146,7 @@ class Strategy:
         return tuple(Strategy(variant, results) for variant in either)
 
     def part_by_part(self, call: Call) -> Iterator["Strategy"]:
-        """Yields copies in which each sharded dim is sharded part by part, where all sharded dims have equal sizes and
-        so one order.
+        """Yields copies whose sharded dims are sharded part by part, where all sharded dims have one size.
 
         This is right for ops that ignore the position along the dim; ops for which slices of the dim are allowed do.
         """

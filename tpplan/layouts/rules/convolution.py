@@ -1,5 +1,4 @@
-"""Rules of convolutions, pooling and resampling: channels shard like a linear layer's features, spatial dims stay
-whole."""
+"""Rules of convolutions, pooling and resampling: channels shard like features, spatial dims stay whole."""
 
 from collections.abc import Iterable
 

@@ -139,8 +139,7 @@ def einsum(
 def elementwise(
     call: Call, *, linear_in: tuple[frozenset[int], ...] = (), whole_dims: frozenset[int] = frozenset()
 ) -> Iterator[Strategy]:
-    """Yields the strategies of a pointwise op with broadcasting; `whole_dims` are dims of the result that stay
-    whole."""
+    """Yields the strategies of a broadcasting pointwise op; `whole_dims` are dims of the result that stay whole."""
     result = call.results[0]
     rank = len(result.shape)
     letters = tuple(dim_letters(rank))

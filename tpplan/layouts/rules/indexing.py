@@ -33,8 +33,7 @@ def index_select(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.index.Tensor")
 def index(call: Call) -> Iterable[Strategy]:
-    """`x[:, index]` with one index tensor: integers replace the dim by their own dims, a mask replaces its dims
-    by one."""
+    """`x[:, index]` with one index tensor: its dim is replaced by those of integers, or by one dim under a mask."""
     indices = call.argument(1, "indices")
     dims = [i for i, item in enumerate(indices) if isinstance(item, Ref)] if isinstance(indices, tuple) else []
     if len(dims) != 1:

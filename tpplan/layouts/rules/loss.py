@@ -1,5 +1,4 @@
-"""Rules of losses: tpplan's cross entropy on sharded classes, torch's losses by element or by sample where they do not
-average.
+"""Rules of losses: tpplan's cross entropy on sharded classes, torch's losses where they do not average.
 
 A mean would divide by a rank's own count, so a loss that averages runs on whole operands.
 """

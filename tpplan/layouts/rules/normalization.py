@@ -25,8 +25,8 @@ def group_norm(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten._weight_norm.default")
 def weight_norm(call: Call) -> Iterable[Strategy]:
-    """`k n1 ..., k u1 ... -> k n1 ...`: directions and lengths; k is sharded. Dim -1 has one length for all and no
-    rule."""
+    """`k n1 ..., k u1 ... -> k n1 ...`, directions and lengths; k is sharded. No rule for dim -1, which has one
+    length."""
     dim = call.integer(2, "dim", 0)
     if dim == -1:
         return ()

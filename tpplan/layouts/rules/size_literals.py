@@ -133,8 +133,7 @@ def written_sizes(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]
 
 
 def _sharded_sizes(call: Call, strategy: Strategy, tp: int) -> tuple[int, ...]:
-    """Local sizes of the first operand's sharded dims, which do not depend on batch and length; 0 for all other
-    dims."""
+    """Local sizes of the first operand's sharded dims, the same at every batch and length; 0 for all other dims."""
     whole, layout = call.operands[0].shape, strategy.operands[0]
     own = {layout.dim} | ({(layout.dim or 0) + 1} if layout.kind is LayoutKind.JOINT else set())
     local = local_shape(whole, layout, tp)

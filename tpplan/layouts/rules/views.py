@@ -1,5 +1,4 @@
-"""Rules of ops that move dims without changing elements: all are linear; a shard follows its dim where slices stay
-contiguous."""
+"""Rules of ops that move dims without changing elements: all are linear, and slices must stay contiguous."""
 
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, pairwise
@@ -56,8 +55,8 @@ def reshape_as(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims")
 def squeeze(call: Call) -> Iterable[Strategy]:
-    """A dim that may be squeezed stays whole: a local slice of size one would be squeezed where the whole dim would
-    not."""
+    """A dim that may be squeezed stays whole: of size one on a rank, it would be squeezed there and not in the
+    whole."""
     source = call.operands[0].shape
     named = call.integers(1, "dim")
     squeezed = range(len(source)) if named is None else [dim % len(source) for dim in named if source]
@@ -68,8 +67,7 @@ def squeeze(call: Call) -> Iterable[Strategy]:
 
 
 def reshape_letters(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Letters, Letters]:
-    """Letters of both shapes; outermost dims of groups with equal products share a letter, all others are never
-    sharded."""
+    """Letters of both shapes; outermost dims of groups with equal products share one, all others are never sharded."""
     letters: tuple[list[str], list[str]] = ([NEVER] * len(source), [NEVER] * len(target))
     for i, (own, others) in enumerate(groups(source, target)):
         letters[0][own[0]] = letters[1][others[0]] = f"g{i}"
@@ -77,8 +75,7 @@ def reshape_letters(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[L
 
 
 def stacks(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[int, list[int], bool]]:
-    """Yields (the one dim, the several dims, whether the several are the result's) where a reshape splits or joins a
-    dim."""
+    """Yields (the one dim, the several, whether these are the result's) where a reshape splits or joins a dim."""
     for own, others in groups(source, target):
         if len(own) == 1 < len(others):
             yield own[0], others, True
@@ -87,8 +84,7 @@ def stacks(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[i
 
 
 def groups(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields the dims of both shapes in minimal groups with equal products, from the left; dims of size one are left
-    out."""
+    """Yields the dims of both shapes in minimal groups with equal products, from the left, without dims of size one."""
     if prod(source) == 0:
         return
     remaining = ([i for i, n in enumerate(source) if n > 1], [i for i, n in enumerate(target) if n > 1])
