@@ -9,8 +9,7 @@ from typing import TypeVar, cast
 
 T = TypeVar("T")
 
-#: Control characters (C0, DEL, C1), direction marks, zero-width characters, line separators, surrogates and tag
-#: characters.
+#: control characters (C0, DEL, C1), direction marks, zero-width characters, line separators, surrogates, tags
 _HIDDEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
     "\U000e0000-\U000e0fff]"

@@ -137,6 +137,11 @@ class Boundary:
         """The value after the crossing."""
         return (self.result,)
 
+    @property
+    def leaves_model(self) -> bool:
+        """True for an output of the root module."""
+        return self.module == "" and self.direction is Direction.OUTPUT
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedBlock:

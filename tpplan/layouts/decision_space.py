@@ -201,7 +201,8 @@ class _Builder:
             return options
         fixed = [i for i, name in enumerate(decider.operands) if name in self.fixed]
         whole = [i for i, name in enumerate(decider.results) if name in self.whole_outputs]
-        given = [i for i, name in enumerate(decider.results) if name in self.left or _leaves_model(decider)]
+        leaves = isinstance(decider, Boundary) and decider.leaves_model
+        given = [i for i, name in enumerate(decider.results) if name in self.left or leaves]
         if not (fixed or whole or given):
             return options
         # Outputs that reach the user are whole or slices; a summand would be wrong silently.
@@ -291,17 +292,13 @@ class _Builder:
                     yield Flow(source=source, result=result, target=node.name, operand=position)
 
 
-def _leaves_model(decider: Decider) -> bool:
-    return isinstance(decider, Boundary) and decider.module == "" and decider.direction is Direction.OUTPUT
-
-
 def _whole_outputs(graph: ModelGraph, unused: frozenset[str]) -> frozenset[str]:
     """Values that the user can read and did not declare unused: outputs of the step, outputs of the model beside its
     loss, and tensors that forward leaves behind."""
     returned = {value for path, value in graph.outputs if path.removeprefix(LEFT_AT) not in unused}
     for boundary in graph.boundaries:
         path = boundary.path.removeprefix("output").removeprefix(".")
-        if _leaves_model(boundary) and not graph.consumers.get(boundary.result) and path not in unused:
+        if boundary.leaves_model and not graph.consumers.get(boundary.result) and path not in unused:
             returned.add(boundary.result)
     return frozenset(returned)
 

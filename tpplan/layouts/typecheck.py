@@ -119,7 +119,7 @@ class _Checker:
     def _unknown_names(self) -> Iterator[Mistyped]:
         labels = {source.label for source in self.graph.parameters}
         places = {_crossing_key(boundary) for boundary in self.graph.boundaries}
-        outputs = {boundary.path for boundary in self.graph.boundaries if _leaves_model(boundary)}
+        outputs = {boundary.path for boundary in self.graph.boundaries if boundary.leaves_model}
         outputs |= {path for path, _ in self.graph.outputs if path.startswith(LEFT_AT)}
         losses = {op.module for op in self.graph.ops if op.target == CROSS_ENTROPY}
         for label in sorted(labels ^ self.plans.keys()):
@@ -351,7 +351,7 @@ class _Checker:
 
     def _planned_outputs(self) -> Iterator[tuple[str, str, Layout]]:
         """Yields (title, value, planned layout) of the model's outputs, and of the step's outputs beside them."""
-        leaving = {boundary.result: boundary.path for boundary in self.graph.boundaries if _leaves_model(boundary)}
+        leaving = {boundary.result: boundary.path for boundary in self.graph.boundaries if boundary.leaves_model}
         for value, path in leaving.items():
             yield f"output {path}", value, self.outputs.get(path, R)
         for path, value in self.graph.outputs:
@@ -371,10 +371,6 @@ def _crossings(boundaries: Mapping[str, BoundaryPlan]) -> dict[CrossingKey, Conv
 
 def _crossing_key(boundary: Boundary) -> CrossingKey:
     return boundary.module, boundary.direction, boundary.path
-
-
-def _leaves_model(boundary: Boundary) -> bool:
-    return boundary.module == "" and boundary.direction is Direction.OUTPUT
 
 
 def _is_one_of(strategy: Strategy, read: Iterable[tuple[Layout, ...]]) -> bool:

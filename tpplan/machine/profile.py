@@ -291,7 +291,10 @@ class HardwareProfile:
         return Estimate(seconds=seconds, error_s=seconds * relative_error)
 
     def _missing(self, what: str, covered: Sequence[str]) -> ProfileError:
-        return ProfileError(f"profile {self.name}: no {what}; covered: {', '.join(covered) or 'nothing'}")
+        return ProfileError(
+            f"profile {self.name}: no {what}; covered: {', '.join(covered) or 'nothing'}. `tpplan profile` measures a "
+            "machine"
+        )
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         """Yields (path of the key, part) for every part that names sources."""

@@ -36,5 +36,6 @@ def check_parameters(plan: Plan, rows: Mapping[str, tuple[tuple[int, ...], bool]
     if differences:
         shown = "\n  ".join(differences[:8]) + (f"\n  and {len(differences) - 8} more" if len(differences) > 8 else "")
         raise PlanMismatchError(
-            f"the plan was made for another model; {len(differences)} parameters differ:\n  {shown}"
+            f"the plan was made for another model; {len(differences)} parameters differ (solve again for this model, "
+            f"or build the model that was planned):\n  {shown}"
         )

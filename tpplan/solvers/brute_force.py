@@ -39,7 +39,7 @@ def solve(
         if number >= MAX_CHOICES:
             raise UsageError(f"brute-force: at most {MAX_CHOICES:,} choices are enumerated, more agree; try 'highs'")
         if time.monotonic() > deadline:
-            raise SolverError(f"brute-force: not done after {time_limit_s} s, and enumeration gives no bound")
+            raise SolverError(f"brute-force: not done after {time_limit_s} s, without a bound; try 'highs'")
         price = problem.price(choice)
         if (best is None or price < best_price) and problem.is_feasible(choice, tolerance=LIMIT_TOLERANCE):
             best, best_price = dict(choice), price
