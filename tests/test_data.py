@@ -58,13 +58,13 @@ def test_data_ranks_share_a_global_batch_and_tp_ranks_read_the_same() -> None:
 
 def test_what_does_not_fit_a_plan_is_refused() -> None:
     plan = plan_for(Mesh(shard=2, tp=2), micro_batch=1, accumulation_steps=3)
-    with pytest.raises(UsageError, match=r"rank 4 is none of the plan's 4 \(.*shard 2 x tp 2\)"):
+    with pytest.raises(UsageError, match=r"rank 4: expected 0 to 3, the ranks of the plan's mesh .*shard 2 x tp 2"):
         plan.batch_for(4)
     with pytest.raises(UsageError, match="tokens: expected a global batch of 6 rows, got 5"):
         plan.batch_for(0).micro_batches({"tokens": torch.arange(5)})
     with pytest.raises(UsageError, match="global batch 12 is not 1 data-parallel ranks x 1"):
         tpplan.BatchShare(global_batch=12, seq_len=1, micro_batch=2)
-    with pytest.raises(UsageError, match="data rank 2 is none of 2"):
+    with pytest.raises(UsageError, match="data rank 2: expected 0 to 1"):
         tpplan.BatchShare(global_batch=2, seq_len=1, micro_batch=1, data_parallel=2, data_rank=2)
     with pytest.raises(UsageError, match="5 samples are less than one global batch, 6"):
         tpplan.PlanSampler(plan.batch_for(0), 5)

@@ -329,7 +329,7 @@ def test_devices_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
 
 def test_a_fifo_that_nobody_reads_is_an_error(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(PlanError, match="nobody reads from it"):
+    with pytest.raises(PlanError, match="no process reads from the pipe"):
         write_atomically(tmp_path / "fifo", "text")
 
 

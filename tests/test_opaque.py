@@ -393,8 +393,8 @@ def entering(plan: Plan, target: Layout) -> Plan:
         ("its input enters sharded", "tpplan.opaque.default"),
         ("its input enters as summands", "tpplan.opaque.default"),
         ("its weight is read as summands", "tpplan.opaque.default"),
-        ("it is not said to run whole", "runs whole, and the plan does not say so"),
-        ("another module is said to run whole", "the plan says that it runs whole, and it does not"),
+        ("it is not said to run whole", "runs whole, but the plan does not say so"),
+        ("another module is said to run whole", "the plan says that it runs whole, but it does not"),
     ],
 )
 def test_a_module_that_runs_whole_types_only_where_all_of_it_is_whole(change: str, complaint: str | None) -> None:

@@ -89,11 +89,11 @@ def test_an_unknown_style_is_named_with_those_known() -> None:
     [
         (
             ("layers.*.ffn", "rows"),
-            r"pin 'layers.\*.ffn=row parallel': no module of that name runs; near it: .*ffn_norm",
+            r"pin 'layers.\*.ffn=row parallel': no module of that name runs .*; did you mean .*ffn_norm",
         ),
         (("layers.*.ffn_norm", "rows"), "layers.0.ffn_norm reads no matrix"),
-        (("lm_head", "megatron"), "no matrix whose output leads to another one"),
-        (("lm_head", "vocab"), "a head's vocabulary is cut by 'columns'"),
+        (("lm_head", "megatron"), "lm_head has no two matrices in a row"),
+        (("lm_head", "vocab"), "pin an output head with 'columns'"),
         (("dropout", "replicate"), "dropout reads no parameter"),
     ],
 )

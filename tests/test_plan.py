@@ -390,7 +390,7 @@ MISTAKES = {
     "region in a region": (
         "recompute",
         {"layers.*.up": "full", "layers.1": "selective"},
-        "recompute.layers.1: layers.1.up in it is recomputed too; name one of them",
+        "recompute.layers.1: layers.1.up inside it is recomputed too; name only one of them",
     ),
     "batch": (
         "batch.global_batch",

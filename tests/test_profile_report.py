@@ -190,7 +190,7 @@ def test_a_page_that_cannot_be_written_is_an_error_before_anything_is_printed(
 
 def test_facts_hold_everything_that_is_one_number() -> None:
     text = render(FULL, width=160)
-    overlap = "beside each other a matmul takes 1.15 times as long, a collective 1.30 times"
+    overlap = "while both run, a matmul takes 1.15 times as long, a collective 1.30 times"
     fitted = "step_factor = 1.07 on 40 runs, +/- 5%"
     for shown in ("issue      8 us", overlap, fitted, "nccl 2.28.3", "date       2026-03-01"):
         assert shown in text

@@ -171,7 +171,7 @@ def test_an_unusual_dtype_is_named_where_it_crosses() -> None:
     assert [line for line in text.splitlines() if "float32" in line and "->" in line] == [
         line for line in text.splitlines() if "in x: S(1) -> R* as float32" in line
     ]
-    assert "Tensors cross as bfloat16, but where another is named." in text
+    assert "Tensors cross as bfloat16 where no other dtype is named." in text
     assert "Tensors cross as bfloat16." in render(make_plan(), width=120)
 
 

@@ -265,12 +265,12 @@ def test_random_problems_cover_what_they_are_meant_to() -> None:
     unlimited = [solvers.solve(problem, solver="brute-force").objective for problem in free]
     bound_by_limits = sum(s.objective != u for s, u in zip(solutions, unlimited, strict=True))
     reduced = [r for r in map(reduce, problems) if r is not None]
-    peaks = sum(bool(r.objective.peaks or any(resource.peaks for resource in r.resources)) for r in reduced)
+    maxima = sum(bool(r.objective.maxima or any(resource.maxima for resource in r.resources)) for r in reduced)
     assert 20 <= infeasible <= NUM_RANDOM_PROBLEMS // 2
     assert bound_by_limits >= 50
     undecided = sum(len(r.columns) > len(r.starts) for r in reduced)
     divided = sum(len([part for part in r.parts if part.most]) > len({part.split for part in r.parts}) for r in reduced)
-    assert peaks >= 100
+    assert maxima >= 100
     assert undecided >= 150
     assert divided >= 100
 
@@ -436,7 +436,7 @@ def test_reduction_drops_expressions_that_are_never_the_largest() -> None:
     assert reduced is not None
     # a and b are one group: b is what a is not
     assert len(reduced.starts) == 1
-    assert reduced.objective.peaks == ()
+    assert reduced.objective.maxima == ()
     assert reduced.objective.low == 2 * 6.0
     assert len(reduced.columns) == 1
 

@@ -223,7 +223,7 @@ def test_plans_that_would_write_to_copies_or_twice_do_not_type() -> None:
     assert typecheck(graph, plan) is None
     apart = replace(plan, mesh_degrees=MeshPlan(replicate=2, shard=1, tp=2))
     again = replace(plan, recompute={"layers.1": Recompute.FULL})
-    for edited, why in ((apart, "2 data-parallel ranks"), (again, "again where layers.1 is recomputed")):
+    for edited, why in ((apart, "2 data-parallel ranks"), (again, "would write twice where layers.1 is recomputed")):
         problem = typecheck(graph, edited)
         assert isinstance(problem, Mistyped)
         assert why in problem.message

@@ -1,7 +1,7 @@
-"""The command line: a file per verb, with `add_parser(subparsers)` and `run(args) -> int`.
+"""The command line: one file for each verb, with `add_parser(subparsers)` and `run(args) -> int`.
 
 Results go to stdout, progress and logs to stderr. Exit codes: 0, that of the error's class (tpplan.core.errors), 2 for
-a wrong command line, 130 when interrupted, 141 when whoever read stdout has left. Importing a verb is cheap: torch is
+a wrong command line, 130 when interrupted, 141 when the reader of stdout has gone. Importing a verb is cheap: torch is
 imported by the `run` that needs it.
 
 In: a command line. Out: text for people, or JSON, and an exit code.
@@ -30,11 +30,11 @@ _BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a verb and returns its exit code; argparse itself exits with 2 on a wrong command line."""
+    """Runs a verb and returns its exit code. argparse itself exits with 2 on a wrong command line."""
     try:
         args = _parse(with_files(sys.argv[1:] if argv is None else argv))
     except TpplanError as error:
-        return _explain(error)
+        return _print_error(error)
     handler = logging.StreamHandler()
     handler.setFormatter(_Escaping("tpplan: %(message)s"))
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, handlers=[handler])
@@ -43,14 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             code: int = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is still buffered would fail once more when the interpreter ends.
+        # Otherwise the interpreter would flush its buffer to the broken pipe when it ends, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except KeyboardInterrupt:
         write("tpplan: interrupted\n", to_stderr=True)
         return _INTERRUPTED
     except TpplanError as error:
-        return _explain(error)
+        return _print_error(error)
     except Exception:
         bug = "tpplan: this is a bug in tpplan: please report it with the lines above and what `tpplan doctor` prints"
         write(f"{traceback.format_exc()}{bug}\n", to_stderr=True)
@@ -59,15 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Escaping(logging.Formatter):
-    """Formats a log line, in which a plan may be quoted, as a command prints."""
+    """Formats log lines, which may quote a plan, with terminal control characters escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line without what a terminal would obey."""
+        """The formatted line with terminal control characters escaped."""
         return escaped_lines(super().format(record))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments; a verb's free words may stand behind its options too, where argparse does not look for them."""
+    """The parsed arguments. Positional `words` may also follow options, which argparse does not support."""
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
     takes_words = "words" in vars(args) and not any(word.startswith("-") for word in rest)
@@ -80,8 +80,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _explain(error: TpplanError) -> int:
-    """The error on stderr, after the user's own traceback where their code raised it. Returns its exit code."""
+def _print_error(error: TpplanError) -> int:
+    """Prints the error to stderr, after the user's own traceback where their code raised it; returns the exit code."""
     if isinstance(error, UserCodeError):
         write(f"{error.user_traceback}\n", to_stderr=True)
     if isinstance(error, InternalError):
@@ -106,11 +106,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _trust(args: argparse.Namespace) -> None:
-    """Marks the model as one whose configuration may run code. Raises UsageError where that is no configuration."""
+    """Marks the model's configuration as allowed to run code. Raises UsageError for a model without one."""
     if "model" in vars(args):
         args.model = trusted(args.model)
         return
     marked = [trusted(word) if word.startswith(HF_PREFIX) else word for word in args.words]
     if marked == args.words:
-        raise UsageError(f"{TRUST_FLAG}: it is for {HF_PREFIX}path/config.json")
+        raise UsageError(f"{TRUST_FLAG}: it is for {HF_PREFIX}path/config.json, and no such model was given")
     args.words = marked

@@ -1,4 +1,4 @@
-"""How the plans of `tpplan solve --top N` are printed: what each is, what it costs more than the best, and why."""
+"""Prints the plans of `tpplan solve --top N`: what distinguishes each, how much slower it is than the best, and why."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from tpplan.plan.styles import Style
 if TYPE_CHECKING:
     from tpplan.search.alternatives import Kind
 
-#: terms of the difference that are named, and the least share of the step that is worth it
+#: most terms of a difference that are named, and the least share of the step at which a term is named
 _TERMS, _LEAST_SHARE = 3, 0.0005
 _SHORT = {
     Style.COLUMN: "columns",
@@ -23,14 +23,13 @@ _SHORT = {
     Style.SPLIT: "split",
 }
 _LEGEND = (
-    "Kinds differ in mesh (replicas x FSDP shards x tp ranks), micro-batch, recomputation, or in the styles "
-    "that matrices and norms have at all. Of two on one mesh, what has the styles of the cheaper and others besides is "
-    "not listed."
+    "Kinds differ in mesh (replicas x FSDP shards x tp ranks), micro-batch, recomputation, or in the set of styles of "
+    "their matrices and norms. A plan is not listed where a cheaper one on its mesh has a subset of its styles."
 )
 
 
 def kind_lines(kinds: "Sequence[Kind]", width: int) -> list[str]:
-    """The table, and for each plan but the first where its time goes."""
+    """The table of plans, then for each plan but the first the terms in which it is slower."""
     first = kinds[0].plan
     rows = [("", "mesh", "micro", "step", "more", "peak", "styles")]
     for i, kind in enumerate(kinds, start=1):
@@ -56,7 +55,7 @@ def kind_lines(kinds: "Sequence[Kind]", width: int) -> list[str]:
 
 
 def styles_text(kind: "Kind") -> str:
-    """The styles of a kind in few words; what is recomputed too."""
+    """The styles of a kind's layers and its recomputation, in few words."""
     plan = kind.plan
     words = (
         [_SHORT.get(style, str(style)) for style in Style if style in kind.styles] if plan.mesh.tp > 1 else ["whole"]
@@ -65,7 +64,7 @@ def styles_text(kind: "Kind") -> str:
 
 
 def _why(first: Plan, other: Plan) -> str:
-    """The terms that differ most."""
+    """The terms of time that differ most, and the difference in peak memory."""
     from tpplan.search.alternatives import time_differences
 
     step = first.predicted.step_time_s
@@ -80,6 +79,6 @@ def _why(first: Plan, other: Plan) -> str:
 
 
 def print_kinds_as_data(plan: Plan, kinds: "Sequence[Kind]") -> None:
-    """The best plan as ever, and all kinds under "kinds"."""
+    """Prints the best plan as JSON, with all kinds under "kinds"."""
     data = as_data(plan) | {"kinds": [{"styles": sorted(map(str, k.styles)), "plan": as_data(k.plan)} for k in kinds]}
     write_json(data)

@@ -1,4 +1,4 @@
-"""How verbs print a plan: one function, so that `show` prints what `solve` printed."""
+"""How verbs print. `print_plan` serves `solve` and `show`, so that both print the same."""
 
 import json
 import shutil
@@ -11,14 +11,16 @@ from tpplan.core.escapes import escaped_lines
 from tpplan.plan.plan import Plan
 from tpplan.plan.report import DEFAULT_WIDTH, as_data, render
 
-#: longer lines are hard to read, however wide the terminal; on shorter ones nothing is left of the tables
+#: widest and narrowest report, in columns: longer lines are hard to read, shorter ones break the tables
 _MAX_WIDTH = 120
 _MIN_WIDTH = 40
 
 
 def write(text: str, *, to_stderr: bool = False, is_styled: bool = False) -> None:
-    """Writes text to stdout, or stderr: the one place where a command prints. What a terminal would obey is escaped,
-    unless it is styled, by a report that has escaped what it holds."""
+    """Writes text to stdout or stderr; all commands print through this function.
+
+    Terminal control characters are escaped, unless the text is styled by a report that has escaped its content.
+    """
     stream = sys.stderr if to_stderr else sys.stdout
     encoding = stream.encoding or "utf-8"
     safe = text if is_styled else escaped_lines(text)
@@ -26,22 +28,22 @@ def write(text: str, *, to_stderr: bool = False, is_styled: bool = False) -> Non
 
 
 def write_json(data: object, *, sort_keys: bool = True) -> None:
-    """Writes data to stdout as JSON; DEL, which JSON may hold, as its escape."""
+    """Writes data to stdout as JSON, with DEL escaped, which json leaves as it is."""
     write(json.dumps(data, indent=2, sort_keys=sort_keys).replace("\x7f", "\\u007f") + "\n")
 
 
 def wrote(path: Path, more: str = "") -> None:
-    """Says on stderr which file there is now."""
+    """Says on stderr that a file was written."""
     write(f"wrote {path}{more}\n", to_stderr=True)
 
 
 def print_lines(lines_of: Callable[[int], Sequence[str]]) -> None:
-    """Writes lines to stdout, made for the terminal's width where there is one."""
+    """Writes the lines that `lines_of` gives for the terminal's width to stdout."""
     write("\n".join(lines_of(terminal_width())) + "\n")
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
-    """Cells padded to the width of their column, at the right but for the columns in `left`."""
+    """Rows with cells padded to the width of their column, left-aligned in the columns `left`, else right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -53,20 +55,20 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
 
 
 def folded(line: str, width: int) -> list[str]:
-    """A line of text in lines of that width; one of a table, which is indented, as it is."""
+    """A line of text wrapped to the width; an indented line, which is a row of a table, is left as it is."""
     if not line or line.startswith(" "):
         return [line]
     return textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
 
 
 def terminal_width() -> int:
-    """Columns to print for: the terminal's, as far as they are readable."""
+    """Columns to print for: the terminal's, between _MIN_WIDTH and _MAX_WIDTH."""
     columns = shutil.get_terminal_size(fallback=(DEFAULT_WIDTH, 0)).columns
     return max(_MIN_WIDTH, min(columns, _MAX_WIDTH))
 
 
 def print_plan(plan: Plan, *, as_json: bool) -> None:
-    """Writes a plan to stdout: as JSON, or as the report, coloured and as wide as the terminal where it is one."""
+    """Writes a plan to stdout: as JSON, or as the report with the terminal's width and colours."""
     if as_json:
         write_json(as_data(plan))
     else:

@@ -1,4 +1,4 @@
-"""`--pin` and `--pins FILE`: what a file pins stands as if it were written first on the command line.
+"""`--pin` and `--pins FILE`. The options in a file act as if they came first on the command line.
 
     # pins.toml                      {"tp": 8, "memory-limit": "70GiB",        <- pins.json
     tp = 8                            "pins": {"model.layers.*.mlp": "megatron"}}
@@ -6,7 +6,7 @@
     [pins]
     "model.layers.*.mlp" = "megatron"
 
-Keys are options' names without the dashes; what is given on the command line too holds there.
+Keys are names of options without dashes. The command line overrides the file.
 """
 
 import argparse
@@ -28,29 +28,29 @@ _FILE = "--pins"
 
 
 def add_pins(group: "_ActionsContainer") -> None:
-    """Adds the two options."""
+    """Adds the options --pin and --pins."""
     group.add_argument(
         "--pin",
         action="append",
         default=[],
         type=_pin,
         metavar="PATTERN=STYLE",
-        help=f"hold modules to a style, as in 'model.layers.*.mlp=megatron'; repeatable. Styles: {KNOWN_STYLES}",
+        help=f"restrict modules to a style, as in 'model.layers.*.mlp=megatron'; repeatable. Styles: {KNOWN_STYLES}",
     )
     group.add_argument(_FILE, metavar="FILE", help="pins, and other options by name, from a TOML or JSON file")
 
 
 def pins_of(args: argparse.Namespace) -> dict[str, str]:
-    """Pins by pattern; of several of one pattern the last. Raises UsageError for a style that is not known."""
+    """{pattern: style} of all pins; a later pin overrides an earlier one. Raises UsageError for an unknown style."""
     pins = dict(args.pin)
     parse_pins(pins)
     return pins
 
 
 def with_files(arguments: Sequence[str]) -> list[str]:
-    """The command line with what the files after --pins say, right behind the verb.
+    """The command line with the options of all --pins files inserted behind the verb.
 
-    Raises UsageError for a file that is unreadable or malformed.
+    Raises UsageError for an unreadable or malformed file.
     """
     files = [
         argument.removeprefix(f"{_FILE}=") if argument != _FILE else following
@@ -62,7 +62,7 @@ def with_files(arguments: Sequence[str]) -> list[str]:
 
 
 def _words(path: Path) -> Iterator[str]:
-    """A file's content as options."""
+    """Yields the options in a file as words of a command line."""
     data = _read(path)
     if not isinstance(data, dict):
         raise UsageError(f"{path}: expected an object, got {type(data).__name__}")
@@ -91,8 +91,8 @@ def _read(path: Path) -> object:
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise UsageError(f"{path}: not valid TOML: tables and arrays stand in each other too deep") from None
-    except ValueError as error:  # besides TOML's own, that of a number with very many digits
+        raise UsageError(f"{path}: not valid TOML: tables and arrays are nested too deep") from None
+    except ValueError as error:  # a TOMLDecodeError, or a number with too many digits for Python
         raise UsageError(f"{path}: not valid TOML: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""Progress of a command on stderr, where that is a terminal."""
+"""Progress bars of a command on stderr, shown only on a terminal."""
 
 import contextlib
 import sys
@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-#: called with a stage, how much of it is done, and how much there is
+#: called with (stage, done, total)
 Report = Callable[[str, int, int], None]
 
 
 @contextlib.contextmanager
 def bars(width: int, *, is_shown: bool = True, stays: bool = False) -> Iterator[Report]:
-    """A bar per stage, its name in so many columns; nothing where stderr is no terminal. What stays is not erased."""
+    """Yields a function that shows a bar for each stage, with `width` columns for its name; it does nothing without a
+    terminal. Bars are erased at the end unless `stays`."""
     if not (is_shown and sys.stderr.isatty()):
         yield lambda stage, done, total: None
         return

@@ -1,4 +1,4 @@
-"""`tpplan doctor`: what of this installation works, and what not, in ten lines for a bug report."""
+"""`tpplan doctor`: says in about ten lines what of this installation works, for a bug report."""
 
 import argparse
 import sys
@@ -19,12 +19,12 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     parser = subparsers.add_parser(
         "doctor", help="say what works on this machine", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a line for each part as it is tried; exits with 1 where one fails."""
+    """Prints a line for each part as soon as it was tried; returns 1 where a part fails."""
     from tpplan.trace.trace import quiet
     from tpplan.verify.doctor import State, examine
 

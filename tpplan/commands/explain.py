@@ -1,7 +1,7 @@
-"""`tpplan explain plan.json 'model.layers.*.mlp' --why-not megatron model.py`: what else could be done, and its price.
+"""`tpplan explain plan.json 'model.layers.*.mlp' --why-not megatron model.py`: alternatives to a plan, and their cost.
 
-Without further options it shows what the plan does in the modules of that name. Every alternative is solved exactly
-anew: for --why-not on the plan's mesh with all else chosen again, for --shadow-prices on all meshes of the cluster.
+Without further options it shows what the plan does in the modules of that name. Every alternative is solved again to
+optimality: --why-not on the plan's mesh with all other choices free, --shadow-prices on all meshes of the cluster.
 """
 
 import argparse
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from tpplan.search.alternatives import Alternative, Problem
 
 _EPILOG = """\
-model.py (or model.py:BUILDER, hf:path/config.json) is what the plan was made for; what was pinned for it is to be given
-again, for a plan does not say so. The profile is the plan's, by name, unless --profile names another.
+model.py (or model.py:BUILDER, hf:path/config.json) is the plan's model. Give the pins of the plan again: the plan does
+not record them. The profile is the plan's, by name, unless --profile names another.
 """
 
 
@@ -38,7 +38,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     """Adds the verb."""
     parser = subparsers.add_parser(
         "explain",
-        help="say what another choice would cost",
+        help="show the cost of other choices",
         description=__doc__,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -49,17 +49,17 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument(
         "words", nargs="*", metavar="MODULE|model.py", help="modules by pattern, such as 'layers.*.mlp'; the model"
     )
-    parser.add_argument("--why-not", metavar="STYLE", help="the style that these modules might have had instead")
-    parser.add_argument("--shadow-prices", action="store_true", help="what more memory, faster links, more GPUs save")
+    parser.add_argument("--why-not", metavar="STYLE", help="price the plan with these modules in this style")
+    parser.add_argument("--shadow-prices", action="store_true", help="price more memory, faster links and more GPUs")
     parser.add_argument("--profile", metavar="NAME", help="default: the plan's, by its name")
     parser.add_argument("--tp", type=count, metavar="N", help="for --shadow-prices: pin the tensor-parallel degree")
     parser.add_argument("--fsdp", type=count, metavar="N", help="for --shadow-prices: pin FSDP's degree")
     add_pins(parser)
-    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what was asked for; exits with 3 where there is no plan of that style."""
+    """Prints the plan's rows and the alternatives; returns 3 where no plan of the style exists."""
     plan = Plan.load(args.plan)
     pattern, spec = _sorted_words(args.words)
     if args.why_not is not None:
@@ -67,14 +67,14 @@ def run(args: argparse.Namespace) -> int:
     if pattern is None and (args.why_not is not None or not args.shadow_prices):
         raise UsageError("explain: expected modules by pattern, such as 'layers.*.mlp', or --shadow-prices")
     if spec is None and (args.why_not is not None or args.shadow_prices):
-        raise UsageError("explain: --why-not and --shadow-prices need model.py: the problem is solved again")
+        raise UsageError("explain: --why-not and --shadow-prices need model.py, because they solve again")
     data: dict[str, object] = {}
     lines: list[str] = []
     if pattern is not None:
         shown = escaped_data(plan)
         rows = layer_rows(shown, lambda module: _matches(shown, pattern, module), terminal_width() - 2)
         if not rows:
-            raise UsageError(f"{args.plan}: no module {pattern!r} owns parameters or converts what crosses it")
+            raise UsageError(f"{args.plan}: no module {pattern!r} owns parameters or converts tensors at its boundary")
         data["modules"] = [" ".join(row.split()) for row in rows[1:]]
         lines += [f"{pattern} in the plan", *(f"  {row}" for row in rows), ""]
     code = 0
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sorted_words(words: Sequence[str]) -> tuple[str | None, str | None]:
-    """The pattern and the model among the words: the model is the one with .py or hf: in it."""
+    """(pattern, model) among the words; the model is the word with `.py` or `hf:` in it."""
     models = [
         word for word in words if re.search(r"\.py(:\w+)?$", word) or word.startswith((HF_PREFIX, HF_TRUSTED_PREFIX))
     ]
@@ -104,7 +104,7 @@ def _sorted_words(words: Sequence[str]) -> tuple[str | None, str | None]:
 
 
 def _matches(plan: Plan, pattern: str, module: str) -> bool:
-    """A module of that name or inside one, as the plan's patterns or its own name write it."""
+    """True for a module whose name, or an enclosing module's, equals or matches the pattern."""
     parts = len(pattern.split("."))
     own = ".".join(module.split(".")[:parts])
     return own == pattern or parse_pin(pattern, "replicate").matches(own)
@@ -133,7 +133,7 @@ def _solve_again(
     )
     if profile.fingerprint != plan.cluster.profile_fingerprint:
         plan = _priced_again(plan, model, profile)
-        lines += [f"The plan was made for another {plan.cluster.profile}: its prices are this one's.", ""]
+        lines += [f"The plan was made with another version of {plan.cluster.profile}; this one prices it here.", ""]
     code = 0
     if args.why_not is not None and pattern is not None:
         other = why_not(problem, plan, pattern, args.why_not)
@@ -141,14 +141,14 @@ def _solve_again(
         data["why_not"] = _comparison_data(plan, other, profile)
         code = 0 if other.plan is not None else InfeasibleError.exit_code
     if args.shadow_prices:
-        free: Problem = _with(problem, tp=args.tp, fsdp=args.fsdp)
+        free: Problem = _with_options(problem, tp=args.tp, fsdp=args.fsdp)
         found = list(shadow_prices(free))
         lines += [*_price_lines(plan, found), ""]
         data["shadow_prices"] = [_price_data(found[0], alternative) for alternative in found]
     return code
 
 
-def _with(problem: "Problem", **options: Any) -> "Problem":
+def _with_options(problem: "Problem", **options: Any) -> "Problem":
     from dataclasses import replace
 
     return replace(problem, options={**problem.options, **options})
@@ -164,7 +164,7 @@ def _priced_again(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> Pla
 
 
 def _comparison(plan: Plan, other: "Alternative", pattern: str, profile: HardwareProfile) -> Iterator[str]:
-    """Both plans term by term: the step's time, collectives by kind, memory."""
+    """Yields the lines that compare both plans: the step's time by part, collectives by kind, memory by part."""
     from tpplan.search.alternatives import memory_differences, time_differences
 
     mesh = f"on {plan.mesh}"
@@ -183,7 +183,7 @@ def _comparison(plan: Plan, other: "Alternative", pattern: str, profile: Hardwar
         (f"  {' '.join(key)}", *_times(kinds[0].get(key, 0.0), kinds[1].get(key, 0.0)))
         for key in sorted({**kinds[0], **kinds[1]})
     ]
-    yield f"{pattern} as {other.name} {mesh}, all else chosen anew"
+    yield f"{pattern} as {other.name} {mesh}, all other choices free"
     yield from (f"  {line}" for line in aligned(rows, left=(0,)))
     share = f"{abs(after / before - 1):.2%}" if before else "0 %"
     if abs(after - before) <= 1e-9 * before:
@@ -209,7 +209,7 @@ def _signed(difference: float, text_of: Callable[[float], str], least: float) ->
 
 
 def _collectives(plan: Plan, profile: HardwareProfile) -> dict[tuple[str, str], float]:
-    """Seconds of a step's collectives by axis and kind, hidden or not."""
+    """(axis, kind) -> seconds of a step's collectives, whether hidden by compute or not."""
     found: dict[tuple[str, str], float] = defaultdict(float)
     for entry in plan.collectives:
         group = plan.mesh.group(entry.axis, plan.cluster.gpus_per_node)
@@ -240,7 +240,7 @@ def _price_lines(plan: Plan, found: Sequence["Alternative"]) -> Iterator[str]:
     if base.plan is None:
         yield f"Shadow prices: none. {base.problem}"
         return
-    yield "Shadow prices: the best plan of all meshes, solved again with one thing changed"
+    yield "Shadow prices: the best plan of all meshes, and the best with one thing changed"
     rows = [("", "step", "saved", "", "mesh")]
     for alternative in found:
         own = alternative.plan

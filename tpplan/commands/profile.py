@@ -1,12 +1,12 @@
-"""`tpplan profile -o FILE` measures this machine; `check FILE` and `show FILE` tell what a profile holds.
+"""`tpplan profile -o FILE` measures this machine; `check FILE` and `show FILE` tell what a profile contains.
 
 Alone it measures one device. Under torchrun it also measures collectives, on every group that a mesh on these nodes can
-have, with all ranks at work at the same time:
+have, with all ranks working at the same time:
 
     tpplan profile -o profiles/mine.json --budget 5m
     torchrun --nproc-per-node 8 -m tpplan profile -o profiles/mine.json
 
-Finished sections are kept in FILE.partial until all are: the same command goes on after an interruption.
+Finished sections are kept in FILE.partial until all are done: after an interruption, the same command continues.
 """
 
 import argparse
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     import torch
 
 _SECONDS_PER_UNIT = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-#: on shorter lines nothing is left of the tables, longer ones are hard to read
+#: narrowest and widest report, in columns
 _MIN_WIDTH, _MAX_WIDTH = 60, 160
-#: the longest name of a section of a profile
+#: columns of the longest name of a section of a profile
 _SECTION_COLUMNS = 18
 
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the verb, and those under it."""
+    """Adds the verb and its sub-verbs check and show."""
     parser = subparsers.add_parser(
         "profile",
         help="measure this machine, check or show a profile",
@@ -78,7 +78,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Loads strictly, which raises ProfileError where it must, and prints the warnings."""
+    """Loads the profile and prints its warnings. Raises ProfileError where the profile is not valid."""
     profile = load_profile(args.profile)
     found = warnings(profile)
     if args.json:
@@ -93,7 +93,7 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """Prints the tables; with --html writes the page too."""
+    """Prints the tables; with --html also writes the page."""
     profile = load_profile(args.profile)
     if args.html is not None:
         _check_writable(args.html)
@@ -117,7 +117,7 @@ def _print_profile(profile: HardwareProfile, *, as_json: bool = False) -> None:
 
 
 def run_measure(args: argparse.Namespace) -> int:
-    """Measures, writes, removes the partial file, prints; on ranks but the first it only measures."""
+    """Measures, writes and prints the profile, removes the partial file; ranks but the first only measure."""
     if args.output is None:
         raise UsageError("profile: expected -o FILE to measure this machine, or check FILE, or show FILE")
     _check_writable(args.output)
@@ -136,15 +136,15 @@ def run_measure(args: argparse.Namespace) -> int:
 
 
 def _partial_of(output: Path) -> Path | None:
-    """Where finished sections are kept; nowhere where the output is a device or a pipe, beside which nothing is put.
+    """The file that keeps finished sections; None where the output is a device or a pipe.
 
-    Raises ProfileError where what has that name is no file.
+    Raises ProfileError where that name exists and is no regular file.
     """
     if is_written_in_place(output):
         return None
     partial = output.with_name(output.name + ".partial")
     if partial.exists() and not partial.is_file():
-        raise ProfileError(f"{partial}: finished sections are kept there, and it is no regular file: remove it")
+        raise ProfileError(f"{partial}: finished sections would be kept there, but it is no regular file: remove it")
     return partial
 
 
@@ -164,15 +164,15 @@ def _measure(
 
 
 def _is_first_rank() -> bool:
-    """Of those that torchrun started, or alone."""
+    """True on the first rank under torchrun, and without torchrun."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 @contextlib.contextmanager
 def _device(wanted: str | None) -> "Iterator[torch.device]":
-    """This rank's device, in the default process group if torchrun started it. A CPU's rank has one thread.
+    """Yields this rank's device; under torchrun within the default process group. A rank on CPUs uses one thread.
 
-    Raises UsageError where a GPU is asked for and torch sees none.
+    Raises UsageError where --device cuda is given and torch sees no GPU.
     """
     import torch
     import torch.distributed as dist
@@ -196,13 +196,13 @@ def _device(wanted: str | None) -> "Iterator[torch.device]":
 
 
 def _check_writable(path: Path) -> None:
-    """Measuring takes minutes: raises ProfileError before, where its result could not be written."""
+    """Raises ProfileError where the file cannot be written, before minutes are spent on measuring."""
     if problem := unwritable(path):
         raise ProfileError(f"{path}: cannot be written: {problem}")
 
 
 def duration(text: str) -> float:
-    """Seconds of 90, 90s, 5m or 1h."""
+    """Seconds of text such as 90, 90s, 5m or 1h."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
     if match is None or not 0 < float(match[1]) <= MOST:
         raise argparse.ArgumentTypeError(f"expected a time above 0 such as 90s, 5m or 1h, got {text!r}")

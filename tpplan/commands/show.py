@@ -1,4 +1,4 @@
-"""`tpplan show plan.json`: the report of a plan, as `tpplan solve` printed it."""
+"""`tpplan show plan.json`: prints a plan's report, as `tpplan solve` printed it."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     """Adds the verb."""
     parser = subparsers.add_parser("show", help="print a plan", description=__doc__, allow_abbrev=False)
     parser.add_argument("plan", metavar="plan.json", help="a plan that `tpplan solve -o` wrote")
-    parser.add_argument("--json", action="store_true", help="print the plan and what follows from it as JSON")
+    parser.add_argument("--json", action="store_true", help="print the plan and numbers derived from it as JSON")
     parser.set_defaults(run=run)
 
 

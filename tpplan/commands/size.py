@@ -1,6 +1,6 @@
 """`tpplan size model.py --profile h100-sxm --target-tokens-per-day 50e9 ...`: how many GPUs, and the best plan on each.
 
-GPUs are tried in nodes of 1, 2, 4, ... (and 1, 2, 4, ... of a node) until the target is met, or up to --max-gpus.
+Tries 1, 2, 4, ... GPUs of a node, then 1, 2, 4, ... nodes, until the target is met, or up to --max-gpus.
 """
 
 import argparse
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
     from tpplan.search.cluster_sizing import Sized
 
-#: GPUs tried at most where a target alone is given
+#: most GPUs that are tried without --max-gpus
 _MOST = 1024
 _DAY_S, _HOUR_S = 86_400.0, 3_600.0
 _SPANS = {"h": _HOUR_S, "d": _DAY_S, "w": 7 * _DAY_S}
 
 _EPILOG = """\
-Plans are priced, not proven: `tpplan solve` proves the plan of the count that is taken. MFU is over the fastest matmul
-of the profile; GPU-hours count every GPU of the cluster. model.py is as for `tpplan solve`.
+Plans are priced, not proven: run `tpplan solve` for the count that you choose. MFU is relative to the fastest matmul of
+the profile; GPU-hours count every GPU of the cluster. model.py is as for `tpplan solve`.
 """
 
 
@@ -59,7 +59,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     machine.add_argument("--memory-limit", type=num_bytes, metavar="SIZE", help="per GPU, such as 70GiB")
     target = parser.add_argument_group("target")
     target.add_argument("--target-tokens-per-day", type=_amount, metavar="N", help="such as 50e9")
-    target.add_argument("--deadline", type=_span, metavar="TIME", help="such as 30d, 2w or 12h, for --tokens")
+    target.add_argument("--deadline", type=_duration, metavar="TIME", help="such as 30d, 2w or 12h, for --tokens")
     target.add_argument("--tokens", type=_amount, metavar="N", help="tokens to train on, such as 1e12")
     add_training(parser.add_argument_group("training"))
     search = parser.add_argument_group("search")
@@ -70,7 +70,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def run(args: argparse.Namespace) -> int:
-    """Solves for each count, prints the table; exits with 3 where no count does what is asked."""
+    """Solves for each count and prints the table; returns 3 where no count meets the target."""
     target = _target(args)
     if target is None and args.gpus is None and args.max_gpus is None:
         raise UsageError(
@@ -111,9 +111,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _target(args: argparse.Namespace) -> float | None:
-    """Tokens per second asked for; of two ways to ask, the more."""
+    """The requested tokens per second, the larger where two targets are given; None without a target."""
     if (args.deadline is None) != (args.tokens is None) and args.deadline is not None:
-        raise UsageError("--deadline needs --tokens: how many are to be trained on until then")
+        raise UsageError("--deadline needs --tokens, the number of tokens to train on until then")
     asked = []
     if args.target_tokens_per_day is not None:
         asked.append(args.target_tokens_per_day / _DAY_S)
@@ -123,7 +123,7 @@ def _target(args: argparse.Namespace) -> float | None:
 
 
 def _groups(rows: Sequence["Sized"]) -> "dict[str, list[Sized]]":
-    """Rows by profile, in order."""
+    """Profile name -> its rows, in order."""
     found: dict[str, list[Sized]] = {}
     for row in rows:
         found.setdefault(row.profile.name, []).append(row)
@@ -131,7 +131,7 @@ def _groups(rows: Sequence["Sized"]) -> "dict[str, list[Sized]]":
 
 
 def _answers(rows: Sequence["Sized"], target: float | None) -> "list[Sized]":
-    """The smallest count of each profile that has one."""
+    """The row with the fewest GPUs that meets the target, for each profile that has one."""
     from tpplan.search.cluster_sizing import smallest
 
     return [best for group in _groups(rows).values() if (best := smallest(group, target)) is not None]
@@ -140,12 +140,12 @@ def _answers(rows: Sequence["Sized"], target: float | None) -> "list[Sized]":
 # Text
 
 _TITLES = ("", "GPUs", "mesh", "micro", "recompute", "step", "tokens/s", "MFU", "peak", "GPU-h/1e9")
-#: which columns are text, and stand at their left
+#: titles of the left-aligned columns
 _LEFT = ("", "mesh", "recompute")
 
 
 def _lines(rows: Sequence["Sized"], target: float | None, tokens: float | None, width: int) -> list[str]:
-    """The table of each profile, what it means, and the answer."""
+    """The table of each profile with its conclusion, then the failures and the legend."""
     answers = _answers(rows, target)
     lines = []
     shows_recompute = any(row.plan is not None and row.plan.recompute for row in rows)
@@ -163,8 +163,8 @@ def _lines(rows: Sequence["Sized"], target: float | None, tokens: float | None, 
             lines += folded(f"{row.cluster.gpus} x {row.profile.name}: {row.problem.split(' (')[0]}.", width)
     lines += folded(
         "mesh: replicas x FSDP shards x tensor-parallel ranks. micro: sequences at once x accumulation steps. MFU: the "
-        "model's own FLOP over the fastest matmul of the profile. GPU-h/1e9: GPU-hours for 1e9 tokens. Plans are "
-        "priced, not proven: `tpplan solve` proves the one you take.",
+        "model's own FLOP per second over those of the profile's fastest matmul. GPU-h/1e9: GPU-hours for 1e9 tokens. "
+        "Plans are priced, not proven: `tpplan solve` proves the one you choose.",
         width,
     )
     return lines
@@ -191,7 +191,7 @@ def _cells(row: "Sized", *, is_answer: bool) -> tuple[str, ...]:
 
 
 def _answer(best: "Sized | None", group: Sequence["Sized"], target: float | None, tokens: float | None) -> str:
-    """What the table says, in a sentence."""
+    """The conclusion of a profile's table, in a sentence."""
     asked = "fits" if target is None else f"does {_short(target * _DAY_S)} tokens a day"
     if best is None:
         most = max(row.cluster.gpus for row in group)
@@ -208,7 +208,7 @@ def _answer(best: "Sized | None", group: Sequence["Sized"], target: float | None
 
 
 def _short(number: float) -> str:
-    """Three digits: 812, 12.7k, 50.0e9 as 50.0B."""
+    """A number with three digits: 812, 12.7k, 50.0B."""
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= scale:
             return f"{number / scale:.{0 if number / scale >= 100 else 1}f}{suffix}"
@@ -261,8 +261,8 @@ def _amount(text: str) -> float:
     return number
 
 
-def _span(text: str) -> float:
-    """Seconds of 12h, 30d or 2w."""
+def _duration(text: str) -> float:
+    """Seconds of text such as 12h, 30d or 2w."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([hdw])", text)
     if match is None or not 0 < float(match[1]) <= MOST:
         raise argparse.ArgumentTypeError(f"expected a time such as 12h, 30d or 2w, got {text!r}")

@@ -1,4 +1,4 @@
-"""`tpplan solve model.py --gpus 16 --profile h100-sxm ...`: finds the plan of least predicted step time that fits."""
+"""`tpplan solve model.py --gpus 16 --profile h100-sxm ...`: finds the fastest plan, as predicted, that fits."""
 
 import argparse
 import re
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from tpplan.search.alternatives import Kind
 
-#: the longest name of a stage of planning
+#: columns of the longest name of a stage of planning
 STAGE_COLUMNS = 6
-#: digits of a number on the command line that are read; with more it is too large anyway
+#: digits of a number on the command line that are parsed; a longer one is too large anyway
 _MOST_DIGITS = 100
 _SIZE_UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -61,16 +61,20 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
 
 def _add_machine(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
-        "--gpus", type=gpu_count, required=True, metavar="N", help="GPUs to plan for, fewer where faster"
+        "--gpus",
+        type=gpu_count,
+        required=True,
+        metavar="N",
+        help="GPUs to plan for; a plan may use fewer where that is faster",
     )
-    group.add_argument("--all-gpus", action="store_true", help="use every one of them")
+    group.add_argument("--all-gpus", action="store_true", help="use all GPUs")
     group.add_argument("--gpus-per-node", type=gpu_count, metavar="N", help="default: the profile's, at most --gpus")
     group.add_argument("--profile", required=True, metavar="NAME", help="a shipped profile, or the path of one")
     group.add_argument("--memory-limit", type=num_bytes, metavar="SIZE", help="per GPU, such as 70GiB")
 
 
 def add_training(group: "argparse._ArgumentGroup") -> None:
-    """Adds how the model is trained."""
+    """Adds the options on how the model is trained."""
     group.add_argument("--global-batch", type=count, required=True, metavar="N", help="sequences per optimizer step")
     group.add_argument("--seq-len", type=count, required=True, metavar="N", help="tokens per sequence")
     group.add_argument(
@@ -78,7 +82,7 @@ def add_training(group: "argparse._ArgumentGroup") -> None:
         type=micro_batch,
         default="auto",
         metavar="N",
-        help="sequences at once on a rank (default: auto, decided too)",
+        help="sequences at once on a rank (default: auto, which the solver decides)",
     )
     group.add_argument(
         "--precision", choices=[str(p) for p in Precision], help="default: bf16-mixed on GPUs, else fp32"
@@ -86,18 +90,22 @@ def add_training(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--recompute",
         choices=[*Recompute],
-        help="what of every repeated layer runs again in backward (default: decided for each)",
+        help="what each repeated layer recomputes in backward (default: decided for each layer)",
     )
     group.add_argument(
-        "--no-recompute", dest="recompute", action="store_const", const=Recompute.NONE, help="the same as none"
+        "--no-recompute",
+        dest="recompute",
+        action="store_const",
+        const=Recompute.NONE,
+        help="short for --recompute none",
     )
     group.add_argument(
         "--zero",
         type=int,
         choices=(2, 3),
-        help="FSDP's layers: all resharded after forward (3) or all kept (2) (default: decided for each)",
+        help="all FSDP layers resharded after forward (3) or kept gathered (2) (default: decided for each layer)",
     )
-    group.add_argument("--compile", action="store_true", help="price elementwise ops as torch.compile fuses them")
+    group.add_argument("--compile", action="store_true", help="price elementwise ops as fused by torch.compile")
     group.add_argument(
         "--optimizer",
         type=optimizer,
@@ -114,16 +122,16 @@ def add_search(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--solver", choices=[entry.name for entry in SOLVERS], help="default: the first one installed")
     group.add_argument("--time-limit", type=seconds, metavar="S", help="seconds for each ILP; the gap is reported")
     group.add_argument(
-        "--top", type=count, default=1, metavar="N", help="the best plans of N kinds: unlike in mesh, batch or styles"
+        "--top", type=count, default=1, metavar="N", help="also print the best plans of other kinds, N in all"
     )
     group.add_argument("--no-prove", dest="prove", action="store_false", help="skip the check of the applied model")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Solves, writes, prints. What needs no model is checked before torch is imported."""
+    """Solves, writes and prints. Checks everything that needs no model before torch is imported."""
     check_output(args.output)
     if args.top_dir is not None and args.top == 1:
-        raise UsageError("--top-dir: expected --top N above 1 beside it")
+        raise UsageError("--top-dir: expected --top N with N above 1, whose plans it keeps")
     check_output(args.top_dir / "plan-2.json" if args.top_dir is not None else None)
     profile = load_profile(args.profile)
     args.gpus_per_node = args.gpus_per_node or min(args.gpus, profile.gpus_per_node)
@@ -149,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _files(args: argparse.Namespace, plan: Plan, kinds: "Sequence[Kind]") -> Iterator[tuple[Path, Plan]]:
-    """The best plan's file, and those of the others by their number."""
+    """Yields (path, plan) for the best plan and for those of the other kinds by their number."""
     if args.output is not None:
         yield args.output, plan
     if args.top_dir is not None:
@@ -157,7 +165,7 @@ def _files(args: argparse.Namespace, plan: Plan, kinds: "Sequence[Kind]") -> Ite
 
 
 def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile) -> "tuple[Plan, list[Kind]]":
-    """The best plan, and where --top asks for more than it, the best of each kind, itself first."""
+    """The best plan, and with --top the best plans of each kind, the best plan first."""
     from tpplan.search.alternatives import Problem, top
     from tpplan.search.points.options import Cluster
     from tpplan.search.points.trace_cache import Reuse
@@ -187,7 +195,7 @@ def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile)
 
 
 def training_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Of what add_training added, what solve takes."""
+    """The options of add_training as arguments of solve."""
     return {
         "global_batch": args.global_batch,
         "seq_len": args.seq_len,
@@ -204,7 +212,7 @@ def training_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_output(path: Path | None) -> None:
-    """Solving takes minutes: raises PlanError before, where its result could not be written."""
+    """Raises PlanError where the file cannot be written, before minutes are spent on solving."""
     if path is not None and (problem := unwritable(path)):
         raise PlanError(f"{path}: cannot be written: {problem}")
 
@@ -212,7 +220,10 @@ def check_output(path: Path | None) -> None:
 def _check_degrees(args: argparse.Namespace) -> None:
     """Raises UsageError where the pinned degrees leave no mesh, or the batch does not divide."""
     if not any(True for _ in meshes(args.gpus, args.gpus_per_node, tp=args.tp, fsdp=args.fsdp)):
-        raise UsageError(f"--tp {args.tp} and --fsdp {args.fsdp} leave no mesh of {args.gpus} GPUs")
+        raise UsageError(
+            f"no mesh of {args.gpus} GPUs has --tp {args.tp or 'free'} and --fsdp {args.fsdp or 'free'}: "
+            "pin other degrees, or one of them alone"
+        )
     if args.micro_batch != "auto" and args.global_batch % args.micro_batch:
         raise UsageError(f"--global-batch {args.global_batch} is no multiple of --micro-batch {args.micro_batch}")
 
@@ -242,7 +253,7 @@ def micro_batch(text: str) -> int | str:
 
 
 def optimizer(text: str) -> str:
-    """The name of an optimizer that memory is known of. Raises argparse.ArgumentTypeError for another."""
+    """The name of a known optimizer. Raises argparse.ArgumentTypeError for another."""
     try:
         optimizer_named(text)
     except UsageError as error:
@@ -251,14 +262,14 @@ def optimizer(text: str) -> str:
 
 
 def seconds(text: str) -> float:
-    """A positive number."""
+    """A number of seconds above 0."""
     if not re.fullmatch(r"\d+(\.\d+)?", text) or not 0 < float(text) <= MOST:
         raise argparse.ArgumentTypeError(f"expected seconds greater than 0, got {text!r:.80}")
     return float(text)
 
 
 def num_bytes(text: str) -> float:
-    """A size with its unit, such as 70GiB, 80 GB or 512MiB, in bytes."""
+    """Bytes of a size with its unit, such as 70GiB, 80 GB or 512MiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", text)
     units = {unit.lower(): size for unit, size in _SIZE_UNITS.items()}
     if match is None or match[2].lower() not in units or not 0 < float(match[1]) <= MOST:

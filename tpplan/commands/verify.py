@@ -1,6 +1,6 @@
-"""`tpplan verify plan.json model.py --ranks 4`: runs a plan beside one process, and its list of collectives beside what
-is issued. `--dry` does all but the values on a fake process group of the plan's real size.
-"""
+"""`tpplan verify plan.json model.py --ranks 4`: compares a plan on real ranks with one process, and its list of
+collectives with those that are issued. `--dry` checks all but the values on a fake process group of the plan's real
+size."""
 
 import argparse
 from dataclasses import asdict
@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     from tpplan.verify.verify import Report
 
 _EPILOG = """\
-model.py (or model.py:BUILDER, hf:path/config.json) is what the plan was made for. Exit code 4 if a check fails; what
-differs stands below it, the first layer first. With -o a plan that was edited, or was written before proofs were
-hashed, is written with its proof of now. On fewer ranks than the plan has, its choices are run by name on a mesh
-whose degrees divide the plan's.
+model.py (or model.py:BUILDER, hf:path/config.json) is the plan's model. Exit code 4 if a check fails; the differences
+are printed below it, the first layer first. With -o, a plan that was edited or has no proof hash is written with a new
+proof. On fewer ranks than the plan has, its choices run on a mesh whose degrees divide the plan's.
 """
 
 
@@ -28,7 +27,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     """Adds the verb."""
     parser = subparsers.add_parser(
         "verify",
-        help="hold a plan against what it does",
+        help="check a plan by running it",
         description=__doc__,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -43,12 +42,12 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write the plan with its proof here, if all checks pass"
     )
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for ranks to finish in")
-    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="time for the ranks to finish")
+    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the checks; exits with 4 where one fails."""
+    """Prints the checks; returns 4 where one fails."""
     from tpplan.verify.verify import verify_plan
 
     if args.dry and args.ranks is not None:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """A change that alone makes a plan fit: on how many GPUs, with what step time at most, and its peak."""
+    """A single change that makes a plan fit: its text, the number of GPUs, the largest step time, the peak memory."""
 
     what: str
     num_gpus: int
@@ -19,28 +19,29 @@ class Remedy:
 
     @property
     def gpu_seconds(self) -> float:
-        """What a step costs."""
+        """GPU-seconds of one step: num_gpus * step_time_s."""
         return self.num_gpus * self.step_time_s
 
 
 class TpplanError(Exception):
-    """Root of what tpplan raises for a mistake that is not its own."""
+    """Root of the exceptions that tpplan raises for the user's mistakes and for failures it can explain."""
 
     exit_code: ClassVar[int] = 1
 
 
 class UsageError(TpplanError):
-    """The request contradicts itself: degrees that do not multiply, an unknown option value."""
+    """The request contradicts itself, such as degrees that do not multiply to the GPUs or an unknown option value."""
 
     exit_code = 2
 
 
 class IndivisibleError(UsageError):
-    """Degrees or the batch do not divide among so many GPUs; among others they may."""
+    """The pinned degrees or the batch do not divide by this number of GPUs; another number of GPUs may work."""
 
 
 class InfeasibleError(TpplanError):
-    """No plan fits the memory limit: the smallest peak needs so many bytes, by part; remedies come cheapest first."""
+    """No plan fits the memory limit; has the limit, the smallest peak in bytes, its parts, and remedies, cheapest
+    first."""
 
     exit_code = 3
 
@@ -61,33 +62,33 @@ class InfeasibleError(TpplanError):
 
 
 class VerificationError(TpplanError):
-    """A plan was found not to compute the same model."""
+    """The planned model does not compute the same function as the original model."""
 
     exit_code = 4
 
 
 class RankFailedError(TpplanError):
-    """A rank raised, died or was cut off; the message, the same on all ranks, names it and says why."""
+    """A rank raised, died or timed out. All ranks raise the same message, which names the rank and the cause."""
 
 
 class InternalError(TpplanError):
-    """tpplan's own code failed, or torch's beneath it; the message names the exception, where, and torch's version."""
+    """tpplan's own code, or torch below it, failed. The message names the exception, its place and torch's version."""
 
 
 class TorchVersionError(TpplanError, ImportError):
-    """torch is older than any that tpplan works with."""
+    """The installed torch is older than the oldest version that tpplan supports."""
 
     exit_code = 12
 
 
 class ModelError(TpplanError):
-    """The model file, its builder or its trace failed."""
+    """The model file, the function that builds the model, or the trace of the model failed."""
 
     exit_code = 5
 
 
 class ProfileError(TpplanError):
-    """A profile is unknown, malformed, or does not cover what was asked of it."""
+    """A profile is unknown or malformed, or has no data for a requested prediction."""
 
     exit_code = 6
 
@@ -105,18 +106,18 @@ class PlanMismatchError(PlanError):
 
 
 class SolverError(TpplanError):
-    """No solver is installed, or it stopped without a feasible solution."""
+    """No solver is installed, or the solver stopped without a feasible solution."""
 
     exit_code = 9
 
 
 class WeightsError(TpplanError):
-    """Weights or a checkpoint are missing, unreadable, or of another model."""
+    """Weights or a checkpoint are missing or unreadable, or belong to another model."""
 
     exit_code = 10
 
 
 class ExportError(TpplanError):
-    """A plan says what another form has no words for; the message names the module."""
+    """The export format cannot express a part of the plan; the message names the module."""
 
     exit_code = 11

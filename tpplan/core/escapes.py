@@ -1,6 +1,5 @@
-"""Text from files, made safe for a terminal: what would move its cursor, colour, hide or reorder what is read becomes
-an escape (`\\x1b`), as Python writes it.
-"""
+"""Makes text from files safe to print on a terminal: characters that would move the cursor, set colours, or hide or
+reorder text become escapes (`\\x1b`), as Python writes them."""
 
 import dataclasses
 import re
@@ -10,7 +9,7 @@ from typing import TypeVar, cast
 
 T = TypeVar("T")
 
-#: C0, DEL, C1; marks of direction and of no width; line separators; halves of surrogate pairs; tags
+#: control characters (C0, DEL, C1), direction marks, zero-width characters, line separators, surrogates, tags
 _HIDDEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
     "\U000e0000-\U000e0fff]"
@@ -18,17 +17,17 @@ _HIDDEN = re.compile(
 
 
 def escaped(text: str, *, keep: str = "") -> str:
-    """The text with every hidden character as its escape, but for those to keep."""
+    """The text with every hidden character replaced by its escape, except the characters in `keep`."""
     return _HIDDEN.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
 def escaped_lines(text: str) -> str:
-    """A text of several lines, whose line ends and tabs stay."""
+    """The text with hidden characters escaped; line ends and tabs are kept."""
     return escaped(text, keep="\n\t")
 
 
 def escaped_data(value: T) -> T:
-    """A dataclass, mapping or tuple in which all text is escaped, line ends too, keys too."""
+    """A copy of a dataclass, mapping or tuple with all text in it escaped, including keys and line ends."""
     return cast(T, _escaped_data(value))
 
 

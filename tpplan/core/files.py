@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, what is read of files that anyone may have written, and JSON for people."""
+"""Writes files atomically, reads untrusted files with limits, and formats JSON for people."""
 
 import errno
 import json
@@ -10,20 +10,21 @@ from pathlib import Path
 
 from tpplan.core.errors import PlanError, TpplanError
 
-#: the folder of this package, as its modules name it
+#: the folder of the package tpplan, spelled as in its modules' __file__
 PACKAGE = Path(__file__).parents[1]
-#: more text than any plan, profile or configuration has
+#: upper limit of a text file's size; far more than any plan, profile or configuration needs
 MAX_TEXT_BYTES = 2**26
-#: names of files that are open already: /dev/stdout, where a shell may have put a regular file
+#: names of open file descriptors, such as /dev/stdout, which a shell may have redirected to a regular file
 _OPEN_FILE = re.compile(r"/dev/(?:stdin|stdout|stderr|fd/\d+)|/proc/[^/]+/fd/\d+")
+#: symbolic links that are followed before giving up, as in Linux
 _MOST_LINKS = 40
 
 
 def write_atomically(path: Path, text: str, *, error: type[TpplanError] = PlanError) -> None:
-    """Writes a file beside its final place and renames it: it appears whole or not at all, with the old one's mode.
+    """Writes text to a temporary file beside `path` and renames it, so that `path` never holds half a file.
 
-    A link stays, and what it leads to is replaced. A device, a pipe or an open file is written to as it is.
-    Raises `error` for a folder, and where nothing can be written.
+    Keeps the mode of an existing file. A symbolic link stays; the file it points to is replaced. A device, a pipe or an
+    open file descriptor is written in place. Raises `error` where `path` is a folder or cannot be written.
     """
     try:
         if is_written_in_place(path):
@@ -57,8 +58,10 @@ def _replace(target: Path, text: str, mode: int) -> None:
 
 
 def is_written_in_place(path: Path) -> bool:
-    """True for what is there and must stay what it is: a device, a pipe, an open file such as /dev/stdout. Raises
-    OSError for links in a circle."""
+    """True where the path exists and must not be replaced: a device, a pipe, or an open file such as /dev/stdout.
+
+    Raises OSError for a cycle of links.
+    """
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -67,7 +70,7 @@ def is_written_in_place(path: Path) -> bool:
 
 
 def _is_open_file(path: Path) -> bool:
-    """One of the names that a path leads to is that of an open file."""
+    """True where the path, or a link on the way to its target, names an open file descriptor."""
     name = os.path.abspath(path)
     for _ in range(_MOST_LINKS):
         if _OPEN_FILE.fullmatch(name):
@@ -79,7 +82,7 @@ def _is_open_file(path: Path) -> bool:
 
 
 def _write_in_place(path: Path, text: str) -> None:
-    """Appends to a device or a pipe that is there. One that nobody reads is an error, and so is a disk."""
+    """Appends to an existing device or pipe. Raises OSError for a disk and for a pipe without a reader."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_NONBLOCK", 0))
     with open(descriptor, "w", encoding="utf-8") as file:
         if stat.S_ISBLK(os.fstat(descriptor).st_mode):
@@ -90,26 +93,28 @@ def _write_in_place(path: Path, text: str) -> None:
 
 def _reason(cause: OSError | ValueError) -> str:
     if isinstance(cause, OSError) and cause.errno == errno.ENXIO:
-        return "nobody reads from it"
+        return "no process reads from the pipe"
     return getattr(cause, "strerror", None) or str(cause)
 
 
 def read_text(path: Path, *, error: type[TpplanError], origin: str) -> str:
-    """A file's text, as UTF-8. Raises `error` for what cannot be read, and for more than MAX_TEXT_BYTES: of a device
-    that never ends, say."""
+    """The text of a UTF-8 file. Raises `error` where it is unreadable or longer than MAX_TEXT_BYTES (an endless
+    device)."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_TEXT_BYTES + 1)
         if len(content) > MAX_TEXT_BYTES:
-            raise error(f"{origin}: cannot be read: more than {MAX_TEXT_BYTES >> 20} MiB")
+            raise error(f"{origin}: cannot be read: it has more than {MAX_TEXT_BYTES >> 20} MiB")
         return content.decode("utf-8")
     except (OSError, ValueError) as cause:  # a name with a zero byte is a ValueError
         raise error(f"{origin}: cannot be read: {_reason(cause)}") from cause
 
 
 def read_regular(path: Path, *, error: type[TpplanError], origin: str | None = None) -> bytes:
-    """The content of a regular file, or of what a link leads to. Raises `error` for a folder, a fifo or a device, which
-    may never end, and for what cannot be read."""
+    """The bytes of a regular file; links are followed.
+
+    Raises `error` for a folder, a pipe or a device (which may never end), and for a file that cannot be read.
+    """
     try:
         with open(path, "rb", opener=_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -120,12 +125,12 @@ def read_regular(path: Path, *, error: type[TpplanError], origin: str | None = N
 
 
 def _without_waiting(name: str, flags: int) -> int:
-    """Opens a fifo that nobody writes to, too."""
+    """Opens a file without blocking, even a pipe that has no writer yet."""
     return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def unwritable(path: Path) -> str | None:
-    """Why no file can be written there; None where nothing is in the way."""
+    """The reason why no file can be written at `path`; None where one can."""
     try:
         if path.is_dir():
             return "it is a folder"
@@ -140,7 +145,7 @@ def unwritable(path: Path) -> str | None:
 
 
 def format_json(value: object, indent: str = "") -> str:
-    """JSON with sorted keys; an object or list of scalars stands on one line."""
+    """JSON with sorted keys; an object or a list that holds only scalars stands on one line."""
     deeper = indent + "  "
     match value:
         case dict() if value and any(isinstance(member, dict | list) and member for member in value.values()):

@@ -1,22 +1,22 @@
-"""Python's search for garbage in cycles, made rarer while much is built that stays.
+"""Runs Python's cyclic garbage collector less often while many long-lived objects are built.
 
-What is let go goes at once, as ever, unless it is part of a cycle. For cycles Python goes through the young containers
-after 700 new ones, and from time to time through all: a fifth of what importing torch and solving take.
+Reference counting still frees everything outside cycles at once. By default the collector scans young containers after
+every 700 new ones, and sometimes all containers, which takes a fifth of the time of importing torch and solving.
 """
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: new containers between two searches: some 100 MB
+#: new containers between two collections; at most some 100 MB of garbage waits
 RARELY = 1_000_000
 
 
 @contextmanager
 def rarely_collected() -> Iterator[None]:
-    """Within, or in a function that this decorates, a search begins after RARELY new containers; then as before.
+    """Context manager or decorator: within it, collections start after RARELY new containers.
 
-    The process's other threads wait as long for theirs. Where searches are rarer already, or off, nothing changes.
+    The threshold holds for all threads of the process. Does nothing where collection is already rarer, or off.
     """
     before = gc.get_threshold()
     if not 0 < before[0] < RARELY:

@@ -1,8 +1,8 @@
-"""ModelGraph: what the tracer saw, as frozen data without torch.
+"""ModelGraph: the traced model as frozen data, without torch.
 
-A graph is a list of nodes in execution order over named values. Values that share storage name the value whose storage
-they are views of. Every crossing of a tensor into or out of a module's forward is a Boundary node: the only places
-where a layout may change.
+A graph is a list of nodes in execution order over named values. A value that is a view names the value whose storage it
+shares. Every tensor that crosses into or out of a module's forward is a Boundary node; a layout changes only at such a
+node.
 """
 
 import hashlib
@@ -25,19 +25,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A value used as an argument, among literals."""
+    """A value that is used as an argument of an op; other arguments are literals."""
 
     name: str
 
 
-#: what an op is called with: references, literals, and nests of them. dtypes and devices are "dtype:bfloat16".
+#: an argument of an op: a reference, a literal, or nested tuples of them; dtypes and devices are text
+#: ("dtype:bfloat16")
 Argument = Ref | None | bool | int | float | str | tuple["Argument", ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A tensor. `carries_gradient`: backward reaches it. `storage`: the value it is a view of, itself if none.
-    `varying`: dims whose size data decides, which is another on the day."""
+    """A tensor. `carries_gradient`: a gradient is computed for it. `storage`: the value whose storage it shares, or
+    itself. `varying`: dims whose size depends on data and may differ at another step."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,13 +48,13 @@ class Value:
     varying: tuple[int, ...] = ()
 
     def can_be(self, layout: Layout, tp: int) -> bool:
-        """True when tp ranks can hold it so, whatever sizes data decides."""
+        """True where tp ranks can hold the value in this layout at every size that its varying dims may take."""
         cut = () if layout.dim is None else range(layout.dim, layout.dim + (layout.kind is LayoutKind.JOINT) + 1)
         return fits(self.shape, layout, tp) and not any(dim in cut for dim in self.varying)
 
     @property
     def num_elements(self) -> int:
-        """Elements of the whole value."""
+        """Number of elements of the whole value."""
         return prod(self.shape)
 
     @property
@@ -62,16 +63,16 @@ class Value:
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
 
-#: the module that the loss's own ops stand in
+#: the module name of ops that the user's loss function runs
 LOSS_SCOPE = "<loss>"
-#: the module that tpplan's own ops stand in, once a plan is applied
+#: the module name of ops that an applied plan adds
 OWN_SCOPE = "<tpplan>"
-#: how the path begins of an output that the forward leaves behind, and does not return (tpplan.trace.left_behind)
+#: prefix of an output's path where forward stores the tensor outside instead of returning it (tpplan.trace.left_behind)
 LEFT_AT = "left at "
 
 
 class SourceKind(StrEnum):
-    """Where a value that no op computes comes from."""
+    """The kinds of values that no op computes."""
 
     INPUT = "input"
     PARAMETER = "parameter"
@@ -81,8 +82,8 @@ class SourceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """An input, parameter, buffer or constant. `label` is the parameter's name or the input's path; a weight that
-    stands under several names is one source with the others in `aliases`."""
+    """An input, parameter, buffer or constant. `label` is the parameter's name or the input's path. A tied weight is
+    one source, whose other names are `aliases`."""
 
     kind: SourceKind
     result: str
@@ -93,7 +94,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """A call of an operator, e.g. `aten.linear.default`, in the forward of `module` (its name, "" for the root)."""
+    """A call of an operator, such as `aten.linear.default`, in the forward of `module` ("" for the root)."""
 
     name: str
     target: str
@@ -104,12 +105,12 @@ class Op:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of the tensors it reads, in argument order, one entry per reading."""
+        """Names of the tensors that the op reads, in argument order; a tensor that is read twice is listed twice."""
         return tuple(references((self.args, tuple(value for _, value in self.kwargs))))
 
 
 class Direction(StrEnum):
-    """Into a module's forward, or out of it."""
+    """The direction in which a tensor crosses a module's boundary."""
 
     INPUT = "input"
     OUTPUT = "output"
@@ -117,7 +118,7 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """A tensor crosses into or out of `module`; `path` is the argument's or output's place ("0", "mask", "1.0")."""
+    """A tensor that crosses into or out of `module`; `path` is its argument or output ("0", "mask", "1.0")."""
 
     name: str
     module: str
@@ -128,39 +129,44 @@ class Boundary:
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """The value that crosses."""
+        """The value before the crossing."""
         return (self.operand,)
 
     @property
     def results(self) -> tuple[str, ...]:
-        """The value on the other side."""
+        """The value after the crossing."""
         return (self.result,)
+
+    @property
+    def leaves_model(self) -> bool:
+        """True for an output of the root module."""
+        return self.module == "" and self.direction is Direction.OUTPUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedBlock:
-    """Sibling modules with the same structure, shapes and order: `prefix` + index for each of `indices`."""
+    """Sibling modules `prefix.index`, for each index of `indices`, with equal structure, shapes and order of ops."""
 
     prefix: str
     indices: tuple[int, ...]
 
     @property
     def pattern(self) -> str:
-        """How the siblings are written in a plan: `layers.*`."""
+        """The pattern that stands for all siblings in a plan, such as `layers.*`."""
         return f"{self.prefix}.*" if self.prefix else "*"
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The siblings' module names in order."""
+        """The module names of the siblings, in order."""
         return tuple(f"{self.prefix}.{index}" if self.prefix else str(index) for index in self.indices)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelGraph:
-    """A traced model: sources, nodes in order, outputs, and the repeated blocks found in it.
+    """A traced model: sources, nodes in execution order, outputs and repeated blocks.
 
-    `outputs` are (path, value name); `loss` is the scalar from which backward starts, if there is one.
-    `questions` are the lines of code that asked for values of inputs, what they were told, and if it was yes or no.
+    `outputs` are (path, value name). `loss` is the scalar that backward starts from, if any. `questions` are the reads
+    of input values in Python code: (line of code, answer given, whether the answer was a bool).
     """
 
     values: dict[str, Value] = field(hash=False)
@@ -170,7 +176,7 @@ class ModelGraph:
     loss: str | None
     blocks: tuple[RepeatedBlock, ...] = ()
     questions: tuple[tuple[str, str, bool], ...] = ()
-    #: digests of what each module's forwards called (tpplan.trace.noted_calls)
+    #: digests of the calls in each module's forward (tpplan.trace.noted_calls)
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict, hash=False, compare=False)
 
     @cached_property
@@ -185,12 +191,12 @@ class ModelGraph:
 
     @cached_property
     def parameters(self) -> tuple[Source, ...]:
-        """The parameters, each once however many names it has."""
+        """The parameters; a tied parameter is listed once."""
         return tuple(source for source in self.sources if source.kind is SourceKind.PARAMETER)
 
     @cached_property
     def nodes_by_module(self) -> dict[str, tuple[Op | Boundary, ...]]:
-        """The nodes of each module and of what stands inside it, in order; all under ""."""
+        """Module name -> its nodes and those of its submodules, in order; "" has all nodes."""
         found: dict[str, list[Op | Boundary]] = {}
         for node in self.nodes:
             for module in enclosing(node.module):
@@ -199,7 +205,7 @@ class ModelGraph:
 
     @cached_property
     def consumers(self) -> dict[str, tuple[Op | Boundary, ...]]:
-        """Nodes that read a value, in order; a node that reads it twice stands once."""
+        """Value name -> the nodes that read it, in order; a node that reads it twice is listed once."""
         found: dict[str, dict[str, Op | Boundary]] = {}
         for node in self.nodes:
             for operand in node.operands:
@@ -211,20 +217,19 @@ class ModelGraph:
         return {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What is worked out of this graph alone, for the first who asks under this key; a changed graph has its
-        own."""
+        """The value of `make()`, cached on this graph under `key`; a changed copy of the graph has a new cache."""
         if key not in self._memo:
             self._memo[key] = make()
         return cast(T, self._memo[key])
 
     @cached_property
     def producers(self) -> dict[str, Op | Boundary]:
-        """The node that computes a value; sources have none."""
+        """Value name -> the node that computes it; values of sources have none."""
         return {result: node for node in self.nodes for result in node.results}
 
     def to_networkx(self) -> "nx.MultiDiGraph[str]":
-        """Nodes are sources and nodes by name (attribute `node`), edges carry the value that flows (`value`)."""
-        import networkx as nx  # here, for nothing else needs it, and it takes 0.2 s
+        """A graph of sources and nodes by name (attribute `node`); edges name the value that flows (`value`)."""
+        import networkx as nx  # imported here because no other code needs it and the import takes 0.2 s
 
         graph: nx.MultiDiGraph[str] = nx.MultiDiGraph()
         origin: dict[str, str] = {}
@@ -244,10 +249,10 @@ class ModelGraph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of what is computed of what: changes with any op, shape, literal, module or input.
+        """sha256 of the computation: changes with any op, shape, literal, module or input.
 
-        It does not with the order of ops that do not depend on each other, nor with the names that follow from it: code
-        that iterates over a set of strings has another order in each process.
+        Does not change with the order of independent ops or with value names that follow from that order, which code
+        that iterates over a set of strings makes another in each process.
         """
         seen = _Digests(self)
         computed = [sorted(map(seen.source, self.sources)), sorted([seen.node(node) for node in self.nodes])]
@@ -259,7 +264,10 @@ class ModelGraph:
 
 
 class _Digests:
-    """What nodes compute, from sources on; nodes come in order. What an op may write to is another value after it."""
+    """Digests of values, each made of the digests of what it is computed from; nodes must be added in execution order.
+
+    An op that may write to an operand changes the digest of all values in that operand's storage.
+    """
 
     def __init__(self, graph: ModelGraph) -> None:
         self.values = graph.values
@@ -267,13 +275,13 @@ class _Digests:
         self.of_writes: dict[str, str] = {}
 
     def source(self, source: Source) -> str:
-        """Of a source, by what it is called."""
+        """Adds a source and returns its digest, made of its kind and label."""
         found = _digest((source.kind, source.label, source.aliases, source.trainable, self._described(source.result)))
         self.of_value[source.result] = found
         return found
 
     def node(self, node: Op | Boundary) -> str:
-        """Of a node, by what it reads."""
+        """Adds a node and returns its digest, made of its arguments' digests."""
         results = [self._described(result) for result in node.results]
         if isinstance(node, Boundary):
             found = _digest((node.module, node.direction, node.path, self.read(node.operand), results))
@@ -286,7 +294,7 @@ class _Digests:
         return found
 
     def read(self, name: str) -> tuple[str, str]:
-        """A value as it is now; by its name where nothing has computed it."""
+        """Digests of a value (its name where nothing computes it) and of the last write to its storage, "" for none."""
         return self.of_value.get(name, name), self.of_writes.get(self.values[name].storage, "")
 
     def _described(self, name: str) -> object:
@@ -301,7 +309,7 @@ class _Digests:
 
 
 def _may_write(op: Op) -> bool:
-    """True for what writes to an operand, as torch names it (`add_`, `add.out`), and for what gives nothing."""
+    """True where the op may write to an operand: its name says so (`add_`, `add.out`), or it has no results."""
     name, _, overload = op.target.rpartition(".")
     return name.endswith("_") or "out" in overload or not op.results
 
@@ -311,8 +319,8 @@ def _digest(data: object) -> str:
 
 
 def _as_data(value: object) -> object:
-    """What JSON does not know: a dataclass as a dict of its fields, anything else as it is written."""
-    names = getattr(type(value), "__dataclass_fields__", ())  # what dataclasses.fields looks up, and takes longer
+    """An object that JSON cannot encode, as plain data: a dataclass as a dict of its fields, anything else as str()."""
+    names = getattr(type(value), "__dataclass_fields__", ())  # faster than dataclasses.fields
     return {name: getattr(value, name) for name in names} if names else str(value)
 
 
@@ -326,11 +334,11 @@ def references(argument: object) -> Iterator[str]:
 
 
 def enclosing(name: str) -> tuple[str, ...]:
-    """The modules that a name is within, itself first and the root last: `a.b` -> ("a.b", "a", "")."""
+    """The module and all modules around it, innermost first: `a.b` -> ("a.b", "a", "")."""
     parts = name.split(".") if name else []
     return tuple(".".join(parts[:length]) for length in range(len(parts), -1, -1))
 
 
 def within(name: str, module: str) -> bool:
-    """True when the module called `name` is `module` or stands inside it."""
+    """True where the module `name` is `module` or one of its submodules."""
     return not module or name == module or name.startswith(module + ".")

@@ -1,23 +1,22 @@
-"""The layout algebra of one tensor-parallel axis: where a value is, and where its gradient is.
+"""Layouts on the tensor-parallel axis: how a value and its gradient are distributed over t ranks.
 
 | layout  | value on a rank                  | gradient on a rank |
 |---------|----------------------------------|--------------------|
 | R       | the whole                        | the whole          |
 | R*      | the whole                        | a summand          |
 | S(d)    | slice of dim d                   | slice of dim d     |
-| S(d; a, b) | slices of the parts a and b that lie side by side in dim d, one after the other | the same slices |
-| S(d)/m  | one of m slices of dim d, of which t/m neighbours hold the same | a summand of that slice's |
-| S(d, d+1) | slice of dims d and d + 1 as if they were one | the same slice |
+| S(d; a, b) | a slice of each of the adjacent parts (sizes a, b) of dim d, concatenated | the same slices |
+| S(d)/m  | one of m slices of dim d, held by t/m neighbouring ranks | a summand of that slice's gradient |
+| S(d, d+1) | slice of dims d and d + 1 taken as one dim | the same slice |
 | P       | a summand                        | the whole          |
-| rows    | what a lookup in a slice of rows gives: right where the id is a local row, else garbage to be masked |
+| rows    | result of a lookup in a slice of table rows: valid where the id is a local row, else garbage to be masked |
 
-Heads of keys and values that are fewer than the t ranks are S(d)/m: the ranks whose queries share a head share its
-slice. Repeated for each query, with the heads of a group in a dim of their own, they are S(d, d+1), until a reshape
-makes one dim of both: a layout within a module, which no plan names.
+Key and value heads that are fewer than the t ranks are S(d)/m: ranks whose queries use the same head hold the same
+slice. Repeated for each query, with the heads of a group in a dim of their own, they are S(d, d+1) until a reshape
+joins both dims. S(d, d+1) occurs only within a module; plans never name it.
 
-A value that carries no gradient has only the first half. A layout changes only by a conversion at a module boundary;
-one choice of conversion fixes its collective forward and its collective backward (Megatron's f is R -> R*, its g is
-P -> R).
+A value without a gradient has only the first column. A layout changes only by a conversion at a module boundary. A
+conversion fixes both its forward and its backward collective (Megatron's f is R -> R*, its g is P -> R).
 """
 
 import re
@@ -30,7 +29,7 @@ from tpplan.core.part_intervals import Parts
 
 
 class LayoutKind(StrEnum):
-    """The kinds of the table above."""
+    """The kinds of layouts in the table above."""
 
     REPLICATE = "R"
     REPLICATE_PARTIAL_GRADIENT = "R*"
@@ -43,9 +42,9 @@ class LayoutKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A layout; `dim` (not negative) is set for SHARD, COPIED and JOINT (the first of its two).
+    """A layout. `dim` (0 or more) is set for SHARD, COPIED and JOINT (the first of its two dims).
 
-    `parts` are set for a SHARD where each of them is sharded, `slices` for COPIED alone: how many there are.
+    `parts` are the sizes of a SHARD's separately sharded parts, if any; `slices` is the number of slices of a COPIED.
     """
 
     kind: LayoutKind
@@ -63,16 +62,16 @@ class Layout:
 
     @property
     def is_whole(self) -> bool:
-        """True when every rank holds the whole value."""
+        """True where every rank holds the whole value."""
         return self.kind in (LayoutKind.REPLICATE, LayoutKind.REPLICATE_PARTIAL_GRADIENT)
 
     @property
     def is_plain(self) -> bool:
-        """True for R and S(d): what a DTensor can say, at rest or handed to a user."""
+        """True for R and S(d), the layouts that a DTensor placement can express."""
         return self.kind is LayoutKind.REPLICATE or (self.kind is LayoutKind.SHARD and not self.parts)
 
     def num_slices(self, tp: int) -> int:
-        """Into how many slices a value is cut on tp ranks."""
+        """Number of distinct slices of the value on tp ranks."""
         return 1 if self.dim is None else self.slices or tp
 
     def __str__(self) -> str:
@@ -88,7 +87,7 @@ class Layout:
                 return str(self.kind)
 
 
-#: kinds under which a rank holds a slice
+#: kinds whose ranks hold a slice of a dim
 _SLICED = frozenset({LayoutKind.SHARD, LayoutKind.COPIED, LayoutKind.JOINT})
 
 R = Layout(LayoutKind.REPLICATE)
@@ -98,27 +97,27 @@ ROWS = Layout(LayoutKind.ROWS)
 
 
 def S(dim: int, *parts: int) -> Layout:  # noqa: N802 - the field's notation
-    """Shard of one dim, or of each part of it."""
+    """The layout that shards `dim`, or each of its parts where sizes of parts are given."""
     return Layout(LayoutKind.SHARD, dim, parts)
 
 
 def copied(dim: int, slices: int) -> Layout:
-    """Slices of one dim, fewer than ranks."""
+    """The layout with fewer slices of `dim` than ranks."""
     return Layout(LayoutKind.COPIED, dim, slices=slices)
 
 
 def joint(dim: int) -> Layout:
-    """Shard of a dim and the next one as if they were one."""
+    """The layout that shards `dim` and `dim + 1` taken as one dim."""
     return Layout(LayoutKind.JOINT, dim)
 
 
 _DIM, _COUNT, _SIZE = r"(?:0|[1-9][0-9]?)", r"(?:[2-9]|[1-9][0-9]{1,17})", r"[1-9][0-9]{0,17}"
-#: what str() writes of a layout that a plan may name, as a regular expression
+#: regular expression of a layout's text, for layouts that a plan may name
 LAYOUT_PATTERN = rf"R\*?|P|rows|S\({_DIM}(?:\)|\)/{_COUNT}|; {_SIZE}(?:, {_SIZE})+\))"
 
 
 def parse_layout(text: str) -> Layout:
-    """The layout that str() wrote. Raises PlanError for anything else, and for what no plan names."""
+    """The layout from its str(). Raises PlanError for any other text and for layouts that plans cannot name."""
     if re.fullmatch(LAYOUT_PATTERN, text) and text.startswith("S"):
         inner, _, slices = text[2:].partition(")")
         dim, _, parts = inner.partition("; ")
@@ -132,7 +131,7 @@ def parse_layout(text: str) -> Layout:
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, tp: int) -> tuple[int, ...]:
-    """Shape on one rank of tp. Raises ValueError where there is no such dim or it does not divide."""
+    """Shape on one of tp ranks. Raises ValueError where the dim does not exist or is not divisible."""
     if layout.dim is None:
         return shape
     if not fits(shape, layout, tp):
@@ -144,7 +143,7 @@ def local_shape(shape: tuple[int, ...], layout: Layout, tp: int) -> tuple[int, .
 
 
 def fits(shape: tuple[int, ...], layout: Layout, tp: int) -> bool:
-    """True when the layout can hold a value of this shape on tp ranks."""
+    """True where tp ranks can hold a value of this shape in this layout."""
     if layout.dim is None:
         return True
     if layout.dim >= len(shape) or (layout.parts and sum(layout.parts) != shape[layout.dim]):
@@ -158,7 +157,7 @@ def fits(shape: tuple[int, ...], layout: Layout, tp: int) -> bool:
 
 
 class Step(StrEnum):
-    """What a rank does to a tensor, forward or backward, to change its layout."""
+    """A local operation or a collective that changes a tensor's layout, forward or backward."""
 
     NONE = "none"
     ALL_REDUCE = "all_reduce"
@@ -172,11 +171,11 @@ class Step(StrEnum):
     MASK = "mask"
 
 
-#: steps that move bytes between ranks; the others are local
+#: steps that communicate between ranks; all other steps are local
 COLLECTIVE_STEPS = frozenset({Step.ALL_REDUCE, Step.ALL_GATHER, Step.REDUCE_SCATTER, Step.ALL_TO_ALL})
 
 _K = LayoutKind
-#: (from, to) -> (forward, backward). Identities are left out; what is missing here cannot be done.
+#: (from, to) -> (forward, backward). Identities are left out; a pair that is missing cannot be converted.
 _STEPS: dict[tuple[LayoutKind, LayoutKind], tuple[Step, Step]] = {
     (_K.REPLICATE, _K.REPLICATE_PARTIAL_GRADIENT): (Step.NONE, Step.ALL_REDUCE),
     (_K.REPLICATE, _K.SHARD): (Step.SLICE, Step.ALL_GATHER),
@@ -196,13 +195,13 @@ _STEPS: dict[tuple[LayoutKind, LayoutKind], tuple[Step, Step]] = {
 
 
 def can_convert(source: Layout, target: Layout) -> bool:
-    """True where nothing changes, or steps lead from one to the other."""
+    """True where source equals target or a conversion between them exists."""
     return source == target or (source.kind, target.kind) in _STEPS
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A change of layout at a boundary. `rows -> x` masks first and then is `P -> x`."""
+    """A change of layout at a boundary. `rows -> x` is a mask followed by `P -> x`."""
 
     source: Layout
     target: Layout
@@ -210,28 +209,28 @@ class Conversion:
     def __post_init__(self) -> None:
         source = P if self.source == ROWS else self.source
         if self.target != ROWS and not can_convert(source, self.target):
-            raise ValueError(f"no conversion {self}")
+            raise ValueError(f"no conversion {self} exists")
         if self.target == ROWS and self.source != R:
-            raise ValueError(f"no conversion {self}: ids become local rows from R alone")
+            raise ValueError(f"no conversion {self} exists: only ids in R can become local rows")
 
     @property
     def is_identity(self) -> bool:
-        """True when nothing changes."""
+        """True where source and target are the same layout."""
         return self.source == self.target
 
     @property
     def after_mask(self) -> "Conversion":
-        """What is left of `rows -> x` once the rows of other ranks are masked: `P -> x`."""
+        """The rest of `rows -> x` after the rows of other ranks are masked: `P -> x`."""
         return Conversion(P, self.target)
 
     @property
     def forward(self) -> tuple[Step, ...]:
-        """Steps in the order the forward pass takes them."""
+        """Steps of the forward pass, in order."""
         return self._steps(0)
 
     @property
     def backward(self) -> tuple[Step, ...]:
-        """Steps in the order the backward pass takes them."""
+        """Steps of the backward pass, in order."""
         return self._steps(1)[::-1]
 
     def _steps(self, half: int) -> tuple[Step, ...]:
@@ -249,7 +248,7 @@ class Conversion:
 
 
 def parse_conversion(text: str) -> Conversion:
-    """The conversion that str() wrote. Raises PlanError for anything else."""
+    """The conversion from its str(). Raises PlanError for any other text."""
     source, arrow, target = text.partition(" -> ")
     if not arrow:
         raise PlanError(f"expected a conversion such as 'R -> S(1)', got {text!r}")
@@ -260,7 +259,7 @@ def parse_conversion(text: str) -> Conversion:
 
 
 def layouts_of(shape: tuple[int, ...], *, carries_gradient: bool, tp: int) -> tuple[Layout, ...]:
-    """Every layout a value of this shape may have on tp ranks, except `rows`, which is the embedding's alone."""
+    """Every layout that a value of this shape may have on tp ranks, except `rows`, which only embeddings use."""
     shards = tuple(S(dim) for dim, size in enumerate(shape) if size % tp == 0 and size > 0)
     return (R, R_STAR, P, *shards) if carries_gradient else (R, *shards)
 
@@ -268,7 +267,7 @@ def layouts_of(shape: tuple[int, ...], *, carries_gradient: bool, tp: int) -> tu
 def conversions_between(
     sources: tuple[Layout, ...], targets: tuple[Layout, ...], *, carries_gradient: bool
 ) -> tuple[Conversion, ...]:
-    """Every possible conversion, identities included. Without a gradient only R, S(d) and the slice or gather exist."""
+    """Every possible conversion, identities included. Values without a gradient are never partial."""
     found = []
     for source in sources:
         for target in targets:

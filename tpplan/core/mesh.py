@@ -1,7 +1,7 @@
-"""The device mesh: replicate x shard x tp, and which ranks of each axis share a node.
+"""The device mesh replicate x shard x tp, and how many ranks of each axis share a node.
 
-Ranks are numbered row-major with tp innermost, as torch's init_device_mesh does, so tp groups are neighbours, shard
-groups have stride tp and replicate groups stride shard * tp.
+Ranks are numbered row-major with tp innermost, as in torch's init_device_mesh: ranks of a tp group are adjacent, those
+of a shard group have stride tp, those of a replicate group stride shard * tp.
 """
 
 import math
@@ -11,14 +11,14 @@ from enum import StrEnum
 
 from tpplan.core.errors import IndivisibleError, UsageError
 
-#: GPUs to plan for; no cluster has more
+#: largest number of GPUs that can be planned for
 MAX_GPUS = 2**20
-#: sequences of a step, tokens of a sequence
+#: largest number of sequences per step, and of tokens per sequence
 MAX_COUNT = 2**32
 
 
 class Axis(StrEnum):
-    """A mesh axis: batch replicas, FSDP shards, tensor parallelism."""
+    """A mesh axis: replicas of the model, FSDP shards, or tensor parallelism."""
 
     REPLICATE = "replicate"
     SHARD = "shard"
@@ -27,23 +27,20 @@ class Axis(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupShape:
-    """A process group as the network sees it: how many ranks, and how many of them on each node."""
+    """The size of a process group and the number of its ranks on each node."""
 
     ranks: int
     ranks_per_node: int
 
     @property
     def nodes(self) -> int:
-        """Nodes the group spans, the last of which may be partly filled."""
+        """Number of nodes that the group spans; the last node may be partly filled."""
         return -(-self.ranks // self.ranks_per_node)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Sizes of the three axes; their product is the number of GPUs used.
-
-    Raises UsageError for a size below 1.
-    """
+    """Sizes of the three axes; their product is the number of GPUs. Raises UsageError for a size below 1."""
 
     replicate: int = 1
     shard: int = 1
@@ -60,21 +57,24 @@ class Mesh:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs in the mesh."""
+        """Number of GPUs in the mesh."""
         return self.replicate * self.shard * self.tp
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that read different data: replicate * shard."""
+        """Number of ranks that read different data: replicate * shard."""
         return self.replicate * self.shard
 
     def data_rank(self, rank: int) -> int:
-        """Which slice of the batch a global rank reads: ranks of one tp group read the same."""
+        """Index of the batch slice that a global rank reads; all ranks of a tp group read the same slice."""
         return rank // self.tp
 
     def group(self, axis: Axis, gpus_per_node: int) -> GroupShape:
-        """The process groups of one axis on nodes of gpus_per_node GPUs; where these lie differently, the one of which
-        some node has the fewest ranks: all of a group's data passes through that node's few ports."""
+        """The shape of the axis's process groups on nodes of `gpus_per_node` GPUs.
+
+        Where groups are spread differently, this is the group with the fewest ranks on some node: all data of the group
+        passes through that node's few network ports.
+        """
         stride = {Axis.TP: 1, Axis.SHARD: self.tp, Axis.REPLICATE: self.tp * self.shard}[axis]
         ranks = self.size(axis)
         num_blocks = self.num_gpus // (stride * ranks)
@@ -85,9 +85,9 @@ class Mesh:
 
 
 def _fewest_on_a_node(ranks: int, stride: int, num_blocks: int, gpus_per_node: int) -> int:
-    """The fewest ranks that a group has on any node it touches, over `stride` groups in each of num_blocks blocks.
+    """The fewest ranks that any group has on a node it touches, over `stride` groups in each of `num_blocks` blocks.
 
-    Rank i of a group is GPU start + i * stride. Groups begin at each place in a node that a block's start leads to.
+    Rank i of a group is GPU start + i * stride. A group's start in its node depends on where its block starts.
     """
     if ranks == 1 or stride >= gpus_per_node:
         return 1
@@ -100,7 +100,7 @@ def _fewest_on_a_node(ranks: int, stride: int, num_blocks: int, gpus_per_node: i
 
 
 def _fewest_from(start: int, ranks: int, stride: int, gpus_per_node: int) -> int:
-    """The fewest ranks on a node of one group, whose first rank is at `start` in its node; stride < gpus_per_node."""
+    """The fewest ranks per node of a group whose first rank is GPU `start` of its node; stride < gpus_per_node."""
     last = start + stride * (ranks - 1)
     if last < gpus_per_node:
         return ranks
@@ -116,14 +116,14 @@ def divisors(n: int) -> tuple[int, ...]:
 
 
 def sub_clusters(gpus: int, gpus_per_node: int) -> tuple[int, ...]:
-    """Numbers of GPUs to use of so many: what divides a node, whole nodes, and all, ascending."""
+    """Numbers of GPUs worth planning for, out of `gpus`: divisors of a node, whole nodes, and all GPUs; ascending."""
     whole_nodes = range(gpus_per_node, gpus + 1, gpus_per_node)
     return tuple(sorted({n for n in (*divisors(gpus_per_node), *whole_nodes, gpus) if n <= gpus}))
 
 
 def tp_degrees(gpus: int, gpus_per_node: int, *, across_nodes: bool) -> tuple[int, ...]:
-    """Degrees of tensor parallelism that leave no node to several groups in part: divisors of a node and, across
-    nodes, multiples of one; ascending."""
+    """Tensor-parallel degrees that divide `gpus` and never leave a node shared by partial groups: divisors of a node
+    and, where `across_nodes`, multiples of a node; ascending."""
     return tuple(
         degree
         for degree in divisors(gpus)
@@ -134,10 +134,9 @@ def tp_degrees(gpus: int, gpus_per_node: int, *, across_nodes: bool) -> tuple[in
 def meshes(
     gpus: int, gpus_per_node: int, *, tp: int | None = None, fsdp: int | None = None, across_nodes: bool = False
 ) -> Iterator[Mesh]:
-    """Every replicate x shard x tp factorization of gpus with tp of tp_degrees; tp and fsdp pin a degree.
+    """Yields every mesh of `gpus` GPUs whose tp is among tp_degrees; `tp` and `fsdp` pin the tp and shard axes.
 
-    A pinned tp may be any divisor: the user asked for it. Raises IndivisibleError where a pinned degree does not
-    divide.
+    A pinned tp may be any divisor of `gpus`. Raises IndivisibleError where a pinned degree does not divide `gpus`.
     """
     for name, degree in (("tp", tp), ("fsdp", fsdp), ("tp * fsdp", (tp or 1) * (fsdp or 1))):
         if degree is not None and (degree < 1 or gpus % degree):

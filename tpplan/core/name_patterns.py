@@ -1,13 +1,13 @@
-"""Names of modules and parameters as a plan writes them: `layers.*.mlp` for what agrees over a repeated block."""
+"""Name patterns in plans: `layers.*.mlp` stands for the modules of a repeated block that are planned alike."""
 
 import re
 from collections.abc import Iterator
 
-#: how the root module is written where an empty key would be unclear
+#: the root module in plans and messages, where an empty name would be unclear
 ROOT = "<root>"
 
 
-#: indices a block may have; a range beyond it is a mistake, and would not fit in memory
+#: largest index of a block; a larger range is a mistake and would not fit in memory
 MAX_BLOCK_INDEX = 9_999
 
 
@@ -17,20 +17,20 @@ def is_pattern(key: str) -> bool:
 
 
 def block_of(key: str) -> str:
-    """The block that a name with a `*` belongs to: `layers.*.mlp` -> `layers.*`; "" for a name without one."""
+    """The block that a name with a `*` belongs to: `layers.*.mlp` -> `layers.*`; "" for a name without `*`."""
     parts = key.split(".")
     return ".".join(parts[: parts.index("*") + 1]) if "*" in parts else ""
 
 
 def holders(name: str) -> Iterator[str]:
-    """The modules around one, from the inside out; the root, "", is the last."""
+    """Yields the modules around a module, innermost first; the last is the root, ""."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def substitute(key: str, index: int | None) -> str:
-    """The name with the index for its first `*`; itself where there is none."""
+    """The key with `index` in place of its first `*`; the key unchanged where it has no `*` or index is None."""
     if index is None:
         return key
     parts = key.split(".")
@@ -40,7 +40,7 @@ def substitute(key: str, index: int | None) -> str:
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:
-    """`0-2,5` -> (0, 1, 2, 5). Raises ValueError for anything that is not ascending or beyond MAX_BLOCK_INDEX."""
+    """`0-2,5` -> (0, 1, 2, 5). Raises ValueError unless indices ascend and are at most MAX_BLOCK_INDEX."""
     indices: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", part)
@@ -54,7 +54,7 @@ def parse_ranges(text: str) -> tuple[int, ...]:
 
 
 def format_ranges(indices: tuple[int, ...]) -> str:
-    """The inverse of parse_ranges."""
+    """The text of ascending indices; the inverse of parse_ranges: (0, 1, 2, 5) -> `0-2,5`."""
     parts: list[list[int]] = []
     for index in indices:
         if parts and index == parts[-1][-1] + 1:

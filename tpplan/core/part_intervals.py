@@ -1,6 +1,6 @@
-"""What each rank holds of a dim whose parts are all sharded, and who sends what to whom when that changes.
+"""Intervals that each rank holds of a dim whose parts are sharded separately, and the exchange when the parts change.
 
-An interval is (start, length) along the whole dim. A rank's slices of several parts lie one after the other on it.
+An interval is (start, length) along the whole dim. A rank's slices of the parts are concatenated in its local tensor.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,13 +9,13 @@ from functools import cache
 from itertools import chain
 
 Interval = tuple[int, int]
-#: sizes of what lies side by side in a dim; one size where the dim is one thing
+#: sizes of the adjacent parts of a dim; one size where the dim is not divided into parts
 Parts = tuple[int, ...]
 
 
 @cache
 def held(parts: Parts, ranks: int) -> tuple[tuple[Interval, ...], ...]:
-    """What each rank holds, in its local order: its slice of the first part, then of the second."""
+    """The intervals of each rank, in local order: its slice of the first part, then of the second, and so on."""
     starts = [sum(parts[:i]) for i in range(len(parts))]
     return tuple(
         tuple((start + rank * (part // ranks), part // ranks) for start, part in zip(starts, parts, strict=True))
@@ -25,12 +25,12 @@ def held(parts: Parts, ranks: int) -> tuple[tuple[Interval, ...], ...]:
 
 @cache
 def rank_by_rank(parts: Parts, ranks: int) -> tuple[Interval, ...]:
-    """All that is held, the first rank's first: contiguous slices of a dim in this order are what the ranks hold."""
+    """The intervals of all ranks, first rank first: contiguous slices of a dim in this order are the ranks' own."""
     return tuple(chain.from_iterable(held(parts, ranks)))
 
 
 def positions(laid: Sequence[Interval], wanted: Iterable[Interval]) -> tuple[Interval, ...]:
-    """Where intervals are found in a tensor on which the `laid` ones lie one after the other."""
+    """Positions of the `wanted` intervals in a tensor that is the concatenation of the `laid` ones."""
     offset, shifts = 0, []
     for start, length in laid:
         shifts.append((start, start + length, offset - start))
@@ -42,15 +42,15 @@ def positions(laid: Sequence[Interval], wanted: Iterable[Interval]) -> tuple[Int
 
 @cache
 def in_order(parts: Parts, ranks: int) -> tuple[Interval, ...]:
-    """Where the dim's own order is found in a tensor that lies rank by rank."""
+    """Positions, in a tensor that is ordered rank by rank, of the intervals in the dim's own order."""
     laid = rank_by_rank(parts, ranks)
     return positions(laid, sorted(laid))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """One rank's side of a change of parts: local positions to send in this order, how many to and from each rank, and
-    positions of what arrives in the order in which it is to lie."""
+    """One rank's all-to-all when parts change: local positions to send, in order; numbers of elements sent to and
+    received from each rank; positions in the received buffer, in the order of the rank's new local tensor."""
 
     send: tuple[Interval, ...]
     num_sent: tuple[int, ...]
@@ -60,7 +60,7 @@ class Exchange:
 
 @cache
 def exchange(source: Parts, target: Parts, ranks: int, rank: int) -> Exchange:
-    """From slices of the source's parts to slices of the target's; both cover the same dim."""
+    """One rank's all-to-all from slices of the source's parts to slices of the target's; both cover the same dim."""
     before, after = held(source, ranks), held(target, ranks)
     sent = [_common(before[rank], after[other]) for other in range(ranks)]
     received = [_common(before[other], after[rank]) for other in range(ranks)]
@@ -75,6 +75,6 @@ def exchange(source: Parts, target: Parts, ranks: int, rank: int) -> Exchange:
 
 
 def _common(these: Sequence[Interval], those: Sequence[Interval]) -> list[Interval]:
-    """What is in both, in the dim's order."""
+    """The intersections of two sets of intervals, in the dim's order."""
     overlaps = ((max(a, b), min(a + n, b + m)) for a, n in these for b, m in those)
     return sorted((start, end - start) for start, end in overlaps if start < end)

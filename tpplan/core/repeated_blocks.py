@@ -1,4 +1,4 @@
-"""Finds repeated blocks: sibling modules with the same structure, shapes and order."""
+"""Finds repeated blocks: sibling modules with equal structure, shapes and order of ops."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -8,9 +8,9 @@ from tpplan.core.graph import Argument, Boundary, ModelGraph, Op, Ref, RepeatedB
 
 
 def find_repeated_blocks(graph: ModelGraph) -> ModelGraph:
-    """The graph with its outermost repeated blocks.
+    """A copy of the graph with its outermost repeated blocks set.
 
-    Siblings are modules `prefix.0`, `prefix.1`, ...; those whose labelled graphs are equal form one RepeatedBlock.
+    Siblings are the modules `prefix.0`, `prefix.1`, ...; siblings with equal labelled nodes form one RepeatedBlock.
     """
     prefixes: dict[str, set[int]] = defaultdict(set)
     for node in graph.nodes:
@@ -26,7 +26,7 @@ def find_repeated_blocks(graph: ModelGraph) -> ModelGraph:
 
 
 def members(graph: ModelGraph, module: str) -> tuple[Op | Boundary, ...]:
-    """The nodes of a module and of what stands inside it, in order."""
+    """The nodes of a module and its submodules, in order."""
     return graph.nodes_by_module.get(module, ())
 
 
@@ -39,9 +39,10 @@ def _alike(graph: ModelGraph, prefix: str, indices: list[int]) -> list[RepeatedB
 
 
 def _labelled(graph: ModelGraph, parameters: Mapping[str, str], module: str) -> tuple[object, ...]:
-    """The block's nodes in order, labelled by all that must agree; what comes from outside by shape and order.
+    """The module's nodes in order, labelled by all that must agree between siblings; values from outside the module are
+    labelled by their shapes and the order of their first use.
 
-    `parameters` are the labels of the graph's sources by the values they give.
+    `parameters` maps the values of the graph's sources to their labels.
     """
     local: dict[str, tuple[int, int]] = {}
     outside: dict[str, tuple[object, ...]] = {}

@@ -1,9 +1,9 @@
-"""Strict JSON: what a dataclass declares is what a file must hold, no key more and no key less.
+"""Strict JSON: a file must hold exactly the keys and types that a dataclass declares.
 
-A dataclass is the schema. Field types understood: str, int, float, a bool, StrEnum, another such dataclass,
-tuple[X, ...] of these, Mapping[str, X], and `X | None` for a key that may be absent. A number's range is written in
-its type: Annotated[float, Above(0)].
-Errors name the file and the path of the key: `profiles/h100-sxm.json: collectives[3].time_s[0]: expected > 0, got -1`.
+The dataclass is the schema. Types of fields: str, int, float, bool, StrEnum, another such dataclass, tuple[X, ...] and
+Mapping[str, X] of these, and `X | None` for an optional key. A number's range is part of its type: Annotated[float,
+Above(0)]. Errors name the file and the path of the key: `profiles/h100-sxm.json: collectives[3].time_s[0]: expected >
+0, got -1`.
 """
 
 import dataclasses
@@ -23,35 +23,35 @@ from tpplan.core.files import read_text
 
 T = TypeVar("T")
 
-#: what torch counts in; no size or count is beyond it
+#: largest size or count: torch uses 64-bit integers
 MAX_INTEGER = 2**63 - 1
-#: SI amounts that mean anything, besides 0; products and quotients of a few of them are finite
+#: smallest and largest absolute value of a nonzero number; products and quotients of a few of them stay finite
 LEAST, MOST = 1e-30, 1e30
-#: of a key, in characters: names of modules are shorter
+#: largest length of a key in characters; names of modules are shorter
 MAX_KEY = 1_000
-#: digits of an integer that is read; one with more is beyond MAX_INTEGER anyway
+#: digits of the longest integer that is parsed; longer ones exceed MAX_INTEGER anyway
 _MOST_DIGITS = 100
-#: characters of a value in a message
+#: characters of a value that a message shows
 _MOST_SHOWN = 80
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Above:
-    """A number must be greater than this."""
+    """The number must be greater than `bound`."""
 
     bound: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AtLeast:
-    """A number must be this or greater."""
+    """The number must be at least `bound`."""
 
     bound: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Text:
-    """The member is written as text: str() of it, read back by `parse`; `pattern` says the same to a JSON Schema."""
+    """The member is stored as its str(), read back by `parse`; `pattern` is its regular expression in a JSON Schema."""
 
     parse: Callable[[str], object]
     pattern: str
@@ -59,25 +59,25 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where in which file a value stands, and which error its mistakes raise."""
+    """The file and key path of a value, and the error that its mistakes raise."""
 
     origin: str
     error: type[TpplanError]
     path: str = ""
 
     def at(self, key: str | int) -> "Place":
-        """The place of a member or of an element; a member without a name stands as an empty text."""
+        """The place of a member or an element of this value; an empty key is shown as `""`."""
         dot = "." if self.path else ""
         path = f"{self.path}[{key}]" if isinstance(key, int) else f"{self.path}{dot}" + (escaped(key) or '""')
         return dataclasses.replace(self, path=path)
 
     def fail(self, problem: str) -> NoReturn:
-        """Raise the error: file, path, problem."""
+        """Raises the error with file, path and problem."""
         raise self.error(": ".join(part for part in (self.origin, self.path, problem) if part))
 
 
 def read_json(path: Path, *, origin: str, error: type[TpplanError]) -> object:
-    """The content of a JSON file; duplicate keys, NaN and infinities are refused like any syntax error."""
+    """The content of a JSON file. Raises `error` for wrong syntax, duplicate keys, NaN and infinities."""
     place = Place(origin=origin, error=error)
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -93,23 +93,23 @@ def read_json(path: Path, *, origin: str, error: type[TpplanError]) -> object:
     try:
         return cast(object, json.loads(text, object_pairs_hook=unique, parse_constant=no_constant, parse_int=_integer))
     except RecursionError:
-        raise error(f"{origin}: not valid JSON: objects and arrays stand in each other too deep") from None
+        raise error(f"{origin}: not valid JSON: objects and arrays are nested too deep") from None
     except ValueError as cause:
         raise error(f"{origin}: not valid JSON: {cause}") from cause
 
 
 def _integer(text: str) -> int | float:
-    """An integer; infinity for one of very many digits, which takes long to read: it is refused where it stands."""
+    """The integer, or infinity for one with very many digits, which would take long to parse and is refused later."""
     return int(text) if len(text) <= _MOST_DIGITS else math.inf
 
 
 def decode(cls: type[T], value: object, *, origin: str, error: type[TpplanError]) -> T:
-    """A `cls` from what json gave. Raises `error` with the path of the first key that is wrong."""
+    """A `cls` decoded from JSON data. Raises `error` with the path of the first wrong key."""
     return cast(T, _decode(cls, value, Place(origin=origin, error=error)))
 
 
 def encode(value: object) -> object:
-    """The inverse of decode: dataclasses as dicts without their None members, tuples as lists, enums as text."""
+    """JSON data of a dataclass, the inverse of decode: None members left out, tuples as lists, enums as text."""
     return _encode(type(value), value)
 
 
@@ -134,7 +134,7 @@ def _encode(hint: object, value: object) -> object:
 
 
 def _decode(hint: object, value: object, place: Place) -> object:
-    """Dispatch on the declared type."""
+    """Decodes a value by its declared type."""
     origin = get_origin(hint)
     if origin is Annotated:
         inner, bound = get_args(hint)
@@ -183,7 +183,7 @@ def _decode_mapping(hint: object, value: object, place: Place) -> dict[str, obje
 
 
 def _check_key(key: object, place: Place) -> None:
-    """Raises the error for a key that no name can be: too long to be shown, or no Unicode."""
+    """Raises the error for a key that is too long or not valid Unicode."""
     text = str(key)
     if len(text) > MAX_KEY:
         place.at(text[:_MOST_SHOWN] + "...").fail(f"a key of {len(text)} characters: expected at most {MAX_KEY}")
@@ -191,7 +191,7 @@ def _check_key(key: object, place: Place) -> None:
 
 
 def _check_unicode(text: str, place: Place) -> None:
-    """Raises the error for half of a surrogate pair, which JSON can say and no file can hold."""
+    """Raises the error for a lone surrogate, which JSON can express and UTF-8 cannot."""
     if not text.isascii() and any("\ud800" <= mark <= "\udfff" for mark in text):
         place.fail(f"expected Unicode text, got {text[:_MOST_SHOWN]!a}")
 
@@ -206,7 +206,7 @@ def _decode_text(text: Text, value: object, place: Place) -> object:
 
 
 def _cut(text: str) -> str:
-    """A message that repeats a value of any length."""
+    """The message, shortened where it repeats a long value."""
     return text if len(text) <= 4 * _MOST_SHOWN else f"{text[: 4 * _MOST_SHOWN]}..."
 
 
@@ -239,7 +239,7 @@ def _decode_scalar(hint: object, value: object, place: Place) -> object:
 
 
 def _finite(value: int | float, place: Place) -> float:
-    """A finite float, 0 or of a size that can be reckoned with."""
+    """The number as a float. Raises the error unless it is finite and either 0 or between LEAST and MOST in size."""
     try:
         number = float(value)
     except OverflowError:
@@ -261,7 +261,7 @@ def _bounded(value: object, bound: object, place: Place) -> object:
 
 
 def _kind(value: object) -> str:
-    """What a JSON value is, in JSON's words."""
+    """The JSON type of a value, with the value where it is a scalar."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     names = {dict: "an object", list: "an array", tuple: "an array", str: "text", int: "an integer", float: "a number"}
@@ -270,7 +270,7 @@ def _kind(value: object) -> str:
 
 
 def _shown(value: int | float | str) -> str:
-    """A scalar in a message; not all of one that is long."""
+    """A scalar as a message shows it, shortened where it is long."""
     if isinstance(value, int) and abs(value) > MAX_INTEGER:
         return f"of {value.bit_length()} bits"  # in decimal it could have more digits than Python writes
     shown = repr(value[: _MOST_SHOWN + 1] if isinstance(value, str) else value)

@@ -1,4 +1,4 @@
-"""Bytes, seconds, FLOP: SI inside, converted where printed."""
+"""Units: bytes, seconds and FLOP inside the program; converted only where they are printed."""
 
 KIB = 1024
 MIB = 1024**2
@@ -22,11 +22,12 @@ DTYPE_BYTES: dict[str, int] = {
     "bool": 1,
 }
 
+#: dtypes that can carry gradients
 FLOATING_DTYPES = frozenset(name for name in DTYPE_BYTES if name.startswith(("float", "bfloat", "complex")))
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Binary units with three significant digits: 80.0 GiB, 1.5 MiB."""
+    """Bytes as text in binary units with two or three significant digits: 80.0 GiB, 1.50 MiB."""
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.{1 if abs(num_bytes) / size >= 10 else 2}f} {unit}"
@@ -34,7 +35,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Decimal units with three significant digits: 1.23 s, 45.6 ms, 7.89 us."""
+    """Seconds as text in decimal units with three significant digits: 1.23 s, 45.6 ms, 7.89 us."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= size:
             return f"{seconds / size:.3g} {unit}" if abs(seconds) / size < 1000 else f"{seconds / size:.0f} {unit}"

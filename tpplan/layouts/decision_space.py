@@ -1,9 +1,9 @@
-"""The decision space: which nodes of a graph choose a layout, among what, and which of them decide together.
+"""The decision space: the nodes that choose a layout, their strategies, and which nodes decide together.
 
-Every op, every boundary and every reading of a parameter is a decision; its strategies are tuples of layouts. Values
-flow between decisions, and both ends of a flow must name the same layout. Like nodes of repeated blocks share one
-decision (a *class*): a block's first node decides for all, except where what flows into the block differs, so that the
-first block may convert what the others need not.
+Every op, every boundary and every reading of a parameter is a decision; its strategies are tuples of layouts. A flow
+carries a value from one decision to another, and both ends must name the same layout. Corresponding nodes of repeated
+blocks share one decision (a *class*), represented by the first block's node. Where different classes flow into a
+boundary it has its own class, so that the first block may convert what the others need not.
 """
 
 from collections import defaultdict
@@ -18,12 +18,12 @@ from tpplan.core.repeated_blocks import members
 from tpplan.layouts.extra_layouts import find_extra_layouts
 from tpplan.layouts.rules import Strategy, crossings_before_writes, strategies
 
-#: forbids a strategy of a decision: given the decision's name and the strategy
+#: True for a forbidden strategy, given the decision's name and the strategy
 Cut = Callable[[str, Strategy], bool]
 
 
 class NoLayoutError(ModelError):
-    """A decision is left without a strategy: the one that is named first."""
+    """A decision has no strategy left; `decision` is its name."""
 
     def __init__(self, decision: str, tp: int) -> None:
         super().__init__(f"{decision}: no layout on {tp} ranks satisfies inputs, outputs and its own rule")
@@ -36,7 +36,7 @@ CROSS_ENTROPY = "tpplan.cross_entropy.default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """An op reads a parameter: strategies are (placement,) => (layout of the reading,)."""
+    """An op reads a parameter. Its strategies are (placement,) => (layout in which the op reads,)."""
 
     name: str
     parameter: Source
@@ -44,13 +44,13 @@ class Reading:
     position: int
 
 
-#: what can decide
+#: a node of the graph, or a reading, that chooses a strategy
 Decider = Op | Boundary | Reading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """A value goes from one decision's result to another's operand."""
+    """A value flows from a result of one decision to an operand of another."""
 
     source: str
     result: int
@@ -60,7 +60,7 @@ class Flow:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """Decisions of a graph on tp ranks: strategies by decision, flows, and the class each decision belongs to."""
+    """The decisions of a graph on tp ranks: their strategies, the flows between them, and each decision's class."""
 
     graph: ModelGraph
     tp: int
@@ -71,7 +71,7 @@ class Space:
 
     @cached_property
     def members(self) -> dict[str, tuple[str, ...]]:
-        """Decisions by the one that decides for them, in order."""
+        """Representative of a class -> the decisions of the class, in order."""
         found: dict[str, list[str]] = defaultdict(list)
         for name, representative in self.classes.items():
             found[representative].append(name)
@@ -84,8 +84,8 @@ class Space:
 
     @cached_property
     def shared(self) -> tuple[tuple[str, ...], ...]:
-        """Decisions that can only be applied as one: a boundary in several calls of its module, a parameter read
-        several times in one module."""
+        """Groups of decisions that must be equal to be applied: a boundary in several calls of its module, and several
+        readings of a parameter in one module."""
         found: dict[object, list[str]] = defaultdict(list)
         for name, decider in self.deciders.items():
             match decider:
@@ -97,7 +97,7 @@ class Space:
 
     @cached_property
     def layouts(self) -> dict[str, tuple[str, int]]:
-        """For each computed value, the decision and the position of the result that name its layout."""
+        """Computed value -> (decision, position of the result) that decides the value's layout."""
         return {result: (node.name, i) for node in self.graph.nodes for i, result in enumerate(node.results)}
 
 
@@ -132,7 +132,8 @@ def _flows(graph: ModelGraph) -> Iterator[Flow]:
                 if not isinstance(node, Op):
                     raise ModelError(
                         f"parameter {parameters[operand].label} crosses into module {node.module!r} as an argument "
-                        f"({node.path}): tpplan cannot shard a weight that is passed around"
+                        f"({node.path}): tpplan cannot shard a weight that is passed around; let the module that owns it "
+                        "compute with it"
                     )
                 yield Flow(source=reading_name(node, position), result=0, target=node.name, operand=position)
             elif operand in origin:
@@ -161,11 +162,11 @@ def build_space(
     cut: Cut | None = None,
     apart: Callable[[str], Hashable] | None = None,
 ) -> Space:
-    """Every consistent strategy of every decision. Inputs, buffers and the loss are R, and so are the outputs unless
-    they stand in `unused_outputs` (by path). `cut` drops strategies. Like modules of which `apart` says unlike things
-    do not decide as one.
+    """The decision space of a graph on tp ranks, with every consistent strategy.
 
-    Raises NoLayoutError where a node is left without a strategy.
+    Inputs, buffers and the loss are R, and so are outputs except those in `unused_outputs` (by path). `cut` forbids
+    strategies. Modules of a repeated block for which `apart` returns different values do not share decisions. Raises
+    NoLayoutError where a decision has no strategy left.
     """
     builder = _Builder(graph, tp, unused_outputs)
     classes = _classes(graph, builder.deciders, apart)
@@ -194,22 +195,22 @@ def build_space(
 
 
 def is_summand(reading: Strategy) -> bool:
-    """True where the gradients of a parameter that rests whole are summands, reduced once per step."""
+    """True where a parameter rests whole and its gradient is a summand on each rank, reduced once per step."""
     return reading.operands[0] == R and reading.results[0] not in (R, P)
 
 
 def reading_conversion(reading: Strategy) -> Conversion:
-    """From the parameter at rest to what the op reads."""
+    """The conversion from the parameter at rest to the layout in which the op reads it."""
     return Conversion(R_STAR if is_summand(reading) else reading.operands[0], reading.results[0])
 
 
 def reading_name(op: Op, position: int) -> str:
-    """How the reading of a parameter as an op's operand is called."""
+    """The name of the decision that reads a parameter as the op's operand at `position`."""
     return f"{op.name}<-{position}"
 
 
 class _Builder:
-    """Options of each decision, from the graph alone."""
+    """Computes the strategies of each decision from the graph alone."""
 
     def __init__(self, graph: ModelGraph, tp: int, unused_outputs: frozenset[str]) -> None:
         self.graph = graph
@@ -224,6 +225,7 @@ class _Builder:
         self.deciders = deciders_of(graph)
 
     def options(self, decider: Decider) -> tuple[Strategy, ...]:
+        """The decision's strategies that its rule allows."""
         match decider:
             case Op():
                 options = strategies(self.graph, decider, self.tp, self.extra)
@@ -234,15 +236,16 @@ class _Builder:
                 return self._reading_options(decider)
 
     def keeping_contract(self, decider: Decider, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """Those of the options that read inputs, buffers and constants as R, and give outputs as R."""
+        """The strategies that read inputs, buffers and constants as R and give outputs as R."""
         if isinstance(decider, Reading):
             return options
         fixed = [i for i, name in enumerate(decider.operands) if name in self.fixed]
         whole = [i for i, name in enumerate(decider.results) if name in self.whole_outputs]
-        given = [i for i, name in enumerate(decider.results) if name in self.left or _leaves_model(decider)]
+        leaves = isinstance(decider, Boundary) and decider.leaves_model
+        given = [i for i, name in enumerate(decider.results) if name in self.left or leaves]
         if not (fixed or whole or given):
             return options
-        # A user can be handed the whole or a slice, not a summand.
+        # Outputs that reach the user are whole or slices; a summand would be wrong silently.
         options = tuple(s for s in options if all(s.results[i].is_plain for i in given))
         return tuple(
             s for s in options if all(s.operands[i] == R for i in fixed) and all(s.results[i] == R for i in whole)
@@ -270,7 +273,7 @@ class _Builder:
         if self.tp > 1:
             found += (Strategy((S(dim),), (S(dim),)) for dim, size in enumerate(value.shape) if size % self.tp == 0)
         for layout in self._extra(value):
-            # At rest a fused weight keeps its own order; a vector is not worth an exchange, and rests whole.
+            # A fused weight rests in its own order and is exchanged when read; a vector is too small for that.
             rest = S(layout.dim or 0) if layout.parts and len(value.shape) > 1 else R
             if rest != R or len(self.graph.consumers.get(source.result, ())) == 1:
                 found.append(Strategy((rest,), (layout,)))
@@ -281,7 +284,7 @@ class _Builder:
         return tuple(layout for layout in layouts if value.can_be(layout, self.tp))
 
     def _feeds_lookup(self, boundary: Boundary) -> bool:
-        """The ids enter an embedding module and go nowhere else."""
+        """True where ids enter an embedding module and are read by its lookup alone."""
         consumers = self.graph.consumers.get(boundary.result, ())
         return (
             boundary.direction is Direction.INPUT
@@ -297,7 +300,7 @@ class _Builder:
         return isinstance(producer, Op) and producer.target == EMBEDDING and self._rows_possible(producer)
 
     def _result_leaves(self, op: Op) -> bool:
-        """All that reads the result is its module's own output boundary."""
+        """True where only the output boundary of the op's own module reads the result."""
         consumers = self.graph.consumers.get(op.results[0], ())
         return len(consumers) == 1 and all(
             isinstance(c, Boundary) and c.direction is Direction.OUTPUT and c.module == op.module for c in consumers
@@ -308,36 +311,33 @@ class _Builder:
         return isinstance(producer, Boundary) and self._feeds_lookup(producer)
 
     def _rows_are_masked(self, op: Op, strategy: Strategy) -> bool:
-        """Rows of other ranks are masked at the module's output: only there does the named pair exist."""
+        """True unless the strategy gives `rows` where no output boundary masks the rows of other ranks."""
         return ROWS not in strategy.results or self._rows_possible(op)
 
 
-def _leaves_model(decider: Decider) -> bool:
-    return isinstance(decider, Boundary) and decider.module == "" and decider.direction is Direction.OUTPUT
-
-
 def _whole_outputs(graph: ModelGraph, unused: frozenset[str]) -> frozenset[str]:
-    """What the user can read and did not declare unused: outputs of the step, of the model past its loss, and what the
-    forward leaves behind."""
+    """Values that the user can read and did not declare unused: outputs of the step, outputs of the model beside its
+    loss, and tensors that forward leaves behind."""
     returned = {value for path, value in graph.outputs if path.removeprefix(LEFT_AT) not in unused}
     for boundary in graph.boundaries:
         path = boundary.path.removeprefix("output").removeprefix(".")
-        if _leaves_model(boundary) and not graph.consumers.get(boundary.result) and path not in unused:
+        if boundary.leaves_model and not graph.consumers.get(boundary.result) and path not in unused:
             returned.add(boundary.result)
     return frozenset(returned)
 
 
 def _fits_the_loss(op: Op, strategy: Strategy) -> bool:
-    """The user's loss gets a sharded output as a DTensor, which meets no plain tensor in any op but our loss."""
+    """False where the user's loss would mix a sharded output, which is a DTensor there, with a plain tensor in one op;
+    only tpplan's own cross entropy takes both."""
     if op.module != LOSS_SCOPE or op.target == CROSS_ENTROPY or len(op.operands) < 2:
         return True
     return all(layout.is_whole for layout in (*strategy.operands, *strategy.results))
 
 
 def _converting_boundaries(graph: ModelGraph) -> frozenset[str]:
-    """One boundary of each run of crossings that follow each other directly: the last entry, else the first exit.
+    """Names of the boundaries that may convert: one of each run of crossings, the last entry or else the first exit.
 
-    An embedding's own output stays apart: the rows of other ranks are masked there.
+    The output of an embedding module is never merged with the next crossing: rows of other ranks are masked there.
     """
     outputs = {value for _, value in graph.outputs}
     chains: list[list[Boundary]] = []
@@ -373,7 +373,7 @@ def _leaves_lookup(graph: ModelGraph, boundary: Boundary) -> bool:
 def _classes(
     graph: ModelGraph, deciders: dict[str, Decider], apart: Callable[[str], Hashable] | None
 ) -> dict[str, str]:
-    """Decision -> the decision that stands for it."""
+    """Decision -> the decision that represents its class."""
     unlike = {name: apart(name) if apart is not None else None for block in graph.blocks for name in block.names}
     return graph.once((_classes, tuple(unlike.items())), lambda: _classes_where(graph, deciders, unlike))
 
@@ -382,7 +382,7 @@ def _classes_where(graph: ModelGraph, deciders: dict[str, Decider], unlike: Mapp
     position: dict[str, tuple[str, tuple[int, ...], int, Hashable]] = {}
     for block in graph.blocks:
         for name in block.names:
-            place = enumerate(members(graph, name))  # two kinds of layers may share a pattern
+            place = enumerate(members(graph, name))  # blocks of different structure may share a pattern
             own = unlike[name]
             position.update({node.name: (block.pattern, block.indices, i, own) for i, node in place})
     representatives: dict[object, str] = {}

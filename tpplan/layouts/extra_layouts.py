@@ -1,4 +1,4 @@
-"""Layouts that not every value of a shape may have: slices of fused parts, and slices that several ranks share."""
+"""Layouts that only some values may have: separately sharded parts of a fused dim, and shared slices."""
 
 from tpplan.core.graph import ModelGraph
 from tpplan.core.layout import S
@@ -8,7 +8,7 @@ from tpplan.layouts.shared_heads import copied_dims
 
 
 def find_extra_layouts(graph: ModelGraph, tp: int) -> Extra:
-    """Of the graph's values, the layouts that are not every value's: slices of parts, and slices with copies."""
+    """Value name -> its S(d; parts) and S(d)/m layouts, for the values of the graph that may have any on tp ranks."""
     fused = graph.once(fused_dims, lambda: fused_dims(graph, lambda call: call_strategies(call, 1)))
     copied = copied_dims(graph, lambda call: call_strategies(call, tp))
     by_parts = {

@@ -1,7 +1,8 @@
-"""Which dims are several things side by side: a fused projection, seen where the graph takes it apart.
+"""Finds fused dims: dims that concatenate several parts, such as queries, keys and values of one projection.
 
-From there back, through whatever keeps a sharded dim in its order, to the weight that makes it. A stack of which single
-members are taken (`n * c -> n, c`) is n parts of c.
+The parts are seen where the graph slices or splits a dim. From there they are followed back, through ops that keep the
+order of a sharded dim, to the weight that makes them. A reshape `n * c -> n, c` whose n members are selected one by one
+makes n parts of size c.
 """
 
 from collections import defaultdict
@@ -15,22 +16,25 @@ from tpplan.layouts.rules.call import Call, Strategy
 from tpplan.layouts.rules.size_literals import SLICES, slice_bounds
 from tpplan.layouts.rules.views import RESHAPES, TAKES_APART, TAKES_ONE, stacks
 
-#: parts by value and dim
+#: value name -> dim -> the possible sizes of its parts
 Fused = Mapping[str, Mapping[int, frozenset[Parts]]]
-#: a value, a dim of it, and parts of that
-Mark = tuple[str, int, Parts]
+#: a value's name, a dim of the value, and the sizes of the dim's parts
+PartsOfDim = tuple[str, int, Parts]
 
-#: a projection fuses few things; more parts than these are heads, whose slices are contiguous
+#: most parts of a fused dim; a dim with more parts has heads, whose slices are contiguous
 MOST_PARTS = 8
 
 
 def fused_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy]]) -> Fused:
-    """Dims that may be sharded part by part. `strategies` are those of a call that knows of no parts."""
+    """Value name -> dim -> possible parts, for dims that may be sharded part by part.
+
+    `strategies` gives the strategies of a call without regard to parts.
+    """
     marks: dict[str, dict[int, set[Parts]]] = defaultdict(lambda: defaultdict(set))
-    for name, dim, parts in _sliced(graph):
+    for name, dim, parts in _sliced_parts(graph):
         marks[name][dim].add(parts)
     for node in reversed(graph.nodes):
-        for name, dim, parts in list(_before(graph, node, marks, strategies)):
+        for name, dim, parts in list(_operand_parts(graph, node, marks, strategies)):
             if 2 <= len(parts) <= MOST_PARTS and min(parts) > 0:
                 marks[name][dim].add(parts)
     weights = {source.result for source in graph.parameters if len(graph.values[source.result].shape) > 1}
@@ -41,13 +45,13 @@ def fused_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy
     }
 
 
-def _before(
+def _operand_parts(
     graph: ModelGraph,
     node: Op | Boundary,
     marks: dict[str, dict[int, set[Parts]]],
     strategies: Callable[[Call], Iterable[Strategy]],
-) -> Iterator[Mark]:
-    """What a node's operands consist of, given what its results do."""
+) -> Iterator[PartsOfDim]:
+    """Yields the parts of a node's operands, given the parts of its results."""
     if isinstance(node, Boundary):
         yield from ((node.operand, dim, p) for dim, parts in marks[node.result].items() for p in parts)
         return
@@ -75,9 +79,8 @@ def _before(
                         yield from ((operand.name, layout.dim, p) for p in parts)
 
 
-def _sliced(graph: ModelGraph) -> Iterator[Mark]:
-    """Values of which slices are taken: they are cut wherever one begins or ends. Slices that are all of a dim, or
-    nothing of it, cut nothing."""
+def _sliced_parts(graph: ModelGraph) -> Iterator[PartsOfDim]:
+    """Yields sliced values with the parts between the slices' bounds; empty slices and slices of all divide nothing."""
     cuts: dict[tuple[str, int], set[int]] = defaultdict(set)
     for op in graph.ops:
         if op.target in SLICES:

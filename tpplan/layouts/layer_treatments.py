@@ -1,12 +1,11 @@
-"""What is done to each layer: what of it is recomputed, and whether FSDP reshards it after forward.
+"""Treatments of layers: what is recomputed in backward, and whether FSDP reshards after forward.
 
-Layers that decide alike share their layouts, and a treatment is given to a number of them: n_t of N, all of them N
-together. A layer under a treatment costs what its layouts make it cost; the problem multiplies that by the number
-(tpplan.solvers.problem.Split).
+Layers with the same decisions share their layouts. The solver decides how many of the N layers get each treatment: n_t
+of N, with sum_t n_t = N. The cost of a layer under a treatment follows from the shared layouts; the problem multiplies
+it by n_t (tpplan.solvers.problem.Split).
 
-The order in which layers get their treatments is part of the plan: from the first layer to the last those of TREATMENTS
-in its order. Backward goes from the last layer to the first, so what the last layers keep is gone by the time the first
-ones are made again.
+Treatments are given to layers from the first to the last, in the order of TREATMENTS. Backward runs from the last layer
+to the first, so activations that the last layers keep are freed before the first layers are recomputed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from tpplan.solvers.problem import Choice, Expression, Split, Term
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """What of a layer runs again in backward, and whether it is resharded after forward (ZeRO-3) or kept (ZeRO-2)."""
+    """How a layer is recomputed, and whether FSDP reshards it after forward (ZeRO-3) or keeps it gathered (ZeRO-2)."""
 
     recompute: Recompute
     reshard: bool
@@ -28,7 +27,7 @@ class Treatment:
         return f"{self.recompute}, {'resharded' if self.reshard else 'kept gathered'}"
 
 
-#: in the order in which the layers of a kind get them
+#: all treatments, in the order in which they are given to layers from the first to the last
 TREATMENTS = tuple(
     Treatment(recompute=mode, reshard=reshard)
     for mode in (Recompute.FULL, Recompute.SELECTIVE, Recompute.NONE)
@@ -38,25 +37,27 @@ TREATMENTS = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """A number of layers: a constant and the numbers of some parts."""
+    """A number of layers: a constant plus the numbers of some parts of a split."""
 
     constant: int = 0
     parts: tuple[str, ...] = ()
 
     def value(self, choice: Choice) -> int:
-        """The number under a choice."""
+        """The number of layers under a choice."""
         return self.constant + sum(choice[part] for part in self.parts)
 
     def times(self, term: Term) -> Iterator[Term]:
-        """Terms whose sum is the number times a term."""
+        """Yields terms whose sum is the number of layers times `term`."""
         if self.constant:
             yield Term(name=term.name, expressions=term.expressions, weight=term.weight * self.constant)
         for part in self.parts:
             yield Term(name=term.name, expressions=term.expressions, weight=term.weight, each=part)
 
     def where_any(self, expression: Expression, others: Sequence["Count"] = ()) -> Iterator[Expression]:
-        """Expressions of which the largest is `expression` if there is such a layer and none of the others; none else.
-        It is at least as large as a maximum it stands in, or leaves that as it is."""
+        """Yields guarded copies of `expression`, one of which counts where this number is above 0 and all others are 0.
+
+        In a maximum, the copies stand for `expression` under that condition and change nothing otherwise.
+        """
         if any(other.constant for other in others):
             return
         unless = tuple(part for other in others for part in other.parts)
@@ -67,13 +68,13 @@ class Count:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """How many of N like layers get each treatment; one of several is decided by a split."""
+    """How many of N like layers get each treatment; a split decides where there are several treatments."""
 
     counts: Mapping[Treatment, Count]
     splits: tuple[Split, ...] = ()
 
     def count(self, treatments: Sequence[Treatment]) -> Count:
-        """How many layers get any of these. All of them get one."""
+        """How many layers get any of the given treatments; the constant N where these are all treatments."""
         found = [count for treatment, count in self.counts.items() if treatment in treatments]
         if self.splits and len(found) == len(self.counts):
             return Count(constant=self.splits[0].total)
@@ -84,7 +85,7 @@ class Numbers:
 
 
 def numbers_of(name: str, size: int, treatments: Sequence[Treatment]) -> Numbers:
-    """Numbers of `size` layers, called `name`, over some treatments."""
+    """The numbers of `size` layers over some treatments; `name`, the first layer's, labels the parts of the split."""
     if len(treatments) == 1:
         return Numbers(counts={treatments[0]: Count(constant=size)})
     parts = {treatment: f"{name} and like: {treatment}" for treatment in treatments}
@@ -96,7 +97,8 @@ def numbers_of(name: str, size: int, treatments: Sequence[Treatment]) -> Numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """An FSDP unit: parameters gathered together. `hides` are the decisions of its module."""
+    """An FSDP unit: parameters that are gathered together. `hides` are the decisions of the unit's module, whose
+    compute overlaps with the gather."""
 
     name: str
     parameters: tuple[Source, ...]
@@ -105,18 +107,18 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Layers that decide alike and cost alike, in the order they run in, and how many get each treatment."""
+    """Layers with the same decisions and costs, in execution order, and how many of them get each treatment."""
 
     units: tuple[Unit, ...]
     numbers: Numbers
 
     @property
     def unit(self) -> Unit:
-        """One that stands for all."""
+        """The first unit, which represents all units of this kind."""
         return self.units[0]
 
     def count(self, *, recompute: Recompute | None = None, reshard: bool | None = None) -> Count:
-        """How many layers have a treatment of this kind."""
+        """How many layers have a treatment with this recomputation and resharding; None matches any."""
         return self.numbers.count(
             [
                 treatment

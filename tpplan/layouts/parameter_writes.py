@@ -1,9 +1,9 @@
-"""Parameters that a model's forward writes to (max_norm, clamping, a teacher that follows), and what that forbids.
+"""Parameters that forward writes to (max_norm, clamping, a moving average), and the plans that this forbids.
 
-What is written must be the parameter itself, and be written as often as one process writes it. FSDP's is a copy, which
-goes when it has been used; a data-parallel rank writes what its own rows make it write; and a layer that is recomputed
-writes twice. Neither shows in a step's loss. So such a model has tensor-parallel ranks alone, on which all read the
-same rows, and what runs again in backward writes to no parameter.
+A write must reach the parameter itself, and exactly as often as on one process. FSDP gathers a temporary copy, so the
+write is lost; data-parallel ranks write values that depend on their own rows; a recomputed layer writes twice. None of
+this shows in a step's loss. Such a model is planned with tensor-parallel ranks alone, which all read the same rows, and
+a recomputed region never writes to a parameter.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.rules import OPAQUE, written_operands
 from tpplan.plan.plan import Precision
 
-#: ops whose results selective recomputation keeps, as code calls them
+#: prefixes of ops whose results selective recomputation keeps
 _KEPT = (
     "aten.linear", "aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.addmm", "aten.baddbmm", "aten.addbmm",
     "aten.einsum", "aten.tensordot", "aten.bilinear", "aten.conv", "aten._convolution", "aten._grouped_mm",
@@ -26,7 +26,7 @@ _RECURRENT = ("aten.gru", "aten.lstm", "aten.rnn_", "aten.quantized_")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """A parameter, and the first op that writes to it."""
+    """A parameter, and the module and op of the first write to it."""
 
     label: str
     module: str
@@ -38,7 +38,7 @@ class Write:
 
 
 def writes_of(graph: ModelGraph) -> tuple[Write, ...]:
-    """One for each parameter and module that are met, in order."""
+    """The first write to each parameter by each module, in order of execution."""
     return graph.once(writes_of, lambda: tuple(_writes_of(graph)))
 
 
@@ -54,15 +54,18 @@ def _writes_of(graph: ModelGraph) -> Iterator[Write]:
 
 
 def why_copies(mesh: Mesh, precision: Precision) -> str:
-    """Why what is written may be a copy of a parameter; "" where it is not."""
+    """The reason why forward would write to a copy of a parameter; "" where it writes to the parameter itself."""
     if mesh.data_parallel > 1:
         return f"on {mesh.data_parallel} data-parallel ranks each would write to its own copy"
     return "bf16-mixed computes with a copy" if precision is Precision.BF16_MIXED else ""
 
 
 def why_not_selective(graph: ModelGraph, region: str) -> str:
-    """Why a module cannot keep the results of products and run the rest again; "" where it can. Code that writes to
-    such a result writes to what is kept: torch raises, or does not notice (recurrent layers)."""
+    """The reason why a module cannot be recomputed selectively; "" where it can.
+
+    An op that writes to a kept result changes what backward reads: torch raises, or for recurrent layers does not
+    notice.
+    """
     makers: dict[str, str] = {}
     for op in graph.ops:
         if not within(op.module, region):
@@ -81,6 +84,6 @@ def why_not_selective(graph: ModelGraph, region: str) -> str:
 
 
 def write_within(graph: ModelGraph, regions: Iterable[str]) -> Write | None:
-    """The first write of what stands inside one of some modules."""
+    """The first write in one of the modules `regions` or their submodules; None without one."""
     names = tuple(regions)
     return next((write for write in writes_of(graph) if any(within(write.module, name) for name in names)), None)

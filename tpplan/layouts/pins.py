@@ -1,20 +1,20 @@
-"""Pins: `model.layers.*.mlp=megatron` holds the modules of that name to a style, in the words in which a plan shows it.
+"""Pins: `model.layers.*.mlp=megatron` restricts the modules of that name to a style, in the words of a plan's table.
 
-A pattern is matched part by part, each as by fnmatch, so that `*` is one part: `layers.*.mlp` is every layer's own.
-A style says how the parameters that run in a module are laid out; what it leaves open the solver decides:
+A pattern is matched part by part with fnmatch, so `*` is one part: `layers.*.mlp` is the mlp of every layer. A style
+says how parameters that are read in a module are sharded; the solver decides the rest:
 
-| style | also written | what is held |
+| style | also written | what is fixed |
 |---|---|---|
-| column parallel | columns, column, colwise | each matrix is cut so that its output is: every input is read whole |
-| row parallel | rows, row, rowwise | each matrix is cut where it is summed over: its output is a summand on a rank |
-| megatron | | columns, then rows: rows are the module's last matrices, columns what leads to them |
-| vocabulary parallel | vocabulary, vocab | each table is cut by rows, a rank looks up those that it has |
+| column parallel | columns, column, colwise | each matrix is split by its output dim; every input is whole |
+| row parallel | rows, row, rowwise | each matrix is split by the dim it sums over; its output is a summand |
+| megatron | | columns, then rows: the module's last matrices by rows, those that lead to them by columns |
+| vocabulary parallel | vocabulary, vocab | each table is split by rows; a rank looks up ids in its own rows |
 | replicated | replicate | every parameter is whole, and so is its gradient |
-| on slices | slices | every parameter is whole, and meets slices of its input: its gradients are summands |
-| sequence parallel | sequence | on slices, of the dim of the module's inputs before their last |
-| split dim 0 | | each matrix is cut along this dim |
+| on slices | slices | every parameter is whole and meets slices of the input: its gradients are summands |
+| sequence parallel | sequence | on slices, along the module inputs' second-to-last dim |
+| split dim 0 | | each matrix is split along this dim |
 
-A style that cuts has nothing to cut on one rank: meshes with tp 1 do not keep it.
+A style that splits cannot be kept on one rank: meshes with tp 1 are left out.
 """
 
 import difflib
@@ -32,13 +32,13 @@ from tpplan.layouts.decision_space import EMBEDDING, reading_name
 from tpplan.layouts.rules import Strategy
 from tpplan.plan.styles import ALIASES, KNOWN_STYLES, Style
 
-#: whether a strategy keeps a pin
+#: True for a strategy that keeps a pin
 Keeps = Callable[[Strategy], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """Modules by pattern, and the style they are held to; `dim` is that of `split dim`."""
+    """A pattern of module names and the style of these modules; `dim` is set for `split dim` alone."""
 
     pattern: str
     style: Style
@@ -46,14 +46,14 @@ class Pin:
 
     @property
     def style_text(self) -> str:
-        """The style in words that parse_pin reads."""
+        """The style as text that parse_pin reads."""
         return f"{self.style} {self.dim}" if self.dim is not None else str(self.style)
 
     def __str__(self) -> str:
         return f"{self.pattern}={self.style_text}"
 
     def matches(self, module: str) -> bool:
-        """True for a module of that name, part by part."""
+        """True where the pattern matches the module's name, part by part."""
         if self.pattern == ROOT:
             return module == ""
         parts, own = self.pattern.split("."), module.split(".")
@@ -61,7 +61,7 @@ class Pin:
 
 
 def parse_pin(pattern: str, style: str) -> Pin:
-    """A pin from its two sides. Raises UsageError for an empty pattern and for an unknown style, with those known."""
+    """The pin for a pattern and a style. Raises UsageError for an empty pattern and for an unknown style."""
     text = " ".join(style.replace("-", " ").replace("_", " ").split()).lower()
     if not pattern:
         raise UsageError(f"pin '={style}': expected PATTERN=STYLE such as 'model.layers.*.mlp=megatron'")
@@ -76,12 +76,12 @@ def parse_pin(pattern: str, style: str) -> Pin:
 
 
 def parse_pins(pins: Mapping[str, str]) -> tuple[Pin, ...]:
-    """Pins from {pattern: style}, as parse_pin reads them."""
+    """The pins for {pattern: style}; see parse_pin."""
     return tuple(parse_pin(pattern, style) for pattern, style in pins.items())
 
 
 def split_pin(text: str) -> tuple[str, str]:
-    """`PATTERN=STYLE` in two. Raises UsageError for anything else."""
+    """(pattern, style) of `PATTERN=STYLE`. Raises UsageError for other text."""
     pattern, separator, style = text.rpartition("=")
     if not separator:
         raise UsageError(f"pin {text!r}: expected PATTERN=STYLE such as 'model.layers.*.mlp=megatron'")
@@ -90,14 +90,15 @@ def split_pin(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixOp:
-    """An op that reads matrices: `positions` are theirs among its operands, `inputs` those of computed values."""
+    """An op that reads weight matrices; `positions` of the matrices, `inputs` of the computed tensors among its
+    operands."""
 
     op: Op
     positions: tuple[int, ...]
     inputs: tuple[int, ...]
 
     def style(self, strategy: Strategy) -> Style:
-        """What a strategy makes of it: whole, by columns, by rows, by vocabulary, on slices, or split elsewise."""
+        """The style of the op under a strategy."""
         result = strategy.results[0]
         if result == ROWS:
             return Style.VOCABULARY
@@ -111,7 +112,7 @@ class MatrixOp:
 
 
 def matrix_ops(graph: ModelGraph) -> dict[str, MatrixOp]:
-    """By name, the ops that read a parameter of two dims or more that are longer than 1."""
+    """Op name -> the op, for ops that read a parameter with at least two dims longer than 1."""
     shapes = {source.result: graph.values[source.result].shape for source in graph.parameters}
     found = {}
     for op in graph.ops:
@@ -124,23 +125,23 @@ def matrix_ops(graph: ModelGraph) -> dict[str, MatrixOp]:
 
 @dataclass(frozen=True, kw_only=True)
 class Pinned:
-    """Pins on a graph: whether a decision may choose a strategy. Raises UsageError for a pin that holds nothing."""
+    """Pins on a graph: tells whether a decision may choose a strategy. Raises UsageError for a pin without effect."""
 
     graph: ModelGraph
     pins: tuple[Pin, ...]
 
     def __post_init__(self) -> None:
-        assert self.held is not None  # checks every pin
+        assert self.held is not None  # computing it checks every pin
 
     def __call__(self, decision: str, strategy: Strategy) -> bool:
         return all(keeps(strategy) for _, keeps in self.held.get(decision, ()))
 
     def pins_of(self, decision: str) -> tuple[Pin, ...]:
-        """The pins that a decision is held to."""
+        """The pins that restrict a decision."""
         return tuple(pin for pin, _ in self.held.get(decision, ()))
 
     def pins_within(self, module: str) -> tuple[Pin, ...]:
-        """The pins that hold something in a module: like modules under unlike pins do not decide as one."""
+        """The pins that restrict something in a module. Repeated blocks with different pins do not share decisions."""
         return tuple(pin for pin in self.pins if any(within(own, module) for own in self._modules_of(pin)))
 
     def _modules_of(self, pin: Pin) -> tuple[str, ...]:
@@ -148,22 +149,22 @@ class Pinned:
 
     @cached_property
     def held(self) -> Mapping[str, tuple[tuple[Pin, Keeps], ...]]:
-        """What each decision is held to, by pin."""
+        """Decision -> its pins, each with the test that a strategy must pass."""
         found: dict[str, list[tuple[Pin, Keeps]]] = {}
         for pin in self.pins:
             modules = self._modules_of(pin)
             if not modules:
-                raise UsageError(f"pin '{pin}': no module of that name runs{self._near(pin)}")
-            rows = [row for module in modules for row in self._rows(pin, module)]
+                raise UsageError(f"pin '{pin}': no module of that name runs in the model's forward{self._near(pin)}")
+            rows = [row for module in modules for row in self._restrictions(pin, module)]
             if not rows:
-                raise UsageError(f"pin '{pin}': {_WANTS[pin.style].format(modules[0] or ROOT)}")
+                raise UsageError(f"pin '{pin}': {_WITHOUT_EFFECT[pin.style].format(modules[0] or ROOT)}")
             for decision, keeps in rows:
                 found.setdefault(decision, []).append((pin, keeps))
         return {decision: tuple(rows) for decision, rows in found.items()}
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
-        """Every module that runs or owns a parameter that is read, and those around it, in order."""
+        """Names of all modules that run or own a parameter that is read, and of the modules around them, in order."""
         running = {node.module: None for node in self.graph.nodes}
         for source in self.graph.parameters:
             running |= {name.rpartition(".")[0]: None for name in (source.label, *source.aliases)}
@@ -174,23 +175,23 @@ class Pinned:
         return tuple(found)
 
     def _near(self, pin: Pin) -> str:
-        """A pattern that is one of the names with numbers for `*`, or the like."""
+        """Module patterns that are spelled like the pin's, as text for an error message."""
         starred = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", module) for module in self.modules if module)
         near = difflib.get_close_matches(pin.pattern, starred, n=3, cutoff=0.5)
-        return f"; near it: {', '.join(near)}" if near else ""
+        return f"; did you mean {' or '.join(near)}?" if near else ""
 
     @cached_property
     def matrices(self) -> Mapping[str, MatrixOp]:
-        """The ops that read matrices, by name."""
+        """Op name -> the op, for ops that read weight matrices."""
         return matrix_ops(self.graph)
 
     @cached_property
     def sources(self) -> Mapping[str, Source]:
-        """Parameters by the value they give."""
+        """Value name -> the parameter that gives it."""
         return {source.result: source for source in self.graph.parameters}
 
-    def _rows(self, pin: Pin, module: str) -> Iterator[tuple[str, Keeps]]:
-        """(decision, what it is held to) of one pin in one module."""
+    def _restrictions(self, pin: Pin, module: str) -> Iterator[tuple[str, Keeps]]:
+        """Yields (decision, test that its strategy must pass) of one pin in one module."""
         matrices = [matrix for matrix in self.matrices.values() if self._runs_in(matrix.op, module)]
         match pin.style:
             case Style.COLUMN | Style.ROW | Style.VOCABULARY:
@@ -198,22 +199,22 @@ class Pinned:
                 for matrix in tables if pin.style is Style.VOCABULARY else matrices:
                     yield matrix.op.name, _is_style(matrix, pin.style)
             case Style.MEGATRON:
-                for matrix, style in self._pairs(module, matrices):
+                for matrix, style in self._megatron_styles(module, matrices):
                     yield matrix.op.name, _is_style(matrix, style)
             case Style.SPLIT:
                 for matrix in matrices:
                     for i in matrix.positions:
                         yield reading_name(matrix.op, i), lambda s: s.operands[0].dim == pin.dim
             case Style.REPLICATED:
-                yield from ((name, _arrives_as(R)) for name, _ in self._readings(module))
+                yield from ((name, _reads_as(R)) for name, _ in self._readings(module))
             case Style.SLICES | Style.SEQUENCE:
                 readings = dict(self._readings(module))
-                yield from ((name, _arrives_as(R_STAR if s.trainable else R)) for name, s in readings.items())
+                yield from ((name, _reads_as(R_STAR if s.trainable else R)) for name, s in readings.items())
                 if readings and pin.style is Style.SEQUENCE:
                     yield from self._sliced_inputs(module)
 
     def _runs_in(self, op: Op, module: str) -> bool:
-        """The op stands in the module, or around it and reads a parameter of it: `F.linear(x, self.head.weight)`."""
+        """True where the op runs in the module, or around it on its parameter: `F.linear(x, self.head.weight)`."""
         if within(op.module, module):
             return True
         labels = [self.sources[name].label for name in op.operands if name in self.sources]
@@ -229,18 +230,22 @@ class Pinned:
                     yield reading_name(op, i), source
 
     def _sliced_inputs(self, module: str) -> Iterator[tuple[str, Keeps]]:
-        """The module's inputs that carry a gradient and have a dim before their last: on slices of it."""
+        """Yields the tests that shard the module's inputs with a gradient along their second-to-last dim."""
         for boundary in self.graph.boundaries:
             value = self.graph.values[boundary.operand]
             enters = boundary.module == module and boundary.direction is Direction.INPUT
             if enters and value.carries_gradient and len(value.shape) > 1:
-                yield boundary.name, _arrives_as(S(len(value.shape) - 2))
+                yield boundary.name, _reads_as(S(len(value.shape) - 2))
 
-    def _pairs(self, module: str, matrices: Iterable[MatrixOp]) -> Iterator[tuple[MatrixOp, Style]]:
-        """Rows are the matrices past another one whose output leaves the module, on some way, with no further one;
-        columns those from which some way leads straight to rows. What is further up, or beside, is left open."""
+    def _megatron_styles(self, module: str, matrices: Iterable[MatrixOp]) -> Iterator[tuple[MatrixOp, Style]]:
+        """Yields (matrix, row or column) for the megatron style.
+
+        Row parallel: matrices that follow another matrix and from which some path leaves the module without meeting a
+        further matrix. Column parallel: matrices with a path to a row-parallel one without another between. All others
+        are left open.
+        """
         by_name = {matrix.op.name: matrix for matrix in matrices}
-        after = {name: self._next(by_name[name].op, by_name, module) for name in by_name}
+        after = {name: self._next_matrices(by_name[name].op, by_name, module) for name in by_name}
         followers = {follower for nexts in after.values() for follower in nexts if follower is not None}
         rows = {name for name, nexts in after.items() if None in nexts and name in followers}
         for name, matrix in by_name.items():
@@ -249,8 +254,8 @@ class Pinned:
             elif after[name] & rows:
                 yield matrix, Style.COLUMN
 
-    def _next(self, op: Op, matrices: Mapping[str, MatrixOp], module: str) -> set[str | None]:
-        """The matrices that an op's results reach with no other between; None where they leave the module."""
+    def _next_matrices(self, op: Op, matrices: Mapping[str, MatrixOp], module: str) -> set[str | None]:
+        """Names of the matrices that an op's results reach with no other between; None for leaving the module."""
         found: set[str | None] = set()
         seen: set[str] = set()
         waiting = list(op.results)
@@ -273,7 +278,7 @@ def _leaves(node: Op | Boundary, module: str) -> bool:
     return isinstance(node, Boundary) and node.module == module and node.direction is Direction.OUTPUT
 
 
-def _arrives_as(layout: Layout) -> Keeps:
+def _reads_as(layout: Layout) -> Keeps:
     return lambda strategy: strategy.results[0] == layout
 
 
@@ -282,13 +287,13 @@ def _is_style(matrix: MatrixOp, style: Style) -> Keeps:
 
 
 _NO_MATRIX = "{} reads no matrix"
-#: what a style finds nothing to hold for want of
-_WANTS = {
+#: why a style has no effect on a module
+_WITHOUT_EFFECT = {
     Style.COLUMN: _NO_MATRIX,
     Style.ROW: _NO_MATRIX,
     Style.SPLIT: _NO_MATRIX,
-    Style.MEGATRON: "{} has no matrix whose output leads to another one before it leaves: no columns, then rows",
-    Style.VOCABULARY: "{} looks nothing up in a table; a head's vocabulary is cut by 'columns'",
+    Style.MEGATRON: "{} has no two matrices in a row: megatron needs one by columns, then one by rows",
+    Style.VOCABULARY: "{} has no embedding lookup; pin an output head with 'columns' to split its vocabulary",
     Style.REPLICATED: "{} reads no parameter",
     Style.SLICES: "{} reads no parameter",
     Style.SEQUENCE: "{} reads no parameter",

@@ -1,6 +1,7 @@
-"""Which dims may be cut into fewer slices than there are ranks: heads of keys and values, where queries share them.
+"""Finds dims that may be cut into fewer slices than ranks: key and value heads that several queries share.
 
-From there back, through whatever keeps a sharded dim in its order, to the weights that make them.
+The dims are seen at grouped attention and at ops that repeat heads. From there they are followed back, through ops that
+keep the order of a sharded dim, to the weights that make them.
 """
 
 from collections import defaultdict
@@ -11,15 +12,18 @@ from tpplan.core.layout import Layout, LayoutKind
 from tpplan.layouts.rules.call import Call, Extra, Strategy
 from tpplan.layouts.rules.views import EXPANDS, RESHAPES
 
-#: ops that read heads which ranks share, and give each rank its own
-_SHARING = frozenset({"aten.scaled_dot_product_attention.default", "aten.repeat_interleave.self_int"})
-#: ops between the stretching of a dim and the reshape that joins it to the heads'
-_BETWEEN = frozenset({"aten.clone.default", "aten.contiguous.default"})
-_COPIES = frozenset({LayoutKind.COPIED, LayoutKind.JOINT})
+#: ops that may read S(d)/m heads and give each rank heads of its own
+_READS_SHARED_HEADS = frozenset({"aten.scaled_dot_product_attention.default", "aten.repeat_interleave.self_int"})
+#: ops that may stand between the expand of a new dim and the reshape that joins it to the dim of heads
+_BETWEEN_EXPAND_AND_RESHAPE = frozenset({"aten.clone.default", "aten.contiguous.default"})
+_SHARED_KINDS = frozenset({LayoutKind.COPIED, LayoutKind.JOINT})
 
 
 def copied_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy]]) -> Extra:
-    """Layouts with copies that lead to one without. `strategies` are those of a call on as many ranks as there are."""
+    """Value name -> its layouts with shared slices (S(d)/m, S(d, d+1)) that lead to a result without shared slices.
+
+    `strategies` gives the strategies of a call on the planned number of ranks.
+    """
     found: dict[str, set[Layout]] = defaultdict(set)
     for node in reversed(graph.nodes):
         if isinstance(node, Boundary):
@@ -28,17 +32,17 @@ def copied_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strateg
             layouts = [layout for name in node.results for layout in found[name]]
             for strategy in strategies(Call.of(graph, node, layouts)):
                 results = zip(node.results, strategy.results, strict=True)
-                if all(layout.kind not in _COPIES or layout in found[name] for name, layout in results):
+                if all(layout.kind not in _SHARED_KINDS or layout in found[name] for name, layout in results):
                     for name, layout in zip(node.operands, strategy.operands, strict=True):
-                        found[name] |= {layout} if layout.kind in _COPIES else set()
+                        found[name] |= {layout} if layout.kind in _SHARED_KINDS else set()
     return {name: frozenset(layouts) for name, layouts in found.items() if layouts}
 
 
 def _shares(graph: ModelGraph, op: Op) -> bool:
-    """True where heads may be shared; a reshape that makes one dim of two does so where the second was stretched."""
+    """True where an op turns shared heads into heads of each rank's own; a reshape does so after an expand."""
     if op.target not in RESHAPES:
-        return op.target in _SHARING
+        return op.target in _READS_SHARED_HEADS
     producer = graph.producers.get(op.operands[0])
-    while isinstance(producer, Op) and producer.target in _BETWEEN:
+    while isinstance(producer, Op) and producer.target in _BETWEEN_EXPAND_AND_RESHAPE:
         producer = graph.producers.get(producer.operands[0])
     return isinstance(producer, Op) and producer.target in EXPANDS

@@ -1,7 +1,7 @@
-"""Sizes that a call is given and that are dims of the tensor it is about: the length in `view(b, t, heads, d)`.
+"""Sizes among a call's arguments that are dims of its tensor, such as the length in `view(b, t, heads, d)`.
 
-Code takes such a size from where it likes: `hidden_states.shape[:-1]` of a slice, say, in a view of what was gathered.
-On a rank it is off by the number of ranks then, in either direction, at every batch and every length alike.
+Code may read such a size from another tensor, for example `hidden_states.shape[:-1]` of a slice in a view of a gathered
+tensor. On a rank the size is then too small or too large by a factor of tp, at every batch and length.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,15 +16,15 @@ from tpplan.plan.plan import SizePlan
 _VIEWS = ("view",)
 _EXPANDS = ("expand",)
 
-#: a call in a module's own code, and how it is sharded
-Placed = tuple[Call, Strategy]
+#: a call in a module's own code, and its strategy
+ShardedCall = tuple[Call, Strategy]
 
 
 def dims_of_sizes(call: Call) -> Mapping[int, tuple[int, ...]]:
-    """The dims of the first operand whose product a size is, by its position among the sizes.
+    """Position among the sizes -> dims of the first operand whose product is that size.
 
-    A view's dims are those of groups of equal products (tpplan.layouts.rules.views) that become one dim; an expansion's
-    those that it does not stretch. A size of one, or -1, is none.
+    For a view: dims of a group with equal products (tpplan.layouts.rules.views) that become one dim. For an expand:
+    dims that are not stretched. Sizes of 1 and -1 are left out.
     """
     kind = CALLS.get(call.target)
     if kind not in (*_VIEWS, *_EXPANDS):
@@ -40,12 +40,14 @@ def dims_of_sizes(call: Call) -> Mapping[int, tuple[int, ...]]:
     return {position: dims for position, dims in found.items() if written[position] != -1}
 
 
-def sizes_by_dims(calls: Iterable[Placed], own: Placed, tp: int, is_given: Callable[[int], bool]) -> Iterator[SizePlan]:
-    """Sizes of a call that are dims of its tensor, where code may give another layout's: the whole's for a slice's, or
-    for the whole's a slice's, if `is_given` says that it gives that number.
+def sizes_by_dims(
+    calls: Iterable[ShardedCall], own: ShardedCall, tp: int, is_given: Callable[[int], bool]
+) -> Iterator[SizePlan]:
+    """Yields sizes of a call that code may give in another layout: the whole's size for a slice, or a slice's size for
+    the whole where `is_given` says that code gives that number.
 
-    `calls` are all of the module's own code: a size is left out where a call that looks the same has another in its
-    place.
+    `calls` are all calls of the module's own code. A size is left out where it could be confused with another size of a
+    call that looks the same.
     """
     call, strategy = own
     named = dims_of_sizes(call)
@@ -68,7 +70,7 @@ def sizes_by_dims(calls: Iterable[Placed], own: Placed, tp: int, is_given: Calla
             local=local,
             dims=dims,
         )
-        if all(_means_the_same(size, *other, tp) for other in calls):
+        if all(_is_unambiguous(size, *other, tp) for other in calls):
             yield size
 
 
@@ -78,14 +80,14 @@ def _sizes(call: Call) -> tuple[object, ...]:
 
 
 def _shape_of(call: Call, strategy: Strategy, tp: int, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes on a rank of the first operand's sharded dims but the ones in question; 0 for the others."""
+    """Local sizes of the first operand's sharded dims, except for `dims`; 0 for all other dims."""
     layout = strategy.operands[0]
     local = local_shape(call.operands[0].shape, layout, tp)
     return tuple(size if dim == layout.dim and dim not in dims else 0 for dim, size in enumerate(local))
 
 
-def _means_the_same(size: SizePlan, call: Call, strategy: Strategy, tp: int) -> bool:
-    """False for a call that would be taken for the size's, and in whose place stands another size."""
+def _is_unambiguous(size: SizePlan, call: Call, strategy: Strategy, tp: int) -> bool:
+    """False where a call would be taken for the one of `size` although another size stands at that position."""
     if CALLS.get(call.target) != size.call or not call.operands or not call.results:
         return True
     written = _sizes(call)

@@ -1,25 +1,25 @@
-"""The typing half of the proof: the layout of every value, and of its gradient, derived again from the plan alone.
+"""The typing half of the proof: derives the layout of every value and gradient from the plan alone.
 
     problem = typecheck(graph, plan)    # None, or the first thing that does not type
 
-It reads the traced graph, the plan as its file says it, the rules (each validated by brute force over all layouts,
-ranks and both directions) and the conversions of tpplan.core.layout. Of decisions, costs and solvers it knows nothing.
+Reads the traced graph, the plan as written in its file, the rules (each validated by brute force over all layouts,
+ranks and both directions) and the conversions of tpplan.core.layout. Uses no decisions, costs or solvers.
 
 (1) Inputs, buffers and constants are R. A parameter rests as its placement, and each module reads it as the plan says.
-(2) Where a value crosses a module's boundary it is in the layout that the plan's conversion starts from, and goes on in
-    the one it ends in; without a conversion it goes on as it is. Storage that an op writes to later is not converted: a
-    copy would be written.
+(2) At a module's boundary a value is in the layout from which the plan's conversion starts, and continues in the layout
+in which it ends; without a conversion it keeps its layout. A value whose storage an op writes to later is not
+converted, because a copy would be written.
 (3) The layouts of an op's operands are those of one of its strategies; its results have that strategy's. An op without
-    a rule has every operand that carries a gradient R, or every one R*.
-(4) The loss is R, and so are the model's outputs, those among them that its forward leaves behind, unless the plan
-    says that they are sharded.
-(5) The plan names nothing that the graph has not, and gives every parameter the graph's names and shape.
-(6) Where code writes to a parameter, no copy is written, and nothing twice (tpplan.layouts.parameter_writes).
+a rule has every operand that carries a gradient R, or every one R*.
+(4) The loss is R, and so are the model's outputs, tensors that forward leaves behind included, unless the plan says
+that they are sharded.
+(5) The plan names nothing that the graph does not have, and gives every parameter the graph's names and shape.
+(6) Where code writes to a parameter, it writes to no copy, and not twice (tpplan.layouts.parameter_writes).
 
-What an op gives follows from what it reads, with two exceptions: a dim that is stretched may be whole or a slice, as
-far as it is told to stretch, and a tensor made of nothing and written to later may be R or R*. So `_forward` keeps what
-is possible, and `_backward` takes what the readers need. How far a rank really stretches is seen where the applied
-model runs: every layout must have its `local_shapes`.
+An op's operands determine its results, with two exceptions: an expanded dim may be whole or a slice, depending on the
+size it is expanded to, and a tensor that is created and written to later may be R or R*. So `_forward` keeps all
+possible strategies, and `_backward` takes those that the readers need. The size to which a rank really expands is seen
+where the applied model runs: every layout must agree with the observed `local_shapes`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,19 +42,18 @@ from tpplan.layouts.rules import (
 from tpplan.plan.plan import BoundaryPlan, ParameterPlan, Plan, Recompute
 
 EMBEDDING = "aten.embedding.default"
-#: the one op of a user's loss that takes a sharded output and plain tensors together
+#: the only op that may take a sharded output and plain tensors together in the user's loss
 CROSS_ENTROPY = "tpplan.cross_entropy.default"
 
-#: where a tensor crosses: module, direction, path
-Place = tuple[str, Direction, str]
+#: a boundary of a module: (module, direction, path)
+CrossingKey = tuple[str, Direction, str]
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mistyped:
-    """What does not type. `blamed`: the node of the graph that shows it; none where the plan is another graph's.
-    `place`: where the plan says what does not, or should say it: a section, a full name in it, and the path below.
-    """
+    """A problem that typechecking found. `blamed`: the graph's node that shows it, empty where the plan is for another
+    graph. `place`: where the plan states it or should: a section, a full name in it, and the path below."""
 
     message: str
     blamed: tuple[str, ...] = ()
@@ -62,21 +61,21 @@ class Mistyped:
 
 
 def typecheck(graph: ModelGraph, plan: Plan, *, local_shapes: Mapping[str, Shape] | None = None) -> Mistyped | None:
-    """None when every value of the graph has a layout under the plan, else the first problem.
+    """The first problem, or None where every value of the graph has a layout under the plan.
 
-    `local_shapes` are the shapes of computed values on one rank, where the applied model was seen to run.
+    `local_shapes` are observed shapes of computed values on one rank of the applied model.
     """
     return next(_Checker(graph, plan, local_shapes or {}).problems(), None)
 
 
 def implied_strategies(graph: ModelGraph, plan: Plan) -> dict[str, Strategy] | Mistyped:
-    """The strategy of every node of the graph that the plan implies, by the node's name, or the first problem."""
+    """Node name -> the strategy that the plan implies, for every node of the graph; or the first problem."""
     checker = _Checker(graph, plan, {})
     return next(checker.problems(), None) or checker.taken
 
 
 class _Checker:
-    """The layouts `possible` for each value so far, for each node the strategies that fit them, and the one `taken`."""
+    """The state of typechecking: `possible` layouts by value; by node, fitting `strategies` and the one `taken`."""
 
     def __init__(self, graph: ModelGraph, plan: Plan, local_shapes: Mapping[str, Shape]) -> None:
         self.graph = graph
@@ -106,7 +105,7 @@ class _Checker:
         self.taken: dict[str, Strategy] = {}
 
     def problems(self) -> Iterator[Mistyped]:
-        """In the order in which they show; what comes after the first may only follow from it."""
+        """Yields problems in the order in which they are found; those after the first may be its consequences."""
         yield from self._unknown_names()
         for source in self.graph.parameters:
             for problem in self._parameter(source, self.plans[source.label]):
@@ -115,12 +114,12 @@ class _Checker:
         yield from self._forward()
         yield from self._backward()
 
-    # What the plan names: (5), and (1) for parameters
+    # Names in the plan: (5), and (1) for parameters
 
     def _unknown_names(self) -> Iterator[Mistyped]:
         labels = {source.label for source in self.graph.parameters}
-        places = {_place(boundary) for boundary in self.graph.boundaries}
-        outputs = {boundary.path for boundary in self.graph.boundaries if _leaves_model(boundary)}
+        places = {_crossing_key(boundary) for boundary in self.graph.boundaries}
+        outputs = {boundary.path for boundary in self.graph.boundaries if boundary.leaves_model}
         outputs |= {path for path, _ in self.graph.outputs if path.startswith(LEFT_AT)}
         losses = {op.module for op in self.graph.ops if op.target == CROSS_ENTROPY}
         for label in sorted(labels ^ self.plans.keys()):
@@ -131,14 +130,14 @@ class _Checker:
             place = (self._section_naming(module), module)
             yield Mistyped(message=f"module {module}: in the plan, not in the model", place=place)
         for module, direction, path in sorted(self.crossings.keys() - places):
-            message = f"{direction} {path} of {module or ROOT}: the plan converts it, and nothing crosses"
+            message = f"{direction} {path} of {module or ROOT}: the plan converts it, but no tensor crosses there"
             yield Mistyped(message=message, place=("boundaries", module, f"{direction}s", path))
         whole = {op.module for op in self.graph.ops if op.target == OPAQUE}
         for module in sorted(whole - self.opaque):
-            message = f"module {module or ROOT}: runs whole, and the plan does not say so"
+            message = f"module {module or ROOT}: runs whole, but the plan does not say so"
             yield Mistyped(message=message, place=("opaque", module))
         for module in sorted(self.opaque - whole):
-            message = f"module {module or ROOT}: the plan says that it runs whole, and it does not"
+            message = f"module {module or ROOT}: the plan says that it runs whole, but it does not"
             yield Mistyped(message=message, place=("opaque", module))
         for path in sorted(self.outputs.keys() - outputs):
             yield Mistyped(message=f"output {path}: in the plan, not in the model", place=("outputs", path))
@@ -146,7 +145,7 @@ class _Checker:
             yield Mistyped(message=f"loss of {module or ROOT}: in the plan, not in the model", place=("losses", module))
 
     def _written(self) -> Iterator[Mistyped]:
-        """(6)"""
+        """Yields violations of (6)."""
         write = next(iter(writes_of(self.graph)), None)
         if write is not None and self.copies:
             yield Mistyped(message=f"{write}, and {self.copies}", place=("mesh_degrees",))
@@ -154,7 +153,7 @@ class _Checker:
         if write is not None:
             region = next(name for name in self.recomputed if within(write.module, name))
             yield Mistyped(
-                message=f"{write}, and would again where {region or ROOT} is recomputed", place=("recompute",)
+                message=f"{write}, and would write twice where {region or ROOT} is recomputed", place=("recompute",)
             )
         for region, mode in self.recomputed.items():
             obstacle = why_not_selective(self.graph, region) if mode is Recompute.SELECTIVE else ""
@@ -172,7 +171,7 @@ class _Checker:
         consumers = self.graph.consumers.get(source.result, ())
         readers = {node.module for node in consumers if isinstance(node, Op)}
         if unplanned := sorted(readers - plan.reads.keys()):
-            yield f"{unplanned[0] or ROOT} reads it, and the plan does not say how"
+            yield f"{unplanned[0] or ROOT} reads it, but the plan gives no layout for that"
         for reader, layout in sorted(plan.reads.items()):
             if reader not in readers:
                 yield f"{reader or ROOT} does not read it"
@@ -195,16 +194,17 @@ class _Checker:
         return next((section for section, names in tables.items() if module in names), "boundaries")
 
     def _place_of(self, node: Op | Boundary) -> tuple[str, ...]:
-        """Of what crosses, its conversion; of an op, how it reads a parameter, if it does, else its module's border."""
+        """A node's place in the plan: a boundary's conversion, an op's reading of a parameter, or its module's
+        boundaries."""
         if isinstance(node, Boundary):
             return "boundaries", node.module, f"{node.direction}s", node.path
         label = next((self.parameters[name].label for name in node.operands if name in self.parameters), None)
         return ("parameters", label, "reads", node.module) if label is not None else ("boundaries", node.module)
 
-    # From the sources on: (2), (3)
+    # From the sources forward: (2), (3)
 
     def _forward(self) -> Iterator[Mistyped]:
-        """Keeps of each node the strategies that fit what may flow into it."""
+        """Keeps each node's strategies whose operands' layouts are possible; yields a problem where none is left."""
         for node in self.graph.nodes:
             options = self._crossing(node) if isinstance(node, Boundary) else self._op(node)
             if isinstance(options, str):
@@ -214,7 +214,9 @@ class _Checker:
             kept = tuple(strategy for strategy in options if self._has_local_shapes(node, strategy))
             if not kept:
                 seen = [self.local_shapes.get(result) for result in node.results]
-                message = f"{_title(node)}: gives {'; '.join(map(str, options))}, and {seen} was seen"
+                message = (
+                    f"{_title(node)}: may run as {'; '.join(map(str, options))}, but local shapes {seen} were observed"
+                )
                 yield Mistyped(message=message, blamed=(node.name,), place=self._place_of(node))
                 return
             self.strategies[node.name] = kept
@@ -233,13 +235,17 @@ class _Checker:
         if fitting:
             return fitting
         found = ", ".join(
-            f"{self._called(n)} as {_either(layouts)}" for n, layouts in zip(op.operands, read, strict=True)
+            f"{self._name_in_message(n)} as {_either(layouts)}" for n, layouts in zip(op.operands, read, strict=True)
         )
         return f"reads {found}; its rule allows {'; '.join(map(str, allowed)) or 'nothing'}"
 
     def _fits_the_loss(self, op: Op, strategy: Strategy) -> bool:
-        """A sharded output comes to the user's loss as a DTensor, which meets no plain tensor in any op but our loss.
-        In the model's own forward, that sees slices of as many classes as the plan says."""
+        """True where an op can run in the loss under a strategy.
+
+        In the user's loss function a sharded output is a DTensor, which no op but tpplan's cross entropy takes together
+        with plain tensors. In the model's own forward, a cross entropy may run on a slice of the number of classes in
+        the plan.
+        """
         is_whole = all(layout.is_whole for layout in (*strategy.operands, *strategy.results))
         if op.target != CROSS_ENTROPY:
             return is_whole or op.module != LOSS_SCOPE or len(op.operands) < 2
@@ -249,14 +255,14 @@ class _Checker:
         return op.module == LOSS_SCOPE or (not is_mistaken if is_whole else is_planned)
 
     def _draws_in_step(self, op: Op, strategy: Strategy) -> bool:
-        """What is dropped at random is slices in the modules that the plan says, and whole or summands in others."""
+        """True where the op drops elements of slices exactly in the modules that the plan lists under `draws`."""
         return any(layout.dim is not None for layout in strategy.operands) == (op.module in self.draws)
 
     def _read(self, op: Op, name: str) -> tuple[Layout, ...]:
         source = self.parameters.get(name)
         return self.possible[name] if source is None else (self.plans[source.label].reads[op.module],)
 
-    def _called(self, value: str) -> str:
+    def _name_in_message(self, value: str) -> str:
         producer = self.graph.producers.get(value)
         if isinstance(producer, Boundary):
             return _title(producer)
@@ -264,39 +270,43 @@ class _Checker:
 
     def _crossing(self, boundary: Boundary) -> tuple[Strategy, ...] | str:
         if boundary.operand in self.parameters:
-            return f"{self.parameters[boundary.operand].label} is passed around: no module reads it for itself"
+            return (
+                f"{self.parameters[boundary.operand].label} is passed to a module as an argument: it cannot be sharded"
+            )
         possible = self.possible[boundary.operand]
-        planned = self.crossings.get(_place(boundary))
+        planned = self.crossings.get(_crossing_key(boundary))
         if planned is None:
             return tuple(Strategy((layout,), (layout,)) for layout in possible)
         if planned.source not in possible:
-            return f"the plan converts {planned}, and what crosses is {_either(possible)}"
+            return f"the plan converts {planned}, but the tensor is {_either(possible)}"
         if not planned.is_identity and (problem := self._obstacle(boundary, planned)):
-            return f"the plan converts {planned}, and {problem}"
+            return f"the plan converts {planned}, but {problem}"
         return (Strategy((planned.source,), (planned.target,)),)
 
     def _obstacle(self, boundary: Boundary, planned: Conversion) -> str | None:
-        """Why what crosses cannot be converted so."""
+        """The reason why the tensor at a boundary cannot be converted as planned; None where it can."""
         value = self.graph.values[boundary.operand]
         if boundary.name in self.written_later:
-            return "what crosses is written to later"
+            return "the tensor is written to later, and a conversion would make a copy"
         if not value.can_be(planned.target, self.tp):
-            return f"{value.shape} does not divide by {self.tp}" + (", or only today" if value.varying else "")
+            return f"{value.shape} does not divide by {self.tp}" + (
+                " at every size that data may give" if value.varying else ""
+            )
         if not value.carries_gradient and planned.target in (R_STAR, P):
-            return "what crosses carries no gradient"
+            return "the tensor carries no gradient"
         if planned.target == ROWS and not self._is_looked_up(boundary):
             return "the module is not one lookup whose result is masked where it leaves"
         return None
 
     def _is_looked_up(self, ids: Boundary) -> bool:
-        """Ids enter an embedding module and go nowhere else; what it looks up leaves it through its mask alone."""
+        """True where ids enter an embedding module for its lookup alone, whose result leaves only through its mask."""
         lookup = self._only_reader(ids.result)
         if not isinstance(lookup, Op) or lookup.target != EMBEDDING or lookup.operands[0] not in self.parameters:
             return False
         leaving = self._only_reader(lookup.results[0])
         if not isinstance(leaving, Boundary) or not ids.module == lookup.module == leaving.module:
             return False
-        mask = self.crossings.get(_place(leaving))
+        mask = self.crossings.get(_crossing_key(leaving))
         directions = (ids.direction, leaving.direction)
         return directions == (Direction.INPUT, Direction.OUTPUT) and mask is not None and mask.source == ROWS
 
@@ -311,12 +321,12 @@ class _Checker:
             if result in self.local_shapes
         )
 
-    # From the ends back: (4), and one layout for each value
+    # From the outputs back: (4), and one layout for each value
 
     def _backward(self) -> Iterator[Mistyped]:
-        """Takes of each node the first strategy that gives its values the layouts in which they are read."""
+        """Takes for each node the first strategy that gives its values the layouts in which they are read."""
         layouts: dict[str, Layout] = {}
-        for title, value, wanted in self._ends():
+        for title, value, wanted in self._planned_outputs():
             layouts[value] = wanted
             if wanted not in self.possible[value] or not wanted.is_plain:
                 message = f"{title} is {_either(self.possible[value])}, expected {wanted}"
@@ -324,24 +334,24 @@ class _Checker:
                 blamed = (producer.name,) if producer is not None else ()
                 yield Mistyped(message=message, blamed=blamed, place=("outputs", title.removeprefix("output ")))
         for node in reversed(self.graph.nodes):
-            named = ((strategy, self._named(node, strategy)) for strategy in self.strategies[node.name])
+            named = ((strategy, self._value_layouts(node, strategy)) for strategy in self.strategies[node.name])
             fitting = ((s, names) for s, names in named if all(layouts.get(n, x) == x for n, x in names.items()))
             taken = next(fitting, None)
             if taken is None:
-                message = f"{_title(node)}: what reads it needs several layouts"
+                message = f"{_title(node)}: its readers need different layouts of one value"
                 yield Mistyped(message=message, blamed=(node.name,), place=self._place_of(node))
                 return
             self.taken[node.name] = taken[0]
             layouts |= taken[1]
 
-    def _named(self, node: Op | Boundary, strategy: Strategy) -> dict[str, Layout]:
-        """A strategy's layouts by the names of the values, parameters aside."""
+    def _value_layouts(self, node: Op | Boundary, strategy: Strategy) -> dict[str, Layout]:
+        """Value name -> its layout in a strategy of the node, without parameters."""
         pairs = zip((*node.operands, *node.results), (*strategy.operands, *strategy.results), strict=True)
         return {name: layout for name, layout in pairs if name not in self.parameters}
 
-    def _ends(self) -> Iterator[tuple[str, str, Layout]]:
-        """What leaves the model, and what leaves the step past it: title, value, layout."""
-        leaving = {boundary.result: boundary.path for boundary in self.graph.boundaries if _leaves_model(boundary)}
+    def _planned_outputs(self) -> Iterator[tuple[str, str, Layout]]:
+        """Yields (title, value, planned layout) of the model's outputs, and of the step's outputs beside them."""
+        leaving = {boundary.result: boundary.path for boundary in self.graph.boundaries if boundary.leaves_model}
         for value, path in leaving.items():
             yield f"output {path}", value, self.outputs.get(path, R)
         for path, value in self.graph.outputs:
@@ -350,7 +360,7 @@ class _Checker:
                 yield "the loss" if is_loss else f"output {path}", value, R if is_loss else self.outputs.get(path, R)
 
 
-def _crossings(boundaries: Mapping[str, BoundaryPlan]) -> dict[Place, Conversion]:
+def _crossings(boundaries: Mapping[str, BoundaryPlan]) -> dict[CrossingKey, Conversion]:
     return {
         (module, direction, path): crossing.conversion
         for module, boundary in boundaries.items()
@@ -359,12 +369,8 @@ def _crossings(boundaries: Mapping[str, BoundaryPlan]) -> dict[Place, Conversion
     }
 
 
-def _place(boundary: Boundary) -> Place:
+def _crossing_key(boundary: Boundary) -> CrossingKey:
     return boundary.module, boundary.direction, boundary.path
-
-
-def _leaves_model(boundary: Boundary) -> bool:
-    return boundary.module == "" and boundary.direction is Direction.OUTPUT
 
 
 def _is_one_of(strategy: Strategy, read: Iterable[tuple[Layout, ...]]) -> bool:
@@ -372,7 +378,7 @@ def _is_one_of(strategy: Strategy, read: Iterable[tuple[Layout, ...]]) -> bool:
 
 
 def _reads_alike(strategy: Strategy, operands: tuple[str, ...]) -> bool:
-    """A value that is read twice is read under one layout."""
+    """True where a value that is read twice is read under one layout."""
     return len(set(zip(operands, strategy.operands, strict=True))) == len(set(operands))
 
 

@@ -1,6 +1,6 @@
-"""From samples to a profile's tables: the nearest monotone ones, and the residuals that become their error bars.
+"""Fits a profile's tables to samples: the nearest monotone tables, and residuals that become their error bars.
 
-All deviations are logarithmic: ln(sample / table), which for small ones is the relative error.
+All deviations are logarithmic: ln(sample / table), which is the relative error where small.
 """
 
 import dataclasses
@@ -24,21 +24,21 @@ from tpplan.machine.tables import (
 
 Array = NDArray[np.float64]
 
-#: no two runs of one benchmark agree better
+#: smallest relative error of a table: two runs of a benchmark do not agree better
 LEAST_RELATIVE_ERROR = 0.01
-#: where nothing was left to compare with, a prediction may be off by as much as it says
+#: relative error where no sample is left to compare with: 100 %
 UNKNOWN_RELATIVE_ERROR = 1.0
-#: significant digits of a time
+#: significant digits of times in a table
 TIME_DIGITS = 4
-#: a point is marked as noisy where the middle half of its repeats covers more than this part of their median
+#: relative spread (q75 - q25) / median of a point's repeats above which the point is noisy
 NOISY_RELATIVE_SPREAD = 0.2
-#: time grows with this power of each axis where work outweighs all else, axes by number
+#: axis number -> the power of that axis with which the work grows
 MATMUL_POWERS = {1: 1, 2: 1, 3: 1}
 ATTENTION_POWERS = {0: 1, 1: 2, 2: 1}
 
 
 def isotonic_median(values: ArrayLike) -> Array:
-    """Non-decreasing sequence of least absolute log deviation: pool adjacent violators, each pool at its median."""
+    """Non-decreasing sequence of least absolute log deviation: pools adjacent violators, each pool at its median."""
     pools: list[list[float]] = []
     for value in np.log(values):
         pools.append([float(value)])
@@ -48,7 +48,7 @@ def isotonic_median(values: ArrayLike) -> Array:
 
 
 def isotonic_grid(times: Array) -> Array:
-    """Table of least largest log deviation that decreases along no axis: midway between its two monotone envelopes."""
+    """Table of least maximal log deviation that decreases along no axis: midway between its two monotone envelopes."""
     upper = lower = np.log(times)
     for axis in range(times.ndim):
         upper = np.maximum.accumulate(upper, axis=axis)
@@ -62,17 +62,17 @@ def rms(values: ArrayLike) -> float:
 
 
 def digits(value: float, count: int) -> float:
-    """Rounded to significant digits; order is kept, so monotone tables stay monotone."""
+    """The value rounded to `count` significant digits; order is kept, so monotone tables stay monotone."""
     return float(f"{value:.{count - 1}e}")
 
 
 def relative_error(ratios: Array) -> float:
-    """RMS of the logarithms of samples over what stands for them."""
+    """RMS of the logarithms of ratios (sample over table), at least LEAST_RELATIVE_ERROR."""
     return digits(max(LEAST_RELATIVE_ERROR, rms(np.log(ratios))), 2)
 
 
 def neighbour_errors(sizes: ArrayLike, times: Array, sample_sizes: ArrayLike, samples: Array) -> list[float]:
-    """Relative error beside each size: RMS over the samples of it and of its two neighbours."""
+    """Relative error at each size: RMS over the samples at that size and its two neighbours."""
     position = np.searchsorted(sizes, sample_sizes)
     deviation = np.log(samples / times[position])
     near = [deviation[np.abs(position - i) <= 1] for i in range(len(times))]
@@ -80,12 +80,12 @@ def neighbour_errors(sizes: ArrayLike, times: Array, sample_sizes: ArrayLike, sa
 
 
 def spread(samples: Array) -> Spread:
-    """How far apart the repeats of each point lie: samples are (*points, repeat)."""
+    """Spread of each point's repeats; samples are (*points, repeat)."""
     return _spread(_middle_half(samples).ravel())
 
 
 def widest(samples: Array) -> Spread:
-    """The same for samples (*points, form, repeat): that of the form whose repeats lie farthest apart."""
+    """Spread of each point's widest form; samples are (*points, form, repeat)."""
     return _spread(_middle_half(samples).max(axis=-1).ravel())
 
 
@@ -104,10 +104,10 @@ def _spread(relative: Iterable[float]) -> Spread:
 def interpolation_error(
     axes: Sequence[Sequence[int]], times: Array, powers: Mapping[int, int] = MATMUL_POWERS
 ) -> float:
-    """RMS log error of a plane of the table (a matmul's m, n or k), predicted from its two neighbours in logarithms.
+    """RMS log error of predicting each inner plane along an axis from its neighbours, linear in logarithms.
 
-    powers names the axes that count. The neighbours are twice as far from each other, in logarithms, as the table's
-    own points: what is asked lies nearer. UNKNOWN_RELATIVE_ERROR where no axis has three points.
+    `powers` names the axes that count. These neighbours are twice as far apart as the table's own points, so the error
+    is an upper estimate. UNKNOWN_RELATIVE_ERROR where no axis has three points.
     """
     errors = []
     for axis in powers:
@@ -122,9 +122,10 @@ def interpolation_error(
 def beyond_error(
     axes: Sequence[Sequence[int]], times: Array, launch_s: float, powers: Mapping[int, int] = MATMUL_POWERS
 ) -> float:
-    """RMS log error of the last plane of an axis, predicted from the one before it, as the profile does beyond.
+    """RMS log error of predicting the last plane of each axis from the one before, as the profile extrapolates.
 
-    powers says with which power of an axis the work grows. UNKNOWN_RELATIVE_ERROR where every axis has one point.
+    `powers` gives the power of each axis with which the work grows. UNKNOWN_RELATIVE_ERROR where every axis has one
+    point.
     """
     errors = []
     for axis, power in powers.items():
@@ -138,19 +139,19 @@ def beyond_error(
 
 
 def leave_one_group_out(profile: HardwareProfile) -> Iterator[tuple[CollectiveTable, Array]]:
-    """For every measured group, ln(predicted / measured) over its sizes, predicted from the other groups."""
+    """Yields (table, ln(predicted / measured) over its sizes), predicting each measured group from the other groups."""
     for left_out in profile.collectives:
         others = tuple(table for table in profile.collectives if table != left_out)
         rest = dataclasses.replace(profile, collectives=others)
         try:
             predicted = [rest.collective(left_out.kind, left_out.group, n).seconds for n in left_out.bytes]
         except ProfileError:
-            continue  # the only group of its kind: nothing predicts it
+            continue  # the only group of its kind: no other predicts it
         yield left_out, np.log(np.array(predicted) / np.array(left_out.time_s))
 
 
 def group_extrapolation(profile: HardwareProfile) -> GroupExtrapolation:
-    """RMS of the leave-one-group-out errors, inside a node and across nodes; unknown where none could be."""
+    """RMS of the leave-one-group-out errors, in a node and across nodes; UNKNOWN_RELATIVE_ERROR without any."""
     errors = list(leave_one_group_out(profile))
 
     def residual(*, across: bool) -> float:
@@ -172,7 +173,7 @@ def matmul_table(
 ) -> MatmulTable:
     """The table of samples (batch, m, n, k, form, repeat) in seconds over axes (batch, m, n, k).
 
-    A point is the mean over the forms of a product, each at its median; how much they differ is in the error.
+    A point is the mean over a product's forms of their medians; the differences between forms count in the error.
     """
     times = isotonic_grid(np.median(samples, axis=-1).mean(axis=-1))
     smoothed = rms(np.log(samples / times[..., None, None]))
@@ -202,7 +203,7 @@ def attention_table(
     launch_s: float,
     sources: tuple[str, ...],
 ) -> AttentionTable:
-    """The table of samples (batch_heads, sequence, head_dim, repeat) in seconds over axes of these names."""
+    """The table of samples (batch_heads, sequence, head_dim, repeat) in seconds over those axes."""
     times = isotonic_grid(np.median(samples, axis=-1))
     smoothed = rms(np.log(samples / times[..., None]))
     between = interpolation_error(axes, times, ATTENTION_POWERS)
@@ -223,9 +224,9 @@ def attention_table(
 
 
 def memory_bound_table(samples: Mapping[int, Array], sources: tuple[str, ...]) -> MemoryBoundTable:
-    """The table of samples (kind of kernel, repeat) in seconds, by bytes read plus written.
+    """The table of bytes (read plus written) -> samples (kind of kernel, repeat) in seconds.
 
-    A point is the mean over the kinds, each at its median; how much they differ is in the error.
+    A point is the mean over the kinds of their medians; the differences between kinds count in the error.
     """
     sizes = sorted(samples)
     by_size = np.stack([samples[size] for size in sizes])
@@ -243,7 +244,7 @@ def memory_bound_table(samples: Mapping[int, Array], sources: tuple[str, ...]) -
 def collective_table(
     kind: Collective, group: GroupShape, samples: Mapping[int, Array], sources: tuple[str, ...]
 ) -> CollectiveTable:
-    """The table of samples, in seconds, by bytes of the whole value."""
+    """The table of bytes of the whole value -> samples in seconds."""
     sizes = sorted(samples)
     times = isotonic_median([float(np.median(samples[size])) for size in sizes])
     sample_sizes = np.repeat(sizes, [len(samples[size]) for size in sizes])

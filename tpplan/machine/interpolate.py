@@ -1,4 +1,4 @@
-"""Interpolation that is linear in logarithms, so that a measured power law is met exactly between its points."""
+"""Interpolation that is linear in logarithms, so that it is exact for power laws."""
 
 import itertools
 import math
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 
 def bracket(grid: Sequence[float], x: float) -> tuple[int, float]:
-    """Cell i and weight w in [0, 1] with ln x = (1 - w) ln grid[i] + w ln grid[i + 1]; x is clamped to the grid.
+    """(i, w) with ln x = (1 - w) ln grid[i] + w ln grid[i + 1], w in [0, 1]; x is clamped to the grid.
 
-    grid ascends strictly and is positive. A grid of one point gives (0, 0.0).
+    The grid is positive and strictly ascending. A grid of one point gives (0, 0.0).
     """
     if x <= grid[0]:
         return 0, 0.0
@@ -20,7 +20,7 @@ def bracket(grid: Sequence[float], x: float) -> tuple[int, float]:
 
 
 def blend(values: Sequence[float], cell: tuple[int, float]) -> float:
-    """Geometric mean of two neighbours, (1 - w) ln values[i] + w ln values[i + 1], exact at the points themselves."""
+    """Geometric mean of two neighbours: exp((1 - w) ln values[i] + w ln values[i + 1]); exact at the points."""
     i, w = cell
     if w == 0.0 or values[i] == values[min(i + 1, len(values) - 1)]:
         return values[i]
@@ -30,7 +30,7 @@ def blend(values: Sequence[float], cell: tuple[int, float]) -> float:
 
 
 def multilinear(grids: Sequence[Sequence[float]], values: Sequence[float], point: Sequence[float]) -> float:
-    """Multilinear in logarithms over a row-major table; point is clamped to the grid; exact at its points."""
+    """Multilinear in logarithms over a row-major table, exact at its points; the point is clamped to the grid."""
     cells = [bracket(grid, x) for grid, x in zip(grids, point, strict=True)]
     total = 0.0
     for corner in itertools.product((0, 1), repeat=len(grids)):

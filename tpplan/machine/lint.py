@@ -1,7 +1,7 @@
-"""What a reader should know of a profile that loads: noisy points, tables that are missing, numbers that were inferred.
+"""Warnings about a valid profile: noisy points, missing tables, inferred numbers.
 
-A profile that does not load is an error (ProfileError); none of this is. Loading has already seen to it that times
-never decrease, that keys are known, and that each table names sources that are listed.
+A profile that does not load raises ProfileError instead. Loading checks that times never decrease, keys are known, and
+each table names sources that are listed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,12 +20,12 @@ from tpplan.machine.tables import (
 
 
 def warnings(profile: HardwareProfile) -> tuple[str, ...]:
-    """Each as a sentence that begins with the path of the key it is about."""
+    """The warnings, each a sentence that begins with the path of its key."""
     return (*_missing(profile), *_inferred(profile), *_noisy(profile), *_uncited(profile))
 
 
 def table_name(part: Part) -> str:
-    """What a table is of: all_gather on 16 ranks, 8 per node; bfloat16 causal backward. Empty where its key says it."""
+    """What a table covers, such as "all_gather on 16 ranks, 8 per node"; "" where the key says it."""
     match part:
         case MatmulTable() | AttentionRate():
             return part.dtype
@@ -40,16 +40,16 @@ def table_name(part: Part) -> str:
 
 
 def _named(profile: HardwareProfile) -> Iterator[tuple[str, Part]]:
-    """Parts by path and name."""
+    """Yields (path with the table's name, part) for all parts."""
     for path, part in profile.parts():
         name = table_name(part)
         yield f"{path} ({name})" if name else path, part
 
 
 def _missing(profile: HardwareProfile) -> Iterator[str]:
-    """Optional parts that are absent, with what stands in for them."""
+    """Yields a warning for each absent optional part, with its stand-in."""
     if not profile.software:
-        yield "software: missing; nobody can tell which versions were measured"
+        yield "software: missing; the versions of torch and the driver that were measured are unknown"
     if profile.date is None:
         yield "date: missing"
     if profile.memory_bound_table is None:
@@ -59,7 +59,7 @@ def _missing(profile: HardwareProfile) -> Iterator[str]:
         if rate.dtype not in with_table:
             yield f"attention_tables: none for {rate.dtype}; one rate is used for all sizes"
     if profile.launch.issue_s is None and profile.device_type == "cuda":
-        yield "launch.issue_s: missing; nothing says how fast the CPU issues kernels"
+        yield "launch.issue_s: missing; how long the CPU takes to issue a kernel is unknown, and priced as nothing"
     if not profile.optimizer_issues:
         yield "optimizer_issues: missing; an optimizer's step is priced by its bytes alone"
     for across, where in ((False, "within a node"), (True, "across nodes")):
@@ -68,7 +68,7 @@ def _missing(profile: HardwareProfile) -> Iterator[str]:
         if absent and (across or profile.gpus_per_node > 1):
             yield f"collectives: no {', '.join(absent)} {where}; plans that need one are refused"
     if profile.overlap is None and profile.collectives:
-        yield "overlap: missing; nothing says how matmuls and collectives slow each other"
+        yield "overlap: missing; how much matmuls and collectives slow each other down was not measured"
 
 
 def _inferred(profile: HardwareProfile) -> Iterator[str]:
@@ -108,7 +108,7 @@ def _noisy_points(
 
 
 def _uncited(profile: HardwareProfile) -> Iterator[str]:
-    """Sources that no table names."""
+    """Yields a warning for each source that no table names."""
     cited = {id_ for _, part in profile.parts() for id_ in part.sources}
     for i, source in enumerate(profile.sources):
         if source.id not in cited:

@@ -1,10 +1,10 @@
-"""HardwareProfile: what a machine was measured to do, and how sure that is.
+"""HardwareProfile: measured times of a machine, with error bars.
 
 Symbols: p ranks, q ranks per node, n bytes of the WHOLE (unsharded) value, T seconds, L latency in seconds.
 
-Every time is an Estimate: seconds, an error bar from the profile's own residuals, and whether it goes beyond what was
-measured. What a profile does not cover is a ProfileError that names the missing measurement; nothing is ever free.
-A machine is a JSON file (profiles/), read strictly; each table names its sources, and says where it was inferred.
+Every time is an Estimate: seconds, an error bar from the profile's own residuals, and whether it is extrapolated. What
+a profile does not cover raises a ProfileError that names the missing measurement; nothing is free. A machine is a JSON
+file (profiles/), read strictly; each table names its sources and what was inferred.
 """
 
 import datetime
@@ -57,11 +57,11 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
-    """A machine: its memory, its kernels and its network, as measured. Its fields are the keys of its JSON file.
+    """A machine's memory, kernels and network. Its fields are the keys of its JSON file.
 
-    What may be absent: software (versions by name: torch, cuda, nccl, driver, python) and the date of the measurement;
-    attention_tables, in whose place attention_rates stand; memory_bound_table, in whose place the bandwidth stands;
-    optimizer_issues and overlap; and fitted, numbers that no benchmark gave, at most two.
+    Optional: software (version by name: torch, cuda, nccl, driver, python) and date of the measurement;
+    attention_tables, replaced by attention_rates; memory_bound_table, replaced by the bandwidth; optimizer_issues;
+    overlap; and fitted, at most two numbers that were fitted to training runs.
     """
 
     schema_version: int
@@ -104,20 +104,20 @@ class HardwareProfile:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object], origin: str) -> "HardwareProfile":
-        """A profile from parsed JSON; origin is what errors call it. Raises ProfileError with the path of the key."""
+        """The profile from parsed JSON; errors call it `origin`. Raises ProfileError with the path of the key."""
         return decode(cls, data, origin=origin, error=ProfileError)
 
     def to_dict(self) -> dict[str, object]:
-        """The content of the profile's JSON file; from_dict's inverse."""
+        """The profile as JSON data, the inverse of from_dict."""
         return cast(dict[str, object], encode(self))
 
     def dumps(self) -> str:
-        """The text of the profile's file: a line for each number and for each array of numbers."""
+        """The text of the profile's file: one line for each number and each array of numbers."""
         return _lines(self.to_dict(), "") + "\n"
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the content, independent of how the file was formatted."""
+        """sha256 of the content, independent of the file's format."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     @property
@@ -127,24 +127,24 @@ class HardwareProfile:
 
     @property
     def slack_bytes(self) -> int:
-        """Bytes of device memory that are never the model's: context, communicators, what the allocator cannot use."""
+        """Bytes of device memory that the model cannot use: context, communicators, allocator overhead."""
         return self.memory.reserved_bytes
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes of device memory that a model may fill."""
+        """Bytes of device memory that the model can use."""
         return self.memory_bytes - self.slack_bytes
 
     @property
     def matmul_slowdown(self) -> float:
-        """How many times as long matmuls take in training as alone, in a benchmark: fitted, or 1."""
+        """Time of matmuls in training relative to a benchmark: fitted, or 1."""
         return self._fitted("matmul_slowdown", 1.0)
 
     @property
     def overlap_slowdown(self) -> float:
-        """Of the time of a collective that runs beside kernels, how much these take longer: fitted, or as measured.
+        """Extra time of kernels that run beside a collective, as a share of the collective's time: fitted, or measured.
 
-        At most 1, where the two may as well run one after the other.
+        At most 1, where overlapping gains nothing.
         """
         measured = self.overlap.matmul_slowdown if self.overlap is not None else 0.0
         return min(1.0, self._fitted("overlap_slowdown", measured))
@@ -154,23 +154,23 @@ class HardwareProfile:
 
     @property
     def launch_s(self) -> float:
-        """The least time of a kernel, in seconds."""
+        """Least time of a kernel, in seconds."""
         return self.launch.launch_s
 
     @property
     def issue_s(self) -> float | None:
-        """What the CPU needs to issue a kernel that another device runs, in seconds; None where nothing says it."""
+        """CPU seconds to issue a kernel for another device; None where it was not measured."""
         return self.launch.issue_s if self.device_type == "cuda" else None
 
     @property
     def issuing(self) -> Estimate:
-        """What issuing a kernel adds to its own time: nothing where a GPU runs it while the CPU goes on."""
+        """Time that issuing a kernel adds to the kernel's own: nothing on a GPU, where the CPU issues in parallel."""
         if self.device_type == "cuda" or self.launch.issue_s is None:
             return Estimate.zero()
         return Estimate(seconds=self.launch.issue_s, error_s=self.launch.issue_s * self.launch.relative_error)
 
     def optimizer_issue(self, optimizer: str, *, is_sharded: bool) -> Estimate:
-        """What the CPU takes of an optimizer's step for each parameter; nothing where no measurement says it."""
+        """CPU time of an optimizer's step for each parameter; nothing where it was not measured."""
         found = next((issue for issue in self.optimizer_issues or () if issue.optimizer == optimizer), None)
         if found is None:
             return Estimate.zero()
@@ -180,11 +180,11 @@ class HardwareProfile:
     def matmul(self, *, m: int, n: int, k: int, batch: int = 1, dtype: str) -> Estimate:
         """Batched (m, k) @ (k, n): T = max(L + (T_c - L) f, M), never decreasing in any size.
 
-        T_c is the measured time, interpolated, of the sizes clamped to the table; f the FLOP over those of T_c, 1 in
-        the table; L the launch time, which does not grow with the work. Outside of the table nothing is faster than
-        reading the operands and writing the result once, M, as memory_bound has it [Williams et al. 2009, the roofline
-        model], but where sizes are below the table and none above, nothing is slower than T_c, which was measured on
-        larger ones. Where M decides, its error is added. dtype is torch's name.
+        T_c is the interpolated time of the sizes clamped to the table, f the FLOP relative to those of T_c (1 inside
+        the table), L the launch time, which does not grow with the work. M is the time of reading the operands and
+        writing the result once, as in memory_bound [Williams et al. 2009, the roofline model]; it bounds T from below
+        outside of the table. Where some sizes are below the table and none above, T is at most T_c, which was measured
+        on larger sizes. Where M decides, its error is added. dtype is torch's name.
         """
         sizes = (batch, m, n, k)
         if min(sizes) < 1:
@@ -210,7 +210,7 @@ class HardwareProfile:
     def attention(self, *, flop: float, dtype: str, backward: bool, sizes: AttentionSizes | None = None) -> Estimate:
         """Fused attention, from the table of this dtype, direction and mask where sizes are given and there is one.
 
-        Else T = max(L, flop / rate), where flop is what is executed: half of it where causal.
+        Otherwise T = max(L, flop / rate), where flop counts executed operations: half of all where causal.
         """
         if sizes is not None:
             for table in self.attention_tables or ():
@@ -223,10 +223,8 @@ class HardwareProfile:
         return self._at_least_launch(seconds, rate.relative_error)
 
     def memory_bound(self, *, num_bytes: float) -> Estimate:
-        """A kernel that only moves memory, bytes read plus bytes written: from the table, else L or bytes / bandwidth.
-
-        Never below L, the launch time.
-        """
+        """A kernel that only moves memory: from the table, else num_bytes (read plus written) / bandwidth; at
+        least L."""
         if self.memory_bound_table is None:
             return self._at_least_launch(num_bytes / self.bandwidth.hbm_bytes_per_s, self.bandwidth.relative_error)
         least = Estimate(seconds=self.launch_s, error_s=self.launch_s * self.launch.relative_error)
@@ -236,18 +234,18 @@ class HardwareProfile:
         """Time of a collective; num_bytes is n, the bytes of the WHOLE value over all ranks of the group.
 
         all_reduce: every rank holds n and ends with n. all_gather: n/p in, n out. reduce_scatter: n in, n/p out.
-        all_to_all: each rank holds n/p, sends n/p^2 to each. (nccl-tests' "size" is n for the first three and n/p for
-        the last.) One rank, or no bytes, costs nothing.
+        all_to_all: each rank holds n/p and sends n/p^2 to each. (nccl-tests' "size" is n for the first three and n/p
+        for the last.) One rank, or no bytes, costs nothing.
 
-        A group that was not measured is predicted from the nearest one of its kind that was,
-        T = L s/s_g + (T_g(n) - L) c/c_g, with c bottleneck_traffic and s latency_steps, and has that prediction's
-        error, as has a message too small for the table to have seen its latency.
+        A group that was not measured is predicted from the nearest measured group g of its kind, T = L s/s_g + (T_g(n)
+        - L) c/c_g, where c is bottleneck_traffic and s is latency_steps, with the error of such predictions. So is a
+        message smaller than the table's smallest where no latency was measured.
         """
         if num_bytes < 0 or group.ranks < 1 or group.ranks_per_node < 1:
             raise ProfileError(f"{kind} on {group}: expected ranks >= 1 and bytes >= 0, got {num_bytes} bytes")
         if group.ranks == 1 or num_bytes == 0:
             return Estimate.zero()
-        # A group that fits in a node is the same group whatever room there is left beside it.
+        # A group that fits in a node does not depend on how many further ranks the node could hold.
         group = GroupShape(ranks=group.ranks, ranks_per_node=min(group.ranks, group.ranks_per_node))
         table = self._nearest(kind, group)
         measured = table.time(num_bytes)
@@ -263,12 +261,13 @@ class HardwareProfile:
 
     @property
     def unmeasured_across_nodes(self) -> tuple[Collective, ...]:
-        """Collectives of which no group across nodes was measured: none can be priced there."""
+        """Collectives that were measured on no group across nodes, and so cannot be priced there."""
         measured = {table.kind for table in self.collectives if table.group.nodes > 1}
         return tuple(kind for kind in Collective if kind not in measured)
 
     def _nearest(self, kind: Collective, group: GroupShape) -> CollectiveTable:
-        """The measured group of this kind, crossing nodes or not alike, nearest in ranks per node, then in nodes."""
+        """The measured group, within a node or across like `group`, that is nearest in ranks per node, then in
+        nodes."""
         crosses = group.nodes > 1
         if group.ranks_per_node > self.gpus_per_node:
             raise self._missing(
@@ -292,10 +291,13 @@ class HardwareProfile:
         return Estimate(seconds=seconds, error_s=seconds * relative_error)
 
     def _missing(self, what: str, covered: Sequence[str]) -> ProfileError:
-        return ProfileError(f"profile {self.name}: no {what}; covered: {', '.join(covered) or 'nothing'}")
+        return ProfileError(
+            f"profile {self.name}: no {what}; covered: {', '.join(covered) or 'nothing'}. `tpplan profile` measures a "
+            "machine"
+        )
 
     def parts(self) -> Iterator[tuple[str, Part]]:
-        """Everything that names its sources, with the path of its key."""
+        """Yields (path of the key, part) for every part that names sources."""
         yield from (("memory", self.memory), ("bandwidth", self.bandwidth), ("launch", self.launch))
         if self.memory_bound_table is not None:
             yield "memory_bound_table", self.memory_bound_table
@@ -320,14 +322,14 @@ class HardwareProfile:
 
 
 def shipped_profiles() -> tuple[str, ...]:
-    """Names of the profiles that come with tpplan."""
+    """Names of the profiles that ship with tpplan."""
     return tuple(sorted(path.stem for path in _profile_folder().glob("*.json")))
 
 
 def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
-    """A shipped profile by its name, or any by its path (what ends in .json or has a folder in it).
+    """A shipped profile by its name, or a profile by its path (text that ends in .json or contains a folder).
 
-    Raises ProfileError for an unknown name, and for a file that is unreadable or malformed, with the path of the key.
+    Raises ProfileError for an unknown name, and for an unreadable or malformed file with the path of the key.
     """
     text = os.fspath(name_or_path)
     is_path = not isinstance(name_or_path, str) or text.endswith(".json") or Path(text).name != text
@@ -342,7 +344,7 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
 
 
 def _lines(value: object, indent: str) -> str:
-    """JSON with one line per scalar and per array of numbers or ids."""
+    """JSON with one line for each scalar and each array of numbers or ids."""
     inner = indent + "  "
     if isinstance(value, dict) and value:
         members = (f"{inner}{json.dumps(key)}: {_lines(member, inner)}" for key, member in value.items())
@@ -358,7 +360,7 @@ def _load_file(path: Path, *, origin: str) -> HardwareProfile:
 
 
 def _profile_folder() -> Path:
-    """The installed package tpplan.profiles, or profiles/ next to the package in a checkout."""
+    """The folder of the installed package tpplan.profiles, or profiles/ beside the package in a checkout."""
     try:
         return Path(str(importlib.resources.files("tpplan.profiles")))
     except ModuleNotFoundError:

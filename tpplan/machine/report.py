@@ -1,4 +1,4 @@
-"""A profile for people: as text for a terminal, as data, and as one HTML page that holds its pictures."""
+"""A profile for people: as text for a terminal, as data, and as one self-contained HTML page."""
 
 import io
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from tpplan.machine.profile import HardwareProfile
 from tpplan.machine.svg_chart import line_chart
 from tpplan.machine.views import View, charts, facts, views
 
-#: columns of a text that no terminal shows
+#: columns of a report that is not printed to a terminal
 DEFAULT_WIDTH = 120
 _INDENT = 2
 
@@ -35,7 +35,7 @@ svg .axis { stroke: #888; } svg .grid { stroke: #e4e4e4; } svg .line { fill: non
 
 
 def render(profile: HardwareProfile, *, width: int = DEFAULT_WIDTH, color: bool = False) -> str:
-    """All tables and warnings as text of at most `width` columns, with terminal colours when asked."""
+    """All tables and warnings as text of at most `width` columns, with terminal colours where asked."""
     console = Console(
         file=io.StringIO(),
         width=width,
@@ -51,7 +51,7 @@ def render(profile: HardwareProfile, *, width: int = DEFAULT_WIDTH, color: bool 
 
 
 def as_data(profile: HardwareProfile) -> dict[str, object]:
-    """The same as data: facts by name, tables as they are shown, warnings."""
+    """The report as JSON data: facts by name, tables as shown, warnings."""
     return {
         "facts": [[name, text] for name, text in facts(profile)],
         "notes": list(profile.notes),
@@ -64,7 +64,7 @@ def as_data(profile: HardwareProfile) -> dict[str, object]:
 
 
 def to_html(profile: HardwareProfile) -> str:
-    """A page with charts, tables, notes, sources and warnings. It asks the network for nothing."""
+    """One HTML page with charts, tables, notes, sources and warnings; it loads nothing from the network."""
     parts = [
         "<!doctype html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{escape(profile.name)}</title>',

@@ -1,7 +1,7 @@
-"""A line chart as SVG text, for a page that needs nothing but itself.
+"""A line chart as SVG text, for a self-contained page.
 
-x is logarithmic; y is linear from 0, or logarithmic too. Colours are Okabe and Ito's, told apart by most eyes, and
-after eight lines the dashes change.
+x is logarithmic; y is linear from 0, or logarithmic. Colours are from Okabe and Ito's palette for colour-blind readers;
+the dashes change after every eight lines.
 """
 
 import math
@@ -11,7 +11,7 @@ from html import escape
 from tpplan.machine.views import Chart, short_bytes
 
 WIDTH, HEIGHT = 640, 340
-#: of the plotting area: what stands left, right, above and below it
+#: margins of the plotting area, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 62, 168, 30, 46
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999933")
 DASHES = ("", "6 3", "2 3", "8 3 2 3")
@@ -21,7 +21,7 @@ _Y_TICKS = 5
 
 
 def line_chart(chart: Chart) -> str:
-    """The chart as one <svg> element. It must have a point."""
+    """The chart as one <svg> element. Needs at least one point."""
     points = [point for series in chart.series for point in series.points]
     x_scale = _Scale([x for x, _ in points], LEFT, WIDTH - RIGHT, is_log=True)
     ys = [y for _, y in points]
@@ -41,7 +41,7 @@ def line_chart(chart: Chart) -> str:
 
 
 class _Scale:
-    """Values to pixels."""
+    """Maps values to pixels, and chooses ticks."""
 
     def __init__(self, values: Sequence[float], low: float, high: float, *, is_log: bool) -> None:
         self.is_log = is_log
@@ -65,7 +65,7 @@ class _Scale:
 
 
 def nice_step(least: float) -> float:
-    """The smallest of 1, 2 and 5 times a power of ten that is not below a positive number."""
+    """The smallest number of the form 1, 2 or 5 times a power of ten that is not below `least` > 0."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))
 
@@ -74,7 +74,7 @@ def _x_axis(chart: Chart, scale: _Scale) -> list[str]:
     bottom = HEIGHT - BOTTOM
     values = sorted({x for series in chart.series for x, _ in series.points})
     lines = [f'<line x1="{LEFT}" y1="{bottom}" x2="{WIDTH - RIGHT}" y2="{bottom}" class="axis"/>']
-    for value in _apart(values, scale):
+    for value in _with_room_for_labels(values, scale):
         text = short_bytes(value) if chart.x_is_bytes else f"{value:g}"
         lines.append(f'<line x1="{scale(value)}" y1="{TOP}" x2="{scale(value)}" y2="{bottom}" class="grid"/>')
         lines.append(f'<text x="{scale(value)}" y="{bottom + 15}" class="middle">{escape(text)}</text>')
@@ -82,8 +82,8 @@ def _x_axis(chart: Chart, scale: _Scale) -> list[str]:
     return [*lines, f'<text x="{middle}" y="{bottom + 34}" class="middle">{escape(chart.x_label)}</text>']
 
 
-def _apart(values: Sequence[float], scale: _Scale) -> list[float]:
-    """The values whose labels do not touch, the first and the last among them."""
+def _with_room_for_labels(values: Sequence[float], scale: _Scale) -> list[float]:
+    """The values whose labels do not overlap, including the first and the last."""
     least = (WIDTH - LEFT - RIGHT) / _MOST_X_TICKS
     chosen = [values[0]]
     for value in values[1:-1]:

@@ -1,9 +1,9 @@
-"""What a profile is made of: estimates, and one table per thing that was measured.
+"""The parts of a profile: estimates, and one table for each kind of measurement.
 
 Symbols: p ranks, q ranks per node, n bytes of the WHOLE (unsharded) value, T seconds, L latency in seconds.
 
-A table is valid once it exists: its axes ascend and its times never decrease. Each names its sources, and `inferred`
-says how a number came about that nobody measured. Field names are the keys of the JSON file, units included.
+Tables are valid on construction: axes ascend and times never decrease. Each names its sources; `inferred` says how
+numbers that were not measured came about. Field names are the keys of the JSON file, with units.
 """
 
 import math
@@ -23,16 +23,16 @@ NonNegative = Annotated[float, AtLeast(0)]
 Count = Annotated[int, AtLeast(1)]
 Index = Annotated[int, AtLeast(0)]
 
-#: a profile may hold so many numbers that were fitted to training runs
+#: most numbers of a profile that were fitted to training runs
 MOST_FITTED = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A predicted time and its error bar, in seconds.
+    """A predicted time and its error bar (one standard deviation), in seconds.
 
-    Estimates add up. Errors add linearly, not in quadrature: those that come from one table are the same error again.
-    Over tables tpplan.costs.error_bars adds them up.
+    Estimates add up. Errors add linearly, not in quadrature, because times from one table share their error.
+    tpplan.costs.error_bars combines errors of several tables.
     """
 
     seconds: float
@@ -41,12 +41,12 @@ class Estimate:
 
     @property
     def relative_error(self) -> float:
-        """The error over the time; 0 for no time."""
+        """The error relative to the time; 0 where the time is 0."""
         return self.error_s / self.seconds if self.seconds else 0.0
 
     @classmethod
     def zero(cls) -> "Estimate":
-        """No time at all, for certain."""
+        """No time, without error."""
         return cls(seconds=0.0, error_s=0.0)
 
     def __add__(self, other: "Estimate") -> "Estimate":
@@ -65,7 +65,7 @@ class Estimate:
 
 
 class Collective(StrEnum):
-    """The collectives a plan may contain."""
+    """The collectives that a plan may contain."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -74,10 +74,11 @@ class Collective(StrEnum):
 
 
 def bottleneck_traffic(kind: Collective, group: GroupShape) -> float:
-    """What a bandwidth-bound time is a multiple of: bytes through a rank's slowest link, per byte of the whole value.
+    """Bytes through a rank's slowest link, per byte of the whole value; bandwidth-bound times are proportional to it.
 
-    Ring all-gather and reduce-scatter move (p - 1)/p, all-reduce 2 (p - 1)/p; across nodes q ranks share that between
-    q network ports. All-to-all sends n/p per rank, of which (p - 1)/p leaves the rank and (p - q)/p leaves the node.
+    Ring all-gather and reduce-scatter move (p - 1)/p, all-reduce 2 (p - 1)/p; across nodes, the q ranks of a node share
+    this among q network ports. All-to-all sends n/p per rank, of which (p - 1)/p leaves the rank and (p - q)/p leaves
+    the node.
     """
     p, q, crosses = group.ranks, group.ranks_per_node, group.nodes > 1
     ring = (p - 1) / p / (q if crosses else 1)
@@ -93,17 +94,17 @@ def bottleneck_traffic(kind: Collective, group: GroupShape) -> float:
 
 
 def latency_steps(group: GroupShape) -> float:
-    """What the latency of a group is a multiple of: ring steps p - 1 across nodes, tree depth log2 p inside one.
+    """The number of latencies in a collective: ring steps p - 1 across nodes, tree depth log2 p inside a node.
 
-    Leaving measured groups out prefers these. Nothing small was measured on many nodes, where NCCL has algorithms
-    with fewer steps than a ring: there this is the cautious side.
+    Leaving out measured groups favours these. Small messages on many nodes, where NCCL has algorithms with fewer steps
+    than a ring, were not measured; there this overestimates.
     """
     return group.ranks - 1 if group.nodes > 1 else math.log2(group.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where numbers come from, and under which licence."""
+    """Where numbers come from, and their licence."""
 
     id: str
     licence: str
@@ -112,10 +113,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How far apart the repeats of each point lay: the middle half of them over their median, (q75 - q25) / q50.
+    """How far apart the repeats of each point are: (q75 - q25) / q50.
 
-    relative: in the order of the table's time_s. noisy: where in it they exceed noisy_above, ascending: such a point
-    is used like any other, and whoever reads the profile is told.
+    relative: in the order of the table's time_s. noisy: indices of points above noisy_above, ascending. Noisy points
+    are used like others; `tpplan profile check` warns of them.
     """
 
     relative: tuple[NonNegative, ...]
@@ -133,7 +134,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Device memory, and what of it is never the model's: CUDA context, NCCL buffers, allocator slack."""
+    """Device memory, and the part that the model cannot use: CUDA context, NCCL buffers, allocator overhead."""
 
     memory_bytes: Count
     reserved_bytes: Annotated[int, AtLeast(0)]
@@ -148,7 +149,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bandwidth:
-    """Device memory bandwidth, bytes read plus bytes written per second."""
+    """Device memory bandwidth: bytes read plus bytes written per second."""
 
     hbm_bytes_per_s: Positive
     relative_error: NonNegative
@@ -158,9 +159,9 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBoundTable:
-    """Time of a kernel that only moves memory, by bytes read plus bytes written, never decreasing.
+    """Time of a kernel that only moves memory, by bytes read plus bytes written; never decreasing.
 
-    What stays in a cache is faster than what does not: one bandwidth is not true of both.
+    A table instead of one bandwidth, because small tensors stay in caches.
     """
 
     bytes: tuple[Count, ...]
@@ -174,7 +175,7 @@ class MemoryBoundTable:
         _check_curve(self.bytes, self.time_s, self.relative_error, self.spread)
 
     def time(self, num_bytes: float) -> Estimate:
-        """Linear in logarithms between points; below the first its time; above the last T_last n/n_last."""
+        """Linear in logarithms between points; the first time below them; T_last n/n_last above."""
         seconds, error = _along(self.bytes, self.time_s, self.relative_error, num_bytes)
         seconds *= max(1.0, num_bytes / self.bytes[-1])
         return Estimate(seconds=seconds, error_s=seconds * error, extrapolated=num_bytes > self.bytes[-1])
@@ -182,10 +183,10 @@ class MemoryBoundTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """launch_s: the least time a kernel takes on the device, however little it does.
+    """launch_s: the least time of a kernel on the device.
 
-    issue_s: what the CPU needs to issue one, where the device works while the CPU goes on; else a kernel's time holds
-    it already. relative_error is that of both.
+    issue_s: CPU time to issue a kernel, where the device runs in parallel to the CPU; elsewhere kernel times include
+    it. relative_error applies to both.
     """
 
     launch_s: Positive
@@ -197,10 +198,9 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerIssue:
-    """What the CPU takes of an optimizer's step for each parameter, however small it is, on one of
-    tpplan.plan.optimizers.
+    """CPU time of an optimizer's step per parameter of any size; `optimizer` is one of tpplan.plan.optimizers.
 
-    sharded_s: of a DTensor, as parameters of applied plans are. plain_s: of a tensor of one rank.
+    sharded_s: for a DTensor, as under an applied plan. plain_s: for a plain tensor on one rank.
     """
 
     optimizer: str
@@ -215,8 +215,8 @@ class OptimizerIssue:
 class MatmulTable:
     """Time of batched (m, k) @ (k, n) over a grid: time_s is row-major over batch, m, n, k and never decreases.
 
-    A measured one is the mean of a product's three forms in training, forward and both gradients, which differ in how
-    their operands lie in memory: a step runs each once. Their differences are in the error.
+    A measured time is the mean of a product's three forms in training, forward and both gradients, which differ in the
+    memory layout of their operands and run once each in a step. Their differences count in the error.
     """
 
     dtype: str
@@ -233,7 +233,7 @@ class MatmulTable:
 
     @property
     def grids(self) -> tuple[tuple[int, ...], ...]:
-        """The four axes of the table, in the order of time_s."""
+        """The four axes, in the order of time_s."""
         return self.batch, self.m, self.n, self.k
 
     def __post_init__(self) -> None:
@@ -243,9 +243,9 @@ class MatmulTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSizes:
-    """The sizes of one fused attention: query [batch_heads, queries, head_dim], keys and values [.., keys, head_dim].
+    """Sizes of one fused attention: query [batch_heads, queries, head_dim], keys and values [.., keys, head_dim].
 
-    batch_heads counts the heads of queries; head_dim is the mean of keys' and values' where these differ.
+    batch_heads counts query heads; head_dim is the mean of the keys' and the values' where they differ.
     """
 
     batch_heads: int
@@ -256,13 +256,13 @@ class AttentionSizes:
 
     @property
     def sequence(self) -> float:
-        """Of as many queries as keys, with as much work."""
+        """The length of equally many queries and keys with the same work: sqrt(queries * keys)."""
         return math.sqrt(self.queries * self.keys)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTable:
-    """Time of fused attention, one way, causal or not, on sequence queries and as many keys.
+    """Time of fused attention in one direction, causal or not, with as many queries as keys.
 
     time_s is row-major over batch_heads, sequence, head_dim and never decreases.
     """
@@ -282,7 +282,7 @@ class AttentionTable:
 
     @property
     def grids(self) -> tuple[tuple[int, ...], ...]:
-        """The three axes of the table, in the order of time_s."""
+        """The three axes, in the order of time_s."""
         return self.batch_heads, self.sequence, self.head_dim
 
     def __post_init__(self) -> None:
@@ -290,10 +290,10 @@ class AttentionTable:
         _check_grid(("batch_heads", "sequence", "head_dim"), self.grids, self.time_s, self.spread)
 
     def time(self, sizes: AttentionSizes, launch_s: float) -> Estimate:
-        """T = L + (T_c - L) f: T_c is the interpolated time of the sizes clamped to the table, f the FLOP over T_c's.
+        """T = L + (T_c - L) f; T_c is the interpolated time of the sizes clamped to the table, f the FLOP over T_c's.
 
-        L is launch_s, which does not grow with the work. Other numbers of queries than of keys count as the sequence
-        with as much work, and as extrapolated.
+        L is launch_s, which does not grow with the work. Attention with other numbers of queries than keys is priced as
+        the sequence with the same work, and counts as extrapolated.
         """
         point = (sizes.batch_heads, sizes.sequence, sizes.head_dim)
         clamped = [min(max(size, grid[0]), grid[-1]) for size, grid in zip(point, self.grids, strict=True)]
@@ -321,9 +321,9 @@ class AttentionRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTable:
-    """Time of one collective on one group by bytes of the whole value, never decreasing; latency_s is that of 0 bytes.
+    """Time of a collective on one group, by bytes of the whole value, never decreasing; latency_s is for 0 bytes.
 
-    relative_error stands beside each point: small messages are noisier than large ones.
+    relative_error has a value for each point: small messages are noisier than large ones.
     """
 
     kind: Collective
@@ -346,11 +346,11 @@ class CollectiveTable:
 
     @property
     def group(self) -> GroupShape:
-        """The group that was measured."""
+        """The measured group."""
         return GroupShape(ranks=self.ranks, ranks_per_node=self.ranks_per_node)
 
     def time(self, num_bytes: float) -> Estimate:
-        """Linear in logarithms between points; below the first L + (T_0 - L) n/n_0; above the last T_last n/n_last."""
+        """Linear in logarithms between points; L + (T_0 - L) n/n_0 below them; T_last n/n_last above."""
         seconds, error = _along(self.bytes, self.time_s, self.relative_error, num_bytes)
         if num_bytes < self.bytes[0]:
             seconds = self.latency_s + (self.time_s[0] - self.latency_s) * num_bytes / self.bytes[0]
@@ -362,13 +362,13 @@ class CollectiveTable:
         )
 
     def shows_latency(self, num_bytes: float) -> bool:
-        """Whether so small a message was measured, or its latency was."""
+        """True where a message as small as this was measured, or latency_s is the smallest measured time."""
         return num_bytes >= self.bytes[0] or self.latency_s == self.time_s[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupExtrapolation:
-    """Error of predicting a group from another, found by leaving each measured group out once (relative, RMS)."""
+    """Relative error (RMS) of predicting a group from another one, found by leaving out each measured group once."""
 
     in_node_relative_error: NonNegative
     across_nodes_relative_error: NonNegative
@@ -376,8 +376,8 @@ class GroupExtrapolation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """What running at once costs: a matmul beside a collective takes 1 + matmul_slowdown times as long as alone, the
-    collective beside it 1 + collective_slowdown times. relative_error is that of these factors."""
+    """Slowdown of simultaneous work: a matmul beside a collective takes 1 + matmul_slowdown times as long as alone, the
+    collective 1 + collective_slowdown times. relative_error applies to both factors."""
 
     matmul_slowdown: NonNegative
     collective_slowdown: NonNegative
@@ -386,7 +386,7 @@ class Overlap:
     inferred: str | None = None
 
 
-#: what names its sources, and how it was inferred where it was
+#: the parts of a profile that name sources
 Part = (
     Memory
     | Bandwidth
@@ -403,7 +403,7 @@ Part = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """A number that was fitted to training runs: to how many, with which residual (relative, RMS), and what it is."""
+    """A number that was fitted to training runs: their number, the relative residual (RMS), and what the number is."""
 
     name: str
     value: float
@@ -418,13 +418,13 @@ def check_dtype(dtype: str) -> None:
 
 
 def _along(grid: Sequence[float], times: Sequence[float], errors: Sequence[float], size: float) -> tuple[float, float]:
-    """Time and relative error at a size clamped to the grid: linear in logarithms, and linear between these."""
+    """(time, relative error) at a size clamped to the grid; time linear in logarithms, error between neighbours."""
     i, w = cell = bracket(grid, size)
     return blend(times, cell), (1 - w) * errors[i] + w * errors[min(i + 1, len(grid) - 1)]
 
 
 def _check_curve(grid: Sequence[float], times: Sequence[float], errors: Sequence[float], spread: Spread | None) -> None:
-    """bytes ascend; time_s is as long and never decreases; so is relative_error, and the spread where there is one."""
+    """Raises ProfileError unless sizes ascend, times never decrease, and all arrays have the same length."""
     check_ascending("bytes", grid, strictly=True)
     check_length("time_s", times, len(grid))
     check_length("relative_error", errors, len(grid))
@@ -436,7 +436,7 @@ def _check_curve(grid: Sequence[float], times: Sequence[float], errors: Sequence
 def _check_grid(
     names: Sequence[str], grids: Sequence[Sequence[int]], times: Sequence[float], spread: Spread | None
 ) -> None:
-    """Axes ascend; time_s covers their product, row-major, and decreases along none; the spread is as long."""
+    """Raises ProfileError unless axes ascend, and time_s covers their product, row-major, decreasing along none."""
     for name, grid in zip(names, grids, strict=True):
         check_ascending(name, grid, strictly=True)
     check_length("time_s", times, math.prod(len(grid) for grid in grids))

@@ -1,6 +1,6 @@
-"""A profile as tables and charts of what people compare: throughput by shape, bus bandwidth by bytes and group.
+"""Tables and charts of a profile: throughput by shape, bus bandwidth by bytes and group.
 
-Only what was measured is shown, at the points where it was; what is noisy is marked.
+Only measured points are shown; noisy ones are marked.
 """
 
 import math
@@ -14,20 +14,20 @@ from tpplan.machine.lint import table_name
 from tpplan.machine.profile import Collective, HardwareProfile
 from tpplan.machine.tables import AttentionTable, CollectiveTable, MatmulTable, Spread, bottleneck_traffic
 
-#: follows a number whose repeats lay far apart
+#: mark after a number whose repeats are far apart
 NOISY_MARK = "~"
 NOISY_NOTE = f"{NOISY_MARK} repeats lie far apart"
-#: the m at which weights of all shapes are compared, or the nearest below it: tokens of one sequence
+#: the m, or the nearest below it, at which matmuls of all weights are compared: tokens of one sequence
 TYPICAL_TOKENS = 4096
-#: sizes of messages in a table; charts have all of them
+#: most sizes of messages in a table; charts have all
 _MOST_MESSAGE_COLUMNS = 9
-#: multiplications and additions of attention's products, forward and backward [Dao 2023, section 3.1]
+#: FLOP of attention per batch x heads x sequence^2 x head dim, forward and backward [Dao 2023, section 3.1]
 _FORWARD_FLOP, _BACKWARD_FLOP = 4.0, 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A table of text: the first column names the row. `note` stands below."""
+    """A table of text, whose first column names the row; `note` is printed below."""
 
     title: str
     columns: tuple[str, ...]
@@ -37,7 +37,7 @@ class View:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """A line of a chart, points by ascending x."""
+    """A line of a chart: points by ascending x."""
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -45,7 +45,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Lines over one logarithmic axis; y is logarithmic too where is_log_y."""
+    """Lines over a logarithmic x axis; y is logarithmic where is_log_y."""
 
     title: str
     x_label: str
@@ -56,7 +56,7 @@ class Chart:
 
 
 def facts(profile: HardwareProfile) -> tuple[tuple[str, str], ...]:
-    """What is one number or one line, by name."""
+    """(name, text) of everything that is one number or one line."""
     launch, bandwidth = profile.launch, profile.bandwidth
     lines = [
         ("profile", f"{profile.name} ({profile.fingerprint[:12]})"),
@@ -75,22 +75,17 @@ def facts(profile: HardwareProfile) -> tuple[tuple[str, str], ...]:
                 f" {format_seconds(step.plain_s)} a plain one, +/- {step.relative_error:.0%}",
             )
         )
-    if profile.overlap is not None:
-        overlap = profile.overlap
+    if (overlap := profile.overlap) is not None:
         lines.append(
             (
                 "overlap",
-                f"beside each other a matmul takes {1 + overlap.matmul_slowdown:.2f} times as long, a collective"
+                f"while both run, a matmul takes {1 + overlap.matmul_slowdown:.2f} times as long, a collective"
                 f" {1 + overlap.collective_slowdown:.2f} times, +/- {overlap.relative_error:.0%}",
             )
         )
     for number in profile.fitted or ():
-        lines.append(
-            (
-                "fitted",
-                f"{number.name} = {number.value:g} on {number.runs} runs, +/- {number.residual:.0%}: {number.what}",
-            )
-        )
+        text = f"{number.name} = {number.value:g} on {number.runs} runs, +/- {number.residual:.0%}: {number.what}"
+        lines.append(("fitted", text))
     if profile.software:
         lines.append(("software", ", ".join(f"{name} {version}" for name, version in profile.software.items())))
     if profile.date is not None:
@@ -100,12 +95,12 @@ def facts(profile: HardwareProfile) -> tuple[tuple[str, str], ...]:
 
 
 def views(profile: HardwareProfile) -> tuple[View, ...]:
-    """All tables, in the order of facts, matmuls, attention, memory, collectives."""
+    """All tables: matmuls, attention, memory, collectives."""
     return (*_matmul_views(profile), *_attention_views(profile), *_memory_views(profile), *_collective_views(profile))
 
 
 def charts(profile: HardwareProfile) -> tuple[Chart, ...]:
-    """All charts, in the same order; none without lines."""
+    """All charts that have lines: matmuls, attention, memory, collectives."""
     found = (*_matmul_charts(profile), *_attention_charts(profile), _memory_chart(profile), *_bus_charts(profile))
     return tuple(chart for chart in found if chart.series)
 
@@ -152,7 +147,7 @@ def _matmul_charts(profile: HardwareProfile) -> Iterator[Chart]:
                     name=f"m {m}",
                     points=tuple((n, _matmul_rate(table, m, n, n)[0] / scale) for n in table.n if n in table.k),
                 )
-                for m in _some(table.m)
+                for m in _evenly_spaced(table.m)
             ),
         )
         tokens = _tokens(table)
@@ -162,7 +157,7 @@ def _matmul_charts(profile: HardwareProfile) -> Iterator[Chart]:
             y_label=f"{unit}FLOP/s",
             series=tuple(
                 Series(name=f"k {k}", points=tuple((n, _matmul_rate(table, tokens, n, k)[0] / scale) for n in table.n))
-                for k in _some(table.k)
+                for k in _evenly_spaced(table.k)
             ),
         )
 
@@ -179,7 +174,7 @@ def _rates(table: MatmulTable) -> list[float]:
 
 
 def _attention_rate(table: AttentionTable, heads: int, sequence: int, dim: int) -> tuple[float, bool]:
-    """Executed FLOP/s at a point, half where causal, and whether it is noisy."""
+    """Executed FLOP/s at a point (half of all where causal), and whether it is noisy."""
     index = _index(
         table.grids, tuple(axis.index(x) for axis, x in zip(table.grids, (heads, sequence, dim), strict=True))
     )
@@ -279,7 +274,7 @@ def _memory_chart(profile: HardwareProfile) -> Chart:
 
 
 def bus_bandwidth(table: CollectiveTable, num_bytes: float) -> float:
-    """Bytes per second as nccl-tests defines busbw: what a ring moves through each rank's link, whatever the group.
+    """Bytes per second as nccl-tests defines busbw: what a ring moves through each rank's link.
 
     2 (p - 1)/p n / T for all_reduce, (p - 1)/p n / T for all_gather and reduce_scatter, (p - 1)/p (n/p) / T for
     all_to_all; p ranks, n bytes of the whole value.
@@ -294,7 +289,7 @@ def _collective_views(profile: HardwareProfile) -> Iterator[View]:
         if not tables:
             continue
         sizes = sorted({_rounded(size) for table in tables for size in table.bytes})
-        sizes = _some(sizes, _MOST_MESSAGE_COLUMNS)
+        sizes = _evenly_spaced(sizes, _MOST_MESSAGE_COLUMNS)
         noisy = [table.spread for table in tables if table.spread is not None and table.spread.noisy]
         yield View(
             title=f"{kind}, bus bandwidth in GB/s: by bytes of the whole value",
@@ -312,7 +307,7 @@ def _collective_views(profile: HardwareProfile) -> Iterator[View]:
 
 
 def _bus_cell(table: CollectiveTable, size: int) -> str:
-    """Blank beyond what was measured."""
+    """The bus bandwidth at a size as text; blank outside of the measured sizes."""
     near = min(range(len(table.bytes)), key=lambda i: abs(math.log(table.bytes[i] / size)))
     if not table.bytes[0] <= size * math.sqrt(2) or size > table.bytes[-1] * math.sqrt(2):
         return ""
@@ -346,7 +341,7 @@ def _bus_charts(profile: HardwareProfile) -> Iterator[Chart]:
 
 
 def _index(grids: Sequence[Sequence[int]], place: Sequence[int]) -> int:
-    """Row-major."""
+    """Row-major index of a place in a grid."""
     index = 0
     for grid, i in zip(grids, place, strict=True):
         index = index * len(grid) + i
@@ -363,7 +358,7 @@ def _note(text: str, spread: Spread | None) -> str:
 
 
 def _unit(rates: Sequence[float]) -> tuple[str, float]:
-    """T or G, whichever the largest rate is counted in."""
+    """The prefix T or G and its factor, chosen by the largest rate."""
     return ("T", 1e12) if max(rates) >= 1e12 else ("G", 1e9)
 
 
@@ -372,7 +367,7 @@ def _cell(rate: tuple[float, bool], scale: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Three significant digits, as short as they are read: 812, 41.3, 0.052."""
+    """A number with three significant digits at most: 812, 41.3, 0.052."""
     if value >= 100:
         return f"{value:.0f}"
     if value >= 10:
@@ -381,24 +376,24 @@ def _number(value: float) -> str:
 
 
 def _rate(per_second: float) -> str:
-    """With a unit's prefix: 2.90 T, 41.3 G."""
+    """A rate with its unit's prefix: 2.90 T, 41.3 G."""
     unit, scale = _unit([per_second])
     return f"{_number(per_second / scale)} {unit}"
 
 
 def short_bytes(num_bytes: float) -> str:
-    """Without zeros that say nothing: 1 KiB, 256 MiB, 1.5 GiB."""
+    """Bytes as text without trailing zeros: 1 KiB, 256 MiB, 1.5 GiB."""
     number, unit = format_bytes(num_bytes).split(" ")
     return f"{float(number):g} {unit}"
 
 
 def _rounded(size: int) -> int:
-    """The power of two next to it: groups of six measured multiples of 36 bytes."""
+    """The nearest power of two: groups of six ranks measured multiples of 36 bytes."""
     return int(2 ** round(math.log2(size)))
 
 
-def _some(sizes: Sequence[int], most: int = 6) -> list[int]:
-    """At most so many of them, evenly apart, the first and the last among them."""
+def _evenly_spaced(sizes: Sequence[int], most: int = 6) -> list[int]:
+    """At most `most` of the sizes, evenly spaced, including the first and the last."""
     if len(sizes) <= most:
         return list(sizes)
     return [sizes[round(i * (len(sizes) - 1) / (most - 1))] for i in range(most)]

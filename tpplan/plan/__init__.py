@@ -1,4 +1,4 @@
-"""Plan: the JSON file that says how a model is divided, and what is told of it.
+"""Plan: the JSON file that says how a model is sharded, and what is derived from it.
 
 In: a plan file, or the parts of a plan (layouts by module, mesh, precision, predictions, proof). Out: `Plan`, valid on
 construction; its report and layer table; the hash that ties a proof to it; plans made smaller for a test on few ranks.

@@ -1,4 +1,4 @@
-"""Which rows of a global batch a rank reads, micro-batch by micro-batch."""
+"""The rows of a global batch that a rank reads in each micro-batch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from tpplan.core.errors import UsageError
 
 
 class Rows(Protocol):
-    """A tensor, an array or a list: one row per sample."""
+    """A tensor, an array or a list with one row per sample."""
 
     def __len__(self) -> int: ...
 
@@ -17,10 +17,10 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShare:
-    """What a rank reads of each global batch: the data_rank-th of data_parallel equal slices, in micro-batches.
+    """A rank's rows of each global batch: the data_rank-th of data_parallel equal slices, divided into micro-batches.
 
-    The ranks of one tensor-parallel group have the same data_rank, and so read the same rows. Raises UsageError where
-    data_parallel * accumulation_steps * micro_batch is not the global batch, or data_rank is none of data_parallel.
+    The ranks of a tensor-parallel group have the same data_rank and read the same rows. Raises UsageError where
+    data_parallel * accumulation_steps * micro_batch is not the global batch, or data_rank is out of range.
     """
 
     global_batch: int
@@ -37,17 +37,17 @@ class BatchShare:
                 f"{self.accumulation_steps} accumulation steps x micro-batch {self.micro_batch}"
             )
         if not 0 <= self.data_rank < self.data_parallel:
-            raise UsageError(f"data rank {self.data_rank} is none of {self.data_parallel} data-parallel ranks")
+            raise UsageError(f"data rank {self.data_rank}: expected 0 to {self.data_parallel - 1}")
 
     @property
     def rows(self) -> tuple[range, ...]:
-        """Rows of a global batch, one range for each micro-batch."""
+        """The rows of a global batch that this rank reads, one range for each micro-batch."""
         first = self.data_rank * self.accumulation_steps
         starts = ((first + step) * self.micro_batch for step in range(self.accumulation_steps))
         return tuple(range(start, start + self.micro_batch) for start in starts)
 
     def micro_batches(self, inputs: Mapping[str, Rows]) -> list[dict[str, Any]]:
-        """This rank's micro-batches of a global batch, in order. Raises UsageError for inputs of another length."""
+        """This rank's micro-batches of a global batch. Raises UsageError for inputs of another number of rows."""
         for name, value in inputs.items():
             if len(value) != self.global_batch:
                 raise UsageError(f"{name}: expected a global batch of {self.global_batch} rows, got {len(value)}")

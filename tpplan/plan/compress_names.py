@@ -1,4 +1,4 @@
-"""Tables by full names, written by patterns: what agrees over a repeated block stands once."""
+"""Compresses tables keyed by names: entries that are equal over a repeated block become one entry under its pattern."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -10,12 +10,12 @@ from tpplan.core.name_patterns import format_ranges, parse_ranges, substitute
 from tpplan.plan.plan import ParameterPlan, Plan
 
 T = TypeVar("T")
-#: an entry with the names inside rewritten
+#: rewrites the names inside an entry by a function of a name
 Rename = Callable[[T, Callable[[str], str]], T]
 
 
 def blocks_table(graph: ModelGraph) -> dict[str, str]:
-    """Ranges by pattern. Two kinds of layers under one prefix share it: a pattern then stands for both."""
+    """Pattern -> ranges of indices. Blocks of different structure under one prefix share a pattern."""
     indices: dict[str, set[int]] = {}
     for block in graph.blocks:
         indices.setdefault(block.pattern, set()).update(block.indices)
@@ -23,10 +23,10 @@ def blocks_table(graph: ModelGraph) -> dict[str, str]:
 
 
 def by_pattern(graph: ModelGraph, table: Mapping[str, T], rename: Rename[T], absent: T | None = None) -> dict[str, T]:
-    """A table by full names, with what agrees over a block under its pattern and what differs under its own name.
+    """The table with each block's commonest entry under the block's pattern, and other entries under full names.
 
-    `rename` rewrites the names inside an entry. `absent` is what a name without an entry means; where there is no such
-    thing (a parameter), a row that not all siblings have stays under their full names.
+    `rename` rewrites the names inside an entry. `absent` is the entry that a name without one stands for; without
+    `absent` (parameters), entries that some siblings lack keep their full names.
     """
     ran = {node.module for node in graph.nodes}
     groups: dict[str, dict[int, T]] = {}
@@ -38,7 +38,7 @@ def by_pattern(graph: ModelGraph, table: Mapping[str, T], rename: Rename[T], abs
         prefix = pattern.partition("*")[0].rstrip(".")
         siblings = sorted(i for block in graph.blocks if block.prefix == prefix for i in block.indices)
         rows = dict(entries)
-        if absent is not None:  # siblings of another kind have no such module
+        if absent is not None:  # siblings of another structure may lack the module
             rows |= {i: absent for i in siblings if i not in entries and _numbered(pattern, i) in ran}
         common, number = _commonest(rows.values())
         if len(rows) < len(siblings) or number < 2:
@@ -53,7 +53,7 @@ def by_pattern(graph: ModelGraph, table: Mapping[str, T], rename: Rename[T], abs
 
 
 def _commonest(entries: Iterable[T]) -> tuple[T, int]:
-    """The entry that most are equal to, the first of several such, and how many those are."""
+    """The entry with the most equals, the first of several such, and how many they are."""
     found: list[T] = []
     counts: list[int] = []
     for entry in entries:
@@ -66,7 +66,7 @@ def _commonest(entries: Iterable[T]) -> tuple[T, int]:
 
 
 def rename_parameter(plan: ParameterPlan, rename: Callable[[str], str]) -> ParameterPlan:
-    """A parameter's plan with its readers and aliases renamed."""
+    """A copy of a parameter's plan with its readers and aliases renamed."""
     return replace(
         plan,
         reads={rename(reader): layout for reader, layout in plan.reads.items()},
@@ -75,14 +75,14 @@ def rename_parameter(plan: ParameterPlan, rename: Callable[[str], str]) -> Param
 
 
 def pattern_of(graph: ModelGraph, name: str) -> str:
-    """The pattern of a name within a block; a name outside as it is."""
+    """The pattern of a name inside a repeated block; any other name unchanged."""
     place = _block_of(graph, name)
     return name if place is None else _starred(name, place)
 
 
 def names_written(graph: ModelGraph, name: str) -> tuple[str, ...]:
-    """What stands for a name and those alike in its block: the pattern, or each by its own name where other layers, in
-    which there may be no such module, share the pattern."""
+    """The names that cover a name and its counterparts in the block: the pattern, or each full name where blocks of
+    another structure share the pattern and may lack the module."""
     place = _block_of(graph, name)
     if place is None:
         return (name,)
@@ -93,13 +93,13 @@ def names_written(graph: ModelGraph, name: str) -> tuple[str, ...]:
 
 
 def _block_of(graph: ModelGraph, name: str) -> tuple[RepeatedBlock, int] | None:
-    """The block that a name is within, and its index there. Blocks are outermost: none is within another."""
+    """The repeated block that a name is inside, and its index there. Blocks are outermost and never nested."""
     places = graph.once(_block_of, lambda: _places(graph))
     return next((places[module] for module in enclosing(name) if module in places), None)
 
 
 def _places(graph: ModelGraph) -> dict[str, tuple[RepeatedBlock, int]]:
-    """The same for each of a block's own modules."""
+    """Name of a block's member -> (block, index)."""
     return {
         name: (block, index) for block in graph.blocks for index, name in zip(block.indices, block.names, strict=True)
     }

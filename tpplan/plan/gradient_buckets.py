@@ -1,4 +1,4 @@
-"""Which gradients travel together: the same answer for the plan that lists them and for the step that sends them."""
+"""Groups gradients into buckets. Plan and training step both use this function, so their collectives agree."""
 
 from collections.abc import Iterable
 
@@ -9,8 +9,10 @@ BUCKET_BYTES = 25 * MIB
 
 
 def bucketed(sizes: Iterable[int], bucket_bytes: int) -> list[list[int]]:
-    """Positions of sizes in bytes, grouped: the smallest first, each group at most bucket_bytes unless one alone is
-    larger. What the groups add up to is a matter of the sizes alone, not of their order."""
+    """Positions of `sizes` (bytes), smallest first, in buckets of at most bucket_bytes; a larger size has its own.
+
+    The sums of the buckets depend on the sizes alone, not on their order.
+    """
     groups: list[list[int]] = []
     filled = 0
     for position, size in sorted(enumerate(sizes), key=lambda entry: entry[1]):

@@ -1,8 +1,8 @@
-"""How the dims of a model's inputs follow from the batch and the length, and which of those a plan is proven for.
+"""How the dims of a model's inputs depend on batch and length, and for which of those a plan is proven.
 
-A plan is proven at the shapes of its example inputs, and once more at another batch and another length. What was proven
-at b and at b' is said of every multiple of their greatest common divisor: the two are chosen so that nothing but what
-the plan itself needs (a slice for each rank) divides both.
+A plan is proven at the shapes of its example inputs and once more at another batch and another length. A proof at b and
+b' holds for every multiple of their greatest common divisor: the two are chosen so that only what the plan itself needs
+(a slice for each rank) divides both.
 """
 
 import re
@@ -10,15 +10,16 @@ from dataclasses import dataclass
 
 from tpplan.core.errors import PlanError
 
-#: what a dim may grow with
+#: the quantities that a dim may be proportional to
 BATCH, LENGTH, BOTH = "batch", "length", "batch * length"
+#: regular expression of a dim's text
 DIM_PATTERN = r"(?:0|[1-9][0-9]*)|(?:[1-9][0-9]* )?(?:batch \* length|batch|length)(?: [+-] [1-9][0-9]*)?"
 _GROWING = re.compile(r"(?:([1-9][0-9]*) )?(batch \* length|batch|length)(?: ([+-]) ([1-9][0-9]*))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """size = constant + factor * what it grows with: the batch, the length, both; "" where it is a constant."""
+    """size = constant + factor * (batch, length or batch * length), named by `grows_with`; "" for a constant dim."""
 
     constant: int
     factor: int = 0
@@ -32,12 +33,12 @@ class Dim:
         return f"{times}{self.grows_with}{rest}"
 
     def size(self, batch: int, length: int) -> int:
-        """Elements at a batch and a length."""
+        """The size at a batch and a length."""
         count = {"": 0, BATCH: batch, LENGTH: length, BOTH: batch * length}[self.grows_with]
         return self.constant + self.factor * count
 
     def count(self, size: int) -> int | None:
-        """The batch, length or product that makes the dim of this size; None where none does."""
+        """The batch, length or product at which the dim has this size; None where there is none."""
         if not self.grows_with:
             return None
         count, rest = divmod(size - self.constant, self.factor)
@@ -45,7 +46,7 @@ class Dim:
 
 
 def parse_dim(text: str) -> Dim:
-    """The dim that str() wrote. Raises PlanError for anything else."""
+    """The dim from its str(). Raises PlanError for any other text."""
     if re.fullmatch("0|[1-9][0-9]*", text):
         return Dim(int(text))
     match = _GROWING.fullmatch(text)
@@ -58,7 +59,7 @@ def parse_dim(text: str) -> Dim:
 def dim_through(sizes: tuple[int, int, int], batches: tuple[int, int], lengths: tuple[int, int]) -> Dim:
     """The dim with these sizes at (batches[0], lengths[0]), (batches[1], lengths[0]) and (batches[0], lengths[1]).
 
-    A constant where it grows with neither, or in a way that Dim cannot say.
+    A constant where the size depends on neither, or in a way that Dim cannot express.
     """
     first, at_batch, at_length = sizes
     slopes = (at_batch - first) / (batches[1] - batches[0]), (at_length - first) / (lengths[1] - lengths[0])

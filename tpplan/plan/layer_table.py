@@ -1,7 +1,7 @@
-"""A plan layer by layer: a row per module that owns parameters or converts what crosses its border, blocks once.
+"""The layer table of a plan: a row for each module or repeated block that owns parameters or converts tensors.
 
-The style of a module is said in the field's words only where placement, shape and conversions together leave one
-reading; else the row says which dim is split. The words are those that a pin takes (tpplan.layouts.pins).
+A row names the module's style (tpplan.plan.styles) only where placement, shape and conversions leave one reading;
+otherwise it says which dim is split. Pins accept the same words (tpplan.layouts.pins).
 """
 
 import itertools
@@ -18,15 +18,15 @@ from tpplan.core.name_patterns import ROOT, parse_ranges
 from tpplan.plan.plan import BoundaryPlan, CrossingPlan, ParameterPlan, Plan
 from tpplan.plan.styles import Style
 
-#: what ids come in
+#: dtypes of ids, which a row does not name
 _IDS = ("int64", "int32")
 _TITLES = ("module", "style", "weight", "conversion", "forward / backward")
-#: what a value is on a rank, for the layouts that appear
+#: explanations of the layouts in a table
 _LEGEND = {
     LayoutKind.REPLICATE: "R whole",
     LayoutKind.REPLICATE_PARTIAL_GRADIENT: "R* whole, its gradient a summand",
     LayoutKind.SHARD: "S(d) slice of dim d",
-    LayoutKind.COPIED: "S(d)/m slice of dim d that neighbours share, its gradient a summand",
+    LayoutKind.COPIED: "S(d)/m one of m slices of dim d, shared by neighbours, its gradient a summand",
     LayoutKind.JOINT: "S(d, d+1) slice of two dims as one",
     LayoutKind.PARTIAL: "P summand",
     LayoutKind.ROWS: "rows lookup in this rank's rows",
@@ -35,7 +35,7 @@ _LEGEND = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """A module, or the like modules of a repeated block: its own parameters and the tensors that cross its border."""
+    """A module, or equal modules of a repeated block: their parameters, and the conversions at their boundary."""
 
     key: str
     count: int
@@ -46,12 +46,12 @@ class _Row:
 
     @property
     def main(self) -> ParameterPlan | None:
-        """The parameter with the most elements."""
+        """The parameter with the most elements; None without parameters."""
         return max(self.parameters.values(), key=lambda p: prod(p.shape), default=None)
 
     @property
     def style(self) -> str:
-        """In the field's words, as far as the plan says it."""
+        """The style, as far as placements and conversions determine it; "" for a module without parameters."""
         if self.main is None:
             return f"tied to {self.tied_to}" if self.tied_to else ""
         if self.main.placement.kind is not LayoutKind.SHARD:
@@ -63,14 +63,14 @@ class _Row:
         if len(matrices) == 1 and len(self.main.shape) == 2:
             summands = any(c.conversion.source.kind is LayoutKind.PARTIAL for c in self.boundary.outputs.values())
             if summands or any(P in parameter.reads.values() for parameter in self.parameters.values()):
-                return Style.ROW  # only a split contraction gives summands, to which a bias is added once
+                return Style.ROW  # only a matrix split along the dim it sums over gives summands
             if self.main.placement.dim == 0:
                 return Style.COLUMN
         return f"{Style.SPLIT} {self.main.placement.dim}"
 
     @property
     def weights(self) -> Iterator[str]:
-        """Placements, the largest parameter's first; what agrees with it is not repeated."""
+        """Yields the placement of the largest parameter, then those of parameters with another placement."""
         if self.main is None:
             return
         main = _placement(self.main)
@@ -79,7 +79,7 @@ class _Row:
 
     @property
     def crossings(self) -> Iterator[tuple[str, CrossingPlan]]:
-        """What crosses, inputs first, by name: "in x"."""
+        """Yields ("in x" or "out y", conversion), inputs first."""
         for direction, table in (("in", self.boundary.inputs), ("out", self.boundary.outputs)):
             for path, crossing in sorted(table.items()):
                 name = path.removeprefix("output").removeprefix(".") if direction == "out" else path
@@ -87,11 +87,10 @@ class _Row:
 
 
 def layer_lines(plan: Plan, width: int) -> Iterator[Text]:
-    """The table in lines of at most `width` columns where its names allow, and a legend."""
+    """The table and a legend as lines, at most `width` columns wide where the names allow."""
     rows = _rows(plan)
-    dtypes = Counter(crossing.dtype for row in rows for _, crossing in row.crossings if crossing.dtype not in _IDS)
-    usual = max(dtypes, key=lambda dtype: (dtypes[dtype], dtype), default="")
-    entries = list(_entries(plan, rows, usual))
+    dtypes = _dtypes(rows)
+    entries = list(_entries(plan, rows, dtypes))
     if plan.mesh.tp == 1:
         yield from _without_tp(plan, entries)
         return
@@ -100,21 +99,27 @@ def layer_lines(plan: Plan, width: int) -> Iterator[Text]:
     yield Text("; ".join(_LEGEND[kind] for kind in LayoutKind if kind in shown) + ".", style="dim")
     if any(entry.conversions for entry in entries):
         yield Text("The backward half of a conversion is taken where the value carries a gradient.", style="dim")
-    if usual:
-        yield Text(f"Tensors cross as {usual}{', but where another is named' if len(dtypes) > 1 else ''}.", style="dim")
+    if dtypes:
+        others = " where no other dtype is named" if len(dtypes) > 1 else ""
+        yield Text(f"Tensors cross as {dtypes[0]}{others}.", style="dim")
 
 
 def layer_rows(plan: Plan, shows: Callable[[str], bool], width: int) -> list[str]:
-    """The table of the modules that `shows` accepts by name or pattern, its titles first; empty without any."""
+    """The table of the modules whose names or patterns `shows` accepts, with a header; empty where there are none."""
     rows = [row for row in _rows(plan) if shows(row.key)]
-    dtypes = Counter(crossing.dtype for row in rows for _, crossing in row.crossings if crossing.dtype not in _IDS)
-    entries = list(_entries(plan, rows, max(dtypes, key=lambda dtype: (dtypes[dtype], dtype), default="")))
+    entries = list(_entries(plan, rows, _dtypes(rows)))
     return [line.plain for line in _side_by_side(entries, width) or _nested(entries)] if rows else []
+
+
+def _dtypes(rows: list[_Row]) -> list[str]:
+    """The dtypes in which tensors cross, without those of ids, the commonest first."""
+    counts = Counter(crossing.dtype for row in rows for _, crossing in row.crossings if crossing.dtype not in _IDS)
+    return sorted(counts, key=lambda dtype: (counts[dtype], dtype), reverse=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """A row in words: how its parameters lie, and (conversion, steps) of each tensor that crosses."""
+    """A row as text: label, style, placements, and (conversion, steps) of each tensor at the boundary."""
 
     label: str
     style: str = ""
@@ -122,8 +127,9 @@ class _Entry:
     conversions: tuple[tuple[str, str], ...] = ()
 
 
-def _entries(plan: Plan, rows: list[_Row], usual_dtype: str) -> Iterator[_Entry]:
-    """Members of a block stand below its pattern. Ids apart, a dtype is named where it is not the usual one."""
+def _entries(plan: Plan, rows: list[_Row], dtypes: list[str]) -> Iterator[_Entry]:
+    """Yields the rows as text, with a heading above the members of a block. Dtypes are named unless usual
+    (dtypes[0])."""
     heading = None
     for row in rows:
         pattern = _generic(plan, row.key)[0]
@@ -132,7 +138,7 @@ def _entries(plan: Plan, rows: list[_Row], usual_dtype: str) -> Iterator[_Entry]
         heading = pattern
         conversions = tuple(
             (
-                f"{name}: {crossing.conversion if crossing.dtype in (*_IDS, usual_dtype) else crossing}",
+                f"{name}: {crossing.conversion if crossing.dtype in (*_IDS, *dtypes[:1]) else crossing}",
                 f"{_steps(crossing.conversion.forward)} / {_steps(crossing.conversion.backward)}",
             )
             for name, crossing in row.crossings
@@ -145,7 +151,7 @@ def _entries(plan: Plan, rows: list[_Row], usual_dtype: str) -> Iterator[_Entry]
 
 
 def _without_tp(plan: Plan, entries: list[_Entry]) -> Iterator[Text]:
-    """Every module computes whole: all there is to say of its weights is what FSDP does with them."""
+    """The lines of a plan with tp 1, in which FSDP alone shards the weights."""
     style = f"FSDP over {plan.mesh.shard} ranks" if plan.mesh.shard > 1 else "whole"
     lines = [_TITLES[:2], *((entry.label, style if entry.style else "") for entry in entries)]
     yield from (Text(line, style="" if i else "dim") for i, line in enumerate(_aligned(lines, 2)))
@@ -153,7 +159,7 @@ def _without_tp(plan: Plan, entries: list[_Entry]) -> Iterator[Text]:
 
 
 def _side_by_side(entries: list[_Entry], width: int) -> list[Text]:
-    """A line for each conversion, the module on the first; empty where that needs more than `width` columns."""
+    """One line for each conversion, the module on its first line; empty where that exceeds `width` columns."""
     full = [_TITLES, *(line for entry in entries for line in _lines(entry))]
     short = [(label, style.removesuffix(" parallel"), *rest) for label, style, *rest in full]
     for lines, gap in itertools.product((full, short), (2, 1)):
@@ -170,7 +176,7 @@ def _lines(entry: _Entry) -> Iterator[tuple[str, ...]]:
 
 
 def _nested(entries: list[_Entry]) -> Iterator[Text]:
-    """A line for each module, its conversions below it."""
+    """One line for each module, its conversions on lines below."""
     modules = [_TITLES[:3], *((entry.label, entry.style, ", ".join(entry.weights)) for entry in entries)]
     every = [conversion for entry in entries for conversion in entry.conversions]
     crossings = iter(_aligned([_TITLES[3:], *every], 2))
@@ -184,14 +190,14 @@ def _nested(entries: list[_Entry]) -> Iterator[Text]:
 
 
 def _aligned(lines: Sequence[tuple[str, ...]], gap: int) -> list[str]:
-    """Cells padded to the width of their column."""
+    """Lines with cells padded to the width of their column."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = (zip(line, widths, strict=True) for line in lines)
     return [(" " * gap).join(cell.ljust(width) for cell, width in cells).rstrip() for cells in padded]
 
 
 def _label(plan: Plan, row: _Row, pattern: str | None) -> str:
-    """Members of a block are indented, exceptions with their index; what exceptions leave says how many it is."""
+    """The label of a row: members of a block are indented, exceptions show their index, a count shows equal modules."""
     if pattern is None:
         return row.key or ROOT
     if row.key == pattern:
@@ -204,7 +210,7 @@ def _label(plan: Plan, row: _Row, pattern: str | None) -> str:
 
 
 def _rows(plan: Plan) -> list[_Row]:
-    """A row per key that owns parameters, converts, or reads a tied weight under a name of its own."""
+    """A row for each key that owns parameters, converts tensors, or reads a tied weight under another name."""
     owned = _by_module(plan.parameters)
     owned_by_members = _by_module(plan.parameter_plans())
     boundaries_of_members = plan.boundary_plans()
@@ -237,7 +243,7 @@ def _by_module(parameters: Mapping[str, ParameterPlan]) -> dict[str, dict[str, P
 
 
 def _generic(plan: Plan, key: str) -> tuple[str | None, str | None]:
-    """The block pattern that a key belongs to, and the key with its index written `*`; None outside of blocks."""
+    """The block pattern of a key, and the key with its index replaced by `*`; (None, None) outside of blocks."""
     for pattern, ranges in plan.blocks.items():
         prefix = pattern.removesuffix("*")
         index, _, rest = key.removeprefix(prefix).partition(".")
@@ -247,7 +253,7 @@ def _generic(plan: Plan, key: str) -> tuple[str | None, str | None]:
 
 
 def _reading_order(plan: Plan, row: _Row) -> tuple[object, ...]:
-    """By name, numbers by value; an exception below the pattern it departs from."""
+    """Sort key: by name with numbers by value; an exception follows its pattern."""
     generic = _generic(plan, row.key)[1] or row.key
     return _natural(generic), row.is_exception, _natural(row.key)
 

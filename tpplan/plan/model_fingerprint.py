@@ -1,4 +1,4 @@
-"""Whether a model is the one that a plan was made for, by its parameters: names, shapes, which are frozen."""
+"""Whether a model is the one that a plan was made for, judged by its parameters: names, shapes and requires_grad."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from tpplan.plan.plan import Plan
 
 
 def parameters_fingerprint(rows: Mapping[str, tuple[tuple[int, ...], bool]]) -> str:
-    """sha256 over sorted (name, shape, trainable)."""
+    """sha256 of the sorted (name, shape, trainable) of all parameters."""
     text = json.dumps([[name, list(shape), trainable] for name, (shape, trainable) in sorted(rows.items())])
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
@@ -17,7 +17,7 @@ def parameters_fingerprint(rows: Mapping[str, tuple[tuple[int, ...], bool]]) -> 
 def check_parameters(plan: Plan, rows: Mapping[str, tuple[tuple[int, ...], bool]]) -> None:
     """Compares the plan's parameters with a model's: {name: (shape, trainable)}, aliases included.
 
-    Raises PlanMismatchError naming what is missing, what is unknown, and which shapes differ.
+    Raises PlanMismatchError that lists missing and unknown names and differing shapes.
     """
     expected = {
         name: (parameter.shape, parameter.trainable)
@@ -36,5 +36,6 @@ def check_parameters(plan: Plan, rows: Mapping[str, tuple[tuple[int, ...], bool]
     if differences:
         shown = "\n  ".join(differences[:8]) + (f"\n  and {len(differences) - 8} more" if len(differences) > 8 else "")
         raise PlanMismatchError(
-            f"the plan was made for another model; {len(differences)} parameters differ:\n  {shown}"
+            f"the plan was made for another model; {len(differences)} parameters differ (solve again for this model, "
+            f"or build the model that was planned):\n  {shown}"
         )

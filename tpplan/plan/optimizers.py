@@ -1,8 +1,8 @@
-"""What optimizers keep for each parameter, and what their step makes besides.
+"""Memory of optimizers: states per parameter, and temporaries of the step.
 
-States are in the parameter's own dtype, as torch makes them, or bytes by number (`bytes:6`: 6 per element). Temporaries
-are those of a step, in the parameter's dtype: of all parameters together, where a step goes through them at once
-(foreach), and of the largest one, where it goes through them one by one. [torch 2.13, optim/adam.py, optim/sgd.py]
+States have the parameter's dtype, as torch creates them, or a number of bytes per element (`bytes:6`). Temporaries have
+the parameter's dtype and exist during the step: for all parameters together where the step handles them at once
+(foreach), for the largest parameter where it handles them one by one. [torch 2.13, optim/adam.py, optim/sgd.py]
 """
 
 import re
@@ -13,8 +13,8 @@ from tpplan.core.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """Per element of a parameter: `states` that last, or `state_bytes` instead; `of_all` and `of_largest` are elements
-    made during the step."""
+    """Counts per element of a parameter: `states`, or `state_bytes` in their place; temporaries of the step, `of_all`
+    parameters together or `of_largest` parameter alone."""
 
     states: int = 0
     state_bytes: float = 0.0
@@ -22,12 +22,12 @@ class Optimizer:
     of_largest: int = 0
 
     def bytes_per_element(self, width: int) -> float:
-        """Of states, for a parameter of `width` bytes an element."""
+        """Bytes of states per element, for a parameter of `width` bytes an element."""
         return self.states * width + self.state_bytes
 
 
-#: AdamW's denominator is a square root of all second moments (foreach), or one and what it is divided into (for each).
-#: What torch takes unless told depends on the parameters: DTensors go one by one.
+#: AdamW's temporaries: foreach holds the square roots of all second moments; the loop holds one parameter's and a
+#: quotient. torch takes the loop for DTensors unless told otherwise.
 OPTIMIZERS = {
     "adamw": Optimizer(states=2, of_largest=2),
     "adamw-foreach": Optimizer(states=2, of_all=1),
@@ -35,14 +35,13 @@ OPTIMIZERS = {
     "sgd-momentum": Optimizer(states=1),
     "sgd": Optimizer(),
 }
-#: of an optimizer known by its bytes alone, what torch's Adafactor makes of the largest parameter: its update, and that
-#: squared
+#: temporaries assumed for `bytes:N`: torch's Adafactor holds the largest parameter's update and its square
 BYTES_OF_LARGEST = 2
 _BYTES = re.compile(r"bytes:(\d+(?:\.\d+)?)")
 
 
 def optimizer_named(name: str) -> Optimizer:
-    """The optimizer of a name. Raises UsageError, with the names there are."""
+    """The optimizer of a name. Raises UsageError that lists the known names."""
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
     if found := _BYTES.fullmatch(name):

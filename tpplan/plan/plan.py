@@ -1,7 +1,7 @@
-"""The plan: what to shard, convert and reduce, keyed by module and parameter names; strict JSON, never pickle.
+"""The plan: what to shard, convert and reduce, keyed by names of modules and parameters; strict JSON, never pickle.
 
 A key with `*` stands for every member of a repeated block (`layers.*.attention` with the block `layers.*`); a key
-without it wins over the pattern. Applying a plan needs the plan and the model: no tracing, no solving, no profile.
+without `*` overrides the pattern. Applying a plan needs the plan and the model: no tracing, solving or profile.
 plan.schema.json describes the file; `load(dump(plan)) == plan`.
 """
 
@@ -26,11 +26,11 @@ from tpplan.plan.input_dims import DIM_PATTERN, Dim, parse_dim
 from tpplan.solvers.problem import Status
 
 SCHEMA_VERSION = 1
-#: names that all patterns of a plan may stand for together; a model with a thousand layers of 100 parameters has fewer
+#: most names that all patterns of a plan may stand for; a thousand layers of 100 parameters have half as many
 MAX_NAMES = 200_000
-#: names that an error lists
+#: most names that an error lists
 _MOST_LISTED = 16
-#: dims of a tensor, as torch counts them
+#: most dims of a torch tensor
 MAX_DIMS = 64
 
 T = TypeVar("T")
@@ -43,8 +43,8 @@ Amount = Annotated[float, AtLeast(0)]
 
 
 class Precision(StrEnum):
-    """fp32: as built. bf16-mixed: float32 parameters and states, bfloat16 compute. bf16: bfloat16 throughout,
-    the floating inputs that the user gives included."""
+    """fp32: as the model was built. bf16-mixed: float32 parameters and optimizer states, bfloat16 compute. bf16:
+    bfloat16 throughout, including the user's floating inputs."""
 
     FP32 = "fp32"
     BF16_MIXED = "bf16-mixed"
@@ -52,13 +52,13 @@ class Precision(StrEnum):
 
 
 def uses_fsdp(mesh: Mesh, precision: Precision) -> bool:
-    """FSDP2 shards, replicates, or casts."""
+    """True where FSDP2 shards, replicates or casts parameters."""
     return mesh.data_parallel > 1 or precision is Precision.BF16_MIXED
 
 
 class Recompute(StrEnum):
-    """What of a module's forward is kept for its backward, besides its inputs. full: nothing. selective: products,
-    attention and sums over ranks; the rest, which costs little to do again, is not. none: an exception to a pattern."""
+    """What backward recomputes of a module's forward. full: everything; only the inputs are kept. selective: all but
+    products, attention and sums over ranks, which are kept. none: nothing, as an exception to a pattern."""
 
     NONE = "none"
     FULL = "full"
@@ -66,15 +66,15 @@ class Recompute(StrEnum):
 
 
 class Compile(StrEnum):
-    """What torch.compile makes of the model, as far as the prediction goes. none: it runs eager. blocks: each repeated
-    layer is compiled on its own, and so is what stands around them."""
+    """What the prediction assumes about torch.compile. none: the model runs eagerly. blocks: each repeated layer is
+    compiled separately, and so are the modules around them."""
 
     NONE = "none"
     BLOCKS = "blocks"
 
 
 class Pass(StrEnum):
-    """When a collective runs: each micro-batch's forward or backward, or once per optimizer step."""
+    """When a collective runs: in forward or backward of each micro-batch, or once per optimizer step."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -83,7 +83,7 @@ class Pass(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
-    """The machine the plan was solved for."""
+    """The cluster for which the plan was solved."""
 
     gpus: Count
     gpus_per_node: Count
@@ -93,7 +93,7 @@ class ClusterPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPlan:
-    """Degrees of the mesh, ranks numbered with tp innermost."""
+    """Degrees of the mesh; ranks are numbered with tp innermost."""
 
     replicate: Count
     shard: Count
@@ -112,7 +112,7 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterPlan:
-    """A parameter's placement on the tp axis, and under which layout each module reads it."""
+    """A parameter's placement on the tp axis, and the layout in which each module reads it."""
 
     placement: LayoutText
     reads: Mapping[str, LayoutText]
@@ -124,7 +124,7 @@ class ParameterPlan:
 
 @dataclass(frozen=True, slots=True)
 class CrossingPlan:
-    """How a tensor's layout changes at a module's boundary, and in which dtype it crosses: `S(1) -> R as float32`."""
+    """The conversion of a tensor at a module's boundary, and the dtype in which it crosses: `S(1) -> R as float32`."""
 
     conversion: Conversion
     dtype: str
@@ -134,7 +134,7 @@ class CrossingPlan:
 
 
 def parse_crossing(text: str) -> CrossingPlan:
-    """The crossing that str() wrote. Raises PlanError for anything else."""
+    """The crossing from its str(). Raises PlanError for any other text."""
     conversion, separator, dtype = text.partition(" as ")
     if not separator or re.fullmatch(_DTYPE_PATTERN, dtype) is None:
         raise PlanError(f"expected a conversion and a dtype such as 'R -> S(1) as bfloat16', got {text!r}")
@@ -149,7 +149,7 @@ CrossingText = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryPlan:
-    """Conversions of the tensors that enter and leave a module's forward, by argument or output path."""
+    """Conversions of the tensors that enter and leave a module's forward, by path of the argument or output."""
 
     inputs: Mapping[str, CrossingText]
     outputs: Mapping[str, CrossingText]
@@ -157,14 +157,14 @@ class BoundaryPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizePlan:
-    """A number written in a module's code that counts elements, and the one that a rank needs instead.
+    """A size in a module's code, `written`, and the size that one rank needs in its place, `local`.
 
-    `call` is view (reshape too), unflatten, expand, repeat_interleave, split, slice, narrow or groups (of a
-    convolution), given `count` sizes, of which `position` counts from 0. What is sliced or narrowed has `count` dims,
-    and `position` is twice the dim for a start, one more for an end or a length. `of` is the shape of the tensor that
-    the call is about, on a rank, 0 where any size will do: a batch or a length that happens to be `written`, in a
-    call about another tensor, is left alone. With `dims` the size is the product of these dims of the tensor at every
-    batch and length: code that gives `written` for `local` of them, in that proportion, gives it in another layout.
+    `call` is view (reshape too), unflatten, expand, repeat_interleave, split, slice, narrow, or groups (of a
+    convolution). The call has `count` sizes, of which `position` counts from 0. A sliced or narrowed tensor has `count`
+    dims; `position` is twice the dim for a start, and one more for an end or a length. `of` is the local shape of the
+    tensor in the call, with 0 where any size matches, so that a call on another tensor with an equal number is left
+    alone. With `dims`, the size is the product of these dims of the tensor at every batch and length: where code gives
+    a size in the proportion written to local, the local product replaces it.
     """
 
     call: str
@@ -178,8 +178,8 @@ class SizePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpPlan:
-    """Modules that fully_shard wraps in this order ("<root>" last), and whether they reshard after forward (ZeRO-3) or
-    stay gathered until their backward (ZeRO-2); for the units in `exceptions` the opposite holds. The root stays."""
+    """Modules that fully_shard wraps, in this order ("<root>" last), and whether they reshard after forward (ZeRO-3) or
+    stay gathered until backward (ZeRO-2). Units in `exceptions` do the opposite. The root never reshards."""
 
     units: tuple[str, ...]
     reshard_after_forward: bool
@@ -188,7 +188,7 @@ class FsdpPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectivePlan:
-    """`count` collectives of one kind per optimizer step on a rank; num_bytes is that of the whole value, each."""
+    """`count` equal collectives per optimizer step on one rank; num_bytes is the size of the whole value of each."""
 
     where: str
     kind: str
@@ -201,11 +201,11 @@ class CollectivePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Predicted seconds per optimizer step and bytes per GPU, by part. error_s is one standard deviation.
+    """Predicted seconds per optimizer step and bytes per GPU, by part. step_time_error_s is one standard deviation.
 
-    memory_bytes is what lives at the peak: in the pass `peak_during`, when something of the module `peak_module` runs
-    ("<root>" is the model itself). slack_bytes are beside it, whatever runs: the profile's, for what the framework and
-    its allocator hold. The limit is one on both together.
+    memory_bytes are the parts of the peak, which occurs in the pass `peak_during` while an op of the module
+    `peak_module` runs ("<root>" is the model itself). slack_bytes are added for the framework and its allocator, from
+    the profile. The limit applies to peak and slack together.
     """
 
     step_time_s: Amount
@@ -222,10 +222,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverReport:
-    """What the solver proved: bound_s <= the optimum <= objective_s, over every mesh with every micro-batch.
+    """What the solver proved: bound_s <= the optimum <= objective_s, over all meshes and micro-batches.
 
-    So many of those were solved; `skipped` counts the others by why they cannot be faster. `unsearched` says which
-    meshes are not among them, and why.
+    `meshes_tried` counts those that were solved; `skipped` counts the others by why they cannot be faster. `unsearched`
+    lists the meshes that were not considered, with reasons.
     """
 
     name: str
@@ -240,7 +240,7 @@ class SolverReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprints:
-    """sha256 of the parameters (names, shapes, trainable) and of the traced graph; the traced input shapes."""
+    """sha256 of the parameters (names, shapes, trainable) and of the traced graph; shapes of the traced inputs."""
 
     parameters: str
     graph: str
@@ -249,8 +249,8 @@ class Fingerprints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpaquePlan:
-    """A module that every tensor-parallel rank runs whole, by its own code: what stopped the trace there, and the
-    seconds that it takes in a step. Of each of `bodies` (loops and choices) the functions were counted once."""
+    """A module that every tensor-parallel rank runs whole by its own code: the reason why it could not be traced, and
+    its seconds per step. `bodies` are its loops and branches whose functions were counted once."""
 
     reason: str
     seconds: Amount
@@ -258,8 +258,8 @@ class OpaquePlan:
 
 
 class ProofStatus(StrEnum):
-    """proven: what apply makes of the model, on the first and the last rank, runs the model's ops on local shapes and
-    literals as planned, and the layout of every value and gradient was derived from the plan alone. unproven: nothing
+    """proven: on the first and last rank, the applied model runs the model's ops on local shapes and literals
+    as planned, and the layout of every value and gradient was derived from the plan alone. unproven: nothing
     was checked."""
 
     UNPROVEN = "unproven"
@@ -268,8 +268,8 @@ class ProofStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Multiples:
-    """Batches, or lengths, for which the plan is proven besides the planned one: multiples of `multiple`. `reason` says
-    why for no other; then no multiple stands there."""
+    """Batches or lengths, besides the planned one, for which the plan is proven: multiples of `multiple`. Where there
+    are none, `multiple` is absent and `reason` says why."""
 
     multiple: Count | None = None
     reason: str | None = None
@@ -277,7 +277,7 @@ class Multiples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherShapes:
-    """How the dims of each input follow from batch and length, by path, and for which other of those the plan holds."""
+    """The dims of each input as functions of batch and length, and for which of these the plan holds."""
 
     inputs: Mapping[str, tuple[DimText, ...]]
     batch: Multiples
@@ -286,12 +286,13 @@ class OtherShapes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofReport:
-    """How the plan was checked, after how many rounds of solving, and what was forbidden on the way. `assumptions` are
-    answers that the model's code had from the values of its example inputs, and would go another way without.
-    `plan_hash` is that of the plan that was proven (tpplan.plan.proof_hash): where the plan has another, or the proof
-    none, the plan counts as unproven. `device` is what the model's code was told that it runs on ("cuda 9.0").
-    `other_shapes` is absent where shapes do not matter: every rank has all of the model (tp = 1). `calls` are digests
-    of what each module calls (tpplan.trace.noted_calls).
+    """How the plan was checked: the rounds of solving, and the choices that counterexamples forbade (`cuts`).
+
+    `assumptions` are values of example inputs on which the model's code branched. `plan_hash` is the hash of the plan
+    that was proven (tpplan.plan.proof_hash); a plan with another hash, or without one, counts as unproven. `device` is
+    the device that the model's code was told it runs on ("cuda 9.0"). `other_shapes` is absent where shapes do not
+    matter because every rank has the whole model (tp = 1). `calls` are digests of the calls of each module
+    (tpplan.trace.noted_calls).
     """
 
     status: ProofStatus
@@ -308,14 +309,14 @@ class ProofReport:
 class Plan:
     """A complete plan. `blocks` gives the indices of each repeated block as ranges: {"layers.*": "0-31"}.
 
-    `sizes` are numbers to replace while a module's forward runs. `losses` names the modules in whose forward a cross
-    entropy meets a slice of that many classes, `draws` those in which dropout falls on slices. `recompute` names the
-    modules whose forward runs again in backward, each as one region. `compile` is what the predicted times assume;
-    applying the plan compiles nothing. `unruled_ops` are those that no rule covers, which run whole, with the seconds
-    they take in a step, `opaque` modules that do. `outputs` are the model's outputs that it returns sharded, by path.
-    `untouched` says why parameters stay the plain tensors that they are, where they must: each rank has all of them,
-    and gradients are averaged over data-parallel ranks. `notes` are what a reader is to know of how it was made: what a
-    builder did that was not asked of it, which costs are guesses.
+    `sizes` are numbers to replace while a module's forward runs. `losses` are modules whose forward computes a cross
+    entropy on a slice of that many classes; `draws` are modules whose dropout runs on slices. `recompute` are modules
+    whose forward runs again in backward, each as one region. `compile` is what the predicted times assume; applying the
+    plan compiles nothing. `unruled_ops` are ops without a rule, which run whole, with their seconds per step; `opaque`
+    are modules that run whole. `outputs` are the model's outputs that are returned sharded, by path. `untouched` is the
+    reason why parameters must stay plain tensors: each rank then has all of them, and gradients are averaged over
+    data-parallel ranks. `notes` tell the reader how the plan was made: changes to the request, and costs that are
+    guesses.
     """
 
     schema_version: Count
@@ -348,16 +349,18 @@ class Plan:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh the plan runs on."""
+        """The mesh on which the plan runs."""
         return Mesh(replicate=self.mesh_degrees.replicate, shard=self.mesh_degrees.shard, tp=self.mesh_degrees.tp)
 
     def batch_for(self, rank: int) -> BatchShare:
-        """Which rows of each global batch a rank reads, micro-batch by micro-batch; all of a tp group read the same.
+        """The rows of each global batch that a rank reads, by micro-batch; all ranks of a tp group read the same rows.
 
-        Ranks are numbered as apply_plan's own mesh numbers them. Raises UsageError for a rank outside it.
+        Ranks are numbered as in apply_plan's own mesh. Raises UsageError for a rank outside the mesh.
         """
         if not 0 <= rank < self.mesh.num_gpus:
-            raise UsageError(f"rank {rank} is none of the plan's {self.mesh.num_gpus} ({self.mesh})")
+            raise UsageError(
+                f"rank {rank}: expected 0 to {self.mesh.num_gpus - 1}, the ranks of the plan's mesh {self.mesh}"
+            )
         return BatchShare(
             global_batch=self.batch.global_batch,
             seq_len=self.batch.seq_len,
@@ -369,12 +372,12 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
-        """Reads a plan file. Raises PlanError naming the file and the path of the first key that is wrong."""
+        """The plan in a file. Raises PlanError that names the file and the path of the first wrong key."""
         return cls.from_dict(read_json(Path(path), origin=str(path), error=PlanError), origin=str(path))
 
     @classmethod
     def from_dict(cls, data: object, *, origin: str = "plan") -> "Plan":
-        """A plan from parsed JSON. Raises PlanError as load does."""
+        """The plan from parsed JSON. Raises PlanError that names `origin` and the path of the first wrong key."""
         version = data.get("schema_version") if isinstance(data, Mapping) else None
         if isinstance(version, int) and version != SCHEMA_VERSION:
             raise PlanError(
@@ -392,20 +395,20 @@ class Plan:
         return data
 
     def dumps(self) -> str:
-        """The file's text: sorted keys, one line for what holds no further objects."""
+        """The text of the plan's file: sorted keys; an object or list of scalars on one line."""
         return format_json(self.to_dict()) + "\n"
 
     def dump(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file atomically: it appears whole or not at all."""
+        """Writes the plan's file atomically."""
         write_atomically(Path(path), self.dumps())
 
     @property
     def hash(self) -> str:
-        """sha256 of the file's text; ranks agree on it before the first collective."""
+        """sha256 of the plan's text, which all ranks compare before the first collective."""
         return "sha256:" + hashlib.sha256(self.dumps().encode()).hexdigest()
 
     def parameter_plans(self) -> dict[str, ParameterPlan]:
-        """Plans by parameter name, patterns expanded."""
+        """Parameter name -> its plan, with patterns expanded."""
         return {
             name: replace(
                 plan,
@@ -416,60 +419,60 @@ class Plan:
         }
 
     def boundary_plans(self) -> dict[str, BoundaryPlan]:
-        """Conversions by module name, patterns expanded."""
+        """Module name -> its conversions, with patterns expanded."""
         return {name: plan for name, (plan, _) in self._expanded(self.boundaries).items()}
 
     def size_plans(self) -> dict[str, tuple[SizePlan, ...]]:
-        """Sizes to replace by module name, patterns expanded, "" for the root."""
+        """Module name ("" for the root) -> sizes to replace, with patterns expanded."""
         return {"" if name == ROOT else name: sizes for name, (sizes, _) in self._expanded(self.sizes).items() if sizes}
 
     def called(self) -> dict[str, tuple[str, ...]]:
-        """Digests of what modules call by module name, patterns expanded."""
+        """Module name -> digests of its calls, with patterns expanded."""
         return {name: digests for name, (digests, _) in self._expanded(self.proof.calls or {}).items()}
 
     def sharded_losses(self) -> dict[str, int]:
-        """Numbers of classes by module name, patterns expanded, "" for the root."""
+        """Module name ("" for the root) -> number of classes of its sharded cross entropy, with patterns expanded."""
         return {"" if name == ROOT else name: count for name, (count, _) in self._expanded(self.losses).items()}
 
     def drawing_modules(self) -> tuple[str, ...]:
-        """Modules that draw by rank, patterns expanded, "" for the root."""
+        """Names of modules ("" for the root) whose dropout runs on slices, with patterns expanded."""
         names = dict.fromkeys(name for key in self.draws for name, _ in self.expand(key))
         return tuple("" if name == ROOT else name for name in names)
 
     def opaque_modules(self) -> tuple[str, ...]:
-        """Modules that run whole, patterns expanded, "" for the root."""
+        """Names of modules ("" for the root) that run whole, with patterns expanded."""
         return tuple("" if name == ROOT else name for name in self._expanded(self.opaque or {}))
 
     def scalars_beside_fsdp(self) -> dict[str, ParameterPlan]:
-        """Parameters without dims, by name, where FSDP2 is used, which cannot hold them."""
+        """Name -> plan of parameters without dims, which FSDP2 cannot hold; empty where FSDP2 is not used."""
         if not uses_fsdp(self.mesh, self.precision) or self.untouched is not None:
             return {}
         return {name: parameter for name, parameter in self.parameter_plans().items() if not parameter.shape}
 
     def recomputed_modules(self) -> dict[str, Recompute]:
-        """The regions that are recomputed by module name, patterns expanded, "" for the root."""
+        """Module name ("" for the root) -> how it is recomputed, with patterns expanded, without those that are not."""
         expanded = self._expanded(self.recompute)
         modes = {"" if name == ROOT else name: mode for name, (mode, _) in expanded.items()}
         return {name: mode for name, mode in modes.items() if mode is not Recompute.NONE}
 
     def fsdp_units(self) -> tuple[str, ...]:
-        """Module names that fully_shard wraps, patterns expanded, "" for the root."""
+        """Names of modules ("" for the root) that fully_shard wraps, with patterns expanded."""
         names = [name for unit in self.fsdp.units for name, _ in self.expand(unit)]
         return tuple("" if name == ROOT else name for name in names)
 
     def layers(self) -> tuple[str, ...]:
-        """Names of the repeated layers: FSDP's units, else those of blocks, else the root, ""."""
+        """Names of the repeated layers: FSDP units without the root, else members of blocks, else the root, ""."""
         units = tuple(filter(None, self.fsdp_units()))
         return units or tuple(name for pattern in self.blocks for name, _ in self.expand(pattern)) or ("",)
 
     def resharded_units(self) -> dict[str, bool]:
-        """Whether each unit but the root is resharded after forward, by module name, patterns expanded."""
+        """Name of each FSDP unit except the root -> whether it reshards after forward, with patterns expanded."""
         found = {name: self.fsdp.reshard_after_forward for name in self.fsdp_units() if name}
         opposite = (name for key in self.fsdp.exceptions for name, _ in self.expand(key))
         return found | dict.fromkeys(opposite, not self.fsdp.reshard_after_forward)
 
     def expand(self, key: str) -> Iterator[tuple[str, int | None]]:
-        """The names a key stands for, with the index put for `*`. Raises PlanError for a `*` outside a block."""
+        """Yields (name, index) for each name that a key stands for. Raises PlanError for a `*` that is in no block."""
         if not is_pattern(key):
             yield key, None
             return
@@ -487,7 +490,7 @@ class Plan:
         return found
 
     def _check(self, origin: str) -> None:
-        """What types cannot say: products, patterns, ranges."""
+        """Raises PlanError where products, patterns or ranges are inconsistent, which types cannot express."""
         batch = self.batch
         ranks = self.mesh.data_parallel
         if self.cluster.gpus > MAX_GPUS:
@@ -513,15 +516,17 @@ class Plan:
                 raise PlanError(f"{origin}: parameters.{name}.aliases: a name cannot be its own alias")
             starred = next(filter(is_pattern, (*parameter.reads, *parameter.aliases)), None)
             if starred is not None:
-                raise PlanError(f"{origin}: parameters.{name}: {starred!r} has a '*' that the parameter's name has not")
+                raise PlanError(
+                    f"{origin}: parameters.{name}: {starred!r} has a '*', but the parameter's name has none"
+                )
         units = set(self.fsdp_units()) - {""}
         for position, key in enumerate(self.fsdp.exceptions):
             if not {name for name, _ in self.expand(key)} <= units:
-                raise PlanError(f"{origin}: fsdp.exceptions[{position}]: {key!r} is none of the units but the root")
+                raise PlanError(f"{origin}: fsdp.exceptions[{position}]: {key!r} is not in fsdp.units, or is the root")
         self._check_regions(origin)
 
     def _check_names(self, origin: str) -> None:
-        """Raises PlanError where patterns stand for more names than a model has: each is gone through, many times."""
+        """Raises PlanError for more than MAX_NAMES names, so that a hostile file cannot exhaust memory."""
         counts: dict[str, int] = {}
         total = 0
 
@@ -545,7 +550,7 @@ class Plan:
             add(place, copies * counts.get(block_of(key), 1))
 
     def _written_names(self) -> Iterator[tuple[str, str, int]]:
-        """Where a module or parameter is named, by which key, and how many names are made of one that it stands for."""
+        """Yields (place in the file, key, number of names made of each name that the key stands for)."""
         for key, parameter in self.parameters.items():
             yield f"parameters.{key}", key, 1 + len(parameter.reads) + len(parameter.aliases)
         tables: dict[str, Iterable[str]] = {
@@ -563,11 +568,11 @@ class Plan:
             yield from ((f"{section}[{position}]", key, 1) for position, key in enumerate(names))
 
     def _check_regions(self, origin: str) -> None:
-        """A region inside another would run three times."""
+        """Raises PlanError for a recomputed region inside another, whose ops would run three times."""
         regions = self.recomputed_modules()
         for inner in regions:
             region = next((around for around in holders(inner) if around in regions), None)
             if region is not None:
                 raise PlanError(
-                    f"{origin}: recompute.{region or ROOT}: {inner} in it is recomputed too; name one of them"
+                    f"{origin}: recompute.{region or ROOT}: {inner} inside it is recomputed too; name only one of them"
                 )

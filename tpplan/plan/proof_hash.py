@@ -1,10 +1,10 @@
-"""The hash that ties a proof to the plan it was made for: a plan edited afterwards is as unproven as one never checked.
+"""The hash that ties a proof to its plan: a plan that is edited afterwards counts as unproven.
 
-Hashed is all that applying a plan or proving it reads: versions, mesh, batch, precision, optimizer, layouts, sizes,
-recomputation, FSDP's units, collectives, fingerprints, and what the proof assumed. Left out is what only says what a
-machine takes and how the plan was found (SAID, and the seconds of modules that run whole): a plan priced for another
-machine is proven still. The hash says that a proof and a plan belong together, not who made them: who edits a plan can
-hash it again, and `tpplan verify` believes no hash.
+The hash covers all that applying or proving a plan reads: versions, mesh, batch, precision, optimizer, layouts, sizes,
+recomputation, FSDP units, collectives, fingerprints, and the proof's assumptions. It leaves out the sections in SAID
+and the seconds of modules that run whole, so a plan priced for another machine stays proven. The hash shows that proof
+and plan belong together, not who made them: anyone who edits a plan can hash it again, and `tpplan verify` trusts no
+hash.
 """
 
 import hashlib
@@ -14,18 +14,18 @@ from dataclasses import replace
 from tpplan.core.files import format_json
 from tpplan.plan.plan import Plan, ProofReport, ProofStatus
 
-#: sections that neither applying a plan nor proving it reads
+#: sections that describe costs and the search, and that neither applying nor proving a plan reads
 SAID = frozenset({"cluster", "predicted", "solver", "unruled_ops", "notes"})
 MEND = "`tpplan verify plan.json model.py -o plan.json` (tpplan.prove_plan in Python) proves it and writes it anew"
 
 
 def proof_hash(plan: Plan) -> str:
-    """sha256 of what a proof of the plan holds for, as canonical JSON."""
+    """sha256 of all sections of the plan that its proof depends on, as canonical JSON."""
     return hash_of(plan.to_dict())
 
 
 def hash_of(data: Mapping[str, object]) -> str:
-    """The proof's hash of a plan's JSON data."""
+    """The proof hash of a plan given as JSON data."""
     kept = {name: member for name, member in data.items() if name not in SAID}
     kept["proof"] = _without(data["proof"], "plan_hash")
     opaque = data.get("opaque")
@@ -35,7 +35,7 @@ def hash_of(data: Mapping[str, object]) -> str:
 
 
 def as_proven(plan: Plan, *, assumptions: tuple[str, ...] | None = None) -> Plan:
-    """The plan with the proof that was just made of it, under these assumptions (None: those that it names)."""
+    """The plan marked as proven under these assumptions, with its proof hash. None keeps the plan's own assumptions."""
     known = plan.proof.assumptions if assumptions is None else assumptions
     report = replace(plan.proof, status=ProofStatus.PROVEN, assumptions=known, plan_hash=None)
     checked = replace(plan, proof=report)
@@ -43,12 +43,12 @@ def as_proven(plan: Plan, *, assumptions: tuple[str, ...] | None = None) -> Plan
 
 
 def why_unproven(plan: Plan) -> str:
-    """Why the plan counts as unproven; "" for one that is proven, and is as it was then."""
+    """The reason why the plan counts as unproven; "" for a plan that is proven and unchanged since."""
     report: ProofReport = plan.proof
     if report.status is ProofStatus.UNPROVEN:
         return "nothing was checked"
     if report.plan_hash is None:
-        return "its proof carries no hash of the plan it was made for (it was written before there was one)"
+        return "its proof carries no hash of the plan (an older tpplan wrote it)"
     if report.plan_hash != proof_hash(plan):
         return "it was changed after it was proven"
     return ""

@@ -1,7 +1,7 @@
 """A plan for people (`render`) and for programs (`as_data`): the same text after solving and when shown later.
 
-Everything is read off the plan, and nothing off the order of its mappings. ASCII alone, so that a log, a pull request
-and a terminal show the same.
+The text depends on the plan alone and not on the order of its mappings. It is ASCII, so that logs, pull requests and
+terminals show it alike.
 """
 
 import io
@@ -24,7 +24,7 @@ from tpplan.plan.parts import SLACK
 from tpplan.plan.plan import CollectivePlan, Compile, Pass, Plan, Precision, Prediction, ProofStatus, Recompute
 from tpplan.plan.proof_hash import MEND, why_unproven
 
-#: columns of a text that no terminal shows
+#: columns of a report that is not printed to a terminal
 DEFAULT_WIDTH = 100
 _INDENT = 2
 _BAR_WIDTH = 20
@@ -55,9 +55,9 @@ _AXES = {
 
 
 def render(plan: Plan, *, width: int = DEFAULT_WIDTH, color: bool = False) -> str:
-    """The report as text of at most `width` columns, with terminal colours when asked. Ends with a newline.
+    """The report as text of at most `width` columns that ends with a newline; with terminal colours where asked.
 
-    Raises PlanError for a dtype whose size is unknown.
+    Raises PlanError for a dtype of unknown size.
     """
     console = Console(
         file=io.StringIO(),
@@ -74,7 +74,7 @@ def render(plan: Plan, *, width: int = DEFAULT_WIDTH, color: bool = False) -> st
 
 
 def as_data(plan: Plan) -> dict[str, object]:
-    """The plan's JSON data, and under "derived" what the report computes from it."""
+    """The plan's JSON data, with numbers that the report computes under "derived"."""
     num_parameters, num_bytes = _model_size(plan)
     tokens_per_s = _tokens_per_s(plan)
     return plan.to_dict() | {
@@ -116,7 +116,7 @@ def _facts(rows: Iterator[tuple[str, str]]) -> Table:
     return table
 
 
-# What the plan is for
+# The section "Plan"
 
 
 def _header(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -166,7 +166,7 @@ def _axis_line(plan: Plan, axis: Axis) -> str:
 
 
 def _recompute_line(plan: Plan) -> str:
-    """Regions by what of them is repeated."""
+    """Recomputed modules, grouped by what is recomputed."""
     named: dict[Recompute, list[str]] = {mode: [] for mode in (Recompute.FULL, Recompute.SELECTIVE)}
     for name, mode in plan.recomputed_modules().items():
         named[mode].append(name or ROOT)
@@ -188,7 +188,7 @@ def _fsdp_line(plan: Plan) -> str:
 
 
 def _ranges(names: Sequence[str]) -> str:
-    """Names that differ in one number, by ranges: layers.0-11, 30."""
+    """Names as text; names that differ in one number share a range: layers.0-11,30."""
     numbered: dict[tuple[str, str], list[int]] = {}
     for name in names:
         before, number, after = re.split(r"(\d+)", name, maxsplit=1) if re.search(r"\d", name) else (name, "", "")
@@ -199,7 +199,7 @@ def _ranges(names: Sequence[str]) -> str:
 
 
 def _model_size(plan: Plan) -> tuple[int, int]:
-    """Parameters and their bytes, over the whole model; a tied weight counts once."""
+    """Elements and bytes of all parameters; a tied weight counts once."""
     count = num_bytes = 0
     for name, parameter in plan.parameter_plans().items():
         if parameter.dtype not in DTYPE_BYTES:
@@ -211,7 +211,7 @@ def _model_size(plan: Plan) -> tuple[int, int]:
     return count, num_bytes
 
 
-# What it costs
+# The sections of predictions and collectives
 
 
 def _time(plan: Plan) -> Iterator[RenderableType]:
@@ -230,7 +230,7 @@ def _time(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _memory(plan: Plan) -> Iterator[RenderableType]:
-    """What is predicted, and beside it the slack; the limit is one on both."""
+    """Lines on predicted peak, slack and limit, then the peak's parts."""
     predicted = plan.predicted
     limit, peak, slack = predicted.memory_limit_bytes, predicted.peak_memory_bytes, predicted.slack_bytes
     share = (peak + slack) / limit if limit else 0.0
@@ -241,14 +241,14 @@ def _memory(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _moment(predicted: Prediction) -> str:
-    """When and where there is most."""
+    """The pass and the module of the peak."""
     if predicted.peak_during is Pass.STEP:
         return "most during the optimizer's step"
     return f"most during {predicted.peak_during}, in {predicted.peak_module}"
 
 
 def _parts(parts: Mapping[str, float], whole: float, share_title: str, text_of: Callable[[float], str]) -> Table:
-    """The parts of a whole that are not 0, largest first, with a bar each."""
+    """A table of the nonzero parts, largest first, with a bar each."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     for justify in ("left", "right", "right", "left"):
         table.add_column(justify=justify, overflow="fold")
@@ -262,7 +262,7 @@ def _parts(parts: Mapping[str, float], whole: float, share_title: str, text_of: 
 
 
 def _bar(share: float) -> str:
-    """20 marks are all of it; what is at least a hundredth has one."""
+    """A bar of 20 marks for the whole; any share of at least 1 % has one mark."""
     return "#" * min(_BAR_WIDTH, max(round(share * _BAR_WIDTH), int(share >= 0.01)))
 
 
@@ -285,7 +285,7 @@ def _collectives(collectives: tuple[CollectivePlan, ...]) -> Iterator[Renderable
     yield table
 
 
-# How it was found
+# The section "Why this plan"
 
 
 def _provenance(plan: Plan, unproven: str) -> Iterator[tuple[str, str]]:
@@ -305,6 +305,20 @@ def _provenance(plan: Plan, unproven: str) -> Iterator[tuple[str, str]]:
         yield "", MEND
     for assumption in proof.assumptions:
         yield "assuming", f"{assumption}, as for the example inputs"
+    yield from _particulars(plan)
+    for cut in proof.cuts:
+        yield "", f"forbidden on the way: {cut}"
+    if plan.unruled_ops:
+        dearest = sorted(plan.unruled_ops.items(), key=lambda item: (-item[1], item[0]))
+        shown = ", ".join(f"{target} ({format_seconds(seconds)} of the step)" for target, seconds in dearest)
+        yield "no rule for", f"{shown}: these run on whole values"
+    for note in plan.notes or ():
+        yield "note", note
+    yield "versions", f"tpplan {plan.tpplan_version}, torch {plan.torch_version}"
+
+
+def _particulars(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Lines on modules that run otherwise than by layouts alone: sizes, losses, dropout, what runs whole."""
     for key, sizes in sorted(plan.sizes.items()):
         numbers = ", ".join(f"{s.call} {s.written} as {s.local}" for s in dict.fromkeys(sizes))
         yield "sizes", f"{key}: {numbers}"
@@ -320,15 +334,6 @@ def _provenance(plan: Plan, unproven: str) -> Iterator[tuple[str, str]]:
     for key, whole in sorted((plan.opaque or {}).items()):
         counted = f", functions of {', '.join(whole.bodies)} counted once" if whole.bodies else ""
         yield "runs whole", f"{key} ({format_seconds(whole.seconds)} of the step{counted}): {whole.reason}"
-    for cut in proof.cuts:
-        yield "", f"forbidden on the way: {cut}"
-    if plan.unruled_ops:
-        dearest = sorted(plan.unruled_ops.items(), key=lambda item: (-item[1], item[0]))
-        shown = ", ".join(f"{target} ({format_seconds(seconds)} of the step)" for target, seconds in dearest)
-        yield "no rule for", f"{shown}: these run on whole values"
-    for note in plan.notes or ():
-        yield "note", note
-    yield "versions", f"tpplan {plan.tpplan_version}, torch {plan.torch_version}"
 
 
 def _tokens(plan: Plan) -> int:
@@ -336,12 +341,12 @@ def _tokens(plan: Plan) -> int:
 
 
 def _tokens_per_s(plan: Plan) -> float | None:
-    """None where the predicted time is 0."""
+    """Tokens per second; None where the predicted time is 0."""
     return _tokens(plan) / plan.predicted.step_time_s if plan.predicted.step_time_s else None
 
 
 def _format_count(count: float) -> str:
-    """Decimal units with three significant digits: 8.03 B, 12.7 M, 812."""
+    """A count in decimal units with three significant digits: 8.03 B, 12.7 M, 812."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}" if count / size < 1000 else f"{count / size:.0f} {unit}"
@@ -349,7 +354,7 @@ def _format_count(count: float) -> str:
 
 
 def gib(num_bytes: float) -> str:
-    """GiB, so that parts compare; smaller units where it would round to nothing."""
+    """Bytes as text in GiB, so that parts compare; in smaller units below 0.01 GiB."""
     return f"{num_bytes / GIB:.2f} GiB" if abs(num_bytes) >= 0.01 * GIB else format_bytes(num_bytes)
 
 

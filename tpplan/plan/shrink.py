@@ -1,8 +1,8 @@
-"""A plan's choices on fewer ranks, over fewer layers, or in float32: what can be run where the whole cannot.
+"""Shrinks a plan to fewer ranks, fewer layers or float32, so that it can run where the whole plan cannot.
 
-Everything is carried over by name: placements, conversions, what is recomputed, what FSDP gathers together. The list of
-collectives, the prediction and the fingerprints are those of the whole plan still; whoever runs a shrunk one makes them
-anew (tpplan.verify.prove_plan).
+Placements, conversions, recomputation and FSDP units are carried over by name. The collectives, the prediction and the
+fingerprints remain those of the original plan; whoever runs a shrunk plan computes them anew
+(tpplan.verify.prove_plan).
 """
 
 from collections.abc import Callable, Mapping
@@ -22,15 +22,14 @@ T = TypeVar("T")
 
 
 def smaller_mesh(mesh: Mesh, ranks: int) -> Mesh:
-    """The plan's mesh with degrees that divide its own, on at most so many ranks: tp first, then one of each data axis.
+    """The largest mesh, on at most `ranks` ranks, whose degrees divide those of `mesh`: tp first, then both data axes.
 
-    An axis that the plan has not stays 1, so fewer ranks than given may be used. Raises UsageError where tensor
-    parallelism would be left out.
+    An axis of size 1 stays 1, so fewer ranks may be used. Raises UsageError where tp would become 1.
     """
     tp = _largest_divisor(mesh.tp, ranks)
     if tp == 1 < mesh.tp:
         least = divisors(mesh.tp)[1]
-        raise UsageError(f"the plan has tp = {mesh.tp}, and on {ranks} rank there is none: give at least {least} ranks")
+        raise UsageError(f"the plan has tp = {mesh.tp}, which {ranks} rank cannot run: give at least {least} ranks")
     rest = ranks // tp
     has_both = min(mesh.replicate, mesh.shard) > 1 and rest >= 2 * divisors(mesh.replicate)[1]
     shard = _largest_divisor(mesh.shard, rest // divisors(mesh.replicate)[1] if has_both else rest)
@@ -42,16 +41,17 @@ def _largest_divisor(degree: int, most: int) -> int:
 
 
 def on_mesh(plan: Plan, mesh: Mesh) -> Plan:
-    """The plan's choices on a mesh whose degrees divide its own; each rank has the micro-batches that it had.
+    """The plan on a mesh whose degrees divide its own; each rank keeps its micro-batches.
 
-    Raises UsageError where a size does not carry over, and where neighbours share slices that fewer ranks would not.
+    Raises UsageError where a size does not carry over, or where slices shared by ranks would not be shared by fewer
+    ranks.
     """
     tables = (*_layouts(plan),)
     shared = sorted({layout.slices or 0 for layout in tables if layout.kind is LayoutKind.COPIED})
     if mesh.tp != plan.mesh.tp and shared and shared[-1] >= mesh.tp:
         raise UsageError(
-            f"the plan's ranks share S(d)/{shared[-1]}, which {mesh.tp} tensor-parallel ranks would not: give a "
-            f"multiple of {plan.mesh.tp} ranks, or --dry"
+            f"the plan has slices that ranks share (S(d)/{shared[-1]}), which {mesh.tp} tensor-parallel ranks cannot: "
+            f"give a multiple of {plan.mesh.tp} ranks, or --dry"
         )
     batch = plan.batch
     whole = batch.micro_batch * batch.accumulation_steps * mesh.data_parallel
@@ -74,7 +74,7 @@ def _layouts(plan: Plan) -> list[Layout]:
 
 
 def _on_tp(size: SizePlan, module: str, planned: int, tp: int) -> SizePlan:
-    """A rank's share grows as ranks become fewer; then any shape will do."""
+    """The size on fewer ranks, where a rank's slice is larger. It then applies to tensors of any shape."""
     if planned == tp:
         return size
     if size.dims is not None and size.written < size.local:  # the code gives a rank's share for the whole
@@ -82,8 +82,8 @@ def _on_tp(size: SizePlan, module: str, planned: int, tp: int) -> SizePlan:
     local = size.local * planned // tp
     if local > size.written:
         raise UsageError(
-            f"sizes.{module}: {size.local} of {size.written} on {planned} ranks says nothing of {tp}: give a multiple "
-            f"of {planned} ranks, or --dry"
+            f"sizes.{module}: {size.local} in place of {size.written} on {planned} ranks does not carry over to {tp} "
+            f"ranks: give a multiple of {planned} ranks, or --dry"
         )
     return replace(size, of=(0,) * len(size.of), local=local)
 
@@ -92,7 +92,7 @@ def _on_tp(size: SizePlan, module: str, planned: int, tp: int) -> SizePlan:
 
 
 def with_layers(plan: Plan, count: int) -> Plan:
-    """The plan for the model with the first `count` layers of each repeated block alone."""
+    """The plan for the model with only the first `count` layers of each repeated block."""
     kept = {pattern: parse_ranges(ranges)[:count] for pattern, ranges in plan.blocks.items()}
     dropped = dropped_layers(plan, count)
 
@@ -135,7 +135,7 @@ def dropped_layers(plan: Plan, count: int) -> frozenset[str]:
 
 
 def in_float32(plan: Plan) -> Plan:
-    """The plan's choices in float32, in which rounding hides nothing."""
+    """The plan in float32, so that comparisons are not blurred by rounding."""
     return replace(
         plan,
         precision=Precision.FP32,

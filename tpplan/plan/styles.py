@@ -1,10 +1,10 @@
-"""Styles: how a module is laid out in one word, as the table of a plan says it and a pin asks for it."""
+"""Styles: one phrase for how a module is sharded, shown in a plan's table and accepted by pins."""
 
 from enum import StrEnum
 
 
 class Style(StrEnum):
-    """How a module is laid out, as the table of a plan says it."""
+    """How a module is sharded, as a plan's table says it."""
 
     COLUMN = "column parallel"
     ROW = "row parallel"
@@ -16,7 +16,7 @@ class Style(StrEnum):
     SPLIT = "split dim"
 
 
-#: other words for the same
+#: other spellings that pins accept
 ALIASES = {
     "columns": Style.COLUMN,
     "column": Style.COLUMN,
@@ -30,5 +30,5 @@ ALIASES = {
     "slices": Style.SLICES,
     "sequence": Style.SEQUENCE,
 }
-#: what a refusal and the help name
+#: styles as error messages and the help list them
 KNOWN_STYLES = "megatron, columns, rows, vocabulary, replicated, slices, sequence, split dim N"

@@ -2,10 +2,10 @@
 
     solve(problem, *, time_limit_s, cutoff, is_relaxed) -> Solution
 
-A solver's module, and the library behind it, is imported when it is first used.
+The module and its library are imported at first use.
 
-In: a `Problem`: nodes with strategies, edges that agree, expressions to minimize and to keep below limits. Out: a
-`Solution` with its bound. Nothing here knows of models. Needs no torch.
+In: a `Problem`: nodes with strategies, edges on which strategies must agree, expressions to minimize and to keep below
+limits. Out: a `Solution` with its bound. Nothing in this room depends on models. Needs no torch.
 
 Imports: core.
 """
@@ -24,7 +24,7 @@ from tpplan.solvers.problem import Problem, Solution
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Where a solver lives and what it needs. `automatic`: may be picked without being asked for by name."""
+    """A solver's module and the libraries it needs; only `automatic` solvers are chosen without being named."""
 
     name: str
     module: str
@@ -32,7 +32,7 @@ class Entry:
     automatic: bool
 
 
-#: in order of preference
+#: all solvers, in order of preference
 SOLVERS = (
     Entry(name="highs", module="tpplan.solvers.highs", requires=("highspy",), automatic=True),
     Entry(name="cbc", module="tpplan.solvers.cbc", requires=("pulp",), automatic=True),
@@ -53,14 +53,14 @@ def solve(
     cutoff: float = math.inf,
     is_relaxed: bool = False,
 ) -> Solution:
-    """The cheapest feasible choice, by the named solver or else by the first one installed.
+    """The cheapest feasible choice, found by the named solver or else by the first installed one.
 
-    `time_limit_s` bounds the solver's own seconds. When it expires the status is FEASIBLE and the bound tells how far
-    off the choice may be. Resources count as kept up to 1e-9 of their limit. Where nothing costs as little as `cutoff`
-    the status may be BOUNDED, by more than that; where is_relaxed by the optimum of a relaxation.
+    `time_limit_s` limits the solver's time; when it expires, the status is FEASIBLE and the bound tells how far off the
+    choice may be. A resource may exceed its limit by a relative 1e-9. Where every choice costs more than `cutoff`, the
+    status may be BOUNDED with a bound above it. With is_relaxed, a BOUNDED solution of the linear relaxation is enough.
 
-    Raises UsageError for an unknown solver or a time limit that is not positive, SolverError when no solver is
-    installed or the time was too short to find any feasible choice.
+    Raises UsageError for an unknown solver or a time limit that is not positive, SolverError where no solver is
+    installed or no feasible choice was found in time.
     """
     if time_limit_s is not None and not time_limit_s > 0:
         raise UsageError(f"time limit: expected more than 0 s, got {time_limit_s}")
@@ -69,7 +69,7 @@ def solve(
 
 
 def _named(name: str) -> Entry:
-    """The entry of that name. Raises UsageError when there is none, SolverError when its library is missing."""
+    """The entry of that name. Raises UsageError where there is none, SolverError where its library is not installed."""
     by_name = {entry.name: entry for entry in SOLVERS}
     if name not in by_name:
         nearest = difflib.get_close_matches(name, by_name, n=1, cutoff=0.0)[0]
@@ -80,7 +80,7 @@ def _named(name: str) -> Entry:
 
 
 def _first_installed() -> Entry:
-    """The most preferred solver that can run. Raises SolverError when there is none."""
+    """The first automatic solver whose libraries are installed. Raises SolverError without one."""
     for entry in SOLVERS:
         if entry.automatic and not _missing(entry):
             return entry
@@ -88,10 +88,10 @@ def _first_installed() -> Entry:
 
 
 def _missing(entry: Entry) -> tuple[str, ...]:
-    """The libraries that the solver needs and that are not installed; nothing is imported."""
+    """The libraries that the solver needs and that are not installed; imports nothing."""
     return tuple(library for library in entry.requires if find_spec(library) is None)
 
 
 def _load(entry: Entry) -> Callable[..., Solution]:
-    """Import the solver's module and return its `solve`."""
+    """Imports the solver's module and returns its `solve`."""
     return cast(Callable[..., Solution], importlib.import_module(entry.module).solve)

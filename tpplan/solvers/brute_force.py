@@ -1,7 +1,7 @@
-"""The oracle: every choice on which the edges agree, priced from scratch.
+"""Brute force, the tests' oracle: enumerates every choice on which the edges agree and prices it from scratch.
 
-It shares no code and no idea with the ILP: no bounds, no relaxation, no scaling. Edges are checked as soon as both
-ends are chosen, everything else at the leaves.
+Shares no code with the ILP: no bounds, relaxation or scaling. Edges are checked as soon as both ends are chosen, limits
+only for complete choices.
 """
 
 import itertools
@@ -12,21 +12,21 @@ from collections.abc import Iterator
 from tpplan.core.errors import SolverError, UsageError
 from tpplan.solvers.problem import Choice, Edge, Problem, Solution, Split, Status
 
-#: the most choices that are priced; at about 10 us for each, 10 s
+#: most choices that are priced; 10 s at about 10 us each
 MAX_CHOICES = 1_000_000
-#: the largest product of strategies per node that is begun with: on a graph with edges most of it never agrees
+#: largest product of the nodes' numbers of strategies; on a graph with edges most of these choices never agree
 MAX_PRODUCT = 1e12
 
-#: a resource is kept up to this share of its limit: rounding in its sum must not decide
+#: relative excess over a limit that counts as rounding
 LIMIT_TOLERANCE = 1e-9
 
 
 def solve(
     problem: Problem, *, time_limit_s: float | None = None, cutoff: float = math.inf, is_relaxed: bool = False
 ) -> Solution:
-    """The cheapest feasible choice, the first in lexicographic order among equals, whatever the cutoff.
+    """The cheapest feasible choice, the first in lexicographic order among equals. Ignores the cutoff.
 
-    Raises UsageError above MAX_CHOICES choices that agree, SolverError when the time is over.
+    Raises UsageError for more than MAX_CHOICES agreeing choices, SolverError when the time is up.
     """
     options = _agreeing_options(problem)
     num_choices = math.prod(len(strategies) for strategies in options.values())
@@ -39,7 +39,7 @@ def solve(
         if number >= MAX_CHOICES:
             raise UsageError(f"brute-force: at most {MAX_CHOICES:,} choices are enumerated, more agree; try 'highs'")
         if time.monotonic() > deadline:
-            raise SolverError(f"brute-force: not done after {time_limit_s} s, and enumeration gives no bound")
+            raise SolverError(f"brute-force: not done after {time_limit_s} s, without a bound; try 'highs'")
         price = problem.price(choice)
         if (best is None or price < best_price) and problem.is_feasible(choice, tolerance=LIMIT_TOLERANCE):
             best, best_price = dict(choice), price
@@ -49,7 +49,7 @@ def solve(
 
 
 def _with_numbers(problem: Problem, choices: Iterator[Choice]) -> Iterator[Choice]:
-    """Each choice with every way to divide what splits divide."""
+    """Yields each choice with every way to divide the splits among their parts."""
     ways = [list(_divisions(split)) for split in problem.splits]
     for choice in choices:
         for numbers in itertools.product(*ways):
@@ -57,14 +57,14 @@ def _with_numbers(problem: Problem, choices: Iterator[Choice]) -> Iterator[Choic
 
 
 def _divisions(split: Split) -> Iterator[Choice]:
-    """Every way to divide a total among its parts."""
+    """Yields every way to divide a split's total among its parts."""
     for numbers in itertools.product(range(split.total + 1), repeat=len(split.parts)):
         if sum(numbers) == split.total:
             yield dict(zip(split.parts, numbers, strict=True))
 
 
 def _agreeing_options(problem: Problem) -> dict[str, list[int]]:
-    """Strategies by node, without those for which some edge has no partner at its other end."""
+    """Node name -> its strategies that agree with some strategy at the other end of every edge."""
     options = {node.name: list(range(len(node.strategies))) for node in problem.nodes}
     shrinking = True
     while shrinking:
@@ -80,7 +80,7 @@ def _agreeing_options(problem: Problem) -> dict[str, list[int]]:
 
 
 def _choices(problem: Problem, options: dict[str, list[int]]) -> Iterator[Choice]:
-    """Every choice of nodes on which all edges agree, depth first; the same dict is yielded each time."""
+    """Yields every choice on which all edges agree, depth first; the yielded dict is reused."""
     names = list(options)
     position = {name: i for i, name in enumerate(names)}
     closing: list[list[Edge]] = [[] for _ in names]

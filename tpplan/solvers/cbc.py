@@ -1,4 +1,4 @@
-"""CBC, as a process through PuLP, by the executable that PuLP brings along or else the one on PATH."""
+"""CBC, run as a process by PuLP: the executable that PuLP ships, or else the one on PATH."""
 
 import math
 import shutil
@@ -11,7 +11,7 @@ from tpplan.solvers import milp
 from tpplan.solvers.matrix import Program
 from tpplan.solvers.problem import Problem, Solution, Status
 
-#: a fixed seed, and CBC's absolute tolerances. `increment` is by how much a better solution must be better.
+#: fixed seeds and absolute tolerances; `increment` is the least improvement of a new incumbent
 OPTIONS = (
     "randomSeed 1",
     "randomCbcSeed 1",
@@ -24,9 +24,9 @@ OPTIONS = (
 def solve(
     problem: Problem, *, time_limit_s: float | None = None, cutoff: float = math.inf, is_relaxed: bool = False
 ) -> Solution:
-    """The ILP by CBC; see `milp.solve`. Raises SolverError when there is no executable.
+    """Solves the ILP by CBC; see `milp.solve`. Raises SolverError where there is no executable.
 
-    A run that is stopped early may take the time limit once more, for the relaxation.
+    A run that is stopped early may take the time limit a second time, for the relaxation.
     """
     return milp.solve(problem, solver="cbc", run=_run, time_limit_s=time_limit_s, cutoff=cutoff, is_relaxed=is_relaxed)
 
@@ -34,16 +34,18 @@ def solve(
 def _run(
     program: Program, time_limit_s: float | None, *, cutoff: float = math.inf, is_relaxed: bool = False
 ) -> milp.Outcome:
-    """Run CBC, whatever the cutoff, and on integers whether the relaxation would do or not. It does not report its
-    bound: stopped early, the bound is the linear relaxation's optimum."""
+    """Runs CBC on the integer program, ignoring cutoff and is_relaxed.
+
+    CBC does not report its bound; where it is stopped early, the bound is the optimum of the linear relaxation.
+    """
     model = _model(program)
     _call(model, integer=True, time_limit_s=time_limit_s)
     if model.status == pulp.LpStatusInfeasible:
-        # CBC 2.10 says "integer infeasible" when its clock runs out in preprocessing: then it proves nothing.
-        # PuLP's measure includes writing the file, so it never lies below CBC's own.
+        # CBC 2.10 also reports "integer infeasible" when time runs out in preprocessing, which proves nothing.
+        # PuLP's time includes writing the file, so it is never below CBC's own.
         out_of_time = time_limit_s is not None and model.solutionTime >= time_limit_s
         return milp.Outcome(status=None if out_of_time else Status.INFEASIBLE)
-    # PuLP's status is Optimal for a timed-out incumbent too: only sol_status tells.
+    # PuLP's status is Optimal for an incumbent at a timeout, too: only sol_status tells them apart.
     match model.sol_status:
         case pulp.LpSolutionOptimal:
             status = Status.OPTIMAL
@@ -63,7 +65,7 @@ def _name(column: int) -> str:
 
 
 def _model(program: Program) -> pulp.LpProblem:
-    """The program in PuLP's objects; a variable that no row and no cost names is left out."""
+    """The program as PuLP objects; variables without a cost or a row are left out."""
     model = pulp.LpProblem("tpplan")
     variables = [
         model.add_variable(_name(i), lower, upper, pulp.LpInteger if is_integer else pulp.LpContinuous)
@@ -82,21 +84,21 @@ def _model(program: Program) -> pulp.LpProblem:
             sides += [(pulp.LpConstraintGE, lower)] if lower > -math.inf else []
             sides += [(pulp.LpConstraintLE, upper)] if upper < math.inf else []
         for sense, right in sides:
-            # Without PuLP's operators, each of which would copy the row.
+            # Built directly: each of PuLP's operators would copy the row.
             constraint = pulp.LpConstraint(pulp.LpAffineExpression(row), sense, rhs=right)
             model.addConstraint(constraint, f"row{i:07d}_{sense + 1}")
     return model
 
 
 def _relaxed_optimum(model: pulp.LpProblem, time_limit_s: float | None) -> float:
-    """The optimum of the linear relaxation, -inf when it takes longer than the time limit too."""
+    """The optimum of the linear relaxation; -inf where it exceeds the time limit."""
     _call(model, integer=False, time_limit_s=time_limit_s)
     is_optimal = model.sol_status == pulp.LpSolutionOptimal
     return model.objective.valueOrDefault() - milp.SOLVER_TOLERANCE if is_optimal else float("-inf")
 
 
 def _call(model: pulp.LpProblem, *, integer: bool, time_limit_s: float | None) -> None:
-    """Run the executable; status and values are left in the model."""
+    """Runs the executable; status and values are left in the model."""
     solver = pulp.COIN_CMD(
         path=_executable(),
         mip=integer,
@@ -113,7 +115,7 @@ def _call(model: pulp.LpProblem, *, integer: bool, time_limit_s: float | None) -
 
 
 def _executable() -> str:
-    """Path of CBC. PULP_CBC_CMD knows where the bundled one lies; calling it would warn that it is deprecated."""
+    """Path of CBC. PULP_CBC_CMD knows the bundled one; calling it would warn that it is deprecated."""
     bundled = getattr(getattr(pulp, "PULP_CBC_CMD", None), "pulp_cbc_path", "cbc")
     executable = shutil.which(bundled) or shutil.which("cbc")
     if executable is None:

@@ -1,11 +1,11 @@
-"""Nodes and edges alone, before anything is priced: which strategies agree, and which nodes are one decision.
+"""Reduces nodes and edges before pricing: drops strategies that agree with none, and merges nodes into groups.
 
-- A strategy for which some edge has no partner is gone.
-- Edges between the same two nodes are one link, on which both ends must have equal labels.
-- Two linked nodes are merged into a *group* where that makes no more *columns*: a column of a group is a choice for all
-  of its nodes that agree. A node whose layouts follow from its neighbour's vanishes so.
+- A strategy that no strategy at the other end of an edge agrees with is dropped.
+- Edges between the same two nodes become one link, on which both ends must have equal labels.
+- Two linked nodes are merged into a *group* where that makes no more *columns*; a column is a choice of strategies for
+  all nodes of the group on which their edges agree. A node whose layouts follow from a neighbour's disappears.
 
-All of it holds for every price: it is done once for the problems that share their nodes and edges.
+The result holds for any prices; problems with the same nodes and edges share it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,8 +21,8 @@ Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a node is decided: the columns of its group are start:stop, and what each of them chooses."""
+class NodeColumns:
+    """The group of a node, as its columns start:stop, and the node's strategy in each of them."""
 
     start: int
     stop: int
@@ -31,7 +31,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Two groups whose labels must be equal: a label below num_labels for each column."""
+    """Two groups whose chosen columns must have equal labels; each column has a label below num_labels."""
 
     source: int
     target: int
@@ -42,21 +42,21 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skeleton:
-    """Groups by number; those of group g have the columns starts[g]:starts[g + 1]. Two columns of a group with the same
+    """Groups by number; group g has the columns starts[g]:starts[g + 1]. `kinds`: two columns of a group with the same
     kind have equal labels on all links."""
 
     starts: Ints
-    places: Mapping[str, Place]
+    places: Mapping[str, NodeColumns]
     links: tuple[Link, ...]
     kinds: Ints
 
     @property
     def num_columns(self) -> int:
-        """Columns of all groups."""
+        """Number of columns of all groups."""
         return int(self.starts[-1])
 
     def prune(self, alive: Mask) -> bool:
-        """Clears columns without a partner along some link, until none is left; False where a group has none."""
+        """Clears columns of `alive` that agree with none along some link; False where a group is left empty."""
         waiting = dict.fromkeys(range(len(self.links)))
         while waiting:
             number = next(iter(waiting))
@@ -67,7 +67,7 @@ class Skeleton:
         return bool(np.all(np.logical_or.reduceat(alive, self.starts[:-1]))) if self.num_columns else True
 
     def _pruned(self, link: Link, alive: Mask) -> Iterable[int]:
-        """Keeps what agrees along one link; the groups that lost columns."""
+        """Clears columns that agree with none along one link; returns the groups that lost columns."""
         source = alive[self.starts[link.source] : self.starts[link.source + 1]]
         target = alive[self.starts[link.target] : self.starts[link.target + 1]]
         offered, accepted = np.zeros(link.num_labels, bool), np.zeros(link.num_labels, bool)
@@ -90,7 +90,7 @@ class Skeleton:
 
 
 def skeleton_of(nodes: Sequence[Node], edges: Sequence[Edge]) -> Skeleton | None:
-    """The skeleton of a problem; None where no choice agrees along all edges, as far as pairs of nodes tell."""
+    """The skeleton of nodes and edges; None where pruning shows that no choice agrees on all edges."""
     merger = _Merger(nodes, edges)
     if not merger.prune(merger.links):
         return None
@@ -100,16 +100,16 @@ def skeleton_of(nodes: Sequence[Node], edges: Sequence[Edge]) -> Skeleton | None
     return merger.skeleton()
 
 
-#: labels of two groups' columns, by the groups' numbers in ascending order
+#: labels of the columns of two groups, the group with the smaller number first
 Labels = tuple[Ints, Ints]
 
 
 class _Merger:
-    """Groups that are merged as long as that makes no more columns."""
+    """Groups and links, merged greedily as long as the number of columns does not grow."""
 
     def __init__(self, nodes: Sequence[Node], edges: Sequence[Edge]) -> None:
         numbers = {node.name: i for i, node in enumerate(nodes)}
-        #: what each column of a group chooses, by group and node
+        #: group -> node -> the node's strategy in each column
         self.picks: dict[int, dict[str, Ints]] = {
             i: {node.name: np.arange(len(node.strategies))} for i, node in enumerate(nodes)
         }
@@ -130,7 +130,7 @@ class _Merger:
             self._keep(group, kept)
 
     def _link(self, pair: tuple[int, int], labels: Labels) -> None:
-        """A link beside that which there is: labels are then pairs of labels."""
+        """Adds a link; beside an existing link, labels become pairs of labels."""
         known = self.links.get(pair)
         if known is not None:
             width = 1 + max(int(side.max(initial=-1)) for side in labels)
@@ -139,7 +139,7 @@ class _Merger:
         self._gains.pop(pair, None)
 
     def _keep(self, group: int, kept: Mask) -> None:
-        """Drops a group's other columns."""
+        """Drops a group's columns where `kept` is false."""
         self.sizes[group] = int(np.count_nonzero(kept))
         self.picks[group] = {name: picks[kept] for name, picks in self.picks[group].items()}
         for pair, (first, second) in self.links.items():
@@ -148,7 +148,7 @@ class _Merger:
                 self._gains.pop(pair, None)
 
     def prune(self, pairs: Iterable[tuple[int, int]]) -> bool:
-        """Drops columns without a partner, from these links on; False where a group has none left."""
+        """Drops columns that agree with none, starting from the given links; False where a group is empty."""
         waiting = dict.fromkeys(pairs)
         while waiting:
             pair = next(iter(waiting))
@@ -165,7 +165,7 @@ class _Merger:
         return all(self.sizes.values())
 
     def best_pair(self) -> tuple[int, int] | None:
-        """The link along which merging saves most columns, the first of equals; None where each would make more."""
+        """The link whose merge saves the most columns, the first of equals; None where every merge adds columns."""
         for pair, labels in self.links.items():
             if pair not in self._gains:
                 width = 1 + max(int(side.max(initial=-1)) for side in labels)
@@ -175,7 +175,7 @@ class _Merger:
         return best if best is not None and self._gains[best] >= 0 else None
 
     def merge(self, left: int, right: int) -> bool:
-        """Puts the right group into the left one; False where then nothing agrees."""
+        """Merges the right group into the left one; False where no column agrees."""
         first, second = self.links.pop((left, right))
         self._gains.pop((left, right), None)
         ours, theirs = np.nonzero(first[:, None] == second[None, :])
@@ -194,11 +194,11 @@ class _Merger:
         return self.prune([pair for pair in self.links if left in pair])
 
     def skeleton(self) -> Skeleton:
-        """What is left, numbered anew."""
+        """The remaining groups and links, numbered anew."""
         numbers = {group: i for i, group in enumerate(self.picks)}
         starts = np.concatenate(([0], np.cumsum([self.sizes[group] for group in self.picks]))).astype(np.int64)
         places = {
-            name: Place(start=int(starts[i]), stop=int(starts[i + 1]), strategies=strategies)
+            name: NodeColumns(start=int(starts[i]), stop=int(starts[i + 1]), strategies=strategies)
             for group, i in numbers.items()
             for name, strategies in self.picks[group].items()
         }
@@ -223,13 +223,13 @@ class _Merger:
 
 
 def _numbered(source: Sequence[str], target: Sequence[str]) -> Labels:
-    """Layouts of an edge as numbers."""
+    """The layouts at both ends of an edge as numbers."""
     numbers = {layout: i for i, layout in enumerate(dict.fromkeys((*source, *target)))}
     first = np.array([numbers[layout] for layout in source], np.int64)
     return first, np.array([numbers[layout] for layout in target], np.int64)
 
 
 def _compact(first: Ints, second: Ints) -> Labels:
-    """Labels renumbered without gaps."""
+    """Labels renumbered from 0 without gaps."""
     numbers = np.unique(np.concatenate((first, second)), return_inverse=True)[1].reshape(-1)
     return numbers[: len(first)], numbers[len(first) :]

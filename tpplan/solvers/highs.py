@@ -1,4 +1,4 @@
-"""HiGHS, in process, through highspy. Its status and bound are read from HiGHS itself."""
+"""HiGHS, run in process through highspy; status and bound are HiGHS's own."""
 
 import math
 import time
@@ -11,17 +11,17 @@ from tpplan.solvers import milp
 from tpplan.solvers.matrix import Program
 from tpplan.solvers.problem import Problem, Solution, Status
 
-#: HiGHS drops matrix entries below this; its default, 1e-9, would drop nanoseconds next to seconds
+#: HiGHS drops matrix entries below this; its default of 1e-9 would drop nanoseconds next to seconds
 SMALLEST_ENTRY = 1e-12
 
-#: how far above a cutoff, in the program's unit, still counts as at it
+#: excess over a cutoff, in the program's unit, that counts as rounding
 CUTOFF_MARGIN = 1e-7
 
 
 def solve(
     problem: Problem, *, time_limit_s: float | None = None, cutoff: float = math.inf, is_relaxed: bool = False
 ) -> Solution:
-    """The ILP by HiGHS; see `milp.solve`."""
+    """Solves the ILP by HiGHS; see `milp.solve`."""
     return milp.solve(
         problem, solver="highs", run=_run, time_limit_s=time_limit_s, cutoff=cutoff, is_relaxed=is_relaxed
     )
@@ -30,7 +30,7 @@ def solve(
 def _run(
     program: Program, time_limit_s: float | None, *, cutoff: float = math.inf, is_relaxed: bool = False
 ) -> milp.Outcome:
-    """Run the linear relaxation, which is often integral, and the integer program only where it is not."""
+    """Solves the linear relaxation, which is often integral, and the integer program only where it is not."""
     started = time.monotonic()
     highs = _loaded(program, time_limit_s)
     _execute(highs)
@@ -56,7 +56,7 @@ def _run(
 
 
 def _loaded(program: Program, time_limit_s: float | None) -> highspy.Highs:
-    """HiGHS with options and the program, without its integrality."""
+    """HiGHS with its options and the linear relaxation of the program."""
     highs = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, value in (
         ("output_flag", False),
@@ -82,25 +82,26 @@ def _loaded(program: Program, time_limit_s: float | None) -> highspy.Highs:
     linear.a_matrix_.index_ = program.indices.astype(np.int32)
     linear.a_matrix_.value_ = program.values
     if highs.passModel(linear) == highspy.HighsStatus.kError:
-        raise SolverError("highs: it does not take the program; try solver 'cbc'")
+        raise SolverError("highs: HiGHS rejects the integer program; try solver 'cbc'")
     return highs
 
 
 def _execute(highs: highspy.Highs) -> None:
-    """Run what is loaded. Threads are shared by the process: another user may have started another number of them."""
+    """Runs HiGHS. Its threads are shared by the process; an error may mean that another user started another number of
+    them, so the scheduler is reset and the run repeated."""
     if highs.run() == highspy.HighsStatus.kError:
         highspy.Highs.resetGlobalScheduler(True)
         highs.run()
 
 
 def _is_integral(highs: highspy.Highs, program: Program) -> bool:
-    """True when the columns that should be are whole numbers."""
+    """True where all integer columns have whole numbers, up to the tolerance."""
     values = np.array(highs.getSolution().col_value)[program.is_integer]
     return bool(np.all(np.abs(values - np.round(values)) <= milp.SOLVER_TOLERANCE))
 
 
 def _outcome(highs: highspy.Highs) -> milp.Outcome:
-    """HiGHS's verdict on the integer program. Raises SolverError for a status of failure."""
+    """The outcome of the integer program. Raises SolverError for a failure of HiGHS."""
     status = highs.getModelStatus()
     info = highs.getInfo()
     if status == highspy.HighsModelStatus.kInfeasible:
@@ -115,6 +116,6 @@ def _outcome(highs: highspy.Highs) -> milp.Outcome:
 
 
 def _incumbent(highs: highspy.Highs, status: Status, *, bound: float) -> milp.Outcome:
-    """The values at hand, their objective and the bound."""
+    """The outcome with HiGHS's values, their objective and a bound."""
     values = np.array(highs.getSolution().col_value)
     return milp.Outcome(status=status, objective=highs.getInfo().objective_function_value, bound=bound, values=values)

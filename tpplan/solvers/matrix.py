@@ -1,4 +1,4 @@
-"""An integer linear program as arrays, whoever solves it.
+"""An integer linear program as arrays, for any solver.
 
 minimize    cost @ x
 subject to  row_lower <= A x <= row_upper,  lower <= x <= upper,  x_i whole where is_integer
@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The arrays. A by rows: those of row i are starts[i]:starts[i + 1] of indices (columns) and values."""
+    """The program's arrays. Row i of A has columns and values starts[i]:starts[i + 1] of `indices` and `values`."""
 
     cost: Floats
     lower: Floats
@@ -29,18 +29,18 @@ class Program:
 
     @property
     def num_columns(self) -> int:
-        """Variables."""
+        """Number of variables."""
         return len(self.cost)
 
     @property
     def num_rows(self) -> int:
-        """Constraints."""
+        """Number of constraints."""
         return len(self.row_lower)
 
 
 @dataclass(slots=True)
 class Builder:
-    """Columns and rows as they are added."""
+    """Collects columns, rows and matrix entries of a program."""
 
     cost: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Builder:
     _values: list[Floats] = field(default_factory=list)
 
     def columns(self, number: int, *, upper: float = 1.0, is_integer: bool = False) -> Ints:
-        """New variables between 0 and `upper`, by number."""
+        """Adds `number` variables between 0 and `upper`; returns their indices."""
         first = len(self.cost)
         self.cost += [0.0] * number
         self.upper += [upper] * number
@@ -60,24 +60,24 @@ class Builder:
         return np.arange(first, first + number)
 
     def rows(self, lower: float, upper: float, number: int = 1) -> int:
-        """New constraints, without entries yet; the first's number."""
+        """Adds `number` constraints without entries; returns the index of the first."""
         first = len(self.row_lower)
         self.row_lower += [lower] * number
         self.row_upper += [upper] * number
         return first
 
     def put(self, rows: Ints | int, indices: Ints, values: Floats | float) -> None:
-        """Entries of one row, or of a row for each index."""
+        """Adds entries, all in one row, or in one row for each index."""
         self._rows.append(np.broadcast_to(rows, indices.shape))
         self._indices.append(indices)
         self._values.append(np.broadcast_to(values, indices.shape))
 
     def row(self, indices: Ints, values: Floats | float, lower: float, upper: float) -> None:
-        """A constraint with its entries."""
+        """Adds a constraint with its entries."""
         self.put(self.rows(lower, upper), indices, values)
 
     def program(self) -> Program:
-        """What was added, rows in order; of an entry that was put twice the sum."""
+        """The program; entries that were added several times are summed."""
         empty: list[Ints] = [np.zeros(0, np.int64)]
         rows, indices = np.concatenate(empty + self._rows), np.concatenate(empty + self._indices)
         values = np.concatenate([np.zeros(0), *self._values])

@@ -1,26 +1,27 @@
-"""The problem as an integer linear program. One binary x_gs per group g (tpplan.solvers.groups) and column s that is
-still alive.
+"""The problem as an integer linear program, with one binary x_gs for each group g (tpplan.solvers.groups) and each of
+its columns s that presolve kept.
 
     minimize    sum_g,s c_gs x_gs  +  sum_q k_q n_q  +  sum_q,g,s d_qgs z_qgs  +  sum_j w_j t_j
     subject to  (1)  sum_s x_gs = 1                                     for each group g
                 (2)  sum_{s: l(s) = l} x_us = sum_{s: l(s) = l} x_vs    for each link (u, v) and label l but the last
-                (3)  t_j >= e_ja(x)                                     for each peak j and expression a
+                (3)  t_j >= e_ja(x)                                     for each maximum j and expression a
                 (4)  sum_q n_q = N                                      for each split
                 (5)  sum_s z_qgs = n_q,  sum_q z_qgs = N x_gs           for each part q, and each group it prices
                 (6)  b_q <= n_q <= N b_q                                for each part q that a guard names
                 (7)  the objective's form <= limit                      for each resource and conflict
 
-c >= 0 is what a column adds to its group's cheapest (see `reduction`), t_j >= 0 what a peak adds to its lower bound.
-The last label of (2) follows from (1). Groups with one column left are constants and have no variable.
+c >= 0 is the extra cost of a column over its group's cheapest (see presolve), t_j >= 0 the excess of a maximum over
+its lower bound. The last label of (2) follows from (1). A group with one column left is a constant without a variable.
 
-What there is as often as a part's number is a product n_q f(x). z_qgs is the number of things of part q whose group g
-has column s; as x is binary, (5) leaves z_qgs = n_q x_gs, in which the product is linear, as is a maximum times n_q. A
-guard adds -M (1 - b_q) to an expression for the part there must be any of, -M b_q for each there must be none of.
+A cost that counts once for each of n_q like layers is a product n_q f(x). z_qgs is the number of layers of part q whose
+group g has column s. As x is binary, (5) leaves z_qgs = n_q x_gs, which makes the product linear, and likewise a
+maximum times n_q. A guard adds -M (1 - b_q) to an expression that counts only where part q is not empty, and -M b_q to
+one that counts only where it is.
 
-Units. A solver's tolerances are absolute, seconds and bytes are not: the objective is divided by a cost near its
-optimum, each peak by its own size, each resource by its limit, each number of parts by its total. Where the first
-optimum turns out to be far below the unit it was solved in, what costs more than that optimum is removed and the rest
-is solved again in a fitting unit.
+Units. Solvers have absolute tolerances, but seconds and bytes differ by orders of magnitude: the objective is divided
+by a cost near its optimum, each maximum by its own size, each resource by its limit, each part's number by its total.
+Where the first optimum is far below the unit in which it was solved, choices that cost more are removed and the rest is
+solved again in a unit that fits.
 """
 
 import math
@@ -33,30 +34,31 @@ from typing import Protocol
 import numpy as np
 
 from tpplan.core.errors import SolverError
+from tpplan.solvers.bounded_sums import ALWAYS, LIMIT_TOLERANCE, BoundedMaximum, BoundedSum, Floats
 from tpplan.solvers.groups import Ints
 from tpplan.solvers.matrix import Builder, Program
-from tpplan.solvers.presolve import ALWAYS, LIMIT_TOLERANCE, Floats, Peak, Reduced, Total, reduce
+from tpplan.solvers.presolve import Reduced, reduce
 from tpplan.solvers.problem import Problem, Solution, Status
 
-#: asked of the solvers, in the units above; HiGHS allows down to 1e-10
+#: feasibility tolerance that solvers are set to, in the units above; HiGHS allows down to 1e-10
 SOLVER_TOLERANCE = 1e-9
 
-#: how far the solver's objective may be from the choice's price, relative
+#: largest relative difference between the solver's objective and the price of its choice
 PRICE_TOLERANCE = 1e-6
 
-#: what a bound that solvers give may be off by, in the units above: a sum of as many tolerances as there are rows
+#: error of a solver's bound, in the units above: a sum of as many tolerances as there are rows
 BOUND_MARGIN = 1e-7
 
-#: largest over smallest magnitude that objective coefficients and optimum should span
+#: largest ratio of the objective's coefficients to its unit
 MAX_OBJECTIVE_RANGE = 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a solver says of a program, in the Model's unit; `values` is the incumbent.
+    """A solver's result for a program, in the Model's unit; `values` is the incumbent.
 
-    status None: stopped without an incumbent. BOUNDED: nothing costs less than `bound`, which was enough to know.
-    objective and bound do not contain the Model's offset.
+    status None: stopped without an incumbent. BOUNDED: every solution costs at least `bound`. objective and bound are
+    without the Model's offset.
     """
 
     status: Status | None
@@ -67,8 +69,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The program; objective of the problem = offset + unit * objective of the program, and at least `low`. `binaries`
-    are the variables of each column, -1 where a group has but one; `numbers` those of parts, in units of their totals.
+    """The program. The problem's objective = offset + unit * the program's objective, and is at least `low`.
+
+    `binaries` are the variables of columns, -1 in groups of one column; `numbers` are the variables of parts, in units
+    of their totals.
     """
 
     program: Program
@@ -79,13 +83,13 @@ class Model:
     unit: float
 
     def bound(self, outcome: Outcome) -> float:
-        """A lower bound on the problem's objective, with a margin for the solver's tolerances."""
+        """A lower bound on the problem's objective, less a margin for the solver's tolerances."""
         return max(self.low, self.offset + self.unit * (outcome.bound - BOUND_MARGIN))
 
 
 class Run(Protocol):
-    """Runs a program for at most so many seconds. What costs more than `cutoff` need not be found; where is_relaxed,
-    the linear relaxation is enough."""
+    """Runs a program for at most time_limit_s seconds. Solutions above `cutoff` may be missed; with is_relaxed, the
+    linear relaxation is enough."""
 
     def __call__(
         self, program: Program, time_limit_s: float | None, *, cutoff: float = math.inf, is_relaxed: bool = False
@@ -101,9 +105,9 @@ def solve(
     cutoff: float = math.inf,
     is_relaxed: bool = False,
 ) -> Solution:
-    """Reduce, build, run, check. `solver` is the name for the report.
+    """Presolves, builds, runs and checks. `solver` is the name in the Solution.
 
-    Raises SolverError when time_limit_s was too short to find any feasible choice.
+    Raises SolverError where time_limit_s was too short to find a feasible choice.
     """
     started = time.monotonic()
     task = _Task(problem=problem, solver=solver, run=run, cutoff=cutoff, is_relaxed=is_relaxed)
@@ -118,7 +122,7 @@ def solve(
     seconds_left = None if time_limit_s is None else max(0.0, time_limit_s - (time.monotonic() - started))
     finer, _ = task.attempt(seconds_left, ceiling=first.objective)
     if finer is None or finer.objective is None or finer.bound is None:
-        # Out of time, or rounding at the ceiling: what is known is what the coarse unit could tell.
+        # Out of time, or rounding at the ceiling: only the result in the coarse unit is known.
         return replace(first, status=Status.FEASIBLE, bound=first.objective - unit * SOLVER_TOLERANCE)
     if finer.objective > first.objective:
         return replace(first, status=finer.status, bound=min(finer.bound, first.objective))
@@ -127,7 +131,7 @@ def solve(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """What is solved, by which solver, and how far."""
+    """A problem, the solver that runs it, and the precision that is needed."""
 
     problem: Problem
     solver: str
@@ -136,7 +140,7 @@ class _Task:
     is_relaxed: bool
 
     def attempt(self, time_limit_s: float | None, *, ceiling: float) -> tuple[Solution | None, float]:
-        """(solution, unit of the objective): one run among choices that cost at most `ceiling`; None: out of time."""
+        """(solution, unit of the objective) of one run among choices up to `ceiling`; (None, unit) when out of time."""
         solver = self.solver
         reduced = reduce(self.problem, ceiling=ceiling)
         if reduced is None:
@@ -161,8 +165,10 @@ class _Task:
                 return solution, model.unit
 
     def checked(self, reduced: Reduced, model: Model, outcome: Outcome) -> tuple[dict[str, int], float, float]:
-        """(choice, objective, bound), priced from scratch. Asserts that it is feasible and costs what the solver
-        says."""
+        """(choice, objective, bound) of an outcome, priced from scratch.
+
+        Asserts that the choice is feasible and that its price agrees with the solver's objective and bound.
+        """
         solver = self.solver
         choice = _chosen(reduced, model, outcome)
         assert self.problem.is_feasible(choice), f"{solver}: its choice breaks an edge or a limit: {choice}"
@@ -180,7 +186,7 @@ class _Task:
 
 
 def _chosen(reduced: Reduced, model: Model, outcome: Outcome) -> dict[str, int]:
-    """The choice that the values say."""
+    """The choice that an outcome's values stand for."""
     assert outcome.values is not None
     is_free = model.binaries >= 0
     is_chosen = np.ones(len(reduced.columns), bool)
@@ -196,12 +202,12 @@ def _chosen(reduced: Reduced, model: Model, outcome: Outcome) -> dict[str, int]:
 
 
 def build(reduced: Reduced) -> Model:
-    """Variables, objective and constraints (1) to (7)."""
+    """The program of a reduced problem: variables, objective and constraints (1) to (7)."""
     return _Build(reduced).model()
 
 
 class _Build:
-    """The program of a reduced problem as it grows."""
+    """Builds the program of a reduced problem."""
 
     def __init__(self, reduced: Reduced) -> None:
         self.reduced = reduced
@@ -211,13 +217,13 @@ class _Build:
         for start, stop in self.groups:
             if stop - start > 1:
                 self.binaries[start:stop] = self.builder.columns(stop - start, is_integer=True)
-        #: (5) by part and group
+        #: (part, group) -> the variables z of (5)
         self.copies: dict[tuple[int, int], Ints] = {}
         self.numbers: dict[int, int] = {}
         self.indicators: dict[int, int] = {}
 
     def model(self) -> Model:
-        """Everything."""
+        """The finished program with its scaling."""
         self._one_hot()
         self._agreement()
         self._splits()
@@ -244,12 +250,12 @@ class _Build:
                 self.builder.row(self.binaries[start:stop], 1.0, 1.0, 1.0)
 
     def _agreement(self) -> None:
-        """(2): a label is chosen on one side when it is chosen on the other."""
+        """(2): both sides of a link choose the same label."""
         starts, columns = self.reduced.skeleton.starts, self.reduced.columns
         for link in self.reduced.skeleton.links:
             (first, last), (begin, end) = self.groups[link.source], self.groups[link.target]
             if last - first < 2 or end - begin < 2:
-                continue  # the fixed one has left the other a single label
+                continue  # presolve has left both sides a single label
             source = link.source_labels[columns[first:last] - starts[link.source]]
             target = link.target_labels[columns[begin:end] - starts[link.target]]
             labels, places = np.unique(np.concatenate((source, target)), return_inverse=True)
@@ -262,8 +268,8 @@ class _Build:
             self.builder.put(row + places.reshape(-1)[kept], indices[kept], values[kept])
 
     def _splits(self) -> None:
-        """(4) and (6), numbers in units of their totals."""
-        guards = [guard for total in self._totals() for peak in total.peaks for guard in peak.guards]
+        """(4) and (6), with the numbers of parts in units of their totals."""
+        guards = [guard for total in self._totals() for maximum in total.maxima for guard in maximum.guards]
         named = {part for guard in guards for part in (guard.where, *guard.unless) if part is not None}
         parts = self.reduced.parts
         for split in dict.fromkeys(part.split for part in parts):
@@ -277,7 +283,7 @@ class _Build:
                 self._whole(i, i in named)
 
     def _whole(self, part: int, is_named: bool) -> None:
-        """n_q is a whole number; for one of a single thing it is a binary, and its own indicator."""
+        """Makes n_q a whole number; with a total of 1 it is binary and its own indicator."""
         builder, total = self.builder, self.reduced.parts[part].total
         if total == 1:
             builder.is_integer[self.numbers[part]] = True
@@ -291,11 +297,11 @@ class _Build:
             builder.row(pair, np.array([1.0, -1.0]), 0.0, math.inf)
             builder.row(pair, np.array([1.0, -float(total)]), -math.inf, 0.0)
 
-    def _totals(self) -> Sequence[Total]:
+    def _totals(self) -> Sequence[BoundedSum]:
         return (self.reduced.objective, *self.reduced.resources)
 
     def _copies(self, part: int, group: int) -> Ints:
-        """(5): z of a part and a group; all parts of the split get theirs."""
+        """(5): the variables z of a part and a group; creates those of all parts of the split."""
         if (part, group) not in self.copies:
             start, stop = self.groups[group]
             split = self.reduced.parts[part].split
@@ -312,7 +318,7 @@ class _Build:
         return self.copies[part, group]
 
     def _linear(self, extras: Floats, each: int | None) -> tuple[Ints, Floats]:
-        """Variables and coefficients of a row, of one thing of a part if it is named, times its number."""
+        """Variables and coefficients of a row, multiplied by the number of the part `each` where one is given."""
         used = np.flatnonzero(extras)
         if each is None or each not in self.numbers:
             return self.binaries[used], extras[used]
@@ -325,13 +331,13 @@ class _Build:
         return np.concatenate([np.zeros(0, np.int64), *indices]), np.concatenate([np.zeros(0), *values])
 
     def _times(self, each: int | None) -> float:
-        """What a thing of a part counts, where its number is not decided or is counted in units of its total."""
+        """The factor of a part's variable, which is in units of the part's total; 1 without a part."""
         return 1.0 if each is None else float(self.reduced.parts[each].total)
 
-    def _sum(self, total: Total, unit: float) -> tuple[Ints, Floats, float]:
-        """Variables, coefficients in a unit, and constant of a sum."""
+    def _sum(self, total: BoundedSum, unit: float) -> tuple[Ints, Floats, float]:
+        """Variables, coefficients and constant of a sum, divided by `unit`."""
         indices, values, constant = [np.zeros(0, np.int64)], [np.zeros(0)], 0.0
-        unit = unit or 1.0  # then there is nothing to divide
+        unit = unit or 1.0  # 0 only where all coefficients are 0
         lows = total.lows_by_part
         for place in range(len(lows)):
             each = place - 1 if place else None
@@ -346,26 +352,28 @@ class _Build:
                 values.append(np.array([float(lows[place]) * times / unit]))
             else:
                 constant += float(lows[place]) * times
-        for peak in total.peaks:
-            column, size = self._peak(peak)
+        for maximum in total.maxima:
+            column, size = self._maximum(maximum)
             indices.append(np.array([column]))
-            values.append(np.array([peak.weight * size * self._times(peak.each) / unit]))
+            values.append(np.array([maximum.weight * size * self._times(maximum.each) / unit]))
         return np.concatenate(indices), np.concatenate(values), constant
 
-    def _peak(self, peak: Peak) -> tuple[int, float]:
-        """(3): a variable t that is at least each expression, above the peak's lower bound. (t, its unit)."""
-        unit, low = peak.high - peak.low, peak.low
+    def _maximum(self, maximum: BoundedMaximum) -> tuple[int, float]:
+        """(3): adds a variable t, at least each expression less the maximum's lower bound; returns (t, unit of t)."""
+        unit, low = maximum.high - maximum.low, maximum.low
         (variable,) = self.builder.columns(1).tolist()
-        for expression_low, extras, high, guard in zip(peak.lows, peak.extras, peak.highs, peak.guards, strict=True):
+        for expression_low, extras, high, guard in zip(
+            maximum.lows, maximum.extras, maximum.highs, maximum.guards, strict=True
+        ):
             if high <= low:
-                continue  # t >= 0 says it
+                continue  # implied by t >= 0
             row = self.builder.rows(-math.inf, 0.0)
-            columns, values = self._linear(extras / unit, peak.each)
+            columns, values = self._linear(extras / unit, maximum.each)
             self.builder.put(row, columns, values)
             self.builder.put(row, np.array([variable]), -1.0)
             right = (low - float(expression_low)) / unit
-            if peak.each in self.numbers:
-                self.builder.put(row, np.array([self.numbers[peak.each]]), -right)
+            if maximum.each in self.numbers:
+                self.builder.put(row, np.array([self.numbers[maximum.each]]), -right)
                 right = 0.0
             if guard != ALWAYS:
                 right += self._guarded(row, guard.where, guard.unless, (float(high) - low) / unit)
@@ -373,7 +381,8 @@ class _Build:
         return variable, unit
 
     def _guarded(self, row: int, where: int | None, unless: Sequence[int], most: float) -> float:
-        """Loosens a row where its expression does not count; what that adds to its right side."""
+        """Adds the guard's indicators to a row, so that it is loose where its expression does not count; returns the
+        amount that is added to its right side."""
         added = 0.0
         if where in self.indicators:
             self.builder.put(row, np.array([self.indicators[where]]), most)
@@ -385,25 +394,25 @@ class _Build:
                 added += most
         return added
 
-    def _limit(self, resource: Total) -> None:
-        """(7): the resource is within its limit."""
+    def _limit(self, resource: BoundedSum) -> None:
+        """(7): the resource stays within its limit."""
         unit = abs(resource.limit) or resource.high - resource.low
         indices, values, constant = self._sum(resource, unit)
         right = (resource.limit + LIMIT_TOLERANCE * abs(resource.limit) - constant) / unit
         self.builder.row(indices, values, -math.inf, right)
 
 
-def _objective_unit(objective: Total) -> float:
-    """What the objective is divided by: its lower bound, if coefficients then stay within MAX_OBJECTIVE_RANGE."""
+def _objective_unit(objective: BoundedSum) -> float:
+    """The unit of the objective: its lower bound, raised where coefficients would exceed MAX_OBJECTIVE_RANGE."""
     times = [1.0, *(float(part.total) for part in objective.parts)]
     sizes = [time * float(row.max(initial=0.0)) for time, row in zip(times, objective.extras, strict=True)]
     sizes += [
-        peak.weight * (peak.high - peak.low) * times[0 if peak.each is None else peak.each + 1]
-        for peak in objective.peaks
+        maximum.weight * (maximum.high - maximum.low) * times[0 if maximum.each is None else maximum.each + 1]
+        for maximum in objective.maxima
     ]
     lows = objective.lows_by_part
     sizes += [time * float(abs(low)) for time, low in zip(times[1:], lows[1:], strict=True)]
     largest = max(sizes, default=0.0)
     if largest == 0:
-        return abs(objective.low)  # nothing is divided, all choices cost the same
+        return abs(objective.low)  # all choices cost the same
     return min(largest, max(objective.low, largest / MAX_OBJECTIVE_RANGE))

@@ -1,4 +1,4 @@
-"""The optimization problem in the abstract: choose one strategy per node, agree along edges, stay under the limits.
+"""The optimization problem in the abstract: choose one strategy per node, agree along edges, stay within limits.
 
     minimize    sum_j w_j * c_j * max_a e_ja(x)                   (the objective's terms)
     subject to  sum_s x_ns = 1                    for each node n
@@ -8,23 +8,23 @@
                 sum_(n, s) x_ns <= number of its nodes - 1        for each conflict, s over those it names of node n
 
 Each e is an expression `constant + sum over nodes of a vector entry picked by the node's strategy`. A term with one
-expression is linear; with several it is the largest of them, which is how exposed communication (max(0, gather -
-compute)) and peaks (the largest transient) are written. Weights are not negative, so the maximum is convex and an ILP
-represents it exactly. c is 1, or the number n_q of a part: what each of so many like things costs. An expression may be
-left out of its maximum by whether there are any of some parts.
+expression is linear. A term with several is their maximum, which expresses exposed communication (max(0, gather -
+compute)) and peaks (the largest transient). Weights w are not negative, so the maximum is convex and an ILP represents
+it exactly. c is 1, or the number n_q of a part, for costs that count once per member. A guard leaves an expression out
+of its maximum depending on which parts are empty.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-#: strategy index by node name, number by part
+#: node name -> index of its strategy, and part name -> its number
 Choice = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A decision: exactly one of `strategies` (labels, for reports) is chosen. A node without one is infeasible."""
+    """A decision: exactly one of `strategies` (labels for reports) is chosen; infeasible without any."""
 
     name: str
     strategies: tuple[str, ...]
@@ -32,7 +32,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """Agreement: source_layouts[chosen of source] == target_layouts[chosen of target]. One entry per strategy."""
+    """Agreement: source_layouts[strategy of source] == target_layouts[strategy of target]. One layout per strategy."""
 
     source: str
     target: str
@@ -42,7 +42,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """`total` like things that are divided among `parts`; no two parts of a problem, or nodes, share a name."""
+    """`total` members that are divided among `parts`. Names of parts and nodes are unique in a problem."""
 
     parts: tuple[str, ...]
     total: int
@@ -50,9 +50,9 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expression:
-    """constant + sum over (node, vector) of vector[chosen strategy of node].
+    """constant + sum over (node, vector) of vector[strategy of node].
 
-    It counts only where there are any of the part `where`, if one is named, and none of the parts `unless`.
+    The expression counts only where the part `where`, if given, is not empty and all parts in `unless` are empty.
     """
 
     constant: float = 0.0
@@ -62,22 +62,24 @@ class Expression:
 
     @property
     def is_guarded(self) -> bool:
-        """True where it does not always count."""
+        """True where the expression does not always count."""
         return self.where is not None or bool(self.unless)
 
     def counts(self, choice: Choice) -> bool:
-        """Whether it counts under a choice."""
+        """True where the expression counts under a choice."""
         return (self.where is None or choice[self.where] > 0) and not any(choice[part] for part in self.unless)
 
     def value(self, choice: Choice) -> float:
-        """The expression under a choice."""
+        """The expression's value under a choice."""
         return self.constant + sum(vector[choice[node]] for node, vector in self.terms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """weight * max over expressions, times the number of the part `each` where one is named; `name` is the row of the
-    report it belongs to. weight >= 0, and one expression counts always."""
+    """weight * max over expressions, times the number of the part `each` where one is given.
+
+    `name` is the row of the report. weight >= 0, and at least one expression always counts.
+    """
 
     name: str
     expressions: tuple[Expression, ...]
@@ -85,36 +87,36 @@ class Term:
     each: str | None = None
 
     def value(self, choice: Choice) -> float:
-        """The term under a choice."""
+        """The term's value under a choice."""
         number = 1 if self.each is None else choice[self.each]
         return self.weight * number * max(e.value(choice) for e in self.expressions if e.counts(choice))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resource:
-    """A limit on a sum of terms, e.g. peak memory in bytes."""
+    """A limit on a sum of terms, such as peak memory in bytes."""
 
     name: str
     terms: tuple[Term, ...]
     limit: float
 
     def is_kept(self, choice: Choice, tolerance: float) -> bool:
-        """True when a choice is within the limit, up to a relative tolerance."""
+        """True where a choice is within the limit, up to a relative tolerance."""
         return total(self.terms, choice) <= self.limit + tolerance * abs(self.limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conflict:
-    """Choices that are not to be made together: at every node one of its strategies. A node stands in it once."""
+    """Strategies, by node, of which a choice must not have one at every node. Each node is listed once."""
 
     choices: tuple[tuple[str, frozenset[int]], ...]
 
     def is_avoided(self, choice: Choice) -> bool:
-        """True where some node has another strategy."""
+        """True where some node has a strategy outside the conflict."""
         return any(choice[name] not in strategies for name, strategies in self.choices)
 
     def resource(self, sizes: Mapping[str, int]) -> Resource:
-        """The conflict as a sum with a limit; `sizes` are the numbers of the nodes' strategies."""
+        """The conflict as a sum with a limit; `sizes` are the nodes' numbers of strategies."""
         terms = ((name, tuple(float(i in strategies) for i in range(sizes[name]))) for name, strategies in self.choices)
         expression = Expression(terms=tuple(terms))
         limit = float(len(self.choices) - 1)
@@ -123,8 +125,7 @@ class Conflict:
 
 @dataclass(slots=True)
 class Shared:
-    """What a solver computed of edges, by nodes, for the problems that have the same ones. What was last found to be
-    valid need not be looked at again."""
+    """A cache for problems with the same nodes and edges: solvers' results, and what was last validated."""
 
     edges: tuple[Edge, ...] = ()
     found: dict[tuple[Node, ...], object] = field(default_factory=dict)
@@ -133,10 +134,10 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Nodes, edges, splits, objective, resources and conflicts; see the module docstring for the mathematics.
+    """Nodes, edges, splits, objective, resources and conflicts; the module docstring has the mathematics.
 
-    Valid on construction: raises ValueError when an edge, an expression or a term names an unknown node or part, when
-    the length of a vector is not the node's number of strategies, and for a negative weight.
+    Valid on construction: raises ValueError where an edge, an expression or a term names an unknown node or part, a
+    vector has not one entry per strategy, or a weight is negative.
     """
 
     nodes: tuple[Node, ...]
@@ -169,7 +170,7 @@ class Problem:
 
     @property
     def limits(self) -> Iterator[Resource]:
-        """The resources, and every conflict as one."""
+        """The resources, followed by the conflicts as resources."""
         sizes = {node.name: len(node.strategies) for node in self.nodes}
         return iter((*self.resources, *(conflict.resource(sizes) for conflict in self.conflicts)))
 
@@ -202,11 +203,11 @@ class Problem:
 
     @property
     def parts(self) -> Iterator[str]:
-        """Parts of all splits."""
+        """Names of the parts of all splits."""
         return (part for split in self.splits for part in split.parts)
 
     def is_consistent(self, choice: Choice) -> bool:
-        """True when every edge agrees, and every split adds up."""
+        """True where all edges agree and all splits add up."""
         return all(
             edge.source_layouts[choice[edge.source]] == edge.target_layouts[choice[edge.target]] for edge in self.edges
         ) and all(
@@ -216,12 +217,11 @@ class Problem:
         )
 
     def price(self, choice: Choice) -> float:
-        """The objective of a choice, from scratch."""
+        """The objective of a choice, computed from scratch."""
         return total(self.objective, choice)
 
     def is_feasible(self, choice: Choice, *, tolerance: float = 1e-6) -> bool:
-        """True when edges agree, every resource is within its limit, up to a relative tolerance, and every conflict is
-        avoided."""
+        """True where edges agree, splits add up, resources are kept up to a tolerance, and conflicts are avoided."""
         return (
             self.is_consistent(choice)
             and all(resource.is_kept(choice, tolerance) for resource in self.resources)
@@ -235,8 +235,8 @@ def total(terms: Sequence[Term], choice: Choice) -> float:
 
 
 class Status(StrEnum):
-    """What the solver knows. FEASIBLE: stopped early with an incumbent; its gap says how far it may be off. BOUNDED:
-    nothing but a bound."""
+    """The solver's knowledge. FEASIBLE: stopped early with an incumbent, whose gap says how far off it may be. BOUNDED:
+    only a lower bound."""
 
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
@@ -246,9 +246,9 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """A solver's answer. `bound` <= the true optimum <= `objective`; gap = (objective - bound) / objective.
+    """A solver's answer. `bound` <= the optimum <= `objective`; gap = (objective - bound) / objective.
 
-    choice, objective and bound are None when status is INFEASIBLE, the first two when it is BOUNDED.
+    For INFEASIBLE, choice, objective and bound are None; for BOUNDED, choice and objective are.
     """
 
     status: Status
@@ -259,24 +259,24 @@ class Solution:
 
     @property
     def gap(self) -> float | None:
-        """Relative gap, 0 for a proven optimum; None when infeasible."""
+        """Relative gap, 0 for a proven optimum; None without an objective or bound."""
         if self.objective is None or self.bound is None:
             return None
         return max(0.0, self.objective - self.bound) / abs(self.objective) if self.objective else 0.0
 
 
 def constant_term(part: str, amount: float) -> Term:
-    """The same whatever is chosen."""
+    """A term of a constant amount."""
     return Term(name=part, expressions=(Expression(constant=amount),))
 
 
 def linear_term(part: str, name: str, vector: Sequence[float], weight: float) -> Term:
-    """weight times the entry of the vector that the strategy of the node `name` picks."""
+    """weight times the vector's entry for the strategy of the node `name`."""
     return Term(name=part, expressions=(Expression(terms=((name, tuple(vector)),)),), weight=weight)
 
 
 def scaled(expression: Expression, weight: float) -> Expression:
-    """weight times an expression."""
+    """weight times an unguarded expression."""
     if weight == 1.0:
         return expression
     terms = tuple((name, tuple(weight * entry for entry in vector)) for name, vector in expression.terms)
@@ -284,20 +284,20 @@ def scaled(expression: Expression, weight: float) -> Expression:
 
 
 def added(*expressions: Expression) -> Expression:
-    """Their sum; a node may have several vectors in it."""
+    """The sum of unguarded expressions, in which a node may have several vectors."""
     return Expression(
         constant=sum(e.constant for e in expressions), terms=tuple(term for e in expressions for term in e.terms)
     )
 
 
 def minus(left: Expression, right: Expression) -> Expression:
-    """The difference; a node may have several vectors in it."""
+    """left - right, both unguarded, in which a node may have several vectors."""
     negative = tuple((name, tuple(-entry for entry in vector)) for name, vector in right.terms)
     return Expression(constant=left.constant - right.constant, terms=(*left.terms, *negative))
 
 
 def merged(expression: Expression) -> Expression:
-    """The same with one vector for each node."""
+    """The expression with one vector for each node."""
     vectors: dict[str, tuple[float, ...]] = {}
     for name, vector in expression.terms:
         known = vectors.get(name)

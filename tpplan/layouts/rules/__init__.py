@@ -1,9 +1,9 @@
-"""Sharding rules: for a call of an operator, the consistent tuples of operand and result layouts.
+"""Sharding rules: the consistent tuples of operand and result layouts of each operator.
 
-A rule is one function in one file of this folder, named by `@op_rule(targets...)`. It says nothing of how many ranks
-there are: strategies whose shards do not divide are dropped afterwards. Rules are validated against numerics over all
-layouts, all ranks and both directions (tests/test_rules.py finds them by itself): what a rule allows is right, what it
-leaves out is merely slower. An operator without a rule runs on whole operands, all R or all R*.
+A rule is one function in one file of this folder, registered by `@op_rule(targets...)`. It does not depend on the
+number of ranks: strategies whose shards do not divide are dropped afterwards. tests/test_rules.py finds every rule and
+validates it numerically over all layouts, all ranks and both directions: a strategy that a rule allows is right, a
+strategy that it leaves out only costs speed. An operator without a rule runs on whole operands, all R or all R*.
 
 In: a `Call` (an operator with its operands' shapes) and a number of ranks. Out: its strategies. Needs no torch.
 
@@ -49,7 +49,7 @@ __all__ = [
     "written_sizes",
 ]
 
-#: calls whose strategies are remembered; a large model has some hundreds of kinds
+#: most calls whose strategies are cached; a large model has a few hundred distinct calls
 MOST_REMEMBERED = 10_000
 
 
@@ -61,14 +61,15 @@ def _load_families() -> dict[str, Rule]:
 
 
 def has_rule(target: str) -> bool:
-    """True when a rule is registered for the target, or for the op it is the in-place form of."""
+    """True where a rule is registered for the target, or for the plain form of an in-place target."""
     return base_target(target) in _load_families()
 
 
 def strategies(graph: ModelGraph, op: Op, tp: int, extra: Extra | None = None) -> tuple[Strategy, ...]:
-    """Every way to run `op` on tp ranks, without duplicates, the replicated one first.
+    """Every strategy of `op` on tp ranks, without duplicates, the replicated ones first.
 
-    Dims are cut part by part, or into fewer slices than ranks, as `extra` says of each value.
+    `extra` gives the values' layouts with separately sharded parts or shared slices; others of these kinds are left
+    out.
     """
     names = (*op.operands, *op.results)
     own = {name: extra[name] for name in names if extra is not None and name in extra}
@@ -84,7 +85,7 @@ def strategies(graph: ModelGraph, op: Op, tp: int, extra: Extra | None = None) -
 
 
 def call_strategies(call: Call, tp: int) -> tuple[Strategy, ...]:
-    """The same for a call that stands alone."""
+    """Every strategy of a call on tp ranks, without duplicates, the replicated ones first."""
     if call.target == OPAQUE:
         return (Strategy((R,) * len(call.operands), (R,) * len(call.results)),)
     rule = _load_families().get(base_target(call.target))
@@ -94,7 +95,7 @@ def call_strategies(call: Call, tp: int) -> tuple[Strategy, ...]:
 
 @lru_cache(maxsize=MOST_REMEMBERED)
 def _strategies_of(rule: Rule | None, call: Call, _literals: str, tp: int) -> tuple[Strategy, ...]:
-    """Found once for like calls. `_literals` tells 1 from True and from 1.0, which are equal otherwise."""
+    """Strategies, cached by call. `_literals` tells 1, True and 1.0 apart, which are equal as cache keys."""
     proposed = (*whole_operands(call), *(rule(call) if rule and call.results else ()))
     if not call.target.startswith(_POSITIONAL):
         by_parts = (variant for strategy in proposed for variant in strategy.part_by_part(call))
@@ -111,5 +112,5 @@ def _strategies_of(rule: Rule | None, call: Call, _literals: str, tp: int) -> tu
     return tuple(found)
 
 
-#: ops of ours that communicate: they count positions from the first rank's, and know of as many slices as ranks
+#: prefix of tpplan's own ops, which communicate: they take plain shards alone, whose offsets follow from the rank
 _POSITIONAL = "tpplan."

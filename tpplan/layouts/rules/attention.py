@@ -1,4 +1,4 @@
-"""Attention shards batch and heads, and the query's positions where no mask or causality ties them to the keys'."""
+"""The rule of attention: shards of batch and heads, and of query positions without a mask or causality."""
 
 from collections.abc import Iterable
 
@@ -9,9 +9,10 @@ from tpplan.layouts.rules.equation import NEVER, Equation, Letters
 
 @op_rule("aten.scaled_dot_product_attention.default")
 def attention(call: Call) -> Iterable[Strategy]:
-    """B batch, H query heads (key heads where grouped: contiguous groups), T queries, J keys, D and E head dims.
+    """B batch, H query heads, T query positions, J key positions, D and E head dims.
 
-    Where key heads are fewer than ranks, each rank has the one that its queries share; a single one is broadcast.
+    Grouped key and value heads are sharded like the query heads, in contiguous groups. Where key heads are fewer than
+    ranks, each rank holds the head that its queries use; a single key head is broadcast.
     """
     query, key, value = (call.operands[i].shape for i in range(3))
     if len(query) != 4 or len(key) != 4 or len(value) != 4:

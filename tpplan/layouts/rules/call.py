@@ -1,4 +1,4 @@
-"""What a rule sees (Call) and what it gives (Strategy), and the registry it enters."""
+"""Types of rules (a rule takes a Call and gives Strategies), the registry of rules, and which operands ops write to."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -7,18 +7,18 @@ from tpplan.core.graph import Argument, ModelGraph, Op, Ref, Value, references
 from tpplan.core.layout import R_STAR, ROWS, Layout, P, R, S, copied
 from tpplan.core.part_intervals import Parts
 
-#: a module's own code, whose backward may be anything: all of it is whole, and so are the gradients
+#: a module that runs by its own code, traced as one op: its operands, results and gradients are whole
 OPAQUE = "tpplan.opaque.default"
-#: layouts that not every value of a shape may have, by value
+#: value name -> layouts that only some values may have
 Extra = Mapping[str, frozenset[Layout]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """An operator with its arguments. `operands` are the tensors in argument order, one entry per reading.
+    """A call of an operator. `operands` are its tensors in argument order, one entry per reading.
 
-    `parts` are those that dims of the graph may be made of: a dim of their sum may be sharded part by part. `slices`
-    are numbers of slices, fewer than ranks, into which dims of the graph may be cut.
+    `parts` are the sizes of parts in the graph: a dim whose size is their sum may be sharded part by part. `slices` are
+    numbers of slices, fewer than ranks, into which a dim may be cut.
     """
 
     target: str
@@ -31,7 +31,7 @@ class Call:
 
     @classmethod
     def of(cls, graph: ModelGraph, op: Op, layouts: Iterable[Layout] = ()) -> "Call":
-        """The call an op of a graph makes, with parts and slices as some of `layouts` have them."""
+        """The call of an op in a graph, with the parts and slices that occur in `layouts`."""
         layouts = tuple(layouts)
         if layouts:
             return cls._made(graph, op, layouts)
@@ -51,7 +51,7 @@ class Call:
         )
 
     def anonymous(self) -> "Call":
-        """The same with its values called by the order in which they come: equal for like calls."""
+        """A copy whose values are named by their order of appearance, so that calls with equal arguments are equal."""
         numbers: dict[str, str] = {}
 
         def number(name: str) -> str:
@@ -75,11 +75,11 @@ class Call:
 
     @property
     def is_in_place(self) -> bool:
-        """True when the result is the first operand, written to."""
+        """True where the op writes its result to the first operand."""
         return base_target(self.target) != self.target
 
     def argument(self, position: int, name: str, default: Argument = None) -> Argument:
-        """The argument at a position or under its schema name."""
+        """The argument at a position or under its schema name, else `default`."""
         if position < len(self.args):
             return self.args[position]
         return dict(self.kwargs).get(name, default)
@@ -92,7 +92,7 @@ class Call:
         return value
 
     def integers(self, position: int, name: str) -> tuple[int, ...] | None:
-        """A list of integers, one integer as a list of one, or None where it is not given."""
+        """An argument that is a list of integers or one integer, as a tuple; None where it is not given."""
         value = self.argument(position, name)
         if value is None:
             return None
@@ -100,7 +100,7 @@ class Call:
         return tuple(item for item in items if isinstance(item, int))
 
     def operand_index(self, position: int, name: str) -> int | None:
-        """Where among `operands` the tensor at an argument position stands; None when it is not a tensor."""
+        """Index among `operands` of the tensor argument at a position; None where the argument is not a tensor."""
         argument = self.argument(position, name)
         if not isinstance(argument, Ref):
             return None
@@ -113,18 +113,19 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One consistent choice: a layout per operand and per result."""
+    """A layout for each operand and each result of a call, consistent with each other."""
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
 
     def fits(self, call: Call, tp: int) -> bool:
-        """True when every shard divides by tp, and what is partial carries a gradient (booleans do not add up)."""
+        """True where every shard divides by tp and every partial value carries a gradient (ids do not add up)."""
         pairs = (*zip(call.operands, self.operands, strict=True), *zip(call.results, self.results, strict=True))
         return all(value.can_be(layout, tp) and (layout != P or value.carries_gradient) for value, layout in pairs)
 
     def without_idle_gradients(self, call: Call) -> tuple["Strategy", ...]:
-        """R* written as R where no gradient flows; where no result carries one, operands may be R or R* alike."""
+        """The strategy with R in place of R* where a value carries no gradient. Where no result carries a gradient,
+        whole operands may be R or R*: one strategy for each."""
         operands = tuple(
             R if layout == R_STAR and not value.carries_gradient else layout
             for value, layout in zip(call.operands, self.operands, strict=True)
@@ -145,9 +146,9 @@ class Strategy:
         return tuple(Strategy(variant, results) for variant in either)
 
     def part_by_part(self, call: Call) -> Iterator["Strategy"]:
-        """The same with every sharded dim sharded part by part, where all of them have one size and so one order.
+        """Yields copies whose sharded dims are sharded part by part, where all sharded dims have one size.
 
-        Right wherever positions along the dim do not matter to the op, as they do not where slices of it may be taken.
+        This is right for ops that ignore the position along the dim; ops for which slices of the dim are allowed do.
         """
         layouts = (*self.operands, *self.results)
         values = (*call.operands, *call.results)
@@ -166,10 +167,10 @@ class Strategy:
                 yield Strategy(*sides)
 
     def with_copies(self, call: Call) -> Iterator["Strategy"]:
-        """The same on fewer slices than ranks, each of which neighbours share.
+        """Yields copies with fewer slices than ranks, each held by several neighbouring ranks.
 
-        Backward is linear: from summands of one slice's gradient it makes summands of another's, and of the whole's.
-        So this is right where every gradient is a slice or a summand, and none is the whole.
+        Backward is linear in the gradient: summands of one slice's gradient give summands of another's, and of the
+        whole's. So this is right where every gradient is a slice or a summand, and none is whole.
         """
         layouts = (*self.operands, *self.results)
         values = (*call.operands, *call.results)
@@ -188,19 +189,19 @@ class Strategy:
         return f"{', '.join(map(str, self.operands))} => {', '.join(map(str, self.results))}"
 
 
-#: gives the strategies of a call beyond the replicated ones
+#: yields the strategies of a call, except the replicated ones
 Rule = Callable[[Call], Iterable[Strategy]]
 
 _RULES: dict[str, Rule] = {}
 
 
 def op_rule(*targets: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for operators, named as in the graph: `aten.linear.default`."""
+    """Decorator that registers a rule for operators, named as in the graph: `aten.linear.default`."""
 
     def register(rule: Rule) -> Rule:
         for target in targets:
             if target in _RULES:
-                raise ValueError(f"two rules for {target}")
+                raise ValueError(f"op_rule: {target} already has a rule")
             _RULES[target] = rule
         return rule
 
@@ -208,13 +209,16 @@ def op_rule(*targets: str) -> Callable[[Rule], Rule]:
 
 
 def registered_rules() -> dict[str, Rule]:
-    """Rules by target."""
+    """Target -> its rule."""
     return dict(_RULES)
 
 
 def written_operands(op: Op) -> tuple[str, ...]:
-    """Operands that an op writes to, as far as its name says: `add_`, `__iand__`, `out=`. Of a module that runs whole,
-    the weights that it was seen to write to: their places among its weights stand last."""
+    """Names of the operands that an op writes to, as its name tells: `add_`, `__iand__`, `out=`.
+
+    A module that runs whole lists the positions, among its weights, of those it was seen to write to as its last
+    argument.
+    """
     if op.target == OPAQUE:
         weights = tuple(references(op.args[1]))
         return tuple(weights[place] for place in _integers(op.args[3]))
@@ -227,8 +231,10 @@ def _integers(argument: Argument) -> tuple[int, ...]:
 
 
 def crossings_before_writes(graph: ModelGraph) -> frozenset[str]:
-    """Boundaries, by name, through which a value goes whose storage an op writes to later: of a copy, the other side
-    would not see it."""
+    """Names of the boundaries through which a value goes whose storage an op writes to later.
+
+    A conversion there would make a copy, and code on the other side would not see the write.
+    """
     return graph.once(crossings_before_writes, lambda: _crossings_before_writes(graph))
 
 
@@ -244,7 +250,7 @@ def _crossings_before_writes(graph: ModelGraph) -> frozenset[str]:
 
 
 def base_target(target: str) -> str:
-    """`aten.add_.Tensor` -> `aten.add.Tensor`: an in-place form obeys the rule of the plain one."""
+    """The target of an in-place op's plain form: `aten.add_.Tensor` -> `aten.add.Tensor`; other targets unchanged."""
     namespace, _, rest = target.partition(".")
     name, _, overload = rest.partition(".")
     return f"{namespace}.{name[:-1]}.{overload}" if name.endswith("_") and not name.endswith("__") else target

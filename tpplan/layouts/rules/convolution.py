@@ -1,4 +1,4 @@
-"""Convolutions, pooling and resampling: channels like a linear layer's features, space stays whole."""
+"""Rules of convolutions, pooling and resampling: channels shard like features, spatial dims stay whole."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ def _space(letter: str, dims: int) -> str:
 
 
 def _num_space_dims(target: str) -> int:
-    """The digit in the operator's name: `aten.conv2d.default` has 2."""
+    """Number of spatial dims, the digit in the operator's name: `aten.conv2d.default` has 2."""
     return int(next(character for character in target if character.isdecimal()))
 
 
@@ -20,7 +20,7 @@ def _num_space_dims(target: str) -> int:
     "aten.conv1d.padding", "aten.conv2d.padding", "aten.conv3d.padding",
 )  # fmt: skip
 def convolution(call: Call) -> Iterable[Strategy]:
-    """c input channels, o output channels. Of grouped ones, whole groups of both are sharded together."""
+    """c input channels, o output channels. Grouped convolutions shard input and output channels by whole groups."""
     dims = _num_space_dims(call.target)
     space, kernel, place = (_space(letter, dims) for letter in "skp")
     batch = "b" if len(call.operands[0].shape) == dims + 2 else ""
@@ -37,7 +37,7 @@ def convolution(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.max_pool1d.default", "aten.max_pool2d.default", "aten.max_pool3d.default")
 def max_pool(call: Call) -> Iterable[Strategy]:
-    """Batch and channels pass."""
+    """Shards of batch and channels pass through; a maximum is not linear."""
     return _resampled(call, ())
 
 
@@ -47,7 +47,7 @@ def max_pool(call: Call) -> Iterable[Strategy]:
     "aten.upsample_bilinear2d.vec", "aten.upsample_bicubic2d.vec",
 )  # fmt: skip
 def linear_resampling(call: Call) -> Iterable[Strategy]:
-    """Batch and channels pass, and so do partial values."""
+    """Shards of batch and channels pass through, and so do partial values."""
     return _resampled(call, (frozenset({0}),))
 
 

@@ -1,4 +1,4 @@
-"""Embedding lookups: by columns, by rows, or with the ids sharded."""
+"""The rule of embedding lookups: the table sharded by columns or by rows, or the ids sharded."""
 
 from collections.abc import Iterable
 
@@ -9,10 +9,10 @@ from tpplan.layouts.rules.equation import einsum
 
 @op_rule("aten.embedding.default")
 def embedding(call: Call) -> Iterable[Strategy]:
-    """V rows, D columns. Rows: ids become local ids, the result is masked and then partial (`rows -> ...`).
+    """V rows, D columns. By rows, ids become local rows; the result is masked and then partial (`rows -> ...`).
 
-    A padding id lives on one rank, so with one the rows stay whole; gradients scaled by how often an id occurs need
-    all ids.
+    With a padding id, which would be on one rank alone, rows stay whole. Gradients scaled by an id's count need all
+    ids.
     """
     ids = " ".join(f"i{axis}" for axis in range(len(call.operands[1].shape)))
     counts_ids = bool(call.argument(3, "scale_grad_by_freq", False))

@@ -1,8 +1,8 @@
-"""Rules as equations: `b k, n k -> b n` gives every layout of a linear layer.
+"""Rules as equations: `b k, n k -> b n` gives every strategy of a linear layer.
 
-A letter names a dim. Sharding letter l shards every operand that has it. An operand without l that carries a gradient
-sees only a slice of the result on each rank, so its gradient is a summand: R*. A result without l is a sum over
-slices: P, if the op is linear in them. `1` is a dim that never shards (size one, broadcast).
+A letter names a dim. Sharding letter l shards every operand that has it. An operand without l meets only a slice of the
+result on each rank, so its gradient is a summand: R*. A result without l is a sum over slices: P, if the op is linear
+in them. `1` is a dim that is never sharded (size one, broadcast).
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from tpplan.core.layout import R_STAR, Layout, P, R, S
 from tpplan.layouts.rules.call import Call, Strategy
 
-#: letters of one tensor, a dim each
+#: letters of one tensor, one for each dim
 Letters = tuple[str, ...]
+#: the letter of a dim that is never sharded
 NEVER = "1"
 
 
@@ -20,10 +21,10 @@ NEVER = "1"
 class Equation:
     """operands -> results, in letters.
 
-    whole: letters that no rank may see a slice of (softmax's dim).
-    summed: letters absent from the results may be sharded, giving partial results.
+    whole: letters that are never sharded (softmax's dim).
+    summed: whether a letter that the results lack may be sharded, which gives partial results.
     linear_in: sets of operands that may be partial together, the others whole, giving partial results.
-    added: operands that are terms of their own (a bias): partial where the result is.
+    added: operands that are terms of their own (a bias), partial where the result is.
     """
 
     operands: tuple[Letters, ...]
@@ -34,7 +35,7 @@ class Equation:
     added: frozenset[int] = frozenset()
 
     def strategies(self) -> Iterator[Strategy]:
-        """Shards of each letter, then partial operands."""
+        """Yields a strategy for each letter that may be sharded, then one for each set of partial operands."""
         letters = dict.fromkeys(letter for term in (*self.operands, *self.results) for letter in term)
         for letter in letters:
             if letter != NEVER and letter not in self.whole:
@@ -59,21 +60,24 @@ class Equation:
 
 
 def dim_letters(rank: int) -> list[str]:
-    """A letter per dim, as parse names the dims of `...`."""
+    """One letter for each of `rank` dims, named as parse names the dims of `...`."""
     return [f".{i}" for i in range(rank)]
 
 
 def whole_operands(call: Call) -> tuple[Strategy, ...]:
-    """What any op may do: all R, or all R* (backward is linear in the gradient, so summands stay summands; a backward
-    that the model brings along need not be)."""
+    """Strategies that every op allows: all R, or all R*.
+
+    All R* holds because backward is linear in the gradient, so summands give summands; a custom backward of the model
+    need not be linear and allows all R alone.
+    """
     layouts = (R,) if call.target == "tpplan.whole.default" else (R, R_STAR)
     return tuple(Strategy((whole,) * len(call.operands), (whole,) * len(call.results)) for whole in layouts)
 
 
 def parse(equation: str, ranks: Sequence[int]) -> tuple[tuple[Letters, ...], tuple[Letters, ...]]:
-    """`... k, n k -> ... n` with the operands' ranks -> letters; `...` stands for the leading dims, aligned right.
+    """Letters of the operands and results of an equation such as `... k, n k -> ... n`, given the operands' ranks.
 
-    Raises ValueError where an operand's rank does not match its term.
+    `...` stands for leading dims, aligned right. Raises ValueError where an operand's rank does not match its term.
     """
     left, _, right = equation.partition("->")
     terms = [term.split() for term in left.split(",")]
@@ -93,7 +97,7 @@ def parse(equation: str, ranks: Sequence[int]) -> tuple[tuple[Letters, ...], tup
 
 
 def without_broadcast(letters: Letters, shape: tuple[int, ...], sizes: dict[str, int]) -> Letters:
-    """The letters of an operand, with `1` where it is stretched: size one against a letter that is larger."""
+    """The letters of an operand, with `1` where the dim is broadcast: size one, and its letter is larger elsewhere."""
     return tuple(
         NEVER if size == 1 and sizes.get(letter, 1) > 1 else letter for letter, size in zip(letters, shape, strict=True)
     )
@@ -109,10 +113,10 @@ def einsum(
     added: frozenset[int] = frozenset(),
     linear_in: tuple[frozenset[int], ...] = (),
 ) -> Iterator[Strategy]:
-    """The strategies of an equation for a call, broadcast dims found by size.
+    """Yields the strategies of an equation for a call; broadcast dims are recognized by their sizes.
 
     multilinear: linear in each operand that is not `added`, so any one of them may be partial and sums may be sharded.
-    summed: a sum over the letters that the result lacks, of anything.
+    summed: the op sums over the letters that the result lacks, so these may be sharded.
     """
     operands, results = parse(equation, [len(value.shape) for value in call.operands])
     sizes: dict[str, int] = {}
@@ -135,7 +139,7 @@ def einsum(
 def elementwise(
     call: Call, *, linear_in: tuple[frozenset[int], ...] = (), whole_dims: frozenset[int] = frozenset()
 ) -> Iterator[Strategy]:
-    """Pointwise with broadcasting, aligned right. `whole_dims` are dims of the result that may not be sharded."""
+    """Yields the strategies of a broadcasting pointwise op; `whole_dims` are dims of the result that stay whole."""
     result = call.results[0]
     rank = len(result.shape)
     letters = tuple(dim_letters(rank))

@@ -1,4 +1,4 @@
-"""Ops that pick elements by index or by size: the dim they pick from stays whole."""
+"""Rules of ops that pick elements by index or order: the dim that they pick from stays whole."""
 
 from collections.abc import Iterable
 
@@ -8,32 +8,32 @@ from tpplan.layouts.rules.call import Call, Strategy, op_rule
 from tpplan.layouts.rules.equation import NEVER, Equation, Letters, dim_letters, einsum, elementwise
 
 _FIRST = (frozenset({0}),)
-#: what is added to, and what is added
+#: the tensor that is added to and the tensor that is added, which may be partial together
 _BOTH = (frozenset({0, 2}),)
 
 
 @op_rule("aten.topk.default", "aten.sort.default", "aten.argsort.default")
 def ordered(call: Call) -> Iterable[Strategy]:
-    """Order along a dim that stays whole."""
+    """Sorting along a dim that stays whole."""
     position = 2 if call.target == "aten.topk.default" else 1
     return elementwise(call, whole_dims=frozenset({call.integer(position, "dim", -1)}))
 
 
 @op_rule("aten.one_hot.default")
 def one_hot(call: Call) -> Iterable[Strategy]:
-    """A new dim of classes, which stays whole."""
+    """Adds a dim of classes, which stays whole."""
     return einsum(call, "... -> ... n", whole="n")
 
 
 @op_rule("aten.index_select.default")
 def index_select(call: Call) -> Iterable[Strategy]:
-    """Rows of one dim; the others pass, and so does the index's own."""
+    """Picks from one dim by a vector of indices; shards of other dims and of the index pass through."""
     return _picked(call, call.integer(1, "dim"), 1)
 
 
 @op_rule("aten.index.Tensor")
 def index(call: Call) -> Iterable[Strategy]:
-    """`x[:, index]` with one tensor: the dim that integers pick from becomes their dims, those under a mask one dim."""
+    """`x[:, index]` with one index tensor: its dim is replaced by those of integers, or by one dim under a mask."""
     indices = call.argument(1, "indices")
     dims = [i for i, item in enumerate(indices) if isinstance(item, Ref)] if isinstance(indices, tuple) else []
     if len(dims) != 1:
@@ -49,14 +49,14 @@ def index(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.masked_select.default")
 def masked_select(call: Call) -> Iterable[Strategy]:
-    """All dims become one."""
+    """Picks elements by a mask into one dim, which stays whole."""
     terms = tuple((NEVER,) * len(value.shape) for value in call.operands)
     return Equation(operands=terms, results=((NEVER,),), linear_in=_FIRST).strategies()
 
 
 @op_rule("aten.index_add.default")
 def index_add(call: Call) -> Iterable[Strategy]:
-    """`x[index] += source` along a dim: the others pass."""
+    """`x[index] += source` along a dim that stays whole; shards of other dims pass through."""
     letters = dim_letters(len(call.operands[0].shape))
     if letters:
         letters[call.integer(1, "dim") % len(letters)] = NEVER
@@ -66,7 +66,7 @@ def index_add(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.scatter_add.default")
 def scatter_add(call: Call) -> Iterable[Strategy]:
-    """Elements added along a dim; the other dims pass where the index covers all of them."""
+    """Adds elements along a dim that stays whole; shards of other dims pass where the index covers them completely."""
     target, picks, source = (value.shape for value in call.operands)
     letters = dim_letters(len(target))
     dim = call.integer(1, "dim") % max(1, len(target))
@@ -88,7 +88,7 @@ def _picked(call: Call, dim: int, index_rank: int) -> Iterable[Strategy]:
 
 @op_rule("aten.gather.default")
 def gather(call: Call) -> Iterable[Strategy]:
-    """Elements along a dim; the other dims pass where the index covers them."""
+    """Picks elements along a dim that stays whole; shards of other dims pass where the index covers them completely."""
     source, picks = (value.shape for value in call.operands)
     if not source or len(source) != len(picks):
         return ()
@@ -105,9 +105,10 @@ def gather(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.repeat_interleave.self_int")
 def repeat_interleave(call: Call) -> Iterable[Strategy]:
-    """Each element n times in a row: slices stay contiguous, in the repeated dim too.
+    """Repeats each element n times in a row: slices stay contiguous, also of the repeated dim.
 
-    An element that several ranks have, and each of them alone, is repeated by each less often.
+    Shared slices of the repeated dim become slices of the result: ranks that hold the same element each make their own
+    part of its repetitions.
     """
     shape = call.operands[0].shape
     letters = dim_letters(len(shape))
@@ -128,7 +129,7 @@ def repeat_interleave(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.repeat.default")
 def repeat(call: Call) -> Iterable[Strategy]:
-    """Whole copies: a dim that is repeated stays whole."""
+    """Repeats whole tensors: a dim that is repeated stays whole."""
     times = call.integers(1, "repeats") or ()
     result = [letter if n == 1 else NEVER for letter, n in zip(dim_letters(len(times)), times, strict=True)]
     own: Letters = tuple(result[len(result) - len(call.operands[0].shape) :])

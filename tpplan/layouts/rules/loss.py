@@ -1,6 +1,6 @@
-"""Losses: on sharded classes where the op is ours; torch's own by element or by sample, where they do not average.
+"""Rules of losses: tpplan's cross entropy on sharded classes, torch's losses where they do not average.
 
-A mean would be divided by a rank's own count, so an averaging loss runs on whole operands.
+A mean would divide by a rank's own count, so a loss that averages runs on whole operands.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from tpplan.layouts.rules.equation import Equation, dim_letters, einsum, element
 
 
 class Reduction(IntEnum):
-    """How aten writes a loss's reduction."""
+    """The reduction of a loss, as aten encodes it."""
 
     NONE = 0
     MEAN = 1
@@ -21,11 +21,11 @@ class Reduction(IntEnum):
 
 @op_rule("tpplan.cross_entropy.default")
 def cross_entropy(call: Call) -> Iterable[Strategy]:
-    """Classes sharded: maximum, sum of exponentials and the target's logit are reduced, logits never gathered."""
+    """Classes sharded: maximum, sum of exponentials and the target's logit are reduced; logits are never gathered."""
     return (Strategy((S(len(call.operands[0].shape) - 1), R), (R,)),)
 
 
-#: position of the reduction among the arguments
+#: target -> position of the argument `reduction`
 _REDUCTION_ARGUMENT = {
     "aten.mse_loss.default": 2,
     "aten.l1_loss.default": 2,
@@ -39,7 +39,7 @@ _REDUCTION_ARGUMENT = {
 
 @op_rule(*_REDUCTION_ARGUMENT)
 def elementwise_loss(call: Call) -> Iterable[Strategy]:
-    """A loss per element, or the sum of them."""
+    """A loss for each element, or the sum of the losses."""
     reduction = call.integer(_REDUCTION_ARGUMENT[call.target], "reduction", Reduction.MEAN)
     if reduction == Reduction.NONE:
         return elementwise(call)
@@ -50,7 +50,7 @@ def elementwise_loss(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default")
 def class_loss(call: Call) -> Iterable[Strategy]:
-    """A loss per sample of a batch (and place), or the sum of them; classes stay whole, their weights too."""
+    """A loss for each sample (and position), or the sum of the losses; classes and their weights stay whole."""
     reduction = call.integer(3, "reduction", Reduction.MEAN)
     rank = len(call.operands[0].shape)
     if reduction == Reduction.MEAN or rank < 2:

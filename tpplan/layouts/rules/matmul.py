@@ -1,4 +1,4 @@
-"""Products: linear layers, matrix products, einsum. Each is its own equation."""
+"""Rules of products: linear layers, matrix products, einsum; the rule is the product's own equation."""
 
 import re
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ _BIAS = frozenset({2})
 
 @op_rule("aten.linear.default")
 def linear(call: Call) -> Iterable[Strategy]:
-    """Column parallel is n, row parallel is k (the bias read as a summand), batch or sequence is `...`."""
+    """Sharding n is column parallel, k is row parallel (the bias read as a summand), `...` is batch or sequence."""
     n = "n" if len(call.operands[1].shape) == 2 else ""
     if len(call.operands) == 3:
         return einsum(call, f"... k, {n} k, {n} -> ... {n}", multilinear=True, added=_BIAS)
@@ -50,23 +50,23 @@ def bmm(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.addmm.default")
 def addmm(call: Call) -> Iterable[Strategy]:
-    """The term that is added comes first; it broadcasts."""
+    """The added term is the first operand and may broadcast."""
     return einsum(call, f"{_trailing(call, 'i j')}, i k, k j -> i j", multilinear=True, added=frozenset({0}))
 
 
 @op_rule("aten.baddbmm.default")
 def baddbmm(call: Call) -> Iterable[Strategy]:
-    """A batch of addmm."""
+    """Batched addmm."""
     return einsum(call, f"{_trailing(call, 'b i j')}, b i k, b k j -> b i j", multilinear=True, added=frozenset({0}))
 
 
-#: products of rows with their expert's matrix: torch's kernel, and the loop transformers takes where that does not run
+#: products of rows with their expert's matrix: torch's kernel, and the loop by which transformers replaces it
 GROUPED_PRODUCTS = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 
 
 @op_rule(*GROUPED_PRODUCTS)
 def grouped_mm(call: Call) -> Iterable[Strategy]:
-    """n rows sorted by expert, e experts of k x j; which rows are whose is counted over all of them."""
+    """n rows sorted by expert, e experts with k x j matrices; n and e stay whole, since offsets count all rows."""
     ranks = tuple(len(value.shape) for value in call.operands)
     if ranks != (2, 3, 1):
         return ()
@@ -74,14 +74,14 @@ def grouped_mm(call: Call) -> Iterable[Strategy]:
 
 
 def _trailing(call: Call, letters: str) -> str:
-    """As many of the letters as the first operand has dims, aligned right."""
+    """The last letters, as many as the first operand has dims."""
     names = letters.split()
     return " ".join(names[len(names) - len(call.operands[0].shape) :])
 
 
 @op_rule("aten.matmul.default")
 def matmul(call: Call) -> Iterable[Strategy]:
-    """Broadcasts leading dims; vectors have no row or column."""
+    """Leading dims broadcast; a vector on the left has no row, one on the right no column."""
     left, right = (len(value.shape) for value in call.operands)
     row = "i" if left > 1 else ""
     column = "j" if right > 1 else ""
@@ -92,9 +92,9 @@ def matmul(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.einsum.default")
 def torch_einsum(call: Call) -> Iterable[Strategy]:
-    """The equation is the rule, where no term repeats a letter.
+    """The equation in the call is the rule, where no term repeats a letter.
 
-    A result that is not spelled out has the letters that occur once, sorted. [torch.einsum]
+    Without an explicit result, the result has the letters that occur once, sorted. [torch.einsum]
     """
     equation = str(call.argument(0, "equation"))
     left, arrow, right = equation.partition("->")

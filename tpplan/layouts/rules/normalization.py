@@ -1,4 +1,4 @@
-"""Norms. Where rows are sharded, weight and bias see only some of them: R*."""
+"""Rules of norms. Where rows are sharded, each rank has summands of the gradients of weight and bias: R*."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from tpplan.layouts.rules.equation import einsum
 
 @op_rule("aten.layer_norm.default", "aten.rms_norm.default")
 def norm(call: Call) -> Iterable[Strategy]:
-    """`... n0 n1 -> ... n0 n1` with the normalized trailing dims whole."""
+    """`... n0 n1 -> ... n0 n1`; the normalized trailing dims stay whole."""
     sizes = call.integers(1, "normalized_shape") or ()
     normalized = " ".join(f"n{i}" for i in range(len(sizes)))
     affine = f", {normalized}" * (len(call.operands) - 1)
@@ -17,7 +17,7 @@ def norm(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.group_norm.default")
 def group_norm(call: Call) -> Iterable[Strategy]:
-    """b batch, c channels in groups, whose number is a literal: only the batch may be sharded."""
+    """b batch, c channels. Only the batch may be sharded: the number of groups is a literal in the call."""
     rest = " ".join(("c", *(f"s{i}" for i in range(len(call.operands[0].shape) - 2))))
     affine = ", c" * (len(call.operands) - 1)
     return einsum(call, f"b {rest}{affine} -> b {rest}", whole=rest)
@@ -25,7 +25,8 @@ def group_norm(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten._weight_norm.default")
 def weight_norm(call: Call) -> Iterable[Strategy]:
-    """`k n1 ..., k u1 ... -> k n1 ...`: directions and lengths, one for each slice along dim, or for all: -1."""
+    """`k n1 ..., k u1 ... -> k n1 ...`, directions and lengths; k is sharded. No rule for dim -1, which has one
+    length."""
     dim = call.integer(2, "dim", 0)
     if dim == -1:
         return ()

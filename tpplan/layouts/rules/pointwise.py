@@ -1,4 +1,4 @@
-"""Elementwise ops: a layout passes through; a partial value only where the op is linear without a constant."""
+"""Rules of elementwise ops: shards pass through; partial values pass only where the op is linear without a constant."""
 
 from collections.abc import Iterable
 
@@ -28,7 +28,7 @@ _FIRST = frozenset({0})
       for overload in ("Scalar", "Tensor")),
 )  # fmt: skip
 def nonlinear(call: Call) -> Iterable[Strategy]:
-    """Shards pass, partial values do not."""
+    """Shards pass through, partial values do not."""
     return elementwise(call)
 
 
@@ -38,7 +38,7 @@ def nonlinear(call: Call) -> Iterable[Strategy]:
     "aten.negative.default", "aten.lift_fresh_copy.default",
 )  # fmt: skip
 def linear_unary(call: Call) -> Iterable[Strategy]:
-    """A sum of summands stays one, and a slice of two dims as one too."""
+    """Shards, partial values and joint slices of two dims pass through."""
     yield from elementwise(call, linear_in=(_FIRST,))
     for dim in range(len(call.results[0].shape) - 1):
         yield Strategy((joint(dim),), (joint(dim),))
@@ -46,7 +46,7 @@ def linear_unary(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.to.other", "aten.type_as.default")
 def as_type_of(call: Call) -> Iterable[Strategy]:
-    """The second tensor, of any shape, is read only for its type: it stays whole."""
+    """The second tensor, of any shape, is read for its dtype alone and stays whole."""
     letters = tuple(dim_letters(len(call.results[0].shape)))
     terms = (letters, (NEVER,) * len(call.operands[1].shape))
     return Equation(operands=terms, results=(letters,), linear_in=(_FIRST,)).strategies()
@@ -68,7 +68,7 @@ def divide(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.add.Tensor", "aten.sub.Tensor", "aten.subtract.Tensor", "aten.rsub.Tensor", "aten.lerp.Scalar")
 def add(call: Call) -> Iterable[Strategy]:
-    """Two partial values add up; a partial value and a constant do not (every rank would add it)."""
+    """Two partial values add up; a partial value and a constant do not (every rank would add the constant)."""
     return elementwise(call, linear_in=(frozenset({0, 1}),) if len(call.operands) == 2 else ())
 
 
@@ -80,11 +80,11 @@ def addcmul(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.where.self")
 def where(call: Call) -> Iterable[Strategy]:
-    """The condition is whole, both choices may be partial together."""
+    """The condition is whole; both choices may be partial together."""
     return elementwise(call, linear_in=(frozenset({1, 2}),))
 
 
-#: which operand is filled, and the position and name of the number that fills it
+#: target -> (operand that is filled, position and name of the argument with the fill value)
 _FILLING = {
     "aten.masked_fill.Scalar": (0, 2, "value"),
     "aten.where.ScalarOther": (1, 2, "other"),
@@ -94,12 +94,12 @@ _FILLING = {
 
 @op_rule(*_FILLING)
 def filled(call: Call) -> Iterable[Strategy]:
-    """A partial value passes where what is filled in is zero."""
+    """A partial value passes where the fill value is zero."""
     operand, position, name = _FILLING[base_target(call.target)]
     return elementwise(call, linear_in=(frozenset({operand}),) if call.argument(position, name) == 0 else ())
 
 
 @op_rule("aten.broadcast_tensors.default")
 def broadcast_tensors(call: Call) -> Iterable[Strategy]:
-    """Each stretched to the shape of all."""
+    """Each operand is stretched to the common shape."""
     return elementwise(call, linear_in=(frozenset(range(len(call.operands))),))

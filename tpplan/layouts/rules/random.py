@@ -1,7 +1,7 @@
-"""Random ops: on whole values every rank of the group draws the same numbers; on slices each rank needs its own.
+"""Rules of random ops. On whole values all ranks draw the same numbers; on slices each rank draws its own.
 
-The plan says in which modules' forwards that is so, and tpplan.apply.modules.dropout_rng sees to it. What is then drawn
-has the right distribution and is not what one process would draw.
+The plan lists the modules whose ops draw on slices, and tpplan.apply.modules.dropout_rng seeds them. Such draws have
+the right distribution but differ from the draws of one process.
 """
 
 from collections.abc import Iterable
@@ -23,5 +23,5 @@ def draws(call: Call) -> bool:
 
 @op_rule("aten.dropout.default")
 def dropout(call: Call) -> Iterable[Strategy]:
-    """Pointwise, and linear under one mask."""
+    """Pointwise; linear, because one mask applies to all summands."""
     return elementwise(call, linear_in=(frozenset({0}),))

@@ -1,4 +1,4 @@
-"""Ops along dims: a sum over a sharded dim is partial; everything else needs the dim whole."""
+"""Rules of ops along dims: a sum over a sharded dim is partial; every other op needs the dim whole."""
 
 from collections.abc import Iterable
 
@@ -18,7 +18,7 @@ def _reduced(call: Call, dims: tuple[int, ...] | None, *, keepdim: bool) -> tupl
 
 @op_rule("aten.sum.default", "aten.sum.dim_IntList")
 def total(call: Call) -> Iterable[Strategy]:
-    """A sum of slices' sums."""
+    """The sum over a sharded dim is partial."""
     letters, kept = _reduced(call, call.integers(1, "dim"), keepdim=bool(call.argument(2, "keepdim", False)))
     return Equation(operands=(letters,), results=(kept,), summed=True, linear_in=_FIRST).strategies()
 
@@ -41,7 +41,10 @@ def mean(call: Call) -> Iterable[Strategy]:
     "aten.linalg_vector_norm.default", "aten.norm.ScalarOpt_dim",
 )  # fmt: skip
 def order_or_spread(call: Call) -> Iterable[Strategy]:
-    """Not linear: the reduced dims stay whole. keepdim by comparing ranks, its position differs."""
+    """Not linear: the reduced dims stay whole.
+
+    keepdim is found by comparing ranks of shapes, since its position differs among these ops.
+    """
     position = 2 if "norm" in call.target else 1
     keepdim = len(call.results[0].shape) == len(call.operands[0].shape)
     letters, kept = _reduced(call, call.integers(position, "dim"), keepdim=keepdim)
@@ -51,7 +54,7 @@ def order_or_spread(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.softmax.int", "aten._softmax.default", "aten.log_softmax.int", "aten._log_softmax.default")
 def softmax(call: Call) -> Iterable[Strategy]:
-    """Never over a sharded dim."""
+    """The dim of the softmax stays whole."""
     return elementwise(call, whole_dims=frozenset({call.integer(1, "dim")}))
 
 
@@ -65,7 +68,7 @@ def gated(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.cumsum.default", "aten.flip.default", "aten.roll.default")
 def along(call: Call) -> Iterable[Strategy]:
-    """Linear, with the dims it runs along whole; a roll without dims runs along all of them."""
+    """Linear; the dims along which the op runs stay whole. A roll without dims runs along all of them."""
     position = 2 if call.target == "aten.roll.default" else 1
     name = "dim" if call.target == "aten.cumsum.default" else "dims"
     dims = call.integers(position, name) or tuple(range(len(call.results[0].shape)))
@@ -74,5 +77,5 @@ def along(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.tril.default", "aten.triu.default")
 def triangle(call: Call) -> Iterable[Strategy]:
-    """Linear; the triangle's two dims stay whole."""
+    """Linear; the last two dims stay whole."""
     return elementwise(call, linear_in=_FIRST, whole_dims=frozenset({-1, -2}))

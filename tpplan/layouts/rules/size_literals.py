@@ -1,4 +1,4 @@
-"""Literals that count elements of a dim: what they are on one rank."""
+"""Literal arguments that count elements or groups, and their values on one rank."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from tpplan.core.layout import LayoutKind, local_shape
 from tpplan.layouts.rules.call import Call, Strategy
 from tpplan.plan.plan import SizePlan
 
-#: position of the sizes among the arguments of ops that are given their result's sizes
+#: target -> position of the sizes, for ops that take the sizes of their result
 SIZES = {
     "aten.view.default": 1,
     "aten.reshape.default": 1,
@@ -16,22 +16,23 @@ SIZES = {
     "aten.broadcast_to.default": 1,
     "aten.unflatten.int": 2,
 }
-#: ops that take a dim apart, with the position of the dim
+#: target -> position of the dim, for ops that split a dim by given sizes
 SPLITS = {"aten.split.Tensor": 2, "aten.split.sizes": 2, "aten.split_with_sizes.default": 2}
+#: target -> position of the dim, for ops that slice a dim
 SLICES = {"aten.slice.Tensor": 1, "aten.narrow.default": 1}
 
-#: convolutions, with the position of their number of groups
+#: target -> position of the number of groups, for convolutions
 GROUPS = {f"aten.conv{dims}d.{overload}": 6 for dims in (1, 2, 3) for overload in ("default", "padding")}
 REPEATS = "aten.repeat_interleave.self_int"
 
 
 def takes_sizes(target: str) -> bool:
-    """True for an op that is given its result's sizes, which may be -1 where they follow from the others."""
+    """True for an op that takes the sizes of its result, of which one may be -1."""
     return target in SIZES
 
 
 def localized_arguments(call: Call, strategy: Strategy, tp: int) -> tuple[Argument, ...]:
-    """The positional arguments with which the op makes one rank's results."""
+    """The positional arguments with which the op makes one rank's results from one rank's operands."""
     if not call.results:
         return call.args
     changed: dict[int, Argument] = {}
@@ -55,8 +56,8 @@ def localized_arguments(call: Call, strategy: Strategy, tp: int) -> tuple[Argume
 
 
 def _local_cuts(call: Call, strategy: Strategy, tp: int) -> dict[int, Argument]:
-    """Sizes of a split, or bounds of a slice, where the dim that is cut is sharded part by part. Of a dim that is
-    sharded as it is all is taken, for which a narrow needs to be told a rank's length."""
+    """Position -> local argument, for a split or slice of a sharded dim: sizes or bounds where the dim is sharded part
+    by part; the local length of a narrow that takes all of the dim."""
     layout = strategy.operands[0]
     dim = call.integer((SPLITS | SLICES)[call.target], "dim", 0) % len(call.operands[0].shape)
     if layout.dim == dim and not layout.parts and call.target == "aten.narrow.default":
@@ -68,7 +69,7 @@ def _local_cuts(call: Call, strategy: Strategy, tp: int) -> dict[int, Argument]:
         sizes = tuple(local_shape(value.shape, own, tp)[dim] for value, own in pairs)
         return {1: sizes[0] if call.target == "aten.split.Tensor" else sizes}
     size, is_narrow = sum(layout.parts), call.target == "aten.narrow.default"
-    start, end = (bound // tp for bound in slice_bounds(call))  # bounds lie between parts, each of which divides
+    start, end = (bound // tp for bound in slice_bounds(call))  # exact: bounds are sums of parts, which tp divides
     if is_narrow:
         return {2: start, 3: end - start}
     written = {2: (call.argument(2, "start"), start), 3: (call.argument(3, "end"), end)}
@@ -80,7 +81,7 @@ def _local_cuts(call: Call, strategy: Strategy, tp: int) -> dict[int, Argument]:
 
 
 def groups_divide(call: Call, strategy: Strategy, tp: int) -> bool:
-    """True unless this would cut a group of a convolution's channels, or take parts of the channels out of theirs."""
+    """False where a strategy would cut a group of a convolution, or shard groups of several channels part by part."""
     if call.target not in GROUPS or not _shards_groups(call, strategy):
         return True
     groups, channels = call.integer(GROUPS[call.target], "groups", 1), call.operands[1].shape[0]
@@ -88,12 +89,12 @@ def groups_divide(call: Call, strategy: Strategy, tp: int) -> bool:
 
 
 def _shards_groups(call: Call, strategy: Strategy) -> bool:
-    """True where input and output channels of a grouped convolution are sharded, and so its groups."""
+    """True where a grouped convolution's input and output channels are sharded, and with them its groups."""
     is_grouped = call.integer(GROUPS[call.target], "groups", 1) > 1
     return is_grouped and strategy.operands[1].dim == 0 and strategy.operands[0].dim is not None
 
 
-#: how code writes the ops
+#: target -> the name under which a plan's SizePlan gives the call
 CALLS = {
     "aten.view.default": "view", "aten.reshape.default": "view", "aten._unsafe_view.default": "view",
     "aten.unflatten.int": "unflatten", "aten.expand.default": "expand", "aten.broadcast_to.default": "expand",
@@ -104,7 +105,7 @@ CALLS = {
 
 
 def written_sizes(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]:
-    """The numbers that would be wrong on one rank if they stood in the code as they stand in the graph."""
+    """Yields the literals of a call that are wrong on one rank, with their local values."""
     if call.target not in CALLS:
         return
     places = (2, 3) if call.target in SLICES else ((SIZES | GROUPS).get(call.target, 1),)
@@ -120,7 +121,7 @@ def written_sizes(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]
         count = len(call.operands[0].shape)
         first = 2 * (call.integer(SLICES[call.target], "dim", 0) % count)
     of = _sharded_sizes(call, strategy, tp)
-    # Code that multiplies by a number of heads has that number from the code, or from the shape of the one it is given.
+    # The literal may be a product with a number of heads, which code takes from its config or from the tensor's shape.
     joined = strategy.operands[0].dim if strategy.operands[0].kind is LayoutKind.JOINT else None
     factors = (1,) if joined is None else (1, call.operands[0].shape[joined])
     for position, (written, local) in enumerate(pairs, first):
@@ -132,7 +133,7 @@ def written_sizes(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]
 
 
 def _sharded_sizes(call: Call, strategy: Strategy, tp: int) -> tuple[int, ...]:
-    """Sizes on a rank of the first operand's sharded dims, which no batch or length changes; 0 for the others."""
+    """Local sizes of the first operand's sharded dims, the same at every batch and length; 0 for all other dims."""
     whole, layout = call.operands[0].shape, strategy.operands[0]
     own = {layout.dim} | ({(layout.dim or 0) + 1} if layout.kind is LayoutKind.JOINT else set())
     local = local_shape(whole, layout, tp)
@@ -140,7 +141,7 @@ def _sharded_sizes(call: Call, strategy: Strategy, tp: int) -> tuple[int, ...]:
 
 
 def slice_bounds(call: Call) -> tuple[int, int]:
-    """First element and the one behind the last, counted from the front."""
+    """(start, end) of a slice, counted from the front; end is exclusive."""
     size = call.operands[0].shape[call.integer(1, "dim", 0)]
     start = call.argument(2, "start")
     first = 0 if not isinstance(start, int) else max(start + size, 0) if start < 0 else min(start, size)

@@ -1,4 +1,4 @@
-"""Ops that move dims without touching elements: each is linear, and a sharded dim goes where its slices stay whole."""
+"""Rules of ops that move dims without changing elements: all are linear, and slices must stay contiguous."""
 
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, pairwise
@@ -30,8 +30,11 @@ RESHAPES = (
 
 @op_rule(*RESHAPES)
 def reshape(call: Call) -> Iterable[Strategy]:
-    """Dims fall into groups with equal products; within a group only the outermost dim's slices stay contiguous, or
-    those of the two outermost as one, unless it stacks parts: `n * c -> n, c` for n parts in one dim."""
+    """Dims of both shapes form groups with equal products; a group's outermost dim may be sharded.
+
+    Also: a dim sharded in n parts becomes, or comes from, two dims `n * c -> n, c` with c sharded; and the two
+    outermost dims sharded as one become a shard of their joint dim.
+    """
     shapes = (call.operands[0].shape, call.results[0].shape)
     yield from _moved(*reshape_letters(*shapes))
     for joined, stack, is_stacked in stacks(*shapes):
@@ -45,14 +48,15 @@ def reshape(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.view_as.default", "aten.reshape_as.default")
 def reshape_as(call: Call) -> Iterable[Strategy]:
-    """The second tensor is read for its shape: sharded where the result is."""
+    """The second tensor is read for its shape alone, and is sharded like the result."""
     own, result = reshape_letters(call.operands[0].shape, call.results[0].shape)
     return Equation(operands=(own, result), results=(result,), linear_in=_FIRST).strategies()
 
 
 @op_rule("aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims")
 def squeeze(call: Call) -> Iterable[Strategy]:
-    """A dim that may be squeezed stays whole: a slice of size one would go where the whole would not."""
+    """A dim that may be squeezed stays whole: of size one on a rank, it would be squeezed there and not in the
+    whole."""
     source = call.operands[0].shape
     named = call.integers(1, "dim")
     squeezed = range(len(source)) if named is None else [dim % len(source) for dim in named if source]
@@ -63,7 +67,7 @@ def squeeze(call: Call) -> Iterable[Strategy]:
 
 
 def reshape_letters(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Letters, Letters]:
-    """Letters of both shapes: a letter in common for the outermost dims of groups with equal products."""
+    """Letters of both shapes; outermost dims of groups with equal products share one, all others are never sharded."""
     letters: tuple[list[str], list[str]] = ([NEVER] * len(source), [NEVER] * len(target))
     for i, (own, others) in enumerate(groups(source, target)):
         letters[0][own[0]] = letters[1][others[0]] = f"g{i}"
@@ -71,7 +75,7 @@ def reshape_letters(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[L
 
 
 def stacks(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[int, list[int], bool]]:
-    """Dims that a reshape makes of one, or one of: (the one dim, the others, whether these are the result's)."""
+    """Yields (the one dim, the several, whether these are the result's) where a reshape splits or joins a dim."""
     for own, others in groups(source, target):
         if len(own) == 1 < len(others):
             yield own[0], others, True
@@ -80,7 +84,7 @@ def stacks(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[i
 
 
 def groups(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
-    """Dims of both shapes with equal products, from the left; dims of size one belong to none."""
+    """Yields the dims of both shapes in minimal groups with equal products, from the left, without dims of size one."""
     if prod(source) == 0:
         return
     remaining = ([i for i, n in enumerate(source) if n > 1], [i for i, n in enumerate(target) if n > 1])
@@ -97,7 +101,7 @@ def groups(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[l
 
 @op_rule("aten.permute.default")
 def permute(call: Call) -> Iterable[Strategy]:
-    """Dims in another order."""
+    """Reorders dims."""
     letters = dim_letters(len(call.operands[0].shape))
     dims = call.integers(1, "dims") or ()
     return _moved(tuple(letters), tuple(letters[dim] for dim in dims))
@@ -105,7 +109,7 @@ def permute(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.movedim.int", "aten.movedim.intlist")
 def move_dims(call: Call) -> Iterable[Strategy]:
-    """Some dims go to new places, the others keep their order."""
+    """Moves some dims to new places; the others keep their order."""
     rank = len(call.operands[0].shape)
     letters = dim_letters(rank)
     sources, destinations = call.integers(1, "source") or (), call.integers(2, "destination") or ()
@@ -117,7 +121,7 @@ def move_dims(call: Call) -> Iterable[Strategy]:
 @op_rule("aten.transpose.int", "aten.t.default", "aten.numpy_T.default", "aten.mT.default", "aten.swapaxes.default",
          "aten.swapdims.default")  # fmt: skip
 def transpose(call: Call) -> Iterable[Strategy]:
-    """Two dims change places."""
+    """Swaps two dims."""
     letters = dim_letters(len(call.operands[0].shape))
     swapped = list(letters)
     match call.target:
@@ -134,14 +138,14 @@ def transpose(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.view_as_complex.default")
 def view_as_complex(call: Call) -> Iterable[Strategy]:
-    """The last dim, of size two, holds real and imaginary parts and goes."""
+    """Removes the last dim, of size two, which holds real and imaginary parts."""
     letters = tuple(dim_letters(len(call.results[0].shape)))
     return _moved((*letters, NEVER), letters)
 
 
 @op_rule("aten.view_as_real.default")
 def view_as_real(call: Call) -> Iterable[Strategy]:
-    """The inverse."""
+    """Appends a dim of size two for real and imaginary parts."""
     letters = tuple(dim_letters(len(call.operands[0].shape)))
     return _moved(letters, (*letters, NEVER))
 
@@ -151,10 +155,10 @@ EXPANDS = ("aten.expand.default", "aten.broadcast_to.default", "aten.expand_as.d
 
 @op_rule(*EXPANDS)
 def expand(call: Call) -> Iterable[Strategy]:
-    """A stretched dim may be sharded in the result alone: each rank stretches less far, and so it may what is
-    repeated for each element of a dim before, of which it has one.
+    """A stretched dim may be sharded in the result alone: each rank stretches to its own slice.
 
-    expand_as reads its second operand for its shape, which is the result's.
+    Where the dim before the stretched one has shared slices, each rank repeats its own element for a joint slice of
+    both dims. expand_as reads its second operand for its shape, which is the result's.
     """
     operand, result = call.operands[0].shape, call.results[0].shape
     letters = tuple(dim_letters(len(result)))
@@ -173,8 +177,8 @@ def expand(call: Call) -> Iterable[Strategy]:
 
 @op_rule(*SLICES)
 def sliced(call: Call) -> Iterable[Strategy]:
-    """A slice's dim stays whole, unless the slice is all of it (`x[:, :n]` with n the size), every n-th element (of a
-    rank's own, as many as of the whole where they divide) or some of its parts."""
+    """The sliced dim stays whole, unless the slice is all of it (`x[:, :n]` of size n), every n-th element where n
+    divides the local size, or a run of separately sharded parts."""
     shape = call.operands[0].shape
     letters = dim_letters(len(shape))
     dim = call.integer(SLICES[call.target], "dim", 0) % len(shape)
@@ -191,7 +195,7 @@ def sliced(call: Call) -> Iterable[Strategy]:
 
 
 def _takes_every_nth(call: Call, size: int) -> bool:
-    """True for `x[i::n]` where n divides the size: slices that n divides take theirs."""
+    """True for `x[i::n]` where n divides the size: local slices that n divides then take their own elements."""
     if call.target != "aten.slice.Tensor":
         return False
     start, end, step = (call.argument(place, name) for place, name in ((2, "start"), (3, "end"), (4, "step")))
@@ -202,7 +206,7 @@ def _takes_every_nth(call: Call, size: int) -> bool:
 
 
 def _taken(parts: Parts, intervals: tuple[tuple[int, int], ...]) -> tuple[Parts, ...] | None:
-    """The parts that each interval (start, end) consists of; None where one cuts a part."""
+    """The parts that each interval (start, end) covers; None where an interval cuts a part."""
     bounds = (0, *accumulate(parts))
     if not all(bound in bounds for interval in intervals for bound in interval):
         return None
@@ -210,15 +214,15 @@ def _taken(parts: Parts, intervals: tuple[tuple[int, int], ...]) -> tuple[Parts,
     return found if all(found) else None
 
 
-#: ops that take a dim apart into all its parts, with the position of the dim
+#: target -> position of the dim, for ops that split a dim into all its parts
 TAKES_APART = SPLITS | {"aten.chunk.default": 2, "aten.tensor_split.sections": 2}
 
 
 @op_rule(*TAKES_APART)
 def part(call: Call) -> Iterable[Strategy]:
-    """Parts of one dim, which stays whole or is sharded part by part; the others keep their layout.
+    """The split dim stays whole or is sharded part by part; shards of other dims pass through.
 
-    Without sizes given, as many parts of a slice are as those of the whole only where they are equal.
+    Ops that take a number of parts instead of sizes need equal parts, so that a local slice splits alike.
     """
     letters = dim_letters(len(call.operands[0].shape))
     dim = call.integer(TAKES_APART[call.target], "dim", 0) % len(letters)
@@ -232,13 +236,13 @@ def part(call: Call) -> Iterable[Strategy]:
             yield Strategy((S(dim, *parts),), tuple(S(dim, *own) if len(own) > 1 else S(dim) for own in taken))
 
 
-#: ops that take members of a dim, which goes
+#: ops that select members of a dim and remove the dim
 TAKES_ONE = ("aten.select.int", "aten.unbind.int")
 
 
 @op_rule(*TAKES_ONE)
 def without_dim(call: Call) -> Iterable[Strategy]:
-    """One index of a dim, or each of them: the dim stays whole and goes."""
+    """The dim that is selected from stays whole and is removed."""
     letters = dim_letters(len(call.operands[0].shape))
     letters[call.integer(1, "dim", 0)] = NEVER
     left = tuple(letter for letter in letters if letter != NEVER)
@@ -247,7 +251,7 @@ def without_dim(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.cat.default", "aten.concat.default", "aten.concatenate.default", "aten.stack.default")
 def join(call: Call) -> Iterable[Strategy]:
-    """Tensors side by side along a dim that stays whole; all may be partial together."""
+    """Tensors are concatenated along a dim that stays whole; all may be partial together."""
     letters = dim_letters(len(call.results[0].shape))
     dim = call.integer(1, "dim", 0)
     letters[dim] = NEVER
@@ -264,7 +268,7 @@ def join(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.constant_pad_nd.default", "aten.pad.default")
 def pad(call: Call) -> Iterable[Strategy]:
-    """Dims that are padded stay whole; linear unless a number other than zero is filled in."""
+    """Padded dims stay whole; linear where the fill value is zero."""
     padding = call.integers(1, "pad") or ()
     rank = len(call.operands[0].shape)
     letters = dim_letters(rank)

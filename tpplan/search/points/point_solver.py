@@ -23,7 +23,7 @@ from tpplan.search.points.cuts import Cuts
 from tpplan.search.points.mesh_points import Point
 from tpplan.search.points.request import Request
 from tpplan.search.points.trace_cache import TraceCache, hashable
-from tpplan.solvers.presolve import LIMIT_TOLERANCE
+from tpplan.solvers.bounded_sums import LIMIT_TOLERANCE
 from tpplan.solvers.problem import Problem, Solution, Status
 
 
