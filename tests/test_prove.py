@@ -29,8 +29,9 @@ from tpplan.layouts.plan_sections import boundary_plans, outputs, parameter_plan
 from tpplan.layouts.rules import Strategy
 from tpplan.plan.plan import Plan, ProofStatus, SizePlan
 from tpplan.prove import structure
+from tpplan.prove.compare import Counterexample
 from tpplan.prove.module_scope import given_nodes, shards_in
-from tpplan.prove.structure import Counterexample, check_structure
+from tpplan.prove.structure import check_structure
 from tpplan.search import counterexamples
 from tpplan.solvers.problem import Expression, Term
 from tpplan.trace.trace import trace, unchanged

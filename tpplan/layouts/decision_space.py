@@ -132,8 +132,8 @@ def _flows(graph: ModelGraph) -> Iterator[Flow]:
                 if not isinstance(node, Op):
                     raise ModelError(
                         f"parameter {parameters[operand].label} crosses into module {node.module!r} as an argument "
-                        f"({node.path}): tpplan cannot shard a weight that is passed around; let the module that owns it "
-                        "compute with it"
+                        f"({node.path}): tpplan cannot shard a weight that is passed around; let the module that owns "
+                        "it compute with it"
                     )
                 yield Flow(source=reading_name(node, position), result=0, target=node.name, operand=position)
             elif operand in origin:

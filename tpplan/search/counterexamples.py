@@ -11,8 +11,9 @@ from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.rules import Strategy
 from tpplan.layouts.typecheck import Mistyped, typecheck
 from tpplan.plan.plan import Plan
+from tpplan.prove.compare import Counterexample
 from tpplan.prove.module_scope import given_nodes, parent, shards_in
-from tpplan.prove.structure import Counterexample, check_structure
+from tpplan.prove.structure import check_structure
 from tpplan.search.build_plan import laid_out_as
 from tpplan.search.conflicts import conflict_of, in_like_blocks
 from tpplan.search.points.point_solver import PointSolver
