@@ -43,7 +43,7 @@ def sibling(inputs: list[Tensor], module: str, like: str) -> list[Tensor]:
 
 def opaque(inputs: list[Tensor], weights: list[Tensor], key: str, written: list[int]) -> list[Tensor]:
     """Stands for a call of a module that runs whole, and writes to some of its weights."""
-    outputs: list[Tensor] = torch.ops.tpplan.trace.opaque(inputs, weights, key, written)
+    outputs: list[Tensor] = torch.ops.tpplan.opaque(inputs, weights, key, written)
     return list(outputs)
 
 
