@@ -14,6 +14,7 @@ from tpplan.apply.modules import local_modules, parameter_reads
 from tpplan.core.errors import InternalError
 from tpplan.plan.plan import Plan
 from tpplan.trace import opaque_run, record_fx
+from tpplan.trace.answers import own_failure, planned_device
 
 CLUSTER = tpplan.Cluster(gpus=2, gpus_per_node=2, profile="cpu-gloo")
 
@@ -133,3 +134,7 @@ def test_what_breaks_in_observing_a_module_is_no_reason_to_take_the_one_around_i
 
 def solved_or_none(build: Callable[[], nn.Module]) -> Plan:
     return tpplan.solve(build, example_inputs, cluster=CLUSTER, global_batch=8, seq_len=16)
+
+
+def test_the_files_whose_failures_are_never_the_models_exist() -> None:
+    assert all(Path(file).is_file() for file in (*own_failure._APPLYING, *planned_device._MODES))

@@ -48,10 +48,12 @@ from tpplan.torch_internals.operators import is_op
 from tpplan.trace.answers.concrete_values import AtRestError
 from tpplan.trace.answers.own_failure import own_failure
 from tpplan.trace.dedup_layers import Doings
+from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.fx_to_graph import IGNORED, argument_of
 from tpplan.trace.opaque import Opaques
 from tpplan.trace.record_fx import SCOPE
-from tpplan.trace.trace import BoundaryHook, Inputs, Loss, TraceError, trace
+from tpplan.trace.stopped_trace import TraceError
+from tpplan.trace.trace import BoundaryHook, Loss, trace
 
 CONTIGUOUS = "aten.contiguous.default"
 #: what stands for the reading of a parameter that is passed to a module, or out of one

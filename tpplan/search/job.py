@@ -40,11 +40,12 @@ from tpplan.solvers.problem import Conflict, Problem, Solution, Status
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.trace.answers.planned_device import PlannedDevice, planning_for
+from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.hooks.parameter_names import register_names
 from tpplan.trace.opaque import Opaques
 from tpplan.trace.record_fx import on_meta_like
 from tpplan.trace.retrace_opaque import trace_marking
-from tpplan.trace.trace import BoundaryHook, Inputs, Loss, accumulated_hooks, assumptions, repeated_children
+from tpplan.trace.trace import BoundaryHook, Loss, accumulated_hooks, assumptions, repeated_children
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,8 @@ from tpplan.search.job import Job
 from tpplan.search.trace_cache import Traced
 from tpplan.torch_internals import pytree
 from tpplan.trace.answers.planned_device import planning_for
-from tpplan.trace.fx_to_graph import path_of
+from tpplan.trace.forward_arguments import Inputs, path_of
 from tpplan.trace.opaque import Opaques
-from tpplan.trace.trace import Inputs
 
 logger = logging.getLogger(__name__)
 

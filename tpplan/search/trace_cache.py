@@ -16,8 +16,8 @@ from torch import nn
 from tpplan.core.graph import ModelGraph
 from tpplan.costs.execute import Executor
 from tpplan.costs.step.cost_table import PricedSpace
+from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.opaque import Opaques
-from tpplan.trace.trace import Inputs
 
 
 @dataclass(frozen=True, slots=True)
