@@ -55,13 +55,12 @@ def like_layers_once(
     custom_ops.running_traces.append(outputs)
     try:
         for group in alike_layers(model):
-            traced: dict[object, str] = {}
-            specs: dict[str, Any] = {}
+            like = _LikeLayers(trial, outputs)
             for name, layer in group:
                 if layer in wrapped:  # under another name, in an earlier group
                     continue
                 key = (doings(name) if doings is not None else None, (classes or {}).get(name))
-                layer.forward = _once(layer, name, key, traced, specs, outputs, trial)
+                layer.forward = like.forward_of(layer, name, key)
                 wrapped.append(layer)
         yield
     except Exception as error:
@@ -132,54 +131,59 @@ class _Trial:
             raise NotAlikeError(self.reason, {**(classes or {}), **self.differing}) from error
 
 
-def _once(
-    layer: nn.Module,
-    name: str,
-    key: object,
-    traced: dict[object, str],
-    specs: dict[str, Any],
-    outputs: dict[str, list[torch.Tensor]],
-    trial: _Trial,
-) -> Callable[..., Any]:
-    """The forward for a layer of a group of like ones: the first layer called in a certain way runs in the trace; later
-    ones run beside it and give the operator `tpplan::sibling`.
+@dataclass(slots=True)
+class _LikeLayers:
+    """A group of like layers in a trace: the first that is called in a certain way runs in the trace, later ones run
+    beside it and give the operator `tpplan::sibling`."""
 
-    key: what layers must have equal to be alike. traced: name of the traced layer by way of call. specs, outputs: of
-    the traced layers' results, by name.
-    """
-    forward = type(layer).forward
-    own_signature = inspect.signature(layer.forward)
+    trial: _Trial
+    #: results of the traced layers of all groups, by name
+    outputs: dict[str, list[torch.Tensor]]
+    #: structure of these results
+    specs: dict[str, Any] = field(default_factory=dict)
+    #: name of the traced layer by way of call
+    traced: dict[object, str] = field(default_factory=dict)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        call = (key, _modes(), spec, *(_signature(leaf) for leaf in leaves))
-        if not tensors or name in outputs or not _is_hashable(call):
-            return forward(layer, *args, **kwargs)
-        like = traced.setdefault(call, name)
-        if like != name:
-            trial.run(layer, name, like, args, kwargs)
-            return pytree.tree_unflatten(custom_ops.sibling(tensors, name, like), specs[like])
+    def forward_of(self, layer: nn.Module, name: str, key: object) -> Callable[..., Any]:
+        """The forward for a layer of the group. Layers are alike only where their keys are equal."""
+        forward = type(layer).forward
+        own_signature = inspect.signature(layer.forward)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            call = (key, _modes(), spec, *(_signature(leaf) for leaf in leaves))
+            if not tensors or name in self.outputs or not _is_hashable(call):
+                return forward(layer, *args, **kwargs)
+            like = self.traced.setdefault(call, name)
+            if like == name:
+                return self._run_first(layer, name, call, leaves, spec)
+            self.trial.run(layer, name, like, args, kwargs)
+            return pytree.tree_unflatten(custom_ops.sibling(tensors, name, like), self.specs[like])
+
+        run.__signature__ = own_signature  # type: ignore[attr-defined]
+        return run
+
+    def _run_first(self, layer: nn.Module, name: str, call: object, leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+        """Runs a layer in the trace for others to be compared with, unless it asked for values, left something behind,
+        or returns something beside tensors. Raises ModelError where it changes a list or dict among its arguments."""
         entered = [custom_ops.frame(leaf, name, "enter") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(entered, spec)
         modules = dict(layer.named_modules())
         num_answered, before = ConcreteValues.num_answered, contents(modules.values())
-        with trial.log(modules, entered) as log:
-            output = forward(layer, *args, **kwargs)
+        with self.trial.log(modules, entered) as log:
+            output = type(layer).forward(layer, *args, **kwargs)
             log.close(output)
-        found, specs[name] = pytree.tree_flatten(output)
+        found, self.specs[name] = pytree.tree_flatten(output)
         if pytree.tree_structure((args, kwargs)) != spec:
             raise ModelError(f"module {name} changes a list or dict that it is given: return it instead")
         is_alone = ConcreteValues.num_answered != num_answered or not _are_identical(contents(modules.values()), before)
         if is_alone or not found or not all(isinstance(leaf, torch.Tensor) for leaf in found):
-            del traced[call]
-            return pytree.tree_unflatten(found, specs[name])
-        outputs[name], trial.logs[name] = found, log
+            del self.traced[call]
+            return pytree.tree_unflatten(found, self.specs[name])
+        self.outputs[name], self.trial.logs[name] = found, log
         left = [custom_ops.frame(leaf, name, "leave") for leaf in found]
-        return pytree.tree_unflatten(left, specs[name])
-
-    run.__signature__ = own_signature  # type: ignore[attr-defined]
-    return run
+        return pytree.tree_unflatten(left, self.specs[name])
 
 
 def _are_identical(first: list[object], second: list[object]) -> bool:

@@ -239,7 +239,8 @@ class CallLog(TorchFunctionMode):
         return self._origins[id(tensor)]
 
     def _result(self, value: object) -> object:
-        """What results are compared by: a tensor's origin, shape, strides, dtype and gradient; an object's type."""
+        """The key by which results are compared: a tensor's origin, shape, strides, dtype and gradient; an object's
+        type."""
         if isinstance(value, Tensor):
             return self._origin(value), tuple(value.shape), value.stride(), value.dtype, value.requires_grad
         if isinstance(value, list | tuple):
@@ -248,7 +249,8 @@ class CallLog(TorchFunctionMode):
         return self._described(value) if is_plain else type(value)
 
     def _shaped(self, value: object) -> object:
-        """What arguments are compared by where objects need not be equal: tensors by origin, the rest by type."""
+        """The key by which arguments are compared where objects need not be equal: tensors by origin, the rest by
+        type."""
         if isinstance(value, Tensor):
             return self._origin(value)
         if isinstance(value, list | tuple):
@@ -256,7 +258,8 @@ class CallLog(TorchFunctionMode):
         return tuple(map(self._shaped, value.values())) if isinstance(value, dict) else type(value)
 
     def _described(self, value: object) -> object:
-        """What arguments are compared by: tensors by origin, plain values as they are, other objects by identity."""
+        """The key by which arguments are compared: tensors by origin, plain values as they are, other objects by
+        identity."""
         kind = type(value)
         if isinstance(value, Tensor):
             return self._origin(value)

@@ -31,7 +31,7 @@ PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class WholeWeights(Protocol):
-    """What the SITE attribute of an applied plan offers an opaque module."""
+    """The part of an applied plan (in a module's SITE attribute) that an opaque module uses."""
 
     def whole_weights(self, module: nn.Module) -> dict[str, Tensor]:
         """Plain, unsharded tensors of the weights in the module, by their names in it."""
@@ -245,8 +245,8 @@ def _modes() -> tuple[Any, ...]:
 
 
 def described(leaf: Any, has_gradients: bool = True) -> object:
-    """What two arguments or outputs are compared by: of a tensor shape, dtype, and whether it carries a gradient; of a
-    plain value its repr; of any other object its type's name."""
+    """The key by which arguments and outputs are compared: of a tensor shape, dtype, and whether it carries a gradient;
+    of a plain value its repr; of any other object its type's name."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), str(leaf.dtype), leaf.requires_grad and has_gradients
     return repr(leaf) if isinstance(leaf, (*PLAIN, torch.dtype, torch.device)) else type(leaf).__qualname__

@@ -1,4 +1,4 @@
-"""What a module that runs whole does, observed by running it once on fake tensors, forward and backward.
+"""Observes a module that runs whole, by running it once on fake tensors, forward and backward.
 
 The run gives the shapes of the module's outputs, and the operators below autograd by which the module is priced.
 Functions handed to torch.while_loop and torch.cond run once each, whatever the data would say, and are priced once.
@@ -47,7 +47,7 @@ class _ForeignError(UnobservableError):
 
 
 def observe(module: nn.Module, call: OpaqueCall, *, is_untouched: bool = False) -> Observed:
-    """What one call of the module gives, runs and holds, found by a forward and a backward on fake tensors.
+    """Observes one call of the module: its outputs, operators and memory, by forward and backward on fake tensors.
 
     is_untouched: the module is the whole model, whose parameters the plan leaves as they are; its code may then read
     parameters past their modules, and replace them. Raises UnobservableError where the module cannot be one operator.
@@ -77,7 +77,7 @@ def _observe(
     reads: Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[object]],
     is_untouched: bool,
 ) -> Observed:
-    """As observe; reads(fake weights) is the context that deals with tensors read past the modules."""
+    """Does the work of observe; reads(fake weights) is the context that deals with tensors read past the modules."""
     environment = ShapeEnv()
     with (
         FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True),
@@ -87,9 +87,9 @@ def _observe(
         weights = {name: fake(weight) for name, weight in call.weights.items()}
         leaves = [fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         buffers = {name: fake(buffer) for name, buffer in module.named_buffers()}
-        surroundings = functools.partial(on_fakes, module, weights | buffers, reads(weights))
+        make_context = functools.partial(on_fakes, module, weights | buffers, reads(weights))
         ran = _run_forward(
-            module, call, environment, weights, leaves, list(buffers.values()), surroundings, is_untouched
+            module, call, environment, weights, leaves, list(buffers.values()), make_context, is_untouched
         )
         # The forward's frame is gone: of its tensors, those are alive that autograd keeps.
         log, kept = ran.log, ran.log.made.live_bytes
@@ -118,7 +118,7 @@ def _observe(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ForwardRun:
-    """What a forward on fake tensors gave and did. Of its tensors none is held but by `parameters`.
+    """The results and effects of a forward on fake tensors. Holds none of its tensors but `parameters`.
 
     `outputs` are on the meta device, `ends` the outputs' gradient edges, each with a fake of its gradient's shape;
     `given` and `results` watch the storages of arguments and outputs; forward_bytes is the most that was held beyond
@@ -145,7 +145,7 @@ def _run_forward(
     weights: Mapping[str, Tensor],
     leaves: list[Any],
     buffers: list[Tensor],
-    surroundings: ContextFactory,
+    make_context: ContextFactory,
     is_untouched: bool,
 ) -> _ForwardRun:
     """Runs the module's forward on fake leaves. Raises UnobservableError for what no operator gives or does."""
@@ -155,7 +155,7 @@ def _run_forward(
     args, kwargs = pytree.tree_unflatten(given, call.spec)
     modules = list(module.modules())
     storages = {name: storage_key(weight) for name, weight in weights.items()}
-    output, after = _call_forward(module, args, kwargs, log, surroundings)
+    output, after = _call_forward(module, args, kwargs, log, make_context)
     replaced = {name for name in storages.keys() | after.keys() if _is_replaced(name, storages, weights, after)}
     if pytree.tree_structure((args, kwargs)) != call.spec:
         raise UnobservableError("it changes a list or dict that it is given")
@@ -181,15 +181,15 @@ def _run_forward(
 
 
 def _call_forward(
-    module: nn.Module, args: Any, kwargs: Any, log: "_Log", surroundings: ContextFactory
+    module: nn.Module, args: Any, kwargs: Any, log: "_Log", make_context: ContextFactory
 ) -> tuple[Any, dict[str, nn.Parameter]]:
     """A forward's output, and the module's parameters after it. Raises UnobservableError where the code asked for what
     no plan can know, even if it caught the error."""
     refused: list[str] = []
     with (
         unfinished_ended(),
-        in_checkpoint_replay(surroundings),
-        surroundings(),
+        in_checkpoint_replay(make_context),
+        make_context(),
         log,
         as_planned("cpu", refused.append),
         machine_as_planned(refused.append),

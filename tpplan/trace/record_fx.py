@@ -128,8 +128,8 @@ def record(
     return Program(
         graph_module=graph_module,
         given=tuple(
-            Given(placeholder=placeholder, kind=kind, label=label)
-            for placeholder, (kind, label, _) in zip(placeholders, given, strict=True)
+            Given(placeholder=name, kind=kind, label=label)
+            for name, (kind, label, _) in zip(placeholders, given, strict=True)
         ),
         out_spec=specs[0],
         left=tuple(left or ()),

@@ -74,7 +74,7 @@ def _trace_marking(
     untouched: str,
     whole: Sequence[tuple[str, str]],
 ) -> tuple[ModelGraph, Opaques]:
-    """As trace_marking: with `untouched` the root alone is marked, without it the modules that cannot be traced are."""
+    """Does the work of trace_marking: marks the root where `untouched`, else each module that cannot be traced."""
     marks = _Marks(model)
     if untouched:
         marks.opaques.untouched = untouched

@@ -79,7 +79,7 @@ def _advice(error: BaseException, reason: str) -> str:
 
 
 def _place(running: Sequence[str], *, has_loss: bool) -> str:
-    """Where a trace stopped, in words."""
+    """The place where a trace stopped, in words."""
     if running and running[-1]:
         return f"in module {running[-1]!r}"
     if running:

@@ -99,7 +99,7 @@ class _Step(nn.Module):
 
 @dataclass(slots=True)
 class _BoundaryMarks:
-    """What the hooks of a trace do at each boundary. `running`: names of the modules that run, the innermost last."""
+    """The hooks that a trace puts at boundaries. `running`: names of the modules that run, the innermost last."""
 
     cast: BoundaryHook
     running: list[str]
@@ -185,37 +185,60 @@ def trace(
     Raises TraceError where the forward raises, naming the module that was running and the original error; ReplacedError
     where the forward replaced a module or parameter; ModelError where forward does not take the inputs.
     """
-    hidden = opaques or Opaques()
+    request = _Request(
+        inputs=inputs,
+        loss=loss,
+        cast=cast,
+        doings=doings,
+        otherwise=otherwise,
+        opaques=opaques or Opaques(),
+        notes_calls=notes_calls,
+    )
     copies = itertools.chain([lambda: model], itertools.repeat(fresh or (lambda: model)))
-
-    def calling(own: nn.Module) -> Calling | None:
-        return Calling(own) if notes_calls else None
-
-    def run(extra: int) -> tuple[ModelGraph, Program]:
-        classes: Mapping[str, str] = {}
-        for _ in range(MOST_CLASSIFIED):
-            running: list[str] = []
-            own = next(copies)()
-            siblings = like_layers_once(own, doings, classes, running)
-            try:
-                return _trace(own, inputs, loss, cast, hidden, siblings, otherwise, extra, running, calling(own))
-            except NotAlikeError as reason:
-                logger.info("more layers are traced: %s", reason)
-                classes = reason.classes
-            if not classes:
-                break
-        own, nobody = next(copies)(), contextlib.nullcontext()
-        return _trace(own, inputs, loss, cast, hidden, nobody, otherwise, extra, [], calling(own))
-
-    graph, program = run(0)
+    graph, program = _run_deduplicated(request, copies, extra=0)
     if not program.varies:
         return graph
     try:
-        return _with_varying(graph, run(1)[0], program.guessed)
+        return _with_varying(graph, _run_deduplicated(request, copies, extra=1)[0], program.guessed)
     except TraceError:
         if program.guessed:
             raise
         return graph  # for the number of elements that the inputs give, which is among the assumptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """What to trace, and how: arguments of `trace`."""
+
+    inputs: Inputs
+    loss: Loss | None
+    cast: BoundaryHook
+    doings: Doings | None
+    otherwise: frozenset[int]
+    opaques: Opaques
+    notes_calls: bool
+
+
+def _run_deduplicated(
+    request: _Request, copies: Iterator[Callable[[], nn.Module]], extra: int
+) -> tuple[ModelGraph, Program]:
+    """The graph and program of a run in which like layers are traced once, as far as they turn out to be alike.
+
+    copies: makers of the model, one for each run. extra: elements added wherever data decides how many there are.
+    """
+    classes: Mapping[str, str] = {}
+    for _ in range(MOST_CLASSIFIED):
+        running: list[str] = []
+        model = next(copies)()
+        once = like_layers_once(model, request.doings, classes, running)
+        try:
+            return _run(model, request, once, running, extra)
+        except NotAlikeError as reason:
+            logger.info("more layers are traced: %s", reason)
+            classes = reason.classes
+        if not classes:
+            break
+    return _run(next(copies)(), request, contextlib.nullcontext(), [], extra)
 
 
 def _with_varying(graph: ModelGraph, other: ModelGraph, guessed: Mapping[str, str]) -> ModelGraph:
@@ -257,7 +280,7 @@ def assumptions(
     opaques: Opaques | None = None,
     fresh: Callable[[], nn.Module] | None = None,
 ) -> tuple[str, ...]:
-    """What the graph takes for granted about values of the inputs: `line of code is answer`, once for each.
+    """The answers about values of the inputs that the graph depends on, each as `line of code is answer`, once.
 
     A question whose other answer gives the same graph, or an error of the model's own, is left out. fresh() gives
     copies of the model in which nothing has run.
@@ -291,26 +314,22 @@ def _is_raised_by_model(error: BaseException | None) -> bool:
     return step is not None and not is_open and is_foreign(step.tb_frame.f_code.co_filename)
 
 
-def _trace(
+def _run(
     model: nn.Module,
-    inputs: Inputs,
-    loss: Loss | None,
-    cast: BoundaryHook,
-    opaques: Opaques,
-    siblings: contextlib.AbstractContextManager[None],
-    otherwise: frozenset[int],
-    extra: int,
+    request: _Request,
+    once: contextlib.AbstractContextManager[None],
     running: list[str],
-    calling: Calling | None,
+    extra: int,
 ) -> tuple[ModelGraph, Program]:
     """One run of the model: its graph, and the program that the graph was read from.
 
-    siblings: the context in which like layers are traced once. running: filled with the names of the modules that run,
-    the innermost last. extra: elements added wherever data decides how many there are. Others, and `Raises`: see trace.
+    once: the context in which like layers are traced once. running: filled with the names of the modules that run, the
+    innermost last. Raises what `trace` raises, and NotAlikeError.
     """
-    leaves, spec = pytree.tree_flatten(inputs)
-    paths = [path_of(path) for path, _ in pytree.tree_flatten_with_path(inputs)[0]]
-    modules = dict(model.named_modules())
+    leaves, spec = pytree.tree_flatten(request.inputs)
+    paths = [path_of(path) for path, _ in pytree.tree_flatten_with_path(request.inputs)[0]]
+    modules, opaques = dict(model.named_modules()), request.opaques
+    calling = Calling(model) if request.notes_calls else None
 
     def scope() -> str:
         if is_own_code_running():
@@ -321,18 +340,19 @@ def _trace(
         on_meta(model),
         training(model),
         recording(model, opaques),
-        siblings,
-        _boundaries_marked(model, opaques, cast, running),
+        once,
+        _boundaries_marked(model, opaques, request.cast, running),
         naming_modules(model, running, opaques.hides),
         quiet(),
     ):
         parameters = {name: (own, storage_key(own)) for name, own in model.named_parameters()}
         try:
-            step = _Step(model, loss, spec)
-            program = record(step, leaves, paths, scope, otherwise, extra, step.left, calling)
+            step = _Step(model, request.loss, spec)
+            program = record(step, leaves, paths, scope, request.otherwise, extra, step.left, calling)
         except StoppedError as stopped:
             check_modules(model, modules, parameters)
-            raise explained(stopped, model, inputs, running, has_loss=loss is not None) from stopped.__cause__
+            error = explained(stopped, model, request.inputs, running, has_loss=request.loss is not None)
+            raise error from stopped.__cause__
         check_modules(model, modules, parameters)
         graph = GraphReader(model, program).read()
         return replace(graph, calls=_digests(calling)) if calling is not None else graph, program

@@ -261,9 +261,32 @@ def _load_hf(path: Path, source: str, *, is_trusted: bool) -> ModelSpec:
     where the file cannot be used.
     """
     data = _config(path)
-    architectures = [name for name in data.get("architectures") or () if isinstance(name, str)]
     if not is_trusted and (kernels := _kernels_of_others(data)):
         raise ModelError(f"{path}: attn_implementation {kernels!r:.80} names code from elsewhere: {_HOW_TO_TRUST}")
+    config = _hf_config(path, source, data, is_trusted=is_trusted)
+    config.use_cache = False
+    text_config = config.get_text_config()
+    text_config.use_cache = False
+
+    def example_inputs(batch: int, seq_len: int) -> "dict[str, Tensor]":
+        import torch
+
+        tokens = torch.randint(text_config.vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(0))
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+    return ModelSpec(
+        build_model=_hf_builder(path, data, config, is_trusted=is_trusted),
+        example_inputs=example_inputs,
+        loss=None,
+        unused_outputs=("logits",),
+        source=source,
+        folder=None,
+    )
+
+
+def _hf_config(path: Path, source: str, data: Mapping[str, Any], *, is_trusted: bool) -> Any:
+    """transformers' configuration of a config.json, `data` its content. Raises ModelError where transformers is missing
+    or cannot read the file."""
     try:
         import transformers
     except ImportError as error:
@@ -271,14 +294,19 @@ def _load_hf(path: Path, source: str, *, is_trusted: bool) -> ModelSpec:
     try:
         # The configuration's own code is in files beside config.json.
         where = str(path.parent if is_trusted and path.name == "config.json" else path)
-        config = transformers.AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=is_trusted)
+        return transformers.AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=is_trusted)
     except Exception as error:
         if "auto_map" in data and not is_trusted:
             raise ModelError(f"{path}: its auto_map names code of its own: {_HOW_TO_TRUST}") from error
         raise ModelError(f"{path}: transformers cannot read it: {type(error).__name__}: {error}") from error
-    config.use_cache = False
-    text_config = config.get_text_config()
-    text_config.use_cache = False
+
+
+def _hf_builder(path: Path, data: Mapping[str, Any], config: Any, *, is_trusted: bool) -> "Callable[[], nn.Module]":
+    """A function that builds a configuration's model with random weights in float32. It raises ModelError where
+    transformers fails."""
+    import transformers
+
+    architectures = [name for name in data.get("architectures") or () if isinstance(name, str)]
     classes = [getattr(transformers, name, None) for name in architectures]
     model_class = next((found for found in classes if hasattr(found, "_from_config")), None)
 
@@ -301,20 +329,7 @@ def _load_hf(path: Path, source: str, *, is_trusted: bool) -> ModelSpec:
             ) from error
         return model
 
-    def example_inputs(batch: int, seq_len: int) -> "dict[str, Tensor]":
-        import torch
-
-        tokens = torch.randint(text_config.vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(0))
-        return {"input_ids": tokens, "labels": tokens.clone()}
-
-    return ModelSpec(
-        build_model=build_model,
-        example_inputs=example_inputs,
-        loss=None,
-        unused_outputs=("logits",),
-        source=source,
-        folder=None,
-    )
+    return build_model
 
 
 _HOW_TO_TRUST = f"it is not run; if you have read it and trust it, give {TRUST_FLAG}"

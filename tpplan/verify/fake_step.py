@@ -80,7 +80,7 @@ def gpu_kernels() -> Iterator[None]:
 
 
 def _as_this_one(averager: Averager, flags: list[list[bool]]) -> list[list[int]]:
-    """In place of Averager.ranks_with: all ranks have the gradients that this rank has."""
+    """Replaces Averager.ranks_with: all ranks have the gradients that this rank has."""
     averager.summed(flags)
     return [list(map(int, row)) for row in flags]
 

@@ -83,13 +83,7 @@ def prove_plan(
     traced = job.traced(plan.batch.micro_batch)
     prints = _fingerprints(traced)
     _refuse(_static_problems(plan, traced, prints if is_as_solved else None))
-    implied = implied_strategies(traced.graph, plan)
-    if isinstance(implied, Mistyped):
-        raise VerificationError(f"{json_path_of(plan, implied.place)}: {implied.message}")
-    try:
-        check_model(traced.model, plan)
-    except TpplanError as error:
-        raise VerificationError(_with_path(error)) from error
+    implied = _derived_layouts(plan, traced)
     per_node = plan.cluster.gpus_per_node
     expanded = expanded_as(traced.graph, plan, implied, machine, per_node, job.reuse.executor, traced.opaques)
     _refuse(_dtype_problems(plan, expanded))
@@ -109,6 +103,21 @@ def prove_plan(
         predicted=priced.predicted,
         fingerprints=prints,
     )
+
+
+def _derived_layouts(plan: Plan, traced: Traced) -> Mapping[str, Strategy]:
+    """The typing half of the proof: layouts of each node's operands and results, by the node's name.
+
+    Raises VerificationError where a layout cannot be derived, or the plan does not match the model.
+    """
+    implied = implied_strategies(traced.graph, plan)
+    if isinstance(implied, Mistyped):
+        raise VerificationError(f"{json_path_of(plan, implied.place)}: {implied.message}")
+    try:
+        check_model(traced.model, plan)
+    except TpplanError as error:
+        raise VerificationError(_with_path(error)) from error
+    return implied
 
 
 def _mended(plan: Plan, assumptions: tuple[str, ...]) -> Plan:

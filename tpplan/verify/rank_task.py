@@ -219,7 +219,7 @@ def _watched(model: nn.Module, log: CollectiveLog | None, *, is_last: bool) -> I
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a rank is to check: the plan as JSON, the source of the model, and the path of the Reference's file."""
+    """The work of a rank: the plan as JSON, the source of the model, and the path of the Reference's file."""
 
     plan: str
     source: str
@@ -230,8 +230,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What a rank found: names of parameters that differ after the plan is applied, the mean loss of its micro-batches,
-    relative errors of gradients by parameter; and in the plan's own precision the collectives and loss of a step."""
+    """A real rank's results: names of parameters that differ after the plan is applied, the mean loss of its
+    micro-batches, relative errors of gradients by parameter; and in the plan's own precision the collectives and loss
+    of a step."""
 
     shard_rank: int
     parameters: tuple[str, ...]
@@ -342,7 +343,8 @@ def gradient_errors(parameters: Mapping[str, Tensor], expected: Mapping[str, Ten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeFindings:
-    """What one rank of a fake group found: collectives, local shapes of parameters, and the tracked peak in bytes."""
+    """The results of one rank of a fake group: collectives, local shapes of parameters, and the tracked peak in
+    bytes."""
 
     issued: tuple[Issued, ...]
     shapes: Mapping[str, tuple[int, ...]]

@@ -39,7 +39,7 @@ _PRELOADED = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What ranks run, with the environment variables to run it under. The folder holds the process group's store."""
+    """The function that ranks run, its arguments and environment. The folder holds the process group's store."""
 
     folder: Path
     environment: dict[str, str]

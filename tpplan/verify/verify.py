@@ -80,7 +80,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was run, in words, and the checks. `mended` is the whole plan with its new proof in it; None where that was
+    """The checks, and in words what was run. `mended` is the whole plan with its new proof in it; None where that was
     not asked for, or the plan is not proven."""
 
     ran: str
@@ -151,7 +151,7 @@ def _shrunk(plan: Plan, ranks: int | None, layers: int | None) -> Plan:
 
 
 def _what_ran(plan: Plan, shrunk: Plan, *, dry: bool, layers: int | None) -> str:
-    """What runs, in words: mesh, precision, batches, and what is smaller than in the plan."""
+    """Describes the run: mesh, precision, batches, and what is smaller than in the plan."""
     batch = shrunk.batch
     parts = [
         f"{shrunk.mesh}, {shrunk.precision}, {batch.accumulation_steps} x micro-batch {batch.micro_batch} x "

@@ -131,14 +131,7 @@ class ConcreteValues(TorchFunctionMode):
         if (split := with_parts(name, args, kwargs, self._extra)) is not None:
             self.guessed[asking_line()] = "about equal parts"
             func, args, kwargs = torch.Tensor.split, split, {}
-        if name == "register_hook":
-            raise ModelError(f"{asking_line()}: a hook on a gradient is code that no trace sees; remove it")
-        if getattr(func, "__self__", None) is torch.Tensor.grad_fn and is_model_asking():
-            raise ModelError(
-                f"{asking_line()}: reads grad_fn, through which code may put hooks that no trace sees; remove it"
-            )
-        if name not in DESCRIPTIONS and any(map(_is_at_rest, (*args, *kwargs.values()))):
-            raise AtRestError(f"{asking_line()}: reads parameters past their modules' attributes (parameters())")
+        self._refuse_hidden_code(func, name, args, kwargs)
         if getattr(func, "__self__", None) is torch.Tensor.data:
             self._laid_bare.add(storage_key(args[0]))
         before, self.constant = self.constant, _digest((args, kwargs)) if name in _CONSTANTS else self.constant
@@ -150,12 +143,27 @@ class ConcreteValues(TorchFunctionMode):
             raise
         finally:
             self.constant = before
+        self._note_made(results, func, args, kwargs)
+        return results
+
+    def _refuse_hidden_code(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises ModelError for calls by which code puts hooks, or reads parameters, where no trace or plan sees it."""
+        if name == "register_hook":
+            raise ModelError(f"{asking_line()}: a hook on a gradient is code that no trace sees; remove it")
+        if getattr(func, "__self__", None) is torch.Tensor.grad_fn and is_model_asking():
+            raise ModelError(
+                f"{asking_line()}: reads grad_fn, through which code may put hooks that no trace sees; remove it"
+            )
+        if name not in DESCRIPTIONS and any(map(_is_at_rest, (*args, *kwargs.values()))):
+            raise AtRestError(f"{asking_line()}: reads parameters past their modules' attributes (parameters())")
+
+    def _note_made(self, results: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remembers a call for each tensor that it made."""
         call = pytree.tree_map(_kept, (args, kwargs))
         for place, result in enumerate(pytree.tree_leaves(results)):
             if isinstance(result, Tensor) and id(result) not in self._made:
                 self._made[id(result)] = (result, place, func, *call)
                 self._versions.setdefault(id(result), _version(result))
-        return results
 
     def miss(self, problem: str) -> None:
         """Notes a question that only training can answer. Code that catches its error takes another branch than in

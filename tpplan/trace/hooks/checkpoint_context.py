@@ -26,22 +26,22 @@ ContextFactory = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 @contextlib.contextmanager
-def in_checkpoint_replay(surroundings: ContextFactory) -> Iterator[None]:
-    """Runs code that is checkpointed inside under a new surroundings() each time, at first and again in backward."""
-    with in_checkpoint_replay_as(lambda: surroundings):
+def in_checkpoint_replay(make_context: ContextFactory) -> Iterator[None]:
+    """Runs code that is checkpointed inside under a new make_context() each time, at first and again in backward."""
+    with in_checkpoint_replay_as(lambda: make_context):
         yield
 
 
 @contextlib.contextmanager
 def in_checkpoint_replay_as(remember: Callable[[], ContextFactory]) -> Iterator[None]:
-    """Runs code that is checkpointed inside under a new surroundings() each time, at first and again in backward, where
-    surroundings = remember() when the checkpoint is made."""
+    """Runs code that is checkpointed inside under a new make_context() each time, at first and again in backward, where
+    make_context = remember() when the checkpoint is made."""
 
     def within(function: Callable[..., Any]) -> Callable[..., Any]:
-        surroundings = remember()
+        make_context = remember()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with surroundings():
+            with make_context():
                 return function(*args, **kwargs)
 
         return run
