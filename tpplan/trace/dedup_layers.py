@@ -43,7 +43,7 @@ def like_layers_once(
     classes: Mapping[str, str] | None = None,
     running: Sequence[str] = (),
 ) -> Iterator[None]:
-    """Makes of layers that are alike only the first run in a trace; its siblings give the operator `tpplan::sibling`.
+    """Runs one layer of each group of like layers in a trace; its siblings give the operator `tpplan::sibling`.
 
     doings: layers that a plan treats differently are not alike. classes: class of a layer by its name; layers of
     different classes are not alike. running: names of the modules that run. Raises NotAlikeError at the end, whatever

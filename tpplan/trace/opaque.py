@@ -95,8 +95,8 @@ class OpaqueCall:
 
     @property
     def signature(self) -> object:
-        """A hashable key: calls with equal keys give the same outputs. Strides, which a conversion changes, are not in
-        it."""
+        """A hashable key: calls with equal keys give equal outputs. Strides do not count, as a conversion changes
+        them."""
         has_gradients = bool(self.modes[0])
         leaves = tuple(described(leaf, has_gradients) for leaf in self.leaves)
         named = tuple((name, described(weight, has_gradients)) for name, weight in self.weights.items())

@@ -145,8 +145,8 @@ def is_model_calling() -> bool:
 
 
 def _is_from_model(frame: FrameType | None, passed: tuple[str, ...]) -> bool:
-    """True where the first frame, from this one outwards, that is neither a mode's nor in one of the files, is outside
-    torch and tpplan."""
+    """True where the innermost frame, from this one outwards, that is no mode's `__torch_function__` and in none of the
+    `passed` files, is code outside torch and tpplan."""
     while frame is not None and (frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename in passed):
         frame = frame.f_back
     return frame is not None and is_foreign(frame.f_code.co_filename)
