@@ -25,7 +25,7 @@ from tpplan.apply.apply import apply_plan
 from tpplan.apply.model_match import plan_name
 from tpplan.core.errors import InternalError, TpplanError
 from tpplan.plan.plan import Plan
-from tpplan.trace.trace import forward_inputs
+from tpplan.trace.forward_arguments import forward_inputs
 
 #: of the loss, and of a gradient relative to its largest element or to this share of the model's largest
 TOLERANCE, GRADIENT_NOISE = 1e-4, 1e-3

@@ -43,7 +43,9 @@ from tpplan.core.files import write_atomically
 from tpplan.core.units import KIB
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.machine.tables import Source
-from tpplan.measure.compute import default_grid, make_profile, measure_collectives, measure_compute
+from tpplan.measure.collectives import measure_collectives
+from tpplan.measure.compute import make_profile, measure_compute
+from tpplan.measure.grid import default_grid
 from tpplan.plan.model_fingerprint import parameters_fingerprint
 from tpplan.plan.plan import BoundaryPlan, CrossingPlan, Fingerprints, Plan, Precision, ProofReport, ProofStatus
 from tpplan.torch_internals.groups import fake_group

@@ -26,7 +26,9 @@ from tpplan.core.errors import TpplanError
 from tpplan.core.files import write_atomically
 from tpplan.core.units import KIB
 from tpplan.machine.profile import Collective
-from tpplan.measure.compute import default_grid, measure_collectives, measure_matmuls
+from tpplan.measure.collectives import measure_collectives
+from tpplan.measure.grid import default_grid
+from tpplan.measure.matmuls import measure_matmuls
 from tpplan.measure.timer import slowest
 from tpplan.plan.plan import Plan
 

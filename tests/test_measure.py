@@ -25,21 +25,13 @@ from tpplan.machine.fit_tables import (
     memory_bound_table,
 )
 from tpplan.machine.profile import AttentionSizes, Collective, Estimate, HardwareProfile, load_profile
-from tpplan.measure.compute import (
-    MATMUL_FORMS,
-    AttentionShape,
-    ComputeGrid,
-    _measured_points,
-    _of_batch,
-    _Operands,
-    _thinned,
-    default_grid,
-    make_profile,
-    measure_collectives,
-    measure_compute,
-    measure_launch,
-    measure_optimizers,
-)
+from tpplan.measure.attention import AttentionShape
+from tpplan.measure.collectives import measure_collectives
+from tpplan.measure.compute import make_profile, measure_compute
+from tpplan.measure.grid import ComputeGrid, default_grid
+from tpplan.measure.launch import measure_launch
+from tpplan.measure.matmuls import MATMUL_FORMS, _measured_points, _of_batch, _Operands, _thinned
+from tpplan.measure.optimizer_step import measure_optimizers
 from tpplan.measure.timer import Stopwatch, Window, in_rounds
 from tpplan.plan.optimizers import OPTIMIZERS
 
@@ -264,9 +256,9 @@ def test_default_grids_ascend() -> None:
 
 
 def test_mistakes_are_usage_errors() -> None:
-    with pytest.raises(UsageError, match="unknown dtype 'float31'"):
+    with pytest.raises(UsageError, match="dtype 'float31' cannot be measured"):
         measure_compute(CPU, dtypes=["float31"], budget_s=1.0, grid=TOY)
-    with pytest.raises(UsageError, match="expected dtypes and a budget"):
+    with pytest.raises(UsageError, match="expected one dtype or more and a budget"):
         measure_compute(CPU, dtypes=[], budget_s=1.0, grid=TOY)
     assert not dist.is_initialized()
     with pytest.raises(UsageError, match="no process group; start with torchrun"):

@@ -30,7 +30,8 @@ from tpplan.plan.report import render
 from tpplan.prove.apply_as_rank import applied_as, copied
 from tpplan.trace.opaque import Opaques
 from tpplan.trace.retrace_opaque import trace_marking
-from tpplan.trace.trace import TraceError, trace
+from tpplan.trace.stopped_trace import TraceError
+from tpplan.trace.trace import trace
 
 DIM, HIDDEN, VOCAB, LENGTH, BATCH, RANKS = 16, 64, 32, 8, 2, 4
 
@@ -410,7 +411,7 @@ def test_the_structure_of_a_module_that_runs_whole_is_held_against_what_is_appli
     assert len(opaques.calls) == 1  # layers that are alike are observed once
     assert not numbers().proof.cuts
     trace(applied_as(model, numbers(), 0), inputs, loss=loss, opaques=opaques)
-    with pytest.raises(TraceError, match="is called otherwise than it was before"):
+    with pytest.raises(TraceError, match="is called with other shapes or modes than it was before"):
         trace(applied_as(model, tampered("a weight below it rests sharded"), 0), inputs, loss=loss, opaques=opaques)
 
 

@@ -140,3 +140,7 @@ def test_what_breaks_in_observing_a_module_is_no_reason_to_take_the_one_around_i
 
 def solved_or_none(build: Callable[[], nn.Module]) -> Plan:
     return tpplan.solve(build, example_inputs, cluster=CLUSTER, global_batch=8, seq_len=16)
+
+
+def test_the_files_whose_failures_are_never_the_models_exist() -> None:
+    assert all(Path(file).is_file() for file in (*own_failure._APPLYING, *planned_device._MODES))

@@ -186,10 +186,10 @@ def test_code_is_told_of_the_gpu_that_is_planned_for(between: Between) -> None:
         (lambda _, h: h / dist.get_world_size(), r"get_world_size\(\)"),
         (lambda _, h: (dist.all_reduce(h), h)[1], r"all_reduce\(\)"),
         (by_caught_rank, r"get_rank\(\), which a plan cannot depend on"),
-        (lambda _, h: h.relu() if h.data_ptr() % 64 else h, "a tensor was asked where its data is"),
-        (lambda _, h: h.relu() if h._cdata % 64 else h, "a tensor was asked where its data is"),
-        (lambda _, h: h.relu() if h.untyped_storage().data_ptr() % 64 else h, "asked where its data is"),
-        (lambda _, h: h.relu() if h.storage().data_ptr() % 64 else h, "asked where its data is"),
+        (lambda _, h: h.relu() if h.data_ptr() % 64 else h, "the code asks a tensor where its data is"),
+        (lambda _, h: h.relu() if h._cdata % 64 else h, "the code asks a tensor where its data is"),
+        (lambda _, h: h.relu() if h.untyped_storage().data_ptr() % 64 else h, "asks a tensor where its data is"),
+        (lambda _, h: h.relu() if h.storage().data_ptr() % 64 else h, "asks a tensor where its data is"),
     ],
 )
 def test_what_no_plan_can_know_is_refused_by_name(between: Between, message: str) -> None:

@@ -95,4 +95,4 @@ def test_the_flag_is_for_configurations(tmp_path: Path, capsys: pytest.CaptureFi
         trusted("model.py")
     options = ("--gpus", "1", "--profile", "h100-sxm", "--global-batch", "1", "--seq-len", "8")
     assert main(["solve", "model.py", *options, "--trust-remote-code"]) == 2
-    assert "--trust-remote-code: it is for hf:" in capsys.readouterr().err
+    assert "--trust-remote-code goes with hf:" in capsys.readouterr().err

@@ -161,7 +161,7 @@ def test_hooks_that_see_whole_tensors_run_whole(model: Callable[[], nn.Module]) 
 
 def test_the_plan_says_why_and_what_to_do() -> None:
     said = repr(solve(InAModule, PLAIN).opaque)
-    assert "with Quantized():: saved_tensors_hooks would be given slices" in said
+    assert "with Quantized():: the hooks of saved_tensors_hooks would be given slices" in said
     assert "enter them around the training step" in said
 
 

@@ -16,8 +16,9 @@ from tpplan.core.errors import PlanError, UsageError
 from tpplan.core.mesh import Axis, GroupShape, meshes
 from tpplan.machine.profile import Collective, HardwareProfile, load_profile
 from tpplan.measure import session
+from tpplan.measure.attention import AttentionShape
 from tpplan.measure.collectives import group_members, group_shapes, measure_overlap, ranks_per_node
-from tpplan.measure.compute import AttentionShape, ComputeGrid
+from tpplan.measure.grid import ComputeGrid
 from tpplan.measure.session import Survey, measure_machine, survey_of
 from tpplan.measure.timer import Progress, silent
 
@@ -213,8 +214,12 @@ def raise_full_disk(self: Path, target: Path) -> None:
     [
         ([], 2, "expected -o FILE to measure this machine, or check FILE, or show FILE"),
         (["-o", "no/such/folder/mine.json"], 6, "no/such/folder is not a folder"),
-        (["-o", "mine.json", "--device", "cpu", "--dtypes", "float31"], 2, "unknown dtype 'float31'; known: bfloat16"),
-        (["-o", "mine.json", "--device", "cpu", "--dtypes", "float32", "float32"], 2, "float32 more often"),
+        (
+            ["-o", "mine.json", "--device", "cpu", "--dtypes", "float31"],
+            2,
+            "dtype 'float31' cannot be measured; expected one of bfloat16",
+        ),
+        (["-o", "mine.json", "--device", "cpu", "--dtypes", "float32", "float32"], 2, "float32 more than once"),
     ],
 )
 def test_mistakes_have_an_exit_code_and_name_what_is_wrong(
@@ -239,10 +244,12 @@ def on_two_nodes(partial: Path) -> dict[str, object]:
     """Two nodes of two ranks, all of them on this machine; the numbering is checked first."""
     rank = torch.distributed.get_rank()
     os.environ.update(GROUP_RANK="0", LOCAL_WORLD_SIZE="2")
-    with pytest.raises(UsageError, match=r"ranks are on nodes \[0, 0, 0, 0\]: expected them node by node, 2 on each"):
+    with pytest.raises(
+        UsageError, match=r"ranks are on nodes \[0, 0, 0, 0\]: expected them numbered node by node, 2 on each"
+    ):
         ranks_per_node()
     os.environ.update(GROUP_RANK=str(rank // 3), LOCAL_WORLD_SIZE="3" if rank < 3 else "1")
-    with pytest.raises(UsageError, match=r"nodes have \[1, 3\] ranks: expected as many on each"):
+    with pytest.raises(UsageError, match=r"nodes have \[1, 3\] ranks: start as many on each"):
         ranks_per_node()
     del os.environ["GROUP_RANK"]
     with pytest.raises(UsageError, match="start with torchrun"):

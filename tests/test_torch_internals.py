@@ -93,14 +93,14 @@ def test_this_torch_does_what_every_probe_asks() -> None:
 
 #: what a torch that lacks something looks like, by the name of the probe that must say so
 BREAKAGES = {
-    "the backward that runs": "del torch._C._current_graph_task_id",
+    "the running backward": "del torch._C._current_graph_task_id",
     "functions with their own backward": "torch.autograd.Function.apply = torch.autograd.Function.apply",
     "reentrant checkpoints": "torch.utils.checkpoint.CheckpointFunction = type('Renamed', (), {'apply': None})",
-    "checkpoints that are not reentrant": (
+    "non-reentrant checkpoints": (
         "c = torch.utils.checkpoint\n"
         "[c.__dict__.pop(name) for name in list(vars(c)) if name.startswith('_checkpoint_without')]"
     ),
-    "other tensors in a module": "del torch.nn.utils.stateless._reparametrize_module",
+    "replaced tensors in a module": "del torch.nn.utils.stateless._reparametrize_module",
     "recording with plain kernels": "del torch._C._DisablePythonDispatcher",
     "kernels for meta tensors": "del torch.library.Library._destroy",
     "fsdp": "import torch.distributed._tools.fsdp2_mem_tracker as t; del t._FSDPState",

@@ -15,7 +15,8 @@ from tpplan.core.errors import ModelError
 from tpplan.core.graph import LOSS_SCOPE, Direction, ModelGraph, Op, SourceKind, Value
 from tpplan.core.layout import S
 from tpplan.trace.dedup_layers import are_alike
-from tpplan.trace.trace import TraceError, assumptions, trace
+from tpplan.trace.stopped_trace import TraceError
+from tpplan.trace.trace import assumptions, trace
 
 B, D = 6, 4
 
@@ -622,7 +623,10 @@ def test_a_failing_loss_is_told_apart():
             r"gives 'inptu', 'y': missing .*'input'. Did you mean 'input' by 'inptu'",
         ),
         ({"y": meta(B)}, r"Linear.forward takes \(input.*and example_inputs gives 'y': missing .*the loss alone"),
-        ((meta(B, D), meta(B)), r"gives 2 values: too many positional arguments. All of a tuple goes to forward"),
+        (
+            (meta(B, D), meta(B)),
+            r"gives 2 values: too many positional arguments. Every value of a tuple goes to forward",
+        ),
     ],
 )
 def test_inputs_that_forward_does_not_take_are_named(inputs, message):
@@ -809,7 +813,7 @@ def test_a_number_that_weights_decide_splits_and_does_nothing_else(makes: Callab
 
 
 def test_what_runs_may_not_hang_on_a_number_that_weights_decide() -> None:
-    with pytest.raises(ModelError, match="decides what runs: test_trace"):
+    with pytest.raises(ModelError, match="which ops run depends on it: test_trace"):
         traced(lambda x, w: x * w if len(x[x.sum(1) > 0]) > B else x)
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tpplan.search.planner import solve as solve
     from tpplan.search.points.options import Cluster as Cluster
     from tpplan.search.points.trace_cache import Reuse as Reuse
-    from tpplan.trace.trace import forward_inputs as forward_inputs
+    from tpplan.trace.forward_arguments import forward_inputs as forward_inputs
     from tpplan.train.checkpoint import load_checkpoint as load_checkpoint
     from tpplan.train.checkpoint import save_checkpoint as save_checkpoint
     from tpplan.train.checkpoint_folder import latest_checkpoint as latest_checkpoint
@@ -57,7 +57,7 @@ _HOME = {
     "by_step": "train.sampler",
     "cross_entropy": "apply.collectives.cross_entropy",
     "export": "exporters",
-    "forward_inputs": "trace.trace",
+    "forward_inputs": "trace.forward_arguments",
     "guard": "train.guard",
     "init_weights": "train.load_weights",
     "latest_checkpoint": "train.checkpoint_folder",

@@ -1,4 +1,4 @@
-"""Benchmarks of fused attention, forward and backward, over batch * heads, sequence, head dim and mask."""
+"""Times fused attention, forward and backward, over batch * heads, sequence, head dim and mask."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,15 +25,17 @@ from tpplan.measure.timer import (
     silent,
 )
 
+#: fewest sequence lengths of an attention table
 FEWEST_SEQUENCES = 2
-#: backward of flash attention recomputes the scores: 5 products against the forward's 2 [Dao 2023, section 3.1]
+#: FLOP of backward over forward: flash attention's backward recomputes the scores, 5 products against 2 [Dao 2023,
+#: section 3.1]
 ATTENTION_BACKWARD_PRODUCTS = 2.5
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Query, key and value are each (batch, heads, sequence, head_dim)."""
+    """An attention with query, key and value of shape (batch, heads, sequence, head_dim)."""
 
     batch: int
     heads: int
@@ -49,7 +51,7 @@ class AttentionShape:
 
     @property
     def point(self) -> tuple[int, int, int]:
-        """Its place in a table: batch * heads, sequence, head_dim."""
+        """The shape's point in a table: (batch * heads, sequence, head_dim)."""
         return self.batch * self.heads, self.sequence, self.head_dim
 
 
@@ -61,8 +63,11 @@ def measure_attention(
     launch_s: float,
     progress: Progress = silent,
 ) -> tuple[AttentionRate, tuple[AttentionTable, ...]]:
-    """The fused kernel over the shapes, forward and backward: a table for each mask whose shapes fill one, and the
-    median rates of all; the rates' spread is that between the shapes too."""
+    """Times the fused kernel over the shapes, forward and backward.
+
+    Returns the median rates over all shapes, whose error is the spread between shapes too, and tables for each mask
+    whose shapes are all combinations of their sizes.
+    """
     shapes = _affordable_shapes(device, dtype, shapes, LARGEST_PART * budget_s / WINDOWS_PER_POINT)
     points = list(product((False, True), shapes))
 
@@ -101,7 +106,8 @@ def _attention_backward(inputs: Sequence[Tensor], causal: bool) -> Callable[[], 
 def _affordable_shapes(
     device: torch.device, dtype: torch.dtype, shapes: Sequence[AttentionShape], budget_s: float
 ) -> Sequence[AttentionShape]:
-    """The longest sequences left out until one of every kernel fits the budget, by the rate of the middle shape."""
+    """The shapes without the longest sequences, until one call of each, forward and backward, fits the budget at the
+    rate of a middle shape."""
     sequences = sorted({shape.sequence for shape in shapes})
     middle = sequences[len(sequences) // 2]
     probed = max((shape for shape in shapes if shape.sequence == middle), key=lambda shape: shape.forward_flop)
@@ -136,7 +142,7 @@ def _attention_table(
     samples: Mapping[tuple[bool, AttentionShape], Array],
     launch_s: float,
 ) -> AttentionTable | None:
-    """None where the shapes of this mask are not all combinations of their sizes."""
+    """The table of one mask, forward or backward; None where its shapes are not all combinations of their sizes."""
     by_point: dict[tuple[int, ...], Array] = {
         shape.point: seconds for (way, shape), seconds in samples.items() if way == backward and shape.causal == causal
     }

@@ -1,9 +1,9 @@
-"""Collectives on every group that a mesh on these nodes can have, and what it costs to run them beside a matmul.
+"""Times collectives on every group that a mesh on these nodes can have, alone and beside a matmul.
 
-Ranks are numbered node by node. A group inside a node is of neighbours; one across nodes takes every (ranks per node /
-its ranks per node)-th rank, as a mesh with tp innermost does. All like groups, which together are all ranks, run at the
-same time: what they share, a node's network port too, is in the numbers. Collectives are the functional ones that an
-applied plan issues.
+Ranks are numbered node by node. A group inside a node is of neighbouring ranks; one across nodes takes every (ranks per
+node / the group's ranks per node)-th rank, as a mesh with tp innermost does. All groups of one shape, which together
+are all ranks, run at the same time, so that the times include what they share, such as a node's network port. The
+collectives are the functional ones that an applied plan issues.
 """
 
 import math
@@ -34,22 +34,22 @@ from tpplan.measure.timer import (
 )
 from tpplan.torch_internals.operators import collectives
 
-#: what a table does not reach is predicted in proportion to its last size: sizes are left out only once time was seen
-#: to grow this many times from one to the next, or where the next one would cost more than so many seconds
+#: a size is left out only if time grows this many times towards it, or if measuring it would take more than so many
+#: seconds; beyond its last size a table is extrapolated in proportion to bytes
 VISIBLE_GROWTH, DEAR_S = 2.0, 2.0
-#: and none that costs less than this
+#: a size that takes no more seconds than this is always measured
 CHEAP_S = 0.5
 OVERLAP_REPEATS = 3
-#: windows of an overlap's repeat: the collectives alone, and beside matmuls that slow them
+#: windows' worth of time for one repeat of the overlap: the collectives alone, then slowed by matmuls beside them
 WINDOWS_PER_OVERLAP = 4
-#: fewest matmuls that a window of collectives has room for
+#: fewest matmuls that must fit into a window of collectives
 FEWEST_MATMULS = 5
-#: large enough to keep a device and a link busy: M = N = K of the matmul, bytes that are reduced
+#: sizes that keep a device and a link busy: M = N = K of the matmul, bytes of the all-reduce
 OVERLAP_SIZES = {"cpu": (256, MIB), "cuda": (4096, 64 * MIB)}
 
 
 def ranks_per_node() -> int:
-    """Ranks of a node, as torchrun tells them. Every rank of the default group must call this.
+    """Number of ranks on each node, as torchrun's variables say. Every rank of the default group must call this.
 
     Raises UsageError where torchrun's GROUP_RANK and LOCAL_WORLD_SIZE are not set, where nodes have different numbers
     of ranks, and where ranks are not numbered node by node.
@@ -62,14 +62,18 @@ def ranks_per_node() -> int:
     nodes = [int(node or 0) for node, _ in by_rank]
     (per_node, *others) = sorted({int(size or 0) for _, size in by_rank})
     if others:
-        raise UsageError(f"nodes have {[per_node, *others]} ranks: expected as many on each")
+        raise UsageError(
+            f"nodes have {[per_node, *others]} ranks: start as many on each node with torchrun --nproc-per-node"
+        )
     if nodes != [rank // per_node for rank in range(len(nodes))]:
-        raise UsageError(f"ranks are on nodes {nodes}: expected them node by node, {per_node} on each")
+        raise UsageError(
+            f"ranks are on nodes {nodes}: expected them numbered node by node, {per_node} on each, as torchrun does"
+        )
     return per_node
 
 
 def group_shapes(world: int, ranks_per_node: int) -> tuple[GroupShape, ...]:
-    """Groups of more than one rank that a mesh of divisors can have, inside a node first.
+    """Shapes of the groups of more than one rank that a mesh can have, those inside a node first.
 
     >>> [str((shape.ranks, shape.ranks_per_node)) for shape in group_shapes(4, 2)]
     ['(2, 2)', '(2, 1)', '(4, 2)']
@@ -98,10 +102,10 @@ def measure_collectives(
     budget_s: float,
     progress: Progress = silent,
 ) -> tuple[CollectiveTable, ...]:
-    """All four collectives on consecutive ranks of the default group, whose every rank must call this.
+    """Tables of all four collectives on groups of consecutive ranks. Every rank of the default group must call this.
 
-    sizes are bytes of the whole value, rounded to what divides among the ranks. Needs a process group. Raises
-    UsageError for a group size that does not divide the world, and where nothing was initialised.
+    sizes: bytes of the whole value, rounded so that they divide among the ranks. Raises UsageError for a group size
+    that does not divide the number of ranks, and where there is no process group.
     """
     if not dist.is_initialized():
         raise UsageError("measure_collectives: no process group; start with torchrun --nproc-per-node 4")
@@ -129,7 +133,8 @@ def measure_collectives(
 
 
 def subgroup(shape: GroupShape, ranks_per_node: int) -> str:
-    """Name of this rank's group of a shape; every rank must call this. torch keeps it until the default one is gone."""
+    """Makes the groups of a shape; every rank must call this. Returns the name of this rank's group, which lives as
+    long as the default group."""
     members = group_members(shape, dist.get_world_size(), ranks_per_node)
     group, _ = dist.new_subgroups_by_enumeration(members)  # type: ignore[no-untyped-call]
     name: str = group.group_name
@@ -145,9 +150,9 @@ def measure_collective(
     device: torch.device,
     budget_s: float,
 ) -> CollectiveTable:
-    """The table of one collective on this rank's group of a shape, whose name is given; all ranks must call this.
+    """The table of one collective on this rank's group, given by its shape and name. All ranks must call this.
 
-    The largest sizes are left out where the budget is too short for them and time was seen to grow with bytes.
+    sizes: bytes of the whole value. The largest are left out where the budget is too short for them (_is_too_dear).
     """
     start = time.perf_counter()
     samples: dict[int, Array] = {}
@@ -164,7 +169,7 @@ def measure_collective(
 
 
 def _is_too_dear(samples: Mapping[int, Array], sizes: Sequence[int], left_s: float) -> bool:
-    """Whether the last of three sizes is left out, if time grows towards it as it did between the two before."""
+    """True where the last of three sizes is to be left out, if time grows towards it as between the two before."""
     before, last, size = sizes
     before_s, last_s = (float(np.median(samples[measured])) for measured in (before, last))
     growth = min(max(1.0, last_s / before_s), size / last)
@@ -173,13 +178,14 @@ def _is_too_dear(samples: Mapping[int, Array], sizes: Sequence[int], left_s: flo
 
 
 def _divisible(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Sizes rounded down, but not to zero, to ranks^2 numbers: all-to-all splits a rank's share once more."""
+    """Sizes in bytes rounded down to a multiple of ranks^2 float32 numbers, but not to zero: each rank's part must
+    divide among the ranks once more, for the all-to-all."""
     block = DTYPE_BYTES["float32"] * ranks**2
     return sorted({max(1, size // block) * block for size in sizes})
 
 
 def _collective(kind: Collective, device: torch.device, num_bytes: int, ranks: int, group: str) -> Callable[[], object]:
-    """One call on n = num_bytes of the whole value, waited for, with its result in a new tensor."""
+    """A function that runs the collective once on a whole value of num_bytes, and waits for the result."""
     ops = collectives()
     whole = torch.ones(num_bytes // DTYPE_BYTES["float32"], device=device)
     local = torch.ones(len(whole) // ranks, device=device)
@@ -203,10 +209,10 @@ def _collective(kind: Collective, device: torch.device, num_bytes: int, ranks: i
 def measure_overlap(
     device: torch.device, *, dtype: str, budget_s: float, sizes: tuple[int, int] | None = None
 ) -> Overlap:
-    """How much matmuls and all-reduces over all ranks slow each other, in about budget_s seconds.
+    """How much matmuls, and all-reduces over all ranks, slow each other; measured in about budget_s seconds.
 
-    sizes: M = N = K, and the bytes that are reduced. Matmuls run one by one for as long as a fixed number of
-    all-reduces is under way. Every rank of the default group must call this.
+    sizes: M = N = K of the matmul, bytes of the all-reduce. Matmuls run one by one until a fixed number of all-reduces
+    is done. Every rank of the default group must call this.
     """
     size, num_bytes = sizes or OVERLAP_SIZES[device.type]
     left, right = (torch.randn(size, size, dtype=dtype_of(dtype), device=device) for _ in range(2))
@@ -244,7 +250,7 @@ def _until_done(
     calls: int,
     multiply: Callable[[], None] | None,
 ) -> tuple[float, int]:
-    """Seconds from a common start until this rank's reductions are done, and how many matmuls were done meanwhile."""
+    """(seconds from a common start until this rank's all-reduces are done, number of matmuls done meanwhile)."""
     dist.barrier()
     synchronize(device)
     start = time.perf_counter()

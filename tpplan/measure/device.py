@@ -1,4 +1,4 @@
-"""The machine this process runs on: its device, its memory, its software."""
+"""Describes the machine that this process runs on: device, memory, software."""
 
 import os
 import platform
@@ -12,15 +12,15 @@ from tpplan.core.errors import UsageError
 from tpplan.core.units import KIB
 from tpplan.machine.tables import Memory
 
-#: the source that tables of a measurement name
+#: ids of sources (tables.Source) in measured tables
 MEASURED = ("measured",)
-#: what random numbers, matrix products and attention exist in
+#: dtypes that torch has random numbers, matrix products and attention of
 MEASURED_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def device_name(device: torch.device) -> str:
-    """The device as its vendor calls it."""
+    """The vendor's name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -30,7 +30,8 @@ def device_name(device: torch.device) -> str:
 
 
 def software(device: torch.device) -> dict[str, str]:
-    """Versions of what times depend on, by name: torch, python, and on a GPU cuda, nccl and driver where known."""
+    """Versions of the software that times depend on, by name: torch, python; on a GPU cuda, nccl, and driver if
+    known."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     if device.type == "cuda":
         versions["cuda"] = torch.version.cuda or torch.version.hip or "unknown"
@@ -41,7 +42,7 @@ def software(device: torch.device) -> dict[str, str]:
 
 
 def _driver_version() -> str | None:
-    """The version in the first line of what the NVIDIA kernel module says of itself."""
+    """The version of the NVIDIA kernel module, from the file in which it describes itself; None where there is none."""
     if not _DRIVER_FILE.exists():
         return None
     found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", _DRIVER_FILE.read_text(encoding="utf-8"))
@@ -49,7 +50,7 @@ def _driver_version() -> str | None:
 
 
 def memory(device: torch.device, ranks_per_machine: int) -> Memory:
-    """A GPU's memory, or a rank's part of the machine's; reserved is what is taken before there is a model."""
+    """A GPU's memory, or a rank's part of the machine's; reserved_bytes are taken before there is a model."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         reserved = total - free - torch.cuda.memory_reserved(device)
@@ -62,13 +63,13 @@ def memory(device: torch.device, ranks_per_machine: int) -> Memory:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """torch's dtype of this name. Raises UsageError for one that cannot be measured."""
+    """torch's dtype of this name. Raises UsageError for a dtype that cannot be measured."""
     if name not in MEASURED_DTYPES:
-        raise UsageError(f"unknown dtype {name!r}; known: {', '.join(MEASURED_DTYPES)}")
+        raise UsageError(f"dtype {name!r} cannot be measured; expected one of {', '.join(MEASURED_DTYPES)}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name, without its module."""
+    """torch's name of a dtype, without `torch.`."""
     return str(dtype).removeprefix("torch.")

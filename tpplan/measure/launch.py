@@ -1,4 +1,4 @@
-"""What a kernel takes that does nothing, and what the CPU takes to issue one of a training step."""
+"""Times the smallest kernel, and how long the CPU takes to issue a kernel of a training step."""
 
 from collections.abc import Callable
 
@@ -12,18 +12,18 @@ from tpplan.machine.tables import Launch
 from tpplan.measure.device import MEASURED
 from tpplan.measure.timer import WINDOWS_PER_POINT, Stopwatch
 
-#: a layer whose kernels do next to nothing: what is left is what Python, modules and autograd take
+#: sizes of layers whose kernels do next to nothing, so that Python, modules and autograd take all the time
 LAYERS, TOKENS, WIDTH, HEADS = 2, 8, 16, 2
-#: a queue holds all kernels of so many steps
+#: steps that are issued in a row: few enough that a GPU's queue holds all their kernels
 ISSUED_STEPS = 3
 
 
 def measure_launch(device: torch.device, budget_s: float) -> Launch:
-    """The smallest kernel, one number plus itself, and what issuing a kernel of an eager training step takes.
+    """Seconds of the smallest kernel (one number plus itself), and seconds to issue one kernel of an eager step.
 
-    The latter is the time of forward and backward through torch's own layers, at sizes that no device notices, over
-    the number of their kernels: modules, autograd's nodes and views are in it. On a CPU, where a kernel's time holds
-    that of its launch, it is what comes on top. Every rank of the default group, if any, must call this.
+    The latter is the time of forward and backward through torch's own layers, at sizes that cost a device nothing, over
+    the number of their kernels: modules, autograd's nodes and views are in it. On a CPU, where a kernel's time includes
+    its launch, the smallest kernel's time is subtracted. Every rank of the default group, if any, must call this.
     """
     number = torch.ones(1, device=device)
     stopwatch = Stopwatch(device=device, window_s=budget_s / (2 * WINDOWS_PER_POINT))
@@ -46,7 +46,7 @@ def measure_launch(device: torch.device, budget_s: float) -> Launch:
 
 
 def _small_step(device: torch.device) -> Callable[[], None]:
-    """Forward and backward, gradients made anew."""
+    """A function that runs forward and backward of small layers and drops the gradients."""
     layers = nn.Sequential(
         *(
             nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, activation="gelu", batch_first=True)

@@ -1,4 +1,4 @@
-"""What the CPU takes of an optimizer's step for each parameter, sharded and plain.
+"""Times how long the CPU takes to issue an optimizer's step, per parameter, sharded (DTensor) and plain.
 
 Most optimizers issue some ops for each parameter, and an op on a DTensor goes through Python first: a step over many
 parameters may take longer to issue than to run.
@@ -22,24 +22,23 @@ from tpplan.measure.timer import WINDOWS_PER_POINT, Stopwatch
 from tpplan.plan.optimizers import OPTIMIZERS
 from tpplan.torch_internals.groups import fake_group
 
-#: so many parameters of so many numbers along each of two dims: nothing but issuing them takes time
+#: number of parameters, and their size along each of two dims: so small that only issuing takes time
 PARAMETERS, WIDTH = 16, 8
-#: a queue holds all kernels of so many steps
+#: steps that are issued in a row: few enough that a GPU's queue holds all their kernels
 ISSUED_STEPS = 3
 
 
 def measure_optimizers(device: torch.device, budget_s: float) -> tuple[OptimizerIssue, ...]:
-    """Every optimizer that tpplan.plan.optimizers names, as torch runs it unless told otherwise.
+    """Times every optimizer that tpplan.plan.optimizers names, with torch's defaults.
 
-    On a CPU, where a kernel's time holds that of issuing it, kernels of no size are in the numbers. Every rank of the
-    default group, if any, must call this.
-    """
+    On a CPU, where a kernel is issued and run in one, the times include those of tiny kernels. Every rank of the
+    default group, if any, must call this."""
     stopwatch = Stopwatch(device=device, window_s=budget_s / (2 * len(OPTIMIZERS) * WINDOWS_PER_POINT))
     return tuple(_issue(name, stopwatch) for name in OPTIMIZERS)
 
 
 def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's optimizer of a name in tpplan.plan.optimizers. Raises UsageError for one that has none."""
+    """torch's optimizer for a name in tpplan.plan.optimizers. Raises UsageError where torch has none."""
     match name:
         case "adamw":
             return torch.optim.AdamW(parameters)
@@ -52,7 +51,7 @@ def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optim
         case "sgd":
             return torch.optim.SGD(parameters)
         case _:
-            raise UsageError(f"no optimizer of torch's is known as {name!r}")
+            raise UsageError(f"torch has no optimizer that tpplan knows as {name!r}; known: {', '.join(OPTIMIZERS)}")
 
 
 def _issue(name: str, stopwatch: Stopwatch) -> OptimizerIssue:
@@ -71,7 +70,7 @@ def _issue(name: str, stopwatch: Stopwatch) -> OptimizerIssue:
 
 
 def _samples(step: Callable[[], object], stopwatch: Stopwatch) -> Array:
-    """Seconds that the CPU takes for a step."""
+    """Seconds that the CPU takes for a step, one for each repeat."""
     if stopwatch.device.type == "cpu":
         return stopwatch.samples(step)
     step()  # lazy initialisation
@@ -86,7 +85,7 @@ def _plain(device: torch.device) -> list[nn.Parameter]:
 
 
 def _sharded(device: torch.device) -> list[nn.Parameter]:
-    """DTensors on all ranks, or on a mesh of this rank alone; an optimizer's step asks the others for nothing."""
+    """DTensors over all ranks, or on a mesh of this rank alone; an optimizer's step issues no collective."""
     with nullcontext() if dist.is_initialized() else fake_group(1):
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         parameters = []

@@ -1,8 +1,8 @@
-"""The whole measurement of a machine, section by section, within a budget; what was finished outlives an interruption.
+"""Measures a machine section by section, within a budget, so that an interrupted measurement can be resumed.
 
-A section is a kind of kernel in one dtype, or a collective on one group. Each has a weight, and of what is left of the
-budget gets its part of the weights that are left. After each the tables so far are written beside the output; a later
-run on the same device, software and ranks, with the same grid, goes on from there.
+A section is a kind of kernel in one dtype, or a collective on one group. Each has a weight, and gets of the remaining
+budget its share of the remaining weights. After each section the tables so far are written beside the output; a later
+run on equal device, software, ranks and grid goes on from there.
 """
 
 import hashlib
@@ -32,6 +32,7 @@ from tpplan.machine.tables import (
     OptimizerIssue,
     Overlap,
 )
+from tpplan.measure.attention import measure_attention
 from tpplan.measure.collectives import group_shapes, measure_collective, measure_overlap, ranks_per_node, subgroup
 from tpplan.measure.compute import (
     ATTENTION_SHARE,
@@ -39,29 +40,27 @@ from tpplan.measure.compute import (
     MATMUL_SHARE,
     MEMORY_BOUND_SHARE,
     OPTIMIZER_SHARE,
-    ComputeGrid,
     ComputeTables,
-    default_grid,
     make_profile,
-    measure_attention,
-    measure_launch,
-    measure_matmuls,
     measure_memory_bound,
-    measure_optimizers,
 )
 from tpplan.measure.device import device_name, dtype_name, dtype_of, software
+from tpplan.measure.grid import ComputeGrid, default_grid
+from tpplan.measure.launch import measure_launch
+from tpplan.measure.matmuls import measure_matmuls
+from tpplan.measure.optimizer_step import measure_optimizers
 from tpplan.measure.timer import Progress, silent, slowest
 
-#: of the budget, where there are collectives to measure
+#: shares of the budget where there are collectives to measure, which have the rest
 COMPUTE_SHARE, OVERLAP_SHARE = 0.6, 0.03
-#: bytes of the whole value
+#: sizes of collectives: bytes of the whole value, by device type
 MESSAGE_BYTES = {"cpu": tuple(KIB * 4**i for i in range(8)), "cuda": tuple(KIB * 4**i for i in range(11))}
 DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16", "float16", "float32")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What has been measured so far; the parts of a profile under the same names."""
+    """The tables measured so far, under the names that they have in a profile."""
 
     launch: Launch | None = None
     optimizer_issues: tuple[OptimizerIssue, ...] = ()
@@ -74,7 +73,7 @@ class Measured:
     collectives: tuple[CollectiveTable, ...] = ()
 
     def compute(self) -> ComputeTables:
-        """The tables of one device, all of which must be there."""
+        """The tables of one device. All of them must have been measured."""
         assert self.launch
         assert self.bandwidth
         assert self.memory_bound_table
@@ -91,7 +90,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
-    """The file beside the output: what was measured, where, and how."""
+    """The content of the file beside the output: the tables so far, and what they depend on (Survey.where)."""
 
     where: Mapping[str, str]
     measured: Measured
@@ -99,7 +98,7 @@ class Partial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A part of the measurement: `measure` takes what there is and a budget in seconds, and returns it with more."""
+    """A part of the measurement: `measure` takes the tables so far and a budget in seconds, and adds its own."""
 
     name: str
     weight: float
@@ -109,7 +108,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What is to be measured, on which device, on how many ranks. dtypes are torch's names."""
+    """A measurement to make: device, dtypes (torch's names), points, and the number of ranks (`world`)."""
 
     device: torch.device
     dtypes: tuple[str, ...]
@@ -120,7 +119,7 @@ class Survey:
     progress: Progress = silent
 
     def where(self) -> dict[str, str]:
-        """What must be the same for a measurement to go on: device, software, ranks, grid."""
+        """The conditions that must be equal for a measurement to be resumed: device, software, ranks, grid."""
         points = json.dumps([encode(self.grid), self.message_bytes])
         return {
             "device": device_name(self.device),
@@ -132,7 +131,7 @@ class Survey:
         }
 
     def sections(self, done: Measured) -> Iterator[Section]:
-        """All sections in the order they run; each may read what those before it measured."""
+        """Yields all sections in order; each may use the tables of those before it."""
         of_compute = COMPUTE_SHARE if self.world > 1 else 1.0
         yield Section(
             name="launch",
@@ -233,17 +232,19 @@ def survey_of(
     message_bytes: Sequence[int] = (),
     progress: Progress = silent,
 ) -> Survey:
-    """The survey of this machine with the device's defaults, on the ranks of the default group where there is one.
+    """The survey of this machine, with the device's defaults, on the ranks of the default group where there is one.
 
-    Every rank must call this. Raises UsageError for a dtype that cannot be measured, and where ranks and nodes are
-    numbered otherwise than torchrun does.
+    Every rank must call this. Raises UsageError for a dtype that cannot be measured, and where ranks are not numbered
+    as torchrun does.
     """
     names = tuple(dtypes) or DTYPES[device.type]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
-        raise UsageError(f"dtypes: expected each once, got {', '.join(repeated)} more often")
+        raise UsageError(f"dtypes: expected each once, got {', '.join(repeated)} more than once")
     if device.type == "cuda" and "float64" in names:
-        raise UsageError("dtypes: float64 has no fused attention on a GPU, and cannot be measured there")
+        raise UsageError(
+            "dtypes: float64 has no fused attention on a GPU, so it cannot be measured there; leave it out"
+        )
     return Survey(
         device=device,
         dtypes=tuple(dtype_name(dtype_of(name)) for name in names),
@@ -264,11 +265,13 @@ def measure_machine(
     partial: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> HardwareProfile:
-    """The profile of this machine, in about budget_s seconds; every rank must call this.
+    """Measures the profile of this machine in about budget_s seconds. Every rank must call this.
 
-    partial: where the first rank keeps what was finished until whoever called this removes it; what is there already is
-    not measured again, if it comes from the same device, software, ranks and grid. say is told whether it does.
-    Raises PlanError where it cannot be written.
+    partial: the file in which the first rank keeps the tables of finished sections; the caller removes it. Sections in
+        it are not measured again if device, software, ranks and grid are equal.
+    say: told whether the measurement goes on from that file.
+
+    Raises PlanError where the file cannot be written.
     """
     start = time.perf_counter()
     measured = _resumed(survey, partial, say)
@@ -299,7 +302,7 @@ def _is_first_rank() -> bool:
 
 
 def _resumed(survey: Survey, partial: Path | None, say: Callable[[str], None]) -> Measured:
-    """What the first rank finds in its file, on every rank; nothing where there is none for this machine."""
+    """The tables in the first rank's file, on every rank; no tables where there is no file of this measurement."""
     found: list[object] = [None]
     if partial is not None and _is_first_rank() and partial.exists():
         found = [_read_partial(survey, partial, say)]
@@ -309,7 +312,7 @@ def _resumed(survey: Survey, partial: Path | None, say: Callable[[str], None]) -
 
 
 def _read_partial(survey: Survey, path: Path, say: Callable[[str], None]) -> object:
-    """The measured part of the file, as data; None where it is damaged or of another machine."""
+    """The tables in the file, as data; None where the file is damaged or of another measurement."""
     try:
         data = read_json(path, origin=str(path), error=ProfileError)
         content = decode(Partial, data, origin=str(path), error=ProfileError)
@@ -320,7 +323,7 @@ def _read_partial(survey: Survey, path: Path, say: Callable[[str], None]) -> obj
     other = [key for key in sorted({*here, *content.where}) if here.get(key) != content.where.get(key)]
     if other:
         shown = "; ".join(f"{key} was {content.where.get(key, 'none')}, is {here.get(key, 'none')}" for key in other)
-        say(f"measuring all anew: {path} is of another measurement: {shown}")
+        say(f"measuring all anew: {path} is of a different measurement: {shown}")
         return None
     left = [section.name for section in survey.sections(content.measured) if not section.is_done]
     say(f"going on from {path}: left are {', '.join(left) or 'no sections'}")
@@ -328,7 +331,7 @@ def _read_partial(survey: Survey, path: Path, say: Callable[[str], None]) -> obj
 
 
 def _left_out(survey: Survey, measured: Measured) -> Iterator[str]:
-    """What of the grid the budget did not allow, in words."""
+    """Yields notes on the points of the grid that were left out, as the budget was too short."""
     sequences = {shape.sequence for shape in survey.grid.attention}
     for table in measured.matmuls:
         yield from _missing(f"matmul {table.dtype}: sizes", {*survey.grid.matmul_sizes} - {*table.m})

@@ -1,7 +1,7 @@
 """Times work on a device: windows of many calls, on all ranks at once, within a budget.
 
-On a CPU a call is timed with what it takes to issue it. On a GPU it is not: the calls of a window are queued behind a
-pause, and run back to back between two events, however long Python took to issue them.
+On a CPU the time of a call includes issuing it. On a GPU it does not: the calls of a window are queued behind a pause,
+and run back to back between two events, however long Python takes to issue them.
 """
 
 import itertools
@@ -15,44 +15,51 @@ from typing import TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from tpplan.core.units import MIB
 from tpplan.machine.fit_tables import Array
 from tpplan.torch_internals.devices import busy_gpu
 
 #: section, points done, points in all
 Progress = Callable[[str, int, int], None]
-#: what is measured at a time
+#: a point to measure, such as the sizes of a matmul
 Point = TypeVar("Point")
 T = TypeVar("T")
 
 NUM_REPEATS = 5
-#: windows beside its repeats that a point costs: a warm-up and the search for the number of calls
+#: windows' worth of time that a point costs beside its repeats: a warm-up and the search for the number of calls
 WINDOWS_BESIDE = 2
 WINDOWS_PER_POINT = NUM_REPEATS + WINDOWS_BESIDE
-#: several time slices of a scheduler (Linux: 3 to 4 ms); a GPU has its own clock, and one user
+#: seconds; on a CPU several time slices of a scheduler (Linux: 3 to 4 ms), where a GPU has its own clock and one user
 SHORTEST_USEFUL_WINDOW_S = {"cpu": 0.02, "cuda": 0.001}
 LONGEST_WINDOW_S = 0.2
-#: what runs before a window, and again after it, so that all ranks are at work in it: ranks share cores, but no GPUs
+#: seconds of calls before a window, and again after it, so that all ranks work during the window: ranks share cores,
+#: but no GPUs
 BESIDE_S = {"cpu": 0.005, "cuda": 0.0}
-#: the largest sizes are left out where one call of each point in each window would take more than this of the budget,
-#: by the rate of a middling one, timed so often
+#: the largest sizes are left out where one call of each point in each window would take more than this part of the
+#: budget, at the rate of a middle size, timed with so many repeats
 LARGEST_PART, PROBE_REPEATS = 0.5, 1
-#: the number of calls in a window is known well enough once they fill this part of it
+#: part of a window that a trial must fill for its time per call to be used
 CALIBRATED_PART = 0.25
-#: one slow call must not make a window seem full: calls grow at most by this from one trial to the next
+#: most that calls grow from one trial to the next, so that one slow call does not make a window seem full
 MOST_GROWTH = 16
-#: a GPU's queue holds about a thousand kernels, and a call may launch several
+#: most calls queued at a time: a GPU's queue holds about a thousand kernels, and a call may launch several
 MOST_QUEUED_CALLS = 100
-#: the pause outlasts the queueing by this
+#: length of the pause before a GPU's window, over the time to queue the window's calls
 PAUSE_MARGIN = 1.5
-#: no GPU's clock is faster: pauses are given in cycles, and must not be too short
+#: no GPU's clock is faster; pauses are given in cycles, and must not be too short
 HIGHEST_CLOCK_HZ = 3e9
+#: bytes that exceed the last cache of a device: a CPU's core has a few MiB of it, a GPU up to 126 MiB (B200)
+COLD_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB}
+#: most operands at different addresses, and most results that are kept: small ones stay in caches in a model too
+MOST_APART = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """How many calls are timed at once, how many run before and after, and how many seconds the CPU needs to issue one
-    to a device of its own."""
+    """The number of calls timed at once, the number of calls that run before and again after them, and the seconds that
+    the CPU needs to issue one (0 where the CPU is the device)."""
 
     calls: int
     beside: int
@@ -68,13 +75,13 @@ class Stopwatch:
     repeats: int = NUM_REPEATS
 
     def samples(self, work: Callable[[], object]) -> Array:
-        """Seconds per call of the slowest rank, one for each repeat. Every rank must call this for the same work."""
+        """Seconds per call on the slowest rank, one for each repeat. Every rank must call this for the same work."""
         window = self.window(work)
         return np.array(slowest(self.device, [self.elapsed(work, window) for _ in range(self.repeats)])) / window.calls
 
     def window(self, work: Callable[[], object]) -> Window:
-        """What fills window_s, after a warm-up; the same on every rank, all of which must call this."""
-        self._elapsed(work, 1, 0.0)  # lazy initialisation, first touch
+        """The window that takes window_s, after a warm-up; equal on every rank. Every rank must call this."""
+        self._elapsed(work, 1, 0.0)  # warm-up: lazy initialisation, first touch of memory
         issue_s = 0.0 if self.device.type == "cpu" else float(self.issue_samples(work, calls=1).min())
         calls, call_s = self._calls(work, issue_s)
         return Window(calls=calls, beside=self._beside(call_s), issue_s=issue_s)
@@ -83,12 +90,13 @@ class Stopwatch:
         """Seconds that this rank needs for a window's calls, while all ranks are at work.
 
         Ranks that share a core leave a barrier one by one: the first has the core alone for a while, and the last has
-        it when the first is done. What they do then is not timed.
+        it alone when the first is done. The untimed calls before and after the window fill these times.
         """
         return self._elapsed(work, window.calls, window.issue_s, window.beside)
 
     def issue_samples(self, work: Callable[[], object], *, calls: int = MOST_QUEUED_CALLS) -> Array:
-        """Seconds that the CPU of the slowest rank needs to issue a call, one for each repeat, while none waits."""
+        """Seconds that the slowest rank's CPU needs to issue a call, one for each repeat; the GPU's queue is not
+        full."""
         elapsed = []
         for _ in range(self.repeats):
             synchronize(self.device)
@@ -100,11 +108,11 @@ class Stopwatch:
         return np.array(slowest(self.device, elapsed))
 
     def _beside(self, call_s: float) -> int:
-        """Calls before a window, and after it; none for a rank that is alone."""
+        """Number of calls before a window, and after it; 0 for a rank that is alone."""
         return round(BESIDE_S[self.device.type] / call_s) if dist.is_initialized() else 0
 
     def _calls(self, work: Callable[[], object], issue_s: float) -> tuple[int, float]:
-        """How many calls fill the window, pause included, the same number on every rank; and seconds of each."""
+        """(number of calls that fill the window, pause included, equal on every rank; seconds of each)."""
         most = math.inf if self.device.type == "cpu" else MOST_QUEUED_CALLS
         calls = 1
         while True:
@@ -116,7 +124,7 @@ class Stopwatch:
             calls = math.ceil(min(filling, calls * MOST_GROWTH))
 
     def _elapsed(self, work: Callable[[], object], calls: int, issue_s: float, beside: int = 0) -> float:
-        """Seconds of this rank, from a common start."""
+        """Seconds that this rank needs for the calls, after a common start."""
         if dist.is_initialized():
             dist.barrier()
         synchronize(self.device)
@@ -146,9 +154,9 @@ class Stopwatch:
 
 
 def overhead_s(device: torch.device) -> float:
-    """Seconds that a window costs beside its calls: ranks wait for each other before it, and compare times after.
+    """Seconds that a window costs beside its calls: ranks wait for each other before it, and compare times after it.
 
-    A rank that is alone shares nothing, and is at work throughout.
+    0 for a rank that is alone.
     """
     if not dist.is_initialized():
         return 0.0
@@ -163,13 +171,13 @@ def overhead_s(device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for what this thread's stream was given."""
+    """Waits until the current stream of a GPU is done; returns at once on a CPU."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def slowest(device: torch.device, seconds: Sequence[float]) -> list[float]:
-    """The largest of each over the ranks."""
+    """The maximum over all ranks of each number."""
     if not dist.is_initialized():
         return list(seconds)
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
@@ -187,10 +195,10 @@ def in_rounds(
     *,
     repeats: int = NUM_REPEATS,
 ) -> dict[Point, Array]:
-    """Seconds per call of the slowest rank, so many repeats of each point: in every round one window of all points.
+    """Seconds per call on the slowest rank, one for each repeat, by point. A round is one window of every point.
 
-    A machine that is slow for some seconds is so in one repeat of many points, and not in all of a few, whose median
-    it would be. make gives the work of a point, anew for each of its windows; windows share out the budget.
+    A machine that is slow for some seconds thus spoils one repeat of many points, and not all repeats of a few, whose
+    medians would be wrong. make(point) gives the work of a point, anew for each window. Windows share out the budget.
     """
     start, beside_s = time.perf_counter(), overhead_s(device)
     first, in_all = 1 + WINDOWS_BESIDE, repeats + WINDOWS_BESIDE
@@ -202,7 +210,7 @@ def in_rounds(
             work = make(point)
             if not round_number:
                 (spent_s,) = slowest(device, [time.perf_counter() - start])
-                # The other rounds will take as long as the first, the search for the windows aside.
+                # Other rounds take as long as the first, which searches for the number of calls too.
                 share_s = max(0.0, budget_s - spent_s * in_all / first) / (len(points) - done)
                 window_s = min(max(0.0, share_s / in_all - beside_s), LONGEST_WINDOW_S)
                 windows[point] = Stopwatch(device=device, window_s=window_s).window(work)
@@ -213,7 +221,8 @@ def in_rounds(
 
 
 def in_turn(works: Sequence[Callable[[], T]], kept: int) -> Callable[[], T]:
-    """Calls one after the other, over and over; so many results live on, so that the next lies elsewhere."""
+    """A function that calls the works in turn, over and over, and keeps so many results, so that the next result is
+    allocated elsewhere."""
     turns, results = itertools.cycle(works), deque[T](maxlen=kept)
 
     def work() -> T:
@@ -224,5 +233,10 @@ def in_turn(works: Sequence[Callable[[], T]], kept: int) -> Callable[[], T]:
     return work
 
 
+def apart(pool: Tensor, numbers: int) -> list[Tensor]:
+    """Consecutive slices of a pool, of so many numbers each; at most MOST_APART."""
+    return [pool[i * numbers : (i + 1) * numbers] for i in range(min(MOST_APART, len(pool) // numbers))]
+
+
 def silent(section: str, done: int, total: int) -> None:
-    """No progress shown."""
+    """A Progress that shows nothing."""

@@ -36,8 +36,10 @@ from tpplan.prove.compare import Counterexample, difference, difference_so_far
 from tpplan.trace.answers.concrete_values import AtRestError
 from tpplan.trace.answers.own_failure import own_failure
 from tpplan.trace.dedup_layers import Doings
+from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.opaque import Opaques
-from tpplan.trace.trace import BoundaryHook, Inputs, Loss, TraceError, trace
+from tpplan.trace.stopped_trace import TraceError
+from tpplan.trace.trace import BoundaryHook, Loss, trace
 
 
 def check_structure(

@@ -43,7 +43,7 @@ from tpplan.plan.plan import (
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.search.points.trace_cache import Traced
 from tpplan.torch_internals import pytree
-from tpplan.trace.fx_to_graph import path_of
+from tpplan.trace.forward_arguments import path_of
 
 #: places that a note names
 _SHOWN = 3

@@ -27,9 +27,8 @@ from tpplan.prove.structure import find_difference
 from tpplan.search.points.trace_cache import TraceCache, Traced
 from tpplan.torch_internals import pytree
 from tpplan.trace.answers.planned_device import planning_for
-from tpplan.trace.fx_to_graph import path_of
+from tpplan.trace.forward_arguments import Inputs, path_of
 from tpplan.trace.opaque import Opaques
-from tpplan.trace.trace import Inputs
 
 logger = logging.getLogger(__name__)
 

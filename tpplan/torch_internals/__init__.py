@@ -1,29 +1,29 @@
-"""Every place where tpplan leans on what torch does not promise: private names, patched functions, exact behaviour.
+"""Every use of what torch does not promise: private names, patched functions, exact behaviour.
 
-In: torch. Out: functions, each named for what tpplan wants of torch, and for each a probe that says by name whether the
-torch at hand does it (`tpplan doctor` prints what fails). No other module of tpplan uses a private name of torch, as
-tests/test_torch_internals.py checks.
+In: torch. Out: functions, each named for what tpplan needs of torch, and for each a probe: a check of whether the
+installed torch still does it (`tpplan doctor` prints the probes that fail). No other module of tpplan uses a private
+name of torch, as tests/test_torch_internals.py checks.
 
 Imports: core.
 
-Loading this room refuses a torch older than OLDEST and warns, once, of one newer than NEWEST.
+Importing this room raises TorchVersionError for a torch older than OLDEST, and warns once for one newer than NEWEST.
 
-| file          | what of torch                                                                       |
-|---------------|-------------------------------------------------------------------------------------|
-| versions      | releases that were tested; older ones are refused, newer ones warned of             |
-| tensors       | storages, versions of writes, hooks on gradients, DTensor's parts                   |
-| modules       | a module's own tables, parameters swapped for the time of a call                    |
-| autograd      | the backward that runs, its end, functions with a backward of their own             |
-| checkpoints   | both kinds of torch.utils.checkpoint, by the functions that they call               |
-| recording     | torch.fx's tracer of dispatched ops, modes, torch.cond                              |
-| operators     | schemas, kernels for meta tensors, the ops whose names tpplan knows                 |
-| fakes         | fake tensors, sizes that data decides                                               |
-| groups        | fake process groups, meshes without one, functional collectives                     |
-| fsdp          | FSDP2's parameter groups, and the memory tracker that knows them                    |
-| checkpoint_files | what distributed checkpoints name in their metadata                              |
-| devices       | a GPU kept busy for a while                                                         |
-| pytree        | torch's trees of containers                                                         |
-| probes        | all probes, run                                                                     |
+| file             | part of torch                                                                    |
+|------------------|----------------------------------------------------------------------------------|
+| versions         | tested releases; older ones are refused, newer ones warned of                    |
+| tensors          | storages, counts of in-place writes, hooks on gradients, parts of a DTensor      |
+| modules          | a module's own tables, parameters swapped during a call                          |
+| autograd         | the running backward, its end, torch.autograd.Function                           |
+| checkpoints      | both kinds of torch.utils.checkpoint, by the functions that they call            |
+| recording        | torch.fx's tracer of dispatched ops, modes, torch.cond                           |
+| operators        | schemas, kernels for meta tensors, the ops that tpplan knows by name             |
+| fakes            | fake tensors, sizes that data decides                                            |
+| groups           | fake process groups, meshes without a process group                              |
+| fsdp             | FSDP2's parameter groups, and torch's memory tracker for them                    |
+| checkpoint_files | classes and functions that the metadata of distributed checkpoints names         |
+| devices          | keeping a GPU busy                                                               |
+| pytree           | torch's trees of containers                                                      |
+| probes           | runs all probes                                                                  |
 """
 
 import warnings

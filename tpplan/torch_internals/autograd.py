@@ -1,4 +1,4 @@
-"""Autograd: which backward runs, what happens at its end, and functions with a backward of their own."""
+"""Autograd: the running backward and its end, torch.autograd.Function, hooks on saved tensors."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -11,46 +11,46 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from tpplan.torch_internals.probes import Probe
 
-#: the number of no backward
+#: the result of running_backward where no backward runs
 NO_BACKWARD = -1
-#: what switches gradients on and off in a recorded graph, and what begins and ends autocast there
+#: the functions that switch gradients, and that begin and end autocast, in a recorded graph
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 AUTOCAST_ENDS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
 
-#: runs in place of Function.apply: the function's class, torch's own apply bound to it, and the arguments
+#: called in place of Function.apply, with the Function's class, torch's own apply bound to it, and the arguments
 Apply = Callable[..., Any]
 
 
 def running_backward() -> int:
-    """A number that tells the backward that runs in this thread from all others; NO_BACKWARD where none does."""
+    """The number of the backward that runs in this thread, unique to it; NO_BACKWARD where none runs."""
     return torch._C._current_graph_task_id()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Calls back when the backward that runs now is over, after callbacks that were queued before."""
+    """Calls `callback` at the end of the running backward, after callbacks queued earlier."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def is_captured(node: Any) -> bool:
-    """True during torch.autograd.grad for the leaf's node whose gradient is returned, and not accumulated."""
+    """True during torch.autograd.grad for the node of a leaf whose gradient is returned instead of accumulated."""
     try:
         torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a leaf whose gradient is captured, torch says that it cannot say
+    except RuntimeError:  # torch's answer for a leaf whose gradient is returned
         return True
     return False
 
 
 def below_autograd() -> contextlib.AbstractContextManager[object]:
-    """While it lasts, ops skip what torch registers to differentiate them."""
+    """A context in which ops skip autograd: their results carry no gradient."""
     found: contextlib.AbstractContextManager[object] = torch._C._AutoDispatchBelowAutograd()
     return found
 
 
 @contextlib.contextmanager
 def functions_run_by(run: Apply) -> Iterator[None]:
-    """While it lasts, any Function's `apply(...)` is run(cls, apply, ...), `apply` being torch's own for that class.
+    """Makes cls.apply(...) of every autograd Function call run(cls, apply, ...), `apply` being torch's own for cls.
 
-    Function.apply is a method of Python's until torch 2.13, and one of C's from 2.14 on.
+    Function.apply is a Python method up to torch 2.13, and a C method from 2.14 on.
     """
     own = vars(Function)["apply"]
 
@@ -66,8 +66,8 @@ def functions_run_by(run: Apply) -> Iterator[None]:
 
 @contextlib.contextmanager
 def saved_hooks_seen_by(see: Callable[[Callable[..., Any], Callable[..., Any]], None]) -> Iterator[None]:
-    """While it lasts, whoever enters torch.autograd.graph.saved_tensors_hooks, or what is made of it, has its two hooks
-    (pack, unpack) shown to `see` first, which may raise."""
+    """Calls see(pack, unpack), which may raise, before any torch.autograd.graph.saved_tensors_hooks, or a context made
+    of it, is entered with these two hooks."""
     push = torch._C._autograd._push_saved_tensors_default_hooks
 
     def pushed(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
@@ -95,7 +95,7 @@ class _Twice(Function):
 
 
 def _backward_known() -> bool:
-    """Two backwards have two numbers, and what one queues runs at its end, once gradients are there."""
+    """Two backwards have different numbers, and a queued callback runs at the end, after gradients are accumulated."""
     x = torch.ones(1, requires_grad=True)
     numbers: list[int] = []
     ends: list[bool] = []
@@ -143,7 +143,7 @@ def _below() -> bool:
 
 
 def _saved_hooks() -> bool:
-    """The hooks are seen when they are entered, not when they are made; they work; save_on_cpu is made of them."""
+    """Hooks are seen when entered, not when made, and still work; those of save_on_cpu are seen, too."""
     seen: list[object] = []
     hooks = saved_tensors_hooks(lambda tensor: 2 * tensor, lambda tensor: tensor)
     x = torch.ones(1, requires_grad=True)
@@ -162,7 +162,7 @@ def _saved_hooks() -> bool:
 
 PROBES = (
     Probe(
-        name="the backward that runs",
+        name="the running backward",
         uses="torch._C._current_graph_task_id, Variable._execution_engine.queue_callback",
         needed_for="reducing gradients once, at the end of each backward",
         works=_backward_known,

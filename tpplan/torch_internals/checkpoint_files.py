@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint writes into `.metadata`, by the classes and functions that the file names."""
+"""Classes and functions that torch.distributed.checkpoint names in a checkpoint's pickled `.metadata` file."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ PROBES = (
     Probe(
         name="metadata of distributed checkpoints",
         uses="torch.distributed.checkpoint's _StorageInfo and _MEM_FORMAT_ENCODING, torch.serialization._get_layout",
-        needed_for="loading checkpoints without running what they name",
+        needed_for="loading checkpoints without running code that they name",
         works=_written,
     ),
 )

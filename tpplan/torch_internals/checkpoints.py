@@ -1,6 +1,6 @@
-"""torch.utils.checkpoint, both kinds, by the functions that it looks up at each call.
+"""Both kinds of torch.utils.checkpoint, reentrant and non-reentrant, by the functions that they look up at each call.
 
-Code imports `checkpoint` by name, so that replacing that would not reach it.
+Models import `checkpoint` by name, so replacing `checkpoint` itself would not reach them.
 """
 
 import contextlib
@@ -16,28 +16,27 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from tpplan.torch_internals.autograd import running_backward
 from tpplan.torch_internals.probes import Probe
 
-#: a forward that is checkpointed
+#: the function that a checkpoint runs, and runs again in backward
 Forward = Callable[..., Any]
-#: of a checkpoint that is not reentrant, torch's generator by release, the newest first: it takes the forward and runs
-#: it again in backward
+#: torch's generators that run a non-reentrant checkpoint, by release, the newest first; they take the forward
 _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
 
 
 def is_reentrant_checkpoint(function: type[torch.autograd.Function]) -> bool:
-    """True for the autograd function that a reentrant checkpoint is."""
+    """True for the autograd.Function by which a reentrant checkpoint runs."""
     return function is CheckpointFunction
 
 
 def keeps_inputs(function: type[torch.autograd.Function]) -> bool:
-    """True for the autograd functions by which a checkpoint that is not reentrant keeps its inputs (torch 2.11's
-    _NoopSaveInputs): they compute nothing."""
+    """True for the autograd.Functions that compute nothing, by which a non-reentrant checkpoint keeps its inputs (torch
+    2.11's _NoopSaveInputs)."""
     return function.__module__ == checkpoints.__name__ and function is not CheckpointFunction
 
 
 @contextlib.contextmanager
 def reentrant_run_by(run: Callable[..., Any]) -> Iterator[None]:
-    """While it lasts, a reentrant checkpoint is run(checkpoint, forward, preserves_rng_state, *arguments), where
-    `checkpoint` is what it was before and takes the rest."""
+    """Makes each reentrant checkpoint run(checkpoint, forward, preserves_rng_state, *arguments), where `checkpoint` is
+    torch's own and takes (forward, preserves_rng_state, *arguments)."""
     before, own = CheckpointFunction.apply, vars(CheckpointFunction).get("apply")
     CheckpointFunction.apply = functools.partial(run, before)  # type: ignore[method-assign]
     try:
@@ -51,17 +50,19 @@ def reentrant_run_by(run: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def run_again_as(replaced: Callable[[Forward], Forward]) -> Iterator[None]:
-    """While it lasts, a forward that is checkpointed without reentrance runs as replaced(forward) when it runs again in
-    backward. The first run is the forward's own."""
+    """Makes each non-reentrant checkpoint run replaced(forward) in place of `forward` when it recomputes in backward;
+    the first run stays."""
     with _generated_by(lambda generator, forward, *args, **kwargs: generator(replaced(forward), *args, **kwargs)):
         yield
 
 
 @contextlib.contextmanager
 def unfinished_ended() -> Iterator[None]:
-    """At its end, checkpoints without reentrance that began within, and whose forward raised, are ended, the last
-    first. torch before 2.13 leaves their hooks on what autograd saves in place for as long as somebody keeps the
-    exception, and what is saved meanwhile is lost."""
+    """At its end, closes non-reentrant checkpoints that began inside and whose forward raised, the last first.
+
+    torch before 2.13 leaves the hooks of such a checkpoint on saved tensors in place for as long as the exception is
+    kept, and tensors that are saved meanwhile are lost.
+    """
     begun: list[Generator[Any, Any, Any]] = []
 
     def noted(generator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +79,7 @@ def unfinished_ended() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _generated_by(make: Callable[..., Any]) -> Iterator[None]:
-    """While it lasts, the generator of a checkpoint without reentrance is make(torch's function for it, *arguments)."""
+    """Makes the generator of each non-reentrant checkpoint make(torch's own function for it, *arguments)."""
     name = next(name for name in _GENERATORS if name in vars(checkpoints))
     generator = vars(checkpoints)[name]
     setattr(checkpoints, name, functools.partial(make, generator))
@@ -92,7 +93,7 @@ def _generated_by(make: Callable[..., Any]) -> Iterator[None]:
 
 
 def _reentrant() -> bool:
-    """Both runs of a reentrant checkpoint are those of the replaced forward; without the replacement it is torch's."""
+    """The replaced forward runs both times, at first and in backward, and only inside the context."""
     x = torch.ones(1, requires_grad=True)
     runs: list[bool] = []
 
@@ -110,7 +111,7 @@ def _reentrant() -> bool:
 
 
 def _not_reentrant() -> bool:
-    """The second run is that of the replaced forward, in a backward that comes after the replacement's end."""
+    """The replaced forward runs in backward only, even where the context is over by then."""
     x = torch.ones(1, requires_grad=True)
     runs: list[bool] = []
 
@@ -129,7 +130,7 @@ def _not_reentrant() -> bool:
 
 
 def _raised() -> bool:
-    """What is saved after a checkpoint whose forward raised is there in backward, while the exception is kept."""
+    """Tensors saved after a checkpoint whose forward raised are there in backward, while the exception is kept."""
 
     def fail(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError(str(x.sin().shape))
@@ -153,7 +154,7 @@ def _wrapper() -> bool:
 
 PROBES = (
     Probe(
-        name="modules that are checkpointed",
+        name="checkpointed modules",
         uses="torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         needed_for="files that `tpplan export` writes",
         works=_wrapper,
@@ -165,7 +166,7 @@ PROBES = (
         works=_reentrant,
     ),
     Probe(
-        name="checkpoints that are not reentrant",
+        name="non-reentrant checkpoints",
         uses=f"torch.utils.checkpoint.{_GENERATORS[0]} or {_GENERATORS[1]}, replaced",
         needed_for="models that checkpoint their layers",
         works=_not_reentrant,
@@ -173,7 +174,7 @@ PROBES = (
     Probe(
         name="checkpoints whose forward raises",
         uses=f"torch.utils.checkpoint.{_GENERATORS[0]} or {_GENERATORS[1]}, ended",
-        needed_for="planning on after a trace that stopped in a checkpoint",
+        needed_for="going on after a trace that stopped in a checkpoint",
         works=_raised,
     ),
 )

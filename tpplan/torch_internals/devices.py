@@ -1,4 +1,4 @@
-"""GPUs: one that is kept busy while the host queues what is to be timed."""
+"""GPUs: keeping one busy while the host queues kernels to be timed."""
 
 import torch
 
@@ -6,7 +6,7 @@ from tpplan.torch_internals.probes import Probe
 
 
 def busy_gpu(cycles: int) -> None:
-    """Queues a kernel on the current GPU that takes so many of its clock's cycles."""
+    """Queues a kernel on the current GPU that runs for this many clock cycles."""
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 

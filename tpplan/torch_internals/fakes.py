@@ -1,4 +1,4 @@
-"""Fake tensors: tensors on a device of one's choice without memory, and sizes that data decides."""
+"""Fake tensors: tensors without memory that report any device, and sizes that data decides."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,25 +17,26 @@ __all__ = ["PROBES", "FakeTensor", "FakeTensorMode", "ShapeEnv", "unset_fake_tem
 
 
 def upper_bound(size: torch.SymInt, environment: ShapeEnv) -> int | None:
-    """The most that a size which data decides can be; None where nothing bounds it."""
+    """The upper bound of a size that data decides; None where it has none."""
     upper = environment.bound_sympy(size.node.expr).upper
     return int(upper) if upper.is_finite and upper < 2**40 else None
 
 
 class _NoTensor:
-    """The type that no tensor has."""
+    """A type that no tensor has."""
 
 
 def seeming_real() -> contextlib.AbstractContextManager[object]:
-    """While it lasts, code that asks whether a tensor is a fake is told that it is none."""
+    """A context in which code that checks for fake tensors (torch._subclasses.FakeTensor) finds none."""
     return patch.object(torch._subclasses, "FakeTensor", _NoTensor)
 
 
 @contextlib.contextmanager
 def flex_attention_anywhere() -> Iterator[None]:
-    """While it lasts, flex_attention takes fake tensors with gradients on a CPU, where torch has no backward of it."""
+    """Makes flex_attention take fake CPU tensors that carry gradients; torch refuses them, as it has no CPU
+    backward."""
     check = vars(flex).get("_validate_device")
-    if check is None:  # a release that asks elsewhere: the probe says so
+    if check is None:  # a release that checks elsewhere, for which the probe fails
         yield
         return
     flex._validate_device = lambda *_: None

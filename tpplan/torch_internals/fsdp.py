@@ -1,4 +1,4 @@
-"""FSDP2's parameter groups, and torch's memory tracker that knows them."""
+"""FSDP2's parameter groups, and torch's memory tracker for them."""
 
 from typing import Any
 
@@ -17,19 +17,19 @@ __all__ = ["PROBES", "FSDPMemTracker", "FSDPParamGroup", "MemTracker", "Tracker"
 
 
 def group_of(module: FSDPModule) -> FSDPParamGroup | None:
-    """The parameters that FSDP2 gathers for the module; None where it has none of its own."""
+    """The parameter group that FSDP2 gathers for the module; None where the module has none of its own."""
     found: FSDPParamGroup | None = module._get_fsdp_state()._fsdp_param_group
     return found
 
 
 def unit_name(group: FSDPParamGroup) -> str:
-    """The name of the module that the group is gathered for; "" for the root."""
+    """Name of the module that the group is gathered for; "" for the root."""
     return group._module_fqn or ""
 
 
 class Tracker(FSDPMemTracker):  # type: ignore[no-untyped-call]
-    """FSDPMemTracker whose wrapper of post-backward holds no gradient: torch's own keeps the last unsharded one alive
-    while it is reduced, and so reads high."""
+    """FSDPMemTracker with a correction: torch's wrapper of post-backward keeps the last unsharded gradient alive while
+    gradients are reduced, so that the peak reads too high; this one holds none."""
 
     def _fsdp_param_group_post_backward(self, fsdp_mod: Any, orig_fsdp_param_group_post_backward: Any) -> Any:
         def post_backward(*args: Any, **kwargs: Any) -> None:
@@ -52,7 +52,7 @@ class Tracker(FSDPMemTracker):  # type: ignore[no-untyped-call]
 
 
 def _groups() -> bool:
-    if torch.distributed.is_initialized():  # a rank of somebody's, whose groups are its own
+    if torch.distributed.is_initialized():  # a rank of a real job, which cannot have a fake group
         return issubclass(Tracker, MemTracker)
     with fake_group(2):
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())

@@ -1,4 +1,4 @@
-"""Process groups that are not there: a fake group of any size, and a mesh seen from one rank without any group."""
+"""Process groups without processes: a fake group of any size, and a mesh seen from one rank without any group."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,18 +20,18 @@ __all__ = ["PROBES", "FileStore", "PrefixStore", "RankMesh", "Store", "default_s
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """What tpplan asks a process group."""
+    """The part of a process group's interface that tpplan uses, without a group."""
 
     num_ranks: int
     own_rank: int
     group_name: str = "nobody"
 
     def size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.num_ranks
 
     def rank(self) -> int:
-        """Its own."""
+        """This process's rank."""
         return self.own_rank
 
 
@@ -43,18 +43,19 @@ class RankMesh(DeviceMesh):
         self._group = _Group(num_ranks, rank)
 
     def get_group(self, mesh_dim: int | str | None = None) -> _Group:  # type: ignore[override]
-        """Always the one."""
+        """The stand-in for the mesh's only process group."""
         return self._group
 
 
 def mesh_of_one() -> DeviceMesh:
-    """A mesh of this process alone."""
+    """A mesh of one rank, this process."""
     return RankMesh(1, 0)
 
 
 @contextmanager
 def fake_group(ranks: int) -> Iterator[None]:
-    """This process as rank 0 of so many, none of which is there. Raises ValueError where a process group is there."""
+    """Makes this process rank 0 of a default group of `ranks`, whose collectives do nothing. Raises ValueError where
+    there is a default group already."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         yield
@@ -63,7 +64,7 @@ def fake_group(ranks: int) -> Iterator[None]:
 
 
 def default_store() -> Store:
-    """The store of the default process group. Raises ValueError without one."""
+    """The store of the default process group. Raises ValueError where there is no default group."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -77,7 +78,7 @@ def _meshes() -> bool:
 
 
 def _fake_groups() -> bool:
-    if dist.is_initialized():  # a rank of somebody's: it cannot have a second default group
+    if dist.is_initialized():  # a rank of a real job, which cannot have a second default group
         return True
     with fake_group(8):
         found = torch.ops._c10d_functional.all_gather_into_tensor(torch.zeros(2), 8, dist.group.WORLD.group_name)  # type: ignore[union-attr]
@@ -89,7 +90,7 @@ PROBES = (
     Probe(
         name="meshes without a process group",
         uses="DeviceMesh(_init_backend=False, _rank=...)",
-        needed_for="the proof, which applies a plan as a rank that is not there",
+        needed_for="the proof, which applies a plan as one rank of a mesh without processes",
         works=_meshes,
     ),
     Probe(

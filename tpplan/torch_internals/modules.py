@@ -1,7 +1,7 @@
-"""Modules: their own tables of parameters, buffers and hooks, and other tensors in place of parameters for a while.
+"""Modules: their own tables of parameters, buffers and hooks, and a context that replaces parameters for a while.
 
-nn.Module's public doors give copies (named_parameters), run checks of their own (register_parameter) or look at one
-module alone (torch.func.functional_call is a call, and tpplan must surround one).
+nn.Module's public functions give copies (named_parameters) or run checks of their own (register_parameter);
+torch.func.functional_call makes the call itself, where tpplan needs a context around one.
 """
 
 import contextlib
@@ -17,19 +17,19 @@ from tpplan.torch_internals.probes import Probe
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's own table of parameters, by attribute; writing to it puts others in their places."""
+    """The module's own table of parameters, by attribute name; writing to the table replaces parameters."""
     found: dict[str, nn.Parameter | None] = module.__dict__["_parameters"]
     return found
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The module's own table of buffers, by attribute; writing to it puts others in their places."""
+    """The module's own table of buffers, by attribute name; writing to the table replaces buffers."""
     found: dict[str, Tensor | None] = module.__dict__["_buffers"]
     return found
 
 
 def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The module's own table of submodules, by attribute, in order; deleting an entry removes a submodule."""
+    """The module's own table of submodules, by attribute name, in order; deleting an entry removes a submodule."""
     found: dict[str, nn.Module | None] = module.__dict__["_modules"]
     return found
 
@@ -40,7 +40,7 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 
 
 def follows_statistics(module: nn.Module) -> bool:
-    """True for batch and instance norms, whose kernels write to running statistics without counting the write."""
+    """True for batch and instance norms, whose kernels write to running statistics without raising their version."""
     return isinstance(module, _NormBase)
 
 
@@ -60,8 +60,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def tensors_in_place(module: nn.Module, tensors: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[object]:
-    """While it lasts, parameters and buffers are these, by name; of tied ones all names change with one. Those of a
-    module under several names are put in place once for each name, and so go back last in, first out."""
+    """A context in which the tensors replace the module's parameters and buffers of these names, and others tied to
+    them."""
+    # A module under several names gets its tensors once for each name; stack_weights restores them last in, first out.
     found: contextlib.AbstractContextManager[object] = stateless._reparametrize_module(
         module, dict(tensors), tie_weights=True, stack_weights=True
     )
@@ -117,7 +118,7 @@ def _in_place() -> bool:
 
 
 def _class_changed() -> bool:
-    """A module takes a subclass made at run time, with a property in place of a parameter, and stays a module."""
+    """A module may change its class to a subclass made at run time, with a property in place of a parameter."""
     read: Callable[[Any], Any] = lambda self: 2 * self.__dict__["_parameters"]["weight"]  # noqa: E731
     make: Any = type(nn.Linear)
     generated: Any = make("Linear", (nn.Linear,), {"weight": property(read)})
@@ -138,11 +139,11 @@ PROBES = (
     Probe(
         name="hooks of modules",
         uses="nn.Module._forward_hooks, ._backward_hooks, ._backward_pre_hooks, ._compiled_call_impl",
-        needed_for="leaving modules whole whose hooks see what crosses them",
+        needed_for="running modules whole whose hooks see arguments, outputs or gradients",
         works=_hooks,
     ),
     Probe(
-        name="other tensors in a module",
+        name="replaced tensors in a module",
         uses="torch.nn.utils.stateless._reparametrize_module",
         needed_for="tracing on tensors without memory, modules that run whole",
         works=_in_place,

@@ -1,4 +1,4 @@
-"""Operators: their schemas, kernels for meta tensors, and which of the ops that tpplan knows by name are there."""
+"""Operators: schemas, kernels for meta tensors, and whether the ops that tpplan knows by name exist."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,9 +10,9 @@ from torch import Tensor
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.probes import Probe
 
-#: kernels by "op" or "op.overload" of aten
+#: kernels by the name of an op of aten, "op" or "op.overload"
 Kernels = Mapping[str, Callable[..., Any]]
-#: what functional collectives and fused attention are called; torch documents neither
+#: names of functional collectives and of fused attention, which torch does not document
 COLLECTIVES = (
     "_c10d_functional.all_reduce.default", "_c10d_functional.all_reduce_.default",
     "_c10d_functional.all_gather_into_tensor.default", "_c10d_functional.reduce_scatter_tensor.default",
@@ -24,12 +24,12 @@ ATTENTION = (
 
 
 def is_op(target: object) -> bool:
-    """True for an operator that dispatches, one overload of it; not for higher-order ops and Python's functions."""
+    """True for an overload of an operator; False for a higher-order op or a Python function."""
     return isinstance(target, torch._ops.OpOverload)
 
 
 def is_higher_order(target: object) -> bool:
-    """True for an operator that takes functions, such as torch.cond's."""
+    """True for an operator that takes functions, such as that of torch.cond."""
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
@@ -39,12 +39,12 @@ def schema_of(op: Any) -> Any:
 
 
 def argument_names(op: Any) -> set[str]:
-    """Names of what the operator takes."""
+    """Names of the operator's arguments."""
     return {argument.name for argument in schema_of(op).arguments}
 
 
 def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments of a call that it changes."""
+    """Yields the tensors among a call's arguments that the operator writes to."""
     for place, argument in enumerate(schema_of(op).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -52,25 +52,27 @@ def written_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
 
 
 def gives_views(op: Any) -> bool:
-    """True where all that the operator returns shares the memory of what it was given, unwritten."""
+    """True where every result of the operator is a view of an argument, which it does not write to."""
     returns = schema_of(op).returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each source to its target, in few kernels."""
+    """Copies each source to its target, by few kernels for all."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
-    """Raises where the condition (one bool) is False; on a GPU later, and without waiting for it now."""
+    """Raises RuntimeError where the condition (one bool) is False; on a GPU when the kernel runs, without waiting."""
     torch._assert_async(condition, message)
 
 
 def check_within(positions: Tensor, size: int, message: str) -> None:
-    """Checks that positions (integers, of any shape) are 0 to size - 1, as torch checks what it looks up: on the CPU
-    IndexError is raised, with the message and the first position outside; on a GPU, and in compiled code, the message
-    is asserted when the kernel runs. Where tensors have no values nothing is raised."""
+    """Checks that positions (integers, of any shape) are within 0 to size - 1, as torch checks indices.
+
+    Raises IndexError on the CPU, with the message and the first position outside. On a GPU, and in compiled code, the
+    message is asserted when the kernel runs. Never raises for tensors without values.
+    """
     if positions.numel() == 0:
         return
     low, high = positions.aminmax()
@@ -86,12 +88,12 @@ def check_within(positions: Tensor, size: int, message: str) -> None:
 
 
 def collectives() -> Any:
-    """The namespace of the collectives that give their results as tensors: all_reduce(x, "sum", group name), ..."""
+    """The namespace of functional collectives, which return their results: all_reduce(x, "sum", group name), ..."""
     return torch.ops._c10d_functional
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool) -> Tensor:
-    """The fused kernel without a mask; q, k, v [B, H, T, D]. Gives [B, H, T, D]."""
+    """Attention [B, H, T, D] by the fused kernel without a mask; query, key, value [B, H, T, D]."""
     found: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
     return found
 
@@ -99,14 +101,15 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, dropout_p: float,
 def efficient_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout_p: float, is_causal: bool
 ) -> Tensor:
-    """The fused kernel with what is added to scores, bias [B, H, T, S]; keeps what backward needs."""
+    """Attention [B, H, T, D] by the fused kernel with a bias [B, H, T, S] added to scores; saves what backward
+    needs."""
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
     found: Tensor = attend(query, key, value, bias, True, dropout_p, is_causal)[0]
     return found
 
 
 def missing_ops(names: Iterable[str]) -> list[str]:
-    """Those of the names ("aten.mm", "aten.mm.default", "aten::mm") that this torch has no operator of."""
+    """The names ("aten.mm", "aten.mm.default", "aten::mm") that are no operator of this torch."""
     return [name for name in names if not _has(name.replace("::", "."))]
 
 
@@ -119,7 +122,7 @@ def _has(name: str) -> bool:
 
 @contextlib.contextmanager
 def meta_kernels(kernels: Kernels) -> Iterator[None]:
-    """While it lasts, these ops of aten run on meta tensors by these functions, in place of any that they have."""
+    """Makes ops of aten run on meta tensors by these kernels, in place of any that they have."""
     library: Any = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
     try:
         for name, kernel in kernels.items():
@@ -155,7 +158,7 @@ def _kernels() -> bool:
 
 
 def _positions() -> bool:
-    """On the CPU at once, with the position; on meta tensors, which have no values, never."""
+    """check_within raises on the CPU, with the position; on meta tensors, which have no values, it never does."""
     check_within(torch.tensor([[0, 2]]), 3, "inside")
     check_within(torch.tensor([[0, 3]], device="meta"), 3, "unknown")
     try:
@@ -193,7 +196,7 @@ PROBES = (
     Probe(
         name="assertions on the device",
         uses="torch._assert_async",
-        needed_for="ids and targets outside of what is sharded",
+        needed_for="refusing ids and targets outside of a sharded vocabulary",
         works=_positions,
     ),
 )

@@ -1,12 +1,11 @@
-"""Probes: what tpplan wants of torch's internals, thing by thing, each with a check of the torch at hand; and all of
-them run."""
+"""Probes: a check of the installed torch for each internal that tpplan needs; and the function that runs them all."""
 
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-#: the files of this room that use torch; one that does not load is itself a failure
+#: the files of this room that use torch; one that cannot be imported counts as a failed probe
 FILES = (
     "pytree", "tensors", "modules", "autograd", "checkpoints", "recording", "operators", "fakes", "groups", "fsdp",
     "devices", "checkpoint_files",
@@ -15,10 +14,10 @@ FILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """`works` returns False, or raises, where the torch at hand does not do what tpplan counts on. It takes
-    milliseconds on the CPU, needs no process group, and leaves torch as it was.
+    """A check that the installed torch does what tpplan needs of it.
 
-    `uses` names torch's own functions; `needed_for` says what of tpplan does not work without them.
+    uses: torch's functions. needed_for: what of tpplan does not work without them. works: returns False, or raises,
+    where torch behaves differently; takes milliseconds on the CPU, needs no process group, and leaves torch as it was.
     """
 
     name: str
@@ -29,7 +28,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lacking:
-    """What this torch does not do: its name, torch's functions, what of tpplan needs them, and what happened."""
+    """A probe that failed; `reason` says how."""
 
     name: str
     uses: str
@@ -41,12 +40,12 @@ class Lacking:
 
 
 def probes() -> Iterator[Probe | Lacking]:
-    """Each probe; for a file of this room that torch does not let load, what is missing."""
+    """Yields every probe; for a file of this room that cannot be imported, a Lacking in place of its probes."""
     for file in FILES:
         try:
             module = importlib.import_module(f"tpplan.torch_internals.{file}")
         except (ImportError, AttributeError) as error:
-            yield Lacking(name=file, uses=file, needed_for="all of it", reason=f"{type(error).__name__}: {error}")
+            yield Lacking(name=file, uses=file, needed_for="all of tpplan", reason=f"{type(error).__name__}: {error}")
             continue
         found: tuple[Probe, ...] = module.PROBES
         yield from found
@@ -54,7 +53,7 @@ def probes() -> Iterator[Probe | Lacking]:
 
 @cache
 def lacking() -> tuple[Lacking, ...]:
-    """What fails, of all; under a second on the CPU. To be asked while no mode of torch's is on."""
+    """The probes that fail. Takes under a second on the CPU; to be called while no mode of torch is on."""
     return tuple(found for probe in probes() if (found := _outcome(probe)) is not None)
 
 
@@ -62,8 +61,8 @@ def _outcome(probe: Probe | Lacking) -> Lacking | None:
     if isinstance(probe, Lacking):
         return probe
     try:
-        reason = "" if probe.works() else "it does otherwise"
-    except Exception as error:  # of any kind: it is torch's own code
+        reason = "" if probe.works() else "this torch behaves differently"
+    except Exception as error:  # torch's own code may raise anything
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     if not reason:
         return None

@@ -1,6 +1,6 @@
-"""Trees of containers as torch itself flattens them: dataclasses and outputs that libraries register are nodes there.
+"""Trees of containers, flattened as torch does it: containers that libraries register (model outputs) are nodes, too.
 
-torch.utils._pytree is what `torch.utils.checkpoint`, FSDP2 and torch.export use; torch has no public module for it.
+torch.utils.checkpoint, FSDP2 and torch.export use torch.utils._pytree; torch has no public module for it.
 """
 
 from torch.utils._pytree import (

@@ -1,7 +1,7 @@
 """torch.fx's tracer of dispatched ops, the modes that are on, and torch.cond as ordinary code.
 
-make_fx with pre_dispatch=True writes ops down before autograd takes them apart: `aten.linear`, attention, views as the
-code called them. torch.export does so too, and takes other ways through the code than training does.
+make_fx with pre_dispatch=True records ops before autograd takes them apart: `aten.linear`, attention, views as the code
+called them. torch.export does so too, but code may take other branches under it than in training.
 """
 
 import contextlib
@@ -27,38 +27,40 @@ from tpplan.torch_internals.tensors import storage_key
 
 __all__ = ["PROBES", "TorchDispatchMode"]
 
-#: function modes by which torch writes down what runs
+#: function modes by which torch records
 _TRACERS = (TorchFunctionMetadataMode, PreDispatchTorchFunctionMode)
-#: the functions through which torch compiles and calls a higher-order op from eager code live here
+#: modules of the functions through which torch compiles and calls a higher-order op from eager code
 HIGHER_ORDER_OPS = "torch._higher_order_ops."
-#: of those, the one that torch.cond is
+#: the one of these functions that torch.cond uses
 COND = "_cond_op_wrapper"
-#: torch's function that describes each result once more, as meta["tensor_meta"]
+#: torch's function that describes each result a second time, as meta["tensor_meta"]
 DESCRIBE = "_extract_tensor_metadata"
 
 
 def recorded(run: Callable[..., Any], tensors: Sequence[Tensor]) -> torch.fx.GraphModule:
-    """The graph of run(*tensors): every op before autograd takes it apart; results stand as meta["val"]. Where it
-    raises, so that no more is recorded, the checkpoints that it was in are ended."""
+    """The graph of run(*tensors): every op, before autograd takes it apart, its results as meta["val"].
+
+    Where `run` raises, unfinished checkpoints are ended (checkpoints.unfinished_ended).
+    """
     with unfinished_ended():
         return make_fx(run, pre_dispatch=True)(*tensors)
 
 
 def recorder() -> Any:
-    """The mode that records now; its `tracer` creates the nodes of `tracer.graph`."""
+    """The recording mode that is on; its `tracer` creates the nodes of `tracer.graph`."""
     mode = get_proxy_mode()
-    assert mode is not None, "nothing is recorded now"
+    assert mode is not None, "no recording is running"
     return mode
 
 
 def unrecorded() -> contextlib.AbstractContextManager[object]:
-    """While it lasts, nothing is written down."""
+    """A context in which no op is recorded."""
     return disable_proxy_modes_tracing()
 
 
 @contextlib.contextmanager
 def untraced(others: tuple[type[TorchFunctionMode], ...] = ()) -> Iterator[None]:
-    """While it lasts, what runs does not enter the trace that is running. Function modes of these classes are off."""
+    """Runs ops outside of the recording that is on, with function modes of the classes in `others` off."""
     plain_kernels = torch._C._DisablePythonDispatcher()  # torch's kernels in Python are slow, and give other shapes
     before: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     kept = [mode for mode in before if not isinstance(mode, (*_TRACERS, *others))]
@@ -71,14 +73,14 @@ def untraced(others: tuple[type[TorchFunctionMode], ...] = ()) -> Iterator[None]
 
 
 def is_function_mode_on(mode: TorchFunctionMode) -> bool:
-    """True where calls are given to the mode."""
+    """True where the mode is among those that see calls now."""
     stack: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return any(one is mode for one in stack)
 
 
 @contextlib.contextmanager
 def without_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
-    """While it lasts, calls are not given to the mode."""
+    """Switches one function mode off."""
     before: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     kept = [one for one in before if one is not mode]
     _replace_function_modes(before, kept)
@@ -96,15 +98,18 @@ def _replace_function_modes(before: Sequence[Any], after: Sequence[Any]) -> None
 
 
 def without_modes() -> contextlib.AbstractContextManager[object]:
-    """While it lasts, no dispatch mode is on."""
+    """A context in which every dispatch mode is off."""
     found: contextlib.AbstractContextManager[object] = _disable_current_modes()
     return found
 
 
 @contextlib.contextmanager
 def results_kept_by(keep: Callable[..., Any]) -> Iterator[None]:
-    """While it lasts, a node's meta["val"] is keep(extract, value, ...). `extract` gives what torch would note: a fake
-    tensor, which shares its storage with nothing. No result is described a second time for passes of torch's own."""
+    """Makes each recorded node's meta["val"] keep(extract, value, ...).
+
+    extract(value, ...) is what torch itself would take: a fake tensor, which shares storage with no other. Results are
+    not described a second time, as passes of torch would need it.
+    """
     extract, describe = proxy_tensor.extract_val, vars(proxy_tensor)[DESCRIBE]
 
     def kept(value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,9 +126,11 @@ def results_kept_by(keep: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def dispatched_plainly(instead: Callable[[Any, tuple[Any, ...]], Any]) -> Iterator[None]:
-    """While it lasts, ops that are recorded run by the kernels that they have without a recorder: torch's kernels in
-    Python, which a mode turns on, give other shapes (0 dims for a cross entropy that is not reduced, in torch 2.13).
-    What instead(op, arguments) gives, other than NotImplemented, is the op's result, unrecorded."""
+    """Makes recorded ops run by the kernels that they have without a recording.
+
+    The recording mode turns on torch's kernels in Python, which give other shapes (0 dims for a cross entropy that is
+    not reduced, in torch 2.13). Where instead(op, arguments) is not NotImplemented, it is the op's result, unrecorded.
+    """
     mode = recorder()
     dispatch = mode.__torch_dispatch__
 
@@ -143,7 +150,7 @@ def dispatched_plainly(instead: Callable[[Any, tuple[Any, ...]], Any]) -> Iterat
 
 @contextlib.contextmanager
 def higher_order_ops_by(call: Callable[[str], Callable[..., Any]]) -> Iterator[None]:
-    """While it lasts, a higher-order op of eager code (torch.cond, ...) runs as call(its name), and is not compiled."""
+    """Makes a higher-order op of eager code (torch.cond, ...) run as call(its name)(...), instead of compiled."""
     compile_ = torch.compile
 
     def opened(model: Any = None, **options: Any) -> Any:
@@ -163,7 +170,7 @@ def higher_order_ops_by(call: Callable[[str], Callable[..., Any]]) -> Iterator[N
 
 
 def _recorded() -> bool:
-    """Linear and a view are one node each, in order, with results that share a storage where the tensors do."""
+    """A linear and a view are one node each, in order, and their results share a storage."""
     aliases: list[Any] = []
 
     def run(x: Tensor, w: Tensor) -> Tensor:
@@ -202,7 +209,7 @@ def _plainly() -> bool:
 
 
 def _untraced() -> bool:
-    """Nothing that runs inside is written down or asks a mode that is off; what runs after it is, and does."""
+    """An op inside is neither recorded nor seen by the mode that is off; an op after it is both."""
     seen: list[str] = []
 
     class Noting(TorchFunctionMode):
@@ -261,7 +268,7 @@ PROBES = (
     Probe(
         name="running beside a trace",
         uses="torch.overrides._get_current_function_mode_stack, _pop_mode, _push_mode, TorchFunctionMetadataMode",
-        needed_for="comparing layers with the one that was traced",
+        needed_for="comparing like layers with the traced one",
         works=_untraced,
     ),
     Probe(
@@ -273,7 +280,7 @@ PROBES = (
     Probe(
         name="switching modes off",
         uses="torch.utils._python_dispatch._disable_current_modes",
-        needed_for="weights made again by the constructor, checks in the first step",
+        needed_for="weights made anew by the constructor, checks in the first step",
         works=_modes_off,
     ),
 )

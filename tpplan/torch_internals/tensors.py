@@ -1,7 +1,7 @@
-"""Tensors: storages, counts of writes, hooks on gradients; and DTensor's parts without its dispatch.
+"""Tensors: storages, counts of in-place writes, hooks on gradients; and parts of a DTensor without its dispatch.
 
-DTensor's public to_local and from_local are autograd functions and cost 20 times as much as reading the attribute, at
-every read of every parameter.
+DTensor's public to_local and from_local are autograd functions. At every read of every parameter they would cost 20
+times as much as reading the attribute.
 """
 
 import contextlib
@@ -18,67 +18,67 @@ from torch.overrides import TorchFunctionMode
 from tpplan.torch_internals.groups import mesh_of_one
 from tpplan.torch_internals.probes import Probe
 
-#: hooks by torch's number for each
+#: hooks by the number that torch gives each
 Hooks = dict[int, Callable[..., Any]]
 
 
 def storage_key(tensor: Tensor) -> int:
-    """A number that tensors share exactly where they share their storage, while that lives; meta tensors have one."""
+    """A number that is equal for tensors on one storage, meta tensors too, for as long as the storage is alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often the tensor was written to in place, through any of its views. Raises RuntimeError for inference
-    tensors, which do not count."""
+    """How often the tensor was written to in place, through any of its views. Raises RuntimeError for an inference
+    tensor, which does not count writes."""
     return int(tensor._version)
 
 
 def gradient_hooks(tensor: Tensor) -> Hooks:
-    """The hooks on a tensor's gradient (register_hook). Do not change the result."""
+    """The hooks on a tensor's gradient (register_hook), not to be changed."""
     return tensor._backward_hooks or {}
 
 
 def accumulated_hooks(tensor: Tensor) -> Hooks:
-    """The hooks on a leaf's accumulated gradient (register_post_accumulate_grad_hook); what is removed from a result
-    that is not empty is removed from the tensor."""
+    """The hooks on a leaf's accumulated gradient (register_post_accumulate_grad_hook). Where there are any, this is the
+    tensor's own table: removing an entry removes the hook."""
     hooks: Hooks | None = tensor._post_accumulate_grad_hooks
     return hooks if hooks is not None else {}
 
 
 def is_of_functorch(tensor: Tensor) -> bool:
-    """True for a tensor inside torch.vmap, torch.func.grad and the like, which wraps another."""
+    """True for a wrapper tensor inside torch.vmap, torch.func.grad and the like."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def plain_calls() -> contextlib.AbstractContextManager[object]:
-    """While it lasts, calls go past every TorchFunctionMode and every subclass's __torch_function__."""
+    """A context in which calls skip every TorchFunctionMode and every subclass's __torch_function__."""
     found: contextlib.AbstractContextManager[object] = torch._C.DisableTorchFunction()
     return found
 
 
 def local_part(tensor: DTensor) -> Tensor:
-    """This rank's tensor itself, no view of it, without a node of autograd."""
+    """A DTensor's local tensor itself, not a view, without a node of autograd."""
     return tensor._local_tensor
 
 
 def spec_of(tensor: DTensor) -> Any:
-    """Mesh, placements and the whole's shape and strides, as DTensor keeps them."""
+    """A DTensor's DTensorSpec: mesh, placements, and the global shape and strides."""
     return tensor._spec
 
 
 def labelled(local: Tensor, spec: Any) -> DTensor:
-    """A DTensor of this rank's part, which nothing checks against the spec and which needs no gradient."""
+    """A DTensor of a local tensor and a spec, which are not checked against each other; without requires_grad."""
     made: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=False)
     return made
 
 
 def address_getters() -> frozenset[Any]:
-    """What a TorchFunctionMode is told is called where code asks a tensor for its address."""
+    """The functions that a TorchFunctionMode sees where code asks a tensor for its address."""
     return frozenset({Tensor.data_ptr, inspect.getattr_static(Tensor, "_cdata").__get__})
 
 
 def is_strided_shard(placement: Placement) -> bool:
-    """True for FSDP2's slices of a dim that tensor parallelism, a later axis of the mesh, has cut before."""
+    """True for FSDP2's placement on a dim that is sharded by tensor parallelism, a later mesh axis, too."""
     return isinstance(placement, _StridedShard)
 
 
@@ -152,7 +152,7 @@ PROBES = (
     Probe(
         name="addresses",
         uses="Tensor._cdata",
-        needed_for="refusing code that hangs on where a tensor lies",
+        needed_for="refusing code that depends on a tensor's address",
         works=_addresses,
     ),
     Probe(
@@ -164,13 +164,13 @@ PROBES = (
     Probe(
         name="counts of writes",
         uses="Tensor._version",
-        needed_for="telling values that were written to",
+        needed_for="finding values that were written to",
         works=_versions,
     ),
     Probe(
         name="hooks on gradients",
         uses="Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks",
-        needed_for="refusing or taking over hooks that would stay behind",
+        needed_for="refusing or moving hooks that would stay on replaced parameters",
         works=_hooks,
     ),
     Probe(

@@ -1,4 +1,4 @@
-"""The releases of torch that tpplan is tested with, as data: scripts read them without loading torch.
+"""The releases of torch that tpplan is tested with, as data that scripts read without importing torch.
 
 `scripts/torch_versions.py` runs the suite, the demo and the example plans on each of TESTED.
 """
@@ -11,23 +11,23 @@ TESTED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1")
 
 
 def is_too_old(version: str) -> bool:
-    """True for a release before OLDEST; a nightly build counts as the release that it leads to."""
+    """True for a release before OLDEST; a nightly build counts as the release that it precedes."""
     return _release(version) < _release(OLDEST)
 
 
 def complaint(version: str) -> str:
-    """What to tell a user of this torch; "" for one between OLDEST and NEWEST."""
+    """The warning for a user of this version of torch; "" for one from OLDEST to NEWEST."""
     if is_too_old(version):
         return f"torch {version} is too old: tpplan needs {OLDEST} or newer, and is tested up to {NEWEST}"
     if _release(version) > _release(NEWEST):
         return (
             f"torch {version} is newer than any that tpplan is tested with ({OLDEST} to {NEWEST}): "
-            "`tpplan doctor` says what works here"
+            "`tpplan doctor` says what works with it"
         )
     return ""
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """(2, 14, 1) of "2.14.1+cu130"."""
+    """The numbers of a version: (2, 14, 1) for "2.14.1+cu130"."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(part) for part in found.group().split(".")) if found else ()

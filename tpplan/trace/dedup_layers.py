@@ -1,14 +1,14 @@
-"""Like layers are traced once: in a trace, a sibling that must give the same graph is one opaque op.
+"""Traces like layers once: in a trace, a sibling that must give the same graph as a traced layer is one operator.
 
-Two modules are taken for alike when they run the same code on the same data: equal class, equal attributes all the way
-down, parameters and buffers equal in shape, dtype and requires_grad, no hooks. A layer that knows its own index differs
-from its sibling, and is traced. A sibling stands for the first one it is like only where it is also called alike:
-tensors of the same shape, stride and dtype, other arguments equal, gradients and autocast on or off alike. A layer that
-asked tensors for values, or left something behind on itself, stands for nobody.
+Two layers are taken for alike when their class is equal, their attributes are equal all the way down, parameters and
+buffers agree in shape, dtype and requires_grad, and neither has hooks. A layer that knows its own index differs from
+its sibling, and is traced. A sibling copies the first layer it is like only where it is also called alike: tensors of
+equal shape, stride and dtype, other arguments equal, gradients and autocast on or off alike. A layer that asked tensors
+for values, or left something behind on itself, is copied by none.
 
-What else its code reads (objects, closures, a table keyed by id(self)) nobody can list. So each sibling runs beside the
-trace, and what it does is compared call by call with what the traced one did (tpplan.trace.layer_calls). Where that
-differs, the layers fall into classes by what they did, and the trace begins anew with one of each class traced.
+Nobody can list what else a layer's code reads (objects, closures, a table keyed by id(self)). So each sibling runs
+beside the trace, and its calls are compared with those of the traced layer (tpplan.trace.layer_calls). Where they
+differ, layers get classes by what they did, and the model is traced anew, one layer of each class.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from torch import nn
 from tpplan.core.errors import ModelError
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.tensors import plain_calls
-from tpplan.trace.answers.concrete_values import KnownValues
+from tpplan.trace.answers.concrete_values import ConcreteValues
 from tpplan.trace.fx_to_graph import NotAlikeError
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.generated_class import SITE
 from tpplan.trace.layer_calls import CallLog, contents, untraced
 
-#: what an applied plan does inside a module, by its name
+#: gives for a module's name what an applied plan does inside the module, as a hashable value to compare
 Doings = Callable[[str], object]
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
@@ -37,16 +37,17 @@ _HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith("_hooks")
 
 
 @contextlib.contextmanager
-def standing_in(
+def like_layers_once(
     model: nn.Module,
     doings: Doings | None = None,
     classes: Mapping[str, str] | None = None,
     running: Sequence[str] = (),
 ) -> Iterator[None]:
-    """While it lasts, layers that are alike run once in a trace; the others of their kind give the opaque op.
+    """Runs one layer of each group of like layers in a trace; its siblings give the operator `tpplan::sibling`.
 
-    Layers of different `classes` are not alike; `running` holds the names of the modules that run. Raises NotAlikeError
-    at the end, whatever else was raised, where a sibling did something else than the layer it was taken to be like.
+    doings: layers that a plan treats differently are not alike. classes: class of a layer by its name; layers of
+    different classes are not alike. running: names of the modules that run. Raises NotAlikeError at the end, whatever
+    else was raised, where a sibling did something else than the layer it was taken to be like.
     """
     outputs: dict[str, list[torch.Tensor]] = {}
     wrapped: list[nn.Module] = []
@@ -54,13 +55,12 @@ def standing_in(
     custom_ops.running_traces.append(outputs)
     try:
         for group in alike_layers(model):
-            traced: dict[object, str] = {}
-            specs: dict[str, Any] = {}
+            like = _LikeLayers(trial, outputs)
             for name, layer in group:
-                if layer in wrapped:  # it has another place, in a group before
+                if layer in wrapped:  # under another name, in an earlier group
                     continue
                 key = (doings(name) if doings is not None else None, (classes or {}).get(name))
-                layer.forward = _once(layer, name, key, traced, specs, outputs, trial)
+                layer.forward = like.forward_of(layer, name, key)
                 wrapped.append(layer)
         yield
     except Exception as error:
@@ -76,26 +76,30 @@ def standing_in(
 
 @dataclass(slots=True)
 class _Trial:
-    """What the layers of a trace did, and which of the siblings did something else than the traced ones."""
+    """The logs of a trace's layers, and the siblings that did something else than the layer they stand for."""
 
-    #: of the model's modules, by id
+    #: names of the model's modules, by the modules' id
     names: Mapping[int, str]
     running: Sequence[str]
     #: logs of the traced layers, by name
     logs: dict[str, CallLog] = field(default_factory=dict)
-    #: siblings that differ, by name: the class of each, and their logs by class
+    #: class of each sibling that differs, by its name
     differing: dict[str, str] = field(default_factory=dict)
+    #: a log for each of these classes
     others: dict[str, CallLog] = field(default_factory=dict)
+    #: why the first of them differs
     reason: str = ""
 
     def log(self, modules: Mapping[str, nn.Module], leaves: Sequence[object], like: str | None = None) -> CallLog:
-        """A log of the next forward of a layer with these modules, which should do what that of another did."""
+        """A log for the next forward of the layer with these modules, to be compared with the layer named `like`."""
         names = {self.names[id(module)]: name for name, module in modules.items()}
         return CallLog(modules, names, self.running, leaves, None if like is None else self.logs[like])
 
     def run(self, layer: nn.Module, name: str, like: str, args: Any, kwargs: Any) -> None:
-        """Runs a sibling beside the trace, and notes where it does something else than the traced layer did. Raises
-        what it raises."""
+        """Runs a sibling beside the trace, and notes where it does something else than the traced layer `like`.
+
+        Raises the sibling's own exception.
+        """
         modules = dict(layer.named_modules())
         before = contents(modules.values())
         log = self.log(modules, pytree.tree_leaves((args, kwargs)), like)
@@ -107,13 +111,13 @@ class _Trial:
             self._note(name, None, f"{name} fails where {like} does not: {type(error).__name__}: {error}")
             raise
         del output
-        if log.has_left() or not _are_the_same(contents(modules.values()), before):
+        if log.has_left() or not _are_identical(contents(modules.values()), before):
             self._note(name, None, f"{name} leaves something behind for others to read")
         elif not log.is_like(self.logs[like]):
             self._note(name, log, f"{name} does something else than {like}, though their attributes are equal")
 
     def _note(self, name: str, log: CallLog | None, reason: str) -> None:
-        """A sibling that differs: what it does others may do, unless `log` is None."""
+        """Notes a sibling that differs, in the class of those with an equal log; without a log in one of its own."""
         self.reason = self.reason or reason
         known = (like for like, other in self.others.items() if log is not None and log.is_like(other))
         own = name if name in self.differing else next(known, name)
@@ -122,62 +126,73 @@ class _Trial:
             self.others[name] = log
 
     def check(self, classes: Mapping[str, str] | None, error: Exception | None = None) -> None:
-        """Raises NotAlikeError where a sibling differed."""
+        """Raises NotAlikeError, with the classes to trace by, where a sibling differed."""
         if self.differing:
             raise NotAlikeError(self.reason, {**(classes or {}), **self.differing}) from error
 
 
-def _once(
-    layer: nn.Module,
-    name: str,
-    key: object,
-    traced: dict[object, str],
-    specs: dict[str, Any],
-    outputs: dict[str, list[torch.Tensor]],
-    trial: _Trial,
-) -> Callable[..., Any]:
-    """A forward that runs the layer the first time a kind of call is seen, and stands in for it afterwards."""
-    forward = type(layer).forward
-    own_signature = inspect.signature(layer.forward)
+@dataclass(slots=True)
+class _LikeLayers:
+    """A group of like layers in a trace: the first that is called in a certain way runs in the trace, later ones run
+    beside it and give the operator `tpplan::sibling`."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        call = (key, _modes(), spec, *(_signature(leaf) for leaf in leaves))
-        if not tensors or name in outputs or not _is_hashable(call):
-            return forward(layer, *args, **kwargs)
-        like = traced.setdefault(call, name)
-        if like != name:
-            trial.run(layer, name, like, args, kwargs)
-            return pytree.tree_unflatten(custom_ops.sibling(tensors, name, like), specs[like])
+    trial: _Trial
+    #: results of the traced layers of all groups, by name
+    outputs: dict[str, list[torch.Tensor]]
+    #: structure of these results
+    specs: dict[str, Any] = field(default_factory=dict)
+    #: name of the traced layer by way of call
+    traced: dict[object, str] = field(default_factory=dict)
+
+    def forward_of(self, layer: nn.Module, name: str, key: object) -> Callable[..., Any]:
+        """The forward for a layer of the group. Layers are alike only where their keys are equal."""
+        forward = type(layer).forward
+        own_signature = inspect.signature(layer.forward)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            call = (key, _modes(), spec, *(_signature(leaf) for leaf in leaves))
+            if not tensors or name in self.outputs or not _is_hashable(call):
+                return forward(layer, *args, **kwargs)
+            like = self.traced.setdefault(call, name)
+            if like == name:
+                return self._run_first(layer, name, call, leaves, spec)
+            self.trial.run(layer, name, like, args, kwargs)
+            return pytree.tree_unflatten(custom_ops.sibling(tensors, name, like), self.specs[like])
+
+        run.__signature__ = own_signature  # type: ignore[attr-defined]
+        return run
+
+    def _run_first(self, layer: nn.Module, name: str, call: object, leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+        """Runs a layer in the trace for others to be compared with, unless it asked for values, left something behind,
+        or returns something beside tensors. Raises ModelError where it changes a list or dict among its arguments."""
         entered = [custom_ops.frame(leaf, name, "enter") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(entered, spec)
         modules = dict(layer.named_modules())
-        num_answered, before = KnownValues.num_answered, contents(modules.values())
-        with trial.log(modules, entered) as log:
-            output = forward(layer, *args, **kwargs)
+        num_answered, before = ConcreteValues.num_answered, contents(modules.values())
+        with self.trial.log(modules, entered) as log:
+            output = type(layer).forward(layer, *args, **kwargs)
             log.close(output)
-        found, specs[name] = pytree.tree_flatten(output)
+        found, self.specs[name] = pytree.tree_flatten(output)
         if pytree.tree_structure((args, kwargs)) != spec:
             raise ModelError(f"module {name} changes a list or dict that it is given: return it instead")
-        is_alone = KnownValues.num_answered != num_answered or not _are_the_same(contents(modules.values()), before)
+        is_alone = ConcreteValues.num_answered != num_answered or not _are_identical(contents(modules.values()), before)
         if is_alone or not found or not all(isinstance(leaf, torch.Tensor) for leaf in found):
-            del traced[call]
-            return pytree.tree_unflatten(found, specs[name])
-        outputs[name], trial.logs[name] = found, log
+            del self.traced[call]
+            return pytree.tree_unflatten(found, self.specs[name])
+        self.outputs[name], self.trial.logs[name] = found, log
         left = [custom_ops.frame(leaf, name, "leave") for leaf in found]
-        return pytree.tree_unflatten(left, specs[name])
-
-    run.__signature__ = own_signature  # type: ignore[attr-defined]
-    return run
+        return pytree.tree_unflatten(left, self.specs[name])
 
 
-def _are_the_same(first: list[object], second: list[object]) -> bool:
+def _are_identical(first: list[object], second: list[object]) -> bool:
     return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
 
 
 def alike_layers(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
-    """Groups of two or more like siblings, outermost ones only. Layers with tied parameters are in none."""
+    """Groups of two or more like siblings, as (name, layer), outermost ones only. Layers with tied parameters are in
+    no group."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     unique = {name for name, _ in model.named_parameters()}
     tied = {id(model.get_parameter(name)) for name in names if name not in unique}
@@ -204,8 +219,10 @@ def alike_layers(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
 
 
 def are_alike(first: Any, second: Any, met: "_Pairs | None" = None) -> bool:
-    """True where tracing one must give what tracing the other gives. In doubt, False. `met`: the modules that are being
-    compared; code may reach one by several ways, or from inside itself."""
+    """True where two layers, or attributes of theirs, are equal as far as a trace can depend on them; in doubt False.
+
+    `met`: pairs of modules compared so far, as a module may be reached by several ways, or from inside itself.
+    """
     if first is second and not isinstance(first, nn.Module):
         return True
     if type(first) is not type(second):
@@ -229,13 +246,13 @@ def are_alike(first: Any, second: Any, met: "_Pairs | None" = None) -> bool:
 
 @dataclass(slots=True)
 class _Pairs:
-    """One module each, both ways, by id."""
+    """Pairs of modules that correspond to each other, one to one, by their ids."""
 
     images: dict[int, nn.Module] = field(default_factory=dict)
     origins: dict[int, nn.Module] = field(default_factory=dict)
 
     def are_a_pair(self, first: nn.Module, second: nn.Module) -> bool:
-        """True where they are, or become one."""
+        """True where the two are a pair, or become one as neither has another partner."""
         return self.images.setdefault(id(first), second) is second and (
             self.origins.setdefault(id(second), first) is first
         )
@@ -251,14 +268,14 @@ def _modules_alike(first: nn.Module, second: nn.Module, met: _Pairs) -> bool:
 
 
 def _modes() -> object:
-    """What of torch's global state changes the graph that a call gives."""
+    """The part of torch's global state that a call's graph depends on: gradients, and autocast by device."""
     casts = ((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda"))
     return torch.is_grad_enabled(), *casts
 
 
 def _signature(leaf: Any) -> object:
     if isinstance(leaf, torch.Tensor):
-        with plain_calls():  # a trace's modes are asked of each attribute otherwise
+        with plain_calls():  # otherwise every attribute goes through the trace's modes
             return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
     return leaf
 

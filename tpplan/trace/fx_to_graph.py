@@ -1,4 +1,4 @@
-"""From a program to a ModelGraph: one walk over its nodes, siblings written out."""
+"""From a recorded program to a ModelGraph: one walk over the nodes, which copies traced layers for their siblings."""
 
 import hashlib
 import operator
@@ -32,17 +32,18 @@ from tpplan.torch_internals import pytree
 from tpplan.torch_internals.autograd import AUTOCAST_ENDS, SET_GRAD_ENABLED
 from tpplan.torch_internals.operators import is_higher_order
 from tpplan.torch_internals.tensors import is_of_functorch, storage_key
+from tpplan.trace.forward_arguments import path_of
 from tpplan.trace.hooks.parameter_names import registered_name
 from tpplan.trace.record_fx import CONSTANT, DIFFERENTIATED, SCOPE, Program
 
-#: where autocast begins and ends; the results' dtypes say what it did
+#: ops at which autocast begins and ends; they need no node, as dtypes of results say what autocast did
 _AUTOCAST = AUTOCAST_ENDS
-#: bookkeeping in the graph that computes nothing
+#: ops that compute nothing
 IGNORED = frozenset({"aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_size.int"})
 
 
 class UnreadableError(ModelError):
-    """A node of the program has no place in a graph. `module` is the one that runs it."""
+    """A node of the program cannot be in a ModelGraph. `module` is the name of the module that runs it."""
 
     def __init__(self, message: str, module: str) -> None:
         super().__init__(message)
@@ -50,12 +51,15 @@ class UnreadableError(ModelError):
 
 
 class CapturedError(UnreadableError):
-    """Code reads a parameter of the model past the module that has it: what a plan puts there does not reach it."""
+    """Code reads a parameter of the model past the module that has it, so that it would miss what a plan puts there."""
 
 
 class NotAlikeError(Exception):
-    """A sibling is not like the layer that was traced for it. `classes` says which layers did the same, by name: those
-    with one value, and those that are not listed; where it is empty, every layer must be traced."""
+    """A sibling is not like the layer that was traced for it.
+
+    `classes` gives layers a class by name: layers of one class did the same, and so did those that are not listed.
+    Where it is empty, every layer must be traced.
+    """
 
     def __init__(self, message: str, classes: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -64,7 +68,7 @@ class NotAlikeError(Exception):
 
 @dataclass(slots=True)
 class _Frame:
-    """The nodes of a traced layer's forward, for its siblings to copy: nodes[start:end], and what goes in and out."""
+    """The nodes of a traced layer's forward, nodes[start:end], and the values that enter and leave it."""
 
     inputs: list[str]
     start: int
@@ -72,15 +76,9 @@ class _Frame:
     end: int = 0
 
 
-def path_of(entries: tuple[Any, ...]) -> str:
-    """A pytree key path as dotted text: `attention_mask`, `pos.0`."""
-    names = (getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry))) for entry in entries)
-    return ".".join(str(name) for name in names)
-
-
 @dataclass
 class GraphReader:
-    """Walks a program once, into a ModelGraph."""
+    """Turns a program of the model into a ModelGraph. For one use."""
 
     model: nn.Module
     program: Program
@@ -90,18 +88,19 @@ class GraphReader:
     storages: dict[int, str] = field(default_factory=dict)
     frames: dict[str, _Frame] = field(default_factory=dict)
     with_gradient: bool = True
-    #: weights that are no parameters of the model, as questions and what is taken for an answer
+    #: for each tensor with a gradient that is no parameter of the model, an entry of ModelGraph.questions: the trace
+    #: takes it for a constant
     unregistered: list[tuple[str, str, bool]] = field(default_factory=list)
 
     @cached_property
     def module_names(self) -> dict[str, str]:
-        """A module's first name by each of its names: a module under two names is one, and planned once."""
+        """The first name of a module, under which it is planned, by each of its names."""
         first: dict[int, str] = {}
         named = self.model.named_modules(remove_duplicate=False)
         return {name: first.setdefault(id(module), name) for name, module in named}
 
     def read(self) -> ModelGraph:
-        """The whole program."""
+        """The graph of the whole program. Raises UnreadableError, ModelError, NotAlikeError."""
         names = self._placeholders()
         outputs = self._walk(self.program.graph_module, names)
         num_returned = len(outputs) - len(self.program.left)
@@ -122,7 +121,8 @@ class GraphReader:
         return find_repeated_blocks(graph)
 
     def _placeholders(self) -> dict[str, Argument]:
-        """Graph inputs by node name: parameters merged by identity, buffers, constants, the user's inputs in order."""
+        """The argument that each placeholder node is, by node name. Adds the sources; a tied parameter is one
+        source."""
         parameters: dict[int, list[str]] = {id(p): [] for p in self.model.parameters()}
         by_label = dict(self.model.named_parameters(remove_duplicate=False))
         for label, parameter in by_label.items():
@@ -157,7 +157,9 @@ class GraphReader:
 
     def _add_value(self, name: str, tensor: torch.Tensor, *, carries_gradient: bool) -> None:
         if is_of_functorch(tensor):
-            raise ModelError(f"{name} is a tensor of torch.func or torch.vmap, of which a plan knows no layout")
+            raise ModelError(
+                f"{name} is a tensor inside torch.func or torch.vmap, which has no layout: compute it without them"
+            )
         storage = self.storages.setdefault(storage_key(tensor), name)
         self.values[name] = Value(
             name=name,
@@ -168,7 +170,7 @@ class GraphReader:
         )
 
     def _walk(self, module: Any, names: dict[str, Argument]) -> list[Argument]:
-        """One graph. Returns its outputs."""
+        """Reads the nodes of one graph in order. Returns its outputs."""
         for node in module.graph.nodes:
             match node.op:
                 case "placeholder":
@@ -252,7 +254,7 @@ class GraphReader:
         return Ref(name)
 
     def _frame(self, node: Any, names: dict[str, Argument]) -> Argument:
-        """A tensor enters or leaves the forward of a layer that others may be like: it passes, its place is noted."""
+        """Notes that a value enters or leaves the forward of a layer that siblings may copy. Returns the value."""
         operand = names[node.args[0].name]
         assert isinstance(operand, Ref)
         _, module, side = node.args
@@ -266,7 +268,7 @@ class GraphReader:
         return operand
 
     def _sibling(self, node: Any, names: dict[str, Argument]) -> Argument:
-        """Copies the nodes of the layer this one is like, under this one's names. Raises NotAlikeError."""
+        """Copies the nodes of a traced layer for a sibling, under the sibling's names. Raises NotAlikeError."""
         inputs, module, like = node.args
         frame = self.frames[like]
         images = _Images(self, like, module)
@@ -279,7 +281,7 @@ class GraphReader:
         outputs = []
         for name, tensor in zip(frame.outputs, node.meta["val"], strict=True):
             if name not in images.made:
-                raise NotAlikeError(f"{like} returns what it was given")
+                raise NotAlikeError(f"{like} returns one of its arguments")
             self.storages[storage_key(tensor)] = self.values[images.of(name)].storage
             outputs.append(Ref(images.of(name)))
         return tuple(outputs)
@@ -291,7 +293,7 @@ class GraphReader:
         op = Op(
             name=name, target=target, args=args, kwargs=kwargs, results=(), module=self.first_name(node.meta[SCOPE])
         )
-        # Ours is inside an autograd function, which has a backward of its own.
+        # tpplan's own detach is inside an autograd.Function, whose backward gives the gradient.
         detaches = base_target(target) == "aten.detach.default" and node.meta[SCOPE] != OWN_SCOPE
         flows = self.with_gradient and not detaches
         carries = flows and any(self.values[operand].carries_gradient for operand in op.operands)
@@ -308,12 +310,14 @@ class GraphReader:
         return result
 
     def _carry(self, storage: str) -> None:
-        """What was written to a storage may be read through any view of it, so all of them carry its gradient."""
+        """Makes every floating value on a storage carry a gradient: a write to one of its views may be read through any
+        other."""
         for name, value in self.values.items():
             if value.storage == storage and not value.carries_gradient and value.dtype in FLOATING_DTYPES:
                 self.values[name] = replace(value, carries_gradient=True)
 
     def _results(self, name: str, value: Any, *, carries: bool) -> tuple[Argument, tuple[str, ...]]:
+        """An op's results as an argument for later nodes, and their names; adds their values."""
         items = value if isinstance(value, tuple | list) else (value,)
         references: list[Argument] = []
         for position, item in enumerate(items):
@@ -332,7 +336,7 @@ class GraphReader:
         return self.module_names.get(module, module)
 
     def _fresh(self, name: str) -> str:
-        """A name not used yet."""
+        """The name, with a number appended where it is taken."""
         candidate, number = name, 1
         while candidate in self.values:
             number += 1
@@ -341,7 +345,7 @@ class GraphReader:
 
 
 class _Images:
-    """Names in a layer's frame and their images in a sibling's."""
+    """Maps values of a traced layer's forward (`like`) to values of its sibling's (`module`)."""
 
     def __init__(self, reader: GraphReader, like: str, module: str) -> None:
         self.reader = reader
@@ -357,7 +361,7 @@ class _Images:
                 self._images[source.result] = source.result
 
     def bind(self, original: str, image: str) -> None:
-        """An input's image; the two must look alike."""
+        """Maps an input of the traced layer to one of the sibling. Raises NotAlikeError where the two differ."""
         first, second = self.reader.values[original], self.reader.values[image]
         if (first.shape, first.dtype, first.carries_gradient) != (second.shape, second.dtype, second.carries_gradient):
             raise NotAlikeError(f"{self.module} is given other tensors than {self.like}")
@@ -365,15 +369,15 @@ class _Images:
             raise NotAlikeError(f"{self.like} is given one tensor twice, {self.module} two")
 
     def of(self, name: str) -> str:
-        """The image of a value. Raises NotAlikeError for one that came from elsewhere."""
+        """The sibling's value for one of the traced layer. Raises NotAlikeError for a value from outside the layer."""
         if name not in self._images:
             raise NotAlikeError(f"{self.like} reads {name}, which is neither an argument nor its own")
         return self._images[name]
 
     def copy(self, node: Op | Boundary) -> Op | Boundary:
-        """The image of a node, its results added to the reader's values."""
+        """The sibling's copy of a node; adds the values of its results. Raises NotAlikeError."""
         if isinstance(node, Op) and base_target(node.target) != node.target and node.operands[0] not in self.made:
-            raise NotAlikeError(f"{self.like} writes to what it was given")
+            raise NotAlikeError(f"{self.like} writes to one of its arguments")
         name = self.reader._fresh(f"{node.name}@{self.module}")
         for i, result in enumerate(node.results):
             image = name if result == node.name else f"{name}.{i}"
@@ -391,6 +395,7 @@ class _Images:
         return Op(name=name, target=node.target, args=args, kwargs=kwargs, results=results, module=module)
 
     def _storage(self, storage: str) -> str:
+        """The storage in the sibling for one in the traced layer."""
         image = self.of(storage) if storage in self._images else None
         if image is None:
             # A view of an argument's storage: the argument itself may be a view.
@@ -405,8 +410,8 @@ class _Images:
 
 
 def _stops(node: torch.fx.Node) -> bool:
-    """True for an op that no gradient goes through: with gradients on, something that it was given had one and nothing
-    that it gave has (zeros_like, histc)."""
+    """True for an op that no gradient passes (zeros_like, histc): gradients were on, and some operand carries one, but
+    no result does."""
 
     def has_gradient(values: Any) -> bool:
         return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(values))
@@ -416,14 +421,17 @@ def _stops(node: torch.fx.Node) -> bool:
 
 
 def _digest(constant: torch.Tensor) -> str:
-    """Of a constant's values, where there are any."""
+    """Sixteen hex digits of a constant's values; "" on the meta device."""
     if constant.is_meta:
         return ""
     return hashlib.sha256(repr(constant.tolist()).encode()).hexdigest()[:16]
 
 
 def argument_of(value: Any, names: Mapping[str, Argument]) -> Argument:
-    """A node argument as data: references, literals, tuples; dtypes, devices and the like by name."""
+    """A node's argument as data: references, literals and tuples of these; dtypes, devices and layouts by name.
+
+    `names` are the values' arguments by node name. Raises ModelError for an argument of any other type.
+    """
     match value:
         case torch.fx.Node():
             return names[value.name]
@@ -438,4 +446,7 @@ def argument_of(value: Any, names: Mapping[str, Argument]) -> Argument:
         case torch.memory_format() | torch.layout():
             return f"torch:{str(value).removeprefix('torch.')}"
         case _:
-            raise ModelError(f"traced graph: an argument of type {type(value).__name__} ({value!r}) is not supported")
+            raise ModelError(
+                f"an op is given an argument of type {type(value).__name__} ({value!r}), which a plan cannot hold: use "
+                "tensors, numbers, texts, dtypes and lists of these"
+            )

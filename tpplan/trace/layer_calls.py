@@ -1,10 +1,10 @@
-"""What a layer's forward does, as a sequence that can be compared with a sibling's: torch's functions as the code calls
-them, the module that runs, literals, which values they are given, and what they give.
+"""A log of a layer's forward, to compare with a sibling's: each call of a torch function, the module that makes it, its
+literals, operands and results.
 
-Two forwards with equal logs give equal graphs, whatever their code read to come to it: objects, closures, lists of a
-file, a table keyed by id(self), counters, iterators. A value is named by where it comes from: an input by its place, a
-parameter, buffer or other tensor of the layer by its place in it, a result by its number. A tensor from anywhere else
-is itself, so that no other equals it; so is an object that is no plain value. In doubt two logs differ.
+Two forwards with equal logs give equal graphs, whatever else their code read: objects, closures, global lists, a table
+keyed by id(self), counters, iterators. A tensor is named by where it comes from: an input by its position, a parameter,
+buffer or other tensor of the layer by its place in the layer, a result by its number. A tensor from anywhere else, and
+an object that is no plain value, equals itself alone. In doubt two logs differ.
 """
 
 import contextlib
@@ -22,23 +22,25 @@ from tpplan.torch_internals.autograd import Apply, functions_run_by
 from tpplan.torch_internals.checkpoints import is_reentrant_checkpoint, keeps_inputs
 from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.torch_internals.tensors import local_part, plain_calls
-from tpplan.trace.answers.concrete_values import QUESTIONS, KnownValues
+from tpplan.trace.answers.concrete_values import QUESTIONS, ConcreteValues
 from tpplan.trace.hooks.call_rewriting import is_own_code_running
 from tpplan.trace.noted_calls import Calling
 
-#: values that are equal where they are one
+#: types whose values are compared as they are
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, type, type(None), type(...))
 _NUMBERS = (bool, int, complex, bytes)
-#: stands for the results of a call that neither is given nor gives tensors: it changes how torch computes
-_AGAIN = object()
+#: in place of the results of a call without tensors among its operands and results: the call changes torch's state (the
+#: default dtype, say), so each sibling must make it too
+_MADE_EACH_TIME = object()
 
 
 class AsksError(Exception):
-    """A forward asks a tensor for its values where the one that it is compared with asked for none."""
+    """A sibling's forward asks a tensor for its values, which the layer it is compared with does not."""
 
 
 def contents(modules: Iterable[nn.Module]) -> list[object]:
-    """What the attributes of modules hold: code may leave something there for others to read."""
+    """All values in the attributes of modules, dicts and lists flattened: what a forward may leave for others to
+    read."""
     found: list[object] = []
     for module in modules:
         _flatten(vars(module).values(), found)
@@ -46,7 +48,7 @@ def contents(modules: Iterable[nn.Module]) -> list[object]:
 
 
 def _flatten(values: Iterable[object], found: list[object]) -> None:
-    """Appends what is in dicts, lists and tuples. torch's pytree takes ten times as long."""
+    """Appends the values, and those in dicts, lists and tuples, to `found`. torch's pytree takes ten times as long."""
     for value in values:
         if isinstance(value, dict):
             if value:
@@ -59,13 +61,13 @@ def _flatten(values: Iterable[object], found: list[object]) -> None:
 
 @final
 class CallLog(TorchFunctionMode):
-    """While it is on, the calls of one forward of a layer are logged, in `entries`.
+    """A mode that logs the calls of one forward of a layer in `entries`.
 
-    `given` are the leaves of its arguments; `modules` are the layer's, by their names in it, and `names` are these by
-    their names in the model; `running` holds the names of the modules that run, the innermost last. Where there is a
-    `leader`, a question to a tensor is an error, and a call that the leader's forward made at that place is not made
-    again, which on meta tensors takes most of the time: its results are like the leader's. From the first other call on
-    everything runs.
+    modules: the layer's modules, by their names in the layer. names: these names by the names in the model.
+    running: names of the modules that run, the innermost last. given: leaves of the forward's arguments.
+    leader: the log of the sibling to compare with. A call that the leader made at the same position is not made again,
+        which on meta tensors would take most of the time: its results are aliases of the leader's. From the first
+        different call on everything runs. A question about a tensor's values raises AsksError.
     """
 
     def __init__(
@@ -77,26 +79,28 @@ class CallLog(TorchFunctionMode):
         leader: "CallLog | None" = None,
     ) -> None:
         super().__init__()
-        #: (function and module that runs, operands), results; and last what the forward returns
+        #: (call, results) in order, and last (None, what the forward returns)
         self.entries: list[tuple[object, object]] = []
-        #: what the calls gave; _AGAIN for those that are made again, as they change no tensor
+        #: results of the calls; _MADE_EACH_TIME for those that every sibling makes
         self._results: list[Any] = []
         self._modules = modules
         self._names = names
         self._running = running
         self._is_leader = leader is None
-        #: where a tensor comes from, by id, and what comes from there, which keeps the id taken
+        #: where a tensor comes from, by its id, and the tensor from there; holding it keeps its id from being used
+        #: again
         self._origins: dict[int, object] = {}
-        self._sources: dict[object, Tensor] = {}
+        self._tensors: dict[object, Tensor] = {}
+        #: objects compared by id, held for the same reason
         self._others: list[object] = []
         self._num_made = 0
-        #: its own tensors have been named, and those that it holds otherwise
+        #: whether the layer's parameters and buffers have an origin yet, and whether tensors in its attributes do
         self._has_own = self._has_held = False
-        #: a function with a backward of its own ran: siblings run whole
+        #: whether an autograd.Function of the model ran: siblings then make all calls themselves
         self.has_functions: bool = False
         self._leader = None if leader is None or leader.has_functions else leader
         self._functions = contextlib.ExitStack()
-        #: a call runs whose own calls are not logged; the last call was given tensors
+        #: whether a call runs whose inner calls are not logged; whether the last call was given tensors
         self._is_inside = self._has_operands = False
         for place, leaf in enumerate(given):
             if isinstance(leaf, Tensor):
@@ -112,8 +116,8 @@ class CallLog(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _applied(self, cls: type[torch.autograd.Function], apply: Apply, *args: Any, **kwargs: Any) -> Any:
-        """What a function with a backward of its own gives."""
-        if is_reentrant_checkpoint(cls) or keeps_inputs(cls) or self._is_inside:  # calls in checkpoints are logged
+        """Runs and logs an autograd.Function; calls inside a checkpoint are logged one by one."""
+        if is_reentrant_checkpoint(cls) or keeps_inputs(cls) or self._is_inside:
             return apply(*args, **kwargs)
         if is_own_code_running():
             return self._run(apply, cls, args, kwargs, is_one=True)
@@ -127,42 +131,42 @@ class CallLog(TorchFunctionMode):
         if not self._is_leader and name in QUESTIONS and isinstance(args[0], Tensor) and not is_own_code_running():
             raise AsksError
         if name == "__get__" and not self._is_next(func):
-            results = func(*args, **kwargs)  # what a tensor says of itself follows from what it is
+            results = func(*args, **kwargs)  # other attributes follow from what is compared already
             return self._log(self._call(func, args, kwargs), results) if isinstance(results, Tensor) else results
         return self._run(func, func, args, kwargs)
 
     def close(self, output: object) -> None:
-        """Logs what the forward returns."""
+        """Ends the log with what the forward returns."""
         with plain_calls():
             self.entries.append((None, self._described(output)))
 
     def is_like(self, other: "CallLog") -> bool:
-        """True where both forwards did the same."""
+        """True where both forwards made equal calls with equal results."""
         return self.entries == other.entries
 
     def has_left(self) -> bool:
-        """True where a tensor that was made is there still, once the forward's output has gone. Ends the log."""
-        made = [weakref.ref(tensor) for origin, tensor in self._sources.items() if isinstance(origin, int)]
-        self._sources.clear()
+        """True where a tensor that the forward made is alive though its output is not; the log is unusable after."""
+        made = [weakref.ref(tensor) for origin, tensor in self._tensors.items() if isinstance(origin, int)]
+        self._tensors.clear()
         self._results.clear()
         return any(tensor() is not None for tensor in made)
 
     def _is_next(self, func: object) -> bool:
-        """True where the leader calls it now."""
+        """True where the leader's next call is of this function."""
         if self._leader is None:
             return False
         call = self._leader.entries[len(self.entries)][0]
         return call is not None and call[0] == func  # type: ignore[index]
 
     def _run(self, function: Callable[..., Any], func: object, args: Any, kwargs: Any, *, is_one: bool = False) -> Any:
-        """The call's results, logged: made, or like the leader's. is_one: the calls in it are not logged."""
+        """The results of a call, which is made or copied from the leader, and logged. is_one: calls inside are not."""
         call, leader = self._call(func, args, kwargs), self._leader
         if leader is not None:
             place = len(self.entries)
             if leader.entries[place][0] == call:
                 self.entries.append(leader.entries[place])
                 known = leader._results[place]
-                return function(*args, **kwargs) if known is _AGAIN else self._like(known, leader)
+                return function(*args, **kwargs) if known is _MADE_EACH_TIME else self._like(known, leader)
             self._leader = None
         is_state, self._is_inside = not self._has_operands, is_one
         try:
@@ -172,21 +176,21 @@ class CallLog(TorchFunctionMode):
         return self._log(call, results, is_state=is_state)
 
     def _like(self, known: Any, leader: "CallLog") -> Any:
-        """Results like the leader's."""
+        """The leader's results with this log's own alias for each tensor."""
         if isinstance(known, Tensor):
             origin = leader._origins[id(known)]
-            if origin not in self._sources:
+            if origin not in self._tensors:
                 with plain_calls():
                     alias = known.detach()
                     self._name(alias.requires_grad_() if known.requires_grad else alias, origin)
-            return self._sources[origin]
+            return self._tensors[origin]
         if isinstance(known, list | tuple):
             return type(known)([self._like(item, leader) for item in known])
         return known
 
     def _call(self, func: object, args: Any, kwargs: Any, *, is_open: bool = False) -> object:
-        """What is called, in which module, with what. is_open: what runs inside is logged as well, so that the objects
-        that it is given matter by that alone."""
+        """The (function, module, arguments) to compare. is_open: calls inside are logged as well, so objects among the
+        arguments need not be equal."""
         self._has_operands = False
         with plain_calls():
             described = self._shaped if is_open or is_own_code_running() else self._described
@@ -202,16 +206,16 @@ class CallLog(TorchFunctionMode):
                     self._num_made += 1
             self.entries.append((call, self._result(results)))
         is_state &= not is_tensor
-        self._results.append(_AGAIN if is_state else list(results) if isinstance(results, list) else results)
+        self._results.append(_MADE_EACH_TIME if is_state else list(results) if isinstance(results, list) else results)
         return results
 
     def _name(self, tensor: Tensor, origin: object) -> None:
         if id(tensor) not in self._origins:
             self._origins[id(tensor)] = origin
-            self._sources[origin] = tensor
+            self._tensors[origin] = tensor
 
     def _is_known(self, tensor: Tensor) -> bool:
-        """True for a tensor that was given, made, or is the layer's."""
+        """True for an argument, a result, and a tensor that the layer holds."""
         if id(tensor) not in self._origins and not self._has_own:
             self._has_own = True
             for name, module in self._modules.items():
@@ -228,14 +232,15 @@ class CallLog(TorchFunctionMode):
         return id(tensor) in self._origins
 
     def _origin(self, tensor: Tensor) -> object:
-        """Where a tensor comes from."""
+        """The place that a tensor comes from, by which it is compared."""
         self._has_operands = True
         if id(tensor) not in self._origins and not self._is_known(tensor):
             self._name(tensor, ("other", id(tensor)))
         return self._origins[id(tensor)]
 
     def _result(self, value: object) -> object:
-        """A result: of a tensor also what it is, of an object its type."""
+        """The key by which results are compared: a tensor's origin, shape, strides, dtype and gradient; an object's
+        type."""
         if isinstance(value, Tensor):
             return self._origin(value), tuple(value.shape), value.stride(), value.dtype, value.requires_grad
         if isinstance(value, list | tuple):
@@ -244,7 +249,8 @@ class CallLog(TorchFunctionMode):
         return self._described(value) if is_plain else type(value)
 
     def _shaped(self, value: object) -> object:
-        """The tensors in a value, the rest by its type."""
+        """The key by which arguments are compared where objects need not be equal: tensors by origin, the rest by
+        type."""
         if isinstance(value, Tensor):
             return self._origin(value)
         if isinstance(value, list | tuple):
@@ -252,7 +258,8 @@ class CallLog(TorchFunctionMode):
         return tuple(map(self._shaped, value.values())) if isinstance(value, dict) else type(value)
 
     def _described(self, value: object) -> object:
-        """A value that equals another's where they mean one thing; an unknown object equals itself alone."""
+        """The key by which arguments are compared: tensors by origin, plain values as they are, other objects by
+        identity."""
         kind = type(value)
         if isinstance(value, Tensor):
             return self._origin(value)
@@ -275,6 +282,6 @@ class CallLog(TorchFunctionMode):
 
 
 def untraced() -> contextlib.AbstractContextManager[None]:
-    """While it lasts, what runs does not enter the trace that is running, nor what it notes of calls, nor asks it for
-    values."""
-    return recording.untraced((KnownValues, Calling))
+    """A context in which ops run beside the running trace: they are neither recorded, nor noted as calls, nor answered
+    with concrete values."""
+    return recording.untraced((ConcreteValues, Calling))

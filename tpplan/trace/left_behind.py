@@ -1,7 +1,7 @@
-"""Tensors that a forward leaves behind for others to read: on modules, in what modules hold, in lists of a file.
+"""Tensors that a forward leaves behind for others to read: on modules, in objects that modules hold, in global lists.
 
-A training loop may add them to its loss (`loss + sum(m.aux_loss for m in ...)`), which no trace sees. So each that
-carries a gradient is an output of the model like those that it returns: whole on every rank, and so is its gradient.
+A training loop may add such a tensor to its loss (`loss + sum(m.aux_loss for m in ...)`), which no trace sees. So each
+one that carries a gradient counts as an output of the model: whole on every rank, and so is its gradient.
 """
 
 import sys
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from tpplan.torch_internals.tensors import plain_calls
 from tpplan.trace.answers.planned_device import is_foreign
 
-#: objects of these are not gone into
+#: top-level packages whose objects are not searched
 _OF_LIBRARIES = frozenset({"torch", "tpplan", "builtins", "typing", "types", "functools", "re", "logging", "numpy"})
 _CONTAINERS = (list, tuple, set, frozenset, deque)
-#: containers and objects that are gone into below what a module or a file holds
+#: levels of nested containers and objects that are searched, below an attribute or a global name
 MOST_DEEP = 6
 
 
 def held_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors that code can come by from a model's modules, their classes and the files of these, by where they are."""
+    """Tensors reachable from a model's modules, their classes and the files of these classes, by dotted path."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     classes: dict[type[nn.Module], None] = {}
@@ -46,7 +46,7 @@ def held_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def left_behind(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of the tensors that are held now, those with a gradient that a forward computed and were not held before."""
+    """Tensors held now and not `before` that a forward computed and that carry a gradient, by dotted path."""
     known = {id(tensor) for tensor in before.values()}
     with plain_calls():
         return {
@@ -57,12 +57,12 @@ def left_behind(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def _state(namespace: Any) -> dict[str, Any]:
-    """What of a namespace code may write to: containers and objects, not functions, classes or modules."""
+    """The entries of a namespace that may hold tensors: containers and objects, not functions, classes or modules."""
     return {name: value for name, value in namespace.items() if not name.startswith("__") and _is_open(value)}
 
 
 def _is_open(value: object) -> bool:
-    """True for what tensors may be in: a tensor, a container, an object of code that is neither torch's nor ours."""
+    """True for a tensor and for what may hold one: a container, an object of a class that no library above defines."""
     if isinstance(value, (Tensor, dict, *_CONTAINERS)):
         return True
     is_plain = isinstance(value, (type, nn.Module)) or not hasattr(value, "__dict__") or callable(value)

@@ -1,9 +1,9 @@
-"""What a forward calls, module by module: the torch functions in order, as devices and batches agree on them.
+"""The torch functions that each module's forward calls, in order, in a form that does not depend on device or batch.
 
-A call is noted by its name and by those of its literals that are no sizes: flags, dtypes, names, dims, and where a
-view is given -1; a module that a forward calls by its own name. Sizes follow the batch and the plan, numbers may follow
-sizes, kernels and names of devices follow the device, and so none of them is compared. Only code of modules counts (the
-model's, a library's, torch's layers), and only inside of forwards: hooks are whoever's.
+A call is noted as its function's name and those literals that are no sizes: flags, dtypes, names, dims, and where a
+view is given -1. A call of a submodule is noted as the submodule's name. Sizes follow the batch and the plan, other
+numbers may follow sizes, kernels and device names follow the device: none of these is compared. Only code of modules
+counts (the model's, a library's, torch's layers), and only inside of forwards, as hooks may be anybody's.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ from tpplan.trace.answers.own_failure import is_layer
 from tpplan.trace.answers.planned_device import is_foreign, is_ours
 from tpplan.trace.hooks.call_rewriting import is_own_code_running
 
-#: calls that a trace, or a plan, puts others in the place of
+#: names of functions that a trace or an applied plan replaces by others
 _REPLACED = frozenset({"cross_entropy", "nll_loss", "split", "split_with_sizes", "boundary", "frame", "sibling",
                        "whole"})  # fmt: skip
-#: attributes of a tensor that are views of it
+#: the getters of tensor attributes that are views, and the attributes' names
 _VIEWS = {getattr(torch.Tensor, name).__get__: name for name in ("T", "mT", "H", "mH", "real", "imag")}
-#: all integers that a call is given are dims
+#: functions whose integer arguments are all dims
 _TURNING = frozenset({"permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "unsqueeze", "squeeze",
                       "flatten", "flip"})  # fmt: skip
-#: where a dim stands among the arguments of a call that takes others, too
+#: position of the dim among the arguments of functions that take other integers, too
 _PLACES = {
     **dict.fromkeys(("softmax", "log_softmax", "softmin", "logsumexp", "sum", "mean", "prod", "std", "var", "amax",
                      "amin", "argmax", "argmin", "max", "min", "median", "all", "any", "sort", "argsort", "cumsum",
@@ -44,20 +44,20 @@ _PLACES = {
                      "unflatten"), 1),
     **dict.fromkeys(("chunk", "tensor_split", "topk", "kthvalue", "norm", "roll", "repeat_interleave", "normalize"), 2),
 }  # fmt: skip
-#: what dims are called
+#: names of keyword arguments that are dims
 _DIMS = frozenset({"dim", "dims", "dim0", "dim1", "axis", "start_dim", "end_dim"})
-#: calls that are given sizes, of which one may be left to follow from the others
+#: functions that take sizes, one of which may be -1
 _SHAPING = frozenset({"view", "reshape", "expand", "unflatten"})
-#: files of torch's that calls pass on their way: functions written in Python, what gives them to modes, torch.no_grad
+#: files of torch's between a caller and a mode: functions written in Python, the dispatch to modes, torch.no_grad
 _BETWEEN = frozenset(
     str(Path(torch.__file__).parent / file)
     for file in ("overrides.py", "_tensor.py", "functional.py", "autograd/grad_mode.py", "utils/_contextlib.py")
 )
-#: what is not noted: calls of one name that others take the place of, and those that compute nothing
+#: functions that are not noted: those that are replaced, and those that compute nothing
 _UNNOTED = _REPLACED | QUESTIONS | DESCRIPTIONS | {""}
-#: types of devices that code may name
+#: device types that code may name
 _DEVICES = frozenset({"cpu", "cuda", "meta", "mps", "xpu", "hpu", "mtia", "xla", "npu"})
-#: calls after which each has two digits of its own
+#: calls of one forward that get two digits of their own in its digest, from the first on
 _MOST_TOLD = 128
 
 #: the calls of one forward
@@ -65,8 +65,11 @@ Calls = tuple[str, ...]
 
 
 class Calling(TorchFunctionMode):
-    """While it is on, the calls of each module's forward are noted under its name in `found`, but for modules that
-    are hidden; `asked` counts what data decides, and modules in which it grows are in `unsure`."""
+    """A mode that notes the calls of each module's forwards, under the module's name in `found`.
+
+    is_hidden(name): whether to leave a module out. asked(): the number of questions so far that data decides; a module
+    whose forward asks one is in `unsure`.
+    """
 
     def __init__(
         self,
@@ -80,9 +83,9 @@ class Calling(TorchFunctionMode):
         self.asked = asked
         self.found: dict[str, set[Calls]] = {}
         self.unsure: set[str] = set()
-        #: both branches of a choice have run, of which training runs one, compiled
+        #: whether both branches of a torch.cond have run, of which training runs one, compiled
         self.has_chosen = False
-        #: of the forwards that run, the innermost last; None between a module's call and its forward
+        #: the calls so far of each forward that runs, the innermost last; None between a module's call and its forward
         self._running: list[list[str] | None] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,12 +98,12 @@ class Calling(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def choose(self) -> None:
-        """Says that both branches of a choice run."""
+        """Notes that both branches of a torch.cond run."""
         self.has_chosen = True
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """The mode, on, and modules say when they are called. It lasts for one forward of the model."""
+        """Switches the mode on, and notes modules as they are called, for one forward of the model."""
         call = nn.Module.__call__
 
         @functools.wraps(call)
@@ -126,14 +129,15 @@ class Calling(TorchFunctionMode):
             nn.Module.__call__ = call  # type: ignore[method-assign]
 
     def _note_module(self, module: nn.Module) -> None:
-        """That the forward which runs calls a module: its last name, as layers that are like each other call theirs."""
+        """Notes in the running forward that it calls a module, by the last part of the module's name, which is equal
+        for the submodules of like layers."""
         calls = self._running[-1] if self._running else None
         if calls is not None and is_function_mode_on(self) and not is_own_code_running():
             calls.append(f"module {self.names[id(module)].rpartition('.')[2]}")
 
     @contextlib.contextmanager
     def _forward_noted(self, module: nn.Module) -> Iterator[None]:
-        """The module's forward notes its calls."""
+        """Makes the module's forward note its calls."""
         own, forward = module.__dict__.get("forward"), module.forward
 
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -152,7 +156,7 @@ class Calling(TorchFunctionMode):
 
     @contextlib.contextmanager
     def forward_of(self, name: str) -> Iterator[None]:
-        """What is called inside is noted under a module's name."""
+        """Notes the calls made inside as one forward of the named module."""
         calls: list[str] = []
         before = self.asked()
         self._running.append(calls)
@@ -167,7 +171,7 @@ class Calling(TorchFunctionMode):
 
 
 def _is_code_of_modules() -> bool:
-    """True where a call, modes and tpplan's own code on its way left out, is made by code of modules."""
+    """True where code of modules made the call; frames of modes and of tpplan on the way are skipped."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and _is_on_the_way(frame.f_code.co_name, frame.f_code.co_filename):
         frame = frame.f_back
@@ -179,7 +183,8 @@ def _is_on_the_way(function: str, file: str) -> bool:
 
 
 def _name(func: Any, args: tuple[Any, ...]) -> str:
-    """What a call is called, "" for a question about a tensor; of Tensor.type casts are calls, of attributes views."""
+    """The name by which a call is noted: "to" for a cast by Tensor.type, the attribute's name for a view such as `.T`,
+    "" for any other attribute of a tensor."""
     if func is torch.Tensor.type and len(args) > 1:
         return "to"
     name = getattr(func, "__name__", "")
@@ -187,7 +192,7 @@ def _name(func: Any, args: tuple[Any, ...]) -> str:
 
 
 def _title(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """A call's name, and its literals that are no numbers; of integers, those that are dims."""
+    """A call as it is noted: `name(flags, dtypes, texts, dims, -1 or n for each size of a view)`."""
     told = [str(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if _is_told(leaf)]
     told += [f"{key}={number}" for key in sorted(_DIMS & kwargs.keys()) for number in _integers(kwargs[key])]
     if name in _TURNING:
@@ -200,17 +205,18 @@ def _title(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 
 def _is_told(leaf: object) -> bool:
-    """True for a flag, a dtype and a name that is none of a device."""
+    """True for a flag, a dtype, and a text that is not a device's name."""
     return isinstance(leaf, bool | torch.dtype) or (isinstance(leaf, str) and not _is_device(leaf))
 
 
 def _is_device(text: str) -> bool:
-    """True for "cpu", "cuda:0" and the like, and for what Tensor.type gives, "torch.cuda.FloatTensor"."""
+    """True for a device such as "cuda:0", and for a result of Tensor.type, such as "torch.cuda.FloatTensor"."""
     return text.partition(":")[0] in _DEVICES or (text.startswith("torch.") and text.endswith("Tensor"))
 
 
 def _integers(value: object) -> Iterator[int]:
-    """Those in a number, or in tuples and lists of any depth; tensors and others are none."""
+    """Yields the integers in a value: the value itself, or those in lists and tuples of any depth; booleans are
+    none."""
     if isinstance(value, list | tuple):
         for item in value:
             yield from _integers(item)
@@ -219,7 +225,7 @@ def _integers(value: object) -> Iterator[int]:
 
 
 def digest(calls: Calls) -> str:
-    """Eight digits of all calls, and two of each of the first: a call changes those of all that follow."""
+    """Eight hex digits of all calls, then two for each of the first 128: a call changes its digits and all after it."""
     running, each = hashlib.sha256(), []
     for call in calls:
         running.update(call.encode() + b"\0")
@@ -228,7 +234,7 @@ def digest(calls: Calls) -> str:
 
 
 def first_difference(calls: Calls, planned: str) -> int:
-    """The place of the first call that is not as planned."""
+    """Position of the first call that differs from those of the `planned` digest."""
     each = digest(calls).partition(" ")[2], planned.partition(" ")[2]
     pairs = zip(*(range(0, len(text), 2) for text in each), strict=False)
     place = next((i // 2 for i, _ in pairs if each[0][i : i + 2] != each[1][i : i + 2]), None)

@@ -1,9 +1,10 @@
-"""Modules that run whole: what a trace cannot see through is one operator, of the module whose code it is.
+"""Modules that run whole: a module whose code a trace cannot follow is one operator of the graph.
 
-A marked module gets a class whose forward, in a trace, is `tpplan::opaque`: tensors and weights in, tensors out. What
-comes out is found by running the module once on fake tensors (tpplan.trace.opaque_run), as torch.export would; what ran
-then is also its price. Where a plan was applied, its code runs as it is written, on plain tensors in place of the
-weights below it, and the classes of the modules inside it are their own: torch compiles such code as it stands.
+A marked module gets a class whose forward, in a trace, is `tpplan::opaque`: tensors and weights in, tensors out. The
+outputs are found by running the module once on fake tensors (tpplan.trace.opaque_run), as torch.export would; the
+operators of that run are also what the module is priced by. Where a plan was applied, the module's code runs as it is
+written, on plain tensors in place of its weights, and the modules inside keep their own classes, so that torch can
+compile such code.
 """
 
 import contextlib
@@ -20,25 +21,25 @@ from tpplan.core.graph import within
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import tensors_in_place
 from tpplan.trace.hooks import custom_ops
-from tpplan.trace.hooks.checkpoint_context import surrounded_again
+from tpplan.trace.hooks.checkpoint_context import in_checkpoint_replay
 from tpplan.trace.hooks.generated_class import SITE, subclass
 
-#: where a module keeps hooks on the gradients of weights below it, by their names
+#: the attribute in which an opaque module keeps hooks on the gradients of its weights, by the weights' names
 HOOKS = "_tpplan_weight_hooks"
-#: what may stand among a forward's outputs beside tensors
+#: types that may be among a forward's outputs beside tensors
 PLAIN = (bool, int, float, str, bytes, type(None))
 
 
-class Whole(Protocol):
-    """What a Site offers an opaque module."""
+class WholeWeights(Protocol):
+    """The part of an applied plan (in a module's SITE attribute) that an opaque module uses."""
 
     def whole_weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """Plain tensors by the names of the weights below the module."""
+        """Plain, unsharded tensors of the weights in the module, by their names in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ran:
-    """An operator below autograd that ran; its tensors are on the meta device."""
+    """One call of an operator below autograd, its tensors on the meta device."""
 
     op: Any
     args: tuple[Any, ...]
@@ -48,13 +49,14 @@ class Ran:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Observed:
-    """One call of an opaque module: what it gives (on the meta device), what it ran, and the bytes that it held.
+    """One call of an opaque module: its outputs (on the meta device), the operators that it ran, the bytes it held.
 
-    `keeps` are those of the tensors given, by position, that stay for backward, `keeps_results` those of the tensors
-    among its outputs, and `kept_bytes` stay besides; forward_bytes and backward_bytes are the most that was held on
-    top. `bodies` are the loops and choices whose functions ran once each. `is_bounded`: every size that data decides
-    has a bound, by which it was counted. `written` are the weights, by name, whose values it changes, or in whose
-    places it puts others. Equal keys: the same ran.
+    key: digest of the class, the signature, the outputs and the operators; equal keys stand for equal calls.
+    keeps, keeps_results: positions of the tensors among the arguments, and among the outputs, kept for backward.
+    kept_bytes: kept for backward besides. forward_bytes, backward_bytes: the most held on top while each pass runs.
+    bodies: names of the loops and choices (torch.while_loop, torch.cond) whose functions ran once each.
+    is_bounded: every size that data decides has an upper bound, which was counted for it.
+    written: names of the weights that the call changes or replaces.
     """
 
     key: str
@@ -79,8 +81,10 @@ class Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpaqueCall:
-    """A call as its shapes show it: leaves of the arguments, weights by name, whether gradients and autocast are on.
-    `kind` is the first of the modules that are like the one called."""
+    """A call of an opaque module in a trace: leaves of its arguments, weights by name, modes (gradients, autocast).
+
+    `kind` is the first of the modules that are alike, of which one is observed for all.
+    """
 
     module: str
     kind: str
@@ -91,7 +95,8 @@ class OpaqueCall:
 
     @property
     def signature(self) -> object:
-        """Hashable; calls of one signature give the same. Strides may differ: a conversion gives contiguous slices."""
+        """A hashable key: calls with equal keys give equal outputs. Strides do not count, as a conversion changes
+        them."""
         has_gradients = bool(self.modes[0])
         leaves = tuple(described(leaf, has_gradients) for leaf in self.leaves)
         named = tuple((name, described(weight, has_gradients)) for name, weight in self.weights.items())
@@ -99,41 +104,44 @@ class OpaqueCall:
 
 
 class UnobservedError(ModelError):
-    """A call that has not been observed was made in a trace."""
+    """A trace met a call of an opaque module that has not been observed."""
 
     def __init__(self, call: OpaqueCall) -> None:
         shapes = ", ".join(str(list(leaf.shape)) for leaf in call.leaves if isinstance(leaf, Tensor))
         where = call.module or "the root"
-        super().__init__(f"module {where} runs whole, and is called otherwise than it was before: ({shapes})")
+        super().__init__(
+            f"module {where} runs whole, and is called with other shapes or modes than it was before: ({shapes})"
+        )
         self.call = call
 
 
 @dataclass(slots=True)
 class Opaques:
-    """The modules of a model that run whole: why, by name, and the calls of them that were observed."""
+    """The modules of a model that run whole: by name, why they do; and the calls of them that were observed."""
 
     reasons: dict[str, str] = field(default_factory=dict)
-    #: the module that each is like, which is observed for it
+    #: by the name of each, the first of the modules like it, which is observed for all of them
     kinds: dict[str, str] = field(default_factory=dict)
+    #: by signature
     calls: dict[object, Observed] = field(default_factory=dict)
-    #: why the parameters must stay the tensors that they are; the root runs whole then
+    #: why a plan must leave the parameters the tensors that they are, "" where it need not; the root runs whole then
     untouched: str = ""
-    #: they must because of hooks on accumulated gradients, which run at the end of every backward
+    #: whether that is because of hooks on accumulated gradients, which run at the end of every backward
     is_hooked: bool = False
 
     def num_averages(self, num_backwards: int) -> int | None:
-        """How often a step of so many backwards averages all gradients, where parameters stay
-        (tpplan.apply.collectives.dp_gradients)."""
+        """How often a step with so many backwards averages all gradients over data-parallel ranks where parameters are
+        left as they are (tpplan.apply.collectives.dp_gradients); None where they are not."""
         if not self.untouched:
             return None
         return num_backwards if self.is_hooked else 1
 
     def hides(self, name: str) -> bool:
-        """True for a module inside one of them."""
+        """True for a module inside one that runs whole."""
         return any(name != marked and within(name, marked) for marked in self.reasons)
 
     def by_key(self) -> dict[str, Observed]:
-        """The observed calls by the literal that stands in the graph."""
+        """The observed calls by their key, which is a literal of the operator in the graph."""
         return {observed.key: observed for observed in self.calls.values()}
 
 
@@ -142,7 +150,8 @@ class Opaques:
 
 @dataclass(slots=True)
 class _Recorder:
-    """Gives the operator for each call of a marked module."""
+    """A trace that is running: turns calls of opaque modules into operators. `names`: module names by the modules'
+    id."""
 
     names: dict[int, str]
     opaques: Opaques
@@ -169,7 +178,7 @@ _recorders: list[_Recorder] = []
 
 @contextlib.contextmanager
 def recording(model: nn.Module, opaques: Opaques) -> Iterator[None]:
-    """While it lasts, the marked modules of a model are operators in a trace."""
+    """Makes each call of an opaque module of the model one operator of the trace that runs inside."""
     modules = dict(model.named_modules(remove_duplicate=False))
     names: dict[int, str] = {}
     for name in opaques.reasons:
@@ -191,11 +200,12 @@ def recording(model: nn.Module, opaques: Opaques) -> Iterator[None]:
 
 @functools.cache
 def opaque_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of cls that runs whole. It bears cls's own name."""
+    """The subclass of cls, under the name of cls, whose modules run whole: in a trace as one operator, else cls's code
+    on plain weights."""
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        site: Whole | None = self.__dict__.get(SITE)
+        site: WholeWeights | None = self.__dict__.get(SITE)
         recorder = _recorders[-1] if _recorders and id(self) in _recorders[-1].names else None
         weights = site.whole_weights(self) if site is not None else dict(self.named_parameters())
         if recorder is not None:
@@ -205,19 +215,19 @@ def opaque_class(cls: type[nn.Module]) -> type[nn.Module]:
         def on_weights() -> contextlib.AbstractContextManager[object]:
             return tensors_in_place(self, weights | hooked)
 
-        with surrounded_again(on_weights), on_weights():
+        with in_checkpoint_replay(on_weights), on_weights():
             return cls.forward(self, *args, **kwargs)
 
     return subclass(cls, {"forward": forward, "_tpplan_is_opaque": True}, opaque_class)
 
 
 def is_opaque(cls: type) -> bool:
-    """True for a class that opaque_class made, or one made of such a class."""
+    """True for a class that opaque_class made, and for subclasses of it."""
     return getattr(cls, "_tpplan_is_opaque", False)
 
 
 def _hooked(weight: Tensor, hooks: tuple[Callable[[Tensor], Tensor | None], ...]) -> Tensor:
-    """The weight as this forward reads it: its gradient is that of all readings, and goes through the hooks."""
+    """A view of the weight for one forward to read. The gradient of all its reads goes through the hooks at once."""
     if not (weight.requires_grad and torch.is_grad_enabled()):
         return weight
     read = weight.view_as(weight)
@@ -227,7 +237,7 @@ def _hooked(weight: Tensor, hooks: tuple[Callable[[Tensor], Tensor | None], ...]
 
 
 def _modes() -> tuple[Any, ...]:
-    """Gradients on or off, and autocast by device."""
+    """(whether gradients are on, then for each device its name, whether autocast is on, autocast's dtype)."""
     casts = (
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
     )
@@ -235,7 +245,8 @@ def _modes() -> tuple[Any, ...]:
 
 
 def described(leaf: Any, has_gradients: bool = True) -> object:
-    """What of a leaf tells calls apart."""
+    """The key by which arguments and outputs are compared: of a tensor shape, dtype, and whether it carries a gradient;
+    of a plain value its repr; of any other object its type's name."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), str(leaf.dtype), leaf.requires_grad and has_gradients
     return repr(leaf) if isinstance(leaf, (*PLAIN, torch.dtype, torch.device)) else type(leaf).__qualname__

@@ -1,8 +1,8 @@
-"""One forward as a program: every op that runs on meta tensors, in order, in a torch.fx graph.
+"""One forward as a torch.fx graph of every op that runs, in order, on meta tensors.
 
-The ops are written down before autograd takes them apart: `aten.linear`, attention and views as the code called them.
-Nothing but the tensors is different from a training step, so the code takes the way it takes there, which under
-torch.export it need not: code can tell, and transformers builds masks then that it does without in training.
+Ops are recorded before autograd takes them apart: `aten.linear`, attention and views as the code called them. Only the
+tensors differ from a training step, so the code takes the branches that it takes in training. Under torch.export it
+need not: code can tell, and transformers then builds masks that training does without.
 """
 
 import contextlib
@@ -24,30 +24,28 @@ from tpplan.torch_internals.modules import tensors_in_place
 from tpplan.torch_internals.operators import is_op, meta_kernels
 from tpplan.torch_internals.recording import dispatched_plainly, recorded, recorder, results_kept_by
 from tpplan.torch_internals.tensors import local_part, plain_calls
-from tpplan.trace.answers.concrete_values import KnownValues, Question
-from tpplan.trace.answers.cond import branches_in_the_open
+from tpplan.trace.answers.concrete_values import ConcreteValues, Question
+from tpplan.trace.answers.cond import both_cond_branches_run
 from tpplan.trace.answers.data_dependent_sizes import Counts, counting_by
 from tpplan.trace.answers.planned_device import machine_as_planned
+from tpplan.trace.answers.saved_tensor_hooks import check_saved_hooks
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.call_rewriting import is_own_code_running
 from tpplan.trace.hooks.host_rng import same_draws
 from tpplan.trace.noted_calls import Calling
-from tpplan.trace.saved_tensor_hooks import check_saved_hooks
 
-#: the keys in a node's meta under which stand what was running, a digest of values that the code gave, and whether
+#: keys of a node's meta: the module that was running, a digest of values that the code wrote down, and whether
 #: gradients were on
 SCOPE, CONSTANT, DIFFERENTIATED = "tpplan_scope", "tpplan_constant", "tpplan_differentiated"
 
-
-#: makes a tensor of given sizes
 _EMPTY = torch.ops.aten.empty.memory_format
-#: a tracer's modes belong to the process, and so does what is changed in torch while one runs
+#: held while recording, as a tracer's modes, and what is changed in torch meanwhile, belong to the whole process
 _ONE_AT_A_TIME = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """A placeholder of the graph: a parameter or buffer by its name, an input by its path."""
+    """A placeholder of the graph; `label` is a parameter's or buffer's name, or an input's path."""
 
     placeholder: str
     kind: SourceKind
@@ -56,22 +54,22 @@ class Given:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What ran. Nodes carry their results as meta["val"], and as meta[SCOPE] what was running."""
+    """A recorded forward. A node's results are its meta["val"], the module that ran it is its meta[SCOPE]."""
 
     graph_module: torch.fx.GraphModule
     given: tuple[Given, ...]
     out_spec: pytree.TreeSpec
-    #: tensors that the forward leaves behind, by where they are; they follow those that it returns
+    #: where the tensors are that the forward leaves behind; as outputs these follow the returned ones
     left: tuple[str, ...]
     questions: tuple[Question, ...]
-    #: lines of code, and what stands here for sizes that data decides
+    #: lines of code where data decides a size, and the size that was taken instead
     guessed: Mapping[str, str]
-    #: some sizes are decided by data
+    #: whether data decides some size
     varies: bool
 
 
 class StoppedError(Exception):
-    """The forward raised, which is the cause. `ran` is the graph until then."""
+    """The forward raised the cause of this error. `ran` is the graph of the ops until then."""
 
     def __init__(self, ran: torch.fx.Graph) -> None:
         super().__init__("the forward raised")
@@ -88,18 +86,20 @@ def record(
     left: Mapping[str, Tensor] | None = None,
     calling: Calling | None = None,
 ) -> Program:
-    """module(*leaves) on meta tensors, the leaves being called by their paths. Of a DTensor parameter, the local tensor
-    is given. Questions about the leaves' values are answered, those in `otherwise` (by number) the other way.
-    Where data decides how many elements there are, and it is not known, there are all there can be; `extra` are added.
-    What the code draws from NumPy or Python is the same in every run. `left` is filled while it runs, with tensors that
-    are outputs, too.
+    """Records module(*leaves) on meta tensors; a DTensor parameter is given as its local tensor.
 
-    Raises StoppedError where the forward raises, also for a question that only real data can answer.
+    paths: names of the leaves. scope(): name of the module that is running. otherwise: numbers of the yes-or-no
+    questions about the leaves' values that are answered the other way. extra: elements added wherever data decides how
+    many there are; where the data is not known, there are as many as there can be. left: filled by the module while it
+    runs, with tensors that become outputs. calling: notes the calls of modules. Draws from NumPy and Python are the
+    same in every run.
+
+    Raises StoppedError where the forward raises, or asks what only real data can answer.
     """
     placed = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     given = _given(module, paths, placed)
     inputs = ((p, v) for p, v in zip(placed, leaves, strict=True) if isinstance(v, Tensor))
-    known = KnownValues(inputs, otherwise, extra)
+    known = ConcreteValues(inputs, otherwise, extra)
     counts = Counts(known, extra)
     if calling is not None:
         calling.asked = lambda: len(known.questions) + len(known.guessed) + len(counts.guessed)
@@ -107,19 +107,19 @@ def record(
     graphs: list[torch.fx.Graph] = []
 
     def run(*_: Tensor) -> list[Any]:
-        """What it is given are the module's own tensors and the leaves."""
+        """Runs the module. Its arguments, which are the module's own tensors and the leaves, need not be handed on."""
         tracer = recorder().tracer
         graphs.append(tracer.graph)
-        with known, dispatched_plainly(_answers(known)), _noting(tracer, scope, known), _nothing_hidden(calling):
+        with known, dispatched_plainly(_answers(known)), _nodes_noted(tracer, scope, known), _nothing_hidden(calling):
             with machine_as_planned(known.miss), calling.noting() if calling is not None else contextlib.nullcontext():
                 output = module(*placed)
             known.check_all_answered()
-            found, spec = pytree.tree_flatten(_opened(output))
+            found, spec = pytree.tree_flatten(_dataclasses_as_dicts(output))
         specs.append(spec)
         return [_local(leaf) if isinstance(leaf, Tensor) else None for leaf in (*found, *(left or {}).values())]
 
     try:
-        with _ONE_AT_A_TIME, same_draws(), _described(), counting_by(counts), results_kept_by(_aliased):
+        with _ONE_AT_A_TIME, same_draws(), _shapes_known(), counting_by(counts), results_kept_by(_aliased):
             graph_module = recorded(run, [tensor for _, _, tensor in given])
             _drop_failed(_without_empty(graph_module.graph))
     except Exception as error:
@@ -128,8 +128,8 @@ def record(
     return Program(
         graph_module=graph_module,
         given=tuple(
-            Given(placeholder=placeholder, kind=kind, label=label)
-            for placeholder, (kind, label, _) in zip(placeholders, given, strict=True)
+            Given(placeholder=name, kind=kind, label=label)
+            for name, (kind, label, _) in zip(placeholders, given, strict=True)
         ),
         out_spec=specs[0],
         left=tuple(left or ()),
@@ -140,7 +140,7 @@ def record(
 
 
 def _given(module: nn.Module, paths: Sequence[str], leaves: Sequence[Any]) -> list[tuple[SourceKind, str, Tensor]]:
-    """The tensors that a run is given, with what each is and is called."""
+    """(kind, label, tensor) of each placeholder: parameters, buffers, tensor inputs."""
     return [
         *((SourceKind.PARAMETER, name, _local(value)) for name, value in module.named_parameters()),
         *((SourceKind.BUFFER, name, value) for name, value in module.named_buffers()),
@@ -150,36 +150,42 @@ def _given(module: nn.Module, paths: Sequence[str], leaves: Sequence[Any]) -> li
 
 @contextlib.contextmanager
 def _nothing_hidden(calling: Calling | None) -> Iterator[None]:
-    """Functions and branches run in the open, hooks on what autograd saves are refused; TorchScript hides from autograd
-    what it has optimized."""
+    """Makes ops visible that a trace would not see: inside autograd.Functions, torch.cond, and TorchScript, which hides
+    optimized code from autograd. Refuses hooks on saved tensors that are the model's own."""
     is_optimized = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
     chosen = calling.choose if calling is not None else lambda: None
-    with _functions_in_the_open(), branches_in_the_open(chosen), saved_hooks_seen_by(check_saved_hooks), is_optimized:
+    with (
+        _functions_marked_whole(),
+        both_cond_branches_run(chosen),
+        saved_hooks_seen_by(check_saved_hooks),
+        is_optimized,
+    ):
         yield
 
 
-def _opened(tree: Any) -> Any:
-    """A result with dataclasses as dicts of their fields: what is in them leaves the model, too."""
+def _dataclasses_as_dicts(tree: Any) -> Any:
+    """A tree with each dataclass as a dict of its fields, as pytree takes a dataclass for a leaf."""
 
     def opened(leaf: Any) -> Any:
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
             return leaf
-        return _opened({field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)})
+        return _dataclasses_as_dicts({field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)})
 
     return pytree.tree_map(opened, tree)
 
 
 def _drop_failed(graph: torch.fx.Graph) -> None:
-    """Removes ops that raised an error which the code caught: they were written down, and have no results."""
+    """Removes ops without results: they raised an error, which the code caught."""
     _erase(graph, lambda node: is_op(node.target) and "val" not in node.meta)
 
 
 def _without_empty(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """The graph without tensors of no elements that nobody reads, of which torch 2.11 makes two for each checkpoint."""
+    """The graph without unread tensors of no elements, of which torch 2.11 makes two for each checkpoint."""
     return _erase(graph, lambda node: node.target is _EMPTY and list(node.args[0]) == [0])
 
 
 def _erase(graph: torch.fx.Graph, is_idle: Callable[[Any], bool]) -> torch.fx.Graph:
+    """The graph without those nodes, among the ones that nothing reads, for which is_idle is true."""
     for node in list(graph.nodes):
         if is_idle(node) and not node.users:
             graph.erase_node(node)
@@ -187,8 +193,10 @@ def _erase(graph: torch.fx.Graph, is_idle: Callable[[Any], bool]) -> torch.fx.Gr
 
 
 def _aliased(extract: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
-    """An alias of an op's result as a node's meta["val"], so that results which share storage are seen to, and whether
-    it had a gradient. torch notes a fake tensor of its own for each, which shares nothing, and takes longer."""
+    """An alias of an op's result for the node's meta["val"], with the result's storage and requires_grad.
+
+    extract(value, ...) is torch's own way: a new fake tensor for each result, which shares no storage and is slower.
+    """
     if isinstance(value, list | tuple):
         return type(value)([_aliased(extract, item, *args, **kwargs) for item in value])
     if type(value) not in (Tensor, nn.Parameter):
@@ -203,14 +211,15 @@ def _local(value: Any) -> Any:
     return local_part(value) if isinstance(value, DTensor) else value
 
 
-def _answers(known: KnownValues) -> Callable[[Any, tuple[Any, ...]], Any]:
-    """A tensor that torch itself asks for its value, being given it as a size, is answered like one that code asks."""
+def _answers(known: ConcreteValues) -> Callable[[Any, tuple[Any, ...]], Any]:
+    """Answers aten.item, by which torch itself asks a tensor given as a size for its value, from the known values."""
     return lambda func, args: known.item(args[0]) if func is torch.ops.aten.item.default else NotImplemented
 
 
 @contextlib.contextmanager
-def _noting(tracer: Any, scope: Callable[[], str], known: KnownValues) -> Iterator[None]:
-    """Each node that the tracer creates is noted with what is running then."""
+def _nodes_noted(tracer: Any, scope: Callable[[], str], known: ConcreteValues) -> Iterator[None]:
+    """Puts into the meta of each node that the tracer creates what is running then (SCOPE, CONSTANT,
+    DIFFERENTIATED)."""
     create_node = tracer.create_node
 
     def create(*args: Any, **kwargs: Any) -> torch.fx.Node:
@@ -228,9 +237,9 @@ def _noting(tracer: Any, scope: Callable[[], str], known: KnownValues) -> Iterat
 
 
 @contextlib.contextmanager
-def _functions_in_the_open() -> Iterator[None]:
-    """A backward that the model brings along may be anything, and a trace sees forwards: what goes into such a function
-    and what comes out of it is marked, and stays whole."""
+def _functions_marked_whole() -> Iterator[None]:
+    """Marks operands and results of the model's autograd.Functions, so that they stay whole on every rank: a trace does
+    not see their backward, which may do anything."""
 
     def marked(cls: type[torch.autograd.Function], apply: Apply, *args: Any, **kwargs: Any) -> Any:
         if is_own_code_running() or keeps_inputs(cls):
@@ -245,7 +254,7 @@ def _functions_in_the_open() -> Iterator[None]:
 
 
 def _checkpointed(function: Callable[..., Any], _preserves_rng_state: bool, *given: Any) -> Any:
-    """What a reentrant checkpoint computes: it has a gradient where something that it is given has one."""
+    """The results of a reentrant checkpoint, which carry a gradient where one of its arguments does."""
     carries = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given)
     with torch.set_grad_enabled(torch.is_grad_enabled() and carries):
         return function(*given)
@@ -256,17 +265,19 @@ def _whole(argument: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _described() -> Iterator[None]:
-    """torch knows the shapes of a grouped product for its CUDA kernel: bfloat16, rows of whole 16 bytes. Other kernels,
-    of a CPU or of the code's own, take others, and the code that chose this one knows its device. Those of a CTC loss
-    it does not know where lengths are tensors."""
+def _shapes_known() -> Iterator[None]:
+    """Gives two ops meta kernels for operands that torch's own refuse.
+
+    aten._grouped_mm: torch's takes what its CUDA kernel does, bfloat16 in rows of whole 16 bytes; other kernels take
+    more. aten._ctc_loss: torch's takes no lengths that are tensors.
+    """
 
     def product(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
         groups = (offs.shape[0],) if a.dim() == b.dim() == 2 else a.shape[:1] if a.dim() == b.dim() else ()
         return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
 
     def ctc(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Losses [N], and what backward needs [N, T, 2 S + 1], for log_probs [T, N, C] and targets of at most S."""
+        """The losses [N] and what backward needs [N, T, 2 S + 1], for log_probs [T, N, C] and targets [N, S]."""
         length, rows = log_probs.shape[0], log_probs.shape[1:-1]
         return log_probs.new_empty(rows), log_probs.new_empty(*rows, length, 2 * targets.shape[-1] + 1)
 
@@ -278,14 +289,14 @@ def _described() -> Iterator[None]:
 def naming_modules(
     model: nn.Module, running: list[str], is_hidden: Callable[[str], bool] = lambda _: False
 ) -> Iterator[None]:
-    """Keeps in `running` the names of the modules that run, the innermost last. An error leaves them standing."""
+    """Keeps in `running` the names of the modules that run, the innermost last. After an error the names remain."""
 
     def enter(name: str) -> Callable[[nn.Module, Any], None]:
         return lambda _module, _args: running.append(name)
 
     def leave(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_module: nn.Module, _args: Any, _output: Any) -> None:
-            while running.pop() != name:  # those inside whose error was caught
+            while running.pop() != name:  # modules inside, whose error was caught
                 pass
 
         return hook
@@ -305,7 +316,7 @@ def naming_modules(
 
 @contextlib.contextmanager
 def on_meta(model: nn.Module) -> Iterator[None]:
-    """The model's parameters and buffers as meta tensors, ties kept; its own are back at the end."""
+    """Puts meta tensors in place of the model's parameters and buffers, ties kept; restores its own at the end."""
     values = dict(model.named_parameters()) | dict(model.named_buffers())
     moved = {name: on_meta_like(value) for name, value in values.items() if not value.is_meta}
     with tensors_in_place(model, moved) if moved else contextlib.nullcontext():
@@ -313,6 +324,6 @@ def on_meta(model: nn.Module) -> Iterator[None]:
 
 
 def on_meta_like(value: Tensor) -> Tensor:
-    """A parameter or buffer of the same shape, strides and type without data."""
+    """A meta parameter or tensor with the shape, strides, dtype and requires_grad of a given one."""
     empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return nn.Parameter(empty, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else empty

@@ -1,7 +1,7 @@
-"""Which modules run whole: tracing again, with more of them marked, until the trace goes through.
+"""Finds the modules that must run whole: traces again with more of them marked, until a trace goes through.
 
-Where a trace stops, the innermost module whose forward was running is marked (tpplan.trace.opaque); where that one
-cannot stand as one operator, the module around it is, up to the model itself. A mark only ever moves outwards, so this
+Where a trace stops, the innermost module whose forward was running is marked (tpplan.trace.opaque). Where that module
+cannot be one operator, the module around it is marked, up to the model itself. A mark only ever moves outwards, so this
 ends.
 """
 
@@ -18,14 +18,17 @@ from tpplan.torch_internals.modules import has_backward_hooks, has_forward_hooks
 from tpplan.torch_internals.tensors import gradient_hooks
 from tpplan.trace.answers.own_failure import own_failure
 from tpplan.trace.dedup_layers import alike_layers
+from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.fx_to_graph import CapturedError, UnreadableError
 from tpplan.trace.opaque import OpaqueCall, Opaques, UnobservedError
-from tpplan.trace.opaque_run import UnobservableError, observe
-from tpplan.trace.trace import BoundaryHook, Inputs, Loss, ReplacedError, TraceError, quiet, trace, training, unchanged
+from tpplan.trace.opaque_fakes import UnobservableError
+from tpplan.trace.opaque_run import observe
+from tpplan.trace.stopped_trace import ReplacedError, TraceError
+from tpplan.trace.trace import BoundaryHook, Loss, quiet, trace, training, unchanged
 
 logger = logging.getLogger(__name__)
 
-#: ways of calling a module that are observed: each costs a trace
+#: signatures of calls that are observed for one kind of module, each of which costs a trace
 MOST_CALLS = 16
 
 
@@ -41,10 +44,11 @@ def trace_marking(
 ) -> tuple[ModelGraph, Opaques]:
     """The graph of a model, as tpplan.trace.trace.trace gives it, and the modules that are one operator in it.
 
-    build() gives a copy of the model, without its hooks: a forward may leave tensors of a trace on its module. Where
-    `untouched` says why parameters must stay as they are, the model is one operator; so it is as the last resort.
-    `whole` are modules to mark, and why, each the one around it where it is marked already. Raises ModelError where the
-    model cannot run on fake tensors either, with the error of the trace.
+    build: gives a copy of the model without its hooks; each trace needs its own, as a forward may leave tensors behind.
+    untouched: why parameters must stay as they are; the whole model is one operator then. So it is as the last resort.
+    whole: (module, reason) to mark from the start; of a module that is marked already, the one around it.
+
+    Raises ModelError, with the error of the first trace, where the model cannot run on fake tensors as a whole either.
     """
 
     def traced(untouched: str) -> tuple[ModelGraph, Opaques]:
@@ -58,7 +62,7 @@ def trace_marking(
         try:
             return traced(_first_line(error))
         except ModelError:
-            raise error from error.__cause__  # which says more than that of the last resort
+            raise error from error.__cause__  # the first error says more than that of the last resort
 
 
 def _trace_marking(
@@ -70,7 +74,7 @@ def _trace_marking(
     untouched: str,
     whole: Sequence[tuple[str, str]],
 ) -> tuple[ModelGraph, Opaques]:
-    """The same, in one of two ways: what cannot be traced is marked, or everything is."""
+    """Does the work of trace_marking: marks the root where `untouched`, else each module that cannot be traced."""
     marks = _Marks(model)
     if untouched:
         marks.opaques.untouched = untouched
@@ -103,7 +107,7 @@ def _trace_marking(
 
 @dataclass(slots=True)
 class _Marks:
-    """The marked modules of a model, and for each the error that had it marked."""
+    """The marked modules of a model, by name the error that each was marked for, and the calls observed so far."""
 
     model: nn.Module
     opaques: Opaques = field(default_factory=Opaques)
@@ -111,8 +115,10 @@ class _Marks:
     observed: list[OpaqueCall] = field(default_factory=list)
 
     def add(self, name: str | None, reason: str, error: ModelError) -> None:
-        """Marks a module under all its names, or the one around it where that is no help: it is marked already, or
-        shares what is inside. Raises the error where nothing is left to mark."""
+        """Marks a module under all its names; where it is marked already, or cannot be, the nearest module around it.
+
+        Raises the error where nothing is left to mark.
+        """
         modules = dict(self.model.named_modules(remove_duplicate=False))
         if name not in modules or "" in self.opaques.reasons:
             raise error
@@ -130,8 +136,8 @@ class _Marks:
             self.errors[own] = error
 
     def _alike(self, name: str) -> Iterator[str]:
-        """The module, and those in the same place of layers that are like the one around it: tracing one of these is
-        tracing all, and so is observing."""
+        """Names of the module and of its counterparts in layers like the one around it, as like layers are traced and
+        observed once."""
         yield name
         for layers in alike_layers(self.model):
             around = next((layer for layer, _ in layers if within(name, layer)), None)
@@ -139,7 +145,8 @@ class _Marks:
                 yield from (layer + name.removeprefix(around) for layer, _ in layers)
 
     def widen(self, name: str, why: str) -> None:
-        """Marks the module around a marked one instead. Raises the first error where there is none."""
+        """Marks the module around a marked one instead. Raises ModelError, with the first error, where there is
+        none."""
         reason, error = self.opaques.reasons[name], self.errors[name]
         logger.info("module %s cannot stand as one operator: %s", name or "the root", why)
         if not name:
@@ -150,7 +157,7 @@ class _Marks:
         self.add(self._around(name), reason, error)
 
     def _around(self, name: str) -> str:
-        """The nearest module around it that has a forward."""
+        """Name of the nearest module around the named one that has a forward."""
         modules = dict(self.model.named_modules(remove_duplicate=False))
         while name:
             name = name.rpartition(".")[0]
@@ -159,7 +166,7 @@ class _Marks:
         return name
 
     def _is_closed(self, name: str) -> bool:
-        """True where nothing inside has a name outside, and no hooks of its own see what crosses its boundary."""
+        """True where no module inside has a name outside too, and no hooks see what crosses the module's boundary."""
         modules = dict(self.model.named_modules(remove_duplicate=False))
         module = modules[name]
         own = [other for other, found in modules.items() if found is module]
@@ -172,12 +179,12 @@ class _Marks:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """False for a container, which no call enters."""
+    """False for a container such as nn.ModuleList, which cannot be called."""
     return type(module).forward is not nn.Module.forward
 
 
 def _observe(marks: _Marks, build: Callable[[], nn.Module], unobserved: UnobservedError) -> None:
-    """Observes a call, or marks the module around it."""
+    """Observes the call; where that cannot be done, marks the module around the one that is called."""
     call, model = unobserved.call, build()
     try:
         if sum(known.kind == call.kind for known in marks.observed) >= MOST_CALLS:
@@ -191,7 +198,7 @@ def _observe(marks: _Marks, build: Callable[[], nn.Module], unobserved: Unobserv
 
 
 def _with_hooks(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Modules in which code sees gradients: written for all of one, it must be given all of it."""
+    """(name, reason) of each module with hooks on gradients: they are written for whole gradients, not for slices."""
     for name, module in model.named_modules():
         if has_backward_hooks(module):
             yield name, "has a backward hook"
@@ -200,7 +207,8 @@ def _with_hooks(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _read_outside(graph: ModelGraph, marks: _Marks) -> Iterator[tuple[str, str]]:
-    """Opaque modules with a weight that others read too, or that they read more than once though it has a hook."""
+    """(name, reason) of each opaque module with a weight that other modules read too, or with a hook on a weight that
+    is read more than once."""
     hooked = {name for name, parameter in marks.model.named_parameters() if gradient_hooks(parameter)}
     for source in graph.parameters:
         names = (source.label, *source.aliases)

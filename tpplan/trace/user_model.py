@@ -1,13 +1,13 @@
-"""What the user names on the command line, loaded: `model.py`, `model.py:BUILDER`, or `hf:config.json`.
+"""Loads the model that the user names on the command line: `model.py`, `model.py:BUILDER`, or `hf:config.json`.
 
 A model file holds plain functions:
 
     build_model() -> nn.Module
     example_inputs(batch, seq_len) -> dict of keyword arguments, or a tuple
     loss(outputs, inputs) -> scalar              optional; without it a scalar output of the model is the loss
-    unused_outputs = ("logits",)                 optional; outputs that training reads nothing of
+    unused_outputs = ("logits",)                 optional; outputs that training does not read
 
-Where the user's own code fails, the error carries their traceback from their file on: UserCodeError.
+Where the user's own code fails, UserCodeError carries the traceback from their file on.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ from tpplan.core.strict_json import read_json
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from tpplan.trace.trace import Inputs
+    from tpplan.trace.forward_arguments import Inputs
 
 HF_PREFIX = "hf:"
-#: of a configuration whose own code may run: what --trust-remote-code makes of the other prefix
+#: the prefix for a configuration whose own code may run; --trust-remote-code turns the plain prefix into this one
 HF_TRUSTED_PREFIX = "hf+remote-code:"
 TRUST_FLAG = "--trust-remote-code"
 BUILDER = "build_model"
 
-#: what a file that lacks a name is told to add; {model} and {argument} are read off its classes
+#: lines that a file which lacks a name is told to add; {model} and {argument} are read off its classes
 _SNIPPET = {
     BUILDER: "def build_model(): return {model}()",
     "example_inputs": (
@@ -48,7 +48,7 @@ _SNIPPET = {
 
 
 class UserCodeError(ModelError):
-    """The user's code raised; `user_traceback` starts at their file."""
+    """The user's code raised an error; `user_traceback` starts at the user's file."""
 
     def __init__(self, message: str, user_traceback: str) -> None:
         super().__init__(message)
@@ -57,9 +57,9 @@ class UserCodeError(ModelError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A model and what surrounds it in training, ready for tpplan.solve. `source` is what the user wrote.
+    """The arguments of tpplan.solve for a model. `source` is what the user wrote on the command line.
 
-    `folder` is where their code stands; None for a model that transformers builds.
+    `folder` is the folder of the user's code; None for a model that transformers builds.
     """
 
     build_model: "Callable[[], nn.Module]"
@@ -70,7 +70,7 @@ class ModelSpec:
     folder: Path | None
 
     def locate(self, error: ModelError) -> ModelError:
-        """The error with the frames of its cause that lie in the user's folder, where there are any."""
+        """The error as a UserCodeError with the frames of its cause in the user's folder; unchanged if none is."""
         cause = error.__cause__
         if self.folder is None or cause is None or isinstance(error, UserCodeError):
             return error
@@ -82,16 +82,16 @@ class ModelSpec:
 
 
 def _is_below(filename: str, folder: Path) -> bool:
-    """True for a file of the user's own: not of a package installed below their folder, nor of ours."""
+    """True for a file of the user's own: not of a package installed below their folder, nor of tpplan."""
     path = Path(filename)
     own = path.is_relative_to(folder) and "site-packages" not in path.parts
     return own and not path.is_relative_to(PACKAGE)
 
 
 def load_model_file(source: str) -> ModelSpec:
-    """The model that `path/model.py`, `path/model.py:BUILDER` or `hf:path/config.json` names.
+    """Loads the model that `path/model.py`, `path/model.py:BUILDER` or `hf:path/config.json` names.
 
-    Raises ModelError where the file is missing, does not parse, or lacks a name; UserCodeError where it raises.
+    Raises ModelError where the file is missing, does not parse, or lacks a function; UserCodeError where it raises.
     """
     for prefix in (HF_PREFIX, HF_TRUSTED_PREFIX):
         if source.startswith(prefix):
@@ -114,7 +114,7 @@ def load_model_file(source: str) -> ModelSpec:
 
 
 def _split(source: str) -> tuple[Path, str]:
-    """`dir/model.py:builder` -> (dir/model.py, builder). Raises ModelError for what is no Python file."""
+    """`dir/model.py:builder` as (dir/model.py, builder). Raises ModelError where no Python file is named."""
     name, builder = (
         (source, BUILDER) if source.endswith(".py") else (source.rpartition(":")[0], source.rpartition(":")[2])
     )
@@ -127,14 +127,14 @@ def _split(source: str) -> tuple[Path, str]:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Runs a file as a module of its own; its folder is on sys.path meanwhile."""
+    """Runs a file as a module, with the file's folder on sys.path meanwhile."""
     code = _compile(path)
     name = f"tpplan_model_{path.stem}"
     spec = importlib.util.spec_from_loader(name, loader=None, origin=str(path))
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     module.__file__ = str(path.resolve())
-    sys.modules[name] = module  # dataclasses and pickle look their module up
+    sys.modules[name] = module  # dataclasses and pickle look it up by name
     with _user_code(path, "importing it"):
         exec(code, module.__dict__)
     return module
@@ -160,7 +160,7 @@ def _compile(path: Path) -> Any:
 
 
 def _check_names(path: Path, module: ModuleType, functions: Mapping[str, Any], builder: str) -> None:
-    """Raises ModelError with lines to paste for what the file lacks. `loss` alone may be absent."""
+    """Raises ModelError, with lines to paste, where the file lacks a function. `loss` alone may be absent."""
     if functions["loss"] is not None and not callable(functions["loss"]):
         raise ModelError(f"{path}: loss: expected a function of (outputs, inputs), got {functions['loss']!r}")
     missing = [name for name in (builder, "example_inputs") if not callable(functions[name])]
@@ -180,7 +180,7 @@ def _check_names(path: Path, module: ModuleType, functions: Mapping[str, Any], b
 
 
 def _last_model(module: ModuleType) -> tuple[str, str]:
-    """The file's last class with a forward, and that forward's first argument, to fill the snippet in."""
+    """Names of the file's last class with a forward and of that forward's first argument, for the lines to paste."""
     found = "MyModel", "tokens"
     for name, value in vars(module).items():
         code = getattr(vars(value).get("forward"), "__code__", None) if isinstance(value, type) else None
@@ -190,7 +190,7 @@ def _last_model(module: ModuleType) -> tuple[str, str]:
 
 
 def _guarded(path: Path, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The user's function, whose errors arrive as UserCodeError; it may import siblings of its file."""
+    """The user's function, its errors turned into UserCodeError; it may import files beside its own."""
 
     def call(*arguments: object) -> Any:
         with _user_code(path, f"calling {name}({', '.join(map(repr, arguments))})"):
@@ -200,6 +200,8 @@ def _guarded(path: Path, name: str, function: Callable[..., Any]) -> Callable[..
 
 
 def _checked_inputs(path: Path, function: Callable[[int, int], Any]) -> Callable[[int, int], Any]:
+    """The user's example_inputs, with a ModelError where it returns neither a mapping nor a tuple."""
+
     def call(batch: int, seq_len: int) -> Any:
         inputs = function(batch, seq_len)
         if not isinstance(inputs, Mapping | tuple):
@@ -214,14 +216,16 @@ def _checked_inputs(path: Path, function: Callable[[int, int], Any]) -> Callable
 
 @contextlib.contextmanager
 def _user_code(path: Path, doing: str) -> Iterator[None]:
-    """Runs the user's code with their folder importable. Raises UserCodeError for what it raises, sys.exit included."""
+    """Runs the user's code with their folder importable. Turns its errors, sys.exit included, into UserCodeError."""
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
     try:
         yield
     except (Exception, SystemExit) as error:
         hint = (
-            ": put what only a script does under `if __name__ == '__main__':`" if isinstance(error, SystemExit) else ""
+            ": put code that is for running the file as a script under `if __name__ == '__main__':`"
+            if isinstance(error, SystemExit)
+            else ""
         )
         raise UserCodeError(
             f"{path}: {type(error).__name__} while {doing}{hint}", _traceback_from(path, error)
@@ -232,7 +236,7 @@ def _user_code(path: Path, doing: str) -> Iterator[None]:
 
 
 def _traceback_from(path: Path, error: BaseException) -> str:
-    """The traceback from the first frame of the user's file on; a cause keeps its own."""
+    """The error's traceback from the first frame of the user's file on; causes keep their whole tracebacks."""
     file = str(path.resolve())
     start: TracebackType | None = error.__traceback__
     while start is not None and start.tb_frame.f_code.co_filename != file:
@@ -244,40 +248,72 @@ def _traceback_from(path: Path, error: BaseException) -> str:
 
 
 def trusted(source: str) -> str:
-    """The source of a model whose configuration may name code that is run. Raises UsageError for another source."""
+    """The source with the prefix that lets the configuration's own code run. Raises UsageError for a model file."""
     if not source.startswith((HF_PREFIX, HF_TRUSTED_PREFIX)):
-        raise UsageError(f"{TRUST_FLAG}: it is for {HF_PREFIX}path/config.json, got {source!r}")
+        raise UsageError(f"{TRUST_FLAG} goes with {HF_PREFIX}path/config.json alone, got {source!r}")
     return source if source.startswith(HF_TRUSTED_PREFIX) else HF_TRUSTED_PREFIX + source.removeprefix(HF_PREFIX)
 
 
 def _load_hf(path: Path, source: str, *, is_trusted: bool) -> ModelSpec:
-    """A Hugging Face model from a local config.json, with random weights in float32. Code that the configuration names
-    (auto_map, kernels from elsewhere) is run where it is trusted alone; nobody is asked."""
+    """A Hugging Face model from a local config.json, with random weights in float32.
+
+    Code that the configuration names (auto_map, kernels from elsewhere) runs only where `is_trusted`. Raises ModelError
+    where the file cannot be used.
+    """
     data = _config(path)
-    architectures = [name for name in data.get("architectures") or () if isinstance(name, str)]
     if not is_trusted and (kernels := _kernels_of_others(data)):
         raise ModelError(f"{path}: attn_implementation {kernels!r:.80} names code from elsewhere: {_HOW_TO_TRUST}")
+    config = _hf_config(path, source, data, is_trusted=is_trusted)
+    config.use_cache = False
+    text_config = config.get_text_config()
+    text_config.use_cache = False
+
+    def example_inputs(batch: int, seq_len: int) -> "dict[str, Tensor]":
+        import torch
+
+        tokens = torch.randint(text_config.vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(0))
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+    return ModelSpec(
+        build_model=_hf_builder(path, data, config, is_trusted=is_trusted),
+        example_inputs=example_inputs,
+        loss=None,
+        unused_outputs=("logits",),
+        source=source,
+        folder=None,
+    )
+
+
+def _hf_config(path: Path, source: str, data: Mapping[str, Any], *, is_trusted: bool) -> Any:
+    """transformers' configuration of a config.json, `data` its content. Raises ModelError where transformers is missing
+    or cannot read the file."""
     try:
         import transformers
     except ImportError as error:
         raise ModelError(f"{source}: needs the extra `hf`: pip install 'tpplan[hf]' ({error})") from None
     try:
-        where = str(path.parent if is_trusted and path.name == "config.json" else path)  # its code lies beside it
-        config = transformers.AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=is_trusted)
+        # The configuration's own code is in files beside config.json.
+        where = str(path.parent if is_trusted and path.name == "config.json" else path)
+        return transformers.AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=is_trusted)
     except Exception as error:
         if "auto_map" in data and not is_trusted:
             raise ModelError(f"{path}: its auto_map names code of its own: {_HOW_TO_TRUST}") from error
         raise ModelError(f"{path}: transformers cannot read it: {type(error).__name__}: {error}") from error
-    config.use_cache = False
-    text_config = config.get_text_config()
-    text_config.use_cache = False
+
+
+def _hf_builder(path: Path, data: Mapping[str, Any], config: Any, *, is_trusted: bool) -> "Callable[[], nn.Module]":
+    """A function that builds a configuration's model with random weights in float32. It raises ModelError where
+    transformers fails."""
+    import transformers
+
+    architectures = [name for name in data.get("architectures") or () if isinstance(name, str)]
     classes = [getattr(transformers, name, None) for name in architectures]
     model_class = next((found for found in classes if hasattr(found, "_from_config")), None)
 
     def build_model() -> "nn.Module":
         import torch
 
-        # Attention is left to transformers, which takes scaled_dot_product_attention where the model supports it.
+        # transformers chooses the attention: scaled_dot_product_attention where the model supports it.
         options = {"dtype": torch.float32}
         try:
             if model_class is not None:
@@ -293,27 +329,14 @@ def _load_hf(path: Path, source: str, *, is_trusted: bool) -> ModelSpec:
             ) from error
         return model
 
-    def example_inputs(batch: int, seq_len: int) -> "dict[str, Tensor]":
-        import torch
-
-        tokens = torch.randint(text_config.vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(0))
-        return {"input_ids": tokens, "labels": tokens.clone()}
-
-    return ModelSpec(
-        build_model=build_model,
-        example_inputs=example_inputs,
-        loss=None,
-        unused_outputs=("logits",),
-        source=source,
-        folder=None,
-    )
+    return build_model
 
 
 _HOW_TO_TRUST = f"it is not run; if you have read it and trust it, give {TRUST_FLAG}"
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """The configuration. Raises ModelError for a file that is missing or no JSON object."""
+    """The configuration in a file. Raises ModelError where the file is missing or no JSON object."""
     if not path.exists():
         raise ModelError(f"{path}: no such config.json; save one with `config.save_pretrained(folder)`")
     data = read_json(path, origin=str(path), error=ModelError)
@@ -323,7 +346,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _kernels_of_others(value: object) -> str:
-    """The repository whose kernels a configuration asks for, in whatever part of it; "" where none."""
+    """The first repository of attention kernels that a configuration or a part of it names; "" where none."""
     members = list(value.items()) if isinstance(value, dict) else []
     for key, member in members:
         if str(key).endswith("attn_implementation"):

@@ -1,7 +1,7 @@
-"""Verify: a plan held against the model, without trusting what made it.
+"""Verify: checks a plan against the model, without trusting the solver or the file that it came from.
 
-In: a plan and a model. Out: a proof renewed (`prove_plan`), or losses, gradients and collectives of real ranks compared
-with one process; a step run on fake tensors, whose collectives and memory are counted; `tpplan doctor`.
+In: a plan and a model. Out: the plan proven anew (`prove_plan`); losses, gradients and collectives of real ranks,
+compared with one process; collectives and peak memory of a step on fake tensors; what works here (`tpplan doctor`).
 
 Imports: apply, core, costs, layouts, machine, plan, prove, search, solvers, torch_internals, trace, train.
 """

@@ -1,9 +1,9 @@
-"""The collectives that a step issues on a rank, one by one, beside those that its plan lists.
+"""Logs the collectives that a step issues on a rank, one by one, to compare with those that its plan lists.
 
-A dispatch mode sees both kinds: functional ones (`_c10d_functional`, of tpplan's own conversions and of DTensor) and
-those that FSDP2 asks a process group for (`c10d`). Whose it is follows from who is running: a conversion, which belongs
-to a module's boundary or to the reading of a parameter; FSDP's unit; the reduction at a backward's end; else the module
-whose forward runs, or the loss.
+A dispatch mode sees both kinds: functional ones (`_c10d_functional`, of tpplan's conversions and of DTensor) and those
+that FSDP2 asks a process group for (`c10d`). A collective belongs to the code that is running: to a conversion at a
+module's boundary or at the read of a parameter; to an FSDP unit; to the reduction at the end of a backward; else to the
+module whose forward runs, or to the loss.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ from tpplan.torch_internals.recording import TorchDispatchMode
 from tpplan.trace.hooks.generated_class import SITE
 from tpplan.trace.record_fx import naming_modules
 
-#: namespaces of ops that reach other ranks
+#: namespaces of ops that communicate
 _NAMESPACES = ("_c10d_functional", "c10d", "_dtensor")
-#: of those, what only waits for another, or wraps it
+#: ops in these namespaces that only wait for a collective, or wrap its result
 _NO_COLLECTIVES = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
 _KINDS = {
     "all_reduce": Collective.ALL_REDUCE,
@@ -49,14 +49,14 @@ _KINDS = {
     "all_to_all_single": Collective.ALL_TO_ALL,
     "shard_dim_alltoall": Collective.ALL_TO_ALL,
 }
-#: kinds whose only tensor is one rank's part of the value
+#: ops whose only tensor is one rank's part of the value
 _LOCAL = frozenset({"all_gather_into_tensor", "all_to_all_single", "shard_dim_alltoall"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Issued:
-    """One collective: whose it is (a module, "<root>" or "<loss>"), and what a plan says of one. `axis` is the name of
-    the group where it is none of the mesh's; `num_bytes` are those of the whole value."""
+    """One collective as a plan describes it. `where` is the module, "<root>" or "<loss>" that it belongs to; `axis` is
+    the group's name where that is no axis of the mesh; `num_bytes` are the bytes of the whole value."""
 
     where: str
     kind: str
@@ -67,7 +67,7 @@ class Issued:
 
 
 class CollectiveLog(TorchDispatchMode):
-    """Writes down what is issued while it is on; whoever runs a step says which pass begins."""
+    """A mode that logs collectives in `issued`; the code that runs the step says which pass begins."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -79,13 +79,13 @@ class CollectiveLog(TorchDispatchMode):
         self._modules = dict(_converters(model))
 
     def begin(self, during: Pass) -> None:
-        """A pass begins. Recomputation may have left modules standing that it stopped in."""
+        """Begins a pass. Forgets modules whose forward recomputation stopped early."""
         self._during = during
         self._running.clear()
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """While inside, modules that run are known by name."""
+        """Keeps track of the modules that run inside."""
         with naming_modules(self._model, self._running):
             yield
 
@@ -111,12 +111,12 @@ class CollectiveLog(TorchDispatchMode):
         )
 
     def _group(self, args: tuple[Any, ...]) -> tuple[str, int]:
-        """The mesh's axis, and its ranks."""
+        """The name and number of ranks of the mesh axis whose group a collective is given."""
         for argument in args:
             if isinstance(argument, str) and argument in self._groups:
                 return self._groups[argument]
             if isinstance(argument, torch.ScriptObject):
-                with contextlib.suppress(RuntimeError, TypeError):  # it boxes something else: an operation
+                with contextlib.suppress(RuntimeError, TypeError):  # a ScriptObject of something else: an operation
                     group = ProcessGroup.unbox(argument)
                     return self._groups.get(group.group_name, (group.group_name, group.size()))
         return "unknown", 1
@@ -134,7 +134,7 @@ class CollectiveLog(TorchDispatchMode):
 
 
 def _owner() -> object:
-    """The conversion, unit or reducer whose code is running, innermost first; None where none is."""
+    """The innermost conversion, FSDP unit or reducer whose code is running; None where there is none."""
     frame = sys._getframe(2)
     while frame is not None:
         for name in ("self", "ctx"):
@@ -147,7 +147,7 @@ def _owner() -> object:
 
 
 def _converters(model: nn.Module) -> Iterator[tuple[int, str]]:
-    """The module of every conversion in an applied model, by the conversion's id."""
+    """Yields (id of the conversion, name of its module) for every conversion in an applied model."""
     for module in model.modules():
         site: Site | None = module.__dict__.get(SITE)
         if site is None:
@@ -160,12 +160,12 @@ def _converters(model: nn.Module) -> Iterator[tuple[int, str]]:
                 yield id(converter), reader
 
 
-# ---- beside the plan
+# ---- compared with the plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A collective of which a step issues another number than planned."""
+    """A collective that a step issues more or less often than planned."""
 
     collective: Issued
     planned: int
@@ -180,7 +180,7 @@ class Difference:
 
 
 def listed(plan: Plan) -> Counter[Issued]:
-    """What the plan lists for a step, by pattern; a block of which one layer is left has been listed by its name."""
+    """How often the plan lists each collective for a step, modules by pattern."""
     found: Counter[Issued] = Counter()
     for row in plan.collectives:
         key = Issued(
@@ -207,7 +207,8 @@ def _renamed(one: Issued, where: str) -> Issued:
 
 
 def differences(plan: Plan, planned: Mapping[Issued, int], issued: Sequence[Issued]) -> list[Difference]:
-    """What is not as planned, by pattern, in the order of modules' names in the plan."""
+    """The collectives whose number is not as planned, modules by pattern, sorted, those of "<root>" and "<loss>"
+    last."""
     found = by_pattern(plan, issued)
     return [
         Difference(collective=one, planned=planned.get(one, 0), issued=found[one])
@@ -217,8 +218,8 @@ def differences(plan: Plan, planned: Mapping[Issued, int], issued: Sequence[Issu
 
 
 def first_member(plan: Plan, difference: Difference, issued: Sequence[Issued]) -> str:
-    """The first module of the pattern of which another number was issued than its share of those planned; the pattern
-    where they have no equal shares."""
+    """The first module of a difference's pattern that issued another number than its equal share of the planned ones;
+    the pattern itself where the planned number does not divide by its modules."""
     where = difference.collective.where
     members = [name for name, _ in plan.expand(where)]
     found = Counter(one.where for one in issued if _renamed(one, where) == difference.collective)

@@ -1,7 +1,7 @@
-"""What of this installation works: a line for each part that tpplan needs, each tried and not only looked up.
+"""Finds out which parts of this installation work: tries each part that tpplan needs, and gives a line for it.
 
-The last line is a whole round: a small model is planned for two ranks, and the plan is proven and held against one
-process on two real ranks.
+The last part is a whole round: a small model is planned for two ranks, and the plan is proven, run on two real ranks,
+and compared with one process.
 """
 
 import platform
@@ -31,11 +31,11 @@ from tpplan.verify.verify import Outcome, verify_plan
 
 #: seconds for two ranks to start and add up a number, and for a whole round
 RANKS_TIMEOUT_S, ROUND_TIMEOUT_S = 60.0, 120.0
-#: namespaces of operators that torch itself brings
+#: namespaces of torch's own operators
 _TORCHS_OWN = ("aten", "prims", "_c10d_functional", "mkldnn")
-#: what of other libraries is used where it is there
+#: libraries that are used where they are installed
 _OPTIONAL = ("transformers", "safetensors")
-#: two matrices, tokens and a loss: small, and every kind of conversion of Megatron's pair is in its plan
+#: an embedding, an MLP, a head and a loss: a small model whose plan has every conversion of Megatron's pair
 _MODEL = """
 import torch
 from torch import nn
@@ -64,7 +64,7 @@ def loss(outputs, inputs):
 
 
 class State(StrEnum):
-    """What became of a part; one that is not there is not needed."""
+    """Whether a part works; one that is absent is not needed."""
 
     WORKS = "ok"
     FAILS = "FAILS"
@@ -82,16 +82,16 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Each part, in order, as it is tried. What fails is a finding, not an error."""
+    """Yields a finding for each part as it is tried. A failure is a finding, not an error."""
     yield Finding(name="tpplan", state=State.WORKS, said=_own_versions())
     yield from map(tried, _PARTS)
 
 
 def tried(name: str) -> Finding:
-    """One part, by its name."""
+    """The finding for the named part."""
     try:
         return _PARTS[name](name)
-    except Exception as error:  # of any kind: that it fails is what is asked
+    except Exception as error:  # any failure is a finding
         reason = (str(error).strip() or "no message").splitlines()[0]
         return Finding(name=name, state=State.FAILS, said=f"{type(error).__name__}: {reason}")
 
@@ -116,7 +116,7 @@ def _cuda(name: str) -> Finding:
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
     count = torch.cuda.device_count()
     if not count:
-        return Finding(name=name, state=State.ABSENT, said=f"{built}, no GPU: ranks run on the CPU, by gloo")
+        return Finding(name=name, state=State.ABSENT, said=f"{built}, no GPU: ranks run on the CPU, with gloo")
     names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
     total = float(torch.ones(4, device="cuda").sum())
     return Finding(name=name, state=State.WORKS if total == 4 else State.FAILS, said=f"{built}, {count} x {names}")
@@ -124,7 +124,7 @@ def _cuda(name: str) -> Finding:
 
 def _nccl(name: str) -> Finding:
     if not dist.is_nccl_available():
-        return Finding(name=name, state=State.ABSENT, said="this torch has none")
+        return Finding(name=name, state=State.ABSENT, said="this torch was built without NCCL")
     found = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     ranks = min(2, torch.cuda.device_count())
     if not ranks:
@@ -144,7 +144,7 @@ def _summed(name: str, said: str, num_ranks: int, device_type: str) -> Finding:
 
 
 def add_up(device_type: str) -> float:
-    """On a rank: the sum over ranks of rank + 1."""
+    """Runs on each rank: the sum over ranks of rank + 1."""
     number = torch.tensor(float(dist.get_rank() + 1), device=device_type)
     dist.all_reduce(number)
     return float(number)
@@ -169,7 +169,7 @@ def _internals(name: str) -> Finding:
     return Finding(
         name=name,
         state=State.FAILS if missing else State.WORKS,
-        said=f"{total - len(missing)} of {total} things that tpplan wants of torch's private code",
+        said=f"{total - len(missing)} of {total} internals of torch that tpplan needs work",
         details=tuple(map(str, missing)),
     )
 
@@ -181,8 +181,8 @@ def _operators(name: str) -> Finding:
     return Finding(
         name=name,
         state=State.FAILS if missing else State.WORKS,
-        said=f"{len(named) - len(missing)} of {len(named)} that tpplan knows by name",
-        details=tuple(f"{op} is not there: what calls it would run whole" for op in missing),
+        said=f"{len(named) - len(missing)} of {len(named)} that tpplan knows by name exist",
+        details=tuple(f"{op} is not in this torch: modules that call what replaced it run whole" for op in missing),
     )
 
 
@@ -208,7 +208,7 @@ def _round(name: str) -> Finding:
         )
         report = verify_plan(plan, str(path), ranks=2, timeout_s=ROUND_TIMEOUT_S)
     failed = [f"{check.name}: {check.detail}" for check in report.checks if check.outcome is Outcome.FAIL]
-    said = f"a small model planned on {Axis.TP} 2, {plan.proof.status}, and run beside one process"
+    said = f"a small model planned on {Axis.TP} 2, {plan.proof.status}, run and compared with one process"
     return Finding(name=name, state=State.FAILS if failed else State.WORKS, said=said, details=tuple(failed))
 
 

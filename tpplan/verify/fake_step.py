@@ -1,11 +1,11 @@
-"""Runs one rank's step of a plan on fake tensors: what it issues, how its parameters lie, and its peak memory.
+"""Runs one rank's step of a plan on fake tensors: its collectives, local shapes of parameters, and peak memory.
 
-Nothing is computed and nothing is sent: the process group is fake, and so are the tensors. They stand for a CPU's, on
+Nothing is computed and nothing is sent: the process group and the tensors are fake. The tensors are CPU tensors, for
 which torch would decompose attention and RMS norm; the kernels of a GPU run in their place, as tpplan prices them.
-Memory is what torch's FSDPMemTracker says (MemTracker where nothing is FSDP's).
+Memory is measured by torch's FSDPMemTracker, or MemTracker where no module is sharded by FSDP.
 
-FSDPMemTracker reads high: its own wrapper of a unit's post-backward holds the last parameter's gradient in a variable
-while FSDP frees it. `Tracker` is FSDPMemTracker without that; both numbers are given.
+FSDPMemTracker reads high: its wrapper of a unit's post-backward holds the last parameter's gradient in a variable while
+FSDP frees it. `Tracker` is FSDPMemTracker without that; both numbers are given.
 """
 
 import contextlib
@@ -33,13 +33,14 @@ from tpplan.torch_internals.fakes import FakeTensorMode
 from tpplan.torch_internals.fsdp import FSDPMemTracker, MemTracker, Tracker
 from tpplan.torch_internals.groups import fake_group
 from tpplan.torch_internals.tensors import local_part
-from tpplan.trace.trace import Inputs, Loss, forward_inputs
+from tpplan.trace.forward_arguments import Inputs, forward_inputs
+from tpplan.trace.trace import Loss
 from tpplan.verify.collective_log import CollectiveLog, Issued
 from tpplan.verify.fake_values import answered, answers_of
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
-#: those that torch has and the tracker counts right: it counts the fused AdamW's temporaries, which there are none of
+#: torch's optimizers that the tracker measures right; of the fused AdamW it counts temporaries that there are not
 OPTIMIZERS: Mapping[str, MakeOptimizer] = {
     "adamw": torch.optim.AdamW,
     "adamw-foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
@@ -50,8 +51,8 @@ OPTIMIZERS: Mapping[str, MakeOptimizer] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracked:
-    """Peaks of a step in bytes: the tracker's, and that of torch's own as it is (None without FSDP, where it is the
-    same)."""
+    """Peak memory of a step: by the corrected tracker, in total and by part, and by torch's own tracker as it is (None
+    without FSDP, where both are equal)."""
 
     peak_bytes: int
     as_it_is_bytes: int | None
@@ -60,8 +61,8 @@ class Tracked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeStep:
-    """A step on rank 0 of a fake group: collectives in order, local shapes of parameters under FSDP too, and the peak,
-    where there is a tracker for the plan's optimizer."""
+    """A step on rank 0 of a fake group: collectives in order, local shapes of parameters (sharded by tp and FSDP), and
+    the peak memory where the plan's optimizer can be tracked."""
 
     issued: tuple[Issued, ...]
     shapes: Mapping[str, tuple[int, ...]]
@@ -70,7 +71,8 @@ class FakeStep:
 
 @contextlib.contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """Attention and RMS norm as one kernel each; a rank's own random state needs a seed, which no fake tensor has."""
+    """Runs attention and RMS norm as one kernel each. Replaces what needs values, which fake tensors lack: seeds of a
+    rank's own random state, and what other ranks say of their gradients."""
     attention = patch.object(F, "scaled_dot_product_attention", fused_attention)
     seed, alone = patch.object(dropout_rng, "_next_seed", lambda: 0), patch.object(Averager, "ranks_with", _as_this_one)
     with attention, patch.object(F, "rms_norm", fused_rms_norm), seed, alone:
@@ -78,14 +80,14 @@ def gpu_kernels() -> Iterator[None]:
 
 
 def _as_this_one(averager: Averager, flags: list[list[bool]]) -> list[list[int]]:
-    """What ranks that are not there say of their gradients, which no fake tensor knows: they are as this one."""
+    """Replaces Averager.ranks_with: all ranks have the gradients that this rank has."""
     averager.summed(flags)
     return [list(map(int, row)) for row in flags]
 
 
 def track(build_model: Callable[[], nn.Module], inputs: Inputs, loss: Loss, plan: Plan) -> Tracked:
-    """The peak of a step with the plan applied: its micro-batches, all alike, and the optimizer. A step before it, in
-    which states are made, is not looked at. Raises KeyError for an optimizer that is none of OPTIMIZERS."""
+    """Peak memory of a step with the plan applied: equal micro-batches, then the optimizer. The step before it, in
+    which the optimizer makes its states, does not count. Raises KeyError for an optimizer that is not in OPTIMIZERS."""
     if plan.optimizer not in OPTIMIZERS:
         raise KeyError(plan.optimizer)
     tracked = fake_step(build_model, inputs, loss, plan).tracked
@@ -96,15 +98,15 @@ def track(build_model: Callable[[], nn.Module], inputs: Inputs, loss: Loss, plan
 def fake_step(
     build_model: Callable[[], nn.Module], inputs: Inputs, loss: Loss, plan: Plan, *, is_tracked: bool = True
 ) -> FakeStep:
-    """A step of the plan's mesh, whatever its size, seen from rank 0: micro-batches, all alike, and the optimizer.
+    """A step on rank 0 of the plan's own mesh, of any size: equal micro-batches, then the optimizer.
 
-    Collectives are those of a first step; memory is that of a second one. By then the optimizer has made its states and
-    used them: of an operator that DTensor meets for the first time it makes fake results as large as the whole.
-    Raises what applying the plan raises.
+    Collectives are those of a first step, memory that of a second one: by then the optimizer has made its states, and
+    DTensor has met every operator (at the first call of one it makes fake results as large as the full tensor).
+    Raises what apply_plan raises.
     """
     degrees = tuple(plan.mesh.size(axis) for axis in Axis)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # What must stay as it is was captured when the model was built: it is built as what it stays.
+    # Parameters that must stay as they are may be captured when the model is built, so they are built as fakes.
     with fake_group(plan.mesh.num_gpus), gpu_kernels():
         with mode if plan.untouched is not None else torch.device("meta"):
             model = build_model()
@@ -146,7 +148,7 @@ def _peak(model: nn.Module, inputs: Inputs, loss: Loss, plan: Plan, optimizer: t
 
 
 def _given(tensor: Tensor, plan: Plan, mode: FakeTensorMode) -> Tensor:
-    """An input as the plan's precision takes it."""
+    """A fake input in the plan's precision."""
     is_cast = plan.precision is Precision.BF16 and tensor.dtype == torch.float32
     return mode.from_tensor(tensor.to(torch.bfloat16) if is_cast else tensor)
 
@@ -185,13 +187,13 @@ def _step(
     accepted = forward_inputs(model, inputs)
     for i in range(count):
         if tracker is not None:
-            tracker.reset_mod_stats()  # it takes one call of the model otherwise
+            tracker.reset_mod_stats()  # without it a tracker takes one call of the model only
         with contextlib.nullcontext() if i == count - 1 else no_sync(model), log or contextlib.nullcontext():
             if log is not None:
                 log.begin(Pass.FORWARD)
             outputs = model(**accepted) if isinstance(accepted, Mapping) else model(*accepted)
             scaled = loss(outputs, inputs) / count
-            del outputs  # held on, they would be there throughout backward
+            del outputs  # otherwise they would be alive throughout backward
             if log is not None:
                 log.begin(Pass.BACKWARD)
             scaled.backward()  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """Answers for code that asks tensors for their values in a run on fake tensors, which have none.
 
-Nor may code see that they are fake: some takes another way then than in training (transformers builds masks that it
-does without otherwise). A forward on meta tensors, as a trace runs it, says what each line of code asks and is told; a
-run on fake tensors tells it the same.
+Code may also not see that tensors are fake, as some then takes other branches than in training (transformers builds
+masks that training does without). A forward on meta tensors, as in a trace, gives the questions of each line of code
+and their answers; the run on fake tensors gives the same answers.
 """
 
 import contextlib
@@ -15,26 +15,27 @@ from torch.overrides import TorchFunctionMode
 
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.fakes import seeming_real
-from tpplan.trace.answers.concrete_values import QUESTIONS, KnownValues
+from tpplan.trace.answers.concrete_values import QUESTIONS, ConcreteValues
 from tpplan.trace.answers.planned_device import asking_line
-from tpplan.trace.trace import Inputs, Loss, forward_inputs, quiet
+from tpplan.trace.forward_arguments import Inputs, forward_inputs
+from tpplan.trace.trace import Loss, quiet
 
-#: what the lines of code were told, each in order
+#: by line of code, the answers that it got, in order
 Answers = Mapping[str, tuple[object, ...]]
 
 
 def answers_of(model: nn.Module, inputs: Inputs, loss: Loss) -> Answers | None:
-    """What a model on the meta device asks in one forward and loss; None where it cannot run so without a plan."""
+    """The answers that a model on the meta device gets in one forward and loss; None where that fails."""
     leaves, spec = pytree.tree_flatten(inputs)
     placed = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    known = KnownValues((p, v) for p, v in zip(placed, leaves, strict=True) if isinstance(v, Tensor))
+    known = ConcreteValues((p, v) for p, v in zip(placed, leaves, strict=True) if isinstance(v, Tensor))
     given = pytree.tree_unflatten(placed, spec)
     accepted = forward_inputs(model, given)
     try:
         with known, quiet():
             outputs = model(**accepted) if isinstance(accepted, Mapping) else model(*accepted)
             loss(outputs, given)
-    except Exception:  # of any kind: it is the model's own code, and its step says what is wrong
+    except Exception:  # the model's own code may raise anything; the step that follows reports it
         return None
     found: dict[str, list[object]] = {}
     for line, answer in known.answers:
@@ -44,8 +45,8 @@ def answers_of(model: nn.Module, inputs: Inputs, loss: Loss) -> Answers | None:
 
 @contextlib.contextmanager
 def answered(answers: Answers | None) -> Iterator[None]:
-    """While it lasts, fake tensors do not show that they are, and their values are those of the answers. A line that
-    asks more often than it did is told the same again. Without answers nothing is changed."""
+    """Hides that tensors are fake, and answers questions about their values. A line of code that asks more often than
+    in `answers` gets its answers again from the first. With None nothing is changed."""
     if answers is None:
         yield
         return
@@ -54,7 +55,7 @@ def answered(answers: Answers | None) -> Iterator[None]:
 
 
 class _Answering(TorchFunctionMode):
-    """Gives the answers."""
+    """A mode that gives each line of code its answers in turn."""
 
     def __init__(self, answers: Answers) -> None:
         super().__init__()

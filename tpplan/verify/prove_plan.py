@@ -1,12 +1,12 @@
-"""Proves a plan that is given: one from a file, edited by hand or not, against the model that it is to be applied to.
+"""Proves a plan from a file, edited by hand or not, for the model that it is to be applied to.
 
     proven = prove_plan(plan, build_model, example_inputs, loss=loss)    # VerificationError with the path of a mistake
-    proven.plan.dump("plan.json")                                        # says so in its file
+    proven.plan.dump("plan.json")                                        # with its proof in the file
 
-Both halves of the proof that `solve` makes, from the plan alone: the layout of every value and gradient is derived from
-it (tpplan.layouts.typecheck), and what applying it makes of the model runs the model's ops on local shapes
-(tpplan.prove.structure). Then what the plan says besides must be what follows: the list of collectives, dtypes,
-fingerprints, FSDP's modules. Predicted times are a machine's, and nothing here says whether they are right.
+Both halves of the proof that `solve` makes are made from the plan alone: the layout of every value and gradient is
+derived from the plan (tpplan.layouts.typecheck), and the model with the plan applied must run the model's own ops on
+local shapes (tpplan.prove.structure). Everything else that the plan states must then follow: collectives, dtypes,
+fingerprints, FSDP's modules. Predicted times are not checked: they belong to a machine.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ _SECTIONS = tuple(member.name for member in fields(Plan))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proven:
-    """What follows from a plan that is proven: on the given model, whatever its file says."""
+    """A proven plan, and what follows from it for the given model, whatever its file states."""
 
     #: the given plan with this proof in its file; a shrunk one also has its own collectives, memory and fingerprints
     plan: Plan
@@ -59,10 +59,12 @@ def prove_plan(
     is_as_solved: bool = True,
     reuse: Reuse | None = None,
 ) -> Proven:
-    """Proves a plan for a model. With is_as_solved=False the plan's list of collectives and its fingerprints are not
-    compared, but made, and so is its predicted memory: those of a shrunk plan are the whole one's.
+    """Proves a plan for a model. No profile is asked.
 
-    Raises VerificationError with the path of what is wrong in the plan, ModelError where the model cannot be traced.
+    is_as_solved: whether the plan's collectives and fingerprints are its own, and checked. Those of a shrunk plan are
+        still the whole plan's: they are made anew, and so is its predicted memory. reuse: traces to use.
+
+    Raises VerificationError with the JSON path of a mistake in the plan, ModelError where the model cannot be traced.
     """
     traces = TraceCache(Subject.of_plan(plan, build_model, example_inputs, loss), reuse or Reuse())
     traced = traces.traced(plan.batch.micro_batch)
@@ -70,7 +72,7 @@ def prove_plan(
     _refuse(_static_problems(plan, traced, prints if is_as_solved else None))
     assignment = traced.assignment_of(plan)
     if isinstance(assignment, Mistyped):
-        raise VerificationError(f"{path_of(plan, assignment.place)}: {assignment.message}")
+        raise VerificationError(f"{json_path_of(plan, assignment.place)}: {assignment.message}")
     try:
         check_model(traced.model, plan)
     except TpplanError as error:
@@ -88,7 +90,7 @@ def prove_plan(
 
 
 def _mended(plan: Plan, assumptions: tuple[str, ...]) -> Plan:
-    """The plan as proven under these assumptions; in one that was edited a note says what its certificate is of."""
+    """The plan with a proof under these assumptions, and with a note where it was edited after it was solved."""
     made, notes = as_proven(plan, assumptions=assumptions), plan.notes or ()
     if plan.proof.plan_hash in (None, made.proof.plan_hash) or EDITED in notes:
         return made
@@ -96,7 +98,7 @@ def _mended(plan: Plan, assumptions: tuple[str, ...]) -> Plan:
 
 
 def _refuse(problems: Iterator[str]) -> None:
-    """Raises VerificationError for the first, if there is one."""
+    """Raises VerificationError for the first problem, if there is one."""
     for problem in problems:
         raise VerificationError(problem)
 
@@ -111,7 +113,7 @@ def _fingerprints(traced: Traced) -> Fingerprints:
 
 
 def _check_structure(plan: Plan, assignment: Assignment, traced: Traced, traces: TraceCache) -> None:
-    """The second half. What applying raises is about the plan, too."""
+    """The structure half of the proof. Raises VerificationError also where applying the plan fails."""
     try:
         with planning_for(traces.subject.device):
             found = find_difference(
@@ -134,21 +136,21 @@ def _check_structure(plan: Plan, assignment: Assignment, traced: Traced, traces:
             place = ("boundaries", node.module, f"{node.direction}s", node.path)
         elif node is not None:
             place = ("sizes", node.module)
-        raise VerificationError(f"{path_of(plan, place)}: {found.message}")
+        raise VerificationError(f"{json_path_of(plan, place)}: {found.message}")
 
 
 def _with_path(error: TpplanError) -> str:
-    """What applying a plan says is wrong with it; most of that begins with its path."""
+    """The message of an error of applying a plan, with a JSON path in front where it has none."""
     text = str(error)
     is_placed = text.startswith(tuple(f"{name}{mark}" for name in _SECTIONS for mark in ".[:"))
     return text if is_placed else f"boundaries: {text}"
 
 
-# ---- what the graph alone decides
+# ---- what can be checked without layouts
 
 
 def _static_problems(plan: Plan, traced: Traced, prints: Fingerprints | None) -> Iterator[str]:
-    """What is wrong with names, units and fingerprints, each with its path."""
+    """Yields mistakes in module names, FSDP units and fingerprints (unless prints is None), each with its JSON path."""
     try:
         optimizer_named(plan.optimizer)
     except TpplanError as error:
@@ -166,13 +168,13 @@ def _static_problems(plan: Plan, traced: Traced, prints: Fingerprints | None) ->
         planned, found = getattr(plan.fingerprints, name), getattr(prints, name)
         if planned != found:
             yield (
-                f"fingerprints.{name}: the plan was made for {planned}, this model has {found}: solve again, or look "
-                "whether the model, torch or the example inputs have changed"
+                f"fingerprints.{name}: the plan was made for {planned}, this model has {found}: solve again, or find "
+                "out whether the model, torch or the example inputs have changed"
             )
 
 
 def _named_modules(plan: Plan) -> dict[str, list[tuple[str, str]]]:
-    """(place, key) by section, of what names modules."""
+    """(path within the section, key) of every entry that names modules, by section of the plan."""
     tables: dict[str, Sequence[str] | Mapping[str, object]] = {
         "boundaries": plan.boundaries,
         "sizes": plan.sizes,
@@ -186,13 +188,13 @@ def _named_modules(plan: Plan) -> dict[str, list[tuple[str, str]]]:
 
 
 def _unit_problems(plan: Plan) -> Iterator[str]:
-    """FSDP takes a module once, and those inside it before it."""
+    """Yields FSDP units in a wrong order: a module is sharded once, and modules inside it before it."""
     seen: set[str] = set()
     for position, key in enumerate(plan.fsdp.units):
         for name, _ in plan.expand(key):
             around = next((other for other in (_plain(name), *holders(_plain(name))) if other in seen), None)
             if around is not None:
-                yield f"fsdp.units[{position}]: {name} comes after {around or ROOT}, which holds it"
+                yield f"fsdp.units[{position}]: {name} comes after {around or ROOT}, which holds it: move it before"
             seen.add(_plain(name))
 
 
@@ -200,7 +202,7 @@ def _plain(name: str) -> str:
     return "" if name == ROOT else name
 
 
-# ---- what the plan says besides
+# ---- what follows from layouts
 
 
 def _dtype_problems(plan: Plan, assignment: Assignment) -> Iterator[str]:
@@ -208,7 +210,7 @@ def _dtype_problems(plan: Plan, assignment: Assignment) -> Iterator[str]:
     planned, boundaries = plan.parameter_plans(), plan.boundary_plans()
     for name, found in parameter_plans(assignment).items():
         if planned[name].dtype != found.dtype:
-            path = path_of(plan, ("parameters", name, "dtype"))
+            path = json_path_of(plan, ("parameters", name, "dtype"))
             yield f"{path}: the plan says {planned[name].dtype}, it rests as {found.dtype}"
     for module, boundary in boundary_plans(assignment).items():
         own = boundaries.get(module or ROOT) or boundaries[module]
@@ -218,12 +220,12 @@ def _dtype_problems(plan: Plan, assignment: Assignment) -> Iterator[str]:
         ):
             for path, crossing in there.items():
                 if here[path].dtype != crossing.dtype:
-                    place = path_of(plan, ("boundaries", module, f"{direction}s", path))
-                    yield f"{place}: the plan says {here[path].dtype}, what crosses is {crossing.dtype}"
+                    place = json_path_of(plan, ("boundaries", module, f"{direction}s", path))
+                    yield f"{place}: the plan says {here[path].dtype}, the tensor that crosses is {crossing.dtype}"
 
 
 def _listing_problems(plan: Plan, implied: tuple[CollectivePlan, ...]) -> Iterator[str]:
-    """Collectives that the plan lists otherwise than it implies, or twice."""
+    """Yields collectives whose number in the plan's list is not what the plan implies, and rows listed twice."""
     given, wanted = listed(plan), listed(replace(plan, collectives=implied))
     keys = list(_keys(plan))
     for key in (*wanted, *(key for key in given if key not in wanted)):
@@ -234,7 +236,11 @@ def _listing_problems(plan: Plan, implied: tuple[CollectivePlan, ...]) -> Iterat
                 f"{key.during}: listed {given[key]}, and the plan implies {wanted[key]}"
             )
     first = {key: len(keys) - 1 - i for i, key in enumerate(reversed(keys))}
-    yield from (f"collectives[{i}]: stands there twice" for i, key in enumerate(keys) if first[key] < i)
+    yield from (
+        f"collectives[{i}]: listed twice, at [{first[key]}] too: add the counts up in one row"
+        for i, key in enumerate(keys)
+        if first[key] < i
+    )
 
 
 def _shape_problems(plan: Plan, traces: TraceCache, traced: Traced) -> Iterator[str]:
@@ -244,12 +250,13 @@ def _shape_problems(plan: Plan, traces: TraceCache, traced: Traced) -> Iterator[
 
 
 def _keys(plan: Plan) -> Iterator[Issued]:
+    """The collective of each row of the plan's list, in order."""
     for row in plan.collectives:
         yield from listed(replace(plan, collectives=(row,)))
 
 
-def path_of(plan: Plan, place: tuple[str, ...]) -> str:
-    """The JSON path of a place that is given by section, full name, and the rest."""
+def json_path_of(plan: Plan, place: tuple[str, ...]) -> str:
+    """The JSON path, in the plan's file, of a place (section, full name of a module or parameter, further keys)."""
     if not place:
         return "plan"
     section, *rest = place

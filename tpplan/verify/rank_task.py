@@ -1,7 +1,7 @@
-"""What a process of tpplan.verify.verify does: a step in one process, on a real rank, or as one rank of a fake group.
+"""The steps that tpplan.verify.verify runs: in one process, on each real rank, and as one rank of a fake group.
 
-Parameters are moved off their initial values, so that no 0 or 1 hides an error, and dropout is off: on slices it is not
-what one process drops.
+Parameters are moved off their initial values, so that no 0 or 1 hides an error. Dropout is off, as on slices it would
+drop other elements than in one process.
 """
 
 import contextlib
@@ -28,14 +28,15 @@ from tpplan.plan.plan import Pass, Plan, Precision
 from tpplan.plan.shrink import in_float32
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_children
-from tpplan.trace.trace import Inputs, accumulated_hooks, forward_inputs, quiet
+from tpplan.trace.forward_arguments import Inputs, forward_inputs
+from tpplan.trace.trace import accumulated_hooks, quiet
 from tpplan.trace.user_model import ModelSpec, load_model_file
 from tpplan.verify.collective_log import CollectiveLog, Issued
 from tpplan.verify.fake_step import fake_step
 
-#: of a gradient: what is below this share of the model's largest is rounding
+#: share of the model's largest gradient below which differences count as rounding
 GRADIENT_NOISE = 1e-3
-#: deviation of what is added to parameters
+#: standard deviation of the noise that is added to parameters
 PERTURBATION = 0.02
 
 
@@ -44,26 +45,27 @@ PERTURBATION = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A model and what surrounds it in training, without the layers that are left out."""
+    """The model to verify, with its loss and inputs, without the layers in `dropped`."""
 
     spec: ModelSpec
     dropped: frozenset[str]
 
     def build(self) -> nn.Module:
-        """The model on the current device, in training mode. Raises UsageError where layers stand before others."""
+        """The model on the current device, in training mode. Raises UsageError where layers cannot be left out."""
         model = self.spec.build_model()
         drop_layers(model, self.dropped)
         return model.train()
 
     def loss(self, outputs: Any, inputs: Any) -> Tensor:
-        """The spec's, or the first scalar that the model returns."""
+        """The spec's loss, or the first scalar with a gradient that the model returns."""
         if self.spec.loss is not None:
             return self.spec.loss(outputs, inputs)
         leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
         return next(leaf for leaf in leaves if leaf.dim() == 0 and leaf.requires_grad)
 
     def micro_batches(self, plan: Plan) -> list[Inputs]:
-        """Those of the global batch, in the order of data ranks. Raises ModelError where inputs do not divide."""
+        """The micro-batches of the global batch, in the order of data ranks. Raises ModelError where inputs do not
+        divide."""
         batch = plan.batch
         whole = self.spec.example_inputs(batch.global_batch, batch.seq_len)
         one = self.spec.example_inputs(batch.micro_batch, batch.seq_len)
@@ -71,7 +73,7 @@ class Subject:
 
 
 def drop_layers(model: nn.Module, dropped: frozenset[str]) -> None:
-    """Removes layers from the ends of their containers, in place."""
+    """Removes layers from the ends of their containers, in place. Raises UsageError where they are not at the end."""
     containers: dict[str, set[str]] = {}
     for name in dropped:
         prefix, _, index = name.rpartition(".")
@@ -80,13 +82,15 @@ def drop_layers(model: nn.Module, dropped: frozenset[str]) -> None:
         members = own_children(model.get_submodule(prefix))
         last = list(members)[len(members) - len(indices) :]
         if set(last) != indices:
-            raise UsageError(f"--layers: {prefix} holds {last[-1]} behind its repeated layers, so they cannot be fewer")
+            raise UsageError(
+                f"--layers: {prefix} holds {last[-1]} after its repeated layers, so all must stay: verify without it"
+            )
         for index in last:
             del members[index]
 
 
 def split(whole: Inputs, one: Inputs, count: int) -> list[Inputs]:
-    """`count` parts of the inputs: a tensor is cut along the dim in which it is so many times as large as in `one`."""
+    """`count` parts of the inputs; a tensor is cut along the dim in which it is `count` times as large as in `one`."""
     leaves, spec = pytree.tree_flatten(whole)
     parts = [_parts(leaf, example, count) for leaf, example in zip(leaves, pytree.tree_leaves(one), strict=True)]
     return [pytree.tree_unflatten(list(own), spec) for own in zip(*parts, strict=True)]
@@ -100,14 +104,14 @@ def _parts(leaf: Any, example: Any, count: int) -> Sequence[Any]:
         return [leaf] * count
     if len(dims) > 1 or leaf.shape[dims[0]] != count * example.shape[dims[0]]:
         raise ModelError(
-            f"example_inputs: {list(example.shape)} for a micro-batch and {list(leaf.shape)} for {count} of them: "
-            "expected one dim that grows with the batch"
+            f"example_inputs gives a tensor of shape {list(example.shape)} for one micro-batch and {list(leaf.shape)} "
+            f"for {count}: expected one dim, {count} times as large"
         )
     return leaf.chunk(count, dims[0])
 
 
 def perturb(model: nn.Module, seed: int = 0) -> None:
-    """Adds noise to every parameter, the same for the same seed."""
+    """Adds normal noise to every floating parameter, in place, equal for equal seeds."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -121,44 +125,49 @@ def perturb(model: nn.Module, seed: int = 0) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """A step in one process: parameters before it, their gradients, the mean loss."""
+    """A step in one process: the mean loss, parameters before the step, and gradients."""
 
     loss: float
     parameters: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
 
     def save(self, path: Path) -> None:
-        """For ranks to read."""
+        """Writes the file that ranks load."""
         torch.save({"loss": self.loss, "parameters": self.parameters, "gradients": self.gradients}, path)
 
     @classmethod
     def load(cls, path: str) -> "Reference":
-        """What save wrote; tensors stay in the file until they are read."""
+        """Reads what save wrote; tensors stay in the file until they are used."""
         return cls(**torch.load(path, weights_only=True, mmap=True))
 
 
 def reference_step(subject: Subject, plan: Plan) -> Reference:
-    """The mean over all micro-batches of the model on each, in float32."""
+    """Runs all micro-batches in one process, in float32: the mean loss and its gradients."""
     model = built(subject)
     parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     micro_batches = subject.micro_batches(plan)
     # A hook on an accumulated gradient sees the mean over data-parallel ranks of each backward.
-    together = plan.batch.accumulation_steps if accumulated_hooks(model) else 0
-    loss = _together(model, subject, micro_batches, together) if together else train_step(model, subject, micro_batches)
+    num_backwards = plan.batch.accumulation_steps if accumulated_hooks(model) else 0
+    loss = (
+        _joint_backwards(model, subject, micro_batches, num_backwards)
+        if num_backwards
+        else train_step(model, subject, micro_batches)
+    )
     gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
     return Reference(loss=loss, parameters=parameters, gradients=gradients)
 
 
 def built(subject: Subject) -> nn.Module:
-    """The model with values that every process makes alike."""
+    """The model with parameters that are equal in every process."""
     torch.manual_seed(0)
     model = subject.build()
     perturb(model)
     return model
 
 
-def _together(model: nn.Module, subject: Subject, micro_batches: Sequence[Inputs], num_backwards: int) -> float:
-    """As train_step, in so many backwards, each of what the data-parallel ranks do at a time."""
+def _joint_backwards(model: nn.Module, subject: Subject, micro_batches: Sequence[Inputs], num_backwards: int) -> float:
+    """Runs the micro-batches with num_backwards backwards, each over those that data-parallel ranks run at one time.
+    Returns the mean loss."""
     total = 0.0
     with WithoutDropout():
         for index in range(num_backwards):
@@ -178,7 +187,7 @@ def _loss(model: nn.Module, subject: Subject, inputs: Inputs) -> Tensor:
 def train_step(
     model: nn.Module, subject: Subject, micro_batches: Sequence[Inputs], log: CollectiveLog | None = None
 ) -> float:
-    """Forward and backward of each, gradients reduced in the last alone. Returns the mean loss."""
+    """Runs forward and backward of each micro-batch, gradients reduced in the last one only. Returns the mean loss."""
     total = 0.0
     for index, inputs in enumerate(micro_batches):
         is_last = index + 1 == len(micro_batches)
@@ -193,7 +202,7 @@ def train_step(
 
 @contextlib.contextmanager
 def _watched(model: nn.Module, log: CollectiveLog | None, *, is_last: bool) -> Iterator[None]:
-    """A micro-batch: its gradients stay unreduced unless it is the last, and what it issues is written down."""
+    """The context of one micro-batch: without dropout, gradients reduced only if it is the last, collectives logged."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(WithoutDropout())
         if not is_last:
@@ -210,7 +219,7 @@ def _watched(model: nn.Module, log: CollectiveLog | None, *, is_last: bool) -> I
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a rank is told: the plan's text, where the model comes from, and the file of what one process found."""
+    """The work of a rank: the plan as JSON, the source of the model, and the path of the Reference's file."""
 
     plan: str
     source: str
@@ -221,8 +230,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What a rank found: parameters that differ after applying, the loss of its micro-batches, errors of gradients by
-    parameter, and in the plan's own precision a step's collectives and loss."""
+    """A real rank's results: names of parameters that differ after the plan is applied, the mean loss of its
+    micro-batches, relative errors of gradients by parameter; and in the plan's own precision the collectives and loss
+    of a step."""
 
     shard_rank: int
     parameters: tuple[str, ...]
@@ -232,8 +242,8 @@ class Findings:
     own_loss: float
 
 
-def examine(task: Task) -> Findings:
-    """A rank's part, in a process group of the plan's size."""
+def check_on_rank(task: Task) -> Findings:
+    """Runs on each real rank, in a process group of the plan's size: applies the plan and compares with one process."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     with quiet():
         plan = Plan.from_dict(json.loads(task.plan))
@@ -251,19 +261,19 @@ def mesh_of(plan: Plan, device_type: str) -> DeviceMesh:
 
 
 def applied(subject: Subject, plan: Plan, mesh: DeviceMesh) -> nn.Module:
-    """The model as one process has it on rank 0, garbage on the others, and the plan applied."""
+    """The model with the plan applied; before that, all ranks but 0 hold garbage in their parameters."""
     model = built(subject)
     if dist.get_rank() != 0:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(float("nan") if parameter.is_floating_point() else -1)
-    # On another kind of device than planned for, code that asks for it goes another way; what it gives is compared.
+    # On another device type than planned for, the code may take other branches: the results are compared, all the same.
     is_elsewhere = (plan.proof.device or "").partition(" ")[0] != mesh.device_type
     return apply_plan(model.to(mesh.device_type), plan, mesh=mesh, check="warn" if is_elsewhere else True)
 
 
 def examine_model(model: nn.Module, subject: Subject, plan: Plan, mesh: DeviceMesh, reference: Reference) -> Findings:
-    """What becomes of a model to which the plan's choices have been applied in float32."""
+    """Runs a model to which the plan was applied in float32, and then once more in the plan's own precision."""
     data_rank, steps = plan.mesh.data_rank(dist.get_rank()), plan.batch.accumulation_steps
     every = subject.micro_batches(plan)[data_rank * steps : (data_rank + 1) * steps]
     own = [_on_device(inputs, mesh.device_type) for inputs in every]
@@ -274,7 +284,7 @@ def examine_model(model: nn.Module, subject: Subject, plan: Plan, mesh: DeviceMe
     if plan.precision is not Precision.FP32:
         own = [_as_taken(inputs, plan) for inputs in own]
         model = applied(subject, plan, mesh)
-    # What ranks tell each other once, when they first run, is no part of a step.
+    # A first step before the log is on: ranks compare inputs and seeds once, which is no part of a step.
     own_loss = train_step(model, subject, own)
     for parameter in model.parameters():
         parameter.grad = None
@@ -291,7 +301,7 @@ def examine_model(model: nn.Module, subject: Subject, plan: Plan, mesh: DeviceMe
 
 
 def _as_taken(inputs: Inputs, plan: Plan) -> Inputs:
-    """Floating inputs in the plan's precision, where the user gives them so."""
+    """The inputs with float32 tensors in the plan's precision, which the user's training loop would give."""
     if plan.precision is not Precision.BF16:
         return inputs
     found: Inputs = pytree.tree_map_only(
@@ -314,8 +324,8 @@ def _is_same(parameter: Tensor, expected: Tensor) -> bool:
 
 
 def gradient_errors(parameters: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """By parameter max |g - e| / max(max |e|, noise), noise being a share of the model's largest gradient; infinite
-    where only one has a gradient, or one is no number."""
+    """max |g - e| / max(max |e|, noise) by parameter: g its gradient, e the expected one, noise GRADIENT_NOISE of the
+    model's largest. Infinite where only one of the two exists, or the difference is not finite."""
     noise = GRADIENT_NOISE * max((float(gradient.abs().max()) for gradient in expected.values()), default=0.0)
     errors: dict[str, float] = {}
     for name, parameter in parameters.items():
@@ -332,16 +342,17 @@ def gradient_errors(parameters: Mapping[str, Tensor], expected: Mapping[str, Ten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dry:
-    """What one rank of a fake group found."""
+class FakeFindings:
+    """The results of one rank of a fake group: collectives, local shapes of parameters, and the tracked peak in
+    bytes."""
 
     issued: tuple[Issued, ...]
     shapes: Mapping[str, tuple[int, ...]]
     peak_bytes: int | None
 
 
-def rehearse(task: Task) -> Dry:
-    """A step of the plan on fake tensors; it makes a fake process group of its own."""
+def check_on_fake_rank(task: Task) -> FakeFindings:
+    """Runs a step of the plan on fake tensors, in a fake process group that replaces the process's own."""
     if dist.is_initialized():
         dist.destroy_process_group()
     with quiet():
@@ -349,7 +360,7 @@ def rehearse(task: Task) -> Dry:
         subject = Subject(spec=load_model_file(task.source), dropped=task.dropped)
         inputs = subject.spec.example_inputs(plan.batch.micro_batch, plan.batch.seq_len)
         step = fake_step(subject.build, inputs, subject.loss, plan)
-    return Dry(
+    return FakeFindings(
         issued=step.issued,
         shapes=step.shapes,
         peak_bytes=step.tracked.peak_bytes if step.tracked is not None else None,

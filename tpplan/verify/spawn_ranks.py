@@ -1,8 +1,7 @@
-"""Ranks on this machine, started for one job: each a process of its own, joined in a process group, under
-tpplan.train.guard.
+"""Runs a function on ranks of this machine, started for it: processes in one process group, under tpplan.train.guard.
 
-They are forked from a server that has imported torch and nothing else has run in, so they start in milliseconds,
-inherit no threads, and may use a GPU.
+Ranks are forked from a server process that has only imported torch, so they start in milliseconds, inherit no threads,
+and may use a GPU.
 """
 
 import contextlib
@@ -32,15 +31,15 @@ from tpplan.train.guard import SAID, guard
 
 Result = TypeVar("Result")
 
-#: for the other ranks to say what they know of one that died, longer than a guard takes to find out
+#: seconds to wait for the other ranks' account after one has failed; a guard needs less to find out
 AFTERMATH_S = 45.0
-#: what a rank would import when it first uses DTensor
+#: modules that a rank would import when it first uses DTensor
 _PRELOADED = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What ranks are started for, under which environment variables; they meet in the folder."""
+    """The function that ranks run, its arguments and environment. The folder holds the process group's store."""
 
     folder: Path
     environment: dict[str, str]
@@ -52,7 +51,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Worker:
-    """A rank, seen from here; what it writes to stderr is in a file."""
+    """A rank's process, the connection to it, and the file with what it writes to stderr."""
 
     rank: int
     process: BaseProcess
@@ -63,10 +62,11 @@ class _Worker:
 def on_ranks(
     num_ranks: int, function: Callable[..., Result], *arguments: object, device_type: str = "cpu", timeout_s: float
 ) -> list[Result]:
-    """function(*arguments) on each rank of a group, gloo's on the CPU or NCCL's on GPUs; the results in rank order.
+    """Runs function(*arguments) on each rank of a gloo (CPU) or NCCL (GPU) group. Returns the results in rank order.
 
-    The function must be importable, and arguments and results picklable. Raises RankFailedError with what the ranks
-    agreed on where one fails or dies, and the TpplanError that a single rank raised; all are ended on the way out.
+    The function must be importable, arguments and results picklable. Raises the TpplanError that a rank raised, or
+    RankFailedError, with what the ranks agreed on, where one fails otherwise, dies or takes longer than timeout_s. All
+    ranks are ended at the end.
     """
     with tempfile.TemporaryDirectory(prefix="tpplan-ranks-") as name:
         job = _Job(
@@ -83,7 +83,7 @@ def on_ranks(
 
 
 def _collected(workers: Sequence[_Worker], timeout_s: float) -> dict[int, Any]:
-    """What the ranks return, by rank. Raises the cause where one fails."""
+    """The results by rank. Raises the cause where a rank fails."""
     waiting = {worker.connection: worker for worker in workers}
     results: dict[int, Any] = {}
     failures: dict[int, Exception] = {}
@@ -108,7 +108,7 @@ def _collected(workers: Sequence[_Worker], timeout_s: float) -> dict[int, Any]:
 
 @contextlib.contextmanager
 def _started(num_ranks: int, job: _Job) -> Iterator[list[_Worker]]:
-    """The ranks, running; they are ended on the way out."""
+    """Starts the ranks; ends them at the end."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *_PRELOADED, job.function.__module__])
     with _imports_as_here():
@@ -134,10 +134,10 @@ def _started(num_ranks: int, job: _Job) -> Iterator[list[_Worker]]:
 
 @contextlib.contextmanager
 def _imports_as_here() -> Iterator[None]:
-    """Makes a Python that is started inside import what this one would.
+    """Makes Python processes that are started inside import from this process's sys.path.
 
     The fork server of Python 3.12 and older does not take over sys.path: it would import from the working directory
-    first, and not find what is elsewhere.
+    first, and miss other folders.
     """
     before = dict(os.environ)
     os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -153,7 +153,8 @@ def _imports_as_here() -> Iterator[None]:
 
 
 def _main(rank: int, num_ranks: int, connection: Connection, stderr: Path, job: _Job) -> None:
-    """A rank's life: it joins, works, sends its outcome, and keeps its sockets open until it is ended."""
+    """The main function of a rank: joins the group, runs the job, sends the outcome, and keeps its sockets open until
+    it is ended."""
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     try:
         os.environ.clear()
@@ -168,13 +169,13 @@ def _main(rank: int, num_ranks: int, connection: Connection, stderr: Path, job: 
     sys.stdout.flush()
     try:
         connection.send_bytes(_pickled(outcome))
-        connection.recv_bytes()  # nothing is ever sent: it returns when this rank is killed, or its parent is gone
+        connection.recv_bytes()  # nothing is ever sent: waits until this rank is killed, or its parent is gone
     finally:
         os._exit(0)
 
 
 def _pickled(outcome: object) -> bytes:
-    """An error may hold what cannot be sent."""
+    """The pickled outcome; an error that cannot be pickled becomes a RankFailedError."""
     try:
         return pickle.dumps(outcome)
     except (TypeError, AttributeError, pickle.PicklingError):
@@ -182,7 +183,7 @@ def _pickled(outcome: object) -> bytes:
 
 
 def _join(rank: int, num_ranks: int, job: _Job) -> None:
-    """The default process group, which meets in a file; gloo takes the loopback interface."""
+    """Joins the default process group by a store in a file; gloo uses the loopback interface."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
@@ -198,7 +199,7 @@ def _join(rank: int, num_ranks: int, job: _Job) -> None:
 
 
 def _received(worker: _Worker) -> tuple[Any] | Exception:
-    """A result in a tuple, or what went wrong."""
+    """A rank's result in a tuple, or its error."""
     try:
         outcome: tuple[Any] | Exception = pickle.loads(worker.connection.recv_bytes())
     except EOFError:
@@ -210,7 +211,7 @@ def _received(worker: _Worker) -> tuple[Any] | Exception:
 
 
 def _verdict_in(stderr: Path) -> str:
-    """What the guard printed as it ended the rank."""
+    """The reason that the guard printed when it ended the rank; "" where it printed none."""
     text = stderr.read_text(errors="replace") if stderr.exists() else ""
     return text.rpartition(SAID)[2].strip() if SAID in text else ""
 
@@ -221,7 +222,7 @@ def _end_of(stderr: Path) -> str:
 
 
 def _cause(failures: dict[int, Exception]) -> Exception:
-    """The verdict, if there is one; else the first rank's error."""
+    """The error to raise for failed ranks: what ranks agreed on, if anything; else the first rank's own error."""
     errors = [failures[rank] for rank in sorted(failures)]
     agreed = [
         error for error in errors if isinstance(error, RankFailedError) and " died with exit code" not in str(error)
@@ -234,4 +235,4 @@ def _late(waiting: Sequence[_Worker], failures: dict[int, Exception], timeout_s:
     if failures:
         return _cause(failures)
     numbers = ", ".join(str(worker.rank) for worker in waiting)
-    return RankFailedError(f"ranks {numbers} did not finish in {timeout_s:.0f} s: give more with --timeout")
+    return RankFailedError(f"ranks {numbers} did not finish in {timeout_s:.0f} s: give them more time with --timeout")

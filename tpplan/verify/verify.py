@@ -1,19 +1,19 @@
-"""Holds a plan against what it does: on real ranks beside one process, or on a fake group of the plan's real size.
+"""Compares a plan with what it does: on real ranks, beside one process, or on a fake group of the plan's real size.
 
     report = verify_plan("plan.json", "model.py", ranks=4)       # report.checks, report.is_right
-    report = verify_plan("plan.json", "model.py", dry=True)      # 512 ranks on a laptop: no values, all else
+    report = verify_plan("plan.json", "model.py", dry=True)      # 512 ranks on a laptop: all checks but those of values
 
     check        what is compared
-    proof        what follows from the plan alone, with the model's ops (tpplan.verify.prove_plan)
-    parameters   whole parameters after the plan is applied, bit by bit; ranks but the first hold garbage before
-    loss         the mean over all micro-batches, against one process
-    gradients    of every parameter, whole, against one process
-    collectives  of a step, one by one, against the plan's list
-    shapes       of every parameter's part on a rank, against its placement (dry)
-    memory       peak of a step on fake tensors, by torch's tracker, against the plan's
+    proof        the plan with the model's ops (tpplan.verify.prove_plan)
+    parameters   full parameters after the plan is applied, bit by bit; before, all ranks but the first hold garbage
+    loss         the mean over all micro-batches, with one process
+    gradients    full gradients of every parameter, with one process
+    collectives  those of a step, one by one, with the plan's list
+    shapes       every parameter's local shape on a rank, with its placement (dry)
+    memory       the peak of a step on fake tensors, by torch's tracker, with the plan's prediction
 
-Values are compared in float32, whatever the plan's precision: bfloat16 would hide what is wrong below its rounding. A
-step in the plan's own precision is what collectives are counted in.
+Values are compared in float32, whatever the plan's precision, as bfloat16 would hide errors below its rounding.
+Collectives are counted in a step of the plan's own precision.
 """
 
 import os
@@ -41,27 +41,27 @@ from tpplan.verify.rank_task import (
     Reference,
     Subject,
     Task,
-    examine,
+    check_on_fake_rank,
+    check_on_rank,
     reference_step,
-    rehearse,
 )
 from tpplan.verify.spawn_ranks import on_ranks
 
-#: ranks that are started unless told, if the plan has so many
+#: ranks that are started by default, or fewer where the plan has fewer
 DEFAULT_RANKS = 4
 TIMEOUT_S = 600.0
-#: of a loss, relative; in bfloat16, whose numbers have 8 significant bits, against float32
+#: relative error allowed of a loss in float32; and in bfloat16 (8 significant bits), compared with float32
 LOSS_TOLERANCE, BF16_LOSS_TOLERANCE = 1e-5, 0.05
-#: of a gradient, relative to its largest entry, or to GRADIENT_NOISE of the model's largest
+#: error allowed of a gradient, relative to its largest entry, or to GRADIENT_NOISE of the model's largest
 GRADIENT_TOLERANCE = 1e-4
-#: predicted peak against tracked, relative
+#: relative error allowed of the predicted peak memory, compared with the tracked one
 MEMORY_TOLERANCE = 0.10
 #: differences that a check shows
 MOST_SHOWN = 8
 
 
 class Outcome(StrEnum):
-    """What became of a check; skipped ones say why."""
+    """The result of a check; the detail of a skipped one says why."""
 
     PASS = "pass"
     FAIL = "FAIL"
@@ -70,7 +70,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One comparison: its result in a line, and what differs, the first layer first."""
+    """One comparison: its result in a line, and the differences, those of the first layer first."""
 
     name: str
     outcome: Outcome
@@ -80,8 +80,8 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was run, and what was found. `mended` is the whole plan with the proof that it now has; None where it was
-    not asked for or is not proven."""
+    """The checks, and in words what was run. `mended` is the whole plan with its new proof in it; None where that was
+    not asked for, or the plan is not proven."""
 
     ran: str
     checks: tuple[Check, ...]
@@ -89,7 +89,7 @@ class Report:
 
     @property
     def is_right(self) -> bool:
-        """No check failed."""
+        """True where no check failed."""
         return all(check.outcome is not Outcome.FAIL for check in self.checks)
 
 
@@ -105,21 +105,17 @@ def verify_plan(
 ) -> Report:
     """Verifies a plan for the model that `model` names (model.py, model.py:BUILDER, hf:config.json).
 
-    On `ranks` real ranks (4, or as many as the plan has), on a mesh with the plan's degrees as far as they go; with
-    `layers` the first so many of each repeated block. dry=True runs one rank of the plan's own mesh on fake tensors.
-    With mend=True the whole plan is proven too, where something smaller ran, and is in the report with that proof.
-    Raises PlanError, ModelError, UsageError for what cannot be run at all; what is found wrong is in the report.
+    ranks: real ranks to run on, 4 by default or as many as the plan has, on a mesh with the plan's degrees as far as
+        they go.
+    layers: how many layers of each repeated block to keep, all by default.
+    dry: whether to run one rank of the plan's own mesh on fake tensors, in place of real ranks.
+    mend: whether to prove the whole plan, also where a smaller one runs, and put it with that proof into the report.
+
+    Raises PlanError, ModelError, UsageError for what cannot be run at all; wrong results are in the report.
     """
     loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
     spec = load_model_file(model)
-    if layers is not None and (layers < 1 or not loaded.blocks):
-        raise UsageError(
-            f"layers: expected 1 or more of a repeated block, got {layers} and {len(loaded.blocks)} blocks"
-        )
-    shrunk = loaded if layers is None else with_layers(loaded, layers)
-    if not dry:
-        mesh = smaller_mesh(loaded.mesh, ranks or DEFAULT_RANKS)
-        shrunk = shrunk if mesh == loaded.mesh else on_mesh(shrunk, mesh)
+    shrunk = _shrunk(loaded, None if dry else ranks or DEFAULT_RANKS, layers)
     subject = Subject(spec=spec, dropped=dropped_layers(loaded, layers) if layers is not None else frozenset())
     ran = _what_ran(loaded, shrunk, dry=dry, layers=layers)
     try:
@@ -142,15 +138,27 @@ def verify_plan(
     return Report(ran=ran, checks=tuple(checks), mended=whole.plan if mend else None)
 
 
+def _shrunk(plan: Plan, ranks: int | None, layers: int | None) -> Plan:
+    """The plan for at most this many ranks, and so many layers of each block; itself where nothing is left out."""
+    if layers is not None and (layers < 1 or not plan.blocks):
+        raise UsageError(
+            f"layers: expected 1 or more layers of each repeated block, got {layers}; the plan has "
+            f"{len(plan.blocks)} repeated blocks"
+        )
+    shrunk = plan if layers is None else with_layers(plan, layers)
+    mesh = plan.mesh if ranks is None else smaller_mesh(plan.mesh, ranks)
+    return shrunk if mesh == plan.mesh else on_mesh(shrunk, mesh)
+
+
 def _what_ran(plan: Plan, shrunk: Plan, *, dry: bool, layers: int | None) -> str:
-    """How what ran differs from the plan."""
+    """Describes the run: mesh, precision, batches, and what is smaller than in the plan."""
     batch = shrunk.batch
     parts = [
         f"{shrunk.mesh}, {shrunk.precision}, {batch.accumulation_steps} x micro-batch {batch.micro_batch} x "
         f"{batch.seq_len}"
     ]
     if shrunk.mesh != plan.mesh:
-        parts.append(f"the plan's choices by name, which are for {plan.mesh}")
+        parts.append(f"the plan's choices, which were made for {plan.mesh}")
     if layers is not None:
         parts.append(f"the first {layers} layers of {', '.join(plan.blocks)}")
     parts.append("one rank on fake tensors" if dry else f"{shrunk.mesh.num_gpus} real ranks")
@@ -161,6 +169,7 @@ def _what_ran(plan: Plan, shrunk: Plan, *, dry: bool, layers: int | None) -> str
 
 
 def _on_real_ranks(task: Task, plan: Plan, subject: Subject, timeout_s: float) -> Iterator[Check]:
+    """The checks of real ranks, on GPUs where there are enough, else on the CPU."""
     num_ranks = plan.mesh.num_gpus
     device_type = "cuda" if torch.cuda.device_count() >= num_ranks else "cpu"
     reference = reference_step(subject, plan)
@@ -169,7 +178,7 @@ def _on_real_ranks(task: Task, plan: Plan, subject: Subject, timeout_s: float) -
         reference.save(path)
         given = replace(task, reference=str(path), device_type=device_type)
         try:
-            found = on_ranks(num_ranks, examine, given, device_type=device_type, timeout_s=timeout_s)
+            found = on_ranks(num_ranks, check_on_rank, given, device_type=device_type, timeout_s=timeout_s)
         except RankFailedError as error:
             yield Check(name="ranks", outcome=Outcome.FAIL, detail="a rank failed", differences=(str(error),))
             return
@@ -180,7 +189,7 @@ def _on_real_ranks(task: Task, plan: Plan, subject: Subject, timeout_s: float) -
 
 
 def compare(plan: Plan, reference: Reference, found: Sequence[Findings]) -> Iterator[Check]:
-    """The checks of real ranks."""
+    """The checks of what real ranks found against one process and the plan."""
     yield _parameter_check(reference, found)
     yield from _loss_checks(plan, reference, found)
     yield _gradient_check(reference, found)
@@ -204,15 +213,15 @@ def _loss_checks(plan: Plan, reference: Reference, found: Sequence[Findings]) ->
     apart = [rank for rank, one in enumerate(found) if one.loss != found[rank // tp * tp].loss]
     error = abs(loss - expected) / max(abs(expected), GRADIENT_NOISE)
     said = f"{loss:.6g}, in one process {expected:.6g}: relative error {error:.1e}, allowed {LOSS_TOLERANCE:.0e}"
-    lines = [] if error <= LOSS_TOLERANCE else ["the ranks compute another loss"]
-    lines += [f"rank {rank} has another loss than its tensor-parallel peers" for rank in apart]
+    lines = [] if error <= LOSS_TOLERANCE else ["the ranks compute a different loss"]
+    lines += [f"rank {rank} has a different loss than the other ranks of its tensor-parallel group" for rank in apart]
     yield _check("loss", lines, said, said)
     if plan.precision is not Precision.FP32:
         own = sum(one.own_loss for one in found[::tp]) / len(found[::tp])
         error = abs(own - expected) / max(abs(expected), GRADIENT_NOISE)
         said = f"{own:.4g}, in float32 {expected:.4g}: relative {error:.1e}, allowed {BF16_LOSS_TOLERANCE:.0e}"
         is_right = error <= BF16_LOSS_TOLERANCE
-        yield _check(f"loss in {plan.precision}", [] if is_right else ["far from that in float32"], said, said)
+        yield _check(f"loss in {plan.precision}", [] if is_right else ["far from the loss in float32"], said, said)
 
 
 def _gradient_check(reference: Reference, found: Sequence[Findings]) -> Check:
@@ -226,8 +235,11 @@ def _gradient_check(reference: Reference, found: Sequence[Findings]) -> Check:
 
 
 def _collective_check(plan: Plan, logs: Sequence[tuple[str, Sequence[Issued], int]]) -> Check:
-    """Kind, axis, pass, dtype, bytes and count of each, on every rank. The plan says what the first ranks of FSDP's
-    axis reduce over tp at a step's end; the last may hold less of what does not divide."""
+    """Compares kind, axis, pass, dtype, bytes and count of the collectives on every rank with the plan's.
+
+    Of reductions at the end of a step only the first ranks of the shard axis are compared, which the plan lists: where
+    FSDP's shards are uneven, other ranks reduce less.
+    """
     planned = listed(plan)
     lines: list[str] = []
     for who, issued, shard_rank in logs:
@@ -256,11 +268,14 @@ def _check(name: str, lines: Sequence[str], right: str, wrong: str) -> Check:
 
 
 def _on_fakes(task: Task, plan: Plan, timeout_s: float, *, is_alone: bool) -> Iterator[Check]:
-    """Memory, and, where nothing ran on real ranks, collectives and shapes."""
+    """The memory check on a fake group; with is_alone, where no real ranks run, also those of collectives and
+    shapes."""
     try:
-        (found,) = on_ranks(1, rehearse, task, timeout_s=timeout_s)
+        (found,) = on_ranks(1, check_on_fake_rank, task, timeout_s=timeout_s)
     except TpplanError as error:
-        yield Check(name="fake group", outcome=Outcome.FAIL, detail="a step fails", differences=(str(error),))
+        yield Check(
+            name="fake group", outcome=Outcome.FAIL, detail="a step on fake tensors fails", differences=(str(error),)
+        )
         return
     if is_alone:
         yield _shape_check(plan, found.shapes)
@@ -269,7 +284,7 @@ def _on_fakes(task: Task, plan: Plan, timeout_s: float, *, is_alone: bool) -> It
 
 
 def _shape_check(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> Check:
-    """Rank 0's parts: cut by tp as placed, then along dim 0 by FSDP."""
+    """Compares local shapes on rank 0 with the placements: sharded over tp as placed, then along dim 0 by FSDP."""
     lines = []
     for name, parameter in plan.parameter_plans().items():
         expected = local_shape(parameter.shape, parameter.placement if plan.mesh.tp > 1 else R, plan.mesh.tp)
@@ -277,13 +292,16 @@ def _shape_check(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> Check:
             expected = (-(-expected[0] // plan.mesh.shard), *expected[1:])
         if shapes.get(name) != expected:
             lines.append(f"{name}: {list(shapes.get(name, ()))} on rank 0, expected {list(expected)}")
-    return _check("shapes", lines, f"{len(shapes)} parameters lie as placed", f"{len(lines)} parameters lie otherwise")
+    right = f"{len(shapes)} parameters have the local shapes of their placements"
+    return _check(
+        "shapes", lines, right, f"{len(lines)} parameters have other local shapes than their placements imply"
+    )
 
 
 def _memory_check(plan: Plan, peak_bytes: int | None) -> Check:
     predicted = plan.predicted
     if peak_bytes is None:
-        why = f"no tracker for the optimizer {plan.optimizer}: there is one for {', '.join(OPTIMIZERS)}"
+        why = f"the optimizer {plan.optimizer} cannot be tracked, only {', '.join(OPTIMIZERS)} can"
         return Check(name="memory", outcome=Outcome.SKIPPED, detail=why)
     error = predicted.peak_memory_bytes / peak_bytes - 1
     said = (

@@ -39,9 +39,9 @@ from tpplan.core.mesh import Axis
 from tpplan.torch_internals.modules import is_compiled
 from tpplan.torch_internals.recording import without_modes
 from tpplan.torch_internals.tensors import local_part
+from tpplan.trace.forward_arguments import bound_arguments, named_tensors
 from tpplan.trace.hooks.generated_class import SITE
 from tpplan.trace.hooks.host_rng import states_outside_torch
-from tpplan.trace.trace import bound_arguments, named_tensors
 
 #: number of elements that are widened to 64 bits at a time
 _CHUNK = 2**22

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tpplan.core.errors import PlanMismatchError
 from tpplan.plan.input_dims import BATCH, BOTH, LENGTH, Dim
 from tpplan.plan.plan import BatchPlan, OtherShapes, Plan, ProofStatus
-from tpplan.trace.trace import named_tensors, positional_names
+from tpplan.trace.forward_arguments import named_tensors, positional_names
 
 
 class OnMismatch(Enum):

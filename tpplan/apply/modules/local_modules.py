@@ -32,9 +32,9 @@ from tpplan.core.name_patterns import ROOT
 from tpplan.torch_internals.autograd import NO_BACKWARD, running_backward
 from tpplan.torch_internals.modules import own_parameters
 from tpplan.trace.answers.own_failure import as_internal
+from tpplan.trace.forward_arguments import named_tensors
 from tpplan.trace.hooks.call_rewriting import own_code
 from tpplan.trace.hooks.generated_class import SITE, subclass
-from tpplan.trace.trace import named_tensors
 
 
 @final

@@ -12,7 +12,8 @@ from tpplan.core.mesh import MAX_COUNT, MAX_GPUS, Mesh, divisors
 from tpplan.layouts.rules import Strategy
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.plan import Precision, Recompute
-from tpplan.trace.trace import Inputs, Loss
+from tpplan.trace.forward_arguments import Inputs
+from tpplan.trace.trace import Loss
 
 #: called with a stage ("trace", "costs", "solve", "prove"), how much of it is done, and how much there is
 Progress = Callable[[str, int, int], None]

@@ -1,8 +1,9 @@
-"""Answers: what the code of a model is told while it is traced on meta tensors.
+"""Answers: what a model's code is told when it asks something that tensors without data, on the planning machine, do
+not know.
 
-In: a question of the code (which device, which value, how many of them). Out: the answer that it would get on ranks;
-where there is none, an error that names the module, so that it runs whole. tpplan's own failures are told from the
-model's here, too.
+In: a question of the code (which device, which value, how many elements). Out: the answer that the code would get on
+ranks; where there is none, an error, after which the module that asks runs whole. Errors of tpplan's own code are told
+apart from errors of the model's code here, too.
 
 Imports: core, machine, torch_internals; trace/hooks.
 """

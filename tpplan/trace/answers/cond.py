@@ -1,7 +1,7 @@
-"""torch.cond in a trace: both branches run, and what the condition chooses is a `where` of their results.
+"""torch.cond in a trace: both branches run, and the result is a torch.where of their results.
 
-In training torch.cond compiles its branches when it is called, and code of a plan's cannot be compiled into them. So
-what a branch reads is whole on every rank, and a branch calls no module and reads no parameter.
+In training torch.cond compiles its branches when it is called, and the conversions of a plan cannot be compiled into
+them. So every tensor that a branch reads is whole on every rank, and a branch calls no module and reads no parameter.
 """
 
 import contextlib
@@ -19,15 +19,14 @@ from tpplan.trace.hooks import custom_ops
 
 
 @contextlib.contextmanager
-def branches_in_the_open(chosen: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """While it lasts, torch.cond runs both of its branches, and `chosen` is told. Other higher-order ops raise
-    ModelError."""
+def both_cond_branches_run(chosen: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Makes torch.cond run both branches and call chosen(). Other higher-order ops raise ModelError."""
 
     def opened(name: str) -> Callable[..., Any]:
         if name == "cond":
             chosen()
             return _choose
-        raise ModelError(f"{name}: of torch's higher-order ops, tpplan follows torch.cond alone")
+        raise ModelError(f"{name}: of torch's higher-order ops, tpplan traces torch.cond alone")
 
     with higher_order_ops_by(opened):
         yield
@@ -36,30 +35,31 @@ def branches_in_the_open(chosen: Callable[[], None] = lambda: None) -> Iterator[
 def _choose(
     condition: Tensor, if_true: Callable[..., Any], if_false: Callable[..., Any], operands: tuple[Any, ...]
 ) -> Any:
-    """What torch.cond gives."""
-    with _Whole() as whole:
+    """The result of torch.cond: torch.where of both branches' tensors. Raises ModelError where a branch reads a
+    parameter."""
+    with _WholeOperands() as whole:
         one, spec = pytree.tree_flatten(if_true(*operands))
         other = pytree.tree_leaves(if_false(*operands))
         chosen = [a if a is None else torch.where(condition, a, b) for a, b in zip(one, other, strict=True)]
         return pytree.tree_unflatten([leaf if leaf is None else whole.made(leaf) for leaf in chosen], spec)
 
 
-class _Whole(TorchFunctionMode):
-    """While it is on, every call is given whole tensors."""
+class _WholeOperands(TorchFunctionMode):
+    """A mode that marks the tensor operands of every call as whole on every rank."""
 
     def __init__(self) -> None:
         super().__init__()
-        #: by id: the tensor, which keeps the id taken, and the same marked as whole
+        #: (tensor, its marked view) by the tensor's id; holding the tensor keeps its id from being used again
         self._marked: dict[int, tuple[Tensor, Tensor]] = {}
 
     def made(self, argument: Any) -> Any:
-        """The argument, marked if it is a tensor. Raises ModelError for a parameter."""
+        """The argument, a tensor as its marked view. Raises ModelError for a parameter."""
         if not isinstance(argument, Tensor):
             return argument
         if isinstance(argument, nn.Parameter):
             raise ModelError(
-                "a branch of torch.cond reads a parameter, or calls a module that does: compute with parameters "
-                "before, and choose among what comes out (torch.where)"
+                "a branch of torch.cond reads a parameter, or calls a module that does: compute both results before, "
+                "and choose between them with torch.where"
             )
         marked = self._marked.get(id(argument))
         if marked is None:

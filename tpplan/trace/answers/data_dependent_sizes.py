@@ -1,8 +1,9 @@
 """Sizes that data decides: how many elements a mask picks, how many values are unique.
 
-On meta tensors there is no data. What is known (tpplan.trace.answers.concrete_values) is counted; where it depends on
-weights or chance, a trace goes on with as many elements as there can be, and says so. A second trace with one more then
-shows which dims hang on that: they have another size on the day, and cannot be sharded.
+Meta tensors have no data. Where the values are known (tpplan.trace.answers.concrete_values) elements are counted; where
+they depend on weights or random numbers, a trace goes on with as many elements as there can be, and notes so. A second
+trace with one element more shows which dims depend on the count: their size varies in training, so they cannot be
+sharded.
 """
 
 import contextlib
@@ -14,38 +15,42 @@ import torch
 from torch import Tensor
 
 from tpplan.torch_internals.operators import meta_kernels
-from tpplan.trace.answers.concrete_values import KnownValues
+from tpplan.trace.answers.concrete_values import ConcreteValues
 from tpplan.trace.answers.planned_device import asking_line
 from tpplan.trace.answers.unbacked_int import UnknownValueError
 
 
 @dataclass(frozen=True, slots=True)
-class Counting:
-    """An op that counts: its results on meta tensors if it finds so many, how many there can be, and along which dim of
-    the first result they lie."""
+class CountingOp:
+    """An op whose results have as many elements as it finds.
+
+    results(count, *args): the results as meta tensors. most(*args): the most that the op can find. dim(*args): the dim
+    of the first result whose size is the count.
+    """
 
     results: Callable[..., Any]
     most: Callable[..., int]
     dim: Callable[..., int] = lambda *_, **__: 0
 
 
-#: says how many elements a call finds: given the op, what is known of it, and its arguments
-Counter = Callable[[Any, Counting, tuple[Any, ...], dict[str, Any]], int]
+#: how many elements a call finds, by (op, its CountingOp, args, kwargs)
+Counter = Callable[[Any, CountingOp, tuple[Any, ...], dict[str, Any]], int]
 
 
 @dataclass(slots=True)
 class Counts:
-    """How a trace counts: one more than there are, or can be, if `extra` is 1.
+    """The Counter of a trace: the number of elements where it is known, else the most there can be; plus `extra` where
+    data decides.
 
-    `guessed` holds lines of code and what they were told. `varies`: some count depends on the inputs.
+    `guessed` are lines of code and the counts they got that are not known. `varies`: whether data decides some count.
     """
 
-    known: KnownValues
+    known: ConcreteValues
     extra: int = 0
     guessed: dict[str, int] = field(default_factory=dict)
     varies: bool = False
 
-    def __call__(self, op: Any, counting: Counting, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def __call__(self, op: Any, counting: CountingOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         try:
             count, varies = self.known.count(op, args, kwargs, counting.dim(*args, **kwargs))
         except UnknownValueError:
@@ -57,9 +62,9 @@ class Counts:
 
 @contextlib.contextmanager
 def counting_by(counter: Counter) -> Iterator[None]:
-    """While it lasts, ops whose results have sizes that data decides run on meta tensors."""
+    """Makes ops whose results have sizes that data decides run on meta tensors, with the counter's sizes."""
 
-    def kernel(op: Any, counting: Counting) -> Callable[..., Any]:
+    def kernel(op: Any, counting: CountingOp) -> Callable[..., Any]:
         return lambda *args, **kwargs: counting.results(counter(op, counting, args, kwargs), *args, **kwargs)
 
     with meta_kernels({name: kernel(_op(name), counting) for name, counting in _OPS.items()}):
@@ -120,22 +125,22 @@ def _repeated(count: int, repeats: Tensor, *, output_size: int | None = None) ->
 
 
 _OPS = {
-    "nonzero": Counting(_nonzero, _elements),
-    "masked_select": Counting(_selected, lambda x, mask: (x + mask).numel()),
-    "_unique2": Counting(_unique, _elements),
-    "unique_consecutive": Counting(
+    "nonzero": CountingOp(_nonzero, _elements),
+    "masked_select": CountingOp(_selected, lambda x, mask: (x + mask).numel()),
+    "_unique2": CountingOp(_unique, _elements),
+    "unique_consecutive": CountingOp(
         _runs,
         lambda x, _inverse=False, _counts=False, dim=None: _along(x, dim),
         lambda x, _inverse=False, _counts=False, dim=None: dim or 0,
     ),
-    "unique_dim": Counting(_unique_along, lambda x, dim, *_: _along(x, dim), lambda x, dim, *_: dim),
-    # As many as are asked for: there are more where a number is larger, which is not meant then.
-    "bincount": Counting(_occurrences, lambda x, weights=None, minlength=0: minlength or x.numel()),
-    # How often is anyone's guess.
-    "repeat_interleave.Tensor": Counting(_repeated, _elements),
+    "unique_dim": CountingOp(_unique_along, lambda x, dim, *_: _along(x, dim), lambda x, dim, *_: dim),
+    # minlength where it is given: code that gives it expects no larger number.
+    "bincount": CountingOp(_occurrences, lambda x, weights=None, minlength=0: minlength or x.numel()),
+    # How often each element is repeated is not known; once is taken.
+    "repeat_interleave.Tensor": CountingOp(_repeated, _elements),
 }
 
-#: ops with a result whose size data decides; none shares its memory with what it is given
+#: ops with a result whose size data decides; no result shares memory with an operand
 COUNTING = frozenset(
     {
         *(_op(name) for name in _OPS),

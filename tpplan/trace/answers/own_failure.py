@@ -1,9 +1,8 @@
-"""Whose failure an exception is: the model's, or tpplan's own and torch's beneath it.
+"""Tells whether an exception is the model's failure, or a failure of tpplan or of torch beneath it.
 
-A forward runs on meta tensors inside code of tpplan's. What the model's code raises there, and what an op raises that
-the model's code called, says something of the model or of the plan that was applied to it. What comes out of tpplan's
-own code says nothing of either, and no plan may be refused for it.
-"""
+A forward runs on meta tensors inside code of tpplan. An error that the model's code raises, or an op that the model's
+code called, is about the model or about the plan that was applied to it. An error of tpplan's own code is about
+neither, and no plan may be refused for it."""
 
 import os
 from collections.abc import Sequence
@@ -23,29 +22,33 @@ from tpplan.trace.hooks.call_rewriting import is_frame_of_own_code
 
 _TPPLAN = str(PACKAGE) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-#: of torch's own files, those that are code of models: layers and their functions, not what calls a layer
+#: torch's files that count as code of models: layers and their functions, without the code that calls a layer
 _LAYERS = tuple(
     str(Path(_TORCH, *parts)) for parts in (("nn", "modules", ""), ("nn", "functional.py"), ("nn", "utils", ""))
 )
-#: code of tpplan's that no op of the model's runs through: it reads parameters and converts values
+#: tpplan's files that read parameters and convert values in an applied model: an error there is never the model's
 _APPLYING = tuple(
-    str(PACKAGE / "apply" / file)
-    for file in ("modules/local_modules.py", "modules/parameter_reads.py", "collectives/redistribute.py")
+    str(Path(_TPPLAN, "apply", *parts))
+    for parts in (
+        ("modules", "local_modules.py"),
+        ("modules", "parameter_reads.py"),
+        ("collectives", "redistribute.py"),
+    )
 )
 _CALLING_LAYERS = str(Path(_TORCH, "nn", "modules", "module.py"))
-#: what Python raises of code that is wrong, and no op of torch's for what it is given
+#: errors that mean wrong Python code; torch's ops raise others for wrong operands
 _BREAKS = (AttributeError, NameError, ImportError, AssertionError)
 
 
 def is_layer(file: str) -> bool:
-    """True for a file of torch's in which layers and their functions are."""
+    """True for a file of torch that defines layers or their functions."""
     return file.startswith(_LAYERS) and file != _CALLING_LAYERS
 
 
 def own_failure(error: BaseException | None, *, has_run: bool) -> InternalError | None:
-    """The error to raise where an exception is tpplan's own failure; None where it is the model's.
+    """The error to raise where an exception is a failure of tpplan or torch; None where it is the model's.
 
-    `has_run`: the model's code has run before, on other shapes. Then torch too has no reason to miss an attribute.
+    has_run: the model's code has run before, on other shapes, so a missing attribute in torch is no fault of the model.
     """
     if isinstance(error, InternalError):
         return error
@@ -56,7 +59,7 @@ def own_failure(error: BaseException | None, *, has_run: bool) -> InternalError 
     if any(map(_is_applying, inside)) or (isinstance(error, _BREAKS) and _is_ours(frames[-1:], has_run)):
         return as_internal(error)
     if complaint(torch.__version__) and (missing := lacking()):
-        return InternalError(f"{complaint(torch.__version__)}. It lacks {'; '.join(map(str, missing))}")
+        return InternalError(f"{complaint(torch.__version__)}. This torch lacks {'; '.join(map(str, missing))}")
     return None
 
 
@@ -65,7 +68,7 @@ def _frames_of(error: BaseException) -> list[FrameType]:
 
 
 def _after_model(frames: Sequence[FrameType]) -> Sequence[FrameType]:
-    """What the model's code called, directly or not, when the error was raised; all frames where none is a model's."""
+    """The frames inside the innermost one of the model's code; all frames where none is the model's."""
     last = max((place for place, frame in enumerate(frames) if _is_model(frame.f_code)), default=-1)
     return frames[last + 1 :]
 
@@ -80,19 +83,19 @@ def _is_applying(frame: FrameType) -> bool:
 
 
 def _is_ours(innermost: Sequence[FrameType], has_run: bool) -> bool:
-    """True where tpplan's code raised, or torch's where it had no reason to."""
+    """True where tpplan's code raised the error, or torch's while the model has run before."""
     folders = (_TPPLAN, _TORCH) if has_run else (_TPPLAN,)
     return any(frame.f_code.co_filename.startswith(folders) and not _is_model(frame.f_code) for frame in innermost)
 
 
 def as_internal(error: BaseException) -> InternalError:
-    """The error that says of an exception that it is tpplan's own failure, where it was raised, and by which torch."""
+    """An InternalError for an exception of tpplan's own code, with the place that raised it and torch's version."""
     frames = _frames_of(error)
     own = [frame for frame in frames if frame.f_code.co_filename.startswith(_TPPLAN)]
     frame = (own or frames)[-1]
     where = f"{frame.f_code.co_filename.removeprefix(_TPPLAN)}, {frame.f_code.co_name}"
     reason = (str(error).strip() or "no message").splitlines()[0]
     return InternalError(
-        f"tpplan's own code failed, which says nothing of the model: {type(error).__name__} in {where}: {reason}. "
-        f"torch is {torch.__version__}. Please report it with what `tpplan doctor` prints."
+        f"tpplan's own code failed, through no fault of the model: {type(error).__name__} in {where}: {reason}. "
+        f"torch is {torch.__version__}. Please report this with what `tpplan doctor` prints."
     )

@@ -1,10 +1,10 @@
-"""The device that a model is planned for, as its code sees it while it is traced.
+"""Makes a model's code see the planned device and ranks while it is traced on another machine.
 
 A trace runs on meta tensors (a module that runs whole: on fake ones), on whatever machine plans. Code that asks where a
-tensor is, whether there is a GPU, or whether ranks are running would go another way there than in training, and nothing
-would show it. So while `planning_for` lasts, code of the model's own is told what it will be told on ranks: tensors of
-the trace say that they are on the planned device, and what is put there stays where the trace runs. Code of torch's and
-of tpplan's is told the truth. What no plan can know, such as a process's own rank, is refused by name.
+tensor is, whether there is a GPU, or whether ranks are running could silently take another branch than in training. So
+inside `planning_for`, the model's code gets the answers that it will get on ranks: tensors of the trace say that they
+are on the planned device, and tensors moved to that device stay where the trace runs. Code of torch and of tpplan gets
+true answers. A question that no plan can answer, such as a process's own rank, raises ModelError.
 """
 
 import contextlib
@@ -29,51 +29,52 @@ from tpplan.core.files import PACKAGE
 from tpplan.machine.profile import HardwareProfile
 from tpplan.torch_internals.fakes import FakeTensor
 from tpplan.torch_internals.tensors import address_getters, plain_calls
-from tpplan.trace.answers.unbacked_int import Unsaid
+from tpplan.trace.answers.unbacked_int import UnknownNumber
 
-#: where code asks on behalf of other code
+#: folders of torch and tpplan, whose code asks on behalf of other code
 _NOT_ASKING = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, PACKAGE))
-#: what gives a tensor's address
+#: functions that give a tensor's address
 ADDRESSES = address_getters()
-#: files of tpplan's in which a mode hands calls on
+#: files of tpplan in which a mode passes calls on
 _MODES = (str(PACKAGE / "trace" / "layer_calls.py"),)
-#: files of torch's through which a method's call comes to modes
+#: files of torch through which the call of a tensor's method reaches modes
 _METHODS = tuple(str(Path(torch.__file__).parent / file) for file in ("_tensor.py", "overrides.py"))
-#: NVIDIA's compute capability (CUDA C++ Programming Guide, table of compute capabilities) by what a device is called
+#: NVIDIA's compute capability by a word of the device's name (CUDA C++ Programming Guide, compute capabilities)
 _CAPABILITIES = {"V100": (7, 0), "A100": (8, 0), "H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}
 DEVICE_PATTERN = r"[a-z]+(?: [0-9]+\.[0-9]+)?"
-#: of torch.distributed: what differs from rank to rank, and what one process does not do
+#: functions of torch.distributed that answer differently from rank to rank, and those that one process cannot do
 _ASKING_RANKS = ("get_rank", "get_world_size", "get_node_local_rank", "get_backend", "get_process_group_ranks")
 _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce_scatter_tensor", "barrier",
                 "all_gather_object", "broadcast_object_list", "all_to_all_single", "all_to_all", "reduce", "send",
                 "recv", "isend", "irecv", "gather", "scatter", "reduce_scatter", "new_group")  # fmt: skip
-#: of torch.cuda and torch.accelerator: what no profile says; numbers among that may be kept and printed
+#: functions of torch.cuda and torch.accelerator whose answers no profile has; those in _NUMBERS give numbers, which
+#: code may keep and print
 _ASKING_GPUS = ("get_device_name", "get_device_properties", "mem_get_info", "memory_stats", "get_memory_info")
 _NUMBERS = ("device_count", "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
-_UNSAID = ", which the profile does not say"
-#: methods that may be given a device in any place, and those that name one
+_NOT_IN_PROFILE = ", which the profile does not say"
+#: methods of tensors that take a device at any position, and those whose name is one
 _MOVES = frozenset({"to", "type"})
 _NAMED = {"cuda": "cuda", "cpu": "cpu"}
-#: how Tensor.type begins on a CPU and on a GPU
+#: how the result of Tensor.type begins on a CPU and on a GPU
 _TENSOR_TYPE = ("torch.", "torch.cuda.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDevice:
-    """A kind of device, and of a GPU the compute capability as far as it is known: "cpu", "cuda", "cuda 9.0"."""
+    """A device type, and for a GPU its compute capability where it is known; as text "cpu", "cuda", "cuda 9.0"."""
 
     type: str
     capability: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, profile: HardwareProfile) -> "PlannedDevice":
-        """The device of a profile."""
+        """The device that a profile is of."""
         known = (_CAPABILITIES[word] for word in re.findall(r"\w+", profile.device) if word in _CAPABILITIES)
         return cls(type=profile.device_type, capability=next(known, None) if profile.device_type == "cuda" else None)
 
     @classmethod
     def parse(cls, text: str) -> "PlannedDevice":
-        """The device that str() wrote. Raises PlanError for anything else."""
+        """The device that str() gave as text. Raises PlanError for any other text."""
         if re.fullmatch(DEVICE_PATTERN, text) is None:
             raise PlanError(f"expected a device such as 'cpu', 'cuda' or 'cuda 9.0', got {text!r}")
         kind, _, capability = text.partition(" ")
@@ -85,11 +86,11 @@ class PlannedDevice:
 
     @property
     def device(self) -> torch.device:
-        """As a rank's tensors say it: the first of a node."""
+        """The torch.device that tensors report: of GPUs, the first of a node."""
         return torch.device(self.type, 0) if self.type != "cpu" else torch.device("cpu")
 
     def own_capability(self, *_: object) -> tuple[int, int]:
-        """What torch.cuda.get_device_capability gives. Raises ModelError where it is not known."""
+        """The answer to torch.cuda.get_device_capability. Raises ModelError where the profile does not give it."""
         if self.capability is None:
             raise ModelError(f"{asking_line()}: asks for the GPU's compute capability, which the profile does not say")
         return self.capability
@@ -100,7 +101,7 @@ _planned: ContextVar[PlannedDevice | None] = ContextVar("planned", default=None)
 
 @contextlib.contextmanager
 def planning_for(device: PlannedDevice) -> Iterator[None]:
-    """While it lasts, code of models that are traced sees this device."""
+    """Makes models traced inside see this device."""
     token = _planned.set(device)
     try:
         yield
@@ -109,22 +110,22 @@ def planning_for(device: PlannedDevice) -> Iterator[None]:
 
 
 def planned_device() -> PlannedDevice | None:
-    """The device that is planned for; None where nobody said."""
+    """The device of the enclosing planning_for; None outside of one."""
     return _planned.get()
 
 
 def is_foreign(file: str) -> bool:
-    """True for a file of code that is neither torch's nor tpplan's."""
+    """True for a file outside torch and tpplan: the model's, or another library's."""
     return not file.startswith(_NOT_ASKING)
 
 
 def is_ours(file: str) -> bool:
-    """True for a file of tpplan's."""
+    """True for a file of tpplan."""
     return file.startswith(_NOT_ASKING[1])
 
 
 def asking_line() -> str:
-    """The innermost line of code that is neither torch's nor ours."""
+    """The innermost running line of code outside torch and tpplan, as `file:line: text`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not is_foreign(frame.f_code.co_filename):
         frame = frame.f_back
@@ -133,17 +134,19 @@ def asking_line() -> str:
 
 
 def is_model_asking() -> bool:
-    """True where the code that made a call, modes that it passed on its way left out, is the model's."""
+    """True where the model's code made the call that a mode is handling."""
     return _is_from_model(sys._getframe(2), _MODES)
 
 
 def is_model_calling() -> bool:
-    """True where the code that called a method of a tensor, also one that torch writes in Python, is the model's."""
+    """True where the model's code called the tensor method that a mode is handling, also one that torch has in
+    Python."""
     return _is_from_model(sys._getframe(2), (*_MODES, *_METHODS))
 
 
 def _is_from_model(frame: FrameType | None, passed: tuple[str, ...]) -> bool:
-    """True where a frame, or the first around it that is none of a mode and in none of the files, is the model's."""
+    """True where the innermost frame, from this one outwards, that is no mode's `__torch_function__` and in none of the
+    `passed` files, is code outside torch and tpplan."""
     while frame is not None and (frame.f_code.co_name == "__torch_function__" or frame.f_code.co_filename in passed):
         frame = frame.f_back
     return frame is not None and is_foreign(frame.f_code.co_filename)
@@ -152,8 +155,11 @@ def _is_from_model(frame: FrameType | None, passed: tuple[str, ...]) -> bool:
 # ---- tensors
 
 
-class Seen:
-    """Answers of tensors that stand on one device as if they were on the planned one."""
+class DeviceAnswers:
+    """Answers questions about a tensor's device as if tensors of the trace were on the planned device.
+
+    stand_in: the device that the trace's tensors are on: "meta", or "cpu" for fake tensors.
+    """
 
     def __init__(self, planned: PlannedDevice, stand_in: str) -> None:
         self.planned, self.stand_in = planned, stand_in
@@ -174,7 +180,7 @@ class Seen:
             return tensor.is_meta if self.stand_in == "meta" else isinstance(tensor, FakeTensor)
 
     def answer(self, func: Any, args: tuple[Any, ...]) -> object:
-        """What a call asks about a tensor's device; NotImplemented for any other call, or one of torch's own."""
+        """The answer to a call of the model's code that asks for a tensor's device; NotImplemented for other calls."""
         try:
             found = self.getters.get(func, NotImplemented)
         except TypeError:  # not hashable
@@ -186,7 +192,7 @@ class Seen:
         return found
 
     def placed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-        """The call with what it puts on the planned device where the trace runs."""
+        """The (function, args, kwargs) to run for a call, with the stand-in in place of the planned device."""
         if "device" in kwargs:
             kwargs = kwargs | {"device": self._place(kwargs["device"])}
         name = getattr(func, "__name__", "")
@@ -197,7 +203,7 @@ class Seen:
         return func, args, kwargs
 
     def _place(self, device: Any) -> Any:
-        """Numbers are GPUs."""
+        """The stand-in for the planned device; any other device as it is. An integer is the number of a GPU."""
         if isinstance(device, int) and not isinstance(device, bool):
             return self.stand_in if self.planned.type == "cuda" else device
         if isinstance(device, str):
@@ -206,25 +212,30 @@ class Seen:
 
 
 def as_planned(stand_in: str, refused: Callable[[str], None]) -> contextlib.AbstractContextManager[object]:
-    """While it lasts, tensors on the stand-in answer as on the planned device. Where they are in memory differs from
-    rank to rank: asking for that raises ModelError, which the code may catch, and so `refused` is told before."""
+    """A context in which tensors on the stand-in device answer as on the planned one.
+
+    Asking for a tensor's address, which differs from rank to rank, calls refused(problem) and raises ModelError, which
+    the code may catch.
+    """
     planned = planned_device()
-    return _AsPlanned(Seen(planned, stand_in), refused) if planned is not None else contextlib.nullcontext()
+    return (
+        _AsPlannedMode(DeviceAnswers(planned, stand_in), refused) if planned is not None else contextlib.nullcontext()
+    )
 
 
-class _AsPlanned(TorchFunctionMode):
-    def __init__(self, seen: Seen, refused: Callable[[str], None]) -> None:
+class _AsPlannedMode(TorchFunctionMode):
+    def __init__(self, answers: DeviceAnswers, refused: Callable[[str], None]) -> None:
         super().__init__()
-        self.seen = seen
-        self.refuse = _refusal("asks for the address of a tensor, which each rank has another of", refused)
+        self.answers = answers
+        self.refuse = _refusal("asks for the address of a tensor, which differs on each rank", refused)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in ADDRESSES and is_model_calling():
             self.refuse()
-        found = self.seen.answer(func, args)
+        found = self.answers.answer(func, args)
         if found is not NotImplemented:
             return found
-        func, args, kwargs = self.seen.placed(func, args, kwargs or {})
+        func, args, kwargs = self.answers.placed(func, args, kwargs or {})
         return func(*args, **kwargs)
 
 
@@ -233,33 +244,35 @@ class _AsPlanned(TorchFunctionMode):
 
 @contextlib.contextmanager
 def machine_as_planned(refused: Callable[[str], None]) -> Iterator[None]:
-    """While it lasts, the model's code finds the planned GPUs, and ranks that run. What no plan can know raises
-    ModelError, which the code may catch, and so `refused` is told before."""
+    """Makes the model's code find the planned GPUs, and torch.distributed initialized.
+
+    A question that no plan can answer calls refused(problem) and raises ModelError, which the code may catch.
+    """
     planned = planned_device()
     with contextlib.ExitStack() as stack:
         for owner, name, answer in _answers(planned, refused) if planned is not None else ():
-            stack.enter_context(_told(owner, name, answer))
+            stack.enter_context(_answered(owner, name, answer))
         yield
 
 
 def _answers(
     planned: PlannedDevice, refused: Callable[[str], None]
 ) -> Iterator[tuple[Any, str, Callable[..., object]]]:
-    """What is asked, and what the model's code is told."""
+    """Yields (owner, name, answer): a function that the model's code may call, and what answers in its place."""
     yield dist, "is_initialized", lambda *_: True
     for name in _ASKING_RANKS:
         yield dist, name, _refusal(f"asks torch.distributed.{name}(), which a plan cannot depend on", refused)
     for name in _COLLECTIVES:
-        yield dist, name, _refusal(f"calls torch.distributed.{name}(), which one process does not", refused)
+        yield dist, name, _refusal(f"calls torch.distributed.{name}(), which one process cannot do", refused)
     for storage in (torch.UntypedStorage, torch.TypedStorage):
-        asks = "asks for the address of a tensor's storage, which each rank has another of"
+        asks = "asks for the address of a tensor's storage, which differs on each rank"
         yield storage, "data_ptr", _refusal(asks, refused)
     is_gpu = planned.type == "cuda"
     yield torch.cuda, "is_available", lambda *_: is_gpu
     yield torch.accelerator, "is_available", lambda *_: is_gpu
     if is_gpu:
         yield torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda")
-    else:  # without a check it is what torch was built for, on ranks as here
+    else:  # without check_available the answer is what torch was built for, on ranks as here
         built_for = torch.accelerator.current_accelerator()
         yield (
             torch.accelerator,
@@ -271,9 +284,9 @@ def _answers(
         return
     for owner in (torch.cuda, torch.accelerator):
         for name in _ASKING_GPUS:
-            yield owner, name, _refusal(f"asks {owner.__name__}.{name}(){_UNSAID}", refused)
+            yield owner, name, _refusal(f"asks {owner.__name__}.{name}(){_NOT_IN_PROFILE}", refused)
         for name in _NUMBERS:
-            number = Unsaid(f"{owner.__name__}.{name}(){_UNSAID}", refused)
+            number = UnknownNumber(f"{owner.__name__}.{name}(){_NOT_IN_PROFILE}", refused)
             yield owner, name, lambda *_, number=number: number
         yield owner, "synchronize", lambda *_: None
         yield owner, "empty_cache", lambda *_: None
@@ -285,7 +298,7 @@ def _answers(
 
 def _refusal(what: str, refused: Callable[[str], None]) -> Callable[..., object]:
     def refuse(*_: object, **__: object) -> object:
-        problem = f"{asking_line()}: {what}: decide it in the builder, or do it outside the model"
+        problem = f"{asking_line()}: {what}: do this in the builder, or outside the model"
         refused(problem)
         raise ModelError(problem)
 
@@ -293,8 +306,9 @@ def _refusal(what: str, refused: Callable[[str], None]) -> Callable[..., object]
 
 
 @contextlib.contextmanager
-def _told(owner: Any, name: str, answer: Callable[..., object]) -> Iterator[None]:
-    """A function that answers the model's code otherwise than other code."""
+def _answered(owner: Any, name: str, answer: Callable[..., object]) -> Iterator[None]:
+    """Replaces the function `name` of `owner` by `answer` for calls from the model's code; other code gets the
+    original."""
     function = getattr(owner, name, None)
     if function is None:
         yield

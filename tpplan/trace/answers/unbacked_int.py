@@ -1,15 +1,14 @@
-"""Numbers that nobody knows while a model is traced: how many rows are routed to each expert.
+"""Numbers out of tensors whose values are not known while a model is traced, such as the rows routed to each expert.
 
-Code may take them out of a tensor to split another one (`x.split(counts.tolist())`), or to report them (`loss.item()`).
-Where they depend on weights or chance they are `Unsaid`: they may be kept, returned and printed, and say how large the
-parts are that a dim is split into, which are then made about as large as each other; nothing else. Another run makes
-each part larger or smaller by one row or more, and so shows what hangs on them.
-"""
+Code may take such numbers to split a tensor (`x.split(counts.tolist())`), or to report them (`loss.item()`). Where they
+depend on weights or random numbers they are `UnknownNumber`: the code may keep, return and print them, and split a dim
+by them, which gives parts of about equal size; nothing else. Another trace makes each part larger or smaller by one row
+or more, which shows what depends on the sizes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-#: calls that take a list of sizes at place 1 or by one of these names, and split dim `dim` (place 2) of place 0
+#: functions that split argument 0 along `dim` (argument 2) by a list of sizes: argument 1, or by one of these names
 SPLITTING = {
     "split": ("split_size_or_sections", "split_size", "split_sizes"),
     "split_with_sizes": ("split_sizes",),
@@ -17,12 +16,12 @@ SPLITTING = {
 
 
 class UnknownValueError(RuntimeError):
-    """A question was asked that only real data can answer."""
+    """The code asked a question that only real data can answer."""
 
 
-class Unsaid:
-    """A number out of a tensor. Whatever is computed with it, other than parts of a split, raises UnknownValueError;
-    `asked` is told before."""
+class UnknownNumber:
+    """A number that is not known. Computing with it, other than splitting a dim by it, calls asked(problem) and raises
+    UnknownValueError."""
 
     __slots__ = ("asked", "problem")
 
@@ -46,7 +45,7 @@ class Unsaid:
 
 
 def parts_of(size: int, num_parts: int, extra: int) -> list[int]:
-    """Sizes of parts of a dim, about equal, and with `extra` 1 each another than with 0.
+    """Sizes of the parts of a dim of `size`: about equal with extra = 0, and each of them another with extra = 1.
 
     Raises UnknownValueError where the dim is too short for that.
     """
@@ -58,18 +57,20 @@ def parts_of(size: int, num_parts: int, extra: int) -> list[int]:
     change = pairs if num_parts % 2 == 0 else [*pairs[2:], -1, -1, 2]
     sizes = [part + by for part, by in zip(even, change, strict=True)]
     if min(sizes) < 0:
-        raise UnknownValueError(f"a dim of {size} is split into {num_parts} parts: too short to try two ways")
+        raise UnknownValueError(
+            f"a dim of size {size} is split into {num_parts} parts of unknown sizes: too short to try two splits"
+        )
     return sizes
 
 
 def with_parts(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], extra: int) -> tuple[Any, ...] | None:
-    """The tensor, sizes and dim of a call that splits by unsaid sizes; None for any other call."""
+    """(tensor, sizes, dim) of a call that splits a tensor by unknown sizes; None for any other call."""
     names = SPLITTING.get(name)
     if names is None:
         return None
     given = [args[1]] if len(args) > 1 else [kwargs[key] for key in names if key in kwargs]
     sizes = given[0] if given else None
-    if not isinstance(sizes, Sequence) or not sizes or not all(isinstance(size, Unsaid) for size in sizes):
+    if not isinstance(sizes, Sequence) or not sizes or not all(isinstance(size, UnknownNumber) for size in sizes):
         return None
     tensor = args[0] if args else kwargs["tensor"]
     dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)

@@ -1,7 +1,8 @@
-"""Hooks: what a model runs under while it is traced or run sharded, and after which it is as it was.
+"""Hooks: how tpplan changes the way a model's code runs, while the model is traced or runs sharded.
 
-In: a module, or code that is about to run. Out: context managers and generated classes: forwards rewritten, closures
-and random states of the host put back, the code that checkpoints run again surrounded as before, operators of tpplan's.
+In: a module, or code that is about to run. Out: context managers that put everything back at their end, and generated
+classes: calls rewritten, closures rebound to a copy, random states of the host restored, recomputed code run under the
+contexts of its first run; and tpplan's own operators.
 
 Imports: torch_internals.
 """

@@ -1,8 +1,8 @@
-"""Calls in a module's own code, rewritten while its forward runs: what a rank needs in place of what stands there.
+"""Rewrites calls in a module's own code while its forward runs, such as sizes that are smaller on a rank.
 
 A module with rewriters gets a subclass whose forward runs under a mode. Calls in forwards of the modules inside it are
-left alone, as the plan names the module whose code makes a call, and so is code of ours that runs within a forward.
-What the code checkpoints is rewritten alike when it runs again in backward, by when the forward is over.
+left alone, as the plan names the module whose code makes a call; so is code of tpplan that runs within a forward. Code
+that is checkpointed is rewritten in the same way when it runs again in backward, after the forward is over.
 """
 
 import contextlib
@@ -16,31 +16,31 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tpplan.trace.hooks.checkpoint_context import Surroundings, remembered_again
+from tpplan.trace.hooks.checkpoint_context import ContextFactory, in_checkpoint_replay_as
 from tpplan.trace.hooks.generated_class import subclass
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Rewriter(Protocol):
-    """Hashable and picklable. Gives a call's result, or NotImplemented for a call that is none of its business."""
+    """Gives a call's result, or NotImplemented for a call to leave as it is. Must be hashable and picklable."""
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any: ...
 
 
 class _LeftAlone(Enum):
-    """Code in which nothing is rewritten."""
+    """Code in which no call is rewritten: of a module without rewriters, or tpplan's own."""
 
     OF_THE_MODEL = auto()
     OUR_OWN = auto()
 
 
-#: what is running, the innermost last: it alone rewrites
+#: the code that is running, the innermost last; only the innermost rewrites
 _running: list["_Rewriting | _LeftAlone"] = []
 
 
 def rewrite_calls(rewriters: Mapping[nn.Module, Iterable[Rewriter]]) -> None:
-    """From now on these modules' own forwards run with their calls rewritten; the first rewriter that will, does."""
+    """From now on calls in these modules' own forwards are rewritten, each by the first rewriter that takes it."""
     inside = {child for module in rewriters for child in _called(module)} - rewriters.keys()
     for module, own in rewriters.items():
         module.__class__ = _rewriting_class(type(module), tuple(own))  # type: ignore[arg-type]
@@ -49,30 +49,30 @@ def rewrite_calls(rewriters: Mapping[nn.Module, Iterable[Rewriter]]) -> None:
 
 
 def own_code(function: F) -> F:
-    """The function as code of tpplan's own that runs within a model's forwards: no call in it is rewritten, and a trace
-    of the applied model tells it from the model's."""
+    """Marks a function as code of tpplan that runs within a model's forwards: no call in it is rewritten, and a trace
+    of the applied model can tell it from the model's code."""
     return _left_alone(function, _LeftAlone.OUR_OWN)
 
 
 def is_own_code_running() -> bool:
-    """True inside own_code."""
+    """True while a function marked by own_code runs."""
     return bool(_running) and _running[-1] is _LeftAlone.OUR_OWN
 
 
 def is_frame_of_own_code(frame: FrameType) -> bool:
-    """True for the frame in which own_code calls a function of tpplan's."""
+    """True for the frame in which a function marked by own_code is called."""
     return frame.f_code is _OWN_CALL and frame.f_locals.get("whose") is _LeftAlone.OUR_OWN
 
 
 def running_rewriters() -> tuple[Rewriter, ...]:
-    """Those of the innermost forward."""
+    """The rewriters of the innermost forward that runs; none inside code that is left alone."""
     return _running[-1].rewriters if _running and isinstance(_running[-1], _Rewriting) else ()
 
 
 def _left_alone(function: F, whose: _LeftAlone) -> F:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        _running.append(whose)  # as _leaving_alone does, at a third of what a generator costs
+        _running.append(whose)  # not `with _leaving_alone`: a generator costs three times as much
         try:
             return function(*args, **kwargs)
         finally:
@@ -81,7 +81,7 @@ def _left_alone(function: F, whose: _LeftAlone) -> F:
     return cast(F, run)
 
 
-#: the code of what own_code returns, which all such functions share
+#: the code object that all functions returned by own_code share
 _OWN_CALL = own_code(lambda: None).__code__
 
 
@@ -94,8 +94,8 @@ def _leaving_alone(whose: _LeftAlone) -> Iterator[None]:
         _running.pop()
 
 
-def _as_now() -> Surroundings:
-    """What rewrites the code that is running."""
+def _as_now() -> ContextFactory:
+    """Makes contexts in which calls are rewritten, or left alone, as in the code that is running now."""
     innermost = _running[-1]
     if isinstance(innermost, _Rewriting):
         return functools.partial(_Rewriting, innermost.rewriters)
@@ -103,7 +103,7 @@ def _as_now() -> Surroundings:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """The nearest modules inside that have a forward."""
+    """Yields the nearest modules inside that have a forward."""
     for child in module.children():
         if type(child).forward is nn.Module.forward:
             yield from _called(child)
@@ -120,7 +120,7 @@ def _as_written_class(cls: type[nn.Module]) -> type[nn.Module]:
 def _rewriting_class(cls: type[nn.Module], rewriters: tuple[Rewriter, ...]) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        again = contextlib.nullcontext() if torch.compiler.is_compiling() else remembered_again(_as_now)
+        again = contextlib.nullcontext() if torch.compiler.is_compiling() else in_checkpoint_replay_as(_as_now)
         with _Rewriting(rewriters), again:
             return cls.forward(self, *args, **kwargs)
 
@@ -128,7 +128,7 @@ def _rewriting_class(cls: type[nn.Module], rewriters: tuple[Rewriter, ...]) -> t
 
 
 class _Rewriting(TorchFunctionMode):
-    """One forward's calls, each given to its rewriters."""
+    """A mode that offers each call of one forward to the forward's rewriters."""
 
     def __init__(self, rewriters: tuple[Rewriter, ...]) -> None:
         super().__init__()

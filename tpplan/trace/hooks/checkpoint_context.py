@@ -1,12 +1,11 @@
-"""What surrounds code that torch.utils.checkpoint runs again in backward, when its module's forward is over.
+"""Runs recomputed code under the context managers its first run was under (plain local weights, for example).
 
-A context manager that was entered around the first run (plain local tensors in place of weights, for example) is
-entered around the second run, too.
+torch.utils.checkpoint runs code again in backward, when the forward of the code's module is over.
 
-Reentrant checkpoints (use_reentrant=True) run as non-reentrant ones where FSDP2 holds the model. They start a backward
-within the backward, and FSDP2 takes the end of the inner one for the end of the whole: of a layer that is called twice
-it reduces part of the gradients, without a word (torch 2.13). Non-reentrant checkpoints keep as little, run the same
-code again, and have one backward.
+Where FSDP2 holds the model, reentrant checkpoints (use_reentrant=True) run as non-reentrant ones. A reentrant
+checkpoint starts a backward within the backward, and FSDP2 takes the end of the inner one for the end of the outer one:
+of a layer that is called twice it silently reduces only part of the gradients (torch 2.13). Non-reentrant checkpoints
+keep as little, run the same code again, and have one backward.
 """
 
 import contextlib
@@ -22,26 +21,27 @@ from tpplan.torch_internals import pytree
 from tpplan.torch_internals.checkpoints import reentrant_run_by, run_again_as
 from tpplan.trace.hooks.generated_class import subclass
 
-#: makes what surrounds code once
-Surroundings = Callable[[], contextlib.AbstractContextManager[object]]
+#: makes a context manager to run code in, a new one for each run
+ContextFactory = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 @contextlib.contextmanager
-def surrounded_again(surroundings: Surroundings) -> Iterator[None]:
-    """Whatever is checkpointed while this lasts runs in new surroundings() each time, the first included."""
-    with remembered_again(lambda: surroundings):
+def in_checkpoint_replay(make_context: ContextFactory) -> Iterator[None]:
+    """Runs code that is checkpointed inside under a new make_context() each time, at first and again in backward."""
+    with in_checkpoint_replay_as(lambda: make_context):
         yield
 
 
 @contextlib.contextmanager
-def remembered_again(remember: Callable[[], Surroundings]) -> Iterator[None]:
-    """The same, with the surroundings that remember() gives where the checkpoint is made."""
+def in_checkpoint_replay_as(remember: Callable[[], ContextFactory]) -> Iterator[None]:
+    """Runs code that is checkpointed inside under a new make_context() each time, at first and again in backward, where
+    make_context = remember() when the checkpoint is made."""
 
     def within(function: Callable[..., Any]) -> Callable[..., Any]:
-        surroundings = remember()
+        make_context = remember()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with surroundings():
+            with make_context():
                 return function(*args, **kwargs)
 
         return run
@@ -54,17 +54,17 @@ def remembered_again(remember: Callable[[], Surroundings]) -> Iterator[None]:
 
 
 def leave_reentry(model: nn.Module) -> None:
-    """From now on no checkpoint that is made in the model's forward is reentrant."""
+    """From now on every checkpoint that is made in the model's forward is non-reentrant."""
     model.__class__ = _one_backward_class(type(model))  # type: ignore[arg-type]
 
 
 @functools.cache
 def _one_backward_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of cls in whose forward no checkpoint is reentrant. It bears cls's own name."""
+    """The subclass of cls, under the name of cls, in whose forward every checkpoint is non-reentrant."""
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # which makes one backward of either kind
+        if torch.compiler.is_compiling():  # torch.compile makes one backward of either kind
             return cls.forward(self, *args, **kwargs)
         with without_reentry():
             return cls.forward(self, *args, **kwargs)
@@ -74,16 +74,16 @@ def _one_backward_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 @contextlib.contextmanager
 def without_reentry() -> Iterator[None]:
-    """While it lasts no checkpoint is reentrant, nor when what is checkpointed runs again, which may be later."""
-    with remembered_again(lambda: without_reentry), reentrant_run_by(_checkpointed):
+    """Makes every checkpoint inside non-reentrant, also those made when checkpointed code runs again in backward."""
+    with in_checkpoint_replay_as(lambda: without_reentry), reentrant_run_by(_checkpointed):
         yield
 
 
 def _checkpointed(
     _reentrant: Callable[..., Any], function: Callable[..., Any], preserves_rng_state: bool, *given: Any
 ) -> Any:
-    """What a reentrant checkpoint gives: without a gradient where nothing that it is given has one, nor in what
-    stands in a list or dict of its results."""
+    """The results of a non-reentrant checkpoint with the gradients of a reentrant one: none where no argument carries
+    one, and none for tensors in a list or dict among the results."""
     if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
         with torch.no_grad():
             return function(*given)
@@ -92,6 +92,7 @@ def _checkpointed(
 
 
 def _as_result(result: Any) -> Any:
+    """A result of a reentrant checkpoint: a tensor as it is, tensors in containers detached."""
     if isinstance(result, Tensor):
         return result
     return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)

@@ -1,11 +1,11 @@
-"""The operators of tpplan's own that stand in traced graphs: `torch.ops.tpplan.*`.
+"""tpplan's own operators in traced graphs: `torch.ops.tpplan.*`.
 
 boundary  a tensor crosses into or out of a module's forward; a view, so aliasing stays as it was
 frame     a tensor enters or leaves the forward of a layer that its siblings may copy; a view
-sibling   a layer that is like one already traced: gives tensors like that one's outputs
-opaque    a module that runs whole: inputs and weights go in, and what was observed to come out comes out
-whole     a tensor goes into a function with a backward of its own, or comes out of it; a view
-cross_entropy  torch's own, in one operator: F.cross_entropy in a model's forward is traced as this
+sibling   a layer that is like one already traced: gives tensors like the traced layer's outputs
+opaque    a call of a module that runs whole: gives tensors like the outputs observed for this call
+whole     an operand or result of an autograd.Function, which must be whole on every rank; a view
+cross_entropy  F.cross_entropy as one operator
 """
 
 import inspect
@@ -24,7 +24,7 @@ running_opaques: list[dict[str, tuple[Tensor, ...]]] = []
 
 
 def boundary(x: Tensor, module: str, direction: str, path: str) -> Tensor:
-    """Marks a crossing."""
+    """Marks a tensor that crosses the boundary of `module`; path is the argument's or output's place."""
     marked: Tensor = torch.ops.tpplan.boundary(x, module, direction, path)
     return marked
 
@@ -36,19 +36,20 @@ def frame(x: Tensor, module: str, side: str) -> Tensor:
 
 
 def sibling(inputs: list[Tensor], module: str, like: str) -> list[Tensor]:
-    """Stands for a whole layer."""
+    """The outputs of the layer `module`, like those of the traced layer `like`."""
     outputs: list[Tensor] = torch.ops.tpplan.sibling(inputs, module, like)
     return list(outputs)
 
 
 def opaque(inputs: list[Tensor], weights: list[Tensor], key: str, written: list[int]) -> list[Tensor]:
-    """Stands for a call of a module that runs whole, and writes to some of its weights."""
+    """The outputs of a call of a module that runs whole, observed under `key`; `written` are positions of the weights
+    that the call changes."""
     outputs: list[Tensor] = torch.ops.tpplan.opaque(inputs, weights, key, written)
     return list(outputs)
 
 
 def whole(x: Tensor, carries_gradient: bool) -> Tensor:
-    """Marks what must be whole on every rank, and so its gradient."""
+    """Marks a tensor that must be whole on every rank, and its gradient too."""
     marked: Tensor = torch.ops.tpplan.whole(x, carries_gradient)
     return marked
 
@@ -66,8 +67,8 @@ def _cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor
 
 
 def plain_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, int] | None:
-    """(logits [N, V], targets [N], ignore_index) where a call is F.cross_entropy and that is all there is to it: a mean
-    over targets that are class indices, without weights of classes and without smoothing."""
+    """(logits [N, V], targets [N], ignore_index) where a call is F.cross_entropy in its plain form: a mean over targets
+    that are class indices, without class weights and without label smoothing. None for any other call."""
     if func is not F.cross_entropy:
         return None
     given = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
@@ -78,7 +79,7 @@ def plain_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 class CrossEntropyMode(TorchFunctionMode):
-    """While it is on, a plain F.cross_entropy is the operator."""
+    """A mode that runs F.cross_entropy in its plain form as the operator tpplan::cross_entropy."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plain = plain_cross_entropy(func, args, kwargs or {})
@@ -99,5 +100,5 @@ _LIBRARY.impl("frame", lambda x, module, side: x.view_as(x), "CompositeImplicitA
 _LIBRARY.impl("opaque", _opaque, "CompositeExplicitAutograd")
 _LIBRARY.impl("sibling", _sibling, "CompositeExplicitAutograd")
 
-#: cross_entropy(logits [..., V], targets [...], ignore_index): the mean over targets that are not ignored
+#: cross_entropy(logits [..., V], targets [...], ignore_index): the mean loss over targets that are not ignored
 cross_entropy = torch.ops.tpplan.cross_entropy

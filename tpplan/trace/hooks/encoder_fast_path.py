@@ -1,8 +1,8 @@
-"""torch's own encoder layers without their fused inference kernels, for models whose weights lie in slices.
+"""Runs torch's own encoder layers without their fused inference kernels, for models whose weights are sharded.
 
-Evaluated without gradients, nn.TransformerEncoderLayer and nn.MultiheadAttention hand all their weights to one kernel.
-It calls none of the modules inside, so no conversion at their boundaries runs: on slices it would give summands for
-sums. With the switch that torch has for it off while such a module runs, it goes the way it went in training.
+Without gradients, nn.TransformerEncoderLayer and nn.MultiheadAttention hand all their weights to one fused kernel. The
+kernel calls none of the modules inside, so no conversion at their boundaries runs: on sharded weights the results would
+be partial sums. torch has a switch for this fast path; off, such a module runs as in training.
 """
 
 import functools
@@ -17,7 +17,7 @@ _FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttenti
 
 
 def leave_fast_path(model: nn.Module) -> None:
-    """From now on no module of the model takes it."""
+    """From now on no module of the model uses the fused inference kernels."""
     for module in [module for module in model.modules() if isinstance(module, _FUSED)]:
         cls: Any = type(module)
         module.__class__ = _stepwise_class(cls)  # type: ignore[assignment]
@@ -25,7 +25,7 @@ def leave_fast_path(model: nn.Module) -> None:
 
 @functools.cache
 def _stepwise_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of cls that calls what it is made of. It bears cls's own name."""
+    """The subclass of cls, under the name of cls, that calls its submodules instead of a fused kernel."""
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

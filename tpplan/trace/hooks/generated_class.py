@@ -1,11 +1,11 @@
-"""Classes generated at run time: a forward of a module's own, folded into a class made for that module.
+"""Classes generated at run time, by which a plan gives modules another forward.
 
-A generated class prints, copies and pickles as the class it comes from. Pickle finds a class by its name, which such a
-class has none of its own; it is pickled by its recipe instead: the function that made it, the class it was made from
-(which may be generated, too), and the arguments.
+A generated class has the name of the class it is made from, and its instances print and copy like that class's. Pickle
+finds a class by its name, so an instance is pickled by its class's recipe instead: the function that made the class,
+the class it was made from (which may be generated, too), and the arguments.
 
-Classes generated for a plan replace the forward of a module's class. A forward that code has put on the module itself
-would hide theirs, and is therefore folded into a class first.
+A forward that code has put on the module itself would hide that of a generated class, and is therefore folded into a
+class first.
 """
 
 import copyreg
@@ -17,7 +17,7 @@ from torch import nn
 
 
 def fold_forwards(model: nn.Module) -> None:
-    """From now on no module has a forward of its own. What runs is the same."""
+    """Moves each forward that is an attribute of a module into a class generated for the module."""
     for module in model.modules():
         forward = module.__dict__.pop("forward", None)
         if forward is not None:
@@ -25,7 +25,7 @@ def fold_forwards(model: nn.Module) -> None:
 
 
 def patched_class(cls: type[nn.Module], function: Callable[..., Any]) -> type[nn.Module]:
-    """The subclass of cls with this for a forward, which takes what the function takes. It bears cls's own name."""
+    """The subclass of cls, under the name of cls, whose forward calls the function, with the function's signature."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -36,7 +36,7 @@ def patched_class(cls: type[nn.Module], function: Callable[..., Any]) -> type[nn
     return subclass(cls, {"forward": forward}, patched_class, (function,))
 
 
-#: where a module of a generated class keeps its part of a plan; in __dict__, so neither a submodule nor in state_dict
+#: the key of a module's __dict__ for the module's part of a plan; not an attribute that nn.Module would register
 SITE = "_tpplan_site"
 _RECIPE = "_tpplan_recipe"
 
@@ -44,7 +44,8 @@ _RECIPE = "_tpplan_recipe"
 def subclass(
     cls: type, namespace: Mapping[str, Any], maker: Callable[..., type], arguments: tuple[Hashable, ...] = ()
 ) -> type:
-    """A subclass of cls with these members. `maker(cls, *arguments)` must make it again; cache it there."""
+    """A subclass of cls with the members of `namespace`, picklable. maker(cls, *arguments) must make the same class
+    again: `maker` calls this function, and caches its result."""
 
     def reduce_ex(self: object, protocol: Any) -> tuple[Any, ...]:
         reduced = super(generated, self).__reduce_ex__(protocol)  # type: ignore[arg-type]  # made by its metaclass
@@ -64,7 +65,8 @@ def is_generated(cls: type) -> bool:
 
 
 def _recipe(cls: type) -> object:
-    """The class itself where it can be found by name, else how to make it."""
+    """A picklable description of a class: the class itself, or for a generated one (maker, recipe of its base,
+    arguments)."""
     if not is_generated(cls):
         return cls
     maker, base, arguments = cls.__dict__[_RECIPE]

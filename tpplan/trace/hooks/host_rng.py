@@ -1,4 +1,4 @@
-"""Chance outside torch: the generators of NumPy and of Python, from which a model's forward may draw, too."""
+"""Random states outside torch: the global generators of NumPy and Python, from which a model's forward may draw."""
 
 import contextlib
 import pickle
@@ -8,23 +8,23 @@ from typing import Any
 
 import numpy as np
 
-#: of one run on meta tensors; what is drawn there is no more than an example
+#: the seed for a run on meta tensors, whose draws are only examples
 _SEED = 0
 
 
 def states_outside_torch() -> Mapping[str, bytes]:
-    """The state of each generator by its name."""
+    """The pickled state of each generator, by the generator's name."""
     return {"NumPy": pickle.dumps(np.random.get_state()), "Python": pickle.dumps(random.getstate())}
 
 
 def states_of_generators() -> tuple[Any, ...]:
-    """For `restored`."""
+    """The states of all generators, for `restored`."""
     return np.random.get_state(), random.getstate()
 
 
 @contextlib.contextmanager
 def restored(states: tuple[Any, ...]) -> Iterator[None]:
-    """What is drawn inside is what was drawn from these states on; the generators are left as they were found."""
+    """Draws inside start from these states; at the end the generators are as they were before."""
     now = states_of_generators()
     _set_states(states)
     try:
@@ -41,7 +41,7 @@ def _set_states(states: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def same_draws() -> Iterator[None]:
-    """Each time, what is drawn inside is the same; the generators are left as they were found."""
+    """Draws inside are the same each time; at the end the generators are as they were before."""
     now = states_of_generators()
     np.random.seed(_SEED)
     random.seed(_SEED)

@@ -1,4 +1,4 @@
-"""Memory that tensors lie in, added up while it lives."""
+"""Counts the bytes of tensor storages that are alive."""
 
 import weakref
 from collections.abc import Iterable
@@ -8,14 +8,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Storages:
-    """Bytes of storages, each counted once, until it is freed; `without` are there and do not count."""
+    """Bytes of the storages that are alive, each counted once; storages of the tensors in `without` do not count."""
 
     def __init__(self, without: Iterable[Tensor] = ()) -> None:
         self.live_bytes = self.peak_bytes = 0
         self._known = WeakIdKeyDictionary({tensor.untyped_storage(): True for tensor in without})
 
     def add(self, tensor: Tensor, num_bytes: int | None = None) -> None:
-        """Counts a tensor's storage, by its own size unless another is given."""
+        """Counts a tensor's storage until it is freed, with num_bytes in place of its size where given."""
         storage = tensor.untyped_storage()
         if storage in self._known:
             return
@@ -26,7 +26,7 @@ class Storages:
         weakref.finalize(storage, self._free, size)
 
     def forget_peak(self) -> None:
-        """From now on the peak is that of what comes; what lives counts on."""
+        """Starts the peak anew, from the bytes that are alive now."""
         self.peak_bytes = self.live_bytes
 
     def _free(self, num_bytes: int) -> None:

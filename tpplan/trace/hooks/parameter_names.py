@@ -1,31 +1,31 @@
-"""Which tensors are parameters of a model that is planned, wherever its code comes by them.
+"""Recognizes parameters of a planned model that its code has kept elsewhere, in a closure or a list.
 
-Applying a plan puts another tensor in the place of each parameter. Code that has kept the first one, in a closure or a
-list, would go on with it; so in the copies that are traced other tensors stand already, and the first ones bear names.
+Applying a plan replaces each parameter by another tensor, but such code would go on with the old one. So in the copies
+that are traced parameters are replaced too, and the old ones know the name they had.
 """
 
 from torch import Tensor, nn
 
 from tpplan.torch_internals.modules import own_parameters
 
-#: where a parameter keeps its name in the model
+#: the attribute in which a parameter keeps its name
 _NAME = "_tpplan_name"
 
 
 def register_names(model: nn.Module) -> None:
-    """From now on each parameter knows its name."""
+    """Writes each parameter's name in the model to the parameter."""
     for name, parameter in model.named_parameters():
         parameter.__dict__[_NAME] = name
 
 
 def registered_name(tensor: Tensor) -> str | None:
-    """The name that a tensor was registered by in a model where another stands in its place, or which was copied."""
+    """The name of a parameter that was replaced or whose model was copied; None for any other tensor."""
     name: str | None = tensor.__dict__.get(_NAME)
     return name
 
 
 def put_others(model: nn.Module) -> None:
-    """Puts another in the place of each parameter, ties kept; those that were there are registered."""
+    """Replaces each parameter by a new one on the same data, ties kept; the old ones get their names."""
     register_names(model)
     others: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -1,7 +1,7 @@
-"""Functions that a model holds, in a copy of it: they see the copy.
+"""Makes functions held by a copied model see the copy.
 
-copy.deepcopy leaves a function as it is, and what it has closed over: a lambda on a module (an activation, a hook) goes
-on to read the modules and weights of the model that it was made for. Here it is made again, for the copy's.
+copy.deepcopy copies neither a function nor what it has closed over: a lambda on a module (an activation, a hook) of the
+copy would read modules and weights of the original model. Here such functions are made anew, closed over the copies.
 """
 
 import functools
@@ -13,8 +13,10 @@ from torch import nn
 
 
 def rebind(copied: nn.Module, images: Mapping[int, Any]) -> None:
-    """Makes functions that the modules of a copy hold see the copy. `images` are copies by the id of the original, as
-    copy.deepcopy leaves them in its memo."""
+    """Makes functions that the modules of a copy hold see the copy.
+
+    `images` are the copies by the id of their originals, as copy.deepcopy leaves them in its memo.
+    """
     rebound = _Rebound(images)
     for module in copied.modules():
         for name, value in list(vars(module).items()):
@@ -24,17 +26,17 @@ def rebind(copied: nn.Module, images: Mapping[int, Any]) -> None:
 
 
 class _Rebound:
-    """What stands in the copy for what stood in the original."""
+    """Maps objects of the original model to those of the copy."""
 
     def __init__(self, images: Mapping[int, Any]) -> None:
         self._images = images
-        #: by id: the original, which keeps the id taken, and what stands for it
+        #: (original, its image) by the original's id; holding the original keeps its id from being used again
         self._made: dict[int, tuple[Any, Any]] = {}
-        #: containers that are being gone through, or were
+        #: containers of the copy that were visited, by id
         self._seen: dict[int, Any] = {}
 
     def held(self, value: Any) -> Any:
-        """For what an attribute of a copied module holds: containers are copies already, functions in them are not."""
+        """The image of an attribute of a copied module. Containers are copies already, functions in them are not."""
         if isinstance(value, list | dict):
             if id(value) in self._seen:
                 return value
@@ -58,7 +60,8 @@ class _Rebound:
         return value
 
     def image(self, value: Any) -> Any:
-        """For what a function of the original has closed over."""
+        """The image of an object that a function of the original has closed over; the object itself where it has
+        none."""
         if id(value) in self._images:
             return self._images[id(value)]
         if id(value) in self._made:
@@ -81,11 +84,11 @@ class _Rebound:
         return found
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
-        """The function with images in its cells and defaults; itself where all of them are what they were."""
+        """The function with images in its cells and defaults; the function itself where none of them changes."""
         cells = function.__closure__ or ()
         if not cells and not function.__defaults__ and not function.__kwdefaults__:
             return function
-        # What is made may be in a cell of its own: a function that calls itself.
+        # The new function may be in one of its own cells: a function that calls itself.
         empty = tuple(types.CellType() for _ in cells)
         made = types.FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__, empty or None
@@ -111,7 +114,7 @@ class _Rebound:
 
 
 def _changed(value: Any, parts: Any, image: Callable[[Any], Any], make: Callable[..., Any]) -> Any:
-    """make(*images of the parts), or the value where none has another image."""
+    """make(*images of the parts), or the value itself where every part is its own image."""
     parts = tuple(parts)
     found = tuple(map(image, parts))
     return value if all(a is b for a, b in zip(found, parts, strict=True)) else make(*found)
