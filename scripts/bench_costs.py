@@ -20,8 +20,8 @@ from tpplan.costs.execute import Executor
 from tpplan.costs.step.cost_table import price_space
 from tpplan.layouts.decision_space import Space, build_space
 from tpplan.machine.profile import load_profile
+from tpplan.search.points.user_model import load_model_file
 from tpplan.trace.trace import trace
-from tpplan.trace.user_model import load_model_file
 
 BAR_S = 1.0
 LLAMA = Path(__file__).parent / "examples" / "llama.py"

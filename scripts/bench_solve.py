@@ -98,8 +98,8 @@ def measure(case: Case) -> dict[str, float]:
     import tpplan
 
     assert tpplan.solve  # what it needs is imported now, as for anyone who calls it
+    from tpplan.search.points.user_model import load_model_file
     from tpplan.solvers import highs, milp
-    from tpplan.trace.user_model import load_model_file
 
     sizes: list[int] = []
     build, run = milp.build, highs._run
@@ -233,7 +233,7 @@ def print_untied(name: str, time_limit_s: float) -> bool:
     from tpplan.search.points.mesh_points import Point
     from tpplan.search.points.options import Batch, Options
     from tpplan.search.points.request import Request
-    from tpplan.trace.user_model import load_model_file
+    from tpplan.search.points.user_model import load_model_file
 
     case = CASES[name]
     spec = load_model_file(str(EXAMPLES / case.builder))

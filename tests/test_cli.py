@@ -15,7 +15,7 @@ from tpplan.commands import main
 from tpplan.commands.solve import num_bytes, optimizer
 from tpplan.core.errors import ModelError, TpplanError
 from tpplan.plan.plan import Plan
-from tpplan.trace.user_model import UserCodeError, load_model_file
+from tpplan.search.points.user_model import UserCodeError, load_model_file
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "scripts" / "examples" / "llama.py"

@@ -22,8 +22,8 @@ from tpplan.search import branch_and_bound, counterexamples
 from tpplan.search.points.mesh_points import Point
 from tpplan.search.points.options import Allows
 from tpplan.search.points.point_solver import Candidate, PointSolver
+from tpplan.search.points.user_model import ModelSpec, load_model_file
 from tpplan.solvers.problem import Status
-from tpplan.trace.user_model import ModelSpec, load_model_file
 
 TINY = {
     "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,

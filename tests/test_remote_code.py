@@ -8,7 +8,7 @@ import pytest
 
 from tpplan.commands import main
 from tpplan.core.errors import ModelError, UsageError
-from tpplan.trace.user_model import load_model_file, trusted
+from tpplan.search.points.user_model import load_model_file, trusted
 
 pytest.importorskip("transformers")
 

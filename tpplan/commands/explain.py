@@ -21,7 +21,7 @@ from tpplan.machine.profile import Collective, HardwareProfile, load_profile
 from tpplan.plan.layer_table import layer_rows
 from tpplan.plan.plan import Plan
 from tpplan.plan.report import gib
-from tpplan.trace.user_model import HF_PREFIX, HF_TRUSTED_PREFIX, ModelSpec, load_model_file
+from tpplan.search.points.user_model import HF_PREFIX, HF_TRUSTED_PREFIX, ModelSpec, load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -10,7 +10,7 @@ from tpplan.commands.solve import check_output
 from tpplan.core.errors import ModelError
 from tpplan.core.files import write_atomically
 from tpplan.plan.plan import Plan
-from tpplan.trace.user_model import load_model_file
+from tpplan.search.points.user_model import load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -18,8 +18,8 @@ from tpplan.core.units import GIB, KIB, MIB
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.optimizers import OPTIMIZERS, optimizer_named
 from tpplan.plan.plan import Plan, Precision, Recompute
+from tpplan.search.points.user_model import ModelSpec, load_model_file
 from tpplan.solvers import SOLVERS
-from tpplan.trace.user_model import ModelSpec, load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -21,11 +21,11 @@ from tpplan.core.mesh import Axis
 from tpplan.layouts import rules
 from tpplan.search.planner import solve
 from tpplan.search.points.options import Cluster
+from tpplan.search.points.user_model import load_model_file
 from tpplan.solvers.problem import Expression, Node, Problem, Term
 from tpplan.torch_internals.operators import missing_ops
 from tpplan.torch_internals.probes import lacking, probes
 from tpplan.torch_internals.versions import NEWEST, OLDEST, complaint
-from tpplan.trace.user_model import load_model_file
 from tpplan.verify.spawn_ranks import on_ranks
 from tpplan.verify.verify import Outcome, verify_plan
 

@@ -26,11 +26,11 @@ from tpplan.core.errors import ModelError, UsageError
 from tpplan.core.mesh import Axis
 from tpplan.plan.plan import Pass, Plan, Precision
 from tpplan.plan.shrink import in_float32
+from tpplan.search.points.user_model import ModelSpec, load_model_file
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_children
 from tpplan.trace.forward_arguments import Inputs, forward_inputs
 from tpplan.trace.trace import accumulated_hooks, quiet
-from tpplan.trace.user_model import ModelSpec, load_model_file
 from tpplan.verify.collective_log import CollectiveLog, Issued
 from tpplan.verify.fake_step import fake_step
 

@@ -30,8 +30,8 @@ from tpplan.core.layout import R, local_shape
 from tpplan.core.units import format_bytes
 from tpplan.plan.plan import Pass, Plan, Precision, uses_fsdp
 from tpplan.plan.shrink import dropped_layers, on_mesh, smaller_mesh, with_layers
+from tpplan.search.points.user_model import load_model_file
 from tpplan.trace.trace import quiet
-from tpplan.trace.user_model import load_model_file
 from tpplan.verify.collective_log import Difference, Issued, differences, first_member, listed
 from tpplan.verify.fake_step import OPTIMIZERS
 from tpplan.verify.prove_plan import prove_plan
