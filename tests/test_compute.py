@@ -18,7 +18,7 @@ from tpplan.layouts.rules import Call, Strategy
 from tpplan.machine.profile import AttentionSizes, HardwareProfile
 from tpplan.plan.plan import Plan
 from tpplan.plan.report import render
-from tpplan.trace.opaque import Observed, Ran
+from tpplan.trace.opaque import OpaqueTrace, OpRecord
 
 X = (2, 8, 12, 12)
 #: target, arguments after the tensors, the weight's shape
@@ -97,11 +97,11 @@ def flop(kernels: tuple[Kernel, ...]) -> int:
     return sum(2 * p.batch * p.m * p.n * p.k for p in kernels if isinstance(p, Matmul))
 
 
-def observed(key: str, *ran: Ran, is_bounded: bool = True) -> dict[str, Observed]:
+def observed(key: str, *ran: OpRecord, is_bounded: bool = True) -> dict[str, OpaqueTrace]:
     """A call of a module that runs whole, which ran this forward."""
     outputs = tuple(result for op in ran for result in op.results)
     return {
-        key: Observed(
+        key: OpaqueTrace(
             key=key,
             outputs=outputs,
             spec=pytree.tree_structure(outputs),
@@ -122,8 +122,8 @@ def observed(key: str, *ran: Ran, is_bounded: bool = True) -> dict[str, Observed
 def test_what_is_guessed_of_a_module_that_runs_whole_is_said() -> None:
     """nonzero gives a size that data decides: meta tensors do not run it. Said once for each call that was seen."""
     x = torch.empty(6, 8, device="meta")
-    product = Ran(op=torch.ops.aten.mm.default, args=(x, x.T), kwargs={}, results=(x.new_empty(6, 6),))
-    sifts = Ran(op=torch.ops.aten.nonzero.default, args=(x,), kwargs={}, results=(x.new_empty(48, 2),))
+    product = OpRecord(op=torch.ops.aten.mm.default, args=(x, x.T), kwargs={}, results=(x.new_empty(6, 6),))
+    sifts = OpRecord(op=torch.ops.aten.nonzero.default, args=(x,), kwargs={}, results=(x.new_empty(48, 2),))
     executor = Executor()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

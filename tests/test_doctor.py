@@ -3,7 +3,7 @@
 import pytest
 
 from tpplan.core.errors import RankFailedError
-from tpplan.torch_internals.probes import Lacking
+from tpplan.torch_internals.probes import FailedProbe
 from tpplan.verify import doctor
 from tpplan.verify.doctor import Finding, State, examine
 
@@ -32,7 +32,9 @@ def test_the_round_is_proven(here: dict[str, Finding]) -> None:
 
 
 def test_what_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = Lacking(name="storages", uses="UntypedStorage._cdata", needed_for="traces", reason="AttributeError: gone")
+    missing = FailedProbe(
+        name="storages", uses="UntypedStorage._cdata", needed_for="traces", reason="AttributeError: gone"
+    )
     monkeypatch.setattr(doctor, "lacking", lambda: (missing,))
     found = doctor.tried("internals")
     assert found.state is State.FAILS

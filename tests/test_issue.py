@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from examples import eager_to_shard, example, solve_example
 
-from tpplan.costs.cpu_launch_lag import Lag, waiting
+from tpplan.costs.cpu_launch_lag import LaunchLag, waiting
 from tpplan.costs.kernels import MemoryBound, kernel_time
 from tpplan.machine.profile import HardwareProfile
 from tpplan.machine.tables import OptimizerIssue
@@ -41,7 +41,7 @@ def test_waiting_is_what_issuing_kernels_one_by_one_takes_longer(
     forward = KERNELS[0] * (issue_s - forward_s)
     both = forward + KERNELS[1] * (issue_s - backward_s)
     running_s = steps * (KERNELS[0] * forward_s + KERNELS[1] * backward_s)
-    expressions = waiting({"all": Lag(forward=(forward,), both=(both,))}, steps)
+    expressions = waiting({"all": LaunchLag(forward=(forward,), both=(both,))}, steps)
     found = running_s + max(e.value({"all": 0}) for e in expressions)
     # The first kernel is issued before anything runs.
     assert found == pytest.approx(one_by_one(issue_s, forward_s, backward_s, steps), abs=issue_s + 1e-9)

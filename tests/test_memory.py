@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tpplan
 from tpplan.core.errors import UsageError
 from tpplan.costs.execute import Executor
-from tpplan.costs.saved_tensors import Segment, returned_until
+from tpplan.costs.saved_tensors import SavedStorage, returned_until
 from tpplan.costs.step import memory_replay, step_time
 from tpplan.costs.step.memory_ledger import Ledger, Peak, Piece
 from tpplan.costs.step.step_time import formulated
@@ -123,8 +123,8 @@ def test_a_piece_counts_while_somebody_holds_it() -> None:
 
 
 def test_a_copy_of_a_segment_has_all_that_it_has() -> None:
-    fields = {field.name: object() for field in dataclasses.fields(Segment)}
-    segment = Segment(**fields)
+    fields = {field.name: object() for field in dataclasses.fields(SavedStorage)}
+    segment = SavedStorage(**fields)
     assert segment.copy() == segment
     assert segment.copy() is not segment
 

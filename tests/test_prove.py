@@ -614,7 +614,7 @@ def on_the_last_rank_alone(wrong: Callable[..., Any], right: Callable[..., Any])
     return run
 
 
-def outputs_stay(self: local_modules.Site, output: object) -> object:
+def outputs_stay(self: local_modules.ModuleBinding, output: object) -> object:
     return output
 
 
@@ -630,9 +630,9 @@ def without_f(self: local_modules.BoundaryConversion, x: Tensor, frames: list[lo
 @pytest.mark.parametrize(
     ("place", "name", "sabotaged", "message"),
     [
-        (local_modules.Site, "convert_outputs", outputs_stay, "expected the local shapes"),
+        (local_modules.ModuleBinding, "convert_outputs", outputs_stay, "expected the local shapes"),
         (
-            local_modules.Site,
+            local_modules.ModuleBinding,
             "convert_inputs",
             lambda self, args, kwargs: (args, kwargs),
             "expected the local shapes|run",

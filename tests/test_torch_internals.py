@@ -87,7 +87,7 @@ def test_every_file_of_the_room_has_probes() -> None:
 
 
 def test_this_torch_does_what_every_probe_asks() -> None:
-    assert not probes.lacking()
+    assert not probes.failed_probes()
     assert len(list(probes.probes())) > len(probes.FILES)
 
 
@@ -117,7 +117,7 @@ def names_lacking_without(breakage: str) -> list[str]:
     for module in [module for module in sys.modules if module.startswith("tpplan.torch_internals")]:
         del sys.modules[module]
     fresh = importlib.import_module("tpplan.torch_internals.probes")
-    return [found.name for found in fresh.lacking()]
+    return [found.name for found in fresh.failed_probes()]
 
 
 @pytest.mark.parametrize("name", BREAKAGES)

@@ -41,7 +41,7 @@ from tpplan.apply.modules.applied_mesh import keep_mesh
 from tpplan.apply.modules.dropout_rng import DrawByRank
 from tpplan.apply.modules.first_step_check import check_first_step
 from tpplan.apply.modules.input_shapes import OnMismatch, check_shapes
-from tpplan.apply.modules.local_modules import Site
+from tpplan.apply.modules.local_modules import ModuleBinding
 from tpplan.apply.modules.local_sizes import LocalSizes
 from tpplan.apply.modules.stale_references import Originals
 from tpplan.apply.parallel_style import module_styles
@@ -57,7 +57,7 @@ from tpplan.torch_internals.tensors import gradient_hooks, local_part
 from tpplan.trace.hooks.call_rewriting import Rewriter, rewrite_calls
 from tpplan.trace.hooks.checkpoint_context import leave_reentry
 from tpplan.trace.hooks.encoder_fast_path import leave_fast_path
-from tpplan.trace.hooks.generated_class import SITE, fold_forwards, is_generated
+from tpplan.trace.hooks.generated_class import BINDING, fold_forwards, is_generated
 from tpplan.trace.opaque import HOOKS, opaque_class
 
 #: key in the root module's __dict__ of the Averager, which averages the gradients that FSDP does not hold
@@ -160,8 +160,8 @@ def _reducers(model: nn.Module) -> list[Reducer]:
     return list({id(site.shared): site.shared.reducer for site in _sites(model)}.values())
 
 
-def _sites(model: nn.Module) -> list[Site]:
-    return [module.__dict__[SITE] for module in model.modules() if SITE in module.__dict__]
+def _sites(model: nn.Module) -> list[ModuleBinding]:
+    return [module.__dict__[BINDING] for module in model.modules() if BINDING in module.__dict__]
 
 
 def _rewriters(plan: Plan, modules: dict[str, nn.Module], group: TpGroup) -> dict[nn.Module, list[Rewriter]]:

@@ -26,7 +26,7 @@ from tpplan.core.name_patterns import ROOT
 from tpplan.plan.plan import Plan, ProofStatus
 from tpplan.torch_internals.modules import is_compiled
 from tpplan.torch_internals.recording import without_modes
-from tpplan.trace.noted_calls import Calling, Calls, digest, first_difference
+from tpplan.trace.noted_calls import CallNotes, Calls, digest, first_difference
 
 #: number of calls that the error shows before the first one that differs
 _SHOWN = 3
@@ -70,7 +70,7 @@ class _FirstCalls:
         self.planned, self.whole, self.check = planned, whole, check
         self.proven_device, self.device_type = proven_device, device_type
         self.handles: tuple[RemovableHandle, ...] = ()
-        self.calling: Calling | None = None
+        self.calling: CallNotes | None = None
         self.noting = contextlib.ExitStack()
 
     def before(self, model: nn.Module, _args: object) -> None:
@@ -80,7 +80,7 @@ class _FirstCalls:
             return
         if torch.is_autocast_enabled(self.device_type) or any(map(is_compiled, model.modules())):
             return
-        self.calling = Calling(model, lambda name: plan_name(name) in self.whole)
+        self.calling = CallNotes(model, lambda name: plan_name(name) in self.whole)
         self.noting.enter_context(self.calling.noting())
         self.noting.enter_context(self.calling.forward_of(""))
 
@@ -99,7 +99,7 @@ class _FirstCalls:
                 raise PlanMismatchError(problem)
             warnings.warn(problem, stacklevel=2)
 
-    def problem(self, calling: Calling) -> str:
+    def problem(self, calling: CallNotes) -> str:
         """Returns the message about the first module on this rank whose calls differ, or ""."""
         for name, found in calling.found.items():
             planned = self.planned.get(plan_name(name) or ROOT)

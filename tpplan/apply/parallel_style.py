@@ -20,7 +20,7 @@ from tpplan.apply.collectives.redistribute import TpGroup
 from tpplan.apply.collectives.tp_gradients import Slot
 from tpplan.apply.modules.local_modules import (
     BoundaryConversion,
-    Site,
+    ModuleBinding,
     TensorParallel,
     argument_positions,
     check_swappable,
@@ -33,7 +33,7 @@ from tpplan.core.layout import ROWS, LayoutKind, S, fits
 from tpplan.core.name_patterns import ROOT
 from tpplan.plan.plan import BoundaryPlan, ParameterPlan, Plan
 from tpplan.torch_internals.modules import own_parameters
-from tpplan.trace.hooks.generated_class import SITE
+from tpplan.trace.hooks.generated_class import BINDING
 from tpplan.trace.opaque import opaque_class
 
 _NO_CONVERSIONS = BoundaryPlan(inputs={}, outputs={})
@@ -125,7 +125,7 @@ class ModuleStyle(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         shared = self.application.tensor_parallel(device_mesh)
-        known: Site | None = module.__dict__.get(SITE)
+        known: ModuleBinding | None = module.__dict__.get(BINDING)
         if known is not None and known.shared is shared:
             return self._add_name(module, known)
         self.check(module)
@@ -146,7 +146,7 @@ class ModuleStyle(ParallelStyle):
                 return module
             reads = {}
             module.__class__ = opaque_class(type(module))  # type: ignore[arg-type]
-        site = Site(
+        site = ModuleBinding(
             shared=shared,
             names=(self.name,),
             arguments=argument_positions(module, self._crossings("input", shared.group)),
@@ -189,7 +189,7 @@ class ModuleStyle(ParallelStyle):
             if not crossing.conversion.is_identity
         }
 
-    def _add_name(self, module: nn.Module, site: Site) -> nn.Module:
+    def _add_name(self, module: nn.Module, site: ModuleBinding) -> nn.Module:
         """Adds a second name to a module that is applied already. Raises PlanError where its conversions differ there.
 
         All calls of a module share one boundary, which the plan lists under one of its names.

@@ -10,7 +10,7 @@ from tpplan.plan.report import as_data, gib
 from tpplan.plan.styles import Style
 
 if TYPE_CHECKING:
-    from tpplan.search.alternatives import Kind
+    from tpplan.search.alternatives import PlanKind
 
 #: most terms of a difference that are named, and the least share of the step at which a term is named
 _TERMS, _LEAST_SHARE = 3, 0.0005
@@ -28,7 +28,7 @@ _LEGEND = (
 )
 
 
-def kind_lines(kinds: "Sequence[Kind]", width: int) -> list[str]:
+def kind_lines(kinds: "Sequence[PlanKind]", width: int) -> list[str]:
     """The table of plans, then for each plan but the first the terms in which it is slower."""
     first = kinds[0].plan
     rows = [("", "mesh", "micro", "step", "more", "peak", "styles")]
@@ -54,7 +54,7 @@ def kind_lines(kinds: "Sequence[Kind]", width: int) -> list[str]:
     return [*lines, *folded(_LEGEND, width)]
 
 
-def styles_text(kind: "Kind") -> str:
+def styles_text(kind: "PlanKind") -> str:
     """The styles of a kind's layers and its recomputation, in few words."""
     plan = kind.plan
     words = (
@@ -78,7 +78,7 @@ def _why(first: Plan, other: Plan) -> str:
     return f"{text}; peak memory {'+' if memory >= 0 else '-'}{gib(abs(memory))}."
 
 
-def print_kinds_as_data(plan: Plan, kinds: "Sequence[Kind]") -> None:
+def print_kinds_as_data(plan: Plan, kinds: "Sequence[PlanKind]") -> None:
     """Prints the best plan as JSON, with all kinds under "kinds"."""
     data = as_data(plan) | {"kinds": [{"styles": sorted(map(str, k.styles)), "plan": as_data(k.plan)} for k in kinds]}
     write_json(data)

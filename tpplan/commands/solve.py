@@ -24,7 +24,7 @@ from tpplan.solvers import SOLVERS
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from tpplan.search.alternatives import Kind
+    from tpplan.search.alternatives import PlanKind
 
 #: columns of the longest name of a stage of planning
 STAGE_COLUMNS = 6
@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _files(args: argparse.Namespace, plan: Plan, kinds: "Sequence[Kind]") -> Iterator[tuple[Path, Plan]]:
+def _files(args: argparse.Namespace, plan: Plan, kinds: "Sequence[PlanKind]") -> Iterator[tuple[Path, Plan]]:
     """Yields (path, plan) for the best plan and for those of the other kinds by their number."""
     if args.output is not None:
         yield args.output, plan
@@ -164,7 +164,7 @@ def _files(args: argparse.Namespace, plan: Plan, kinds: "Sequence[Kind]") -> Ite
         yield from ((args.top_dir / f"plan-{i}.json", kind.plan) for i, kind in enumerate(kinds[1:], start=2))
 
 
-def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile) -> "tuple[Plan, list[Kind]]":
+def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile) -> "tuple[Plan, list[PlanKind]]":
     """The best plan, and with --top the best plans of each kind, the best plan first."""
     from tpplan.search.alternatives import Problem, top
     from tpplan.search.points.options import Cluster

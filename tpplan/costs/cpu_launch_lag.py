@@ -22,7 +22,7 @@ from tpplan.solvers.problem import Expression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lag:
+class LaunchLag:
     """Seconds by strategy by which issuing a decision's kernels takes longer than running them.
 
     `forward` is that of the forward alone, `both` of forward and backward together.
@@ -32,7 +32,7 @@ class Lag:
     both: tuple[float, ...]
 
 
-def waiting(lags: Mapping[str, Lag], steps: int) -> tuple[Expression, ...]:
+def waiting(lags: Mapping[str, LaunchLag], steps: int) -> tuple[Expression, ...]:
     """Returns expressions over the decisions whose maximum is T - A D; `lags` are by decision, steps is A."""
     found = [Expression()]
     for earlier, is_cut_between in ((steps, False), (0, True), (steps - 1, True)):
@@ -46,7 +46,7 @@ def waiting(lags: Mapping[str, Lag], steps: int) -> tuple[Expression, ...]:
     return tuple(found)
 
 
-def _pairs(lag: Lag) -> Iterator[tuple[float, float]]:
+def _pairs(lag: LaunchLag) -> Iterator[tuple[float, float]]:
     return zip(lag.forward, lag.both, strict=True)
 
 

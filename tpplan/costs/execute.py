@@ -23,7 +23,7 @@ from tpplan.layouts.rules import OPAQUE, Call, Strategy, localized_arguments
 from tpplan.torch_internals.operators import is_op
 from tpplan.torch_internals.tensors import storage_key
 from tpplan.trace.answers.data_dependent_sizes import COUNTING, counting_by
-from tpplan.trace.opaque import Observed, Ran
+from tpplan.trace.opaque import OpaqueTrace, OpRecord
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class Executor:
             self._memo[key] = (about, make())
         return cast(T, self._memo[key][1])
 
-    def observe(self, calls: Mapping[str, Observed]) -> None:
+    def observe(self, calls: Mapping[str, OpaqueTrace]) -> None:
         """Stores the executions of opaque modules' calls, by key, as observed. Warns about guesses among them."""
         for key, observed in calls.items():
             if key in self._observed:
@@ -128,7 +128,7 @@ class Executor:
         return self._cache[key]
 
 
-def _execution_of(observed: Observed) -> Execution:
+def _execution_of(observed: OpaqueTrace) -> Execution:
     """Returns the execution of an opaque module's call from the ops that it was observed to run."""
     return Execution(
         forward=tuple(kernel for ran in observed.forward for kernel in _kernels_of(ran)),
@@ -153,7 +153,7 @@ def _with_gradients(seen: Execution, call: Call) -> Execution:
     )
 
 
-def _guesses_of(observed: Observed) -> Iterator[str]:
+def _guesses_of(observed: OpaqueTrace) -> Iterator[str]:
     """Yields messages about ops of an opaque module that are priced by a guess."""
     unseen = sorted({str(ran.op) for ran in (*observed.forward, *observed.backward) if _is_guess(ran)})
     if unseen:
@@ -162,7 +162,7 @@ def _guesses_of(observed: Observed) -> Iterator[str]:
         yield "a size that data decides is priced as 1"
 
 
-def _kernels_of(ran: Ran) -> tuple[Kernel, ...]:
+def _kernels_of(ran: OpRecord) -> tuple[Kernel, ...]:
     """Returns the kernels of an operator that ran on fake tensors; by its bytes where meta tensors cannot run it."""
     name = str(ran.op)
     num_bytes = bytes_of(tensors_in(ran.args)) + bytes_of(iter(ran.results))
@@ -177,7 +177,7 @@ def _kernels_of(ran: Ran) -> tuple[Kernel, ...]:
     return tuple(log.kernels)
 
 
-def _is_guess(ran: Ran) -> bool:
+def _is_guess(ran: OpRecord) -> bool:
     """True for an operator with results whose kernels are not seen, because it does not run on meta tensors.
 
     Higher-order operators (loops, branches) are no guess: the ops that they run are observed one by one.
@@ -186,7 +186,7 @@ def _is_guess(ran: Ran) -> bool:
     return is_seen and bool(ran.results) and not is_view(ran.op) and not _runs(ran, contextlib.nullcontext())
 
 
-def _runs(ran: Ran, log: contextlib.AbstractContextManager[object]) -> bool:
+def _runs(ran: OpRecord, log: contextlib.AbstractContextManager[object]) -> bool:
     """Runs an operator on meta tensors under `log`, and returns whether that succeeded."""
     try:
         with torch.no_grad(), log:

@@ -21,7 +21,7 @@ from tpplan.costs.kernels import MemoryBound
 from tpplan.costs.peak_candidates import KeptStorage, PeakCandidates, Region
 from tpplan.costs.saved_tensors import (
     HELD_STEPS,
-    Segment,
+    SavedStorage,
     copies_read,
     extra_terms,
     is_wanted,
@@ -143,7 +143,7 @@ def layer_activations(space: Space, executor: Executor, units: tuple[str, ...]) 
 class Holding:
     """A storage that is kept under a mode of recomputation."""
 
-    segment: Segment
+    segment: SavedStorage
     #: the boundaries behind which an op saves the storage
     wanted: tuple[str, ...]
     #: the layer that owns the storage
@@ -251,7 +251,7 @@ class _ActivationFinder:
             if held.is_needed:
                 yield held.owner, key, held.made, until, held.is_there
 
-    def _key_of(self, segments: dict[str, Segment], segment: Segment, readers: tuple[str, ...] | None) -> Key:
+    def _key_of(self, segments: dict[str, SavedStorage], segment: SavedStorage, readers: tuple[str, ...] | None) -> Key:
         """Returns the key of the kept bytes of a storage: all, or the part that these classes of boundaries read."""
         what = self.space.classes[segment.maker], segment.position, readers and tuple(sorted(set(readers)))
         key = self._number(what)
@@ -262,7 +262,7 @@ class _ActivationFinder:
     def _number(self, what: object) -> Key:
         return self._numbers.setdefault(what, len(self._numbers))
 
-    def _holdings(self, mode: Recompute) -> tuple[dict[str, Segment], list[Holding]]:
+    def _holdings(self, mode: Recompute) -> tuple[dict[str, SavedStorage], list[Holding]]:
         """Returns the segments, and the storages that are kept under a mode or may be under selective recomputation."""
         space, segments = self.space, segments_of(self.space, self.executor)
         found = []
@@ -304,7 +304,7 @@ class _ActivationFinder:
             )
         return segments, found
 
-    def _first_entered_unit(self, segments: dict[str, Segment], segment: Segment) -> str | None:
+    def _first_entered_unit(self, segments: dict[str, SavedStorage], segment: SavedStorage) -> str | None:
         """Returns the first layer that a storage enters from outside; None where it enters none."""
         for name in segment.exits:
             decider = self.space.deciders[name]
@@ -313,7 +313,7 @@ class _ActivationFinder:
                 return found
         return None
 
-    def _leaves_unit(self, segments: dict[str, Segment], boundary: str) -> bool:
+    def _leaves_unit(self, segments: dict[str, SavedStorage], boundary: str) -> bool:
         """True where a storage behind a boundary, or behind further ones, leaves a layer and an op outside saves it."""
         decider = self.space.deciders[boundary]
         if isinstance(decider, Boundary) and decider.module == self.unit_of(decider) and is_wanted(segments, boundary):

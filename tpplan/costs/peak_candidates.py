@@ -22,7 +22,7 @@ from tpplan.core.graph import Boundary, Op
 from tpplan.core.layout import Conversion
 from tpplan.costs.conversion_memory import backward_move, forward_move
 from tpplan.costs.execute import Executor
-from tpplan.costs.saved_tensors import Segment, held_bytes, local_bytes, own_bytes
+from tpplan.costs.saved_tensors import SavedStorage, held_bytes, local_bytes, own_bytes
 from tpplan.layouts.decision_space import Space, reading_conversion, reading_name
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.solvers.problem import Expression
@@ -81,7 +81,7 @@ class _Sum:
 class PeakCandidates:
     """Finds the moments of regions of one decision space."""
 
-    def __init__(self, space: Space, executor: Executor, segments: dict[str, Segment]) -> None:
+    def __init__(self, space: Space, executor: Executor, segments: dict[str, SavedStorage]) -> None:
         self.space = space
         self.executor = executor
         self.segments = segments
@@ -147,7 +147,7 @@ class PeakCandidates:
             and segment.last_reader >= first
         ]
 
-    def _returned(self, positions: Sequence[int]) -> list[tuple[Segment, str, Vector]]:
+    def _returned(self, positions: Sequence[int]) -> list[tuple[SavedStorage, str, Vector]]:
         """Returns results of modules that code holds after their last use, each with its deciding class and bytes."""
         first, last = positions[0], positions[-1]
         return [
@@ -163,7 +163,7 @@ class PeakCandidates:
         self,
         i: int,
         temporary: Iterable[tuple[int, int, str, Vector]],
-        returned: Iterable[tuple[Segment, str, Vector]],
+        returned: Iterable[tuple[SavedStorage, str, Vector]],
     ) -> _Sum:
         found = _Sum()
         for segment, name, vector in returned:

@@ -33,7 +33,7 @@ def local_bytes(value: Value, layout: Layout, tp: int) -> int:
 
 
 @dataclass(slots=True)
-class Segment:
+class SavedStorage:
     """A storage from the node that makes it to the boundaries that it crosses.
 
     `last_reader`, `held_until` and `until` are positions of nodes in the graph, also behind further boundaries.
@@ -57,12 +57,12 @@ class Segment:
     #: True where an op behind a boundary saves the storage
     is_wanted: bool = False
 
-    def copy(self) -> "Segment":
+    def copy(self) -> "SavedStorage":
         """Returns a copy; dataclasses.replace would take five times as long."""
-        return Segment(*_FIELDS(self))
+        return SavedStorage(*_FIELDS(self))
 
 
-_FIELDS = attrgetter(*(field.name for field in fields(Segment)))
+_FIELDS = attrgetter(*(field.name for field in fields(SavedStorage)))
 
 
 def sources(space: Space) -> Term:
@@ -109,22 +109,22 @@ def returned_until(graph: ModelGraph) -> dict[int, int]:
     return found | {i: len(graph.nodes) - 1 for positions in returned.values() for i in positions}
 
 
-def segments_of(space: Space, executor: Executor) -> dict[str, Segment]:
+def segments_of(space: Space, executor: Executor) -> dict[str, SavedStorage]:
     """Returns the segments, one for each new result, by maker and index of the result; the caller may change them."""
     found = executor.once((segments_of, id(space.graph)), space.graph, lambda: _segments_of(space.graph, executor))
     return {name: segment.copy() for name, segment in found.items()}
 
 
-def _segments_of(graph: ModelGraph, executor: Executor) -> dict[str, Segment]:
+def _segments_of(graph: ModelGraph, executor: Executor) -> dict[str, SavedStorage]:
     exits, returned = call_exits(graph), returned_until(graph)
     fixed = {s.result for s in graph.sources if s.kind is not SourceKind.INPUT}
     segment_of: dict[str, str] = {}
-    segments: dict[str, Segment] = {}
+    segments: dict[str, SavedStorage] = {}
 
     def start(node: Op | Boundary, place: int, position: int) -> None:
         result = node.results[place]
         key = f"{node.name}:{place}"
-        segments[key] = Segment(
+        segments[key] = SavedStorage(
             node.name,
             graph.values[result],
             place,
@@ -157,7 +157,7 @@ def _segments_of(graph: ModelGraph, executor: Executor) -> dict[str, Segment]:
     return segments
 
 
-def _pass_on(segments: dict[str, Segment]) -> None:
+def _pass_on(segments: dict[str, SavedStorage]) -> None:
     """Extends last_reader, until and is_wanted by those behind boundaries, which may only rename the storage."""
     for segment in reversed(segments.values()):
         for behind in (segments[f"{name}:0"] for name in segment.exits):
@@ -175,7 +175,7 @@ def _aliased_operand(graph: ModelGraph, op: Op, result: str, segment_of: dict[st
     return None
 
 
-def kept_expressions(space: Space, segments: dict[str, Segment], segment: Segment) -> tuple[Expression, ...]:
+def kept_expressions(space: Space, segments: dict[str, SavedStorage], segment: SavedStorage) -> tuple[Expression, ...]:
     """Returns expressions whose maximum is the bytes that autograd keeps of a segment's storage."""
     maker = space.classes[segment.maker]
     if segment.is_kept or isinstance(space.deciders[maker], Boundary):
@@ -199,7 +199,7 @@ def kept_expressions(space: Space, segments: dict[str, Segment], segment: Segmen
     )
 
 
-def own_bytes(space: Space, segment: Segment) -> tuple[float, ...]:
+def own_bytes(space: Space, segment: SavedStorage) -> tuple[float, ...]:
     """Returns a rank's bytes of a storage by its maker's strategies; 0 where a boundary makes no tensor."""
     maker = space.classes[segment.maker]
     return tuple(
@@ -208,7 +208,7 @@ def own_bytes(space: Space, segment: Segment) -> tuple[float, ...]:
     )
 
 
-def held_bytes(space: Space, segments: dict[str, Segment], segment: Segment) -> tuple[str, tuple[float, ...]]:
+def held_bytes(space: Space, segments: dict[str, SavedStorage], segment: SavedStorage) -> tuple[str, tuple[float, ...]]:
     """Returns the deciding class, and by strategy the bytes of a module's result that code holds (returned_until).
 
     Bytes that autograd keeps anyway are 0. Where a boundary behind wants the storage, its decision counts: if it makes
@@ -229,7 +229,7 @@ def _local(space: Space, value: Value, layout: Layout) -> float:
     return value.num_bytes / layout.num_slices(space.tp)
 
 
-def is_wanted(segments: dict[str, Segment], boundary: str) -> bool:
+def is_wanted(segments: dict[str, SavedStorage], boundary: str) -> bool:
     """True where an op behind a boundary, or behind further boundaries, saves the boundary's result."""
     segment = segments[f"{boundary}:0"]
     return segment.is_kept or any(is_wanted(segments, name) for name in segment.exits)

@@ -22,7 +22,7 @@ ZERO = Estimate.zero()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Repeat:
+class RecomputedWork:
     """The work that recomputation runs a second time, per micro-batch; `kernels` counts those that the CPU issues."""
 
     compute: Estimate = ZERO
@@ -35,8 +35,8 @@ class Repeat:
         """Seconds of kernels and collectives."""
         return (self.compute + self.collectives).seconds
 
-    def __mul__(self, number: float) -> "Repeat":
-        return Repeat(
+    def __mul__(self, number: float) -> "RecomputedWork":
+        return RecomputedWork(
             compute=self.compute * number,
             collectives=self.collectives * number,
             kernels=self.kernels * number,
@@ -68,20 +68,20 @@ class StrategyTime:
     forward_residuals: Residuals = NONE
     again_residuals: Residuals = NONE
 
-    def repeated(self, mode: Recompute) -> Repeat:
+    def repeated(self, mode: Recompute) -> RecomputedWork:
         """Returns the work that runs a second time under a mode of recomputation, at most."""
         match mode:
             case Recompute.NONE:
-                return Repeat()
+                return RecomputedWork()
             case Recompute.SELECTIVE:
-                return Repeat(
+                return RecomputedWork(
                     compute=self.again,
                     collectives=self.again_collectives,
                     kernels=self.again_kernels,
                     residuals=self.again_residuals,
                 )
             case Recompute.FULL:
-                return Repeat(
+                return RecomputedWork(
                     compute=self.forward,
                     collectives=self.forward_collectives,
                     kernels=self.forward_kernels,

@@ -18,7 +18,7 @@ from tpplan.core.layout import Conversion, Layout, R, local_shape
 from tpplan.core.mesh import Mesh
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.layouts.decision_space import Decider, Reading, Space, deciders_of, flows_of, readings_of
-from tpplan.layouts.layer_treatments import Treatment, Unit
+from tpplan.layouts.layer_treatments import FsdpUnit, Treatment
 from tpplan.layouts.rules import Strategy
 from tpplan.layouts.typecheck import Mistyped, implied_strategies
 from tpplan.plan.plan import Compile, Plan, Precision, Recompute, uses_fsdp
@@ -94,7 +94,7 @@ class Assignment:
         return {name: mode for name, mode in self.recomputed.items() if name not in self.resharded}
 
     @cached_property
-    def units(self) -> tuple[Unit, ...]:
+    def units(self) -> tuple[FsdpUnit, ...]:
         """The FSDP units, the root last."""
         return units_of(self.graph, self.layers, {name: name for name in self.strategies})
 
@@ -147,7 +147,7 @@ def master_bytes(precision: Precision, dtype: str) -> int:
     return DTYPE_BYTES[dtype]
 
 
-def units_of(graph: ModelGraph, layers: tuple[str, ...], classes: Mapping[str, str]) -> tuple[Unit, ...]:
+def units_of(graph: ModelGraph, layers: tuple[str, ...], classes: Mapping[str, str]) -> tuple[FsdpUnit, ...]:
     """Every FSDP unit, the root last under the name "": each parameter belongs to the deepest unit with all its names.
     `classes` names the decision that decides for each."""
     inside: dict[str, list[Source]] = {name: [] for name in (*layers, "")}
@@ -163,7 +163,7 @@ def units_of(graph: ModelGraph, layers: tuple[str, ...], classes: Mapping[str, s
             owner_of[module] = next(name for name in enclosing(module) if name in inside)
         hides[owner_of[module]].append(classes[decision])
     return tuple(
-        Unit(name=name, parameters=tuple(parameters), hides=tuple(hides[name]))
+        FsdpUnit(name=name, parameters=tuple(parameters), hides=tuple(hides[name]))
         for name, parameters in inside.items()
         if parameters
     )

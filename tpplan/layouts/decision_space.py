@@ -194,14 +194,14 @@ def build_space(
     )
 
 
-def is_summand(reading: Strategy) -> bool:
+def has_partial_gradient(reading: Strategy) -> bool:
     """True where a parameter rests whole and its gradient is a summand on each rank, reduced once per step."""
     return reading.operands[0] == R and reading.results[0] not in (R, P)
 
 
 def reading_conversion(reading: Strategy) -> Conversion:
     """The conversion from the parameter at rest to the layout in which the op reads it."""
-    return Conversion(R_STAR if is_summand(reading) else reading.operands[0], reading.results[0])
+    return Conversion(R_STAR if has_partial_gradient(reading) else reading.operands[0], reading.results[0])
 
 
 def reading_name(op: Op, position: int) -> str:

@@ -96,7 +96,7 @@ def numbers_of(name: str, size: int, treatments: Sequence[Treatment]) -> Numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class FsdpUnit:
     """An FSDP unit: parameters that are gathered together. `hides` are the decisions of the unit's module, whose
     compute overlaps with the gather."""
 
@@ -106,14 +106,14 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class LayerGroup:
     """Layers with the same decisions and costs, in execution order, and how many of them get each treatment."""
 
-    units: tuple[Unit, ...]
+    units: tuple[FsdpUnit, ...]
     numbers: Numbers
 
     @property
-    def unit(self) -> Unit:
+    def unit(self) -> FsdpUnit:
         """The first unit, which represents all units of this kind."""
         return self.units[0]
 

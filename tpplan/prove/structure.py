@@ -35,7 +35,7 @@ from tpplan.prove.apply_as_rank import applied_as
 from tpplan.prove.compare import Counterexample, difference, difference_so_far
 from tpplan.trace.answers.concrete_values import AtRestError
 from tpplan.trace.answers.own_failure import own_failure
-from tpplan.trace.dedup_layers import Doings
+from tpplan.trace.dedup_layers import PlanDigest
 from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.opaque import Opaques
 from tpplan.trace.stopped_trace import TraceError
@@ -152,7 +152,7 @@ def _difference_on(
 
     local = fresh()
     try:
-        applied = trace(local, inputs, loss=loss, cast=cast, doings=_doings(plan), opaques=opaques, fresh=fresh)
+        applied = trace(local, inputs, loss=loss, cast=cast, plan_digest=_doings(plan), opaques=opaques, fresh=fresh)
     except TraceError as error:
         reason = f"the applied model cannot run: {str(error).splitlines()[0].partition(': ')[2]}"
         found = difference_so_far(assignment, error.ran, reason)
@@ -162,7 +162,7 @@ def _difference_on(
     return difference(assignment, applied)
 
 
-def _doings(plan: Plan) -> Doings:
+def _doings(plan: Plan) -> PlanDigest:
     """What a plan does inside a module, by names relative to it."""
     inside: dict[str, list[tuple[int, str, str, tuple[tuple[str, str], ...]]]] = defaultdict(list)
     tables: tuple[Mapping[str, object], ...] = (
@@ -181,7 +181,7 @@ def _doings(plan: Plan) -> Doings:
         for module in enclosing(name):
             inside[module].append((len(tables), name, repr(parameter.placement), reads))
 
-    def doings(module: str) -> object:
+    def plan_digest(module: str) -> object:
         return tuple(
             sorted(
                 (kind, name.removeprefix(module), entry, tuple(sorted((r.removeprefix(module), x) for r, x in reads)))
@@ -189,4 +189,4 @@ def _doings(plan: Plan) -> Doings:
             )
         )
 
-    return doings
+    return plan_digest

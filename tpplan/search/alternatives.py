@@ -20,7 +20,7 @@ from tpplan.core.graph import ModelGraph
 from tpplan.core.layout import R_STAR
 from tpplan.core.mesh import Mesh, meshes
 from tpplan.core.units import GIB, format_bytes
-from tpplan.layouts.decision_space import NoLayoutError, is_summand
+from tpplan.layouts.decision_space import NoLayoutError, has_partial_gradient
 from tpplan.layouts.pins import matrix_ops
 from tpplan.layouts.rules import Strategy
 from tpplan.layouts.typecheck import Mistyped, implied_strategies
@@ -178,7 +178,7 @@ class Without:
             if matrix is not None:
                 return matrix.style(strategy) not in self.styles
             is_reading = "<-" in decision and len(strategy.operands) == 1
-            return not (is_reading and Style.SLICES in self.styles and is_summand(strategy))
+            return not (is_reading and Style.SLICES in self.styles and has_partial_gradient(strategy))
 
         return allows
 
@@ -194,7 +194,7 @@ def styles_of(graph: ModelGraph, plan: Plan) -> frozenset[Style]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class PlanKind:
     """A plan and the styles it has at all."""
 
     plan: Plan
@@ -208,14 +208,14 @@ class Kind:
         return plan.mesh_degrees, plan.batch.micro_batch, modes, plan.fsdp, self.styles
 
 
-def top(problem: Problem, count: int, *, prove: bool = True) -> list[Kind]:
+def top(problem: Problem, count: int, *, prove: bool = True) -> list[PlanKind]:
     """The `count` plans of different kinds that take least, best first; fewer where there are no more.
 
     Each mesh is solved, and from the best plan on those without one of its styles in turn: every kind's best plan is
     the best without the styles it has not, and none of these costs less than what it is reached from. With `prove`
     those that are returned are proven, which may make one dearer where a cut was needed.
     """
-    waiting: list[tuple[float, int, Mesh, frozenset[Style], Kind]] = []
+    waiting: list[tuple[float, int, Mesh, frozenset[Style], PlanKind]] = []
     numbers = itertools.count()
     seen: set[Hashable] = set()
 
@@ -231,7 +231,7 @@ def top(problem: Problem, count: int, *, prove: bool = True) -> list[Kind]:
     across = not cluster.load_profile().unmeasured_across_nodes
     for mesh in meshes(cluster.gpus, cluster.gpus_per_node, **pinned, across_nodes=across):
         push(mesh, frozenset())
-    found: dict[Hashable, Kind] = {}
+    found: dict[Hashable, PlanKind] = {}
     while waiting and len(found) < count:
         _, _, mesh, without, kind = heapq.heappop(waiting)
         if kind.key not in found:
@@ -243,7 +243,7 @@ def top(problem: Problem, count: int, *, prove: bool = True) -> list[Kind]:
     return sorted(found.values(), key=lambda kind: kind.plan.predicted.step_time_s)
 
 
-def _solved(problem: Problem, mesh: Mesh, without: frozenset[Style], *, prove: bool) -> Kind | None:
+def _solved(problem: Problem, mesh: Mesh, without: frozenset[Style], *, prove: bool) -> PlanKind | None:
     """The best of a mesh without some styles; None where there is none."""
     allows: Callable[[ModelGraph], Allows] | None = Without(without) if without else None
     try:
@@ -255,7 +255,7 @@ def _solved(problem: Problem, mesh: Mesh, without: frozenset[Style], *, prove: b
     graph = next(
         trace.graph for trace in problem.reuse.traces.values() if trace.graph.fingerprint == plan.fingerprints.graph
     )
-    return Kind(plan=plan, styles=styles_of(graph, plan))
+    return PlanKind(plan=plan, styles=styles_of(graph, plan))
 
 
 # Differences

@@ -27,7 +27,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lacking:
+class FailedProbe:
     """A probe that failed; `reason` says how."""
 
     name: str
@@ -39,26 +39,28 @@ class Lacking:
         return f"{self.name} ({self.uses}), needed for {self.needed_for}: {self.reason}"
 
 
-def probes() -> Iterator[Probe | Lacking]:
-    """Yields every probe; for a file of this room that cannot be imported, a Lacking in place of its probes."""
+def probes() -> Iterator[Probe | FailedProbe]:
+    """Yields every probe; for a file of this room that cannot be imported, a FailedProbe in place of its probes."""
     for file in FILES:
         try:
             module = importlib.import_module(f"tpplan.torch_internals.{file}")
         except (ImportError, AttributeError) as error:
-            yield Lacking(name=file, uses=file, needed_for="all of tpplan", reason=f"{type(error).__name__}: {error}")
+            yield FailedProbe(
+                name=file, uses=file, needed_for="all of tpplan", reason=f"{type(error).__name__}: {error}"
+            )
             continue
         found: tuple[Probe, ...] = module.PROBES
         yield from found
 
 
 @cache
-def lacking() -> tuple[Lacking, ...]:
+def failed_probes() -> tuple[FailedProbe, ...]:
     """The probes that fail. Takes under a second on the CPU; to be called while no mode of torch is on."""
     return tuple(found for probe in probes() if (found := _outcome(probe)) is not None)
 
 
-def _outcome(probe: Probe | Lacking) -> Lacking | None:
-    if isinstance(probe, Lacking):
+def _outcome(probe: Probe | FailedProbe) -> FailedProbe | None:
+    if isinstance(probe, FailedProbe):
         return probe
     try:
         reason = "" if probe.works() else "this torch behaves differently"
@@ -66,4 +68,4 @@ def _outcome(probe: Probe | Lacking) -> Lacking | None:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     if not reason:
         return None
-    return Lacking(name=probe.name, uses=probe.uses, needed_for=probe.needed_for, reason=reason)
+    return FailedProbe(name=probe.name, uses=probe.uses, needed_for=probe.needed_for, reason=reason)

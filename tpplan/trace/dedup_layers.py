@@ -26,11 +26,11 @@ from tpplan.torch_internals.tensors import plain_calls
 from tpplan.trace.answers.concrete_values import ConcreteValues
 from tpplan.trace.fx_to_graph import NotAlikeError
 from tpplan.trace.hooks import custom_ops
-from tpplan.trace.hooks.generated_class import SITE
+from tpplan.trace.hooks.generated_class import BINDING
 from tpplan.trace.layer_calls import CallLog, contents, untraced
 
 #: gives for a module's name what an applied plan does inside the module, as a hashable value to compare
-Doings = Callable[[str], object]
+PlanDigest = Callable[[str], object]
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 _HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith("_hooks"))
@@ -39,7 +39,7 @@ _HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith("_hooks")
 @contextlib.contextmanager
 def like_layers_once(
     model: nn.Module,
-    doings: Doings | None = None,
+    plan_digest: PlanDigest | None = None,
     classes: Mapping[str, str] | None = None,
     running: Sequence[str] = (),
 ) -> Iterator[None]:
@@ -59,7 +59,7 @@ def like_layers_once(
             for name, layer in group:
                 if layer in wrapped:  # under another name, in an earlier group
                     continue
-                key = (doings(name) if doings is not None else None, (classes or {}).get(name))
+                key = (plan_digest(name) if plan_digest is not None else None, (classes or {}).get(name))
                 layer.forward = like.forward_of(layer, name, key)
                 wrapped.append(layer)
         yield
@@ -263,7 +263,7 @@ def _modules_alike(first: nn.Module, second: nn.Module, met: _Pairs) -> bool:
     if any(module.get(name) for module in (ours, theirs) for name in _HOOKS) or "forward" in ours:
         return False
     return list(ours) == list(theirs) and all(
-        are_alike(ours[name], theirs[name], met) for name in ours if name not in _HOOKS and name != SITE
+        are_alike(ours[name], theirs[name], met) for name in ours if name not in _HOOKS and name != BINDING
     )
 
 

@@ -24,7 +24,7 @@ from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.torch_internals.tensors import local_part, plain_calls
 from tpplan.trace.answers.concrete_values import QUESTIONS, ConcreteValues
 from tpplan.trace.hooks.call_rewriting import is_own_code_running
-from tpplan.trace.noted_calls import Calling
+from tpplan.trace.noted_calls import CallNotes
 
 #: types whose values are compared as they are
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, type, type(None), type(...))
@@ -284,4 +284,4 @@ class CallLog(TorchFunctionMode):
 def untraced() -> contextlib.AbstractContextManager[None]:
     """A context in which ops run beside the running trace: they are neither recorded, nor noted as calls, nor answered
     with concrete values."""
-    return recording.untraced((ConcreteValues, Calling))
+    return recording.untraced((ConcreteValues, CallNotes))

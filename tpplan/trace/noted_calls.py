@@ -64,7 +64,7 @@ _MOST_TOLD = 128
 Calls = tuple[str, ...]
 
 
-class Calling(TorchFunctionMode):
+class CallNotes(TorchFunctionMode):
     """A mode that notes the calls of each module's forwards, under the module's name in `found`.
 
     is_hidden(name): whether to leave a module out. asked(): the number of questions so far that data decides; a module

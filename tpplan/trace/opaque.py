@@ -22,7 +22,7 @@ from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import tensors_in_place
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.checkpoint_context import in_checkpoint_replay
-from tpplan.trace.hooks.generated_class import SITE, subclass
+from tpplan.trace.hooks.generated_class import BINDING, subclass
 
 #: the attribute in which an opaque module keeps hooks on the gradients of its weights, by the weights' names
 HOOKS = "_tpplan_weight_hooks"
@@ -31,14 +31,14 @@ PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class WholeWeights(Protocol):
-    """The part of an applied plan (in a module's SITE attribute) that an opaque module uses."""
+    """The part of an applied plan (in a module's BINDING attribute) that an opaque module uses."""
 
     def whole_weights(self, module: nn.Module) -> dict[str, Tensor]:
         """Plain, unsharded tensors of the weights in the module, by their names in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Ran:
+class OpRecord:
     """One call of an operator below autograd, its tensors on the meta device."""
 
     op: Any
@@ -48,7 +48,7 @@ class Ran:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Observed:
+class OpaqueTrace:
     """One call of an opaque module: its outputs (on the meta device), the operators that it ran, the bytes it held.
 
     key: digest of the class, the signature, the outputs and the operators; equal keys stand for equal calls.
@@ -62,8 +62,8 @@ class Observed:
     key: str
     outputs: tuple[Any, ...]
     spec: pytree.TreeSpec
-    forward: tuple[Ran, ...]
-    backward: tuple[Ran, ...]
+    forward: tuple[OpRecord, ...]
+    backward: tuple[OpRecord, ...]
     keeps: frozenset[int]
     keeps_results: frozenset[int]
     kept_bytes: int
@@ -123,7 +123,7 @@ class Opaques:
     #: by the name of each, the first of the modules like it, which is observed for all of them
     kinds: dict[str, str] = field(default_factory=dict)
     #: by signature
-    calls: dict[object, Observed] = field(default_factory=dict)
+    calls: dict[object, OpaqueTrace] = field(default_factory=dict)
     #: why a plan must leave the parameters the tensors that they are, "" where it need not; the root runs whole then
     untouched: str = ""
     #: whether that is because of hooks on accumulated gradients, which run at the end of every backward
@@ -140,7 +140,7 @@ class Opaques:
         """True for a module inside one that runs whole."""
         return any(name != marked and within(name, marked) for marked in self.reasons)
 
-    def by_key(self) -> dict[str, Observed]:
+    def by_key(self) -> dict[str, OpaqueTrace]:
         """The observed calls by their key, which is a literal of the operator in the graph."""
         return {observed.key: observed for observed in self.calls.values()}
 
@@ -205,7 +205,7 @@ def opaque_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        site: WholeWeights | None = self.__dict__.get(SITE)
+        site: WholeWeights | None = self.__dict__.get(BINDING)
         recorder = _recorders[-1] if _recorders and id(self) in _recorders[-1].names else None
         weights = site.whole_weights(self) if site is not None else dict(self.named_parameters())
         if recorder is not None:

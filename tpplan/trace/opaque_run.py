@@ -35,7 +35,7 @@ from tpplan.trace.answers.own_failure import own_failure
 from tpplan.trace.answers.planned_device import as_planned, machine_as_planned
 from tpplan.trace.hooks.checkpoint_context import ContextFactory, in_checkpoint_replay
 from tpplan.trace.hooks.live_storages import Storages
-from tpplan.trace.opaque import PLAIN, Observed, OpaqueCall, Ran, described
+from tpplan.trace.opaque import PLAIN, OpaqueCall, OpaqueTrace, OpRecord, described
 from tpplan.trace.opaque_fakes import ForeignReads, UnobservableError, fake, modes_of, on_fakes
 
 #: elements counted for a dim whose size data decides, where nothing bounds it
@@ -46,7 +46,7 @@ class _ForeignError(UnobservableError):
     """The module reads a tensor that is neither an argument nor one of its own."""
 
 
-def observe(module: nn.Module, call: OpaqueCall, *, is_untouched: bool = False) -> Observed:
+def observe(module: nn.Module, call: OpaqueCall, *, is_untouched: bool = False) -> OpaqueTrace:
     """Observes one call of the module: its outputs, operators and memory, by forward and backward on fake tensors.
 
     is_untouched: the module is the whole model, whose parameters the plan leaves as they are; its code may then read
@@ -76,7 +76,7 @@ def _observe(
     call: OpaqueCall,
     reads: Callable[[Mapping[str, Tensor]], contextlib.AbstractContextManager[object]],
     is_untouched: bool,
-) -> Observed:
+) -> OpaqueTrace:
     """Does the work of observe; reads(fake weights) is the context that deals with tensors read past the modules."""
     environment = ShapeEnv()
     with (
@@ -99,7 +99,7 @@ def _observe(
         if ran.ends and any(isinstance(x, Tensor) and x.requires_grad for x in (*leaves, *weights.values())):
             with log:
                 torch.autograd.backward(tuple(ran.ends), [torch.empty_like(like) for like in ran.ends.values()])
-    return Observed(
+    return OpaqueTrace(
         key=_digest(type(module), call, ran.outputs, ran.forward, log.ran),
         outputs=ran.outputs,
         spec=ran.spec,
@@ -126,7 +126,7 @@ class _ForwardRun:
     """
 
     log: "_Log"
-    forward: tuple[Ran, ...]
+    forward: tuple[OpRecord, ...]
     outputs: tuple[Any, ...]
     spec: pytree.TreeSpec
     ends: Mapping[GradientEdge, Tensor]
@@ -266,7 +266,7 @@ class _Log(TorchDispatchMode):
     def __init__(self, environment: ShapeEnv, operands: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.environment = environment
-        self.ran: list[Ran] = []
+        self.ran: list[OpRecord] = []
         self.bodies: set[str] = set()
         self.is_bounded = True
         self.made = Storages(without=operands)
@@ -292,7 +292,7 @@ class _Log(TorchDispatchMode):
         made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
         if not str(func).startswith("prim."):
             noted = pytree.tree_map(self._as_data, (tuple(args), kwargs))
-            self.ran.append(Ran(op=func, args=noted[0], kwargs=noted[1], results=tuple(map(self._as_data, made))))
+            self.ran.append(OpRecord(op=func, args=noted[0], kwargs=noted[1], results=tuple(map(self._as_data, made))))
         for tensor in made:
             self.made.add(tensor, _nbytes(tensor, self.environment))
         return results

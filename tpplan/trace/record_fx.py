@@ -32,7 +32,7 @@ from tpplan.trace.answers.saved_tensor_hooks import check_saved_hooks
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.call_rewriting import is_own_code_running
 from tpplan.trace.hooks.host_rng import same_draws
-from tpplan.trace.noted_calls import Calling
+from tpplan.trace.noted_calls import CallNotes
 
 #: keys of a node's meta: the module that was running, a digest of values that the code wrote down, and whether
 #: gradients were on
@@ -84,7 +84,7 @@ def record(
     otherwise: frozenset[int] = frozenset(),
     extra: int = 0,
     left: Mapping[str, Tensor] | None = None,
-    calling: Calling | None = None,
+    calling: CallNotes | None = None,
 ) -> Program:
     """Records module(*leaves) on meta tensors; a DTensor parameter is given as its local tensor.
 
@@ -149,7 +149,7 @@ def _given(module: nn.Module, paths: Sequence[str], leaves: Sequence[Any]) -> li
 
 
 @contextlib.contextmanager
-def _nothing_hidden(calling: Calling | None) -> Iterator[None]:
+def _nothing_hidden(calling: CallNotes | None) -> Iterator[None]:
     """Makes ops visible that a trace would not see: inside autograd.Functions, torch.cond, and TorchScript, which hides
     optimized code from autograd. Refuses hooks on saved tensors that are the model's own."""
     is_optimized = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]

@@ -24,13 +24,13 @@ from tpplan.torch_internals import pytree, tensors
 from tpplan.torch_internals.tensors import storage_key
 from tpplan.trace.answers.planned_device import is_foreign
 from tpplan.trace.answers.unbacked_int import UnknownValueError
-from tpplan.trace.dedup_layers import Doings, like_layers_once
+from tpplan.trace.dedup_layers import PlanDigest, like_layers_once
 from tpplan.trace.forward_arguments import Inputs, convert_arguments, forward_inputs, named_tensors, path_of
 from tpplan.trace.fx_to_graph import GraphReader, NotAlikeError
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.call_rewriting import is_own_code_running, own_code
 from tpplan.trace.left_behind import held_tensors, left_behind
-from tpplan.trace.noted_calls import Calling, digest
+from tpplan.trace.noted_calls import CallNotes, digest
 from tpplan.trace.opaque import Opaques, recording
 from tpplan.trace.record_fx import Program, StoppedError, naming_modules, on_meta, record
 from tpplan.trace.stopped_trace import TraceError, check_modules, explained
@@ -165,7 +165,7 @@ def trace(
     *,
     loss: Loss | None = None,
     cast: BoundaryHook = unchanged,
-    doings: Doings | None = None,
+    plan_digest: PlanDigest | None = None,
     otherwise: frozenset[int] = frozenset(),
     opaques: Opaques | None = None,
     fresh: Callable[[], nn.Module] | None = None,
@@ -189,7 +189,7 @@ def trace(
         inputs=inputs,
         loss=loss,
         cast=cast,
-        doings=doings,
+        plan_digest=plan_digest,
         otherwise=otherwise,
         opaques=opaques or Opaques(),
         notes_calls=notes_calls,
@@ -213,7 +213,7 @@ class _Request:
     inputs: Inputs
     loss: Loss | None
     cast: BoundaryHook
-    doings: Doings | None
+    plan_digest: PlanDigest | None
     otherwise: frozenset[int]
     opaques: Opaques
     notes_calls: bool
@@ -230,7 +230,7 @@ def _run_deduplicated(
     for _ in range(MOST_CLASSIFIED):
         running: list[str] = []
         model = next(copies)()
-        once = like_layers_once(model, request.doings, classes, running)
+        once = like_layers_once(model, request.plan_digest, classes, running)
         try:
             return _run(model, request, once, running, extra)
         except NotAlikeError as reason:
@@ -329,7 +329,7 @@ def _run(
     leaves, spec = pytree.tree_flatten(request.inputs)
     paths = [path_of(path) for path, _ in pytree.tree_flatten_with_path(request.inputs)[0]]
     modules, opaques = dict(model.named_modules()), request.opaques
-    calling = Calling(model) if request.notes_calls else None
+    calling = CallNotes(model) if request.notes_calls else None
 
     def scope() -> str:
         if is_own_code_running():
@@ -358,7 +358,7 @@ def _run(
         return replace(graph, calls=_digests(calling)) if calling is not None else graph, program
 
 
-def _digests(calling: Calling) -> dict[str, tuple[str, ...]]:
+def _digests(calling: CallNotes) -> dict[str, tuple[str, ...]]:
     """Digests of what each module called; none at all where the trace ran both branches of a torch.cond."""
     if calling.has_chosen:
         return {}

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpplan.apply.collectives.dp_gradients import Averager
 from tpplan.apply.collectives.redistribute import Converter
 from tpplan.apply.collectives.tp_gradients import Reducer
-from tpplan.apply.modules.local_modules import Site
+from tpplan.apply.modules.local_modules import ModuleBinding
 from tpplan.core.graph import LOSS_SCOPE
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
@@ -31,7 +31,7 @@ from tpplan.plan.plan import Pass, Plan
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.fsdp import FSDPParamGroup, unit_name
 from tpplan.torch_internals.recording import TorchDispatchMode
-from tpplan.trace.hooks.generated_class import SITE
+from tpplan.trace.hooks.generated_class import BINDING
 from tpplan.trace.record_fx import naming_modules
 
 #: namespaces of ops that communicate
@@ -149,7 +149,7 @@ def _owner() -> object:
 def _converters(model: nn.Module) -> Iterator[tuple[int, str]]:
     """Yields (id of the conversion, name of its module) for every conversion in an applied model."""
     for module in model.modules():
-        site: Site | None = module.__dict__.get(SITE)
+        site: ModuleBinding | None = module.__dict__.get(BINDING)
         if site is None:
             continue
         crossings = [c for argument in site.arguments for c in argument.crossings.values()]

@@ -24,7 +24,7 @@ from tpplan.search.points.options import Cluster
 from tpplan.search.points.user_model import load_model_file
 from tpplan.solvers.problem import Expression, Node, Problem, Term
 from tpplan.torch_internals.operators import missing_ops
-from tpplan.torch_internals.probes import lacking, probes
+from tpplan.torch_internals.probes import failed_probes, probes
 from tpplan.torch_internals.versions import NEWEST, OLDEST, complaint
 from tpplan.verify.spawn_ranks import on_ranks
 from tpplan.verify.verify import Outcome, verify_plan
@@ -165,7 +165,7 @@ def _solvers(name: str) -> Finding:
 
 
 def _internals(name: str) -> Finding:
-    missing, total = lacking(), len(list(probes()))
+    missing, total = failed_probes(), len(list(probes()))
     return Finding(
         name=name,
         state=State.FAILS if missing else State.WORKS,

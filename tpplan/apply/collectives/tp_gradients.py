@@ -40,7 +40,7 @@ class Slot:
     module: nn.Module
     name: str
     #: True while `.grad` still has to be reduced
-    is_summand: bool = False
+    has_partial_gradient: bool = False
     #: the parameter that FSDP keeps at rest, for the time in which the module holds the gathered one
     sharded: nn.Parameter | None = None
     #: gradients that reads gave and autograd has not accumulated yet, by backward (autograd's graph task)
@@ -96,7 +96,7 @@ class _Watch:
     def __call__(self, gradient: Tensor) -> Tensor | None:
         running = running_backward()
         arrived = self.slot.arrived.pop(running, []) if self.is_read else []
-        if not self.slot.is_summand or self.slot.at_once == running:
+        if not self.slot.has_partial_gradient or self.slot.at_once == running:
             return None
         assert isinstance(gradient, DTensor)
         if len(arrived) == 1 and local_part(gradient) is arrived[0]:
@@ -142,12 +142,12 @@ class Reducer:
         if is_returned or (not is_traced and slot.is_watched_by_others(self.group.size)):
             slot.at_once = running
             total = all_reduce(summand, "sum", self.group)
-            return total / self.group.size if slot.is_summand and not is_returned else total
-        if not slot.is_summand:
+            return total / self.group.size if slot.has_partial_gradient and not is_returned else total
+        if not slot.has_partial_gradient:
             reduced = slot.gradient()
             if reduced is not None:
                 reduced.div_(self.group.size)
-            slot.is_summand = True
+            slot.has_partial_gradient = True
         if not is_traced:
             slot.arrived.setdefault(running, []).append(summand)
         return summand
@@ -159,11 +159,15 @@ class Reducer:
     @torch.no_grad()
     def reduce(self) -> None:
         """Sums every gradient that is still a summand over the tp ranks."""
-        due = [(slot, gradient) for slot in self.slots if slot.is_summand and (gradient := slot.gradient()) is not None]
+        due = [
+            (slot, gradient)
+            for slot in self.slots
+            if slot.has_partial_gradient and (gradient := slot.gradient()) is not None
+        ]
         for bucket in buckets([gradient for _, gradient in due], BUCKET_BYTES):
             _all_reduce_bucket(bucket, self.group)
         for slot, _ in due:
-            slot.is_summand = False
+            slot.has_partial_gradient = False
 
 
 def _is_returned(read: Any) -> bool:

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from tpplan.apply.modules.applied_mesh import Applied
-from tpplan.apply.modules.local_modules import Site
+from tpplan.apply.modules.local_modules import ModuleBinding
 from tpplan.apply.modules.stale_references import Originals, check_hooks, stop_optimizers
 from tpplan.core.errors import UsageError
 from tpplan.core.mesh import Axis
@@ -40,7 +40,7 @@ from tpplan.torch_internals.modules import is_compiled
 from tpplan.torch_internals.recording import without_modes
 from tpplan.torch_internals.tensors import local_part
 from tpplan.trace.forward_arguments import bound_arguments, named_tensors
-from tpplan.trace.hooks.generated_class import SITE
+from tpplan.trace.hooks.generated_class import BINDING
 from tpplan.trace.hooks.host_rng import states_outside_torch
 
 #: number of elements that are widened to 64 bits at a time
@@ -153,7 +153,7 @@ class _FirstStep:
 
 def _set_witness(model: nn.Module, witness: Callable[[str], None] | None) -> None:
     for module in model.modules():
-        site: Site | None = module.__dict__.get(SITE)
+        site: ModuleBinding | None = module.__dict__.get(BINDING)
         for converter in site.converters() if site is not None else ():
             converter.witness = witness
 

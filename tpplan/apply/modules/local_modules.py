@@ -1,4 +1,4 @@
-"""Makes modules run on plain local tensors: a generated subclass per class, and a Site per module with its plan.
+"""Makes modules run on plain local tensors: a generated subclass per class, and a ModuleBinding per module with its plan.
 
 At rest a parameter is a DTensor. While a forward runs, reading a parameter gives this rank's local tensor in the layout
 planned for the reader (the module whose forward is running), and its gradient is converted back. The generated class
@@ -6,7 +6,7 @@ has a property for each of its own parameters, and a forward that converts input
 
     push this module as the reader -> convert inputs -> the class's own forward -> convert outputs -> pop
 
-Names, state_dict, hooks, buffers and `isinstance` stay as they were. All calls of a module share its Site and calls are
+Names, state_dict, hooks, buffers and `isinstance` stay as they were. All calls of a module share its ModuleBinding and calls are
 not counted, so recomputation and re-entrant calls work like any other call.
 """
 
@@ -34,7 +34,7 @@ from tpplan.torch_internals.modules import own_parameters
 from tpplan.trace.answers.own_failure import as_internal
 from tpplan.trace.forward_arguments import named_tensors
 from tpplan.trace.hooks.call_rewriting import own_code
-from tpplan.trace.hooks.generated_class import SITE, subclass
+from tpplan.trace.hooks.generated_class import BINDING, subclass
 
 
 @final
@@ -68,7 +68,7 @@ class TensorParallel:
 class Frame:
     """A running forward; `foreign_rows` is the mask of ids whose rows are on other ranks, set by `R -> rows`."""
 
-    site: "Site"
+    site: "ModuleBinding"
     foreign_rows: Tensor | None = None
 
 
@@ -122,7 +122,7 @@ class Argument:
 
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
-class Site:
+class ModuleBinding:
     """How the plan is applied to one module: its conversions, and the reads of its parameters."""
 
     shared: TensorParallel
@@ -270,13 +270,13 @@ def argument_positions(module: nn.Module, crossings: Mapping[str, BoundaryConver
 
 def check_swappable(module: nn.Module, name: str) -> None:
     """Raises UsageError for a module that a plan was applied to."""
-    if SITE in module.__dict__:
+    if BINDING in module.__dict__:
         raise UsageError(f"module {name or ROOT}: a plan is applied already: build the model again")
 
 
-def swap_class(module: nn.Module, site: Site) -> None:
-    """Stores the Site on a module and replaces its class by the generated subclass."""
-    module.__dict__[SITE] = site
+def swap_class(module: nn.Module, site: ModuleBinding) -> None:
+    """Stores the ModuleBinding on a module and replaces its class by the generated subclass."""
+    module.__dict__[BINDING] = site
     module.__class__ = local_class(type(module), tuple(sorted(site.reads)))  # type: ignore[arg-type]
 
 
@@ -294,7 +294,7 @@ def _local_parameter(name: str) -> property:
         parameters = own_parameters(self)
         if name not in parameters:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        site: Site | None = self.__dict__.get(SITE)
+        site: ModuleBinding | None = self.__dict__.get(BINDING)
         if site is None:
             return parameters[name]
         try:
@@ -308,7 +308,7 @@ def _local_parameter(name: str) -> property:
 def _local_forward(cls: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        site: Site | None = self.__dict__.get(SITE)
+        site: ModuleBinding | None = self.__dict__.get(BINDING)
         if site is None:  # an instance made from the class alone, such as a slice of a container
             return cls.forward(self, *args, **kwargs)
         frames = site.shared.frames

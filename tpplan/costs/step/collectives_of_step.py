@@ -17,7 +17,7 @@ from tpplan.costs.step.activation_lifetimes import Lifetimes
 from tpplan.costs.step.parameter_sizes import Weights
 from tpplan.costs.step.recompute_cost import repeated
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.decision_space import Decider, is_summand
+from tpplan.layouts.decision_space import Decider, has_partial_gradient
 from tpplan.machine.profile import Collective
 from tpplan.plan.compress_names import pattern_of
 from tpplan.plan.gradient_buckets import BUCKET_BYTES, bucketed
@@ -81,7 +81,9 @@ def _tp_reductions(assignment: Assignment) -> _Counts:
     weights = Weights(assignment=assignment)
     sizes: dict[str, list[int]] = {}
     for source in weights.trainable:
-        if any(is_summand(assignment.strategy(reading.name)) for reading in assignment.readings[source.label]):
+        if any(
+            has_partial_gradient(assignment.strategy(reading.name)) for reading in assignment.readings[source.label]
+        ):
             num_bytes = weights.master_width(source) * weights.shard_elements(source)
             sizes.setdefault(assignment.master_dtype(source), []).append(num_bytes)
     found: _Counts = Counter()

@@ -12,7 +12,7 @@ from tpplan.costs.layer_activations import Activations, layer_activations
 from tpplan.costs.strategy_times import StrategyTime, time_table
 from tpplan.layouts.assignment import units_of
 from tpplan.layouts.decision_space import Space
-from tpplan.layouts.layer_treatments import Unit
+from tpplan.layouts.layer_treatments import FsdpUnit
 from tpplan.layouts.rules import Strategy
 from tpplan.machine.profile import HardwareProfile
 from tpplan.solvers.problem import Edge, Node, Shared
@@ -27,7 +27,7 @@ class Frame:
 
     nodes_and_edges: list[tuple[tuple[Node, ...], tuple[Edge, ...]]] = field(default_factory=list)
     shared: Shared = field(default_factory=Shared)
-    units: dict[tuple[str, ...], tuple[Unit, ...]] = field(default_factory=dict)
+    units: dict[tuple[str, ...], tuple[FsdpUnit, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class PricedSpace:
             self._activations[units] = layer_activations(self.space, self.executor, units)
         return self._activations[units]
 
-    def units(self, names: tuple[str, ...]) -> tuple[Unit, ...]:
+    def units(self, names: tuple[str, ...]) -> tuple[FsdpUnit, ...]:
         """Every FSDP unit, the root last under the name "": each parameter in the deepest unit with all its names."""
         if names not in self.frame.units:
             self.frame.units[names] = units_of(self.space.graph, names, self.space.classes)

@@ -23,17 +23,17 @@ from itertools import islice
 from tpplan.core.graph import Boundary
 from tpplan.core.layout import R
 from tpplan.core.mesh import Axis, Mesh
-from tpplan.costs.cpu_launch_lag import Lag, repeated, waiting
+from tpplan.costs.cpu_launch_lag import LaunchLag, repeated, waiting
 from tpplan.costs.gradient_sums import MOVED
 from tpplan.costs.layer_activations import Activations, LayerCosts
 from tpplan.costs.step.cost_table import PricedSpace
 from tpplan.costs.step.memory_rows import Peaks
 from tpplan.costs.step.parameter_bytes import BytesOf, ParameterBytes
 from tpplan.costs.step.train_config import Setting
-from tpplan.costs.strategy_times import Repeat, StrategyTime
+from tpplan.costs.strategy_times import RecomputedWork, StrategyTime
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.decision_space import Space, is_summand
-from tpplan.layouts.layer_treatments import TREATMENTS, Count, Kind, Treatment, Unit, numbers_of
+from tpplan.layouts.decision_space import Space, has_partial_gradient
+from tpplan.layouts.layer_treatments import TREATMENTS, Count, FsdpUnit, LayerGroup, Treatment, numbers_of
 from tpplan.layouts.parameter_writes import why_not_selective, write_within
 from tpplan.layouts.rules import Strategy
 from tpplan.machine.profile import Collective, Estimate
@@ -247,11 +247,11 @@ class Formulation:
                 if any(seconds):
                     yield linear_term(part, name, seconds, float(len(members)))
 
-    def lags(self) -> Mapping[str, Lag]:
+    def lags(self) -> Mapping[str, LaunchLag]:
         """How far issuing a micro-batch's kernels falls behind running them; nothing where a profile does not say."""
         return self.priced.once("lags", self._lags)
 
-    def _lags(self) -> dict[str, Lag]:
+    def _lags(self) -> dict[str, LaunchLag]:
         issue_s = self.setting.profile.issue_s
         if issue_s is None:
             return {}
@@ -262,7 +262,7 @@ class Formulation:
             rest = [issue_s * t.backward_kernels - (t.backward + t.backward_collectives).seconds for t in times]
             both = [first + other for first, other in zip(forward, rest, strict=True)]
             if any(forward) or any(both):
-                found[name] = Lag(forward=repeated(forward, len(members)), both=repeated(both, len(members)))
+                found[name] = LaunchLag(forward=repeated(forward, len(members)), both=repeated(both, len(members)))
         return found
 
     def _issue(self) -> Iterator[Term]:
@@ -285,7 +285,7 @@ class Formulation:
                     behind = merged(minus(minus(scaled(issued, issue_s), compute), collectives))
                     yield from count.times(Term(name=ISSUE, expressions=(Expression(), behind), weight=steps))
 
-    def repeats(self) -> list[Repeat]:
+    def repeats(self) -> list[RecomputedWork]:
         """What runs again in each micro-batch, where every decision has one strategy and every layer one treatment."""
         return [
             self.table[name][0].repeated(treatment.recompute) * (number * count.constant)
@@ -295,11 +295,11 @@ class Formulation:
             for name, number in self._layer(kind).again.items()
         ]
 
-    def _layer(self, kind: Kind) -> LayerCosts:
+    def _layer(self, kind: LayerGroup) -> LayerCosts:
         """What one of a kind costs."""
         return self.activations.layers[kind.unit.name]
 
-    def _again(self, kind: Kind, mode: Recompute) -> tuple[Expression, Expression, Expression]:
+    def _again(self, kind: LayerGroup, mode: Recompute) -> tuple[Expression, Expression, Expression]:
         """Of a layer's forward that runs again the seconds of kernels and of collectives, and the number of both."""
         if mode is Recompute.NONE:
             return Expression(), Expression(), Expression()
@@ -337,7 +337,8 @@ class Formulation:
             # Once for a parameter, if any of its readings is R*.
             names = dict.fromkeys(self.space.classes[reading.name] for reading in readings)
             vectors = {
-                name: tuple(gradient if is_summand(s) else 0.0 for s in self.space.strategies[name]) for name in names
+                name: tuple(gradient if has_partial_gradient(s) else 0.0 for s in self.space.strategies[name])
+                for name in names
             }
             if any(any(vector) for vector in vectors.values()):
                 yield tuple(Expression(terms=(item,)) for item in vectors.items())
@@ -392,7 +393,7 @@ class Formulation:
                     yield Beside(transfer=repeated, compute=beside, weight=steps - 1, count=count)
                 yield Beside(transfer=added(repeated, reduce), compute=beside, weight=1.0, count=count)
 
-    def _collectives_of(self, unit: Unit) -> tuple[Expression, Expression, Expression]:
+    def _collectives_of(self, unit: FsdpUnit) -> tuple[Expression, Expression, Expression]:
         """Seconds of a unit's gather, of its reduce-scatter, and of the all-reduce among replicas."""
         gathered, reduced = self.parameter_bytes.computed, self.parameter_bytes.gradients
         return (
@@ -426,19 +427,19 @@ class Formulation:
         """Whether collectives run beside kernels: on streams, which a CPU has none of."""
         return self.setting.profile.device_type != "cpu"
 
-    def _hidden_time(self, unit: Unit) -> tuple[Expression, Expression]:
+    def _hidden_time(self, unit: FsdpUnit) -> tuple[Expression, Expression]:
         """A unit's own forward and backward compute. Collectives of the tp axis hide nothing: links are shared."""
         if not self.hides:
             return Expression(), Expression()
         return self.priced.once(("hidden", self.setting.units, unit.name), lambda: self._beside(unit))
 
-    def _beside(self, unit: Unit) -> tuple[Expression, Expression]:
+    def _beside(self, unit: FsdpUnit) -> tuple[Expression, Expression]:
         counts = Counter(unit.hides)
         forward = tuple((name, tuple(n * t.forward.seconds for t in self.table[name])) for name, n in counts.items())
         backward = tuple((name, tuple(n * t.backward.seconds for t in self.table[name])) for name, n in counts.items())
         return Expression(terms=forward), Expression(terms=backward)
 
-    def _transfer(self, unit: Unit, kind: Collective, axis: Axis, share: tuple[float, BytesOf]) -> Expression:
+    def _transfer(self, unit: FsdpUnit, kind: Collective, axis: Axis, share: tuple[float, BytesOf]) -> Expression:
         """Seconds of a collective over a unit's parameters, linear in their bytes between all and none sharded by tp.
 
         T(x) = T(n/t) + (T(n) - T(n/t)) (x - n/t) / (n - n/t): exact at both ends.
@@ -491,12 +492,12 @@ class Formulation:
     # Units
 
     @property
-    def units(self) -> tuple[Unit, ...]:
+    def units(self) -> tuple[FsdpUnit, ...]:
         """The FSDP units, the root last."""
         return self.priced.units(self.setting.units)
 
     @property
-    def root(self) -> tuple[Unit, ...]:
+    def root(self) -> tuple[FsdpUnit, ...]:
         """The root unit, if it has parameters of its own."""
         return tuple(unit for unit in self.units if not unit.name)
 
@@ -506,32 +507,32 @@ class Formulation:
         return self.priced.activations(self.setting.units)
 
     @cached_property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[LayerGroup, ...]:
         """Layers that decide alike and cost alike."""
         return self._grouped(self.priced.once(("kinship", self.setting.units), self._kinship))
 
     @property
-    def _timed(self) -> tuple[Kind, ...]:
+    def _timed(self) -> tuple[LayerGroup, ...]:
         """The same as far as time is concerned: where no layer is recomputed, what they keep does not matter."""
         treatments = self.setting.treatments
         is_open = treatments is None or any(own.recompute is not Recompute.NONE for own in treatments.values())
         return self.kinds if is_open else self._deciding_alike
 
     @cached_property
-    def _deciding_alike(self) -> tuple[Kind, ...]:
+    def _deciding_alike(self) -> tuple[LayerGroup, ...]:
         """Layers that decide alike."""
         return self._grouped(self.priced.once(("likeness", self.setting.units), self._likeness))
 
-    def _grouped(self, likeness: Mapping[str, int]) -> tuple[Kind, ...]:
+    def _grouped(self, likeness: Mapping[str, int]) -> tuple[LayerGroup, ...]:
         """Layers by their numbers, and by their treatments where those are given."""
-        found: dict[object, list[Unit]] = {}
+        found: dict[object, list[FsdpUnit]] = {}
         is_open = self.setting.treatments is None  # then each may get the same
         for unit in self.units:
             if unit.name:
                 key = likeness[unit.name], None if is_open else self._treatments(unit)
                 found.setdefault(key, []).append(unit)
         return tuple(
-            Kind(
+            LayerGroup(
                 units=tuple(units),
                 numbers=numbers_of(units[0].name, len(units), self._treatments(units[0])),
             )
@@ -548,12 +549,12 @@ class Formulation:
         """A number for each layer, equal for those that decide alike."""
         return _numbered({u.name: (self._reads(u), tuple(sorted(u.hides))) for u in self.units if u.name})
 
-    def _reads(self, unit: Unit) -> tuple[str, ...]:
+    def _reads(self, unit: FsdpUnit) -> tuple[str, ...]:
         """Who decides how each of a unit's parameters rests; the parameter itself where nothing reads it."""
         readings = ((source, self.space.readings[source.label]) for source in unit.parameters)
         return tuple(self.space.classes[own[0].name] if own else source.label for source, own in readings)
 
-    def _treatments(self, unit: Unit) -> tuple[Treatment, ...]:
+    def _treatments(self, unit: FsdpUnit) -> tuple[Treatment, ...]:
         """What may be done to a unit, in order. Without FSDP nothing is gathered that could be kept."""
         setting = self.setting
         if setting.treatments is not None:

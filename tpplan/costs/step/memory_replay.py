@@ -16,7 +16,7 @@ from tpplan.costs.step.fsdp_memory import Shards
 from tpplan.costs.step.memory_ledger import Ledger, Peak, Piece
 from tpplan.costs.step.parameter_sizes import Weights
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.decision_space import is_summand, reading_name
+from tpplan.layouts.decision_space import has_partial_gradient, reading_name
 from tpplan.plan.gradient_buckets import BUCKET_BYTES
 from tpplan.plan.parts import BUFFERS, GRADIENTS, PARAMETERS, SAVED, SOURCES, STATES, TRANSIENTS
 from tpplan.plan.plan import Pass
@@ -263,4 +263,4 @@ class _Replay:
 
     def _is_summand(self, source: Source) -> bool:
         readings = self.assignment.readings[source.label]
-        return any(is_summand(self.lifetimes.strategy(reading.name)) for reading in readings)
+        return any(has_partial_gradient(self.lifetimes.strategy(reading.name)) for reading in readings)

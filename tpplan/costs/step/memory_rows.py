@@ -33,7 +33,7 @@ from tpplan.core.units import DTYPE_BYTES
 from tpplan.costs.layer_activations import Activations, LayerCosts
 from tpplan.costs.peak_candidates import undominated
 from tpplan.layouts.decision_space import Space
-from tpplan.layouts.layer_treatments import Count, Kind, Unit
+from tpplan.layouts.layer_treatments import Count, FsdpUnit, LayerGroup
 from tpplan.plan.optimizers import Optimizer
 from tpplan.plan.parts import BUFFERS, GRADIENTS, PARAMETERS, SAVED, SLACK, STATES, TRANSIENTS, UNSHARDED_PARAMETERS
 from tpplan.plan.plan import Precision, Recompute
@@ -53,7 +53,7 @@ class Family:
     layer`'s modes has a number of layers in `counts`."""
 
     first: str
-    unit: Unit
+    unit: FsdpUnit
     size: int
     layer: LayerCosts
     counts: Mapping[Recompute, Count]
@@ -73,8 +73,8 @@ class Peaks:
     space: Space
     mesh: Mesh
     activations: Activations
-    kinds: tuple[Kind, ...]
-    root: tuple[Unit, ...]
+    kinds: tuple[LayerGroup, ...]
+    root: tuple[FsdpUnit, ...]
     first_of: Mapping[str, str]
     optimizer: Optimizer
     precision: Precision
@@ -126,7 +126,7 @@ class Peaks:
                 for term in self._kept(kind, mode):
                     yield from count.times(term)
 
-    def _kept(self, kind: Kind, mode: Recompute) -> tuple[Term, ...]:
+    def _kept(self, kind: LayerGroup, mode: Recompute) -> tuple[Term, ...]:
         """By a layer."""
         terms = self.activations.terms(self.activations.layers[kind.unit.name].kept[mode])
         found: tuple[Term, ...] = self.once((*self._key("kept", kind.unit), mode), lambda: tuple(_combined(terms)))
@@ -138,7 +138,7 @@ class Peaks:
         found: Expression = self.once((*self._key("remade", family.unit), mode), lambda: _upper(terms))
         return found
 
-    def _key(self, what: str, unit: Unit) -> tuple[str, int, str]:
+    def _key(self, what: str, unit: FsdpUnit) -> tuple[str, int, str]:
         return what, id(self.activations), unit.name
 
     # The moments
@@ -215,7 +215,7 @@ class Peaks:
 
     # One layer
 
-    def _moments_in(self, layers: Sequence[tuple[Unit, frozenset[str]]]) -> tuple[Expression, ...]:
+    def _moments_in(self, layers: Sequence[tuple[FsdpUnit, frozenset[str]]]) -> tuple[Expression, ...]:
         """Beside what each layer keeps and makes again; at its end FSDP reduces its gradients, and its parameters are
         gone. With it the parameters whose gradients count as soon as they are there."""
         key = "moments", id(self.activations), tuple((unit.name, growing) for unit, growing in layers)
@@ -295,11 +295,11 @@ class Peaks:
         """A layer of each kind."""
         return [self._bytes(kind.unit.parameters, self._compute_width, self._padded) for kind in self.kinds]
 
-    def _unsharded_gradients(self, unit: Unit) -> Expression:
+    def _unsharded_gradients(self, unit: FsdpUnit) -> Expression:
         trained = [source for source in unit.parameters if source.trainable]
         return self._bytes(trained, self._compute_width, prod)
 
-    def _reducing(self, unit: Unit) -> Expression:
+    def _reducing(self, unit: FsdpUnit) -> Expression:
         """Gradients beside the buffer that they are reduced in, and the shard that comes out."""
         shard = self._bytes(unit.parameters, self._gradient_width, self._shard)
         return added(self._bytes(unit.parameters, self._gradient_width, self._padded), shard)
@@ -320,18 +320,18 @@ class Peaks:
     @cached_property
     def families(self) -> tuple[Family, ...]:
         """In the order of their last layers."""
-        found: dict[str, list[Kind]] = {}
+        found: dict[str, list[LayerGroup]] = {}
         for kind in self.kinds:
             found.setdefault(self._first(kind), []).append(kind)
         positions = self.activations.positions
         families = [self._family(first, kinds) for first, kinds in found.items()]
         return tuple(sorted(filter(None, families), key=lambda family: max(positions[family.unit.name])))
 
-    def _first(self, kind: Kind) -> str:
+    def _first(self, kind: LayerGroup) -> str:
         """The first layer of its family."""
         return self.first_of.get(kind.unit.name, kind.unit.name)
 
-    def _family(self, first: str, kinds: Sequence[Kind]) -> Family | None:
+    def _family(self, first: str, kinds: Sequence[LayerGroup]) -> Family | None:
         positions = self.activations.positions
         units = [
             (max(positions[unit.name]), unit, kind) for kind in kinds for unit in kind.units if unit.name in positions
@@ -391,7 +391,7 @@ class Peaks:
         before = {node.name for node in self.space.graph.nodes[: self.activations.first]}
         return tuple(source for source in outside if self.uses_fsdp or self._readers(source) <= before)
 
-    def _alone_in(self, unit: Unit) -> tuple[Source, ...]:
+    def _alone_in(self, unit: FsdpUnit) -> tuple[Source, ...]:
         """Parameters of a layer that nothing else reads."""
         inside = {self.space.graph.nodes[i].name for i in self.activations.positions[unit.name]}
         return tuple(source for source in unit.parameters if self._readers(source) <= inside)

@@ -13,7 +13,7 @@ from tpplan.core.graph import Source
 from tpplan.core.layout import Layout, LayoutKind, R, local_shape
 from tpplan.costs.step.cost_table import PricedSpace
 from tpplan.costs.step.train_config import Setting
-from tpplan.layouts.layer_treatments import Unit
+from tpplan.layouts.layer_treatments import FsdpUnit
 from tpplan.plan.optimizers import optimizer_named
 from tpplan.solvers.problem import Expression, added, merged, scaled
 
@@ -71,12 +71,12 @@ class ParameterBytes:
         for term in whole.terms:
             yield Expression(terms=(term,))
 
-    def of(self, unit: Unit | None, *shares: tuple[float, BytesOf]) -> Expression:
+    def of(self, unit: FsdpUnit | None, *shares: tuple[float, BytesOf]) -> Expression:
         """Of a unit's parameters, or of all: a sum of shares of the functions above."""
         found = [scaled(self._once(unit, bytes_of), share) for share, bytes_of in shares]
         return found[0] if len(found) == 1 else merged(added(*found))
 
-    def _once(self, unit: Unit | None, bytes_of: BytesOf) -> Expression:
+    def _once(self, unit: FsdpUnit | None, bytes_of: BytesOf) -> Expression:
         """By one of the functions above, which have their names and depend on nothing else."""
         setting, name = self.setting, unit.name if unit is not None else None
         key = bytes_of.__name__, name, setting.units, setting.precision, setting.optimizer

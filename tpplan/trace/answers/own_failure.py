@@ -14,7 +14,7 @@ import torch
 
 from tpplan.core.errors import InternalError, TpplanError
 from tpplan.core.files import PACKAGE
-from tpplan.torch_internals.probes import lacking
+from tpplan.torch_internals.probes import failed_probes
 from tpplan.torch_internals.versions import complaint
 from tpplan.trace.answers.planned_device import is_foreign
 from tpplan.trace.answers.unbacked_int import UnknownValueError
@@ -58,7 +58,7 @@ def own_failure(error: BaseException | None, *, has_run: bool) -> InternalError 
     inside = _after_model(frames)
     if any(map(_is_applying, inside)) or (isinstance(error, _BREAKS) and _is_ours(frames[-1:], has_run)):
         return as_internal(error)
-    if complaint(torch.__version__) and (missing := lacking()):
+    if complaint(torch.__version__) and (missing := failed_probes()):
         return InternalError(f"{complaint(torch.__version__)}. This torch lacks {'; '.join(map(str, missing))}")
     return None
 

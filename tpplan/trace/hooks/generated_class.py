@@ -37,7 +37,7 @@ def patched_class(cls: type[nn.Module], function: Callable[..., Any]) -> type[nn
 
 
 #: the key of a module's __dict__ for the module's part of a plan; not an attribute that nn.Module would register
-SITE = "_tpplan_site"
+BINDING = "_tpplan_site"
 _RECIPE = "_tpplan_recipe"
 
 
