@@ -1,4 +1,4 @@
-"""Makes modules run on plain local tensors: a generated subclass per class, and a ModuleBinding per module with its plan.
+"""Makes modules run on plain local tensors: a generated subclass per class, a ModuleBinding per module with its plan.
 
 At rest a parameter is a DTensor. While a forward runs, reading a parameter gives this rank's local tensor in the layout
 planned for the reader (the module whose forward is running), and its gradient is converted back. The generated class
@@ -6,8 +6,8 @@ has a property for each of its own parameters, and a forward that converts input
 
     push this module as the reader -> convert inputs -> the class's own forward -> convert outputs -> pop
 
-Names, state_dict, hooks, buffers and `isinstance` stay as they were. All calls of a module share its ModuleBinding and calls are
-not counted, so recomputation and re-entrant calls work like any other call.
+Names, state_dict, hooks, buffers and `isinstance` stay as they were. All calls of a module share its ModuleBinding,
+and calls are not counted, so recomputation and re-entrant calls work like any other call.
 """
 
 import copy
