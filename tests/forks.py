@@ -1,7 +1,7 @@
 """Functions called in processes that have run no backward, for tests: such a process may fork ranks (ranks.py).
 
-They are forked from a server (scripts/fork_server.py) that conftest.py starts before any test: what a test has changed
-in its own process, such as a patched function or a seed, is not so in them.
+They are forked from a server (scripts/dev/fork_server.py) that conftest.py starts before any test: what a test has
+changed in its own process, such as a patched function or a seed, is not so in them.
 """
 
 import functools
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import cloudpickle
 
-from scripts.fork_server import ForkServer
+from scripts.dev.fork_server import ForkServer
 
 Result = TypeVar("Result")
 

@@ -1,4 +1,4 @@
-"""scripts/accuracy.py: what it reads, fits and leaves out. The published runs themselves are not here."""
+"""scripts/evidence/accuracy.py: what it reads, fits and leaves out. The published runs themselves are not here."""
 
 import dataclasses
 import functools
@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts" / "evidence"))
 
 import accuracy
-from accuracy_models import ARCHITECTURES, SOFTWARE, RepeatingAttention, Sizes, StepwiseNorm
+from accuracy_parts.models import ARCHITECTURES, SOFTWARE, RepeatingAttention, Sizes, StepwiseNorm
 from llama import Attention, Config, rotary_tables
 
 from tpplan.machine.tables import Fitted

@@ -1,4 +1,4 @@
-"""scripts/adversary.py: it finds what is wrong, tells it from what is right, and a few of each kind are right."""
+"""scripts/evidence/adversary.py: it finds what is wrong, tells it from what is right; a few of each kind are right."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,14 +9,14 @@ import torch
 from forks import in_fork
 from torch import Tensor, nn
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+EVIDENCE = Path(__file__).resolve().parent.parent / "scripts" / "evidence"
 #: of seed 0: small ones that are proven and shard
 MODELS, PLANS, TRAPS = (2,), (0, 1, 2), ("x.numel()",)
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.syspath_prepend(str(EVIDENCE))
     import adversary
 
     return adversary
@@ -24,9 +24,9 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def steps(script: ModuleType) -> ModuleType:
-    import adversary_steps
+    from adversary_parts import steps
 
-    return adversary_steps
+    return steps
 
 
 def verdicts() -> dict[str, str]:

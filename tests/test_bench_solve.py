@@ -1,4 +1,4 @@
-"""scripts/bench_solve.py: every stage is seen, and together they are the process."""
+"""scripts/bench/solve.py: every stage is seen, and together they are the process."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_solve.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "bench" / "solve.py"
 
 
 @pytest.mark.long

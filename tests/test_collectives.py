@@ -23,7 +23,7 @@ from tpplan.verify.collective_log import differences
 from tpplan.verify.collective_log import listed as listed_anywhere
 from tpplan.verify.fake_step import fake_step
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+EVIDENCE = Path(__file__).resolve().parent.parent / "scripts" / "evidence"
 
 #: (kind, bytes of the whole value, dtype)
 Issued = Counter[tuple[str, int, str]]
@@ -98,12 +98,12 @@ def test_listed_collectives_are_those_issued(name: str, links: str, ranks: int) 
 
 
 def swept() -> Any:
-    """scripts/collectives.py as a module."""
-    sys.path.insert(0, str(SCRIPTS))
+    """scripts/evidence/collectives.py as a module."""
+    sys.path.insert(0, str(EVIDENCE))
     try:
         return importlib.import_module("collectives")
     finally:
-        sys.path.remove(str(SCRIPTS))
+        sys.path.remove(str(EVIDENCE))
 
 
 @pytest.mark.parametrize(

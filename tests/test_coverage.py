@@ -1,4 +1,4 @@
-"""scripts/coverage.py: widths, shares and errors are what its table says they are."""
+"""scripts/evidence/coverage.py: widths, shares and errors are what its table says they are."""
 
 import importlib.util
 import math
@@ -17,32 +17,32 @@ from tpplan.core.layout import S
 from tpplan.plan.plan import SizePlan
 
 pytest.importorskip("transformers")
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+EVIDENCE = Path(__file__).resolve().parent.parent / "scripts" / "evidence"
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    """scripts/coverage.py."""
+    """scripts/evidence/coverage.py."""
     return loaded()
 
 
 def loaded() -> ModuleType:
-    """scripts/coverage.py, under a name that is not that of the package `coverage`."""
-    spec = importlib.util.spec_from_file_location("coverage_script", SCRIPTS / "coverage.py")
+    """scripts/evidence/coverage.py, under a name that is not that of the package `coverage`."""
+    spec = importlib.util.spec_from_file_location("coverage_script", EVIDENCE / "coverage.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # rows are pickled
-    sys.path.append(str(SCRIPTS))  # for coverage_models
+    sys.path.append(str(EVIDENCE))  # for what stands beside it
     spec.loader.exec_module(module)
-    sys.path.remove(str(SCRIPTS))
+    sys.path.remove(str(EVIDENCE))
     return module
 
 
 @pytest.fixture(scope="module")
 def models(script: ModuleType) -> ModuleType:
-    """scripts/coverage_models.py."""
-    return sys.modules["coverage_models"]
+    """scripts/evidence/hugging_face.py."""
+    return sys.modules["hugging_face"]
 
 
 def test_one_layer_of_each_kind_is_kept(models: ModuleType) -> None:

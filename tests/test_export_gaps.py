@@ -1,7 +1,5 @@
-"""scripts/export_gaps.py: what its table and its exit code say."""
+"""scripts/evidence/export_gaps.py: what its table and its exit code say."""
 
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -9,19 +7,17 @@ from types import ModuleType
 import pytest
 from forks import in_fork
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+EVIDENCE = Path(__file__).resolve().parent.parent / "scripts" / "evidence"
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The script, whose `coverage` is that of scripts."""
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script."""
     pytest.importorskip("transformers")
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    monkeypatch.delitem(sys.modules, "coverage", raising=False)
+    monkeypatch.syspath_prepend(str(EVIDENCE))
     import export_gaps
 
-    yield export_gaps
-    sys.modules.pop("coverage", None)
+    return export_gaps
 
 
 def test_a_gap_is_what_export_traces_and_nothing_proves(script: ModuleType) -> None:
@@ -54,7 +50,6 @@ def test_in_double_a_step_is_the_same_to_more_digits(script: ModuleType) -> None
 
 
 def row_of(name: str) -> object:
-    sys.modules.pop("coverage", None)  # not the package: the script beside export_gaps
     import export_gaps
 
     construct = next(c for c in export_gaps.constructs() if c.name == name)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.fork_server import ForkServer
+from scripts.dev.fork_server import ForkServer
 
 #: far above what ending a process takes
 SOON_S = 20.0

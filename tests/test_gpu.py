@@ -1,4 +1,4 @@
-"""scripts/gpu.py: it runs without a solver, its plans are what its maker makes, and its numbers are those it measured.
+"""scripts/gpu/gpu.py: it runs without a solver, its plans are what its maker makes, its numbers those it measured.
 
 What it says of a GPU needs one; here it runs at toy size on a CPU."""
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_scripts import SCRIPTS, gpu, gpu_results, make_gpu_plans
+from gpu_scripts import SCRIPTS, gpu, make_plans, results
 from torch import nn
 
 from tpplan.machine.profile import load_profile
@@ -81,15 +81,15 @@ def test_a_plan_that_is_not_there_is_named() -> None:
 
 def test_the_plans_are_those_that_were_to_be_made() -> None:
     plans = gpu.plans(gpu.FULL)
-    assert list(plans) == [case.name for case in make_gpu_plans.CASES]
-    for case in make_gpu_plans.CASES:
+    assert list(plans) == [case.name for case in make_plans.CASES]
+    for case in make_plans.CASES:
         plan = plans[case.name]
         assert plan.mesh.tp == case.tp
-        assert gpu_results.splits_sequence(plan) == case.splits_sequence == ("-sp" in case.name)
+        assert results.splits_sequence(plan) == case.splits_sequence == ("-sp" in case.name)
         assert set(plan.recomputed_modules().values()) <= {case.recompute}
         assert bool(plan.recompute) == ("-recompute" in case.name) == (case.recompute is Recompute.FULL)
         assert plan.proof.status is ProofStatus.PROVEN
-    assert {case.tp for case in make_gpu_plans.CASES} == {1, 2, 4, 8}
+    assert {case.tp for case in make_plans.CASES} == {1, 2, 4, 8}
 
 
 def choices(plan: Plan) -> Plan:
@@ -109,10 +109,10 @@ def choices(plan: Plan) -> Plan:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", make_gpu_plans.CASES, ids=lambda case: case.name)
-def test_the_plans_are_what_the_script_makes(case: make_gpu_plans.Case) -> None:
-    """Where a change to costs or rules changes an optimum, run scripts/make_gpu_plans.py again."""
-    made, shipped = make_gpu_plans.make(case), gpu.plans(gpu.FULL, [case.name])[case.name]
+@pytest.mark.parametrize("case", make_plans.CASES, ids=lambda case: case.name)
+def test_the_plans_are_what_the_script_makes(case: make_plans.Case) -> None:
+    """Where a change to costs or rules changes an optimum, run scripts/gpu/make_plans.py again."""
+    made, shipped = make_plans.make(case), gpu.plans(gpu.FULL, [case.name])[case.name]
     assert choices(made).dumps() == choices(shipped).dumps()
     assert made.collectives == shipped.collectives
 
@@ -175,11 +175,9 @@ def test_bars(times: tuple[float, ...], memory: tuple[float, ...], kept: tuple[b
         predicted = dataclasses.replace(
             plan.predicted, step_time_s=time_ratio + 7.0, time_s=time_s, peak_memory_bytes=1000.0 * memory_ratio
         )
-        measured = gpu_results.Measured(steps_s=(0.5, 1.0, 2.0), kernels_s=0.9, peak_bytes=1000)
-        rows.append(
-            gpu_results.Row(name=str(i), plan=dataclasses.replace(plan, predicted=predicted), measured=measured)
-        )
-    summary = gpu_results.Summary.of(rows)
+        measured = results.Measured(steps_s=(0.5, 1.0, 2.0), kernels_s=0.9, peak_bytes=1000)
+        rows.append(results.Row(name=str(i), plan=dataclasses.replace(plan, predicted=predicted), measured=measured))
+    summary = results.Summary.of(rows)
     assert (summary.keeps_time_bar, summary.keeps_memory_bar) == kept
     assert rows[0].measured.spread == 1.5
     assert rows[0].to_dict()["time_relative_error"] == pytest.approx(0.05 if times[0] > 1 else 0.0)
@@ -188,7 +186,7 @@ def test_bars(times: tuple[float, ...], memory: tuple[float, ...], kept: tuple[b
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [case.name for case in make_gpu_plans.CASES])
+@pytest.mark.parametrize("name", [case.name for case in make_plans.CASES])
 def test_the_peak_at_full_size_is_the_tracked_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On meta tensors in full width, with the fused kernels of a GPU where meta tensors would take other paths."""
     plan = gpu.plans(gpu.FULL, [name])[name]
@@ -206,5 +204,5 @@ def test_the_peak_at_full_size_is_the_tracked_one(name: str, monkeypatch: pytest
         tokens = torch.empty(1, gpu.FULL.seq_len, dtype=torch.long, device="meta")
         step = gpu.step_of(model, priced, {"tokens": tokens, "targets": tokens})
         tracked = gpu.tracked_peak(step, (*gpu.held_by(model), tokens))
-    low, high = gpu_results.MEMORY_BAR
+    low, high = results.MEMORY_BAR
     assert low <= priced.predicted.peak_memory_bytes / tracked - 1 <= high

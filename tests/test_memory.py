@@ -28,7 +28,7 @@ from tpplan.solvers.problem import total
 from tpplan.trace.trace import trace
 from tpplan.verify.fake_values import answered, answers_of
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+EVIDENCE = Path(__file__).resolve().parent.parent / "scripts" / "evidence"
 CLUSTER = tpplan.Cluster(gpus=1, gpus_per_node=1, profile="cpu-gloo")
 ROWS, WIDTH = 64, 32
 PRODUCT = WIDTH * WIDTH * 4
@@ -39,15 +39,15 @@ SCALAR = 4
 
 @contextmanager
 def scripts() -> Iterator[None]:
-    sys.path.insert(0, str(SCRIPTS))
+    sys.path.insert(0, str(EVIDENCE))
     try:
         yield
     finally:
-        sys.path.remove(str(SCRIPTS))
+        sys.path.remove(str(EVIDENCE))
 
 
 with scripts():
-    memory, memory_models = (importlib.import_module(name) for name in ("memory", "memory_models"))
+    memory, memory_models = (importlib.import_module(name) for name in ("memory", "memory_parts.models"))
 
 
 class Products(nn.Module):

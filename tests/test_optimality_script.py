@@ -1,4 +1,4 @@
-"""scripts/optimality.py finds a proven plan below a bound that is too high, and none below one that is right."""
+"""scripts/evidence/optimality.py finds a proven plan below a bound that is too high, none below one that is right."""
 
 import json
 import sys
@@ -13,14 +13,14 @@ from test_optimal import DIM, ODD, CountedModel, columns_only, solve_counted
 
 import tpplan
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts" / "evidence"))
 
 import optimality
-import optimality_models
+from optimality_parts.models import Subject
 
 
-def subject() -> optimality_models.Subject:
-    return optimality_models.Subject(
+def subject() -> Subject:
+    return Subject(
         name="counted",
         build_model=CountedModel,
         example_inputs=lambda batch, length: {"x": torch.randn(batch, length, DIM)},

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.make_schema import SCHEMA_PATH, plan_schema, schema_text
+from scripts.dev.make_schema import SCHEMA_PATH, plan_schema, schema_text
 from tpplan.core.errors import PlanError, PlanMismatchError
 from tpplan.core.layout import R_STAR, ROWS, Conversion, P, R, S, layouts_of
 from tpplan.core.mesh import Axis
@@ -139,7 +139,7 @@ VALIDATOR = jsonschema.Draft202012Validator(plan_schema())
 
 
 def test_shipped_schema_is_that_of_the_dataclasses():
-    assert SCHEMA_PATH.read_text() == schema_text(), "run python scripts/make_schema.py"
+    assert SCHEMA_PATH.read_text() == schema_text(), "run python scripts/dev/make_schema.py"
     jsonschema.Draft202012Validator.check_schema(plan_schema())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from examples import FOLDER, eager_to_shard, example, solve_example
-from gpu_scripts import gpu, make_gpu_plans
+from gpu_scripts import gpu, make_plans
 
 import tpplan
 from tpplan.commands import main
@@ -151,5 +151,5 @@ def test_an_unproven_plan_becomes_a_proven_one(plan: Plan) -> None:
 
 
 def test_shipped_plans_are_proven() -> None:
-    for case in make_gpu_plans.CASES:
+    for case in make_plans.CASES:
         assert why_unproven(gpu.plans(gpu.FULL, [case.name])[case.name]) == ""

@@ -1,4 +1,4 @@
-"""The profiles that are shipped for GPUs, and how scripts/make_profiles.py scales what nobody measured."""
+"""The profiles that are shipped for GPUs, and how scripts/profiles/make_profiles.py scales what nobody measured."""
 
 import dataclasses
 import functools
@@ -191,11 +191,11 @@ def test_a_small_llama_is_planned_on_every_mesh(name: str, gpus: int) -> None:
 
 @functools.cache
 def script(module: str) -> ModuleType:
-    """A module of scripts/profile_data, imported as the script does."""
-    folder = str(REPOSITORY / "scripts")
+    """A module of scripts/profiles/published, imported as the script does."""
+    folder = str(REPOSITORY / "scripts" / "profiles")
     sys.path.append(folder)
     try:
-        return importlib.import_module(f"profile_data.{module}")
+        return importlib.import_module(f"published.{module}")
     finally:
         sys.path.remove(folder)
 
@@ -337,7 +337,7 @@ def test_a_machine_stands_after_the_one_that_it_is_like() -> None:
 
 @pytest.mark.skipif("TPPLAN_DATA" not in os.environ, reason="TPPLAN_DATA names no folder of measurements")
 def test_the_shipped_profiles_are_what_the_script_makes(tmp_path: Path) -> None:
-    command = [sys.executable, "scripts/make_profiles.py", os.environ["TPPLAN_DATA"]]
+    command = [sys.executable, "scripts/profiles/make_profiles.py", os.environ["TPPLAN_DATA"]]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     for name in NAMES:  # numbers fitted to training runs are kept
         shutil.copy(REPOSITORY / "profiles" / f"{name}.json", tmp_path)

@@ -1,4 +1,4 @@
-"""scripts/testbed.py: what it measures is what its table says, and what it makes it removes."""
+"""scripts/evidence/testbed.py: what it measures is what its table says, and what it makes it removes."""
 
 import dataclasses
 import importlib.util
@@ -21,34 +21,34 @@ from tpplan.core.mesh import GroupShape
 from tpplan.machine.profile import Collective
 from tpplan.plan.plan import Plan
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+EVIDENCE = Path(__file__).resolve().parent.parent / "scripts" / "evidence"
 SKIPPED = 77
 
 
 @pytest.fixture(scope="module")
 def testbed() -> ModuleType:
-    """scripts/testbed.py with the modules beside it."""
-    spec = importlib.util.spec_from_file_location("testbed", SCRIPTS / "testbed.py")
+    """scripts/evidence/testbed.py with the modules beside it."""
+    spec = importlib.util.spec_from_file_location("testbed", EVIDENCE / "testbed.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.append(str(SCRIPTS))
+    sys.path.append(str(EVIDENCE))
     spec.loader.exec_module(module)
-    sys.path.remove(str(SCRIPTS))
+    sys.path.remove(str(EVIDENCE))
     return module
 
 
 @pytest.fixture(scope="module")
 def network(testbed: ModuleType) -> ModuleType:
-    """scripts/testbed_network.py."""
-    return sys.modules["testbed_network"]
+    """scripts/evidence/testbed_parts/network.py."""
+    return sys.modules["testbed_parts.network"]
 
 
 @pytest.fixture(scope="module")
 def models(testbed: ModuleType) -> ModuleType:
-    """scripts/testbed_models.py."""
-    return sys.modules["testbed_models"]
+    """scripts/evidence/testbed_parts/models.py."""
+    return sys.modules["testbed_parts.models"]
 
 
 def row(testbed: ModuleType, *names: str, predicted_s: float = 1.0, round_s: tuple[float, ...] = (1.0,)):

@@ -1,4 +1,4 @@
-"""scripts/torch_versions.py, suite_runs.py and setup: what is said of a torch is what was run with it."""
+"""scripts/dev/torch_versions.py, suite_runs.py and setup: what is said of a torch is what was run with it."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from tpplan.plan.plan import Plan, ProofReport
 from tpplan.torch_internals.versions import NEWEST, OLDEST, TESTED
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "scripts" / "dev"))
 
 import suite_runs  # noqa: E402
 import torch_table  # noqa: E402

@@ -1,6 +1,6 @@
 """The releases of torch that tpplan is tested with, as data that scripts read without importing torch.
 
-`scripts/torch_versions.py` runs the suite, the demo and the example plans on each of TESTED.
+`scripts/dev/torch_versions.py` runs the suite, the demo and the example plans on each of TESTED.
 """
 
 import re

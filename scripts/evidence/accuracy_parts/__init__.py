@@ -1,0 +1,1 @@
+"""What scripts/evidence/accuracy.py alone uses."""

@@ -1,0 +1,1 @@
+"""What scripts/evidence/adversary.py alone uses."""

@@ -1,0 +1,1 @@
+"""What scripts/evidence/export_gaps.py alone uses."""

@@ -1,0 +1,1 @@
+"""What scripts/evidence/memory.py alone uses."""

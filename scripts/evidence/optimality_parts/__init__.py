@@ -1,0 +1,1 @@
+"""What scripts/evidence/optimality.py alone uses."""

@@ -1,0 +1,1 @@
+"""What scripts/evidence/testbed.py alone uses."""
