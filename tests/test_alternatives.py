@@ -18,7 +18,7 @@ from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Plan
 from tpplan.plan.styles import Style
 from tpplan.search.alternatives import (
-    LayerGroup,
+    PlanKind,
     Problem,
     Without,
     memory_differences,
@@ -67,9 +67,9 @@ def graph(problem: Problem, plan: Plan) -> ModelGraph:
 # Kinds
 
 
-def by_enumeration(problem: Problem, graph: ModelGraph) -> list[LayerGroup]:
+def by_enumeration(problem: Problem, graph: ModelGraph) -> list[PlanKind]:
     """The cheapest plan of each kind, over every mesh and every set of styles that is forbidden."""
-    found: dict[object, LayerGroup] = {}
+    found: dict[object, PlanKind] = {}
     styles = [Style.COLUMN, Style.ROW, Style.VOCABULARY, Style.REPLICATED, Style.SLICES, Style.SPLIT]
     for mesh in meshes(problem.cluster.gpus, problem.cluster.gpus_per_node):
         for left_out in itertools.chain.from_iterable(itertools.combinations(styles, n) for n in range(len(styles))):
@@ -78,7 +78,7 @@ def by_enumeration(problem: Problem, graph: ModelGraph) -> list[LayerGroup]:
                 own = problem.solve(prove=False, **options)
             except TpplanError:
                 continue
-            kind = LayerGroup(plan=own, styles=styles_of(graph, own))
+            kind = PlanKind(plan=own, styles=styles_of(graph, own))
             found.setdefault(kind.key, kind)
             if own.predicted.step_time_s < found[kind.key].plan.predicted.step_time_s:
                 found[kind.key] = kind

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from made_up_machine import machine
+
 from adversary_parts.models import Subject
 from adversary_parts.plans import mutated
 from adversary_parts.steps import Key, Outcome, expected_of, quiet
-from made_up_machine import machine
-
 from tpplan.core.errors import InternalError, TpplanError
 from tpplan.core.graph import ModelGraph
 from tpplan.layouts.rules import Strategy

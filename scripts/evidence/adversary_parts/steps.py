@@ -15,12 +15,12 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from adversary_parts.models import Inputs, Spec, Subject, draw, subject_of
-from adversary_parts.ranks import join_group
-from adversary_parts.subjects import example_subject, trap_subject
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from adversary_parts.models import Inputs, Spec, Subject, draw, subject_of
+from adversary_parts.ranks import join_group
+from adversary_parts.subjects import example_subject, trap_subject
 from tpplan.apply.apply import apply_plan
 from tpplan.apply.model_match import plan_name
 from tpplan.core.errors import InternalError, TpplanError

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from export_gaps_parts.layers import LAYERS, heads, joined
-from export_gaps_parts.models import MODELS
-from export_gaps_parts.modules import DIM, HIDDEN, LENGTH, MODULES
 from torch import Tensor, nn
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
+
+from export_gaps_parts.layers import LAYERS, heads, joined
+from export_gaps_parts.models import MODELS
+from export_gaps_parts.modules import DIM, HIDDEN, LENGTH, MODULES
 
 BATCH = 4
 

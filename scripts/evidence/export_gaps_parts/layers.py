@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from export_gaps_parts.modules import DIM, HIDDEN, LENGTH, NUM_HEADS, Inner
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+
+from export_gaps_parts.modules import DIM, HIDDEN, LENGTH, NUM_HEADS, Inner
 
 NUM_EXPERTS, NUM_CODES, RANK = 4, 8, 4
 

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from export_gaps_parts.modules import DIM, HIDDEN, LENGTH, Inner
 from torch import Tensor, nn
+
+from export_gaps_parts.modules import DIM, HIDDEN, LENGTH, Inner
 
 VOCABULARY, NUM_ROWS = 32, 4
 
