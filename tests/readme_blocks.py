@@ -94,3 +94,12 @@ def named_files(text: str) -> list[str]:
     shown = (block.text for block in blocks_of(text) if block.language in RUNNABLE)
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     return sorted({path for part in (*marks, *shown, *_CODE.findall(prose)) for path in _PATH.findall(part)})
+
+
+#: a function or class with the file it is in: `search` ([search/branch_and_bound.py](search/branch_and_bound.py))
+_DEFINED = re.compile(r"`(\w+)`\s+(?:in\s+|\()\[[^\]]+\]\(([^)]+\.py)\)")
+
+
+def named_definitions(text: str) -> list[tuple[str, str]]:
+    """Each function or class that stands before a link to its file, and the link's target."""
+    return [(found[1], found[2]) for found in _DEFINED.finditer(text)]

@@ -16,10 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
+from examples import FOLDER, eager_to_shard, solve_example
 from forks import in_fork
-from readme_blocks import MARK, READMES, ROOT, Block, blocks_of, links, named_files, unmarked
+from readme_blocks import MARK, READMES, ROOT, Block, blocks_of, links, named_definitions, named_files, unmarked
+from test_layering import ROOMS
+from validate import Sample, violation
 
+from tpplan import exporters
 from tpplan.commands import main
+from tpplan.layouts.rules import call_strategies, reduction
 
 #: lines of README.md: three screens
 MOST_LINES = 150
@@ -99,7 +105,7 @@ def ran_script(words: list[str]) -> int:
         runpy.run_path(words[0], run_name="__main__")
     except SystemExit as end:
         if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
+            sys.stderr.write(f"{end.code}\n")
         return end.code if isinstance(end.code, int) else FAILED * (end.code is not None)
     return 0
 
@@ -195,11 +201,75 @@ def furnished(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("readme", READMES)
 def test_what_is_shown_runs(readme: str, tmp_path: Path) -> None:
     folder, printed = furnished(tmp_path), dict[str, str]()
     for block in blocks_of(text_of(readme)):
         run_block(block, folder, printed)
+
+
+# --- what tpplan/README.md says of the house ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_named_functions_are_where_it_says(readme: str) -> None:
+    definitions = named_definitions(text_of(readme))
+    assert len(definitions) > 20 or readme != "tpplan/README.md"
+    missing = [
+        f"{name} in {path}"
+        for name, path in definitions
+        if not re.search(
+            rf"^(?:def|class) {name}\b|^{name}(?:: .+)? = ",
+            ((ROOT / readme).parent / path).read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
+    ]
+    assert not missing
+
+
+def test_every_room_is_in_the_table() -> None:
+    found = set(re.findall(r"\[([a-z_/]+)\]\(\1\)", text_of("tpplan/README.md")))
+    assert found == set(ROOMS)
+
+
+def shown_with(words: str) -> str:
+    """The one block of tpplan/README.md that holds these words."""
+    (found,) = [block.text for block in blocks_of(text_of("tpplan/README.md")) if words in block.text]
+    return found
+
+
+def problems_of_rule(code: str, target: str) -> list[str]:
+    """What brute force finds wrong with a rule that is added to those for reductions."""
+    exec(code, vars(reduction))  # the rules' own names are its imports
+    sample = Sample(target=target, args=(torch.rand(6, 4, dtype=torch.float64).requires_grad_(), 1), kwargs={})
+    found = [(strategy, tp) for tp in (2, 3) for strategy in call_strategies(sample.call, tp)]
+    assert any(layout.dim is not None for strategy, _ in found for layout in strategy.operands), "only whole operands"
+    return [problem for strategy, tp in found if (problem := violation(sample, strategy, tp))]
+
+
+def test_the_rule_that_is_shown_is_right() -> None:
+    code, target = shown_with("@op_rule"), "aten.cumprod.default"
+    assert target in code
+    assert in_fork(problems_of_rule, code, target) == []
+    assert in_fork(problems_of_rule, code.replace("call.integer(1", "-1 - call.integer(1"), target) != []
+
+
+def exported(folder: str, plan: str) -> str:
+    """What the command line prints where an exporter's module lies in a folder."""
+    exporters.__path__.append(folder)
+    assert main(["export", plan, str(FOLDER / "mlp.py"), "--to", "layout_list", "-o", f"{folder}/out"]) == 0
+    return (Path(folder) / "out").read_text(encoding="utf-8")
+
+
+def test_the_exporter_that_is_shown_works(tmp_path: Path) -> None:
+    plan = solve_example("mlp", eager_to_shard(), gpus=2, tp=2)
+    plan.dump(tmp_path / "plan.json")
+    (tmp_path / "layout_list.py").write_text(shown_with("def export"), encoding="utf-8")
+    lines = in_fork(exported, str(tmp_path), str(tmp_path / "plan.json")).splitlines()
+    cut = {name: own.placement for name, own in plan.parameter_plans().items() if own.placement.dim is not None}
+    assert cut
+    assert sorted(lines) == sorted(f"{name} {placement}" for name, placement in cut.items())
 
 
 # --- by a shell ------------------------------------------------------------------------------------------------------
