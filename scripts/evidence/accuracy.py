@@ -40,7 +40,7 @@ from tpplan.costs.step.formulate import Formulation
 from tpplan.machine.fit_tables import UNKNOWN_RELATIVE_ERROR, rms
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.machine.tables import Fitted
-from tpplan.plan.parts import COMPUTE, DATA_PARALLEL, OPTIMIZER
+from tpplan.plan.parts import COMPUTE, DATA_PARALLEL, OPTIMIZER, RECOMPUTATION
 from tpplan.plan.plan import Precision, Recompute
 from tpplan.search.planner import Priced, price_mesh
 from tpplan.search.points.options import Cluster, Options
@@ -71,7 +71,7 @@ SECOND_OVER_FIRST_FLASH_ATTENTION = 2.0
 EVERY_OTHER_MATMUL = "selective op"
 #: of a normal distribution
 WITHIN_90_PERCENT = 1.645
-KERNELS = (COMPUTE, OPTIMIZER)
+KERNELS = (COMPUTE, OPTIMIZER, RECOMPUTATION)
 #: two runs that differ by less (log of tokens per second) are as fast as each other
 SPREAD = 0.02
 #: what is fitted to fewer runs is no property of a machine
