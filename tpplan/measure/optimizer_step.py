@@ -14,13 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tpplan.core.errors import UsageError
 from tpplan.machine.fit_tables import TIME_DIGITS, Array, digits, relative_error
 from tpplan.machine.tables import OptimizerIssue
 from tpplan.measure.device import MEASURED
 from tpplan.measure.timer import WINDOWS_PER_POINT, Stopwatch
 from tpplan.plan.optimizers import OPTIMIZERS
 from tpplan.torch_internals.groups import fake_group
+from tpplan.train.torch_optimizer import torch_optimizer
 
 #: number of parameters, and their size along each of two dims: so small that only issuing takes time
 PARAMETERS, WIDTH = 16, 8
@@ -37,26 +37,9 @@ def measure_optimizers(device: torch.device, budget_s: float) -> tuple[Optimizer
     return tuple(_issue(name, stopwatch) for name in OPTIMIZERS)
 
 
-def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's optimizer for a name in tpplan.plan.optimizers. Raises UsageError where torch has none."""
-    match name:
-        case "adamw":
-            return torch.optim.AdamW(parameters)
-        case "adamw-foreach":
-            return torch.optim.AdamW(parameters, foreach=True)
-        case "adamw-fused":
-            return torch.optim.AdamW(parameters, fused=True)
-        case "sgd-momentum":
-            return torch.optim.SGD(parameters, momentum=0.9)
-        case "sgd":
-            return torch.optim.SGD(parameters)
-        case _:
-            raise UsageError(f"torch has no optimizer that tpplan knows as {name!r}; known: {', '.join(OPTIMIZERS)}")
-
-
 def _issue(name: str, stopwatch: Stopwatch) -> OptimizerIssue:
     sharded, plain = (
-        _samples(optimizer_of(name, parameters).step, stopwatch) / PARAMETERS
+        _samples(torch_optimizer(name, parameters).step, stopwatch) / PARAMETERS
         for parameters in (_sharded(stopwatch.device), _plain(stopwatch.device))
     )
     sharded_s, plain_s = float(np.median(sharded)), float(np.median(plain))

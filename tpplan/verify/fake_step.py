@@ -11,7 +11,6 @@ FSDP frees it. `Tracker` is FSDPMemTracker without that; both numbers are given.
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -27,6 +26,7 @@ from tpplan.apply.model_match import plan_name
 from tpplan.apply.modules import dropout_rng
 from tpplan.core.mesh import Axis
 from tpplan.costs.gpu_kernels import fused_attention, fused_rms_norm
+from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.plan import Pass, Plan, Precision
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.fakes import FakeTensorMode
@@ -35,18 +35,9 @@ from tpplan.torch_internals.groups import fake_group
 from tpplan.torch_internals.tensors import local_part
 from tpplan.trace.forward_arguments import Inputs, forward_inputs
 from tpplan.trace.trace import Loss
+from tpplan.train.torch_optimizer import torch_optimizer
 from tpplan.verify.collective_log import CollectiveLog, Issued
 from tpplan.verify.fake_values import answered, answers_of
-
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-
-#: torch's optimizers that the tracker measures right; of the fused AdamW it counts temporaries that there are not
-OPTIMIZERS: Mapping[str, MakeOptimizer] = {
-    "adamw": torch.optim.AdamW,
-    "adamw-foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
-    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
-    "sgd": torch.optim.SGD,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +78,9 @@ def _as_this_one(averager: Averager, flags: list[list[bool]]) -> list[list[int]]
 
 def track(build_model: Callable[[], nn.Module], inputs: Inputs, loss: Loss, plan: Plan) -> Tracked:
     """Peak memory of a step with the plan applied: equal micro-batches, then the optimizer. The step before it, in
-    which the optimizer makes its states, does not count. Raises KeyError for an optimizer that is not in OPTIMIZERS."""
-    if plan.optimizer not in OPTIMIZERS:
+    which the optimizer makes its states, does not count. Raises KeyError for an optimizer that torch's tracker measures
+    wrong."""
+    if not optimizer_named(plan.optimizer).is_tracked:
         raise KeyError(plan.optimizer)
     tracked = fake_step(build_model, inputs, loss, plan).tracked
     assert tracked is not None
@@ -118,15 +110,15 @@ def fake_step(
             if plan.untouched is None:
                 model.to_empty(device="cpu")
             faked = pytree.tree_map_only(Tensor, lambda tensor: _given(tensor, plan, mode), inputs)
-            optimizer = OPTIMIZERS.get(plan.optimizer, torch.optim.SGD)(model.parameters())
-            is_tracked &= plan.optimizer in OPTIMIZERS
+            can_be_tracked = optimizer_named(plan.optimizer).is_tracked
+            optimizer = torch_optimizer(plan.optimizer if can_be_tracked else "sgd", model.parameters())
             with answered(answers):
                 with log.naming():
                     _step(model, faked, loss, plan, optimizer, log=log)
                 return FakeStep(
                     issued=tuple(log.issued),
                     shapes={plan_name(name): _local_shape(weight) for name, weight in model.named_parameters()},
-                    tracked=_peak(model, faked, loss, plan, optimizer) if is_tracked else None,
+                    tracked=_peak(model, faked, loss, plan, optimizer) if is_tracked and can_be_tracked else None,
                 )
 
 

@@ -28,12 +28,12 @@ import torch
 from tpplan.core.errors import RankFailedError, TpplanError, UsageError, VerificationError
 from tpplan.core.layout import R, local_shape
 from tpplan.core.units import format_bytes
+from tpplan.plan.optimizers import OPTIMIZERS
 from tpplan.plan.plan import Pass, Plan, Precision, uses_fsdp
 from tpplan.plan.shrink import dropped_layers, on_mesh, smaller_mesh, with_layers
 from tpplan.search.points.user_model import load_model_file
 from tpplan.trace.trace import quiet
 from tpplan.verify.collective_log import Difference, Issued, differences, first_member, listed
-from tpplan.verify.fake_step import OPTIMIZERS
 from tpplan.verify.prove_plan import prove_plan
 from tpplan.verify.rank_task import (
     GRADIENT_NOISE,
@@ -301,7 +301,8 @@ def _shape_check(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> Check:
 def _memory_check(plan: Plan, peak_bytes: int | None) -> Check:
     predicted = plan.predicted
     if peak_bytes is None:
-        why = f"the optimizer {plan.optimizer} cannot be tracked, only {', '.join(OPTIMIZERS)} can"
+        tracked = ", ".join(name for name, own in OPTIMIZERS.items() if own.is_tracked)
+        why = f"the optimizer {plan.optimizer} cannot be tracked, only {tracked} can"
         return Check(name="memory", outcome=Outcome.SKIPPED, detail=why)
     error = predicted.peak_memory_bytes / peak_bytes - 1
     said = (
