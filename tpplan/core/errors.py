@@ -24,9 +24,17 @@ class Remedy:
 
 
 class TpplanError(Exception):
-    """Root of the exceptions that tpplan raises for the user's mistakes and for failures it can explain."""
+    """Root of the exceptions that tpplan raises for the user's mistakes and for failures it can explain.
+
+    `path` is the place of the mistake in a plan's file, such as "outputs.logits"; the message begins with it. "" where
+    the mistake is elsewhere.
+    """
 
     exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str = "", *, path: str = "") -> None:
+        super().__init__(f"{path}: {message}" if path else message)
+        self.path = path
 
 
 class UsageError(TpplanError):
