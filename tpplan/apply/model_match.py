@@ -54,7 +54,7 @@ def check_model(model: nn.Module, plan: Plan) -> None:
     if plan.untouched is not None:
         if plan.mesh.shard > 1 or plan.precision is Precision.BF16_MIXED:
             problem = f"parameters that stay as they are cannot be sharded or cast ({plan.mesh})"
-            raise PlanError(problem, path="untouched")
+            raise PlanError(problem, plan_path="untouched")
         return
     _check_hooks(model, plan)
     modules = modules_by_name(model)
@@ -68,7 +68,7 @@ def check_model(model: nn.Module, plan: Plan) -> None:
         if name in wrapped:
             raise UsageError(
                 "the module is in a checkpoint wrapper already, and the plan recomputes it: remove the wrapper",
-                path=f"recompute.{name or ROOT}",
+                plan_path=f"recompute.{name or ROOT}",
             )
     for name in plan.fsdp_units():
         module_called(modules, name)

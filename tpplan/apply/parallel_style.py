@@ -173,7 +173,7 @@ class ModuleStyle(ParallelStyle):
             if not fits(tuple(parameter.shape), plan.placement, tp):
                 shape = list(parameter.shape)
                 problem = f"shape {shape} cannot be {plan.placement} on tp = {tp}"
-                raise PlanMismatchError(problem, path=f"parameters.{name}")
+                raise PlanMismatchError(problem, plan_path=f"parameters.{name}")
         argument_positions(module, self._crossings("input", _NO_GROUP))
 
     def _crossings(self, direction: str, group: TpGroup) -> dict[str, BoundaryConversion]:
@@ -260,7 +260,7 @@ def _dtype(name: str, *, path: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         problem = f"{name!r} is no dtype of torch {torch.__version__}: expected one such as 'float32'"
-        raise PlanError(problem, path=path)
+        raise PlanError(problem, plan_path=path)
     return dtype
 
 
@@ -279,7 +279,7 @@ def _sharded_outputs(plan: Plan) -> dict[str, int]:
                 if not path.startswith(LEFT_AT):  # tensors left on modules stay a rank's slice: nobody reads them
                     dims[path] = layout.dim
             case _:
-                raise PlanError(f"expected R or S(dim), got {layout}", path=f"outputs.{path}")
+                raise PlanError(f"expected R or S(dim), got {layout}", plan_path=f"outputs.{path}")
     return dims
 
 
@@ -299,7 +299,7 @@ def _num_local_rows(name: str, boundary: BoundaryPlan, plan: Plan) -> int:
         raise PlanError(
             f"ids become local rows of one table, and tables of {len(rows)} sizes are read by rows inside this module: "
             "convert the ids at the module that looks them up",
-            path=f"boundaries.{name or ROOT}.inputs",
+            plan_path=f"boundaries.{name or ROOT}.inputs",
         )
     return rows.pop()
 

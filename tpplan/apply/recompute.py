@@ -49,7 +49,7 @@ def check_recomputable(module: nn.Module, name: str) -> None:
         raise PlanMismatchError(
             f"{kind} has no forward of its own that could run again: take it out of the plan's recompute, or solve "
             "again",
-            path=f"recompute.{name or ROOT}",
+            plan_path=f"recompute.{name or ROOT}",
         )
 
 

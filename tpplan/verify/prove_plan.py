@@ -140,7 +140,7 @@ def _check_structure(plan: Plan, assignment: Assignment, traced: Traced, traces:
 
 def _with_path(error: TpplanError) -> str:
     """The message of an error of applying a plan, after a JSON path: the error's own, else that of all boundaries."""
-    return str(error) if error.path else f"boundaries: {error}"
+    return str(error) if error.plan_path else f"boundaries: {error}"
 
 
 # ---- what can be checked without layouts

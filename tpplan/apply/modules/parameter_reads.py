@@ -34,7 +34,7 @@ def placement_of(layout: Layout, *, path: str) -> Placement:
             assert layout.dim is not None
             return Shard(layout.dim)
         case _:
-            raise PlanError(f"expected R or S(dim), got {layout}", path=path)
+            raise PlanError(f"expected R or S(dim), got {layout}", plan_path=path)
 
 
 @final
@@ -103,12 +103,12 @@ def check_reads(name: str, placement: Layout, layouts: Mapping[str, Layout]) -> 
     for reader, layout in layouts.items():
         path = f"parameters.{name}.reads.{reader or ROOT}"
         if layout == ROWS:
-            raise PlanError("a parameter is never read as rows, only ids are", path=path)
+            raise PlanError("a parameter is never read as rows, only ids are", plan_path=path)
         if layout == R_STAR and placement != R:
-            raise PlanError(f"what rests as {placement} cannot be read as R*: place it as R", path=path)
+            raise PlanError(f"what rests as {placement} cannot be read as R*: place it as R", plan_path=path)
         if not can_convert(R_STAR if placement == R else placement, layout):
             raise PlanError(
-                f"what rests as {placement} cannot be read as {layout}: change placement or read", path=path
+                f"what rests as {placement} cannot be read as {layout}: change placement or read", plan_path=path
             )
 
 

@@ -10,7 +10,7 @@ FSDP2 pads dim 0 of a tp rank's part to a multiple of the FSDP ranks.
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil, prod
 from typing import Any
 
@@ -30,11 +30,34 @@ from tpplan.solvers.problem import Expression, added, merged, scaled
 
 @dataclass(frozen=True, slots=True)
 class _Parameter:
-    """A parameter: its first reading's decision (None where nothing reads it), its whole shape and its whole bytes."""
+    """A parameter: its first reading's decision (None where nothing reads it), its whole shape, and an amount: bytes of
+    the whole, or per element."""
 
     decision: str | None
     shape: tuple[int, ...]
-    num_bytes: float
+    amount: float
+
+
+def _parameter(space: Space, source: Source, amount: Callable[[Source], float]) -> _Parameter:
+    readings = space.readings[source.label]
+    decision = space.classes[readings[0].name] if readings else None
+    return _Parameter(decision, space.graph.values[source.result].shape, amount(source))
+
+
+def _by_placement(
+    space: Space, numbers: Mapping[_Parameter, int], bytes_of: Callable[[_Parameter, Layout], float]
+) -> Expression:
+    """Bytes on a rank, from the number of equal parameters, by the placements that are chosen."""
+    constant, vectors = 0.0, dict[str, list[float]]()
+    for own, number in numbers.items():
+        if own.decision is None:
+            constant += number * bytes_of(own, R)
+            continue
+        strategies = space.strategies[own.decision]
+        vector = vectors.setdefault(own.decision, [0.0] * len(strategies))
+        for i, strategy in enumerate(strategies):
+            vector[i] += number * bytes_of(own, strategy.operands[0])
+    return Expression(constant=constant, terms=tuple((name, tuple(v)) for name, v in vectors.items()))
 
 
 #: from a parameter to the bytes of its whole
@@ -88,45 +111,23 @@ class ParameterBytes:
 
     def _once(self, unit: FsdpUnit | None, bytes_of: BytesOf) -> Expression:
         """Bytes by one function, computed once per function name, unit and setting, on which alone they depend."""
-        setting, name = self.setting, unit.name if unit is not None else None
+        setting, space, ranks = self.setting, self.priced.space, self.ranks
+        name = unit.name if unit is not None else None
         key = bytes_of.__name__, name, setting.units, setting.precision, setting.optimizer
-        parameters = unit.parameters if unit is not None else self.priced.space.graph.parameters
-        alike = self.priced.once((*key, "alike"), lambda: Counter(self._parameter(s, bytes_of) for s in parameters))
-        return self.priced.once((*key, self.ranks), lambda: self._on_a_rank(alike))
-
-    def _parameter(self, source: Source, bytes_of: BytesOf) -> _Parameter:
-        space = self.priced.space
-        readings = space.readings[source.label]
-        return _Parameter(
-            decision=space.classes[readings[0].name] if readings else None,
-            shape=space.graph.values[source.result].shape,
-            num_bytes=bytes_of(source),
-        )
-
-    def _on_a_rank(self, weights: Mapping[_Parameter, int]) -> Expression:
-        """Bytes on a tp rank, from the number of equal parameters, by the placements that are chosen."""
-        space, ranks, constant = self.priced.space, self.ranks, 0.0
-        vectors: dict[str, list[float]] = {}
-        for weight, count in weights.items():
-            if weight.decision is None:
-                constant += count * self._padded(weight, R, ranks)
-                continue
-            strategies = space.strategies[weight.decision]
-            vector = vectors.setdefault(weight.decision, [0.0] * len(strategies))
-            for i, strategy in enumerate(strategies):
-                vector[i] += count * self._padded(weight, strategy.operands[0], ranks)
-        return Expression(constant=constant, terms=tuple((name, tuple(v)) for name, v in vectors.items()))
+        parameters = unit.parameters if unit is not None else space.graph.parameters
+        alike = self.priced.once((*key, "alike"), lambda: Counter(_parameter(space, s, bytes_of) for s in parameters))
+        return self.priced.once((*key, ranks), lambda: _by_placement(space, alike, partial(self._padded, ranks)))
 
     def filled(self, source: Source, bytes_of: BytesOf, placement: Layout) -> float:
         """Bytes of one parameter on a tp rank under a placement, padded as in FSDP's buffers."""
-        return self._padded(self._parameter(source, bytes_of), placement, self.ranks)
+        return self._padded(self.ranks, _parameter(self.priced.space, source, bytes_of), placement)
 
-    def _padded(self, weight: _Parameter, placement: Layout, ranks: int) -> float:
+    def _padded(self, ranks: int, weight: _Parameter, placement: Layout) -> float:
         tp = self.priced.space.tp
         if ranks == 1 or 0 in weight.shape or not weight.shape:
-            return weight.num_bytes / (tp if placement.kind is LayoutKind.SHARD else 1)
+            return weight.amount / (tp if placement.kind is LayoutKind.SHARD else 1)
         first, *others = local_shape(weight.shape, placement, tp)
-        return weight.num_bytes * ceil(first / ranks) * ranks * prod(others) / prod(weight.shape)
+        return weight.amount * ceil(first / ranks) * ranks * prod(others) / prod(weight.shape)
 
     @property
     def ranks(self) -> int:
@@ -145,16 +146,6 @@ class ParameterBytes:
 Width = Callable[[Source], float]
 #: elements of a parameter's part on a rank that count, by the part's shape
 Elements = Callable[[tuple[int, ...]], int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Resting:
-    """Parameters that rest alike: the decision that places them (None where nothing reads them), their whole shape, and
-    the bytes per element."""
-
-    decision: str | None
-    shape: tuple[int, ...]
-    width: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,32 +217,20 @@ class RowBytes:
         """Bytes of parameters on a rank. `width` is one of the methods above."""
         return self._sum(self._alike(parameters, width), elements)
 
-    def _sum(self, numbers: Mapping[_Resting, int], elements: Elements) -> Expression:
-        """Bytes on a rank, from the number of parameters that rest alike."""
-        constant, vectors = 0.0, dict[str, list[float]]()
-        for own, number in numbers.items():
-            if not own.width:
-                continue
-            if own.decision is None:
-                constant += number * own.width * elements(own.shape)
-                continue
-            strategies = self.space.strategies[own.decision]
-            vector = vectors.setdefault(own.decision, [0.0] * len(strategies))
-            for i, strategy in enumerate(strategies):
-                vector[i] += number * own.width * elements(local_shape(own.shape, strategy.operands[0], self.mesh.tp))
-        return Expression(constant=constant, terms=tuple((name, tuple(v)) for name, v in vectors.items()))
+    def _sum(self, numbers: Mapping[_Parameter, int], elements: Elements) -> Expression:
+        def num_bytes(own: _Parameter, placement: Layout) -> float:
+            return own.amount * elements(local_shape(own.shape, placement, self.mesh.tp))
 
-    def _alike(self, parameters: Iterable[Source], width: Width) -> Mapping[_Resting, int]:
-        """The number of parameters that rest alike."""
+        return _by_placement(self.space, {own: number for own, number in numbers.items() if own.amount}, num_bytes)
+
+    def _alike(self, parameters: Iterable[Source], width: Width) -> Mapping[_Parameter, int]:
+        """The number of equal parameters, by the bytes per element."""
         parameters = tuple(parameters)
-        labels = tuple(source.label for source in parameters)
-        key = "rest", width.__name__, self.precision, self.optimizer, labels
-        found: Mapping[_Resting, int] = self.once(key, lambda: Counter(self._resting(s, width) for s in parameters))
+        key = "rest", width.__name__, self.precision, self.optimizer, tuple(source.label for source in parameters)
+        found: Mapping[_Parameter, int] = self.once(
+            key, lambda: Counter(_parameter(self.space, source, width) for source in parameters)
+        )
         return found
-
-    def _resting(self, source: Source, width: Width) -> _Resting:
-        readings, shape = self.space.readings[source.label], self.space.graph.values[source.result].shape
-        return _Resting(self.space.classes[readings[0].name] if readings else None, shape, width(source))
 
 
 @dataclass(frozen=True, kw_only=True)
