@@ -239,14 +239,10 @@ class Weights:
 
     assignment: Assignment
 
-    def placement(self, source: Source) -> Layout:
-        """The layout in which a parameter rests on the tp axis."""
-        return self.assignment.placement(source)
-
     def shape(self, source: Source) -> tuple[int, ...]:
         """The shape of a parameter on a tp rank, gathered over FSDP's ranks."""
         value = self.assignment.graph.values[source.result]
-        return local_shape(value.shape, self.placement(source), self.assignment.mesh.tp)
+        return local_shape(value.shape, self.assignment.placement(source), self.assignment.mesh.tp)
 
     def elements(self, source: Source) -> int:
         """Elements of a parameter on a tp rank, gathered over FSDP's ranks."""
