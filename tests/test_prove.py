@@ -328,7 +328,7 @@ def test_code_that_differs_however_it_is_sharded_soon_runs_whole(monkeypatch: py
     monkeypatch.setattr(counterexamples, "PATIENCE", 2)
     plan = solve(lambda: Model(Attention(open_sizes)))
     assert plan.proof.rounds == 3  # without end to its patience it takes 5
-    assert plan.proof.cuts[-1] == "2 counterexamples in code of Attention: what that of first sees stays whole"
+    assert plan.proof.cuts[-1] == "2 counterexamples in code of Attention: what the code of first sees stays whole"
     assert plan.parameters["mlp.up_proj.weight"].placement.kind is LayoutKind.SHARD
 
 

@@ -53,7 +53,8 @@ def check_model(model: nn.Module, plan: Plan) -> None:
     _check_ties(model, plan)
     if plan.untouched is not None:
         if plan.mesh.shard > 1 or plan.precision is Precision.BF16_MIXED:
-            raise PlanError(f"untouched: parameters that stay as they are cannot be sharded or cast ({plan.mesh})")
+            problem = f"parameters that stay as they are cannot be sharded or cast ({plan.mesh})"
+            raise PlanError(problem, plan_path="untouched")
         return
     _check_hooks(model, plan)
     modules = modules_by_name(model)
@@ -66,8 +67,8 @@ def check_model(model: nn.Module, plan: Plan) -> None:
         check_recomputable(module_called(modules, name), name)
         if name in wrapped:
             raise UsageError(
-                f"recompute.{name or ROOT}: the module is in a checkpoint wrapper already, and the plan recomputes it: "
-                "remove the wrapper"
+                "the module is in a checkpoint wrapper already, and the plan recomputes it: remove the wrapper",
+                plan_path=f"recompute.{name or ROOT}",
             )
     for name in plan.fsdp_units():
         module_called(modules, name)

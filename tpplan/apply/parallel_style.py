@@ -74,7 +74,7 @@ class Application:
         """
         if id(parameter) in self.distributed:
             return self.distributed[id(parameter)][1]
-        placement = placement_of(plan.placement, where=f"parameters.{name}.placement")
+        placement = placement_of(plan.placement, path=f"parameters.{name}.placement")
         distributed: Tensor = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=src_data_rank)
         if src_data_rank is None and plan.placement.dim is not None:
             distributed = distributed.clone()  # a view of the whole tensor would keep its storage alive
@@ -172,7 +172,8 @@ class ModuleStyle(ParallelStyle):
             check_reads(name, plan.placement, plan.reads)
             if not fits(tuple(parameter.shape), plan.placement, tp):
                 shape = list(parameter.shape)
-                raise PlanMismatchError(f"parameters.{name}: shape {shape} cannot be {plan.placement} on tp = {tp}")
+                problem = f"shape {shape} cannot be {plan.placement} on tp = {tp}"
+                raise PlanMismatchError(problem, plan_path=f"parameters.{name}")
         argument_positions(module, self._crossings("input", _NO_GROUP))
 
     def _crossings(self, direction: str, group: TpGroup) -> dict[str, BoundaryConversion]:
@@ -180,7 +181,7 @@ class ModuleStyle(ParallelStyle):
         return {
             path: BoundaryConversion(
                 conversion=crossing.conversion,
-                dtype=_dtype(crossing.dtype, where=f"boundaries.{self.name or ROOT}.{direction}s.{path}"),
+                dtype=_dtype(crossing.dtype, path=f"boundaries.{self.name or ROOT}.{direction}s.{path}"),
                 group=group,
                 where=f"module {self.name or ROOT}, {direction} {path}",
                 num_local_rows=self.num_local_rows if crossing.conversion.target == ROWS else 0,
@@ -255,10 +256,11 @@ def module_styles(plan: Plan, *, even_alone: bool = False) -> dict[str, ModuleSt
     }
 
 
-def _dtype(name: str, *, where: str) -> torch.dtype:
+def _dtype(name: str, *, path: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise PlanError(f"{where}: {name!r} is no dtype of torch {torch.__version__}: expected one such as 'float32'")
+        problem = f"{name!r} is no dtype of torch {torch.__version__}: expected one such as 'float32'"
+        raise PlanError(problem, plan_path=path)
     return dtype
 
 
@@ -277,7 +279,7 @@ def _sharded_outputs(plan: Plan) -> dict[str, int]:
                 if not path.startswith(LEFT_AT):  # tensors left on modules stay a rank's slice: nobody reads them
                     dims[path] = layout.dim
             case _:
-                raise PlanError(f"outputs.{path}: expected R or S(dim), got {layout}")
+                raise PlanError(f"expected R or S(dim), got {layout}", plan_path=f"outputs.{path}")
     return dims
 
 
@@ -295,8 +297,9 @@ def _num_local_rows(name: str, boundary: BoundaryPlan, plan: Plan) -> int:
     }
     if len(rows) != 1:
         raise PlanError(
-            f"boundaries.{name or ROOT}.inputs: ids become local rows of one table, and tables of {len(rows)} sizes "
-            "are read by rows inside this module: convert the ids at the module that looks them up"
+            f"ids become local rows of one table, and tables of {len(rows)} sizes are read by rows inside this module: "
+            "convert the ids at the module that looks them up",
+            plan_path=f"boundaries.{name or ROOT}.inputs",
         )
     return rows.pop()
 

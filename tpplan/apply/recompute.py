@@ -47,8 +47,9 @@ def check_recomputable(module: nn.Module, name: str) -> None:
     if type(module).forward is nn.Module.forward:
         kind = type(module).__name__
         raise PlanMismatchError(
-            f"recompute.{name or ROOT}: {kind} has no forward of its own that could run again: take it out of the "
-            "plan's recompute, or solve again"
+            f"{kind} has no forward of its own that could run again: take it out of the plan's recompute, or solve "
+            "again",
+            plan_path=f"recompute.{name or ROOT}",
         )
 
 

@@ -24,9 +24,14 @@ class Remedy:
 
 
 class TpplanError(Exception):
-    """Root of the exceptions that tpplan raises for the user's mistakes and for failures it can explain."""
+    """Root of the exceptions that tpplan raises for the user's mistakes and for failures it can explain. The message
+    begins with `plan_path`, the place of a mistake in a plan's file ("outputs.logits"); "" where it is elsewhere."""
 
     exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str = "", *, plan_path: str = "") -> None:
+        super().__init__(f"{plan_path}: {message}" if plan_path else message)
+        self.plan_path = plan_path
 
 
 class UsageError(TpplanError):

@@ -1,7 +1,7 @@
-"""The answer: the strategy of every decision of a graph on a mesh, and what is done to each layer.
+"""Assignment: the strategy of every decision of a graph on a mesh, and the treatment of each layer.
 
-The solution of an ILP is one (tpplan.costs.step.formulate), and a plan implies one (`assignment_of`); a plan is written
-from one (tpplan.layouts.plan_sections). An assignment knows no prices, no profile and no solver. What follows from it:
+The solution of an ILP makes an assignment (tpplan.costs.step.formulate), a plan implies one (`assignment_of`), and a
+plan is written from one (tpplan.layouts.plan_sections). It needs no prices, no profile and no solver. From it follow:
 
     prove(assignment, model)            proof or counterexample             tpplan.prove.structure
     collectives(assignment, ...)        what a rank sends in a step         tpplan.costs.step.collectives_of_step
@@ -28,10 +28,10 @@ from tpplan.plan.plan import Compile, Plan, Precision, Recompute, uses_fsdp
 class Assignment:
     """How a model is divided on a mesh, and how a step of it is trained.
 
-    `strategies` are by decision: ops and boundaries by their names, readings of parameters by theirs. `layers` are the
-    repeated modules, which FSDP makes units of. `resharded` says of each layer whether FSDP reshards it after forward,
-    `recomputed` what of a module runs again in backward; modules of which nothing does are left out. `num_averages`:
-    where parameters stay plain tensors, how many backwards of a step average all gradients; None where FSDP does that.
+    `strategies` are by name of a decision: an op, a boundary or a reading of a parameter. `layers` are the repeated
+    modules, which become FSDP units. `resharded` says of each layer whether FSDP reshards it after forward,
+    `recomputed` has the modes of recomputed modules. `num_averages` is the number of backwards of a step that average
+    all gradients where parameters stay plain tensors; None where FSDP averages.
     """
 
     graph: ModelGraph
@@ -48,22 +48,22 @@ class Assignment:
 
     @property
     def tp(self) -> int:
-        """Tensor-parallel ranks."""
+        """The number of tensor-parallel ranks."""
         return self.mesh.tp
 
     @property
     def uses_fsdp(self) -> bool:
-        """FSDP2 shards, replicates, or casts."""
+        """True where FSDP2 shards, replicates, or casts."""
         return uses_fsdp(self.mesh, self.precision)
 
     @property
     def deciders(self) -> Mapping[str, Decider]:
-        """What decides, by name."""
+        """Ops, boundaries and readings by name of their decision."""
         return deciders_of(self.graph)
 
     @property
     def readings(self) -> Mapping[str, tuple[Reading, ...]]:
-        """Readings by parameter name, in order."""
+        """The readings of each parameter in order, by its name."""
         return readings_of(self.graph)
 
     @cached_property
@@ -80,7 +80,7 @@ class Assignment:
 
     @property
     def treatments(self) -> dict[str, Treatment]:
-        """What is done to each layer that has parameters. Without FSDP nothing is gathered that could be kept."""
+        """The treatment of each layer that has parameters; without FSDP all of them reshard."""
         return {
             name: Treatment(
                 recompute=self.recomputed.get(name, Recompute.NONE), reshard=reshard if self.uses_fsdp else True
@@ -90,7 +90,7 @@ class Assignment:
 
     @property
     def recomputed_within(self) -> dict[str, Recompute]:
-        """What runs again of modules that are no layers: parts of one, or what holds several."""
+        """Modes of recomputed modules that are no layers: parts of a layer, or modules around several."""
         return {name: mode for name, mode in self.recomputed.items() if name not in self.resharded}
 
     @cached_property
@@ -108,7 +108,7 @@ class Assignment:
         return R if producer is None else self.strategies[producer.name].results[producer.results.index(value)]
 
     def placement(self, source: Source) -> Layout:
-        """How a parameter rests on the tp axis: R where nothing reads it."""
+        """The layout of a parameter at rest on the tp axis: R where nothing reads it."""
         readings = self.readings[source.label]
         return self.strategies[readings[0].name].operands[0] if readings else R
 
@@ -119,12 +119,12 @@ class Assignment:
         return {name: local_shape(values[name].shape, self.layout(name), self.tp) for name in names}
 
     def conversion(self, boundary: Boundary) -> Conversion:
-        """What a value is converted from and to where it crosses a boundary."""
+        """The conversion of the value that crosses a boundary."""
         strategy = self.strategies[boundary.name]
         return Conversion(strategy.operands[0], strategy.results[0])
 
     def conversions(self) -> Iterator[tuple[Boundary, Conversion]]:
-        """Every boundary at which the layout changes, and how."""
+        """Yields every boundary at which the layout changes, with its conversion."""
         for boundary in self.graph.boundaries:
             conversion = self.conversion(boundary)
             if not conversion.is_identity:
@@ -135,7 +135,7 @@ class Assignment:
         return source.trainable and bool(self.readings[source.label])
 
     def master_dtype(self, source: Source) -> str:
-        """The dtype in which a parameter rests and its gradient is reduced; the graph has the dtype of compute."""
+        """The dtype of a parameter at rest and of its gradient as it is reduced; the graph has the dtype of compute."""
         dtype = self.graph.values[source.result].dtype
         return "float32" if master_bytes(self.precision, dtype) == DTYPE_BYTES["float32"] else dtype
 
@@ -149,7 +149,7 @@ def master_bytes(precision: Precision, dtype: str) -> int:
 
 def units_of(graph: ModelGraph, layers: tuple[str, ...], classes: Mapping[str, str]) -> tuple[FsdpUnit, ...]:
     """Every FSDP unit, the root last under the name "": each parameter belongs to the deepest unit with all its names.
-    `classes` names the decision that decides for each."""
+    `classes` names the deciding decision of each decision."""
     inside: dict[str, list[Source]] = {name: [] for name in (*layers, "")}
     for source in graph.parameters:
         around = (frozenset(enclosing(name)) for name in (source.label, *source.aliases))
@@ -172,7 +172,7 @@ def units_of(graph: ModelGraph, layers: tuple[str, ...], classes: Mapping[str, s
 def assignment_of(
     graph: ModelGraph, plan: Plan, *, layers: tuple[str, ...] = (), num_averages: int | None = None
 ) -> Assignment | Mistyped:
-    """The assignment that a plan implies for a graph, or the first thing that does not type. `layers` are the model's
+    """The assignment that a plan implies for a graph, or the first value without a layout. `layers` are the model's
     repeated modules, for a plan that names no FSDP units; `num_averages` is as in Assignment."""
     implied = implied_strategies(graph, plan)
     if isinstance(implied, Mistyped):

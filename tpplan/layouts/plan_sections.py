@@ -1,6 +1,6 @@
 """The sections of a plan that an assignment decides, by full names: parameters, boundaries, outputs, losses, FSDP.
 
-tpplan.search.build_plan puts them into a Plan, layers that are alike under one pattern.
+tpplan.search.build_plan puts them into a Plan, like layers under one pattern.
 """
 
 from tpplan.core.errors import ModelError
@@ -15,7 +15,7 @@ from tpplan.plan.plan import BoundaryPlan, CrossingPlan, FsdpPlan, ParameterPlan
 
 
 def parameter_plans(assignment: Assignment) -> dict[str, ParameterPlan]:
-    """Placement and readings of each parameter."""
+    """Placement, readings, shape and dtype of each parameter, by name."""
     found = {}
     for source in assignment.graph.parameters:
         readings = assignment.readings[source.label]
@@ -31,7 +31,7 @@ def parameter_plans(assignment: Assignment) -> dict[str, ParameterPlan]:
 
 
 def boundary_plans(assignment: Assignment) -> dict[str, BoundaryPlan]:
-    """Conversions at the boundaries of each module that has any."""
+    """Conversions at the boundaries of each module that converts anything, by name."""
     chosen: dict[tuple[str, Direction, str], CrossingPlan] = {}
     for boundary in assignment.graph.boundaries:
         conversion = assignment.conversion(boundary)
@@ -50,7 +50,7 @@ def boundary_plans(assignment: Assignment) -> dict[str, BoundaryPlan]:
 
 
 def outputs(assignment: Assignment) -> dict[str, Layout]:
-    """Layouts of the model's outputs that are not R, what its forward leaves behind among them."""
+    """Layouts other than R of the model's outputs and of tensors that its forward leaves on modules, by path."""
     graph = assignment.graph
     returned = (
         (boundary.path, boundary.result)
@@ -62,7 +62,7 @@ def outputs(assignment: Assignment) -> dict[str, Layout]:
 
 
 def sharded_losses(assignment: Assignment) -> dict[str, int]:
-    """Modules in whose forward a cross entropy runs on slices of the classes, and how many classes there are.
+    """Number of classes by module in whose forward a cross entropy runs on slices of the classes.
 
     Raises ModelError for a module with two such losses over different numbers of classes.
     """
@@ -76,13 +76,13 @@ def sharded_losses(assignment: Assignment) -> dict[str, int]:
         if found.setdefault(op.module, count) != count:
             raise ModelError(
                 f"module {op.module or ROOT}: its forward has cross entropies over {found[op.module]} and over "
-                f"{count} classes, which slices would confuse; put them into modules of their own"
+                f"{count} classes, which a plan cannot tell apart on slices; put them into modules of their own"
             )
     return {module or ROOT: count for module, count in found.items()}
 
 
 def drawing_modules(assignment: Assignment) -> tuple[str, ...]:
-    """Modules in whose forward dropout falls on slices."""
+    """Modules whose forward draws dropout on slices."""
     found = {
         op.module: None
         for op in assignment.graph.ops
@@ -93,7 +93,7 @@ def drawing_modules(assignment: Assignment) -> tuple[str, ...]:
 
 
 def fsdp_plan(assignment: Assignment) -> FsdpPlan:
-    """FSDP's units by pattern, the root last. No units where FSDP is not used, or parameters stay plain tensors."""
+    """FSDP's units by pattern, the root last; none without FSDP, or where parameters stay plain tensors."""
     uses_fsdp = assignment.uses_fsdp
     names = [unit.name or ROOT for unit in assignment.units] if uses_fsdp else []
     patterns = dict.fromkeys(pattern_of(assignment.graph, name) for name in names)

@@ -1,6 +1,6 @@
-"""A rank that is not there: a plan applied in one process, without a process group, as that rank would apply it.
+"""Applies a plan in one process, without a process group, as a given rank would apply it.
 
-What it makes runs on meta tensors, where collectives give shapes and reach nobody.
+The applied model runs on meta tensors: its collectives give shapes and send nothing.
 """
 
 import copy
@@ -19,9 +19,11 @@ from tpplan.trace.hooks.rebind_closures import rebind
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A copy of a model on the meta device. Tensors that modules computed from weights when they were built (as
-    torch.nn.utils.weight_norm does) are leaves in the copy: code that reads one before it makes it anew is found out.
-    Functions that modules hold see the copy.
+    """A copy of a model on the meta device; functions that modules hold refer to the copy.
+
+    Tensors that modules computed from weights when they were built (as torch.nn.utils.weight_norm does) are leaves in
+    the copy, so that code that reads one before computing it again is noticed. Raises ModelError where a list or dict
+    holds such a tensor.
     """
     held = (value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
     computed = {id(value): value.detach().requires_grad_() for value in held if value.grad_fn is not None}
@@ -31,7 +33,7 @@ def copied(model: nn.Module) -> nn.Module:
     except RuntimeError as error:
         raise ModelError(
             "the model cannot be copied: a list or dict in a module holds a tensor that was computed from a weight "
-            f"when it was built; compute it in forward\n{str(error).splitlines()[0]}"
+            f"when the module was built; compute it in forward\n{str(error).splitlines()[0]}"
         ) from error
     rebind(found, images)
     fold_forwards(found)
@@ -40,7 +42,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def applied_as(model: nn.Module, plan: Plan, rank: int) -> nn.Module:
-    """A copy of a model on the meta device with the tensor parallelism that the plan gives a rank."""
+    """A copy of a model on the meta device, laid out with the plan's tensor parallelism as on a rank."""
     local = copied(model)
     if plan.untouched is None:
         lay_out(local, plan, RankMesh(plan.mesh.tp, rank))

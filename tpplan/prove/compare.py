@@ -1,9 +1,8 @@
-"""What an applied model ran held against the original, node by node: the same ops in the same order on the same values.
+"""Compares the graph of an applied model with the original's: the same ops in the same order on the same values.
 
-Copies that are needless on a rank may be missing. Each value must have the local shape that its layout implies, each
-literal must be unchanged, except sizes that view and expand are given, which the shapes cover. Between the ops stands
-code of tpplan's own, which is known by its scope: it converts what the plan says is converted there, by the collectives
-that the conversion takes.
+Copies that a rank does not need may be missing. Each value must have the local shape that its layout implies, and each
+literal must be unchanged; sizes given to view and expand may change, for the shapes cover them. Ops of tpplan's own
+scope must be the conversions that the plan names, with their collectives.
 """
 
 from collections import Counter, defaultdict, deque
@@ -34,24 +33,24 @@ from tpplan.trace.fx_to_graph import IGNORED, argument_of
 from tpplan.trace.record_fx import SCOPE
 
 CONTIGUOUS = "aten.contiguous.default"
-#: what stands for the reading of a parameter that is passed to a module, or out of one
+#: op that marks the reading of a parameter that is passed to a module, or out of one
 ALIAS = "aten.alias.default"
-#: ops that give back the tensor itself where there is nothing to do; to anything else they make a new one
+#: ops that return their operand itself where there is nothing to do, and else a new tensor
 _GIVE_BACK = frozenset({CONTIGUOUS, "aten.to.dtype", "aten.to.device", "aten.to.dtype_layout"})
 BOUNDARY, FRAME, SIBLING = "tpplan.boundary.default", "tpplan.frame.default", "tpplan.sibling.default"
-#: what a trace that stopped holds and a ModelGraph does not
+#: nodes of a stopped trace that a ModelGraph does not have
 _PASSED = frozenset({FRAME, *IGNORED})
-#: what conversions are made of besides collectives: they move elements
+#: ops of conversions besides collectives: they move elements
 _MOVES = frozenset({"view", "view_as", "clone", "contiguous", "chunk", "cat", "detach", "narrow", "movedim",
                     "new_zeros", "copy_", "wait_tensor"})  # fmt: skip
-#: and what else a step takes
+#: further ops of a step
 _ALSO = {
     Step.DIVIDE: frozenset({"div"}),
-    # ids are checked against the whole table's rows first: an assertion gives no value that another op could read
+    # _assert_async checks ids against the whole table's rows: it gives no value that another op could read
     Step.LOCAL_ROWS: frozenset({"sub", "lt", "ge", "__or__", "masked_fill_", "aminmax", "__and__", "_assert_async"}),
     Step.MASK: frozenset({"masked_fill"}),
 }
-#: the collective of a step, by the op that runs
+#: the step of each collective op
 _COLLECTIVES = {
     "_c10d_functional.all_reduce.default": Step.ALL_REDUCE,
     "_c10d_functional.all_gather_into_tensor.default": Step.ALL_GATHER,
@@ -62,20 +61,20 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counterexample:
-    """Where what runs differs: the op, what was expected and seen, and the decisions whose sharding is to blame."""
+    """A difference of the applied model: the op, what was expected and seen, and the decisions to blame."""
 
     message: str
     blamed: tuple[str, ...]
     node: Op | Boundary | None = None
-    #: a module whose own code does what no sharding of it would mend
+    #: a module whose own code differs under every sharding
     culprit: str | None = None
-    #: sizes that the op was given, or gave, and that it has neither in the plan nor in the original
+    #: sizes among the op's literals or results that it has neither in the plan nor in the original
     strange: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Image:
-    """What a node of an applied model's graph shows of itself."""
+    """Name, literals and result shapes of a node of an applied model's graph."""
 
     title: str
     literals: object
@@ -83,7 +82,7 @@ class _Image:
 
 
 def difference(assignment: Assignment, applied: ModelGraph) -> Counterexample | None:
-    """Walks two whole graphs: the same nodes reading the same values, and nothing left over but conversions."""
+    """The first difference of two whole graphs; None where nodes and values are the same up to conversions."""
     graph = assignment.graph
     for source, other in zip_longest(graph.sources, applied.sources):
         if source is None or other is None or (source.kind, source.label) != (other.kind, other.label):
@@ -128,10 +127,10 @@ def difference(assignment: Assignment, applied: ModelGraph) -> Counterexample | 
 
 
 def _is_needless(assignment: Assignment, original: Op | Boundary, found: str) -> bool:
-    """True for what a rank does not run: the mark of a parameter that is read to be passed on, for what is passed is no
-    parameter then; a copy of what a rank holds contiguous, such as one head moved before the sequence.
+    """True for an op that a rank does not run: the mark of a parameter that is passed on (a rank passes no parameter),
+    and a copy of a tensor that is contiguous on a rank, unless an op writes to either side of it.
 
-    `found` is what runs there instead. Where either side of a copy is written to, it matters.
+    `found` is the title of the op that runs instead.
     """
     if not isinstance(original, Op) or found.startswith(original.target):
         return False
@@ -145,17 +144,17 @@ def _is_needless(assignment: Assignment, original: Op | Boundary, found: str) ->
 
 
 def _gives_back(graph: ModelGraph, op: Op) -> bool:
-    """True where an op's result is the tensor that it was given: a conversion to the dtype it had."""
+    """True where an op returns its operand itself, as a conversion to the dtype that it has."""
     given, result = graph.values[op.operands[0]], graph.values[op.results[0]]
     return (given.shape, given.dtype, given.storage) == (result.shape, result.dtype, result.storage)
 
 
 class _Converted:
-    """What tpplan's own code in an applied model makes of the model's values."""
+    """The conversions that tpplan's own code in an applied model makes of the model's values."""
 
     def __init__(self, applied: ModelGraph) -> None:
         self.own = frozenset(op.name for op in applied.ops if op.module == OWN_SCOPE)
-        #: ops by the value that they convert
+        #: number of ops by name, by the value that they convert
         self.ops: dict[str, Counter[str]] = defaultdict(Counter)
         self._order = {name: place for place, name in enumerate(applied.values)}
         self._given_back = {
@@ -169,13 +168,13 @@ class _Converted:
                 self.ops[origin][op.target] += 1
 
     def origin(self, value: str) -> str:
-        """The model's own value that this is a conversion of."""
+        """The model's value that a value is converted from; the value itself where it is not converted."""
         return self._origin.get(value, value)
 
     def core(self, value: str, module: str) -> str:
-        """The origin, behind whatever ops of a module's own code gave back the tensor that they were given.
+        """The origin of a value before any ops of the module's own code that returned their operand itself.
 
-        To a trace, who reads that tensor again reads what was given back; but a parameter's next read is its own.
+        A trace takes later reads of that operand for reads of the op's result, except reads of a parameter.
         """
         value = self.origin(value)
         while (op := self._given_back.get(value)) is not None and op.module == module:
@@ -183,12 +182,12 @@ class _Converted:
         return value
 
     def latest(self, values: Iterable[str]) -> str:
-        """Of several, the one made last: what is looked up, not the ids, whose mask it meets."""
+        """The value that was made last: the looked-up rows, for example, and not the mask of the ids."""
         return max(values, key=lambda value: self._order[value])
 
 
 def _sharded_losses(assignment: Assignment) -> frozenset[str]:
-    """Cross entropies that run as code of ours."""
+    """Names of cross entropies over sharded classes, which tpplan's own code computes."""
     return frozenset(
         op.name
         for op in assignment.graph.ops
@@ -199,9 +198,9 @@ def _sharded_losses(assignment: Assignment) -> frozenset[str]:
 def _other_conversions(
     assignment: Assignment, converted: _Converted, images: Mapping[str, str], losses: frozenset[str]
 ) -> Counterexample | None:
-    """The first value that is converted by other steps than its conversions take, as far as their ops tell.
+    """The first value that is converted by other steps than its conversions take, as far as ops tell steps apart.
 
-    Parameters are converted wherever their modules' code reads them, which may be more than once.
+    Each read of a parameter by a module's code converts it, so that its steps may occur several times.
     """
     graph = assignment.graph
     steps: dict[str, list[Step]] = defaultdict(list)
@@ -214,7 +213,7 @@ def _other_conversions(
         found = (reading_conversion(assignment.strategy(reading.name)).forward for reading in readings)
         reads[images[source.result]] = {step for taken in found for step in taken}
     for loss in graph.ops:
-        if loss.name in losses:  # the maximum of the logits, then the sums that the targets are needed for
+        if loss.name in losses:  # all-reduces of the maximum logit, and of sums that need the targets
             operands = [images[value] for value in loss.operands]
             steps[operands[0]].append(Step.ALL_REDUCE)
             steps[converted.latest(operands)].append(Step.ALL_REDUCE)
@@ -238,7 +237,7 @@ def _other_conversions(
 
 
 def difference_so_far(assignment: Assignment, ran: torch.fx.Graph, reason: str) -> Counterexample:
-    """Walks a graph that stopped: the first difference, else what would have run next is what cannot run."""
+    """The first difference of a graph that stopped; else, with `reason`, the op that would have run next."""
     losses = _sharded_losses(assignment)
     originals = deque(node for node in assignment.graph.nodes if node.name not in losses)
     for node in ran.nodes:
@@ -282,14 +281,14 @@ def _fx_image(node: torch.fx.Node) -> _Image:
 
 
 class _AnyTensor(dict[str, Argument]):
-    """Names of a graph that stopped: whatever they are, they are tensors."""
+    """A mapping in which every name of a stopped graph is a tensor."""
 
     def __missing__(self, name: str) -> Argument:
         return Ref(name)
 
 
 def _difference(assignment: Assignment, original: Op | Boundary, image: _Image) -> str | None:
-    """What differs between a node and its image; None where nothing does."""
+    """The difference between a node and its image in words; None where there is none."""
     title = _title(original)
     if title.partition(" in ")[0] != image.title.partition(" in ")[0]:
         return f"{title} became {image.title}"
@@ -311,7 +310,7 @@ def _difference(assignment: Assignment, original: Op | Boundary, image: _Image) 
 
 
 def _expected_literals(assignment: Assignment, op: Op) -> object:
-    """An op's literals as they must come back; None where they are sizes, which the result's shape covers."""
+    """The literals that an op must have on a rank; None where they are sizes, which the result's shape covers."""
     if takes_sizes(op.target):
         return None
     tp = assignment.tp
@@ -343,7 +342,7 @@ def _title(node: Op | Boundary | None) -> str:
 
 
 def _strange(assignment: Assignment, node: Op | Boundary | None, image: _Image) -> frozenset[int]:
-    """Sizes that an op was given, or gave, and that neither its results nor its literals have on a rank."""
+    """Sizes among an op's literals and results in the image that it should not have on a rank."""
     if not isinstance(node, Op):
         return frozenset()
     if not takes_sizes(node.target):
@@ -361,7 +360,7 @@ def _strange(assignment: Assignment, node: Op | Boundary | None, image: _Image) 
 
 
 def _misplaced(literals: object, written: object, shape: tuple[int, ...]) -> set[int]:
-    """Sizes in a list of them, one for each dim of a shape, that are neither that dim's nor what stands there."""
+    """Sizes in lists of one size per dim that are neither the dim's size nor the one written in the original."""
     if not isinstance(literals, tuple) or not isinstance(written, tuple) or len(literals) != len(written):
         return set()
     if len(literals) == len(shape) and all(isinstance(size, int) for size in (*literals, *written)):
@@ -373,12 +372,12 @@ def _misplaced(literals: object, written: object, shape: tuple[int, ...]) -> set
 def _blame(
     assignment: Assignment, node: Op | Boundary | None, message: str, strange: frozenset[int] = frozenset()
 ) -> Counterexample:
-    """Whatever the module's code can read strange sizes from; else the op itself where it runs sharded; else whatever
-    sharded value its module's code can see, or that of a module around it."""
+    """The counterexample with the decisions to blame: those that show the module's code strange sizes; else the op
+    where it is sharded; else all sharded values that the code of its module, or of the next one around it, sees."""
     module = node.module if node is not None else ""
     visible = tuple(_visible(assignment, module))
     blamed = tuple(name for name in visible if _local_sizes(assignment, name) & strange)
-    if not blamed and strange:  # made of others: `dim // heads` of an input's dim
+    if not blamed and strange:  # computed from other sizes: `dim // heads` of an input's dim
         entries = (b for b in assignment.graph.boundaries if (b.module, b.direction) == (module, Direction.INPUT))
         blamed = tuple(_sharded(assignment, entries))
     if not blamed:
@@ -392,7 +391,7 @@ def _blame(
 
 
 def _local_sizes(assignment: Assignment, name: str) -> set[int]:
-    """Sizes of the sharded dims of what a decision gives, on a rank."""
+    """Sizes on a rank of the sharded dims of a decision's results."""
     node = assignment.deciders[name]
     assert not isinstance(node, Reading)
     values = [assignment.graph.values[result] for result in node.results]

@@ -1,4 +1,4 @@
-"""What a module's own code can see: its ops' values, what crosses its boundary and that of those it calls."""
+"""Values that a module's own code sees: of its ops, at its boundary, and at the boundaries of modules it calls."""
 
 from collections.abc import Iterator, Mapping
 
@@ -19,8 +19,8 @@ def parent(graph: ModelGraph, module: str) -> str:
 
 
 def given_nodes(graph: ModelGraph, module: str) -> Iterator[Op | Boundary]:
-    """The nodes that give values to a module's own code: its ops, its boundaries, and the outputs of its children and
-    of what else it calls: the embedding of a child, say."""
+    """Yields nodes that give values to a module's own code: its ops, its boundaries, and outputs of its children and of
+    other modules that it calls, such as a child's embedding."""
     callers = graph.once(_callers, lambda: _callers(graph))
     for node in graph.nodes:
         leaves = isinstance(node, Boundary) and node.direction is Direction.OUTPUT
@@ -29,8 +29,8 @@ def given_nodes(graph: ModelGraph, module: str) -> Iterator[Op | Boundary]:
 
 
 def _callers(graph: ModelGraph) -> Mapping[str, str]:
-    """By boundary: the module that called, as the order of the nodes shows it. A call that no tensor enters or leaves,
-    and in which no op runs, does not show."""
+    """The calling module by boundary, from the order of the nodes; they do not show a call without ops that no tensor
+    enters or leaves."""
     running, found, left = [""], {}, ""
     for node in graph.nodes:
         leaves = isinstance(node, Boundary) and node.direction is Direction.OUTPUT
@@ -49,7 +49,7 @@ def _callers(graph: ModelGraph) -> Mapping[str, str]:
 
 
 def shards_in(module: str, node: Op | Boundary, strategy: Strategy) -> bool:
-    """True where a node of given_nodes so laid out shows a module's code a slice."""
+    """True where a node of given_nodes(module), under a strategy, shows the module's code a slice."""
     sides: tuple[tuple[Layout, ...], ...] = (strategy.operands, strategy.results)
     if isinstance(node, Boundary):
         is_inside = (node.module == module) == (node.direction is Direction.INPUT)

@@ -1,16 +1,12 @@
-"""The structure half of the proof: what apply makes of a model runs the model's ops, and conversions alone beside them.
+"""The structure half of the proof: the applied model runs the model's own ops, and nothing else but conversions.
 
-The plan is applied, as on the first and on the last rank of the tp axis, and what it made is run on meta tensors and
-written down as the model was. Then the same ops must run in the same order on the same values (save copies that are
-needless on a rank), each value must have the one local shape that its layout implies, and each literal must be
-unchanged, except sizes that view and expand are given, which the shapes cover. Between them stands code of tpplan's
-own, which is known by its scope: it converts what the plan says is converted there, by the collectives that the
-conversion takes.
+The plan is applied as on the first and on the last rank of the tp axis, and the applied model is traced on meta tensors
+as the model was; tpplan.prove.compare says how the two graphs must agree.
 
 That finds sizes baked into code (`view(B, T, self.n_heads, hd)`) and positions or masks built from a sharded length.
-Such sizes, and those that code takes from a tensor in another layout, have a remedy: each is replaced by what the
-layouts imply (tpplan.apply.modules.local_sizes), and what that makes is compared in the same way.
-The rules themselves are validated by brute force; the other half of the proof is tpplan.layouts.typecheck.
+Such sizes, and those that code takes from a tensor in another layout, are replaced by what the layouts imply
+(tpplan.apply.modules.local_sizes), and the result is compared again. The rules themselves are validated by brute force;
+the other half of the proof is tpplan.layouts.typecheck.
 """
 
 from collections import defaultdict
@@ -19,12 +15,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from tpplan.core.graph import (
-    LOSS_SCOPE,
-    ModelGraph,
-    Op,
-    enclosing,
-)
+from tpplan.core.graph import LOSS_SCOPE, ModelGraph, Op, enclosing
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.rules import Call, Strategy, written_sizes
@@ -52,8 +43,8 @@ def check_structure(
     cast: BoundaryHook,
     opaques: Opaques | None = None,
 ) -> Plan | Counterexample:
-    """The plan, with the sizes to replace, which applied runs the original's ops on the planned local shapes; else the
-    first difference that no size accounts for. `model` is on the meta device; `opaques` are the original's."""
+    """The plan with the sizes that it must replace so that its applied model runs the original's ops; else the first
+    difference that no size accounts for. `model` is on the meta device; `opaques` are the original's."""
     written: dict[str, tuple[SizePlan, ...]] = {}
     for rank in (0, plan.mesh.tp - 1) if plan.mesh.tp > 1 else ():
         while found := _difference_on(rank, model, inputs, assignment, plan, loss=loss, cast=cast, opaques=opaques):
@@ -80,7 +71,7 @@ def find_difference(
     cast: BoundaryHook,
     opaques: Opaques | None = None,
 ) -> Counterexample | None:
-    """The first difference of a plan as it is, no size added; None where it runs the original's ops."""
+    """The first difference of the applied model, without adding sizes; None where it runs the original's ops."""
     ranks = (0, plan.mesh.tp - 1) if plan.mesh.tp > 1 else ()
     found = (_difference_on(r, model, inputs, assignment, plan, loss=loss, cast=cast, opaques=opaques) for r in ranks)
     return next((difference for difference in found if difference is not None), None)
@@ -94,11 +85,10 @@ def _with_sizes_of(
     *,
     is_given: Callable[[int], bool] | None = None,
 ) -> dict[str, tuple[SizePlan, ...]]:
-    """The sizes so far and those of an op whose code gives another layout's, and of all that the same code runs
-    elsewhere. `is_given` says which slice's sizes may be given for the whole's; by default those that were seen.
+    """The sizes `written` so far plus those of the differing op, where its code gives a size of another layout, and of
+    the same ops in all modules of its class: one retrace for all keeps proofs of many convolutions short.
 
-    Modules of one class run the same code: what it has written is written in each of them, and one retrace for all is
-    what keeps proofs of many convolutions short.
+    `is_given` says which sizes of a slice the code may give for the whole's; by default those that were seen.
     """
     found, node, graph, seen = dict(written), problem.node, assignment.graph, problem.strange.__contains__
     calls: dict[str, list[tuple[Call, Strategy]]] = defaultdict(list)
@@ -115,15 +105,15 @@ def _with_sizes_of(
 def _sizes_of(
     placed: tuple[Call, Strategy], calls: list[tuple[Call, Strategy]], tp: int, is_given: Callable[[int], bool]
 ) -> Iterator[SizePlan]:
-    """The sizes of a call that its code may give by another layout's: as dims of its tensor where they are, for then
-    the batch and the length are free, else as numbers."""
+    """Yields the sizes of a call that its code may take from another layout: as dims of its tensor where they are dims,
+    which leaves batch and length free, else as numbers."""
     by_dims = {size.position: size for size in sizes_by_dims(calls, placed, tp, is_given)}
     yield from by_dims.values()
     yield from (size for size in written_sizes(*placed, tp) if size.position not in by_dims)
 
 
 def _of_the_same_code(graph: ModelGraph, model: nn.Module, node: Op) -> Iterator[Op]:
-    """Ops of one kind in the own code of modules of one class, this one among them."""
+    """Ops with the node's target in the own code of all modules of its class, the node included; none in the loss."""
     if node.module == LOSS_SCOPE:
         return iter(())
     cls = type(model.get_submodule(node.module))
@@ -145,16 +135,16 @@ def _difference_on(
     cast: BoundaryHook,
     opaques: Opaques | None,
 ) -> Counterexample | None:
-    """Applies the plan as a rank does, traces what it made, and compares."""
+    """The first difference of the model that a rank makes by applying the plan."""
 
     def fresh() -> nn.Module:
         return applied_as(model, plan, rank)
 
     local = fresh()
     try:
-        applied = trace(local, inputs, loss=loss, cast=cast, plan_digest=_doings(plan), opaques=opaques, fresh=fresh)
+        applied = trace(local, inputs, loss=loss, cast=cast, plan_digest=_digest_of(plan), opaques=opaques, fresh=fresh)
     except TraceError as error:
-        reason = f"the applied model cannot run: {str(error).splitlines()[0].partition(': ')[2]}"
+        reason = f"the applied model cannot run: {error.reason}"
         found = difference_so_far(assignment, error.ran, reason)
         if found.message == reason and (failure := own_failure(error.__cause__, has_run=True)) is not None:
             raise failure from error.__cause__
@@ -162,8 +152,8 @@ def _difference_on(
     return difference(assignment, applied)
 
 
-def _doings(plan: Plan) -> PlanDigest:
-    """What a plan does inside a module, by names relative to it."""
+def _digest_of(plan: Plan) -> PlanDigest:
+    """A function that returns all that a plan does inside a module, by names relative to the module."""
     inside: dict[str, list[tuple[int, str, str, tuple[tuple[str, str], ...]]]] = defaultdict(list)
     tables: tuple[Mapping[str, object], ...] = (
         plan.boundary_plans(),

@@ -1,11 +1,11 @@
-"""What else could be done, and what it would cost: plans of other kinds, a style instead, a machine that is better.
+"""Alternatives to a plan and their cost: plans of other kinds, another style for some modules, a better machine.
 
-Everything here is an exact solve of a problem that differs from the plan's in one thing: no duals, no estimates. The
+Each alternative is an exact solve of a problem that differs from the plan's in one thing: no duals, no estimates. The
 model is traced once for all of them (tpplan.search.points.trace_cache).
 
-The *kind* of a plan is its mesh, its micro-batch, what it recomputes and reshards, and which styles its matrices and
-norms have at all (tpplan.layouts.pins.Style). A plan that has the styles of a cheaper one of its mesh and others
-besides is not counted as a kind of its own.
+The *kind* of a plan is its mesh, its micro-batch, what it recomputes and reshards, and the set of styles that its
+matrices and norms have (tpplan.layouts.pins.Style). A plan whose styles include all of a cheaper plan of its mesh is no
+kind of its own.
 """
 
 import heapq
@@ -32,15 +32,15 @@ from tpplan.search.points.options import Allows, BuildModel, Cluster, ExampleInp
 from tpplan.search.points.trace_cache import Reuse
 
 _DEFAULTS = inspect.signature(solve).parameters
-#: how much faster a link is made for its shadow price
+#: factor by which a link is made faster for its shadow price
 FASTER = 1.1
-#: what a problem may turn out to have no solution by
+#: errors that say that a problem has no plan
 _NONE = (InfeasibleError, UsageError, NoLayoutError, VerificationError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is solved again and again with changes: the model, the cluster, and solve's options."""
+    """Arguments of solve that alternatives change: the model, the cluster, and the options."""
 
     build_model: BuildModel
     example_inputs: ExampleInputs
@@ -49,7 +49,7 @@ class Problem:
     reuse: Reuse
 
     def solve(self, **changes: Any) -> Plan:
-        """The optimum with some options changed. Raises as solve does."""
+        """The plan with some options changed. Raises the errors of solve."""
         cluster = changes.pop("cluster", self.cluster)
         options = {**self.options, **changes}
         return solve(self.build_model, self.example_inputs, cluster=cluster, reuse=self.reuse, **options)
@@ -57,7 +57,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A change and its plan; where there is none, why."""
+    """A change and its plan; where there is none, `problem` says why."""
 
     name: str
     plan: Plan | None
@@ -65,10 +65,9 @@ class Alternative:
 
 
 def options_of(plan: Plan) -> dict[str, Any]:
-    """The options of solve with which a plan was made, but for what was pinned: what solve chooses by itself, where it
-    is not told, is left to it.
+    """The options of solve that a plan was made with, without those that solve decides by default.
 
-    Raises UsageError where layers are recomputed in several ways and solve has one for all.
+    Raises UsageError where layers are recomputed in several ways and solve takes one for all.
     """
     modes = sorted(set(plan.recomputed_modules().values())) or [Recompute.NONE]
     options = {
@@ -86,12 +85,12 @@ def options_of(plan: Plan) -> dict[str, Any]:
     }
     told = {name: value for name, value in decisions.items() if _DEFAULTS[name].default is not None}
     if len(modes) > 1 and "recompute" in told:
-        raise UsageError(f"the plan recomputes in several ways, {', '.join(modes)}: solve has one for all layers")
+        raise UsageError(f"the plan recomputes in several ways, {', '.join(modes)}: solve takes one for all layers")
     return options | told
 
 
 def why_not(problem: Problem, plan: Plan, pattern: str, style: str) -> Alternative:
-    """The best plan of the same mesh in which the modules of that name have the style; all else is chosen anew."""
+    """The best plan on the plan's mesh in which the modules of a name have a style; all else is decided again."""
     pins = {**problem.options.get("pins", {}), pattern: style}
     degrees, cluster = plan.mesh_degrees, replace(problem.cluster, gpus=plan.mesh.num_gpus)
     mesh = {"tp": degrees.tp, "fsdp": degrees.shard, "cluster": cluster, "all_gpus": True}
@@ -102,9 +101,9 @@ def why_not(problem: Problem, plan: Plan, pattern: str, style: str) -> Alternati
 
 
 def shadow_prices(problem: Problem) -> Iterator[Alternative]:
-    """The plan as it is, then those with one thing more each: memory, a link, a GPU or a node, all GPUs again.
+    """Yields the plan as it is, then plans with more memory, faster links, one more GPU or node, and twice the GPUs.
 
-    GPUs that would make the step slower, as those do among which the batch does not divide well, stay idle.
+    Added GPUs stay idle where they would make the step slower, as when the batch does not divide well among them.
     """
     cluster = problem.cluster
     profile = cluster.load_profile()
@@ -147,7 +146,7 @@ def shadow_prices(problem: Problem) -> Iterator[Alternative]:
 
 
 def _with_links(profile: HardwareProfile, *, across_nodes: bool) -> HardwareProfile:
-    """The profile with links of one sort faster: T' = L + (T - L) / 1.1, L the latency, which stays."""
+    """The profile with faster links inside or across nodes: T' = L + (T - L) / FASTER with the latency L."""
 
     def faster(seconds: float, latency: float) -> float:
         return latency + (seconds - latency) / FASTER
@@ -166,7 +165,7 @@ def _with_links(profile: HardwareProfile, *, across_nodes: bool) -> HardwareProf
 
 @dataclass(frozen=True, slots=True)
 class Without:
-    """Forbids styles everywhere: what solve takes as `allows`."""
+    """Forbids some styles everywhere, as solve's option `allows`."""
 
     styles: frozenset[Style]
 
@@ -184,7 +183,7 @@ class Without:
 
 
 def styles_of(graph: ModelGraph, plan: Plan) -> frozenset[Style]:
-    """The styles that a plan has: those of its matrices, and slices where any weight meets them."""
+    """The styles of a plan's matrices, and SLICES where a whole weight is used on slices."""
     implied = implied_strategies(graph, plan)
     assert not isinstance(implied, Mistyped), implied
     found = {matrix.style(implied[name]) for name, matrix in matrix_ops(graph).items()}
@@ -195,25 +194,25 @@ def styles_of(graph: ModelGraph, plan: Plan) -> frozenset[Style]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanKind:
-    """A plan and the styles it has at all."""
+    """A plan and the set of its styles."""
 
     plan: Plan
     styles: frozenset[Style]
 
     @property
     def key(self) -> Hashable:
-        """What two plans of one kind have in common."""
+        """A key that is equal for plans of one kind."""
         plan = self.plan
         modes = tuple(sorted(plan.recompute.items()))
         return plan.mesh_degrees, plan.batch.micro_batch, modes, plan.fsdp, self.styles
 
 
 def top(problem: Problem, count: int, *, prove: bool = True) -> list[PlanKind]:
-    """The `count` plans of different kinds that take least, best first; fewer where there are no more.
+    """The `count` fastest plans of different kinds, best first; fewer where there are no more.
 
-    Each mesh is solved, and from the best plan on those without one of its styles in turn: every kind's best plan is
-    the best without the styles it has not, and none of these costs less than what it is reached from. With `prove`
-    those that are returned are proven, which may make one dearer where a cut was needed.
+    Solves each mesh, and then, from the best plan on, its mesh without each of the plan's styles in turn: the best plan
+    of a kind is the best without the styles that it lacks, and forbidding a style never makes a plan faster. With
+    `prove` the returned plans are proven, which may make one slower where a cut was needed.
     """
     waiting: list[tuple[float, int, Mesh, frozenset[Style], PlanKind]] = []
     numbers = itertools.count()
@@ -244,7 +243,7 @@ def top(problem: Problem, count: int, *, prove: bool = True) -> list[PlanKind]:
 
 
 def _solved(problem: Problem, mesh: Mesh, without: frozenset[Style], *, prove: bool) -> PlanKind | None:
-    """The best of a mesh without some styles; None where there is none."""
+    """The best plan on a mesh without some styles; None where there is none."""
     allows: Callable[[ModelGraph], Allows] | None = Without(without) if without else None
     try:
         plan = problem.solve(tp=mesh.tp, fsdp=mesh.shard, all_gpus=True, allows=allows, prove=prove)

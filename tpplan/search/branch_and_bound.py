@@ -1,18 +1,17 @@
-"""Over all meshes and micro-batches: what a bound does not exclude is solved, the best is checked, and the choices that
-together make a counterexample (tpplan.search.conflicts) are forbidden to be made together, wherever they were.
+"""Branch and bound over all points, which are meshes with micro-batches; the best plan is proven.
 
-The answer is the optimum over every point. Best first: of all points that with the least lower bound is looked at more
-closely, until the least bound is that of a plan. A plan that is known early leaves most points out by their first
-bounds, and so, until there is one, only points of one tp degree are looked at, and then of the next. A point's bounds
-are its floor (tpplan.search.points.point_solver.PointSolver.floor), its optimum without a memory limit, and that of the
-relaxation of its ILP. A point is left out where a smaller micro-batch on its mesh does not fit, and where its GPUs at
-the best rates of the profile would take too long (tpplan.costs.best_rates), before it is traced or priced. What is
-forbidden beyond a counterexample, for the search to end sooner, may hide a faster plan: the bound is then that of the
-problem without it, and the gap says so.
+The answer is the optimum over every point. A counterexample to its proof forbids the choices that together make it
+(tpplan.search.conflicts), and the search goes on. Best first: the point with the least lower bound is looked at more
+closely, until the least bound is that of a plan. An early plan excludes most points by their first bounds; so, until
+there is one, points of one tp degree after the other are looked at. A point's bounds are its floor
+(tpplan.search.points.point_solver.PointSolver.floor), its optimum without a memory limit, and that of the relaxation of
+its ILP. A point is left out before it is traced or priced where a smaller micro-batch on its mesh does not fit, and
+where its GPUs at the best rates of the profile would take too long (tpplan.costs.best_rates). Guesses, which forbid
+more than a counterexample shows, may hide a faster plan: the bound is then that of the problem without them.
 
-Two things are taken for granted, and the plan says where they were: that graphs at other micro-batches grow as from the
-smallest to the next (tpplan.search.points.grown_graph; that of the answer is traced, and compared), and that across
-nodes more ranks of tp are no faster where compute and collectives alone make fewer too slow.
+The search assumes two things, and the plan notes where it did: that graphs at other micro-batches grow as from the
+smallest to the next (tpplan.search.points.grown_graph; the answer's graph is traced and compared), and that across
+nodes more tp ranks are no faster where compute and collectives alone make fewer too slow.
 """
 
 import heapq
@@ -24,7 +23,6 @@ from enum import IntEnum
 from functools import partial
 from typing import assert_never
 
-from tpplan import solvers
 from tpplan.core.errors import SolverError
 from tpplan.costs.step.step_time import Priced, price
 from tpplan.layouts.assignment import Assignment
@@ -43,16 +41,15 @@ logger = logging.getLogger(__name__)
 
 #: counterexamples before giving up; each forbids some of finitely many choices
 MAX_ROUNDS = 50
-#: counterexamples in the code of one class before what its modules' own code sees is no longer sharded: code that
 #: relative difference of prices that rounding explains
 SAME = 1e-6
-#: why points are not solved
+#: reasons why points are not solved, as the plan's certificate counts them
 BOUNDED, NO_LAYOUT, TOO_LARGE = "slower by a bound", "without a layout", "larger than what does not fit"
 TOO_WIDE = "of more tp ranks than are too slow"
 
 
 class Stage(IntEnum):
-    """How closely a point is looked at next."""
+    """The next solve of a point: of its lightest treatment, of its relaxed ILP, of its ILP."""
 
     LIGHT = 0
     RELAXED = 1
@@ -61,31 +58,31 @@ class Stage(IntEnum):
 
 @dataclass
 class _Progress:
-    """What is known of each point: its optimum, or a lower bound, why no more was asked, and what would be asked."""
+    """What the search knows of each point: its optimum or a lower bound in seconds, its next stage, why it is left."""
 
     solved: dict[Point, Candidate] = field(default_factory=dict)
     bounds: dict[Point, float] = field(default_factory=dict)
     stages: dict[Point, Stage] = field(default_factory=dict)
     too_large: set[Point] = field(default_factory=set)
-    #: points across nodes of more tp ranks than a degree that is too slow at their micro-batch
+    #: points across nodes with more tp ranks than a degree that is too slow at their micro-batch
     too_wide: set[Point] = field(default_factory=set)
     without: dict[tuple[int, int], NoLayoutError] = field(default_factory=dict)
-    #: points of which the time limit left only a bound
+    #: points of which the time limit left a bound alone
     undecided: dict[Point, SolverError] = field(default_factory=dict)
 
     def best(self) -> Candidate | None:
-        """The fastest plan; of equals the first in the order of points."""
+        """The fastest candidate; of equal ones that of the least point."""
         feasible = [candidate for candidate in self.solved.values() if candidate.solution.objective is not None]
         return min(feasible, key=lambda candidate: (candidate.solution.objective, candidate.point), default=None)
 
     @property
     def ceiling(self) -> float:
-        """Seconds above which nothing need be looked at."""
+        """Seconds of the fastest candidate: no point with a bound above is looked at."""
         best = self.best()
         return math.inf if best is None or best.solution.objective is None else best.solution.objective
 
     def is_too_large(self, point: Point) -> bool:
-        """True where a smaller micro-batch on the same mesh does not fit: a larger one keeps no less."""
+        """True where a smaller micro-batch on the same mesh does not fit, for a larger one keeps as much or more."""
         return any(
             replace(other, micro_batch=point.micro_batch) == point and point.micro_batch > other.micro_batch
             for other, candidate in self.solved.items()
@@ -94,7 +91,7 @@ class _Progress:
 
 
 def search(solver: PointSolver, points: list[Point], unsearched: tuple[str, ...], *, prove: bool) -> Plan:
-    """The fastest plan over all points; a counterexample is cut away wherever it was chosen, until one is proven."""
+    """The fastest plan over all points; with `prove` the fastest that no counterexample refutes."""
     known = _Progress()
     for rounds in range(1, MAX_ROUNDS + 1):
         best = _settled(solver, _explore(solver, points, known))
@@ -108,41 +105,34 @@ def search(solver: PointSolver, points: list[Point], unsearched: tuple[str, ...]
             continue
         num_averages = traced.opaques.num_averages(best.formulation.setting.accumulation_steps)
         assignment = best.formulation.assignment(choice, num_averages=num_averages)
-        priced = _priced(solver, assignment, best)
+        priced, micro_batch = _priced(solver, assignment, best), best.point.micro_batch
         num_without = sum((point.micro_batch, point.tp) in known.without for point in points)
         certificate = _certificate(
             best, known, len(points), num_without, (*unsearched, *_unsearched(solver, points, known))
         )
         if not prove:
-            return plan_of(
-                solver, assignment, priced, best.point.micro_batch, certificate, ProofStatus.UNPROVEN, rounds
-            )
+            return plan_of(solver, assignment, priced, micro_batch, certificate, ProofStatus.UNPROVEN, rounds)
         solver.request.report("prove", rounds - 1, rounds)
-        plan = plan_of(solver, assignment, priced, best.point.micro_batch, certificate, ProofStatus.PROVEN, rounds)
+        plan = plan_of(solver, assignment, priced, micro_batch, certificate, ProofStatus.PROVEN, rounds)
         checked = put_to_proof(solver, traced, plan, assignment)
         if isinstance(checked, Plan):
             solver.request.report("prove", rounds, rounds)
             settled = replace(checked, solver=_without_guesses(solver, points, certificate))
             return as_proven(with_other_shapes(solver.traces, settled, traced))
-        problem = checked
-        if (culprit := culprit_of(problem)) is not None:
-            solver.run_whole(culprit, problem.message)
+        if (culprit := culprit_of(checked)) is not None:
+            solver.run_whole(culprit, checked.message)
             points, known = applicable(points, solver.request, solver.traces), _Progress()
             continue
-        forbid(solver, problem, assignment, best.formulation, traced, plan)
+        forbid(solver, checked, assignment, best.formulation, traced, plan)
         _forget_cut(solver, known)
     raise SolverError(f"no plan could be proven in {MAX_ROUNDS} rounds; the last: {solver.cuts.messages[-1]}")
 
 
 def _priced(solver: PointSolver, assignment: Assignment, best: Candidate) -> Priced:
-    """What the best assignment costs; that is what the ILP said that it does."""
-    priced = price(
-        assignment,
-        solver.request.profile,
-        solver.request.cluster.gpus_per_node,
-        solver.traces.reuse.executor,
-        memory_limit_bytes=solver.request.limit,
-    )
+    """The price of the best assignment, which is the ILP's up to rounding."""
+    request, executor = solver.request, solver.traces.reuse.executor
+    per_node, limit = request.cluster.gpus_per_node, request.limit
+    priced = price(assignment, request.profile, per_node, executor, memory_limit_bytes=limit)
     solved, seconds = best.solution.objective, priced.predicted.step_time_s
     assert solved is not None
     assert abs(solved - seconds) <= SAME * max(solved, seconds), f"the ILP says {solved} s, the plan costs {seconds} s"
@@ -150,7 +140,7 @@ def _priced(solver: PointSolver, assignment: Assignment, best: Candidate) -> Pri
 
 
 def _explore(solver: PointSolver, points: list[Point], known: _Progress) -> Candidate:
-    """Solves every point that may be the fastest: by micro-batch, which each need a trace, and by their bounds.
+    """The fastest candidate: solves every point that may be it, one micro-batch (and trace) after the other.
 
     Raises InfeasibleError where nothing fits, and where the pins leave a decision no layout.
     """
@@ -186,7 +176,7 @@ def _explore(solver: PointSolver, points: list[Point], known: _Progress) -> Cand
 
 
 def _explore_size(solver: PointSolver, own: list[Point], points: list[Point], known: _Progress) -> None:
-    """Solves every point of one micro-batch that may be the fastest: tp inside nodes first, then across, by degrees."""
+    """Solves points of one micro-batch that may be the fastest: tp inside nodes first, then across, by degree."""
     size, per_node = own[0].micro_batch, solver.request.cluster.gpus_per_node
     done, total = sum(point.micro_batch < size for point in points), len(points)
     inside = [point for point in own if point.tp <= per_node]
@@ -201,7 +191,7 @@ def _explore_size(solver: PointSolver, own: list[Point], points: list[Point], kn
 
 
 def _explore_some(solver: PointSolver, own: list[Point], size: int, done: int, total: int, known: _Progress) -> None:
-    """Prices and solves points of one micro-batch, as far as one may be the fastest."""
+    """Prices points of one micro-batch and solves those that may be the fastest."""
     for tp in sorted({point.tp for point in own}):
         solver.request.report("costs", done, total)
         try:
@@ -215,20 +205,20 @@ def _explore_some(solver: PointSolver, own: list[Point], size: int, done: int, t
 
 
 def _is_slow(solver: PointSolver, own: list[Point], known: _Progress) -> bool:
-    """Whether the compute and the collectives of a tp degree alone make it too slow. More ranks of tp then are left
-    out: a rank computes no less of a step for it, and more of what the group sends goes from node to node."""
+    """True where compute and collectives alone make a tp degree too slow. Larger degrees are then left out: a rank
+    computes no less of a step, and more of the group's traffic crosses nodes."""
     left = [point for point in own if (point.micro_batch, point.tp) not in known.without]
     return bool(left) and all(solver.floor(point) > known.ceiling for point in left)
 
 
 def _report_left(solver: PointSolver, end: int, total: int, left: int) -> None:
-    """Progress of the points up to `end`, of which so many are left."""
+    """Reports the progress of the points up to `end`, of which `left` are left."""
     solver.request.report("solve", end - left, total)
 
 
 def _best_first(solver: PointSolver, points: list[Point], known: _Progress, report: Callable[[int], None]) -> None:
-    """Looks at the point of the least bound until none may be the fastest; until there is a plan, at those of one
-    tp degree after the other."""
+    """Looks at the point with the least bound until no point may be the fastest; before the first plan at points of
+    one tp degree after the other."""
     waiting: list[tuple[float, Point]] = []
     aside = _by_degree([(known.bounds[point], point) for point in points if point not in known.solved])
     while True:
@@ -256,7 +246,7 @@ def _best_first(solver: PointSolver, points: list[Point], known: _Progress, repo
 
 
 def _by_degree(bounds: list[tuple[float, Point]]) -> list[list[tuple[float, Point]]]:
-    """Points with their bounds by tp degree, that of the least bound first."""
+    """Points with their bounds by tp degree, the degree with the least bound first."""
     found: dict[int, list[tuple[float, Point]]] = {}
     for bound, point in sorted(bounds):
         found.setdefault(point.tp, []).append((bound, point))
@@ -264,7 +254,7 @@ def _by_degree(bounds: list[tuple[float, Point]]) -> list[list[tuple[float, Poin
 
 
 def _looked_at(solver: PointSolver, point: Point, stage: Stage, ceiling: float) -> Candidate | float:
-    """A point's optimum, or a bound on it."""
+    """A point's optimum, or a lower bound on it."""
     match stage:
         case Stage.LIGHT:
             return solver.light(point, cutoff=ceiling)
@@ -279,7 +269,7 @@ def _looked_at(solver: PointSolver, point: Point, stage: Stage, ceiling: float) 
 def _certificate(
     best: Candidate, known: _Progress, num_points: int, num_without: int, unsearched: tuple[str, ...]
 ) -> SolverReport:
-    """The best objective against the least bound of any point, and what no point is of."""
+    """The certificate: the best objective, the least bound of any point, and the points that were not solved."""
     objective = best.solution.objective or 0.0
     solved = known.solved.values()
     undecided = {point: known.bounds[point] for point in known.undecided if known.bounds[point] <= objective}
@@ -305,7 +295,7 @@ def _certificate(
 
 
 def _unsearched(solver: PointSolver, points: list[Point], known: _Progress) -> tuple[str, ...]:
-    """What was left out without a bound, or on a bound that takes something for granted."""
+    """Lines on points that were left out, or priced, under an assumption."""
     found = []
     if known.too_wide:
         shown = ", ".join(
@@ -322,12 +312,12 @@ def _unsearched(solver: PointSolver, points: list[Point], known: _Progress) -> t
 
 
 def _settled(solver: PointSolver, best: Candidate) -> Candidate:
-    """The best mesh with its ties broken; as it was where that does not come out within the time limit."""
+    """The best candidate with its ties broken, unchanged where the time limit does not suffice for that."""
     formulation, solution = best.formulation, best.solution
     assert solution.objective is not None
     problem = formulation.tie_break(solution.objective)
     try:
-        chosen = solvers.solve(problem, solver=solver.request.solver, time_limit_s=solver.request.time_limit_s).choice
+        chosen = solver.solver_of(problem).choice
     except SolverError as error:
         logger.info("ties stay unbroken: %s", error)
         return best
@@ -338,7 +328,7 @@ def _settled(solver: PointSolver, best: Candidate) -> Candidate:
 
 
 def _without_guesses(solver: PointSolver, points: list[Point], certificate: SolverReport) -> SolverReport:
-    """The certificate with the bound of the problem without what was cut only to end sooner."""
+    """The certificate with the bound of the problem without guesses."""
     if not solver.cuts.guesses:
         return certificate
     solver.request.report("solve", 0, len(points))
@@ -347,7 +337,7 @@ def _without_guesses(solver: PointSolver, points: list[Point], certificate: Solv
     try:
         bound = _certificate(_explore(sound, points, known), known, len(points), 0, ()).bound_s
     except SolverError as error:
-        logger.info("the bound without guesses is that of no plan: %s", error)
+        logger.info("without guesses there is a bound and no plan: %s", error)
         bound = min(known.bounds.values(), default=0.0)
     bound = min(certificate.bound_s, bound)
     objective = certificate.objective_s
@@ -359,7 +349,7 @@ def _without_guesses(solver: PointSolver, points: list[Point], certificate: Solv
 
 
 def _forget_cut(solver: PointSolver, known: _Progress) -> None:
-    """A cut changes only the optima that chose what it forbids; those of other points, and all bounds, still hold."""
+    """Forgets the optima that chose what is now forbidden; other optima, and all bounds, still hold."""
     solver.forget(solver.cuts.degrees)
     for point, candidate in list(known.solved.items()):
         choice, formulation = candidate.solution.choice, candidate.formulation

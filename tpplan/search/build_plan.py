@@ -1,4 +1,4 @@
-"""The plan of the best mesh, with its certificate."""
+"""Builds the Plan of an assignment, with its price and the search's certificate."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -45,7 +45,7 @@ from tpplan.search.points.trace_cache import Traced
 from tpplan.torch_internals import pytree
 from tpplan.trace.forward_arguments import path_of
 
-#: places that a note names
+#: largest number of places that a note names
 _SHOWN = 3
 
 
@@ -58,8 +58,8 @@ def plan_of(
     status: ProofStatus,
     rounds: int,
 ) -> Plan:
-    """The plan that an assignment is, with what it costs and the certificate of the search."""
-    mesh, traced = assignment.mesh, solver.traces.traced(micro_batch)
+    """The plan of an assignment with its price and the search's certificate."""
+    mesh, traced, request = assignment.mesh, solver.traces.traced(micro_batch), solver.request
     graph = traced.graph
     parameters = parameter_plans(assignment)
     rows = {name: (plan.shape, plan.trainable) for label, plan in parameters.items() for name in (label, *plan.aliases)}
@@ -68,17 +68,17 @@ def plan_of(
         tpplan_version=_version(),
         torch_version=torch.__version__.partition("+")[0],
         cluster=ClusterPlan(
-            gpus=solver.request.cluster.gpus,
-            gpus_per_node=solver.request.cluster.gpus_per_node,
-            profile=solver.request.profile.name,
-            profile_fingerprint=solver.request.profile.fingerprint,
+            gpus=request.cluster.gpus,
+            gpus_per_node=request.cluster.gpus_per_node,
+            profile=request.profile.name,
+            profile_fingerprint=request.profile.fingerprint,
         ),
         mesh_degrees=MeshPlan(replicate=mesh.replicate, shard=mesh.shard, tp=mesh.tp),
         batch=BatchPlan(
-            global_batch=solver.request.batch.global_batch,
+            global_batch=request.batch.global_batch,
             micro_batch=micro_batch,
             accumulation_steps=assignment.accumulation_steps,
-            seq_len=solver.request.batch.seq_len,
+            seq_len=request.batch.seq_len,
         ),
         precision=assignment.precision,
         optimizer=assignment.optimizer,
@@ -98,7 +98,7 @@ def plan_of(
             rounds=rounds,
             cuts=tuple(solver.cuts.messages),
             assumptions=traced.assumptions,
-            device=str(solver.request.subject.device),
+            device=str(request.subject.device),
             calls=_calls(graph) if status is ProofStatus.PROVEN else None,
         ),
         unruled_ops=priced.unruled_ops,
@@ -109,7 +109,7 @@ def plan_of(
 
 
 def _left_whole(assignment: Assignment) -> Iterator[str]:
-    """What is said of tensors that the forward leaves behind and that are kept whole."""
+    """Yields a note on tensors that the forward leaves on modules and that stay whole."""
     left = [
         path for path, value in assignment.graph.outputs if path.startswith(LEFT_AT) and assignment.layout(value) == R
     ]
@@ -117,18 +117,18 @@ def _left_whole(assignment: Assignment) -> Iterator[str]:
         shown = ", ".join(path.removeprefix(LEFT_AT) for path in left[:_SHOWN])
         more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
         yield (
-            f"whole, as outputs are, is what the forward leaves at {shown}{more}; what nobody reads with its gradient "
-            "may be sharded where unused_outputs names it, or its code detaches it"
+            f"tensors that the forward leaves at {shown}{more} stay whole, as outputs do; where nobody reads one with "
+            "its gradient, name it in unused_outputs or detach it, so that it may be sharded"
         )
 
 
 def laid_out_as(plan: Plan, assignment: Assignment) -> Plan:
-    """A plan with the layouts of another assignment of its graph; costs and sizes are not made anew."""
+    """The plan with the layouts of another assignment of its graph; its prices stay, its sizes are dropped."""
     return replace(plan, **_layouts(assignment))
 
 
 class _Layouts(TypedDict):
-    """The sections of a plan that layouts decide, layers that are alike under one pattern."""
+    """The sections of a plan that layouts decide, like layers under one pattern."""
 
     parameters: Mapping[str, ParameterPlan]
     boundaries: Mapping[str, BoundaryPlan]
@@ -151,7 +151,7 @@ def _layouts(assignment: Assignment) -> _Layouts:
 
 
 def _calls(graph: ModelGraph) -> dict[str, tuple[str, ...]] | None:
-    """Digests by pattern: layers of a block share those of all; one that stood for others says theirs."""
+    """Digests of calls by pattern: the layers of a block share all digests of the block's layers."""
     found: dict[str, set[str]] = {}
     for name, digests in graph.calls.items():
         for own in names_written(graph, name):
@@ -160,7 +160,7 @@ def _calls(graph: ModelGraph) -> dict[str, tuple[str, ...]] | None:
 
 
 def _opaque_plans(traced: Traced, seconds: Mapping[str, float]) -> dict[str, OpaquePlan]:
-    """Modules that run whole, by pattern, under all their names, with their seconds by module."""
+    """Modules that run whole, by pattern; `seconds` are by module."""
     observed = traced.opaques.by_key()
     bodies = {op.module: observed[str(op.args[2])].bodies for op in traced.graph.ops if op.target == OPAQUE}
     plans = {
@@ -171,7 +171,7 @@ def _opaque_plans(traced: Traced, seconds: Mapping[str, float]) -> dict[str, Opa
 
 
 def input_shapes(inputs: Any) -> dict[str, str]:
-    """Shapes of the traced inputs: {"tokens": "int64[1, 4096]"}."""
+    """Dtypes and shapes of the traced inputs: {"tokens": "int64[1, 4096]"}."""
     leaves = pytree.tree_flatten_with_path(inputs)[0]
     return {
         path_of(path): f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"

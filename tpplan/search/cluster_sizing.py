@@ -1,7 +1,7 @@
-"""How many GPUs: the best plan on each of several clusters, and the smallest that does what is asked.
+"""Cluster sizing: the best plan on each of several clusters, and the smallest cluster that is fast enough.
 
 The model is traced once for all of them (tpplan.search.points.trace_cache). Plans are priced and not proven: `solve`
-proves the one that is taken. FLOP are the model's own: matmuls and attention, forward and backward, nothing twice.
+proves the chosen one. FLOP are those of matmuls and attention, forward and backward, without recomputation.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,13 +21,13 @@ from tpplan.search.planner import solve
 from tpplan.search.points.options import BuildModel, Cluster, ExampleInputs
 from tpplan.search.points.trace_cache import Reuse, Traced
 
-#: products that backward does for each of forward's, at most: one for the gradient of either operand
+#: most products of a backward for one of the forward: one for the gradient of either operand
 _BACKWARD_PRODUCTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sized:
-    """A cluster with its best plan; without one where `problem` says why. `flop` are the model's in a step."""
+    """A cluster with its best plan, or with `problem`, why there is none. `flop` are the model's FLOP of a step."""
 
     cluster: Cluster
     profile: HardwareProfile
@@ -37,19 +37,19 @@ class Sized:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole cluster; 0 without a plan."""
+        """Tokens per second of the whole cluster; 0 without a plan."""
         if self.plan is None or not self.plan.predicted.step_time_s:
             return 0.0
         return self.plan.batch.global_batch * self.plan.batch.seq_len / self.plan.predicted.step_time_s
 
     @property
     def gpu_hours_per_1e9_tokens(self) -> float:
-        """Of all GPUs of the cluster, used or not; infinite without a plan."""
+        """GPU hours of all GPUs of the cluster, used or not, for 1e9 tokens; infinite without a plan."""
         return self.cluster.gpus * 1e9 / self.tokens_per_s / 3600 if self.tokens_per_s else float("inf")
 
     @property
     def mfu(self) -> float:
-        """The model's FLOP per second over what the cluster's GPUs do in the fastest matmul of the profile."""
+        """The model's FLOP per second over those of all GPUs in the profile's fastest matmul; 0 without a plan."""
         if self.plan is None or not self.plan.predicted.step_time_s:
             return 0.0
         return self.flop / self.plan.predicted.step_time_s / (self.cluster.gpus * peak_flop_per_s(self.profile))
@@ -63,10 +63,10 @@ def size(
     tokens_per_s: float | None = None,
     options: Mapping[str, Any],
 ) -> Iterator[Sized]:
-    """The best plan on each cluster in turn, and for each profile no more once one does `tokens_per_s`.
+    """Yields the best plan on each cluster; skips clusters of a profile after one that does `tokens_per_s`.
 
-    `options` are solve's. A cluster on which nothing fits, or that the batch does not divide among, has no plan; the
-    errors of a model or a profile are raised.
+    `options` are solve's. A cluster on which nothing fits, or which the batch does not divide, has no plan. Raises
+    ModelError and ProfileError.
     """
     reuse, done = Reuse(), set()
     for cluster in clusters:
@@ -86,7 +86,7 @@ def size(
 
 
 def smallest(rows: Sequence[Sized], tokens_per_s: float | None = None) -> Sized | None:
-    """The row of fewest GPUs that has a plan, and is as fast as asked; None where there is none."""
+    """The row of fewest GPUs with a plan of at least `tokens_per_s`; None where there is none."""
     enough = [row for row in rows if row.plan is not None and row.tokens_per_s >= (tokens_per_s or 0.0)]
     return min(enough, key=lambda row: row.cluster.gpus, default=None)
 
@@ -103,7 +103,7 @@ def _is_whole(count: int, gpus_per_node: int) -> bool:
 
 
 def peak_flop_per_s(profile: HardwareProfile) -> float:
-    """FLOP per second of the fastest matmul in the profile, of 2 bytes per element where there are such."""
+    """FLOP per second of the profile's fastest matmul, in a 16-bit dtype where it has one."""
     tables = [table for table in profile.matmuls if table.dtype in FLOATING_DTYPES]
     halves = [table for table in tables if table.dtype in ("bfloat16", "float16")]
     return max(
@@ -119,9 +119,9 @@ def _flop_of_a_sequence(reuse: Reuse) -> float:
 
 
 def model_flop(traced: Traced, executor: Executor) -> float:
-    """FLOP of a forward and a backward of all that was traced: matmuls and attention.
+    """FLOP of the traced matmuls and attention in forward and backward.
 
-    Backward does as much as forward for each matrix operand that a gradient reaches, for attention twice.
+    Backward takes as much as forward for each matrix operand that a gradient reaches, for attention twice as much.
     """
     total = 0.0
     for op in traced.graph.ops:

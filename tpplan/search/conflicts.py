@@ -1,11 +1,11 @@
-"""What a counterexample forbids: the choices that together make it, as few of them as were found to do.
+"""Finds the choices that together make a counterexample, as few as possible; they are then forbidden together.
 
-A set of choices is tried in the company least like the one it was found in: the solver fixes these, shards as little
-else as their edges allow, and what comes of it is checked as a plan is. Where the same op differs again, the choices
-make it by themselves, and only they are forbidden, together: each of them alone may be right in other company.
+To try a set of choices the solver fixes them and shards as little else as their edges allow, and the result is checked
+as a plan is. Where the same op differs again, the choices suffice for the counterexample, and they are forbidden
+together: each of them alone may be right.
 
-A choice is a decision and all its strategies that look the same from the code that differs: the shapes that it sees
-on a rank. How a value came to be whole or a slice, no shape shows.
+A choice is a decision and all its strategies that look the same to the code that differs: that code sees shapes on a
+rank, which do not show how a value came to be whole or a slice.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -25,22 +25,20 @@ from tpplan.prove.module_scope import given_nodes, parent
 from tpplan.search.points.cuts import Choices
 from tpplan.solvers.problem import Problem, Resource, linear_term
 
-#: sets of choices that are tried for one counterexample; a larger set than need be forbids less, and nothing wrongly
+#: most sets of choices that are tried for a counterexample; a set larger than necessary is sound and forbids less
 MOST_TRIALS = 24
-#: what a summand or a summed gradient counts among choices of which the fewest are to be sharded
+#: cost of a layout with a summand or summed gradient where a sharded layout costs 1, in finding the least sharded plan
 UNSHARDED = 0.01
 
-#: what differs of a plan with these choices; None where nothing does
+#: finds the counterexample of an assignment; None where it is proven
 Check = Callable[[Assignment], Counterexample | Mistyped | None]
 
 
 def conflict_of(
     found: Counterexample | Mistyped, assignment: Assignment, formulation: Formulation, check: Check
 ) -> Choices:
-    """The choices that make a counterexample, by decision: in some plans that make all of them the same differs.
-
-    Where no small set was found that does, all that was chosen.
-    """
+    """The choices, by decision, that suffice for a counterexample; all choices of the assignment where no smaller set
+    was found."""
     finder = _Finder(found, assignment, formulation, check)
     tried: list[Choices] = []
     for candidates in finder.candidates():
@@ -52,10 +50,8 @@ def conflict_of(
 
 
 def in_like_blocks(graph: ModelGraph, choices: Choices) -> Iterator[Choices]:
-    """The choices, and what they are in every block that is like one in which some are made: the same code runs there.
-
-    Decisions outside of it stay as they are.
-    """
+    """Yields the choices, and where all of one repeated block, the corresponding choices in each block like it, which
+    runs the same code; choices outside of blocks stay as they are."""
     yield choices
     places, names = graph.once(in_like_blocks, lambda: _places(graph))
     blocks = {places[name][:2] for name in choices if name in places}
@@ -68,12 +64,12 @@ def in_like_blocks(graph: ModelGraph, choices: Choices) -> Iterator[Choices]:
             yield {images[name]: group for name, group in choices.items()}
 
 
-#: a decision's repeated block, by its number, which of its modules it is in, and where there
+#: place of a decision in a repeated block: the block's number, the module of the block, the position in it
 _Place = tuple[int, str, Hashable]
 
 
 def _places(graph: ModelGraph) -> tuple[dict[str, _Place], dict[_Place, str]]:
-    """Places by decision, and decisions by place."""
+    """The place of each decision in repeated blocks, and the decision at each place."""
     found: dict[str, _Place] = {}
     for kind, block in enumerate(graph.blocks):
         for own in block.names:
@@ -102,8 +98,8 @@ class _Finder:
         self.end = len(graph.nodes) if self.node is None else self.order[self.node.name]
 
     def candidates(self) -> Iterator[list[str]]:
-        """Sets of decisions to try, from the least on: what is blamed, what the code that differs sees, and that of the
-        modules around it. What comes after the op that differs makes it only by sizes that are replaced for it."""
+        """Yields sets of decisions to try, the smallest first: those blamed, those that the code that differs sees, and
+        those that the modules around it see. Decisions after the op matter only through sizes replaced for them."""
         own = [self.node.name] if self.node is not None else []
         blamed = [*self.found.blamed, *own]
         yield [name for name in blamed if self._comes_before(name)]
@@ -119,7 +115,7 @@ class _Finder:
         yield [*seen, *self._seen_in([name for name in enclosing(self.node.module) if name not in modules])]
 
     def _seen_in(self, modules: list[str]) -> list[str]:
-        """What modules' own code is given, parameters among it."""
+        """Decisions on values that modules' own code is given, parameters included."""
         space = self.formulation.space
         given = (node.name for module in modules for node in given_nodes(self.assignment.graph, module))
         reads = (d.name for d in space.deciders.values() if isinstance(d, Reading) and d.op.module in modules)
@@ -130,7 +126,7 @@ class _Finder:
         return self.order[decider.op.name if isinstance(decider, Reading) else name] <= self.end
 
     def choices(self, names: Iterable[str]) -> Choices:
-        """What was chosen of these, without decisions of which every choice looks the same."""
+        """The assignment's choices of some decisions, without decisions whose strategies all look the same."""
         found: dict[str, frozenset[Strategy]] = {}
         space = self.formulation.space
         for name in names:
@@ -143,7 +139,7 @@ class _Finder:
         return found
 
     def _picture(self, decider: Decider, strategy: Strategy) -> Hashable:
-        """What the code that differs sees of a decision: shapes on a rank; of the op itself, what it is to be."""
+        """What the code that differs sees of a decision: shapes on a rank, and of the op itself its literals."""
         if isinstance(self.found, Mistyped):
             return strategy
         graph, tp = self.assignment.graph, self.formulation.mesh.tp
@@ -160,7 +156,7 @@ class _Finder:
         return shapes
 
     def is_enough(self, choices: Choices) -> bool:
-        """True where plans differ in the same place with these choices and little else sharded."""
+        """True where an assignment with these choices and little else sharded has the same counterexample."""
         if self.trials >= MOST_TRIALS:
             return False
         self.trials += 1
@@ -170,7 +166,7 @@ class _Finder:
         try:
             again = self.check(trial)
         except TpplanError:
-            return False  # it cannot be written down as a plan
+            return False  # the assignment cannot be written as a plan
         if isinstance(self.found, Mistyped):
             return isinstance(again, Mistyped) and again.blamed == self.found.blamed
         if not isinstance(again, Counterexample):
@@ -178,10 +174,10 @@ class _Finder:
         return again.message == self.found.message if self.node is None else again.node == self.node
 
     def smallest(self, choices: Choices) -> Choices:
-        """The choices without those that it takes not."""
+        """The choices without those that the counterexample does not need."""
         found = dict(choices)
         if self.node is not None and self.node.name in found and len(found) > 1:
-            found[self.node.name] = found.pop(self.node.name)  # it is to be dropped last: what it should give
+            found[self.node.name] = found.pop(self.node.name)  # drop the op itself last
         size = len(found)
         while size := size // 2:
             for start in range(0, len(names := list(found)), size):
@@ -192,8 +188,8 @@ class _Finder:
 
 
 def _with_little_else(formulation: Formulation, choices: Choices) -> Assignment | None:
-    """An assignment with these choices and as little else sharded as their edges and what is forbidden allow; None
-    where there is none."""
+    """The assignment with these choices and as little else sharded as edges and conflicts allow; None where there is
+    none."""
     space = formulation.space
     allowed: dict[str, set[int]] = {}
     for name, group in choices.items():
@@ -221,7 +217,7 @@ def _with_little_else(formulation: Formulation, choices: Choices) -> Assignment 
         return None
     if choice is None:
         return None
-    # What is done to layers is not asked for: all of a kind get the first treatment that they may.
+    # Treatments do not matter here: all layers of a group get the first one that is possible.
     splits = (split for kind in formulation.kinds for split in kind.numbers.splits)
     numbers = {part: split.total * (part == split.parts[0]) for split in splits for part in split.parts}
     return formulation.assignment({**numbers, **choice})

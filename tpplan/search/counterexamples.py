@@ -1,4 +1,4 @@
-"""What a counterexample says: whose code differs, and which choices are never made again."""
+"""Puts plans to the proof, and forbids the choices that make a counterexample."""
 
 import logging
 from collections.abc import Iterator
@@ -22,22 +22,24 @@ from tpplan.trace.answers.planned_device import planning_for
 
 logger = logging.getLogger(__name__)
 
-#: compares sizes, say, differs by another line for each way to shard it
+#: counterexamples in the code of one class before a guess forbids sharding all that its code sees: code that compares
+#: sizes, for example, differs in another line for each way to shard it
 PATIENCE = 4
 
 
 def put_to_proof(
     solver: PointSolver, traced: Traced, plan: Plan, assignment: Assignment
 ) -> Plan | Counterexample | Mistyped:
-    """The plan with the sizes that it replaces, where both halves of the proof hold; else what does not."""
-    with planning_for(solver.request.subject.device):
+    """The plan with the sizes that it replaces, where both halves of the proof hold; else the counterexample."""
+    subject = solver.request.subject
+    with planning_for(subject.device):
         checked = check_structure(
             traced.model,
             traced.inputs,
             assignment,
             plan,
-            loss=solver.request.subject.loss,
-            cast=solver.request.subject.cast(traced.units),
+            loss=subject.loss,
+            cast=subject.cast(traced.units),
             opaques=traced.opaques,
         )
     if isinstance(checked, Counterexample):
@@ -46,12 +48,12 @@ def put_to_proof(
 
 
 def _mistyped(graph: ModelGraph, plan: Plan, assignment: Assignment) -> Mistyped | None:
-    """Derives every layout from the plan as its file says it."""
+    """The first value without a layout, derived from the plan as its file has it; None where all have one."""
     return typecheck(graph, Plan.from_dict(plan.to_dict()), local_shapes=assignment.local_shapes())
 
 
 def culprit_of(problem: Counterexample | Mistyped) -> str | None:
-    """The module that is to run whole: no sharding is to blame for what it does."""
+    """The module to run whole, for no sharding is to blame for what its code does; None where one is."""
     if isinstance(problem, Mistyped):
         return None
     if problem.culprit is None and not problem.blamed and isinstance(problem.node, Op):
@@ -67,13 +69,13 @@ def forbid(
     traced: Traced,
     plan: Plan,
 ) -> None:
-    """Forbids the choices that together make a counterexample, in all like blocks; after many in the code of one class,
-    all that shows it slices, which is a guess."""
-    tp = formulation.mesh.tp
+    """Forbids the choices that together make a counterexample, in all like blocks; after PATIENCE in the code of one
+    class, as a guess, every strategy that shows that code slices. Raises ModelError where no sharding is to blame."""
+    tp, cuts = formulation.mesh.tp, solver.cuts
     if not found.blamed:
         raise ModelError(f"the plan cannot be proven, and no sharding explains it: {found.message}")
     logger.info("counterexample on tp %d: %s", tp, found.message)
-    solver.cuts.messages.append(found.message)
+    cuts.messages.append(found.message)
 
     def check(trial: Assignment) -> Counterexample | Mistyped | None:
         checked = put_to_proof(solver, traced, laid_out_as(plan, trial), trial)
@@ -81,23 +83,23 @@ def forbid(
 
     for choices in in_like_blocks(traced.graph, conflict_of(found, assignment, formulation, check)):
         if len(choices) > 1:
-            solver.cuts.conflicts.setdefault(tp, []).append(choices)
+            cuts.conflicts.setdefault(tp, []).append(choices)
         for name, group in choices.items() if len(choices) == 1 else ():
-            solver.cuts.cut(formulation.space, name, group)
+            cuts.cut(formulation.space, name, group)
     module = _whose_code(traced.graph, found.node) if isinstance(found, Counterexample) and found.node else LOSS_SCOPE
     code = None if module == LOSS_SCOPE else type(traced.model.get_submodule(module))
-    solver.cuts.counterexamples[tp, code] += 1
-    if solver.cuts.counterexamples[tp, code] < PATIENCE:
+    cuts.counterexamples[tp, code] += 1
+    if cuts.counterexamples[tp, code] < PATIENCE:
         return
     if code is None:
         for name in found.blamed:
-            solver.cuts.cut(formulation.space, name, (assignment.strategy(name),), is_guess=True)
+            cuts.cut(formulation.space, name, (assignment.strategy(name),), is_guess=True)
         return
-    whole = f"{PATIENCE} counterexamples in code of {code.__name__}: what that of {module or ROOT} sees stays whole"
+    whole = f"{PATIENCE} counterexamples in code of {code.__name__}: what the code of {module or ROOT} sees stays whole"
     logger.info("tp %d: %s", tp, whole)
-    solver.cuts.messages.append(whole)
+    cuts.messages.append(whole)
     for name, strategy in _sharding_in(module, formulation):
-        solver.cuts.cut(formulation.space, name, (strategy,), is_guess=True)
+        cuts.cut(formulation.space, name, (strategy,), is_guess=True)
 
 
 def _whose_code(graph: ModelGraph, node: Op | Boundary) -> str:
@@ -107,7 +109,7 @@ def _whose_code(graph: ModelGraph, node: Op | Boundary) -> str:
 
 
 def _sharding_in(module: str, formulation: Formulation) -> Iterator[tuple[str, Strategy]]:
-    """Every strategy that shows a module's own code a slice, by decision."""
+    """Pairs of a decision and a strategy of it that shows a module's own code a slice."""
     space = formulation.space
     return (
         (node.name, strategy)

@@ -1,4 +1,4 @@
-"""Why there is no plan: how much memory is missing and what would fit, or which of the pins is in the way."""
+"""Says why there is no plan: how much memory is missing and what would fit, or which pins prevent it."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,14 +15,14 @@ from tpplan.search.points.mesh_points import Point
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.solvers.problem import Problem, Solution, total
 
-#: how many times as many GPUs are tried when nothing fits
+#: factors of more GPUs to try when nothing fits
 LARGER_CLUSTERS = (2, 4, 8, 16, 32, 64)
-#: a smaller peak is one that is smaller by this share
+#: relative gain below which a peak counts as no smaller
 LEAST_GAIN = 1e-3
 
 
 def infeasible(solver: PointSolver, points: list[Point]) -> InfeasibleError:
-    """The smallest peak on these GPUs by part, and the changes that fit, the cheapest first."""
+    """The error with the smallest peak on these GPUs by part, and the changes that fit, the cheapest first."""
     needed, formulation, solution = _smallest(solver, points)
     limit, gpus = solver.request.limit, solver.request.cluster.gpus
     choice = solution.choice
@@ -36,8 +36,8 @@ def infeasible(solver: PointSolver, points: list[Point]) -> InfeasibleError:
     unknown = ""
     try:
         remedies += _larger_clusters(solver, formulation.mesh)
-    except ProfileError as error:  # of one node: what more of them would do cannot be said
-        unknown = f" What more than {gpus} GPUs would do is not known ({error})."
+    except ProfileError as error:  # the profile is of one node
+        unknown = f" Whether more than {gpus} GPUs would do is not known ({error})."
     remedies.sort(key=lambda remedy: remedy.gpu_seconds)
     shown = ", ".join(f"{name} {format_bytes(n)}" for name, n in parts.items())
     steps = formulation.setting.accumulation_steps
@@ -54,7 +54,7 @@ def infeasible(solver: PointSolver, points: list[Point]) -> InfeasibleError:
 
 
 def _advice(remedies: list[Remedy], unknown: str) -> str:
-    """What would do; `unknown` says why more GPUs were not tried, "" where they were."""
+    """The changes that would fit, in words; `unknown` says why more GPUs were not tried, "" where they were."""
     others = "try a shorter sequence, --precision bf16-mixed or a smaller model."
     if remedies:
         return "; ".join(map(_shown, remedies)) + f".{unknown}"
@@ -67,15 +67,15 @@ def _shown(remedy: Remedy) -> str:
 
 
 def _smallest(solver: PointSolver, points: list[Point]) -> tuple[float, Formulation, Solution]:
-    """The least peak of any point. More GPUs and a smaller micro-batch never need more."""
+    """The least peak of any point with its ILP and solution; more GPUs or a smaller micro-batch never need more."""
     gpus = max(point.num_gpus for point in points)
     meshes = {point.mesh: point for point in sorted(points, reverse=True) if point.num_gpus == gpus}
     return min((_least_memory(solver, point) for point in meshes.values()), key=lambda row: row[0])
 
 
 def least_peak(problem: Problem, solve: Callable[[Problem], Solution]) -> tuple[float, Solution] | None:
-    """The least that the largest row of the memory constraint can be, up to LEAST_GAIN, whatever limit there is; None
-    where the decisions contradict each other. The largest row is made smaller until all cannot be."""
+    """The least possible peak in bytes, up to LEAST_GAIN, whatever the limit; None where the decisions contradict each
+    other. Minimizes the largest row again and again, all rows below the last peak, until there is no solution."""
     rows, needed = problem.resources, math.inf
     row, best = rows[0], None
     while True:
@@ -97,24 +97,22 @@ def _least_memory(solver: PointSolver, point: Point) -> tuple[float, Formulation
 
 
 def _remedies(solver: PointSolver, points: list[Point], mesh: Mesh) -> Iterator[Remedy]:
-    """Changes of what was pinned, each of which alone makes something fit."""
-    if solver.request.recompute not in (None, Recompute.FULL):
-        yield from _tried("recomputation", solver.changed(replace(solver.request, recompute=None)), points)
-    if solver.request.reshard_after_forward is False:
-        yield from _tried(
-            "resharding after forward (ZeRO-3)",
-            solver.changed(replace(solver.request, reshard_after_forward=None)),
-            points,
-        )
-    if solver.request.batch.micro_batch is not None and solver.request.batch.micro_batch > 1:
-        smaller = replace(solver.request.batch, micro_batch=None)
-        freed = solver.changed(replace(solver.request, batch=smaller))
-        below = [Point.of(mesh, m) for m in smaller.micro_batches(mesh) if m < solver.request.batch.micro_batch]
+    """Yields pinned options that, left open, make some plan fit."""
+    request, batch = solver.request, solver.request.batch
+    if request.recompute not in (None, Recompute.FULL):
+        yield from _tried("recomputation", solver.changed(replace(request, recompute=None)), points)
+    if request.reshard_after_forward is False:
+        freed = solver.changed(replace(request, reshard_after_forward=None))
+        yield from _tried("resharding after forward (ZeRO-3)", freed, points)
+    if batch.micro_batch is not None and batch.micro_batch > 1:
+        smaller = replace(batch, micro_batch=None)
+        freed = solver.changed(replace(request, batch=smaller))
+        below = [Point.of(mesh, m) for m in smaller.micro_batches(mesh) if m < batch.micro_batch]
         yield from _tried(f"micro-batch {below[0].micro_batch}" if below else "", freed, below[:1])
 
 
 def _larger_clusters(solver: PointSolver, mesh: Mesh) -> Iterator[Remedy]:
-    """The least number of GPUs on which something fits. Raises ProfileError where the profile does not know so many."""
+    """Yields the least number of GPUs on which a plan fits. Raises ProfileError where the profile lacks so many."""
     for factor in LARGER_CLUSTERS:
         larger = Mesh(replicate=1, shard=mesh.shard * mesh.replicate * factor, tp=mesh.tp)
         sizes = solver.request.batch.micro_batches(larger)
@@ -131,7 +129,7 @@ def _larger_clusters(solver: PointSolver, mesh: Mesh) -> Iterator[Remedy]:
 
 
 def _tried(what: str, solver: PointSolver, points: list[Point]) -> Iterator[Remedy]:
-    """The remedy, if the point that needs the least memory then fits."""
+    """Yields the remedy if the point that needs the least memory then fits."""
     if not points:
         return
     needed, formulation, _ = _smallest(solver, points)
@@ -147,7 +145,7 @@ def _tried(what: str, solver: PointSolver, points: list[Point]) -> Iterator[Reme
 
 
 def no_layout(solver: PointSolver, micro_batch: int, without: Mapping[int, NoLayoutError]) -> TpplanError:
-    """The error where on no tp degree every decision has a strategy: the pins, where they stand at the decisions."""
+    """The error where every tp degree has a decision without a strategy; names the pins at these decisions."""
     held = {tp: solver.pinned(micro_batch).pins_of(error.decision) for tp, error in without.items()}
     if not any(held.values()):
         return next(iter(without.values()))
@@ -158,12 +156,12 @@ def no_layout(solver: PointSolver, micro_batch: int, without: Mapping[int, NoLay
         for tp, pins in held.items()
     )
     alone = set(without) == {1}
-    hint = ". One rank has nothing to cut: pin a tp above 1, or leave it open" if alone else ""
+    hint = ". One rank has nothing to shard: pin a tp above 1, or leave it open" if alone else ""
     return InfeasibleError(f"no plan keeps the pins on {solver.request.cluster.gpus} GPUs: {reasons}{hint}.")
 
 
 def unproven(solver: PointSolver, error: NoLayoutError) -> TpplanError:
-    """The error where proofs have forbidden all that the pins left."""
+    """The error where proofs have forbidden all strategies that the pins leave."""
     if not solver.request.pins:
         return error
     return VerificationError(
@@ -173,22 +171,18 @@ def unproven(solver: PointSolver, error: NoLayoutError) -> TpplanError:
 
 
 def unkept(solver: PointSolver, points: Sequence[Point]) -> InfeasibleError | None:
-    """The error where the pins are why no mesh has a plan: each pin without which one has. None where they are not."""
-    if not solver.request.pins:
+    """The error where pins are why no mesh has a plan, with each pin to leave out; None where they are not."""
+    pins = solver.request.pins
+    if not pins:
         return None
     limit, gpus = format_bytes(solver.request.limit), solver.request.cluster.gpus
-    names = _quoted(solver.request.pins)
-    guilty = [pin for pin in solver.request.pins if _fits(_without(solver, {pin}), points)]
+    none_keeps = f"no plan keeps the pins within {limit} per GPU on {gpus} GPUs; one does"
+    guilty = [pin for pin in pins if _fits(_without(solver, {pin}), points)]
     if guilty:
         verb = "it is" if len(guilty) == 1 else "any of these is"
-        return InfeasibleError(
-            f"no plan keeps the pins within {limit} per GPU on {gpus} GPUs; one does where "
-            f"{verb} left out: {_quoted(guilty)}."
-        )
-    if _fits(_without(solver, set(solver.request.pins)), points):
-        return InfeasibleError(
-            f"no plan keeps the pins within {limit} per GPU on {gpus} GPUs; one does without all of them: {names}."
-        )
+        return InfeasibleError(f"{none_keeps} where {verb} left out: {_quoted(guilty)}.")
+    if _fits(_without(solver, set(pins)), points):
+        return InfeasibleError(f"{none_keeps} without all of them: {_quoted(pins)}.")
     return None
 
 
@@ -198,7 +192,7 @@ def _without(solver: PointSolver, left_out: set[Pin]) -> PointSolver:
 
 
 def _fits(solver: PointSolver, points: Sequence[Point]) -> bool:
-    """Whether some mesh has a plan within the limit: any, not the best."""
+    """True where some mesh has any plan within the limit."""
     for point in points:
         try:
             problem = solver.formulate(point).problem

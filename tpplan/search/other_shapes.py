@@ -1,11 +1,11 @@
-"""Other batches and lengths than the planned ones: those for which a plan is proven too.
+"""Proves a plan for other batches and lengths than the planned ones.
 
-A plan may hold a length without saying so: a table that is cut at `x.shape[1]` rows looks like a fused weight of two
-parts, and a size in code like a number of heads. So a proven plan is proven once more, as it is, at another batch and
-another length: the model is traced there, the layouts typed, and what is applied compared, as ever. Sizes that were not
-chosen by anybody show what was a coincidence: b + 1 and t - 1 first; where something is sharded along either, multiples
-of tp times a number that shares nothing with the planned one. What does not hold there is refused on ranks
-(tpplan.apply.modules.input_shapes), and the plan says why.
+A plan may depend on the planned length unnoticed: a table that is cut at `x.shape[1]` rows looks like a fused weight of
+two parts, and a size in code like a number of heads. So a proven plan is proven again, unchanged, at another batch and
+length: the model is traced there, the layouts are typed, and the applied model is compared. Unusual sizes show
+coincidences: b + 1 and t - 1 first; where something is sharded along either, multiples of tp times a number coprime to
+the planned one. Ranks refuse batches and lengths that are not proven (tpplan.apply.modules.input_shapes), and the plan
+says why.
 """
 
 import logging
@@ -32,12 +32,12 @@ from tpplan.trace.opaque import Opaques
 
 logger = logging.getLogger(__name__)
 
-#: below this a size is likely to be another's, or to be stretched
+#: least size to try: smaller ones are likely to equal another size, or to be broadcast
 LEAST = 3
 
 
 def other_shapes(traces: TraceCache, plan: Plan, traced: Traced) -> OtherShapes | None:
-    """For which other batches and lengths a proven plan holds; None where every rank has all of the model."""
+    """The other batches and lengths that a proven plan holds for; None where every rank has the whole model."""
     if plan.mesh.tp == 1 or plan.untouched is not None:
         return None
     batch, length = plan.batch.micro_batch, plan.batch.seq_len
@@ -47,12 +47,12 @@ def other_shapes(traces: TraceCache, plan: Plan, traced: Traced) -> OtherShapes 
 
 
 def with_other_shapes(traces: TraceCache, plan: Plan, traced: Traced) -> Plan:
-    """A proven plan that says so."""
+    """The proven plan with its other batches and lengths in its proof."""
     return replace(plan, proof=replace(plan.proof, other_shapes=other_shapes(traces, plan, traced)))
 
 
 def _coprime_above(size: int, tp: int) -> Iterator[int]:
-    """Sizes that share no divisor with the planned one or with tp."""
+    """Yields sizes above the planned one that are coprime to it and to tp."""
     number = max(size, LEAST - 1)
     while True:
         number += 1
@@ -61,7 +61,7 @@ def _coprime_above(size: int, tp: int) -> Iterator[int]:
 
 
 def _coprime_below(size: int, tp: int) -> Iterator[int]:
-    """Sizes below the planned one, which a table of positions may end at, then above it."""
+    """Yields coprime sizes below the planned one, where a table of positions may end, then above it."""
     yield from (number for number in range(size - 1, LEAST - 1, -1) if math.gcd(number, size * tp) == 1)
     yield from _coprime_above(size, tp)
 
@@ -69,7 +69,7 @@ def _coprime_below(size: int, tp: int) -> Iterator[int]:
 def _dims(
     traces: TraceCache, traced: Traced, planned: tuple[int, int], other: tuple[int, int]
 ) -> tuple[dict[str, tuple[Dim, ...]], str]:
-    """Each input's dims, and why none is known to grow, where example_inputs does not make others."""
+    """Each input's dims, and why they are not known to grow where example_inputs makes no other shapes ("" else)."""
     try:
         others = [
             traces.subject.example_inputs(other[0], planned[1]),
@@ -97,7 +97,7 @@ def _shapes(inputs: Any) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
-    """A proof at a batch and a length: what is wrong with it, and which of the two something is sharded along."""
+    """A proof at a batch and a length: what fails ("" if nothing), and which of BATCH and LENGTH are sharded."""
 
     batch: int
     length: int
@@ -107,7 +107,7 @@ class _Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class _Search:
-    """Proofs of one plan at other shapes. `reason` is why there can be none."""
+    """Proofs of one plan at other shapes. `reason` says why there can be none, "" where there can."""
 
     traces: TraceCache
     plan: Plan
@@ -117,17 +117,17 @@ class _Search:
 
     @property
     def planned(self) -> tuple[int, int]:
-        """Batch and length."""
+        """The planned batch and length."""
         return self.plan.batch.micro_batch, self.plan.batch.seq_len
 
     @cached_property
     def grows_with(self) -> frozenset[str]:
-        """What the inputs' dims follow."""
+        """Which of BATCH and LENGTH the inputs' dims grow with."""
         found = {dim.grows_with for dims in self.dims.values() for dim in dims} - {""}
         return frozenset(found - {BOTH} | {BATCH, LENGTH} if BOTH in found else found)
 
     def found(self) -> OtherShapes:
-        """Another batch and another length at once, where the plan holds there; else the one alone, or the other."""
+        """The other shapes of the plan: batch and length proven together, else one of them alone, else none."""
         batch, length = self.planned
         joint = self.first_proven(self.batches, self.lengths)
         if not joint.problem or len(self.grows_with) < len((BATCH, LENGTH)):
@@ -139,8 +139,8 @@ class _Search:
         return self.report(joint, joint.problem)
 
     def first_proven(self, batches: tuple[int, ...], lengths: tuple[int, ...]) -> _Attempt:
-        """The first attempt that proves the plan, else the last: the least demanding sizes, then slices that tp divides
-        where something is sharded along them."""
+        """The first attempt that proves the plan, else the last: first the least demanding sizes, then sizes that tp
+        divides where something is sharded along them."""
         first = attempt = self.attempt(batches[0], lengths[0])
         rest = [(batch, length) for length in lengths for batch in batches][1:]
         for batch, length in sorted(rest, key=lambda pair: pair[0] != batches[0] and BATCH not in first.sharded):
@@ -161,7 +161,7 @@ class _Search:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths to try, the least demanding first; half the planned one for code that takes no odd ones."""
+        """Lengths to try, the least demanding first; last half the planned one, for code that takes no odd ones."""
         own, tp = self.planned[1], self.plan.mesh.tp
         if LENGTH not in self.grows_with:
             return (own,)
@@ -170,7 +170,7 @@ class _Search:
         return tuple(dict.fromkeys((next(_coprime_below(own, tp)), sliced, *halves)))
 
     def report(self, proven: _Attempt, reason: str) -> OtherShapes:
-        """What follows from a proof, or from none; `reason` is why it is not of another batch and another length."""
+        """The report of an attempt; `reason` says why batch and length were not proven together."""
         found = []
         for kind, here, there in zip((BATCH, LENGTH), self.planned, (proven.batch, proven.length), strict=True):
             if not proven.problem and here != there:
@@ -180,7 +180,7 @@ class _Search:
         return OtherShapes(inputs=self.dims, batch=found[0], length=found[1])
 
     def attempt(self, batch: int, length: int) -> _Attempt:
-        """Proves the plan at a batch and a length, which are not the planned ones."""
+        """Tries to prove the plan at a batch and a length."""
         if (batch, length) == self.planned:
             return _Attempt(batch=batch, length=length, problem="the inputs have no other shapes")
         graph: ModelGraph | None = None
@@ -200,7 +200,7 @@ class _Search:
         )
 
     def difference(self, graph: ModelGraph, inputs: Inputs, opaques: Opaques) -> str:
-        """What does not type, or runs otherwise where the plan is applied; "" where it is proven."""
+        """What does not type, or runs differently where the plan is applied; "" where the plan is proven."""
         assignment = assignment_of(graph, self.plan, layers=self.traced.units)
         if isinstance(assignment, Mistyped):
             return assignment.message
@@ -216,7 +216,7 @@ class _Search:
         return found.message if found is not None else ""
 
     def sharded(self, graph: ModelGraph, batch: int, length: int) -> frozenset[str]:
-        """What the dims follow along which the plan, at its own shapes, shards anything."""
+        """Which of BATCH and LENGTH the dims grow with along which the plan, at its own shapes, shards anything."""
         implied = implied_strategies(self.traced.graph, self.plan)
         if isinstance(implied, Mistyped) or graph.values.keys() != self.traced.graph.values.keys():
             return frozenset()

@@ -1,4 +1,4 @@
-"""The glue: trace, price, solve over the meshes, check, assemble. Every stage stands in its own module."""
+"""The entry points solve and price: from a model and a cluster to a plan, each stage in a module of its own."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache
 from tpplan.solvers.problem import Status
 from tpplan.trace.trace import Loss
 
-#: the solver of a plan whose price alone was asked for
+#: name of the solver in a plan that was only priced
 PRICED = "none, only priced"
 
 
@@ -65,12 +65,12 @@ def solve(
     progress: Progress | None = None,
     reuse: Reuse | None = None,
 ) -> Plan:
-    """The plan of least predicted step time among those whose predicted peak memory fits.
+    """The plan with the least predicted step time of those whose predicted peak memory fits.
 
-    build_model() gives the model (it is called under the meta device: no weights are made), example_inputs(micro_batch,
-    seq_len) its inputs. Decided together: the mesh, on at most the GPUs given; layouts; per layer what runs again in
-    backward, and whether FSDP reshards it after forward; the micro-batch and so the accumulation, unless a number pins
-    it. None of an option leaves it to be decided. `tp` and `fsdp` pin a degree, all_gpus=True allows no fewer,
+    build_model() returns the model (on the meta device: it makes no weights), example_inputs(micro_batch, seq_len) its
+    inputs. Decided together: the mesh, on at most the given GPUs; layouts; per layer what backward recomputes, and
+    whether FSDP reshards it after forward; the micro-batch and so the accumulation, unless a number pins it. An option
+    that is None is decided. `tp` and `fsdp` pin a degree, all_gpus=True uses all GPUs,
     `recompute` ("none", "selective", "full") and reshard_after_forward (True is ZeRO-3, False ZeRO-2) hold for every
     layer. `precision` defaults to bf16-mixed on a GPU profile and fp32 else. compile=True prices elementwise ops as
     torch.compile fuses them. time_limit_s holds for each ILP. `pins` hold modules to a style, {"model.layers.*.mlp":
@@ -103,14 +103,14 @@ def solve(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """The optimum of one mesh as numbers: its problem, and what was chosen."""
+    """The optimum of one mesh: its ILP and the choice."""
 
     formulation: Formulation
     choice: Mapping[str, int]
 
     @property
     def peak_bytes(self) -> float:
-        """Predicted peak memory of a rank, without slack."""
+        """Predicted peak memory of a rank in bytes, without slack."""
         return memory(self.formulation.assignment(self.choice), self.formulation.priced.executor).num_bytes
 
 
@@ -125,7 +125,7 @@ def price_mesh(
     micro_batch: int,
     options: Options,
 ) -> Priced:
-    """What the best plan on one mesh costs, whether it fits or not; `options` pins both degrees. Nothing is proven."""
+    """The price of the best plan on one mesh, unproven, whether it fits or not; `options` pins both degrees."""
     batch = Batch(global_batch, micro_batch, seq_len)
     unlimited = replace(options, memory_limit_bytes=float("inf"), all_gpus=True)
     request = Request.of(build_model, example_inputs, cluster, batch, unlimited, None)
@@ -139,7 +139,7 @@ def price_mesh(
 def prepare(
     request: Request, options: Options, reuse: Reuse | None = None
 ) -> tuple[PointSolver, list[Point], tuple[str, ...]]:
-    """The points to search and what solves them, and what is left out without a bound."""
+    """The solver of a request, its points, and lines on meshes that are left out."""
     points, unsearched = points_of(request, tp=options.tp, fsdp=options.fsdp)
     traces = TraceCache(request.subject, reuse or Reuse())
     return PointSolver(request=request, traces=traces), applicable(points, request, traces), unsearched
@@ -155,12 +155,11 @@ def price(
     gpus_per_node: int | None = None,
     loss: Loss | None = None,
 ) -> Plan:
-    """The plan as it would be on another machine: the same choices, and what they cost there.
+    """The plan with its predictions for another machine; its choices stay.
 
-    build_model, example_inputs and loss are those the plan was made with; gpus_per_node is the plan's, as far as the
-    profile has so many. Nothing is solved, and no solver need be installed: the bound is 0. What the plan names under
-    `recompute` and `compile` is priced, too. Raises ModelError, ProfileError, PlanError for a plan that cannot be read,
-    and PlanMismatchError where it does not fit the model.
+    build_model, example_inputs and loss are those the plan was made with; gpus_per_node is by default the plan's, at
+    most the profile's. Needs no solver: the bound is 0. Raises ModelError, ProfileError, PlanError for a plan that
+    cannot be read, and PlanMismatchError where it does not fit the model.
     """
     loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
     machine = profile if isinstance(profile, HardwareProfile) else load_profile(profile)
@@ -192,7 +191,7 @@ def price(
 
 
 def _repriced(plan: Plan, seconds: Mapping[str, float]) -> dict[str, OpaquePlan]:
-    """The plan's modules that run whole, with the seconds they take now."""
+    """The plan's modules that run whole, with other seconds by module."""
     return {
         key: replace(whole, seconds=max(seconds.get("" if name == ROOT else name, 0.0) for name, _ in plan.expand(key)))
         for key, whole in (plan.opaque or {}).items()

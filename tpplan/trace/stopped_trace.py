@@ -16,11 +16,12 @@ from tpplan.trace.record_fx import StoppedError
 
 
 class TraceError(ModelError):
-    """The trace stopped. `ran` is the graph of the ops until then, `module` the innermost module that was running (""
-    for the root, None outside the model)."""
+    """The trace stopped: `reason` says on what error and where, `ran` is the graph of the ops until then, `module` the
+    innermost module that was running ("" for the root, None outside the model)."""
 
-    def __init__(self, message: str, *, ran: torch.fx.Graph, module: str | None) -> None:
-        super().__init__(message)
+    def __init__(self, reason: str, advice: str, *, ran: torch.fx.Graph, module: str | None) -> None:
+        super().__init__(f"the model could not be traced: {reason}{advice}")
+        self.reason = reason
         self.ran = ran
         self.module = module
 
@@ -47,7 +48,8 @@ def explained(
     where = _place(running, has_loss=has_loss)
     reason = (str(error).strip() or "no message").splitlines()[0]
     return TraceError(
-        f"the model could not be traced: {type(error).__name__} {where}: {reason}{_advice(error, reason)}",
+        f"{type(error).__name__} {where}: {reason}",
+        _advice(error, reason),
         ran=stopped.ran,
         module=running[-1] if running else None,
     )

@@ -10,7 +10,7 @@ fingerprints, FSDP's modules. Predicted times are not checked: they belong to a 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from tpplan.apply.model_match import check_model
 from tpplan.core.errors import ModelError, TpplanError, VerificationError
@@ -37,7 +37,6 @@ from tpplan.verify.collective_log import Issued, listed
 
 #: a note in a plan that was edited after it was proven, and proven again
 EDITED = "edited after it was solved and proven again: the solver's report is that of the plan before"
-_SECTIONS = tuple(member.name for member in fields(Plan))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +139,8 @@ def _check_structure(plan: Plan, assignment: Assignment, traced: Traced, traces:
 
 
 def _with_path(error: TpplanError) -> str:
-    """The message of an error of applying a plan, with a JSON path in front where it has none."""
-    text = str(error)
-    is_placed = text.startswith(tuple(f"{name}{mark}" for name in _SECTIONS for mark in ".[:"))
-    return text if is_placed else f"boundaries: {text}"
+    """The message of an error of applying a plan, after a JSON path: the error's own, else that of all boundaries."""
+    return str(error) if error.plan_path else f"boundaries: {error}"
 
 
 # ---- what can be checked without layouts

@@ -25,7 +25,7 @@ from tpplan.torch_internals.tensors import labelled, local_part, spec_of
 from tpplan.trace.hooks.call_rewriting import own_code
 
 
-def placement_of(layout: Layout, *, where: str) -> Placement:
+def placement_of(layout: Layout, *, path: str) -> Placement:
     """Returns the DTensor placement of a parameter's layout at rest. Raises PlanError unless it is R or S(dim)."""
     match layout.kind:
         case LayoutKind.REPLICATE:
@@ -34,7 +34,7 @@ def placement_of(layout: Layout, *, where: str) -> Placement:
             assert layout.dim is not None
             return Shard(layout.dim)
         case _:
-            raise PlanError(f"{where}: expected R or S(dim), got {layout}")
+            raise PlanError(f"expected R or S(dim), got {layout}", plan_path=path)
 
 
 @final
@@ -99,15 +99,17 @@ class ParameterReads:
 
 def check_reads(name: str, placement: Layout, layouts: Mapping[str, Layout]) -> None:
     """Raises PlanError for a placement that no parameter can have, and for a read that the placement does not allow."""
-    placement_of(placement, where=f"parameters.{name}.placement")
+    placement_of(placement, path=f"parameters.{name}.placement")
     for reader, layout in layouts.items():
-        where = f"parameters.{name}.reads.{reader or ROOT}"
+        path = f"parameters.{name}.reads.{reader or ROOT}"
         if layout == ROWS:
-            raise PlanError(f"{where}: a parameter is never read as rows, only ids are")
+            raise PlanError("a parameter is never read as rows, only ids are", plan_path=path)
         if layout == R_STAR and placement != R:
-            raise PlanError(f"{where}: what rests as {placement} cannot be read as R*: place it as R")
+            raise PlanError(f"what rests as {placement} cannot be read as R*: place it as R", plan_path=path)
         if not can_convert(R_STAR if placement == R else placement, layout):
-            raise PlanError(f"{where}: what rests as {placement} cannot be read as {layout}: change placement or read")
+            raise PlanError(
+                f"what rests as {placement} cannot be read as {layout}: change placement or read", plan_path=path
+            )
 
 
 def plan_reads(name: str, plan: ParameterPlan, group: TpGroup, reducer: Reducer, slot: Slot) -> ParameterReads:

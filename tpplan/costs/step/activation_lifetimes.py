@@ -1,8 +1,8 @@
-"""The memory that a plan's activations lie in: who makes each, who reads it last, which ops' backward wants it.
+"""Lifetimes of a plan's activations: which node makes each, which reads it last, which ops save it for backward.
 
-A storage starts at an op that makes a new tensor, or at a boundary whose conversion does. While a module's forward
-runs, its caller holds what it was given, and it holds what came out of others as a field of something; other values are
-gone when they have been read for the last time.
+An op that makes a new tensor starts a storage; so does a boundary whose conversion makes one. While a module's forward
+runs, its caller holds its arguments, and the module holds the objects whose fields it was given; other values are freed
+after their last read.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ from tpplan.plan.plan import Recompute
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One call of a module that is recomputed: its nodes, by position in the graph."""
+    """One call of a recomputed module: its nodes, by position in the graph."""
 
     module: str
     mode: Recompute
@@ -29,7 +29,7 @@ class Run:
 
 
 def calls_of(graph: ModelGraph, modes: Mapping[str, Recompute]) -> Iterator[Run]:
-    """The calls of each module. A call ends where other nodes come, or where its module is entered anew."""
+    """Yields the calls of each module; one ends where nodes of others follow, or where its module is entered again."""
     positions: dict[str, list[int]] = {module: [] for module in modes}
     for i, node in enumerate(graph.nodes):
         for module in enclosing(node.module):
@@ -45,7 +45,7 @@ def calls_of(graph: ModelGraph, modes: Mapping[str, Recompute]) -> Iterator[Run]
 
 
 def _is_new_call(graph: ModelGraph, position: int, module: str) -> bool:
-    """The node before leaves the module, and this one enters it."""
+    """True where the node at `position` enters the module and the node before leaves it."""
     ways = [
         node.direction if isinstance(node, Boundary) and node.module == module else None
         for node in graph.nodes[position - 1 : position + 1]
@@ -55,8 +55,8 @@ def _is_new_call(graph: ModelGraph, position: int, module: str) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """Memory of an activation: a rank's bytes; by position in the graph the node that makes it, the last that reads it,
-    and those that keep it for their backward."""
+    """Memory of an activation on a rank in bytes; by position in the graph the node that makes it, the last that reads
+    it, and those that save it for their backward."""
 
     num_bytes: float
     maker: int
@@ -65,7 +65,7 @@ class Storage:
 
 
 class Lifetimes:
-    """The storages of an assignment, and the calls of modules that are recomputed."""
+    """The storages of an assignment, and the calls of its recomputed modules."""
 
     def __init__(self, assignment: Assignment, executor: Executor) -> None:
         self.assignment = assignment
@@ -86,7 +86,7 @@ class Lifetimes:
         return self.assignment.strategy(decision)
 
     def conversion(self, boundary: Boundary) -> Conversion:
-        """What a boundary does."""
+        """The conversion of a value at a boundary."""
         return self.assignment.conversion(boundary)
 
     def is_held(self, position: int) -> bool:
@@ -99,19 +99,19 @@ class Lifetimes:
         return any(isinstance(kernel, Matmul | Attention) for kernel in self.executions[position].forward)
 
     def uses(self, storage: Storage) -> set[int]:
-        """Positions at which what was kept of it from the forward on is wanted in backward."""
+        """Positions whose backward reads the storage as it was kept from forward."""
         own = self.run_at.get(storage.maker)
         found = {i for i in storage.keepers if (run := self.run_at.get(i)) is None or run is not own}
         for i in self.entered.get(storage, ()):
             run = self.run_at.get(i)
-            if run is not None and self.nodes[i].module == run.module:  # its cast by FSDP stands in the run already
+            if run is not None and self.nodes[i].module == run.module:  # FSDP's cast of it is in the run already
                 found.add(i)
         if self.is_held(storage.maker):
             found.add(storage.maker)
         return found
 
     def stop(self, run: Run) -> int:
-        """The last position that runs again: that of the last op that keeps anything."""
+        """The last position that runs again in backward: that of the last op that saves anything; -1 for none."""
         return max((i for i in run.positions if i in self.executions and _keeps(self.executions[i])), default=-1)
 
     def _make_storages(self) -> None:
@@ -153,7 +153,7 @@ class Lifetimes:
             self._add(position, float(execution.saved_bytes)).keepers.add(position)
 
     def _make_copies_of_weights(self) -> None:
-        """A weight that is read otherwise than it rests is a copy, which the op keeps."""
+        """Adds the copy of each weight that is read in another layout than it rests in; the op saves the copy."""
         position_of = {node.name: position for position, node in enumerate(self.nodes)}
         for readings in self.assignment.readings.values():
             for reading in readings:
@@ -171,7 +171,7 @@ class Lifetimes:
         return storage
 
     def _viewed(self, op: Op, result: str) -> str | None:
-        """The operand that a result is a view of."""
+        """The operand that a result is a view of; None for a new tensor."""
         values = self.graph.values
         return next((name for name in op.operands if values[name].storage == values[result].storage), None)
 

@@ -14,7 +14,7 @@ from tpplan.core.units import DTYPE_BYTES
 from tpplan.costs.collectives import transfers_of
 from tpplan.costs.execute import Executor
 from tpplan.costs.step.activation_lifetimes import Lifetimes
-from tpplan.costs.step.parameter_sizes import Weights
+from tpplan.costs.step.parameter_bytes import Weights
 from tpplan.costs.step.recompute_cost import repeated
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import Decider, has_partial_gradient
@@ -25,16 +25,16 @@ from tpplan.plan.plan import CollectivePlan, Pass
 
 #: the dtype in which FSDP gathers parameters of several dtypes
 BYTES = "uint8"
-#: numbers that ranks exchange of each parameter that FSDP does not hold: whether its gradient is there, and came now
+#: numbers that ranks exchange for each parameter outside FSDP: whether it has a gradient, and whether it is new
 FLAGS = 2
 
-#: of a collective: pattern of its module, kind, axis, pass, dtype, bytes of the whole
+#: a collective: pattern of its module, kind, axis, pass, dtype, bytes of the whole tensor
 _Key = tuple[str, str, Axis, Pass, str, int]
 _Counts = Counter[_Key]
 
 
 def collectives(assignment: Assignment, executor: Executor) -> tuple[CollectivePlan, ...]:
-    """The collectives of a step, sorted. `executor` knows where a recomputed forward stops."""
+    """The collectives of a step, sorted. `executor` says where a recomputed forward stops."""
     counts = _tp_collectives(assignment)
     if assignment.recomputed:
         counts.update(_repeats(assignment, executor))
@@ -50,7 +50,7 @@ def collectives(assignment: Assignment, executor: Executor) -> tuple[CollectiveP
 
 
 def _tp_collectives(assignment: Assignment) -> _Counts:
-    """Conversions at boundaries and readings, and those that ops issue, in every micro-batch."""
+    """Collectives of conversions at boundaries and readings, and of ops, in all micro-batches."""
     found: _Counts = Counter()
     for name, decider in assignment.deciders.items():
         where = _where(assignment, _module_of(decider))
@@ -61,7 +61,7 @@ def _tp_collectives(assignment: Assignment) -> _Counts:
 
 
 def _repeats(assignment: Assignment, executor: Executor) -> _Counts:
-    """The forward collectives of recomputed modules, which run again in backward."""
+    """Forward collectives that recomputed modules run again in backward."""
     found: _Counts = Counter()
     for _, names in repeated(Lifetimes(assignment, executor)):
         for name in names:
@@ -77,7 +77,7 @@ def _repeats(assignment: Assignment, executor: Executor) -> _Counts:
 
 
 def _tp_reductions(assignment: Assignment) -> _Counts:
-    """Gradients that are summands over tp, reduced once a step in buckets, each rank its FSDP shard."""
+    """Sums of gradients over tp, once a step in buckets, each rank its FSDP shard."""
     weights = Weights(assignment=assignment)
     sizes: dict[str, list[int]] = {}
     for source in weights.trainable:
@@ -94,7 +94,7 @@ def _tp_reductions(assignment: Assignment) -> _Counts:
 
 
 def _fsdp_collectives(assignment: Assignment) -> _Counts:
-    """Gathers and reductions of each unit. The root is gathered once a micro-batch, a resharded unit again in backward;
+    """Gathers and reductions of each unit. A micro-batch gathers the root once, a resharded unit again in backward;
     replicas reduce once a step."""
     found: _Counts = Counter()
     mesh, steps, treatments = assignment.mesh, assignment.accumulation_steps, assignment.treatments
@@ -121,8 +121,8 @@ def _fsdp_collectives(assignment: Assignment) -> _Counts:
 
 
 def _averages(assignment: Assignment) -> _Counts:
-    """Gradients that FSDP does not hold, averaged over each of its axes: first ranks exchange which of them have one,
-    then they reduce in buckets (tpplan.apply.collectives.dp_gradients)."""
+    """Averages of gradients that FSDP does not hold, over each of its axes: ranks first exchange which parameters have
+    one, then they reduce in buckets (tpplan.apply.collectives.dp_gradients)."""
     found: _Counts = Counter()
     weights, times = Weights(assignment=assignment), assignment.num_averages or 1
     beside = [source for source in weights.trainable if _is_beside_fsdp(assignment, source)]
@@ -147,7 +147,7 @@ def _buckets(sizes: Iterable[int]) -> list[int]:
 
 
 def _is_beside_fsdp(assignment: Assignment, source: Source) -> bool:
-    """True for a parameter that FSDP does not hold: all stay plain tensors, or this one has no dims."""
+    """True for a parameter that FSDP does not hold: all of them stay plain tensors, or it has no dims."""
     if assignment.num_averages is not None:
         return True
     return assignment.uses_fsdp and not assignment.graph.values[source.result].shape

@@ -1,4 +1,4 @@
-"""A decision space with what its strategies cost per micro-batch, and what of a problem no mesh changes."""
+"""A decision space with the cost of its strategies per micro-batch, and the parts of an ILP that no mesh changes."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Frame:
-    """What of a problem follows from the decisions alone, whatever they cost: nodes and edges, what a solver made of
-    them, and the FSDP units by the names that were asked for."""
+    """Parts of an ILP that follow from the decisions, whatever they cost: nodes and edges, what a solver computed of
+    them, and the FSDP units by the names of the layers."""
 
     nodes_and_edges: list[tuple[tuple[Node, ...], tuple[Edge, ...]]] = field(default_factory=list)
     shared: Shared = field(default_factory=Shared)
@@ -32,30 +32,30 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedSpace:
-    """A decision space with what its strategies cost per micro-batch: the same for every mesh of its tp degree."""
+    """A decision space with the cost of its strategies per micro-batch, for every mesh of its tp degree."""
 
     space: Space
     times: Mapping[str, tuple[StrategyTime, ...]]
     executor: Executor
     is_compiled: bool
-    #: that of spaces whose decisions are the same (decides_like)
+    #: shared by all spaces with the same decisions (decides_like)
     frame: Frame = field(default_factory=Frame)
     _activations: dict[tuple[str, ...], Activations] = field(default_factory=dict, init=False)
     _memo: dict[Hashable, object] = field(default_factory=dict, init=False)
 
     @property
     def shared(self) -> Shared:
-        """What a solver computed of the edges."""
+        """What a solver computed of the edges, for the next problem with the same edges."""
         return self.frame.shared
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What does not depend on the mesh, computed for the first of them that asks."""
+        """The value that `make` returned for this key at the first call; for values that do not depend on the mesh."""
         if key not in self._memo:
             self._memo[key] = make()
         return cast(T, self._memo[key])
 
     def activations(self, units: tuple[str, ...]) -> Activations:
-        """What is kept between forward and backward, by layer."""
+        """Activations kept from forward to backward, by layer; `units` are the layers."""
         if units not in self._activations:
             self._activations[units] = layer_activations(self.space, self.executor, units)
         return self._activations[units]
@@ -67,11 +67,11 @@ class PricedSpace:
         return self.frame.units[names]
 
     def nodes(self) -> tuple[Node, ...]:
-        """The deciding decisions."""
+        """A node for each deciding decision."""
         return self._frame()[0]
 
     def edges(self) -> tuple[Edge, ...]:
-        """What has to agree, once."""
+        """An edge for each two decisions that must agree, without repetitions."""
         return self._frame()[1]
 
     def _frame(self) -> tuple[tuple[Node, ...], tuple[Edge, ...]]:
@@ -84,8 +84,8 @@ class PricedSpace:
 
 
 def decides_like(space: Space, other: Space) -> bool:
-    """Whether two spaces have the same decisions with the same strategies, of graphs that differ in sizes alone: then
-    their nodes, edges and FSDP units are the same."""
+    """True where two spaces have the same decisions and strategies and their graphs differ only in sizes: then their
+    nodes, edges and FSDP units are equal."""
     return (
         space.tp == other.tp
         and space.graph.sources == other.graph.sources
@@ -97,7 +97,7 @@ def decides_like(space: Space, other: Space) -> bool:
 
 
 def _outline(graph: ModelGraph) -> tuple[object, ...]:
-    """Nodes in order, without the arguments of ops, which sizes are among."""
+    """The nodes in order without the arguments of ops, which contain sizes."""
     return graph.once(
         _outline,
         lambda: tuple(
@@ -108,7 +108,7 @@ def _outline(graph: ModelGraph) -> tuple[object, ...]:
 
 
 def edges_of(space: Space) -> Iterator[Edge]:
-    """Layouts along every flow agree; so do the readings of a parameter, and strategies that are shared."""
+    """Yields an edge where layouts along a flow, readings of a parameter, or shared strategies must agree."""
     flows = (
         (space.classes[flow.source], flow.result, space.classes[flow.target], flow.operand) for flow in space.flows
     )
@@ -126,7 +126,7 @@ def edges_of(space: Space) -> Iterator[Edge]:
 
 
 def _agreements(space: Space, names: Sequence[str], label: Callable[[Strategy], str]) -> Iterator[Edge]:
-    """All of these decisions choose strategies with the same label."""
+    """Yields edges that make all these decisions choose strategies with the same label."""
     classes = list(dict.fromkeys(space.classes[name] for name in names))
     for source, target in pairwise(classes):
         yield Edge(
@@ -147,8 +147,8 @@ def price_space(
     num_gpus: int | None = None,
     others: Iterable[PricedSpace] = (),
 ) -> PricedSpace:
-    """Times of every decision, on one tp group, or on the slowest of those that so many GPUs hold. The frame is that of
-    one of the `others` that has the same decisions."""
+    """The space with the times of every decision on a tp group, with `num_gpus` on the slowest group of so many GPUs.
+    Takes the frame of one of `others` with the same decisions, if there is one."""
     group = Mesh(replicate=max(1, (num_gpus or 1) // space.tp), tp=space.tp).group(Axis.TP, gpus_per_node)
     frame = next((other.frame for other in others if decides_like(space, other.space)), None)
     return PricedSpace(

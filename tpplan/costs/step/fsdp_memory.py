@@ -1,11 +1,11 @@
-"""What FSDP2 holds for a unit while a step goes on, as torch 2.13 runs it (fsdp/_fully_shard/_fsdp_param_group.py).
+"""The memory that FSDP2 holds for each unit in a step, as torch 2.13 runs it (fsdp/_fully_shard/_fsdp_param_group.py).
 
 Forward: a unit's shards are cast and gathered into a flat buffer, and copied from there into its parameters. The buffer
-stays until the next unit has its own; the parameters go after the unit's forward, unless they are kept (ZeRO-2). The
-root's stay throughout.
-Backward: the same, but the unit before is gathered as soon as this one is there (prefetched), and a buffer goes when it
-has been copied out. When a unit's backward is done its parameters go, and its gradients are copied into a flat buffer,
-which lasts until the next unit has one, and reduced into shards. The last one's stays until then: a loop's variable
+lives until the next unit has one; the parameters are freed after the unit's forward, unless they are kept (ZeRO-2). The
+root's parameters live throughout.
+Backward: a unit is gathered in the same way, and the unit before it is prefetched; a buffer is freed when it has been
+copied out. After a unit's backward its parameters are freed, and its gradients are copied into a flat buffer, which
+lives until the next unit has one, and reduced into shards. The last gradient lives until then, for a loop's variable
 holds it (foreach_reduce in fsdp/_fully_shard/_fsdp_collectives.py).
 A unit on one rank of its axis is not gathered, but copied and cast, parameter by parameter.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from tpplan.core.graph import LOSS_SCOPE, ModelGraph, Source
 from tpplan.costs.step.memory_ledger import Ledger, Piece
-from tpplan.costs.step.parameter_sizes import Weights
+from tpplan.costs.step.parameter_bytes import Weights
 from tpplan.layouts.assignment import Assignment
 from tpplan.plan.parts import BUFFERS, GRADIENTS, UNSHARDED_GRADIENTS, UNSHARDED_PARAMETERS
 
@@ -24,32 +24,31 @@ ROOT_UNIT = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitBytes:
-    """Bytes of a unit on a rank: as gathered, the cast shard, the largest parameter, and its gradients as they are
-    reduced, whole and sharded. `labels` are its parameters, in order."""
+    """Bytes of a unit on a rank: gathered, its cast shard, its largest parameter (0 for these two without a cast), and
+    its gradients as they are reduced, whole and sharded. `labels` are its parameters, in order."""
 
     labels: tuple[str, ...]
     gathered: float
     cast: float
     largest: float
-    flat: float
     reduced: float
     sharded_gradients: float
 
 
 @dataclass(slots=True, kw_only=True)
 class Shards:
-    """The units of a plan, where each begins and ends, and what of them lives."""
+    """The units of a plan, the positions of nodes where each begins and ends, and the memory that each holds now."""
 
     ledger: Ledger
     ranks: int
-    #: those whose parameters go after forward
+    #: units whose parameters are freed after forward
     resharded: frozenset[str]
     units: Mapping[str, UnitBytes]
     unit_of: Mapping[str, str]
     starts: Mapping[int, str]
     ends: Mapping[int, str]
     order: tuple[str, ...]
-    #: the model's last node; what comes after it is the loss's
+    #: position of the model's last node; the loss's nodes follow
     last: int
     buffers: dict[str, Piece] = field(default_factory=dict)
     parameters: dict[str, Piece] = field(default_factory=dict)
@@ -60,7 +59,7 @@ class Shards:
 
     @classmethod
     def of(cls, assignment: Assignment, ledger: Ledger) -> "Shards":
-        """The units of an assignment that uses FSDP, none of which is gathered yet."""
+        """The units of an assignment that uses FSDP; none is gathered yet."""
         weights = Weights(assignment=assignment)
         units = {unit.name: _unit_bytes(weights, unit.parameters) for unit in assignment.units}
         owners = {source.label: unit.name for unit in assignment.units for source in unit.parameters}
@@ -81,21 +80,21 @@ class Shards:
     # Forward
 
     def before_forward(self, position: int) -> None:
-        """A unit's parameters are gathered before its first node; the root's before all."""
+        """Gathers the unit that begins at a node; the root before the first node."""
         if position == 0 and ROOT_UNIT in self.units:
             self._unshard(ROOT_UNIT, is_forward=True)
         if position in self.starts:
             self._unshard(self.starts[position], is_forward=True)
 
     def after_forward(self, position: int) -> None:
-        """They go after its last."""
+        """Frees the parameters of a resharded unit after its last node."""
         if self.ends.get(position) in self.resharded:
             self._reshard(self.ends[position])
 
     # Backward
 
     def before_backward(self, position: int) -> None:
-        """At a unit's end, where its backward begins; the root's begins with that of what the model returns."""
+        """Gathers the unit whose backward begins at a node, and prefetches the one before it."""
         self._free_deferred()
         if position == self.last and self.order:
             self._gather(self.order[-1])
@@ -108,12 +107,12 @@ class Shards:
             self._gather(self.order[earlier])
 
     def after_backward(self, position: int) -> None:
-        """At a unit's start, where its backward ends."""
+        """Reduces the gradients of the unit whose backward ends at a node."""
         if position in self.starts:
             self._reduce(self.starts[position])
 
     def finish(self) -> None:
-        """The root's turn comes last, and with it that of what was never reached."""
+        """Ends a backward: reduces the root, and units that backward did not reach, and frees all buffers."""
         for name in list(self.units):
             if name in self.parameters or name in self.gradients:
                 self._reduce(name)
@@ -123,7 +122,7 @@ class Shards:
             self.ledger.drop(self.buffers.pop(name))
 
     def add_gradient(self, source: Source, gradient: Piece) -> None:
-        """The first one of a parameter is kept, others are added to it."""
+        """Holds the first gradient of a parameter; later ones are added to it in place."""
         name = self.unit_of[source.label]
         of_unit = self.gradients.setdefault(name, {})
         if source.label not in of_unit:
@@ -136,7 +135,7 @@ class Shards:
         if name in self.parameters or name in self.buffers or self.ranks == 1:
             return
         unit = self.units[name]
-        self.buffers[name] = self.ledger.hold(Piece(BUFFERS, unit.flat))
+        self.buffers[name] = self.ledger.hold(Piece(BUFFERS, unit.gathered))
         self.ledger.pass_by({BUFFERS: unit.cast})
 
     def _unshard(self, name: str, *, is_forward: bool) -> None:
@@ -190,20 +189,19 @@ def _unit_bytes(weights: Weights, parameters: tuple[Source, ...]) -> UnitBytes:
     trained = [source for source in parameters if source.trainable]
     widths = {source.label: weights.compute_width(source) for source in parameters}
     is_cast = any(weights.master_width(source) != widths[source.label] for source in parameters)
-    flat = sum(widths[source.label] * weights.padded_elements(source) for source in parameters)
+    gathered = sum(widths[source.label] * weights.padded_elements(source) for source in parameters)
     return UnitBytes(
         labels=tuple(source.label for source in parameters),
-        gathered=float(flat),
-        cast=flat / weights.assignment.mesh.shard if is_cast else 0.0,
+        gathered=float(gathered),
+        cast=gathered / weights.assignment.mesh.shard if is_cast else 0.0,
         largest=float(max(widths[s.label] * weights.elements(s) for s in parameters)) if is_cast else 0.0,
-        flat=float(flat),
         reduced=float(sum(weights.master_width(source) * weights.padded_elements(source) for source in trained)),
         sharded_gradients=weights.resting(weights.master_width, trained),
     )
 
 
 def _spans(graph: ModelGraph, units: Mapping[str, UnitBytes]) -> tuple[dict[int, str], dict[int, str]]:
-    """Positions at which units begin and end; one that is called several times begins and ends several times."""
+    """The unit that begins, and the one that ends, by position; a unit called several times has several of each."""
     nodes = graph.nodes
     starts: dict[int, str] = {}
     ends: dict[int, str] = {}
@@ -222,7 +220,7 @@ def _spans(graph: ModelGraph, units: Mapping[str, UnitBytes]) -> tuple[dict[int,
 
 
 def _owner(module: str, units: Mapping[str, UnitBytes]) -> str:
-    """The innermost unit around a module."""
+    """The innermost unit around a module; "" for the root."""
     while module and module not in units:
         module = module.rpartition(".")[0]
     return module

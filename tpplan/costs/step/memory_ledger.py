@@ -1,4 +1,4 @@
-"""What lives in a rank's memory as a step goes on, by part, and the moment at which there was most."""
+"""The live memory of a rank during a step, by part, and its peak."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from tpplan.plan.plan import Pass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The most bytes at once, by part; in which pass, and in which module ("" is the root) what ran then."""
+    """The most bytes at once, by part, with the pass and the module ("" is the root) that ran then."""
 
     memory_bytes: Mapping[str, float]
     during: Pass
@@ -17,13 +17,13 @@ class Peak:
 
     @property
     def num_bytes(self) -> float:
-        """All parts."""
+        """Bytes of all parts."""
         return sum(self.memory_bytes.values())
 
 
 @dataclass(slots=True)
 class Piece:
-    """Memory that lives for a while. `holders` count who keeps it."""
+    """Memory that lives while `holders`, the number of its holders, is above 0."""
 
     part: str
     num_bytes: float
@@ -32,7 +32,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Ledger:
-    """Adds up what lives. `during` and `module` say where the step is."""
+    """Adds up the live pieces. `during` and `module` say which pass and module runs."""
 
     during: Pass = Pass.FORWARD
     module: str = ""
@@ -42,7 +42,7 @@ class Ledger:
     peak_bytes: float = -1.0
 
     def hold(self, piece: Piece) -> Piece:
-        """One more holder; with the first one it is there."""
+        """Adds a holder; the first one makes the piece live."""
         if not piece.holders:
             self.live[piece.part] += piece.num_bytes  # type: ignore[assignment]
             self.live_bytes += piece.num_bytes
@@ -51,7 +51,7 @@ class Ledger:
         return piece
 
     def drop(self, piece: Piece | None) -> None:
-        """One holder less; with the last one it is gone."""
+        """Removes a holder; with the last one the piece is freed."""
         if piece is None:
             return
         assert piece.holders > 0, f"{piece.part} was dropped before"
@@ -61,14 +61,14 @@ class Ledger:
             self.live_bytes -= piece.num_bytes
 
     def rename(self, piece: Piece, part: str) -> None:
-        """It counts as another part from now on."""
+        """Counts a piece as another part from now on."""
         if piece.holders:
             self.live[piece.part] -= piece.num_bytes  # type: ignore[assignment]
             self.live[part] += piece.num_bytes  # type: ignore[assignment]
         piece.part = part
 
     def pass_by(self, extra: Mapping[str, float]) -> None:
-        """For a moment there is more, by part."""
+        """Counts `extra` bytes by part for a moment, beside what lives, and notes a new peak."""
         total = self.live_bytes + sum(extra.values())
         if total > self.peak_bytes:
             parts = Counter(self.live)

@@ -1,10 +1,9 @@
-"""A plan's step gone through node by node, as torch runs it, to see when most memory is held, by what and where.
+"""Replays a plan's step node by node, as torch runs it, to find its peak memory, of what parts and in which module.
 
-Forward runs the graph's nodes in order, backward the same nodes in reverse: autograd takes what was made last first. It
-frees what a node kept as soon as that node's backward has run, and adds up the gradients of a value that several read.
-A module that is recomputed runs its forward again when backward reaches its end. FSDP2's own memory is that of
-tpplan.costs.step.fsdp_memory. At the end of a step the optimizer's temporaries are beside parameters, gradients and
-states.
+Forward runs the graph's nodes in order, backward the same nodes in reverse: autograd runs the node made last first. It
+frees what a node saved as soon as that node's backward has run, and adds up the gradients of a value that several read.
+A recomputed module runs its forward again when backward reaches its end. tpplan.costs.step.fsdp_memory counts FSDP2's
+own memory. At the end of a step the optimizer's temporaries are beside parameters, gradients and states.
 """
 
 from tpplan.core.graph import Boundary, Op, Source, SourceKind
@@ -14,7 +13,7 @@ from tpplan.costs.saved_tensors import local_bytes
 from tpplan.costs.step.activation_lifetimes import Lifetimes, Run, Storage
 from tpplan.costs.step.fsdp_memory import Shards
 from tpplan.costs.step.memory_ledger import Ledger, Peak, Piece
-from tpplan.costs.step.parameter_sizes import Weights
+from tpplan.costs.step.parameter_bytes import Weights
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import has_partial_gradient, reading_name
 from tpplan.plan.gradient_buckets import BUCKET_BYTES
@@ -23,7 +22,7 @@ from tpplan.plan.plan import Pass
 
 
 def memory(assignment: Assignment, executor: Executor) -> Peak:
-    """The peak of a step's memory on one rank, in bytes by part, and where it is. `executor` knows what ops hold."""
+    """The peak of a step's memory on one rank, in bytes by part, and where it is. `executor` says what ops save."""
     return _Replay(assignment, Lifetimes(assignment, executor)).peak()
 
 
@@ -35,7 +34,7 @@ def kept_bytes(assignment: Assignment, executor: Executor) -> float:
 
 
 class _Replay:
-    """What lives now, and what it is of: activations by storage, gradients by value."""
+    """The live memory of a step that is replayed: activations by storage, gradients by value."""
 
     def __init__(self, assignment: Assignment, lifetimes: Lifetimes) -> None:
         self.assignment = assignment
@@ -50,16 +49,16 @@ class _Replay:
         self.shards = Shards.of(assignment, self.ledger) if uses_fsdp else None
         self.uses = {storage: lifetimes.uses(storage) for made in lifetimes.made.values() for storage in made}
         self.pieces: dict[Storage, Piece] = {}
-        #: what is kept, by the position whose backward wants it last
+        #: saved storages, by the position whose backward reads them last
         self.released: dict[int, list[Storage]] = {}
         self.gradients: dict[str, Piece] = {}
         self.of_parameters: dict[str, Piece] = {}
-        #: parameters with a gradient in this micro-batch, and in one before
+        #: parameters with a gradient of this micro-batch, and of an earlier one
         self.read: set[str] = set()
         self.of_earlier: frozenset[str] = frozenset()
 
     def peak(self) -> Peak:
-        """Two micro-batches, if there are so many: the second one's backward meets the gradients of the first."""
+        """The peak over up to two micro-batches: the backward of the second meets the gradients of the first."""
         self._hold_throughout()
         for _ in range(min(self.assignment.accumulation_steps, 2)):
             self._micro_batch()
@@ -107,7 +106,7 @@ class _Replay:
     # Forward
 
     def forward(self, positions: range, run: Run | None) -> None:
-        """Runs nodes; `run` is the call that runs again."""
+        """Runs the forward of nodes; `run` is the call that runs again in backward, None in the first forward."""
         dying: dict[int, list[Storage]] = {}
         for position in positions:
             node = self.nodes[position]
@@ -133,8 +132,8 @@ class _Replay:
         self.ledger.pass_by({BUFFERS: float(move.held_bytes - move.result_bytes)})
 
     def _make(self, storage: Storage, run: Run | None) -> None:
-        """It is there while it is read, and as long as it is kept."""
-        if storage in self.pieces:  # others kept it from the forward on
+        """Makes a storage live while nodes read it, and while a backward that follows needs it."""
+        if storage in self.pieces:  # saved in the first forward
             self.ledger.hold(self.pieces[storage])
             return
         wanted = self.uses[storage] if run is None else storage.keepers.intersection(run.positions)
@@ -201,7 +200,7 @@ class _Replay:
             self._add_gradient(boundary.operand, piece)
 
     def _add_gradient(self, name: str, piece: Piece) -> None:
-        """Of a value that several read, gradients are added up in place; in a new tensor where others hold the sum."""
+        """Adds a gradient to a value's others: in place, or in a new tensor where something else holds their sum."""
         earlier = self.gradients.pop(name, None)
         if earlier is None:
             self.gradients[name] = self.ledger.hold(piece)
@@ -218,7 +217,7 @@ class _Replay:
     # Gradients of parameters
 
     def _add_to_parameter(self, source: Source, reader: Op | Boundary, index: int, piece: Piece) -> None:
-        """As read it becomes as at rest, and joins what is there of the parameter."""
+        """Converts a gradient from the layout of reading to that at rest, and adds it to the parameter's."""
         if not source.trainable:
             return
         self.ledger.hold(piece)
@@ -248,13 +247,13 @@ class _Replay:
         return converted
 
     def _reduce_summands(self) -> None:
-        """Gradients that are summands over tp are copied into buckets."""
+        """Copies gradients that are summed over tp into buckets."""
         summands = [source for source in self.weights.trainable if self._is_summand(source)]
         total = self.weights.resting(self.weights.master_width, summands)
         self.ledger.pass_by({BUFFERS: min(total, float(BUCKET_BYTES))})
 
     def _average(self) -> None:
-        """All gradients, those too that no traced op gives, are copied into buckets."""
+        """Copies all gradients into buckets, also those that no traced op gives."""
         unseen = [source for source in self.weights.trainable if source.label not in self.of_parameters]
         self.ledger.hold(Piece(GRADIENTS, self.weights.resting(self.weights.master_width, unseen)))
         total = self.weights.resting(self.weights.master_width, self.weights.trainable)

@@ -1,30 +1,63 @@
-"""Bytes of parameters, and of what belongs to them, on a rank of tp, by the placements that are chosen.
+"""Bytes of parameters, gradients and optimizer states on one rank.
 
-FSDP2 fills dim 0 of what a rank of tp has up to a multiple of its own ranks: of each there is as much as on the first,
-and that is what its buffers hold and its collectives move. A sum over the units of a mesh counts that.
+    ParameterBytes    over tp alone, padded for FSDP: what FSDP's buffers hold and its collectives move; an Expression
+    RowBytes          cut by FSDP too, as the memory rows count them; an Expression
+    Weights           of an assignment, whose placements are known: numbers
+
+FSDP2 pads dim 0 of a tp rank's part to a multiple of the FSDP ranks.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
 from math import ceil, prod
+from typing import Any
 
 from tpplan.core.graph import Source
-from tpplan.core.layout import Layout, LayoutKind, R, local_shape
+from tpplan.core.layout import Conversion, Layout, LayoutKind, R, local_shape
+from tpplan.core.mesh import Mesh
+from tpplan.core.units import DTYPE_BYTES
 from tpplan.costs.step.cost_table import PricedSpace
 from tpplan.costs.step.train_config import Setting
+from tpplan.layouts.assignment import Assignment, master_bytes
+from tpplan.layouts.decision_space import Space, reading_conversion
 from tpplan.layouts.layer_treatments import FsdpUnit
-from tpplan.plan.optimizers import optimizer_named
+from tpplan.plan.optimizers import Optimizer, optimizer_named
+from tpplan.plan.plan import Precision
 from tpplan.solvers.problem import Expression, added, merged, scaled
 
 
 @dataclass(frozen=True, slots=True)
-class _Weight:
-    """What counts of a parameter: the decision that its first reading is, if it is read, and its bytes as a whole."""
+class _Parameter:
+    """A parameter: its first reading's decision (None where nothing reads it), its whole shape, and an amount: bytes of
+    the whole, or per element."""
 
     decision: str | None
     shape: tuple[int, ...]
-    num_bytes: float
+    amount: float
+
+
+def _parameter(space: Space, source: Source, amount: Callable[[Source], float]) -> _Parameter:
+    readings = space.readings[source.label]
+    decision = space.classes[readings[0].name] if readings else None
+    return _Parameter(decision, space.graph.values[source.result].shape, amount(source))
+
+
+def _by_placement(
+    space: Space, numbers: Mapping[_Parameter, int], bytes_of: Callable[[_Parameter, Layout], float]
+) -> Expression:
+    """Bytes on a rank, from the number of equal parameters, by the placements that are chosen."""
+    constant, vectors = 0.0, dict[str, list[float]]()
+    for own, number in numbers.items():
+        if own.decision is None:
+            constant += number * bytes_of(own, R)
+            continue
+        strategies = space.strategies[own.decision]
+        vector = vectors.setdefault(own.decision, [0.0] * len(strategies))
+        for i, strategy in enumerate(strategies):
+            vector[i] += number * bytes_of(own, strategy.operands[0])
+    return Expression(constant=constant, terms=tuple((name, tuple(v)) for name, v in vectors.items()))
 
 
 #: from a parameter to the bytes of its whole
@@ -33,94 +66,72 @@ BytesOf = Callable[[Source], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterBytes:
-    """Before FSDP cuts them among `shard` ranks. The first functions are of one parameter, whole; the last of what a
-    rank of tp has, filled up."""
+    """Bytes before FSDP cuts them among `shard` ranks: functions of the type BytesOf give those of one whole parameter,
+    the others those on a tp rank, padded as in FSDP's buffers."""
 
     priced: PricedSpace
     setting: Setting
     shard: int
 
     def states(self, source: Source) -> float:
-        """Of the optimizer."""
+        """Bytes of the optimizer's states; 0 for a frozen parameter."""
         value = self.priced.space.graph.values[source.result]
         width = self.setting.master_bytes(value.dtype)
         each = optimizer_named(self.setting.optimizer).bytes_per_element(width)
         return value.num_elements * each * source.trainable
 
     def resting(self, source: Source) -> float:
-        """In the master dtype."""
+        """Bytes of the parameter in the master dtype."""
         value = self.priced.space.graph.values[source.result]
         return float(value.num_elements * self.setting.master_bytes(value.dtype))
 
     def computed(self, source: Source) -> float:
-        """As forward reads it."""
+        """Bytes of the parameter in the dtype of forward."""
         return float(self.priced.space.graph.values[source.result].num_bytes)
 
     def gradients(self, source: Source) -> float:
-        """As they are reduced, in the master dtype; a frozen parameter has none."""
+        """Bytes of the gradient as it is reduced, in the master dtype; 0 for a frozen parameter."""
         return self.resting(source) * source.trainable
 
     def trained(self, source: Source) -> float:
-        """As backward makes gradients."""
+        """Bytes of the gradient as backward makes it, in the dtype of forward; 0 for a frozen parameter."""
         return self.computed(source) * source.trainable
 
     def by_placement(self, *shares: tuple[float, BytesOf]) -> Iterator[Expression]:
-        """Of all: an expression for each placement that decides, and one for the parameters that nothing reads."""
+        """Bytes of all parameters: an expression for each deciding placement, one for parameters that nothing reads."""
         whole = self.of(None, *shares)
         yield Expression(constant=whole.constant)
         for term in whole.terms:
             yield Expression(terms=(term,))
 
     def of(self, unit: FsdpUnit | None, *shares: tuple[float, BytesOf]) -> Expression:
-        """Of a unit's parameters, or of all: a sum of shares of the functions above."""
+        """Bytes of a unit's parameters, of all where it is None: the sum of share times bytes over `shares`."""
         found = [scaled(self._once(unit, bytes_of), share) for share, bytes_of in shares]
         return found[0] if len(found) == 1 else merged(added(*found))
 
     def _once(self, unit: FsdpUnit | None, bytes_of: BytesOf) -> Expression:
-        """By one of the functions above, which have their names and depend on nothing else."""
-        setting, name = self.setting, unit.name if unit is not None else None
+        """Bytes by one function, computed once per function name, unit and setting, on which alone they depend."""
+        setting, space, ranks = self.setting, self.priced.space, self.ranks
+        name = unit.name if unit is not None else None
         key = bytes_of.__name__, name, setting.units, setting.precision, setting.optimizer
-        parameters = unit.parameters if unit is not None else self.priced.space.graph.parameters
-        alike = self.priced.once((*key, "alike"), lambda: Counter(self._weight(s, bytes_of) for s in parameters))
-        return self.priced.once((*key, self.ranks), lambda: self._on_a_rank(alike))
-
-    def _weight(self, source: Source, bytes_of: BytesOf) -> _Weight:
-        space = self.priced.space
-        readings = space.readings[source.label]
-        return _Weight(
-            decision=space.classes[readings[0].name] if readings else None,
-            shape=space.graph.values[source.result].shape,
-            num_bytes=bytes_of(source),
-        )
-
-    def _on_a_rank(self, weights: Mapping[_Weight, int]) -> Expression:
-        """Of so many of each, by the placements that are chosen."""
-        space, ranks, constant = self.priced.space, self.ranks, 0.0
-        vectors: dict[str, list[float]] = {}
-        for weight, count in weights.items():
-            if weight.decision is None:
-                constant += count * self._filled(weight, R, ranks)
-                continue
-            strategies = space.strategies[weight.decision]
-            vector = vectors.setdefault(weight.decision, [0.0] * len(strategies))
-            for i, strategy in enumerate(strategies):
-                vector[i] += count * self._filled(weight, strategy.operands[0], ranks)
-        return Expression(constant=constant, terms=tuple((name, tuple(v)) for name, v in vectors.items()))
+        parameters = unit.parameters if unit is not None else space.graph.parameters
+        alike = self.priced.once((*key, "alike"), lambda: Counter(_parameter(space, s, bytes_of) for s in parameters))
+        return self.priced.once((*key, ranks), lambda: _by_placement(space, alike, partial(self._padded, ranks)))
 
     def filled(self, source: Source, bytes_of: BytesOf, placement: Layout) -> float:
-        """By one of those functions, of a parameter on a rank of tp, filled up as FSDP does."""
-        return self._filled(self._weight(source, bytes_of), placement, self.ranks)
+        """Bytes of one parameter on a tp rank under a placement, padded as in FSDP's buffers."""
+        return self._padded(self.ranks, _parameter(self.priced.space, source, bytes_of), placement)
 
-    def _filled(self, weight: _Weight, placement: Layout, ranks: int) -> float:
+    def _padded(self, ranks: int, weight: _Parameter, placement: Layout) -> float:
         tp = self.priced.space.tp
         if ranks == 1 or 0 in weight.shape or not weight.shape:
-            return weight.num_bytes / (tp if placement.kind is LayoutKind.SHARD else 1)
+            return weight.amount / (tp if placement.kind is LayoutKind.SHARD else 1)
         first, *others = local_shape(weight.shape, placement, tp)
-        return weight.num_bytes * ceil(first / ranks) * ranks * prod(others) / prod(weight.shape)
+        return weight.amount * ceil(first / ranks) * ranks * prod(others) / prod(weight.shape)
 
     @property
     def ranks(self) -> int:
-        """FSDP's, where they fill up any parameter; 1 where all divide, however they are placed."""
+        """The FSDP ranks where they pad any parameter; 1 where dim 0 of all divides under every placement."""
         space = self.priced.space
         parts = self.shard * space.tp
 
@@ -129,3 +140,163 @@ class ParameterBytes:
             return not any(shape and shape[0] % parts for shape in shapes)
 
         return 1 if self.shard == 1 or self.priced.once(("all divide", parts), divides_all) else self.shard
+
+
+#: bytes per element of a parameter
+Width = Callable[[Source], float]
+#: elements of a parameter's part on a rank that count, by the part's shape
+Elements = Callable[[tuple[int, ...]], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBytes:
+    """Bytes of parameters on a rank as the memory rows count them: by the placements that the solver chooses, each
+    parameter cut among FSDP's ranks by itself."""
+
+    space: Space
+    mesh: Mesh
+    optimizer: Optimizer
+    precision: Precision
+    #: computes what does not depend on the mesh for the first mesh that asks
+    once: Callable[[Hashable, Callable[[], Any]], Any]
+
+    def compute_width(self, source: Source) -> float:
+        """Bytes per element in forward."""
+        return float(DTYPE_BYTES[self.space.graph.values[source.result].dtype])
+
+    def master_width(self, source: Source) -> float:
+        """Bytes per element at rest."""
+        return float(master_bytes(self.precision, self.space.graph.values[source.result].dtype))
+
+    def gradient_width(self, source: Source) -> float:
+        """Bytes per element of the gradient at rest; 0 for a frozen parameter."""
+        return self.master_width(source) * source.trainable
+
+    def state_width(self, source: Source) -> float:
+        """Bytes per element of the optimizer's states; 0 for a frozen parameter."""
+        return self.optimizer.bytes_per_element(int(self.master_width(source))) * source.trainable
+
+    def shard(self, shape: tuple[int, ...]) -> int:
+        """Elements of the largest FSDP shard."""
+        return shard_elements(shape, self.mesh.shard)
+
+    def padded(self, shape: tuple[int, ...]) -> int:
+        """Elements in FSDP's flat buffers."""
+        return padded_elements(shape, self.mesh.shard)
+
+    def parameters(self, parameters: Iterable[Source]) -> Expression:
+        """Bytes of the FSDP shards, at rest."""
+        return self._of(parameters, self.master_width, self.shard)
+
+    def states(self, parameters: Iterable[Source]) -> Expression:
+        """Bytes of the optimizer's states of the FSDP shards."""
+        return self._of(parameters, self.state_width, self.shard)
+
+    def gradients(self, parameters: Iterable[Source]) -> Expression:
+        """Bytes of the gradients of the FSDP shards, at rest."""
+        return self._of(parameters, self.gradient_width, self.shard)
+
+    def each_gradient(self, parameters: Iterable[Source]) -> tuple[Expression, ...]:
+        """Bytes of each parameter's gradient at rest, equal ones once."""
+        alike = self._alike(parameters, self.gradient_width)
+        return tuple(dict.fromkeys(self._sum({one: 1}, self.shard) for one in alike))
+
+    def gathered(self, parameters: Iterable[Source]) -> Expression:
+        """Bytes of the gathered parameters, as in FSDP's flat buffer."""
+        return self._of(parameters, self.compute_width, self.padded)
+
+    def reduced(self, parameters: Iterable[Source]) -> Expression:
+        """Bytes of the flat buffer in which FSDP reduces the gradients."""
+        return self._of(parameters, self.gradient_width, self.padded)
+
+    def unsharded_gradients(self, parameters: Iterable[Source]) -> Expression:
+        """Bytes of the gradients as backward makes them, before FSDP reduces them."""
+        return self._of([source for source in parameters if source.trainable], self.compute_width, prod)
+
+    def _of(self, parameters: Iterable[Source], width: Width, elements: Elements) -> Expression:
+        """Bytes of parameters on a rank. `width` is one of the methods above."""
+        return self._sum(self._alike(parameters, width), elements)
+
+    def _sum(self, numbers: Mapping[_Parameter, int], elements: Elements) -> Expression:
+        def num_bytes(own: _Parameter, placement: Layout) -> float:
+            return own.amount * elements(local_shape(own.shape, placement, self.mesh.tp))
+
+        return _by_placement(self.space, {own: number for own, number in numbers.items() if own.amount}, num_bytes)
+
+    def _alike(self, parameters: Iterable[Source], width: Width) -> Mapping[_Parameter, int]:
+        """The number of equal parameters, by the bytes per element."""
+        parameters = tuple(parameters)
+        key = "rest", width.__name__, self.precision, self.optimizer, tuple(source.label for source in parameters)
+        found: Mapping[_Parameter, int] = self.once(
+            key, lambda: Counter(_parameter(self.space, source, width) for source in parameters)
+        )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """The parameters of an assignment, in elements and bytes on one rank."""
+
+    assignment: Assignment
+
+    def shape(self, source: Source) -> tuple[int, ...]:
+        """The shape of a parameter on a tp rank, gathered over FSDP's ranks."""
+        value = self.assignment.graph.values[source.result]
+        return local_shape(value.shape, self.assignment.placement(source), self.assignment.mesh.tp)
+
+    def elements(self, source: Source) -> int:
+        """Elements of a parameter on a tp rank, gathered over FSDP's ranks."""
+        return prod(self.shape(source))
+
+    def padded_elements(self, source: Source) -> int:
+        """Elements with dim 0 padded to a multiple of the FSDP ranks, as FSDP2's flat buffers hold it."""
+        return padded_elements(self.shape(source), self.assignment.mesh.shard)
+
+    def shard_elements(self, source: Source) -> int:
+        """Elements of the largest FSDP shard, which the first ranks have."""
+        return shard_elements(self.shape(source), self.assignment.mesh.shard)
+
+    def compute_width(self, source: Source) -> int:
+        """Bytes per element in forward."""
+        return DTYPE_BYTES[self.assignment.graph.values[source.result].dtype]
+
+    def master_width(self, source: Source) -> int:
+        """Bytes per element at rest, and of a gradient that is reduced."""
+        return master_bytes(self.assignment.precision, self.assignment.graph.values[source.result].dtype)
+
+    def resting(self, bytes_per_element: Callable[[Source], float], sources: Iterable[Source] | None = None) -> float:
+        """Bytes in the FSDP shards of `sources`, by default of every parameter."""
+        chosen = self.assignment.graph.parameters if sources is None else sources
+        return sum(bytes_per_element(source) * self.shard_elements(source) for source in chosen)
+
+    @cached_property
+    def trainable(self) -> tuple[Source, ...]:
+        """Parameters that train: they have gradients and optimizer states."""
+        return tuple(source for source in self.assignment.graph.parameters if source.trainable)
+
+    def states(self) -> float:
+        """Bytes of the optimizer's states on a rank."""
+        optimizer = optimizer_named(self.assignment.optimizer)
+        return self.resting(lambda source: optimizer.bytes_per_element(self.master_width(source)), self.trainable)
+
+    def step_temporaries(self) -> float:
+        """Bytes of the temporary tensors of the optimizer's step on a rank."""
+        optimizer = optimizer_named(self.assignment.optimizer)
+        largest = max((self.resting(self.master_width, [source]) for source in self.trainable), default=0.0)
+        return optimizer.of_all * self.resting(self.master_width, self.trainable) + optimizer.of_largest * largest
+
+    def reading(self, name: str) -> Conversion | None:
+        """The conversion of the reading of this name; None where nothing has it."""
+        strategy = self.assignment.strategies.get(name)
+        return reading_conversion(strategy) if strategy is not None else None
+
+
+def shard_elements(shape: tuple[int, ...], ranks: int) -> int:
+    """Elements of a tensor's largest FSDP shard: FSDP cuts dim 0, and the first ranks have the most."""
+    first, *others = shape or (1,)
+    return ceil(first / ranks) * prod(others)
+
+
+def padded_elements(shape: tuple[int, ...], ranks: int) -> int:
+    """Elements of a tensor with dim 0 padded to a multiple of the FSDP ranks, as FSDP2's flat buffers hold it."""
+    return shard_elements(shape, ranks) * ranks if shape else 1

@@ -1,11 +1,11 @@
-"""What an assignment costs: the seconds of a step by part, and with its memory the prediction that a plan carries.
+"""Seconds of a step of an assignment by part, and with its peak memory the prediction that a plan carries.
 
     predicted = price(assignment, profile, gpus_per_node, executor).predicted
 
-`solve`, `price`, `explain`, `size` and `verify` print these numbers, so that those of one plan are the same wherever
-they stand. The time is the objective that an ILP minimizes (tpplan.costs.step.formulate) where every decision has one
-strategy; the memory is that of the step gone through op by op (tpplan.costs.step.memory_replay). Modules that a plan
-recomputes beside its layers, parts of one or what holds several, no ILP decides: what they take comes on top.
+`solve`, `price`, `explain`, `size` and `verify` all print these numbers. The time is the objective of the ILP
+(tpplan.costs.step.formulate) in which every decision has one strategy; the memory is replayed op by op
+(tpplan.costs.step.memory_replay). No ILP decides on modules that a plan recomputes beside its layers, parts of a layer
+or modules around several: their time is added.
 """
 
 from collections import Counter
@@ -45,7 +45,7 @@ from tpplan.plan.plan import CollectivePlan, Prediction
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of an optimizer step by part, the error of their sum, and whether any lies outside of the measured."""
+    """Seconds of an optimizer step by part, the error of their sum, and whether a time was extrapolated."""
 
     time_s: Mapping[str, float]
     error_s: float
@@ -54,7 +54,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """The sections of a plan that a profile decides, and the collectives, which it does not."""
+    """The sections of a plan that depend on the profile, and its collectives."""
 
     predicted: Prediction
     collectives: tuple[CollectivePlan, ...]
@@ -71,8 +71,8 @@ def price(
     *,
     memory_limit_bytes: float | None = None,
 ) -> Priced:
-    """Everything that an assignment costs on a machine. The limit is the profile's memory unless told; it changes
-    nothing but what the prediction says of it. Raises ProfileError for what the profile does not cover."""
+    """Everything that an assignment costs on a machine. The limit, by default the profile's memory, changes nothing but
+    the prediction's own limit. Raises ProfileError for what the profile does not cover."""
     formulation = formulated(assignment, profile, gpus_per_node, executor, memory_limit_bytes=memory_limit_bytes)
     step, peak = _step_time(assignment, formulation), memory(assignment, executor)
     seconds = _OpSeconds(formulation)
@@ -98,7 +98,7 @@ def price(
 
 
 def with_peak(predicted: Prediction, peak: Peak) -> Prediction:
-    """A prediction with another peak of memory, its times left as they are."""
+    """A prediction with another peak of memory."""
     return replace(
         predicted,
         peak_memory_bytes=peak.num_bytes,
@@ -122,7 +122,7 @@ def formulated(
     memory_limit_bytes: float | None = None,
     kin: Mapping[str, str] | None = None,
 ) -> Formulation:
-    """The ILP in which an assignment is the only choice; its objective is the step's time. `kin` is as in Setting."""
+    """The ILP in which the assignment is the only choice; its objective is the step's time. `kin` is as in Setting."""
     setting = Setting(
         profile=profile,
         gpus_per_node=gpus_per_node,
@@ -141,7 +141,7 @@ def formulated(
 
 
 def guesses(assignment: Assignment, executor: Executor) -> tuple[str, ...]:
-    """What is not known of ops, but taken to be so, after the pattern of the module that each stands in."""
+    """Assumptions about ops whose behaviour is unknown, each after the pattern of its module."""
     graph = assignment.graph
     found = (
         f"{pattern_of(graph, op.module) or ROOT}: {guess}"
@@ -164,8 +164,7 @@ def _step_time(assignment: Assignment, formulation: Formulation) -> StepTime:
 
 
 def _with_rerun(step: StepTime, assignment: Assignment, formulation: Formulation) -> StepTime:
-    """The time with that of the modules that are recomputed beside layers. What runs again is as uncertain as what
-    ran."""
+    """The time plus that of modules recomputed beside layers, with the same relative error."""
     lifetimes = Lifetimes(assignment, formulation.priced.executor)
     times = {name: own[0] for name, own in formulation.table.items()}
     again: Rerun = rerun(lifetimes, times, formulation.setting.profile.issue_s, assignment.recomputed_within)
@@ -182,8 +181,8 @@ def _with_rerun(step: StepTime, assignment: Assignment, formulation: Formulation
 
 
 def _error(formulation: Formulation, time: Mapping[str, float]) -> tuple[float, bool]:
-    """The error of a step's time in seconds, by the model of tpplan.costs.error_bars, and whether anything was
-    extrapolated. Parts that are bytes times a rate have the rate's relative error."""
+    """The error of a step's time in seconds (tpplan.costs.error_bars), and whether a time was extrapolated. Parts that
+    are bytes times a rate have the rate's relative error."""
     profile = formulation.setting.profile
     times = [t for entry in formulation.table.values() for t in entry]
     repeats = formulation.repeats()
@@ -212,7 +211,7 @@ def _error(formulation: Formulation, time: Mapping[str, float]) -> tuple[float, 
 
 
 class _OpSeconds:
-    """Seconds of single ops in a step, kernels alone."""
+    """Kernel seconds of single ops in a step."""
 
     def __init__(self, formulation: Formulation) -> None:
         self.graph = formulation.space.graph
@@ -220,7 +219,7 @@ class _OpSeconds:
         self.steps = formulation.setting.accumulation_steps
 
     def of_unruled_ops(self) -> dict[str, float]:
-        """Ops that no rule covers and that therefore run whole, though they read gradient-carrying tensors."""
+        """Seconds by op without a rule, which runs whole although it reads tensors that carry gradients."""
         found: Counter[str] = Counter()
         for op in self.graph.ops:
             is_unruled = not has_rule(op.target) and op.target != OPAQUE
@@ -229,7 +228,7 @@ class _OpSeconds:
         return {target: float(seconds) for target, seconds in sorted(found.items())}
 
     def of_opaque_modules(self) -> dict[str, float]:
-        """Modules that run whole, by name."""
+        """Seconds by name of a module that runs whole."""
         found: Counter[str] = Counter()
         for op in self.graph.ops:
             if op.target == OPAQUE:

@@ -1,4 +1,4 @@
-"""What surrounds a model: how it is trained, and on what."""
+"""How a model is trained, and on which machine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tpplan.plan.plan import Precision, Recompute
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How the model is trained, on which machine; what is None is decided."""
+    """How the model is trained, on which machine. `units` are its layers."""
 
     profile: HardwareProfile
     gpus_per_node: int
@@ -20,15 +20,15 @@ class Setting:
     memory_limit_bytes: float
     accumulation_steps: int
     units: tuple[str, ...]
-    #: of the limit what is never the model's
+    #: bytes of the limit that a model never gets
     slack_bytes: float = 0.0
-    #: what of every unit but the root runs again in backward; None: decided for each
+    #: recomputation of every unit but the root; None: the ILP decides for each
     recompute: Recompute | None = Recompute.NONE
-    #: ZeRO-3; False keeps units gathered until their backward (ZeRO-2); None: decided for each
+    #: ZeRO-3; False keeps units gathered until their backward (ZeRO-2); None: the ILP decides for each
     reshard_after_forward: bool | None = True
-    #: what has been decided, by unit
+    #: the treatment of each unit, where it is decided
     treatments: Mapping[str, Treatment] | None = None
-    #: the first layer of each one's kind, where layers were alike before something was decided
+    #: name of the first layer of each layer's family, where layers were alike before their treatments were decided
     kin: Mapping[str, str] | None = None
 
     def master_bytes(self, dtype: str) -> int:

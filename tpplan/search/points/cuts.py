@@ -1,5 +1,4 @@
-"""What proofs have forbidden: strategies that are wrong by themselves or together, and guesses that end a search
-sooner."""
+"""Cuts: strategies that counterexamples have forbidden, alone or together, and guesses that end a search sooner."""
 
 import logging
 from collections import Counter
@@ -14,7 +13,7 @@ from tpplan.solvers.problem import Conflict
 
 logger = logging.getLogger(__name__)
 
-#: of some decisions the strategies among which one is chosen
+#: some strategies of each of some decisions
 Choices = Mapping[str, frozenset[Strategy]]
 #: strategies that are forbidden, by tp and decision
 Forbidden = dict[tuple[int, str], set[Strategy]]
@@ -24,10 +23,10 @@ Forbidden = dict[tuple[int, str], set[Strategy]]
 class Cuts:
     """Counterexamples of one search, and what they forbid.
 
-    `wrong` is cut because no plan with it can be proven, `conflicts` are choices that cannot be proven together, by tp.
-    `guesses` are cut to end sooner, though they may be right: the optimum without them is the bound. `messages` are
-    what each counterexample showed. `counterexamples` are counted by tp and the class of the module whose code
-    differed, None where it is no module's.
+    `wrong` are strategies with which no plan can be proven, `conflicts` by tp choices that cannot be proven together.
+    `guesses` are forbidden to end sooner, though they may be right: the optimum without them is the bound. `messages`
+    hold each counterexample's. `counterexamples` are counted by tp and the class of the module whose code differed,
+    None where it is no module's.
     """
 
     wrong: Forbidden = field(default_factory=dict)
@@ -37,11 +36,11 @@ class Cuts:
     counterexamples: Counter[tuple[int, type[nn.Module] | None]] = field(default_factory=Counter)
 
     def forbids(self, tp: int, name: str, strategy: Strategy) -> bool:
-        """True for a strategy of a decision that may not be chosen on tp ranks."""
+        """True where a decision may not choose a strategy on tp ranks."""
         return strategy in self.wrong.get((tp, name), ()) or strategy in self.guesses.get((tp, name), ())
 
     def of_degree(self, tp: int) -> frozenset[tuple[str, Strategy]]:
-        """All that is forbidden on tp ranks."""
+        """All pairs of a decision and a strategy that are forbidden on tp ranks."""
         tables = (self.wrong, self.guesses)
         return frozenset((n, s) for table in tables for (own, n), cut in table.items() if own == tp for s in cut)
 
@@ -51,22 +50,22 @@ class Cuts:
         return {tp for tp, _ in (*self.wrong, *self.guesses)}
 
     def cut(self, space: Space, name: str, strategies: Iterable[Strategy], *, is_guess: bool = False) -> None:
-        """Forbids strategies of a decision wherever it is made."""
+        """Forbids strategies of a decision and of all decisions of its class."""
         table = self.guesses if is_guess else self.wrong
         for member in space.members[space.classes[name]]:
             table.setdefault((space.tp, member), set()).update(strategies)
 
     def forget(self) -> None:
-        """Nothing is forbidden from now on, for the graph is another; what was seen is still told."""
+        """Forbids nothing from now on, for the graph has changed; keeps the messages."""
         for table in (self.wrong, self.guesses, self.conflicts, self.counterexamples):
             table.clear()
 
     def without_guesses(self) -> "Cuts":
-        """The cuts that no plan was left out by that can be proven."""
+        """The cuts without guesses: they exclude no plan that can be proven."""
         return replace(self, guesses={})
 
     def conflicts_in(self, space: Space) -> tuple[Conflict, ...]:
-        """The conflicts by deciding decisions, as far as they can still be chosen."""
+        """The conflicts by deciding decisions, without those that other cuts already prevent."""
         found: dict[Conflict, None] = {}
         for choices in self.conflicts.get(space.tp, ()):
             if not choices.keys() <= space.classes.keys():

@@ -1,12 +1,12 @@
-"""The graph of a model at a micro-batch at which it was not traced, on the line through two at which it was.
+"""Extrapolates the graph of a model at a micro-batch from traces at two others.
 
 Two traces that run the same ops in the same modules, and differ in sizes alone, say how each size grows with the batch:
 
     size(m) = size(a) + (size(b) - size(a)) (m - a) / (b - a)
 
-Shapes and literals are taken so; any other difference, or a size that is no whole number, and there is no such graph.
-What code does at other batches no two traces prove: whoever plans on a grown graph traces the batch it settles on, and
-compares (tpplan.search.branch_and_bound), and the plan says what was taken for granted of the others.
+Shapes and literals follow this line. There is no grown graph where the traces differ in more, or where a size is no
+whole number. Two traces do not prove what code does at other batches: the search traces the micro-batch of its answer
+and compares (tpplan.search.branch_and_bound), and the plan notes the other micro-batches whose graph was grown.
 """
 
 from dataclasses import dataclass, replace
@@ -20,14 +20,14 @@ class _UnlikeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Sizes at `size` on the line through those at `first` and `second`."""
+    """The line through sizes at the micro-batches `first` and `second`, read at the micro-batch `size`."""
 
     first: int
     second: int
     size: int
 
     def at(self, low: int, high: int) -> int:
-        """The size between, or beyond, two. Raises _UnlikeError where it is no whole number above 0."""
+        """The size on the line through `low` and `high`. Raises _UnlikeError where it is no whole number above 0."""
         if low == high:
             return low
         grown, rest = divmod((high - low) * (self.size - self.first), self.second - self.first)
@@ -36,7 +36,7 @@ class _Line:
         return low + grown
 
     def value(self, low: Value, high: Value) -> Value:
-        """A tensor at the size."""
+        """A tensor with its shape on the line."""
         if low == high:
             return low
         if len(low.shape) != len(high.shape) or replace(high, shape=low.shape) != low:
@@ -44,7 +44,7 @@ class _Line:
         return replace(low, shape=tuple(map(self.at, low.shape, high.shape)))
 
     def argument(self, low: Argument, high: Argument) -> Argument:
-        """What an op is called with at the size. Whole numbers alone may grow."""
+        """An argument of an op with its whole numbers on the line; nothing else may differ."""
         if low == high and type(low) is type(high):
             return low
         if isinstance(low, tuple) and isinstance(high, tuple) and len(low) == len(high):
@@ -54,7 +54,7 @@ class _Line:
         raise _UnlikeError
 
     def op(self, low: Op, high: Op) -> Op:
-        """An op at the size."""
+        """An op with its arguments on the line."""
         same = (low.name, low.target, low.results, low.module) == (high.name, high.target, high.results, high.module)
         if not same or [name for name, _ in low.kwargs] != [name for name, _ in high.kwargs]:
             raise _UnlikeError
@@ -64,7 +64,7 @@ class _Line:
         return low if (args, kwargs) == (low.args, low.kwargs) else replace(low, args=args, kwargs=kwargs)
 
     def node(self, low: Op | Boundary, high: Op | Boundary) -> Op | Boundary:
-        """A node at the size."""
+        """A node with its arguments on the line."""
         if isinstance(low, Op) and isinstance(high, Op):
             return self.op(low, high)
         if low != high:
@@ -73,7 +73,7 @@ class _Line:
 
 
 def grown(first: ModelGraph, second: ModelGraph, sizes: tuple[int, int], size: int) -> ModelGraph | None:
-    """The graph at a micro-batch of `size` from those at `sizes`, which differ; None where they differ in more."""
+    """The graph at micro-batch `size` from those at two other `sizes`; None where they differ in more than sizes."""
     about = [(g.sources, g.outputs, g.loss, g.blocks, g.questions, tuple(g.values)) for g in (first, second)]
     if about[0] != about[1] or len(first.nodes) != len(second.nodes):
         return None

@@ -1,4 +1,4 @@
-"""The points that are searched: meshes with micro-batches, those on which the model can be laid out."""
+"""The points to search: meshes with micro-batches on which the model can be laid out."""
 
 from dataclasses import dataclass
 
@@ -14,13 +14,13 @@ from tpplan.search.points.request import Request
 from tpplan.search.points.trace_cache import TraceCache, Traced
 from tpplan.search.points.unsearched import unsearched_counts, unsearched_degrees
 
-#: where lookups are told to give sparse gradients: the position of that argument
+#: position of the argument `sparse` of each lookup
 _SPARSE = {"aten.embedding.default": 4, "aten.embedding_bag.default": 5, "aten.embedding_bag.padding_idx": 5}
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Point:
-    """A mesh and a micro-batch: what the ILP does not decide. The order says which of equals is taken."""
+    """A mesh and a micro-batch, which no ILP decides. Of plans of equal time the one of the lesser point is taken."""
 
     num_gpus: int
     tp: int
@@ -29,21 +29,18 @@ class Point:
 
     @classmethod
     def of(cls, mesh: Mesh, micro_batch: int) -> "Point":
-        """The point of a mesh."""
+        """The point of a mesh and a micro-batch."""
         return cls(mesh.num_gpus, mesh.tp, mesh.shard, micro_batch)
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh."""
+        """The mesh of the point."""
         return Mesh(replicate=self.num_gpus // (self.tp * self.shard), shard=self.shard, tp=self.tp)
 
 
 def points_of(request: Request, *, tp: int | None, fsdp: int | None) -> tuple[list[Point], tuple[str, ...]]:
-    """Every mesh with every micro-batch that divides its ranks' share of the global batch, and a line for each kind of
-    meshes that is left out without a bound that says why.
-
-    Raises IndivisibleError where there is none.
-    """
+    """Every mesh with every micro-batch that divides a rank's share of the global batch, and lines on meshes that are
+    left out. Raises IndivisibleError where there is no point."""
     batch, all_gpus = request.batch, request.all_gpus
     gpus, per_node = request.cluster.gpus, request.cluster.gpus_per_node
     across = not request.profile.unmeasured_across_nodes
@@ -70,8 +67,8 @@ def points_of(request: Request, *, tp: int | None, fsdp: int | None) -> tuple[li
 
 
 def applicable(points: list[Point], request: Request, traces: TraceCache) -> list[Point]:
-    """The points on which the traced model can be laid out: all, unless its parameters must stay plain tensors, whole
-    on each rank, or are written to. Raises UsageError where there is none then."""
+    """The points on which the traced model can be laid out: not all where its parameters must stay plain tensors, are
+    written to in forward, or do not suit FSDP2. Raises UsageError where none is left."""
     traced = traces.traced(min(point.micro_batch for point in points))
     for unit in traced.units if request.recompute is Recompute.SELECTIVE else ():
         if obstacle := why_not_selective(traced.graph, unit):
@@ -103,7 +100,7 @@ def _written(points: list[Point], request: Request, traced: Traced) -> list[Poin
 
 
 def _within_fsdp(points: list[Point], request: Request, traces: TraceCache, traced: Traced) -> list[Point]:
-    """Points on which FSDP2 holds nothing that it cannot hold."""
+    """Points without FSDP, or all where FSDP2 can hold the model's parameters. Raises UsageError where none is left."""
     held = [point for point in points if uses_fsdp(point.mesh, request.precision)]
     obstacle = (_several_dtypes(request, traces, traced) or _sparse_gradient(traced.graph)) if held else ""
     kept = [point for point in points if point not in held] if obstacle else points
@@ -113,7 +110,7 @@ def _within_fsdp(points: list[Point], request: Request, traces: TraceCache, trac
 
 
 def _several_dtypes(request: Request, traces: TraceCache, traced: Traced) -> str:
-    """Why FSDP2 cannot hold a unit with trained parameters of several dtypes, as built; "" where there is none."""
+    """Why FSDP2 cannot hold a unit: its trained parameters were built in several dtypes. "" where no unit's were."""
     dtypes = traces.dtypes()
     found: dict[str, dict[torch.dtype, str]] = {}
     for name, weight in traced.model.named_parameters():
@@ -130,13 +127,13 @@ def _several_dtypes(request: Request, traces: TraceCache, traced: Traced) -> str
 
 
 def _untouched(points: list[Point], request: Request, reason: str) -> list[Point]:
-    """Points on which parameters may stay plain tensors; all of them where there is no reason that they must."""
+    """Points on which parameters may stay plain tensors; all points where `reason`, why they must, is ""."""
     if not reason:
         return points
     if request.precision is Precision.BF16_MIXED:
         raise UsageError(
-            f"bf16-mixed is FSDP2's work, which puts others in the place of parameters, and they must stay as they "
-            f"are: {reason}; plan with precision bf16 or fp32, or change that"
+            f"bf16-mixed needs FSDP2, which replaces parameters, and this model's must stay as they are: {reason}; "
+            "plan with --precision bf16 or fp32, or change that"
         )
     plain = [point for point in points if point.shard == 1]
     if not plain:
@@ -145,9 +142,9 @@ def _untouched(points: list[Point], request: Request, reason: str) -> list[Point
 
 
 def _sparse_gradient(graph: ModelGraph) -> str:
-    """A lookup that gives a sparse gradient; "" where there is none."""
+    """Why FSDP2 cannot train the model: a lookup gives a sparse gradient. "" where none does."""
     found = (op for op in graph.ops if op.args[_SPARSE.get(op.target, len(op.args)) :][:1] == (True,))
     op = next(found, None)
     if op is None:
         return ""
-    return f"FSDP2 takes no sparse gradients, and {op.module or ROOT} looks up with sparse=True: leave that out"
+    return f"FSDP2 takes no sparse gradients, and {op.module or ROOT} looks up with sparse=True: leave sparse=True out"

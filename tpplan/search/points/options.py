@@ -1,4 +1,4 @@
-"""What a user asks for: the cluster, the batch, and all that may be pinned."""
+"""Arguments of solve: the cluster, the batch, and the options."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ Allows = Callable[[str, Strategy], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The GPUs to plan for: how many, how many share a node, and the profile of the machine (name, path or object)."""
+    """The GPUs to plan for, how many share a node, and the machine's profile (name, path or object)."""
 
     gpus: int
     gpus_per_node: int
@@ -43,13 +43,13 @@ class Cluster:
             )
 
     def load_profile(self) -> HardwareProfile:
-        """The profile. Raises ProfileError where it is unknown or malformed."""
+        """The machine's profile. Raises ProfileError where it is unknown or malformed."""
         return self.profile if isinstance(self.profile, HardwareProfile) else load_profile(self.profile)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What solve takes besides the model, the cluster and the batch, under the same names."""
+    """Arguments of solve besides the model, the cluster and the batch, under the same names."""
 
     loss: Loss | None = None
     unused_outputs: tuple[str, ...] = ()
@@ -70,8 +70,8 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sequences of a step, tokens of each, and sequences at once on a rank; None: to be decided. Raises UsageError
-    below 1."""
+    """Sequences of a step, sequences at once on a rank (None: to be decided), and tokens of a sequence. Raises
+    UsageError for a number below 1."""
 
     global_batch: int
     micro_batch: int | None
@@ -90,7 +90,7 @@ class Batch:
             )
 
     def micro_batches(self, mesh: Mesh) -> tuple[int, ...]:
-        """The micro-batches that may run on a mesh, ascending; none where its ranks do not divide the global batch."""
+        """The micro-batches possible on a mesh, ascending; none where its ranks do not divide the global batch."""
         share, rest = divmod(self.global_batch, mesh.data_parallel)
         if rest or not share:
             return ()
@@ -110,7 +110,7 @@ def parse_precision(name: Precision | str) -> Precision:
 
 
 def parse_recompute(name: Recompute | str | None) -> Recompute | None:
-    """A way of recomputation by name; None stays to be decided. Raises UsageError for an unknown one."""
+    """A mode of recomputation by name; None, to be decided, stays None. Raises UsageError for an unknown one."""
     if name is None:
         return None
     try:

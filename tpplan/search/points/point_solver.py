@@ -1,7 +1,6 @@
-"""The ILPs of points: priced, bounded and solved, each no further than its caller needs to know.
+"""Prices, bounds and solves the ILPs of points, each no further than its caller needs.
 
-A point is a mesh and a micro-batch. Decisions and their costs depend on the micro-batch and the tp degree alone, and
-are shared by the points that have both.
+A point is a mesh and a micro-batch. Points with the same micro-batch and tp degree share decisions and their costs.
 """
 
 import math
@@ -29,7 +28,7 @@ from tpplan.solvers.problem import Problem, Solution, Status
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A point with its formulation and its solution."""
+    """A point with its ILP and the solution."""
 
     point: Point
     formulation: Formulation
@@ -38,7 +37,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class PointSolver:
-    """The points of a request, under the cuts that were found so far. What was priced is kept."""
+    """The points of a request under the cuts found so far; keeps the spaces that it has priced."""
 
     request: Request
     traces: TraceCache
@@ -47,35 +46,35 @@ class PointSolver:
     _floors: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def changed(self, request: Request) -> "PointSolver":
-        """The points of another request for the same model, under the same cuts."""
+        """The solver of another request for the same model, under the same cuts."""
         return replace(self, request=request, _spaces={}, _floors={})
 
     def without_guesses(self) -> "PointSolver":
-        """The same points under the cuts that are sound."""
+        """The solver of the same request under the cuts without guesses."""
         return replace(self, cuts=self.cuts.without_guesses(), _spaces={}, _floors={})
 
     def forget(self, degrees: set[int] | None = None) -> None:
-        """Prices anew what is asked for next, on some tp degrees or on all: cuts or graphs have changed. Bounds without
-        a cut hold with it."""
+        """Forgets prices of some tp degrees, for their cuts have changed; by default all prices and bounds, for graphs
+        have. A bound stays one under more cuts."""
         if degrees is None:
             self._floors.clear()
         for key in [key for key in self._spaces if degrees is None or key[1] in degrees]:
             del self._spaces[key]
 
     def run_whole(self, module: str, reason: str) -> None:
-        """From now on a module runs whole: all is traced and priced anew, and nothing is forbidden."""
+        """Makes a module run whole from now on; forgets all traces, prices and cuts."""
         self.traces.run_whole(module, reason)
         self.cuts.forget()
         self.cuts.messages.append(reason)
         self.forget()
 
     def distrust_grown(self) -> None:
-        """From now on every micro-batch is traced."""
+        """Traces every micro-batch from now on, instead of growing its graph."""
         self.traces.distrust_grown()
         self.forget()
 
     def pinned(self, micro_batch: int) -> Pinned:
-        """What the pins hold. Raises UsageError for a pin that holds nothing of the model."""
+        """The pins at their decisions. Raises UsageError for a pin that matches nothing of the model."""
         return Pinned(graph=self.traces.traced(micro_batch).graph, pins=self.request.pins)
 
     def priced(self, micro_batch: int, tp: int) -> PricedSpace:
@@ -87,31 +86,33 @@ class PointSolver:
         return self._spaces[key]
 
     def _space_key(self, micro_batch: int, tp: int) -> Hashable:
-        """What decisions and their costs depend on."""
-        machine = self.request.profile, self.request.cluster.gpus_per_node, self.request.cluster.gpus
-        ways = self.request.is_compiled, self.request.unused_outputs, hashable(self.request.wishes), self.request.pins
+        """Everything that decisions and their costs depend on."""
+        request = self.request
+        machine = request.profile, request.cluster.gpus_per_node, request.cluster.gpus
+        ways = request.is_compiled, request.unused_outputs, hashable(request.wishes), request.pins
         return self.traces.key(micro_batch), tp, machine, ways, self.cuts.of_degree(tp)
 
     def _price(self, micro_batch: int, tp: int) -> PricedSpace:
+        request = self.request
         space = build_space(
             self.traces.traced(micro_batch).graph,
             tp,
-            unused_outputs=self.request.unused_outputs,
+            unused_outputs=request.unused_outputs,
             cut=self.is_cut(micro_batch, tp),
             apart=self.pinned(micro_batch).pins_within,
         )
         return price_space(
             space,
-            self.request.profile,
-            self.request.cluster.gpus_per_node,
+            request.profile,
+            request.cluster.gpus_per_node,
             self.traces.reuse.executor,
-            is_compiled=self.request.is_compiled,
-            num_gpus=self.request.cluster.gpus,
+            is_compiled=request.is_compiled,
+            num_gpus=request.cluster.gpus,
             others=[other for (_, degree), other in reversed(self._spaces.items()) if degree == tp],
         )
 
     def is_cut(self, micro_batch: int, tp: int) -> Callable[[str, Strategy], bool]:
-        """Says of decisions on tp ranks which strategies they may not choose."""
+        """A function that says of a decision on tp ranks whether it may not choose a strategy."""
         graph, pinned = self.traces.traced(micro_batch).graph, self.pinned(micro_batch)
         allows = self.request.wishes(graph) if self.request.wishes is not None else lambda name, strategy: True
 
@@ -121,7 +122,7 @@ class PointSolver:
         return is_cut
 
     def pace(self, sizes: Sequence[int]) -> float:
-        """GPU seconds of a step below which no plan comes, whatever its mesh and its micro-batch, from the traces of
+        """A lower bound on the GPU seconds of a step of any plan, whatever its mesh and micro-batch, from the traces at
         the two smallest micro-batches; 0 where there are none yet."""
         both = self.traces.first(sizes)
         if not both or any(traced.opaques.by_key() for traced in both):
@@ -136,31 +137,31 @@ class PointSolver:
         )
 
     def formulate(self, point: Point, *, limit: float | None = None, treatment: Treatment | None = None) -> Formulation:
-        """The problem of one point; with `treatment`, every layer gets that."""
+        """The ILP of one point; with `treatment`, every layer gets it."""
         mesh, units = point.mesh, self.traces.traced(point.micro_batch).units
-        priced = self.priced(point.micro_batch, mesh.tp)
+        priced, request = self.priced(point.micro_batch, mesh.tp), self.request
         return Formulation(
             priced=priced,
             conflicts=self.cuts.conflicts_in(priced.space),
             mesh=mesh,
             setting=Setting(
-                profile=self.request.profile,
-                gpus_per_node=self.request.cluster.gpus_per_node,
-                precision=self.request.precision,
-                optimizer=self.request.optimizer,
-                memory_limit_bytes=self.request.limit if limit is None else limit,
-                slack_bytes=self.request.profile.slack_bytes,
-                accumulation_steps=self.request.batch.accumulation_steps(mesh, point.micro_batch),
+                profile=request.profile,
+                gpus_per_node=request.cluster.gpus_per_node,
+                precision=request.precision,
+                optimizer=request.optimizer,
+                memory_limit_bytes=request.limit if limit is None else limit,
+                slack_bytes=request.profile.slack_bytes,
+                accumulation_steps=request.batch.accumulation_steps(mesh, point.micro_batch),
                 units=units,
-                recompute=self.request.recompute,
-                reshard_after_forward=self.request.reshard_after_forward,
+                recompute=request.recompute,
+                reshard_after_forward=request.reshard_after_forward,
                 treatments=dict.fromkeys(units, treatment) if treatment is not None else None,
             ),
         )
 
     def floor(self, point: Point) -> float:
-        """Seconds below which no plan of the point comes: its micro-batches' least compute and tp collectives, FSDP and
-        the optimizer left out, no layer recomputed, and no limit kept."""
+        """A lower bound on the step time of the point's plans in seconds: the least compute and tp collectives of its
+        micro-batches, without FSDP, optimizer, recomputation and memory limit."""
         key = point.micro_batch, point.tp
         if key not in self._floors:
             formulation = self.formulate(replace(point, num_gpus=point.tp, shard=1))
@@ -169,20 +170,20 @@ class PointSolver:
             except SolverError:
                 if self.request.time_limit_s is None:
                     raise
-                self._floors[key] = 0.0  # out of time: no time is below it
+                self._floors[key] = 0.0  # out of time: no step takes less
         return self._floors[key] * self.request.batch.accumulation_steps(point.mesh, point.micro_batch)
 
     @property
     def lightest(self) -> Treatment:
-        """Of the treatments that may be given, the one that takes no more time than any other, whatever the layouts:
-        recomputing adds compute, and more than it can hide; gathering again adds a collective and copies."""
+        """The possible treatment that is slower than no other, whatever the layouts: recomputing adds more compute than
+        it can hide, and gathering again adds a collective and copies."""
         reshard = self.request.reshard_after_forward
         return Treatment(
             recompute=self.request.recompute or Recompute.NONE, reshard=False if reshard is None else reshard
         )
 
     def solver_of(self, problem: Problem, *, cutoff: float = math.inf, is_relaxed: bool = False) -> Solution:
-        """The optimum of a problem, by the solver and in the time asked for."""
+        """The optimum of a problem, by the requested solver and within the requested time."""
         return solvers.solve(
             problem,
             solver=self.request.solver,
@@ -192,8 +193,8 @@ class PointSolver:
         )
 
     def light(self, point: Point, *, cutoff: float = math.inf) -> Candidate | float:
-        """The optimum of a point with the lightest treatment for every layer where that fits, which then nothing is
-        faster than; else a bound: what it takes without a limit. Above the cutoff the bound is enough."""
+        """The optimum of a point with the lightest treatment for every layer, which is the point's where it fits; else
+        a bound: the optimum without a memory limit. A bound above the cutoff ends the solve."""
         formulation = self.formulate(point, treatment=self.lightest)
         found = self.solver_of(formulation.unlimited, cutoff=cutoff)
         if found.bound is not None and found.bound > cutoff:
@@ -204,7 +205,7 @@ class PointSolver:
         return found.bound
 
     def full(self, point: Point, *, cutoff: float = math.inf, is_relaxed: bool = False) -> Candidate | float:
-        """The optimum of a point, or a bound on it: one that exceeds the cutoff, or that of a relaxation."""
+        """The optimum of a point, or a lower bound on it: one above the cutoff, or that of the relaxation."""
         formulation = self.formulate(point)
         found = self.solver_of(formulation.problem, cutoff=cutoff, is_relaxed=is_relaxed)
         if found.status is Status.BOUNDED:
@@ -213,7 +214,7 @@ class PointSolver:
         return Candidate(point=point, formulation=formulation, solution=found)
 
     def solve_point(self, point: Point) -> Candidate:
-        """The optimum of one point."""
+        """The optimum of one point, without a cutoff."""
         found = self.light(point)
         found = found if isinstance(found, Candidate) else self.full(point)
         assert isinstance(found, Candidate), "without a cutoff nothing is bounded away"

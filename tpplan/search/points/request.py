@@ -1,4 +1,4 @@
-"""What a caller of solve asks for, with every default put in; nothing in it changes while a plan is searched."""
+"""A caller's request to solve, with every default filled in; it does not change during the search."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ from tpplan.trace.answers.planned_device import PlannedDevice
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A model, a cluster, a batch, and what is pinned. None of an option leaves it to be decided.
+    """A model, a cluster, a batch, and pinned options; an option that is None is decided by the search.
 
-    `limit` is the memory of a GPU in bytes; `wishes`, given the graph, says which strategies of a decision may be
-    chosen; `report` is told how far the search is.
+    `limit` is the memory of a GPU in bytes; `wishes`, given the graph, says which strategies a decision may choose;
+    `report` is called with the progress of the search.
     """
 
     subject: Subject
@@ -62,7 +62,7 @@ class Request:
         options: Options,
         progress: Progress | None,
     ) -> "Request":
-        """The request that options of solve make. Raises UsageError for an unknown name, ProfileError for a profile."""
+        """The request of a call of solve. Raises UsageError for an unknown name, ProfileError for a bad profile."""
         profile, precision, limit = cluster.load_profile(), options.precision, options.memory_limit_bytes
         if precision is None:
             precision = Precision.BF16_MIXED if profile.device_type == "cuda" else Precision.FP32

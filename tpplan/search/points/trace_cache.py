@@ -1,10 +1,10 @@
-"""What several calls of solve for one model share: its trace, what its ops were seen to do, and what layouts cost.
+"""Results that several calls of solve for one model share: traces, executed ops, and prices of layouts.
 
     reuse = Reuse()
     plans = [tpplan.solve(build_model, ..., cluster=cluster, reuse=reuse) for cluster in clusters]
 
 A trace depends on the model and its inputs alone, an executed op on its shapes, a price on the machine and the degree.
-The plans are those that calls on their own give.
+Sharing does not change the plans.
 """
 
 import logging
@@ -38,14 +38,14 @@ from tpplan.trace.trace import BoundaryHook, Loss, accumulated_hooks, assumption
 
 logger = logging.getLogger(__name__)
 
-#: the profile whose device stands in where a plan neither names a device nor a profile that is known
+#: profile of the device to trace for where a plan names neither a device nor a known profile
 STAND_IN = "h100-sxm"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model as a caller gives it, and whatever else its traces depend on: the length of its sequences, the precision
-    it computes in, and the device that its code is told to run on."""
+    """A caller's model, and all else that its traces depend on: the sequence length, the precision of compute, and the
+    device that its code is told to run on."""
 
     build_model: BuildModel
     example_inputs: ExampleInputs
@@ -64,8 +64,8 @@ class Subject:
         *,
         profile: HardwareProfile | None = None,
     ) -> "Subject":
-        """The model of a given plan, traced for the device of the plan's proof. A plan that names none is traced for
-        the device of `profile`, or of the profile that it names, or of any GPU's where that is not known."""
+        """The subject of a plan, for the device of its proof; where the plan names none, for that of `profile`, else of
+        the plan's profile, else of STAND_IN."""
         device = plan.proof.device
         return cls(
             build_model=build_model,
@@ -78,17 +78,17 @@ class Subject:
 
     @cached_property
     def key(self) -> tuple[Hashable, ...]:
-        """Equal for subjects whose models are one, on whatever device."""
+        """Equal for subjects with one model, on whatever device."""
         functions = map(hashable, (self.build_model, self.example_inputs, self.loss))
         return *functions, self.seq_len, self.precision
 
     def inputs(self, micro_batch: int, seq_len: int) -> Inputs:
-        """The example inputs, in the dtype that the model computes in."""
+        """The example inputs, in the dtype of compute."""
         inputs = self.example_inputs(micro_batch, seq_len)
         return pytree.tree_map(_to_bfloat16, inputs) if self.precision is Precision.BF16 else inputs
 
     def cast(self, units: tuple[str, ...]) -> BoundaryHook:
-        """What FSDP's mixed precision does to tensors that enter the root or a unit; the trace does it, too."""
+        """A hook that casts tensors that enter the root or a unit, as FSDP's mixed precision does."""
 
         def cast(tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
             enters_unit = direction is Direction.INPUT and (module == "" or module in units)
@@ -100,8 +100,8 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A model on the meta device, what it was run on (so many sequences), and what was seen. `notes` are on how it was
-    built."""
+    """A model on the meta device, the inputs that it was traced on (`micro_batch` sequences), and the trace. `notes`
+    say how it was built."""
 
     micro_batch: int
     model: nn.Module
@@ -120,29 +120,29 @@ class Traced:
 
 @dataclass(slots=True)
 class Reuse:
-    """What was computed so far, by all that it depends on; it grows with every call that is given it."""
+    """Results by everything that they depend on; every call that is given a Reuse adds to it."""
 
     models: dict[Hashable, Built] = field(default_factory=dict)
     traces: dict[Hashable, Traced] = field(default_factory=dict)
-    #: on graphs that were not traced but grown (tpplan.search.points.grown_graph)
+    #: models whose graph at a micro-batch was not traced but grown (tpplan.search.points.grown_graph)
     grown: dict[Hashable, Traced] = field(default_factory=dict)
-    #: models, as their traces are called, of which a graph was not what it grew to
+    #: keys of subjects of which a grown graph differed from the trace
     ungrowing: set[Hashable] = field(default_factory=set)
     spaces: dict[Hashable, PricedSpace] = field(default_factory=dict)
-    #: GPU seconds of a sequence at least (tpplan.costs.best_rates)
+    #: least GPU seconds of a sequence (tpplan.costs.best_rates)
     paces: dict[Hashable, float] = field(default_factory=dict)
-    #: modules that proofs have found to be run whole, and why, by model
+    #: modules that must run whole, and why, by key of a subject
     whole: dict[Hashable, list[tuple[str, str]]] = field(default_factory=dict)
     executor: Executor = field(default_factory=Executor)
 
     def space(self, key: Hashable, make: Callable[[], PricedSpace]) -> PricedSpace:
-        """The priced decisions that depend on a key, made for the first who asks."""
+        """The priced space that `make` returned for this key at the first call."""
         if key not in self.spaces:
             self.spaces[key] = make()
         return self.spaces[key]
 
     def pace(self, key: Hashable, make: Callable[[], float]) -> float:
-        """The least GPU seconds of a sequence that depend on a key, found for the first who asks."""
+        """The least GPU seconds of a sequence that `make` returned for this key at the first call."""
         if key not in self.paces:
             self.paces[key] = make()
         return self.paces[key]
@@ -150,28 +150,28 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class TraceCache:
-    """One trace of a subject per micro-batch; what was traced is kept in `reuse`."""
+    """One trace of a subject per micro-batch, kept in `reuse`."""
 
     subject: Subject
     reuse: Reuse
 
     def key(self, micro_batch: int) -> Hashable:
-        """What a trace depends on."""
+        """Everything that a trace depends on."""
         return *self.subject.key, micro_batch, self.subject.device, tuple(self.whole)
 
     @property
     def whole(self) -> list[tuple[str, str]]:
-        """Modules that proofs have found to be run whole, and why."""
+        """Modules that must run whole, and why, as proofs have found."""
         return self.reuse.whole.setdefault(self.subject.key, [])
 
     def run_whole(self, module: str, reason: str) -> None:
-        """From now on a module runs whole, or the one around it where it does already. All is traced anew."""
+        """Makes a module run whole from now on, or the one around it where it does already; all is traced again."""
         logger.info("module %s is to run whole: %s", module or ROOT, reason)
         self.whole.append((module, reason))
 
     def traced(self, micro_batch: int) -> Traced:
-        """The model traced at a micro-batch's shapes; where it was traced at two smaller ones its graph may be grown
-        from theirs, and its inputs are those of one."""
+        """The model traced at a micro-batch; after traces at two smaller ones its graph may be grown from theirs, and
+        its inputs are those of the larger one."""
         key = self.key(micro_batch)
         if key in self.reuse.traces:
             return self.reuse.traces[key]
@@ -183,7 +183,7 @@ class TraceCache:
         return self.reuse.grown[key]
 
     def really_traced(self, micro_batch: int) -> Traced:
-        """The model traced at a micro-batch's shapes, whatever graph was grown."""
+        """The model traced at a micro-batch, never grown."""
         key = self.key(micro_batch)
         if key not in self.reuse.traces:
             with planning_for(self.subject.device):
@@ -192,19 +192,19 @@ class TraceCache:
         return self.reuse.traces[key]
 
     def first(self, micro_batches: Sequence[int]) -> list[Traced]:
-        """The traces at the first two of some micro-batches; none unless both were made."""
+        """The traces at the first two of some micro-batches; none unless both exist."""
         keys = [self.key(size) for size in micro_batches[:2]]
         are_there = len(keys) == 2 and all(key in self.reuse.traces for key in keys)
         return [self.reuse.traces[key] for key in keys] if are_there else []
 
     def grown_sizes(self, sizes: Iterable[int]) -> tuple[int, ...]:
-        """Those of some micro-batches of which there is a grown graph and no trace, ascending."""
+        """The micro-batches among `sizes` with a grown graph and no trace, ascending."""
         keys = {size: self.key(size) for size in sizes}
         return tuple(sorted(n for n, key in keys.items() if key in self.reuse.grown and key not in self.reuse.traces))
 
     def distrust_grown(self) -> None:
-        """From now on every micro-batch of this model is traced: code does at one what no growth foretold."""
-        logger.info("graphs at other micro-batches are not what they were taken for: each is traced")
+        """Traces every micro-batch of this model from now on, after a grown graph has differed from its trace."""
+        logger.info("a graph grown from smaller micro-batches differs from its trace: each micro-batch is traced")
         self.reuse.ungrowing.add(self.subject.key)
         self.reuse.grown.clear()
         self.reuse.spaces.clear()
@@ -214,7 +214,7 @@ class TraceCache:
         return self._built().dtypes
 
     def trace_of(self, model: nn.Module, inputs: Inputs) -> tuple[ModelGraph, Opaques]:
-        """The graph of a built model on some inputs, and the modules that are one operator in it."""
+        """The graph of a built model on some inputs, and its opaque modules, which are one op in it."""
         untouched, cast = accumulated_hooks(model), self.subject.cast(repeated_children(model))
         # A forward may leave tensors of the trace on its module; the proof copies a model that has none.
         graph, opaques = trace_marking(
@@ -237,7 +237,7 @@ class TraceCache:
 
     def _trace(self, micro_batch: int) -> Traced:
         built = self._built()
-        model = built.model  # what runs is a copy
+        model = built.model  # the trace runs a copy
         units = repeated_children(model)
         inputs = self.subject.inputs(micro_batch, self.subject.seq_len)
         graph, opaques = self.trace_of(model, inputs)
@@ -260,7 +260,7 @@ class TraceCache:
         )
 
     def _grown(self, micro_batch: int) -> Traced | None:
-        """From the traces at the two largest smaller micro-batches; None where there are none, or no growth."""
+        """The model with the graph grown from traces at the two next smaller micro-batches; None where none can be."""
         if self.subject.key in self.reuse.ungrowing:
             return None
         smaller = [own for own in self.reuse.traces.values() if own.micro_batch < micro_batch]
@@ -280,7 +280,7 @@ def _profile_of(plan: Plan) -> HardwareProfile:
 
 
 def hashable(function: object) -> Hashable:
-    """The function; a method of what has no hash is like no other."""
+    """The function; where it has no hash, as a method of an unhashable object, a key that is equal to no other."""
     try:
         hash(function)
     except TypeError:

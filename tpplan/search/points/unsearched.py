@@ -1,4 +1,4 @@
-"""What of the meshes of a cluster solve leaves out without a bound: which, and why."""
+"""Meshes of a cluster that solve leaves out without a bound, and why."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from tpplan.search.points.options import Cluster
 
 
 def unsearched_degrees(cluster: Cluster, profile: HardwareProfile) -> Iterator[str]:
-    """Degrees of tensor parallelism that no mesh of the cluster has, where none was pinned."""
+    """Lines on tp degrees that no searched mesh has, where none is pinned."""
     gpus, per_node = cluster.gpus, cluster.gpus_per_node
     if gpus <= per_node:
         return
@@ -22,7 +22,7 @@ def unsearched_degrees(cluster: Cluster, profile: HardwareProfile) -> Iterator[s
 
 
 def unsearched_counts(cluster: Cluster) -> Iterator[str]:
-    """Numbers of fewer GPUs that no mesh uses, and what those that are used leave out."""
+    """Lines on smaller numbers of GPUs, and tp degrees on them, that no searched mesh has."""
     gpus, per_node = cluster.gpus, cluster.gpus_per_node
     inside = [n for n in range(1, min(gpus, per_node)) if per_node % n]
     if inside or gpus > per_node > 1:

@@ -1,0 +1,155 @@
+"""Seconds that FSDP2's communication adds to a step: collectives that compute does not hide, and copies.
+
+FSDP prefetches: a unit's gather hides behind its neighbour's compute, so that max(0, communication - compute) of a unit
+is exposed; all of the root's is, for nothing runs before or after it. A device without streams hides nothing: on a CPU
+each collective is waited for where it is issued.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tpplan.core.layout import R
+from tpplan.core.mesh import Axis, Mesh
+from tpplan.costs.step.cost_table import PricedSpace
+from tpplan.costs.step.layer_groups import LayerGroups
+from tpplan.costs.step.parameter_bytes import BytesOf, ParameterBytes
+from tpplan.costs.step.recompute_cost import recomputed_forward
+from tpplan.costs.step.train_config import Setting
+from tpplan.layouts.layer_treatments import Count, FsdpUnit
+from tpplan.machine.profile import Collective
+from tpplan.plan.gradient_buckets import BUCKET_BYTES
+from tpplan.plan.parts import DATA_PARALLEL, FSDP_COPIES
+from tpplan.plan.plan import Precision
+from tpplan.solvers.problem import Expression, Term, added, merged, minus, scaled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlappedCollective:
+    """Seconds of a collective and of the compute beside it, None where nothing runs beside it; both happen `weight`
+    times a step for each of `count` units."""
+
+    transfer: Expression
+    compute: Expression | None
+    weight: float
+    count: Count
+
+    def terms(self, slowdown: float) -> Iterator[Term]:
+        """The seconds that the collective adds to a step.
+
+        All of T where nothing runs beside it; else what the compute C does not hide, plus what it hides times the
+        slowdown s of the compute: max(0, T - C) + s min(T, C) = (1 - s) max(0, T - C) + s T.
+        """
+        issued = Term(name=DATA_PARALLEL, expressions=(self.transfer,), weight=self.weight)
+        if self.compute is None:
+            yield from self.count.times(issued)
+            return
+        exposed = (Expression(), minus(self.transfer, self.compute))
+        yield from self.count.times(replace(issued, expressions=exposed, weight=self.weight * (1 - slowdown)))
+        if slowdown:
+            yield from self.count.times(replace(issued, weight=self.weight * slowdown))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FsdpCommunication:
+    """FSDP's collectives and copies on a mesh."""
+
+    priced: PricedSpace
+    mesh: Mesh
+    setting: Setting
+    groups: LayerGroups
+    parameter_bytes: ParameterBytes
+
+    def terms(self) -> Iterator[Term]:
+        """Seconds of exposed collectives, where there are several data-parallel ranks, and of copies, with FSDP."""
+        if self.mesh.data_parallel > 1:
+            for overlapped in self._collectives():
+                yield from overlapped.terms(self.setting.profile.overlap_slowdown)
+        if self.groups.uses_fsdp:
+            yield from self._copies()
+
+    def _collectives(self) -> Iterator[OverlappedCollective]:
+        """FSDP's collectives, each with the compute that it runs beside; nothing runs beside the root's."""
+        steps = float(self.setting.accumulation_steps)
+        for unit in self.groups.root:
+            gather, scatter, reduce = self._collectives_of(unit)
+            once = Count(constant=1)
+            yield OverlappedCollective(transfer=added(gather, scatter), compute=None, weight=steps, count=once)
+            yield OverlappedCollective(transfer=reduce, compute=None, weight=1.0, count=once)
+        for kind in self.groups.timed:
+            gather, scatter, reduce = self._collectives_of(kind.unit)
+            forward, backward = self._hiding_compute(kind.unit)
+            yield OverlappedCollective(transfer=gather, compute=forward, weight=steps, count=kind.count())
+            for treatment, count in kind.numbers.counts.items():
+                repeated = added(gather, scatter) if treatment.reshard else scatter
+                beside = backward
+                if self._hides:
+                    again = recomputed_forward(self.priced, self.setting.units, kind, treatment.recompute)
+                    beside = merged(added(backward, again[0]))
+                if steps > 1:
+                    yield OverlappedCollective(transfer=repeated, compute=beside, weight=steps - 1, count=count)
+                yield OverlappedCollective(transfer=added(repeated, reduce), compute=beside, weight=1.0, count=count)
+
+    def _collectives_of(self, unit: FsdpUnit) -> tuple[Expression, Expression, Expression]:
+        """Seconds of a unit's gather, of its reduce-scatter, and of the all-reduce among replicas."""
+        gathered, reduced = self.parameter_bytes.computed, self.parameter_bytes.gradients
+        return (
+            self._transfer(unit, Collective.ALL_GATHER, Axis.SHARD, (1.0, gathered)),
+            self._transfer(unit, Collective.REDUCE_SCATTER, Axis.SHARD, (1.0, reduced)),
+            self._transfer(unit, Collective.ALL_REDUCE, Axis.REPLICATE, (1 / self.mesh.shard, reduced)),
+        )
+
+    def _transfer(self, unit: FsdpUnit, kind: Collective, axis: Axis, share: tuple[float, BytesOf]) -> Expression:
+        """Seconds of a collective over a unit's parameters, linear in their bytes between all and none sharded by tp.
+
+        T(x) = T(n/t) + (T(n) - T(n/t)) (x - n/t) / (n - n/t): exact at both ends.
+        """
+        group = self.mesh.group(axis, self.setting.gpus_per_node)
+        own = self.parameter_bytes
+        whole = share[0] * sum(own.filled(source, share[1], R) for source in unit.parameters)
+        least = whole / self.mesh.tp
+        profile = self.setting.profile
+        low = profile.collective(kind, group, least).seconds
+        if self.mesh.tp == 1 or not whole:
+            return Expression(constant=low)
+        slope = (profile.collective(kind, group, whole).seconds - low) / (whole - least)
+        local = own.of(unit, share)
+        return added(scaled(local, slope), Expression(constant=low - slope * least))
+
+    @property
+    def _hides(self) -> bool:
+        """True where collectives run beside kernels: on streams, which a CPU does not have."""
+        return self.setting.profile.device_type != "cpu"
+
+    def _hiding_compute(self, unit: FsdpUnit) -> tuple[Expression, Expression]:
+        """Seconds of a unit's kernels in forward and in backward. Collectives of the tp axis hide nothing: both use the
+        same links."""
+        if not self._hides:
+            return Expression(), Expression()
+        return self.priced.once(("hidden", self.setting.units, unit.name), lambda: self._compute_of(unit))
+
+    def _compute_of(self, unit: FsdpUnit) -> tuple[Expression, Expression]:
+        counts, times = Counter(unit.hides), self.priced.times
+        forward = tuple((name, tuple(n * t.forward.seconds for t in times[name])) for name, n in counts.items())
+        backward = tuple((name, tuple(n * t.backward.seconds for t in times[name])) for name, n in counts.items())
+        return Expression(terms=forward), Expression(terms=backward)
+
+    def _copies(self) -> Iterator[Term]:
+        """FSDP2 gathers and reduces in flat buffers, into which and out of which it copies, one rank's shard too.
+
+        A gather: in from a rank's own shard, which it casts, and out. A reduction: in from a unit's gradients; a single
+        rank's are copied where several's are scattered. [torch 2.13, fsdp/_fully_shard/_fsdp_collectives.py]
+        """
+        rate = self.setting.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
+        steps = self.setting.accumulation_steps
+        is_alone = self.mesh.shard == 1
+        copies_in = 0.0 if is_alone and self.setting.precision is not Precision.BF16_MIXED else 1 / self.mesh.shard
+        own, timed = self.parameter_bytes, self.groups.timed
+        gathered = ((2.0 + copies_in, own.computed), (copies_in, own.resting))
+        reduced = ((1.0, own.trained), (3.0 if is_alone else 1.0, own.gradients))
+        every = [(unit, Count(constant=1)) for unit in self.groups.root] + [(kind.unit, kind.count()) for kind in timed]
+        again = [(kind.unit, kind.count(reshard=True)) for kind in timed]
+        for units, shares in ((every, (*gathered, *reduced)), (again, gathered)):
+            for unit, count in units:
+                expression = own.of(unit, *shares)
+                yield from count.times(Term(name=FSDP_COPIES, expressions=(expression,), weight=rate * steps))
