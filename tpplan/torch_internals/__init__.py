@@ -2,7 +2,7 @@
 
 In: torch. Out: functions, each named for what tpplan needs of torch, and for each a probe: a check of whether the
 installed torch still does it (`tpplan doctor` prints the probes that fail). No other module of tpplan uses a private
-name of torch, as tests/test_torch_internals.py checks.
+name of torch, as tests/torch_internals/test_torch_internals.py checks.
 
 Imports: core.
 

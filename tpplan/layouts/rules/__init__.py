@@ -1,9 +1,10 @@
 """Sharding rules: the consistent tuples of operand and result layouts of each operator.
 
 A rule is one function in one file of this folder, registered by `@op_rule(targets...)`. It does not depend on the
-number of ranks: strategies whose shards do not divide are dropped afterwards. tests/test_rules.py finds every rule and
-validates it numerically over all layouts, all ranks and both directions: a strategy that a rule allows is right, a
-strategy that it leaves out only costs speed. An operator without a rule runs on whole operands, all R or all R*.
+number of ranks: strategies whose shards do not divide are dropped afterwards. tests/layouts/test_rules.py finds every
+rule and validates it numerically over all layouts, all ranks and both directions: a strategy that a rule allows is
+right, a strategy that it leaves out only costs speed. An operator without a rule runs on whole operands, all R or all
+R*.
 
 In: a `Call` (an operator with its operands' shapes) and a number of ranks. Out: its strategies. Needs no torch.
 

@@ -28,7 +28,7 @@ from tpplan.solvers.problem import total
 from tpplan.trace.trace import trace
 from tpplan.verify.fake_values import answered, answers_of
 
-EVIDENCE = Path(__file__).resolve().parent.parent / "scripts" / "evidence"
+EVIDENCE = Path(__file__).resolve().parents[2] / "scripts" / "evidence"
 CLUSTER = tpplan.Cluster(gpus=1, gpus_per_node=1, profile="cpu-gloo")
 ROWS, WIDTH = 64, 32
 PRODUCT = WIDTH * WIDTH * 4

@@ -15,7 +15,7 @@ import pytest
 from tpplan.plan.plan import Plan, ProofReport
 from tpplan.torch_internals.versions import NEWEST, OLDEST, TESTED
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts" / "dev"))
 
 import suite_runs  # noqa: E402
@@ -231,7 +231,7 @@ def test_a_command_past_its_limit_is_ended_with_what_it_started(tmp_path: Path) 
         ((), True),
         (("--numprocesses", "2", "--dist", "worksteal"), True),
         (("--session-timeout=60",), True),
-        (("--numprocesses", "2", "tests/test_plan.py"), False),
+        (("--numprocesses", "2", "tests/plan/test_plan.py"), False),
         (("-x",), False),
         (("-k", "plan"), False),
     ],

@@ -376,7 +376,7 @@ def measured_with_groups_of(*group_sizes: int) -> HardwareProfile:
 
 # --- the shipped measurement ---------------------------------------------------------------------------------------
 
-CPU_GLOO = Path(__file__).resolve().parent.parent / "profiles" / "cpu-gloo.json"
+CPU_GLOO = Path(__file__).resolve().parents[2] / "profiles" / "cpu-gloo.json"
 
 
 @pytest.mark.skipif(not CPU_GLOO.exists(), reason="not measured yet")

@@ -14,7 +14,7 @@ from forks import in_fork
 from tpplan.torch_internals import probes
 from tpplan.torch_internals.versions import NEWEST, OLDEST, TESTED, complaint, is_too_old
 
-PACKAGE = Path(__file__).resolve().parent.parent / "tpplan"
+PACKAGE = Path(__file__).resolve().parents[2] / "tpplan"
 ROOM = PACKAGE / "torch_internals"
 #: private attributes that are Python's or another library's, and files whose text is written into exported files
 NOT_TORCH = {"_getframe", "_exit", "_from_config", "_actions"}

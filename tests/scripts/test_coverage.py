@@ -17,7 +17,7 @@ from tpplan.core.layout import S
 from tpplan.plan.plan import SizePlan
 
 pytest.importorskip("transformers")
-EVIDENCE = Path(__file__).resolve().parent.parent / "scripts" / "evidence"
+EVIDENCE = Path(__file__).resolve().parents[2] / "scripts" / "evidence"
 
 
 @pytest.fixture(scope="module")

@@ -452,7 +452,7 @@ def test_colours_are_ours_alone() -> None:
 
 
 def test_commands_print_in_one_place() -> None:
-    for path in (Path(__file__).resolve().parent.parent / "tpplan" / "commands").glob("*.py"):
+    for path in (Path(__file__).resolve().parents[2] / "tpplan" / "commands").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)

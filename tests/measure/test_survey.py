@@ -22,7 +22,7 @@ from tpplan.measure.grid import ComputeGrid
 from tpplan.measure.session import Survey, measure_machine, survey_of
 from tpplan.measure.timer import Progress, silent
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 MESSAGES = (1024, 4096)
 TOY = ComputeGrid(

@@ -143,7 +143,7 @@ def test_the_plan_itself_is_proven(plan: Plan, reuse: Reuse) -> None:
 
 # ---- no text is ever run
 
-PACKAGE = Path(__file__).resolve().parent.parent / "tpplan"
+PACKAGE = Path(__file__).resolve().parents[2] / "tpplan"
 #: what runs text, or finds code by its name
 RUNNING_NAMES = {"eval", "exec", "compile", "__import__"}
 RUNNING_MODULES = {"pickle", "marshal", "shelve", "importlib", "runpy", "code", "subprocess", "yaml", "ctypes"}

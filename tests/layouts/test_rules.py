@@ -18,7 +18,7 @@ from tpplan.layouts.rules.call import base_target
 RANKS = (2, 3, 4)
 
 #: rules for ops that communicate, which one process cannot run
-VALIDATED_WITH_REAL_RANKS = {"tpplan.cross_entropy.default": "tests/test_cross_entropy.py"}
+VALIDATED_WITH_REAL_RANKS = {"tpplan.cross_entropy.default": "tests/apply/test_cross_entropy.py"}
 
 #: reductions of every dim: ruled, and nothing to shard
 WHOLE_ALONE = {"aten.max.default", "aten.min.default", "aten.any.default", "aten.all.default"}
@@ -46,7 +46,7 @@ def fused(call: Call, tp: int) -> Call:
 
 
 def is_drawn_by_rank(call: Call, strategy: Strategy) -> bool:
-    """True for dropout on slices, which no single process computes: tests/test_draws.py looks at what it drops."""
+    """True for dropout on slices, which no single process computes: tests/apply/test_draws.py sees what it drops."""
     return rules.draws(call) and any(layout.dim is not None for layout in strategy.operands)
 
 
@@ -80,7 +80,7 @@ def test_samples_make_a_rule_offer_more_than_whole_operands(target):
 
 def test_rules_validated_elsewhere_are():
     for target, place in VALIDATED_WITH_REAL_RANKS.items():
-        assert target.split(".")[1] in (Path(__file__).parent.parent / place).read_text()
+        assert target.split(".")[1] in (Path(__file__).parents[2] / place).read_text()
 
 
 def test_stand_ins_are_what_they_stand_for():

@@ -9,7 +9,7 @@ import torch
 from forks import in_fork
 from torch import Tensor, nn
 
-EVIDENCE = Path(__file__).resolve().parent.parent / "scripts" / "evidence"
+EVIDENCE = Path(__file__).resolve().parents[2] / "scripts" / "evidence"
 #: of seed 0: small ones that are proven and shard
 MODELS, PLANS, TRAPS = (2,), (0, 1, 2), ("x.numel()",)
 

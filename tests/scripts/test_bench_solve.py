@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "bench" / "solve.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "solve.py"
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from tpplan.core.errors import ModelError, TpplanError
 from tpplan.plan.plan import Plan
 from tpplan.search.points.user_model import UserCodeError, load_model_file
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "scripts" / "examples" / "llama.py"
 MACHINE = ("--gpus", "4", "--gpus-per-node", "4", "--profile", "h100-sxm")
 TRAINING = ("--global-batch", "16", "--micro-batch", "1", "--seq-len", "64")

@@ -21,7 +21,7 @@ from tpplan.core.mesh import GroupShape
 from tpplan.machine.profile import Collective
 from tpplan.plan.plan import Plan
 
-EVIDENCE = Path(__file__).resolve().parent.parent / "scripts" / "evidence"
+EVIDENCE = Path(__file__).resolve().parents[2] / "scripts" / "evidence"
 SKIPPED = 77
 
 

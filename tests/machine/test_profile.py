@@ -24,7 +24,7 @@ from tpplan.core.mesh import GroupShape
 from tpplan.machine.profile import AttentionSizes, Collective, Estimate, HardwareProfile, load_profile, shipped_profiles
 from tpplan.machine.tables import MemoryBoundTable
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED_FILE = REPOSITORY / "profiles" / "h100-sxm.json"
 H100 = load_profile("h100-sxm")
 CONTENT = json.loads(SHIPPED_FILE.read_text())

@@ -213,7 +213,7 @@ def test_an_unknown_form_is_an_error_that_lists_what_there_is() -> None:
 def test_the_command_writes_a_file_that_imports_without_tpplan(tmp_path: Path) -> None:
     plan, model = tmp_path / "plan.json", tmp_path / "parallelize.py"
     planned("mlp", 2, (("tp", 2),)).dump(plan)
-    source = Path(__file__).resolve().parent.parent / "scripts" / "examples" / "mlp.py"
+    source = Path(__file__).resolve().parents[2] / "scripts" / "examples" / "mlp.py"
     assert main(["export", str(plan), str(source), "-o", str(model)]) == 0
     code = "import sys, parallelize; assert not any(name.startswith('tpplan') for name in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)

@@ -22,7 +22,7 @@ from tpplan.plan.plan import Plan
 
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "scripts" / "train.py"
 LLAMA = ROOT / "scripts" / "examples" / "llama.py"
 STEPS, BATCH, SEQ_LEN, LEARNING_RATE = 20, 8, 32, 1e-3

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 from forks import in_fork
 
-EVIDENCE = Path(__file__).resolve().parent.parent / "scripts" / "evidence"
+EVIDENCE = Path(__file__).resolve().parents[2] / "scripts" / "evidence"
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts" / "evidence"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "evidence"))
 
 import accuracy
 from accuracy_parts.models import ARCHITECTURES, SOFTWARE, RepeatingAttention, Sizes, StepwiseNorm

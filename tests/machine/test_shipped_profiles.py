@@ -25,7 +25,7 @@ from tpplan.machine.profile import Collective, HardwareProfile, load_profile
 from tpplan.machine.tables import MatmulTable, Source
 from tpplan.plan.plan import Plan
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 NAMES = ("a100-sxm-40gb", "a100-sxm-80gb", "b200", "h100-96gb-hbm2e", "h100-sxm", "h200-sxm")
 #: who a profile's inferred tables come from
 LIKE = {

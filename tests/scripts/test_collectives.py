@@ -23,7 +23,7 @@ from tpplan.verify.collective_log import differences
 from tpplan.verify.collective_log import listed as listed_anywhere
 from tpplan.verify.fake_step import fake_step
 
-EVIDENCE = Path(__file__).resolve().parent.parent / "scripts" / "evidence"
+EVIDENCE = Path(__file__).resolve().parents[2] / "scripts" / "evidence"
 
 #: (kind, bytes of the whole value, dtype)
 Issued = Counter[tuple[str, int, str]]

@@ -13,7 +13,7 @@ from test_optimal import DIM, ODD, CountedModel, columns_only, solve_counted
 
 import tpplan
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts" / "evidence"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "evidence"))
 
 import optimality
 from optimality_parts.models import Subject
