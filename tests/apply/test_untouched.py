@@ -258,7 +258,7 @@ def test_the_plan_says_why_parameters_stay() -> None:
     assert Plan.from_dict(plan.to_dict()) == plan
     shown = " ".join(render(plan, width=200).split())
     assert "replicated parameters stay as they are, whole on each rank" in shown
-    with pytest.raises(UsageError, match="plan with precision bf16 or fp32"):
+    with pytest.raises(UsageError, match="plan with --precision bf16 or fp32"):
         solve(InClosure, 2, precision="bf16-mixed")
     with pytest.raises(UsageError, match="--fsdp 1"):
         solve(InClosure, 2, fsdp=2)

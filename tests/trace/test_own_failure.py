@@ -93,6 +93,7 @@ def test_files_that_are_known_by_their_place_are_there() -> None:
 @pytest.mark.parametrize("name", BREAKS)
 def test_what_breaks_in_applying_ends_the_solve(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     home, function, error = BREAKS[name]
+    solved()  # prices the conversions, which run the same code, before it breaks
     monkeypatch.setattr(home, function, raising(error))
     with pytest.raises(InternalError, match=type(error).__name__) as caught:
         solved()

@@ -35,7 +35,7 @@ def test_what_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = FailedProbe(
         name="storages", uses="UntypedStorage._cdata", needed_for="traces", reason="AttributeError: gone"
     )
-    monkeypatch.setattr(doctor, "lacking", lambda: (missing,))
+    monkeypatch.setattr(doctor, "failed_probes", lambda: (missing,))
     found = doctor.tried("internals")
     assert found.state is State.FAILS
     assert found.details == ("storages (UntypedStorage._cdata), needed for traces: AttributeError: gone",)

@@ -202,13 +202,18 @@ class Formulation:
         yield from self._tp_gradient_reductions()
         yield from self._accumulation()
         yield from self._optimizer()
-        yield from FsdpCommunication(
+        yield from self.fsdp_communication.terms()
+
+    @property
+    def fsdp_communication(self) -> FsdpCommunication:
+        """FSDP's collectives and copies."""
+        return FsdpCommunication(
             priced=self.priced,
             mesh=self.mesh,
             setting=self.setting,
             groups=self.groups,
             parameter_bytes=self.parameter_bytes,
-        ).terms()
+        )
 
     def _runs_once(self) -> tuple[Term, ...]:
         return self.priced.once("runs", lambda: tuple(self._runs()))

@@ -63,12 +63,12 @@ class FsdpCommunication:
     def terms(self) -> Iterator[Term]:
         """Seconds of exposed collectives, where there are several data-parallel ranks, and of copies, with FSDP."""
         if self.mesh.data_parallel > 1:
-            for overlapped in self._collectives():
+            for overlapped in self.collectives():
                 yield from overlapped.terms(self.setting.profile.overlap_slowdown)
         if self.groups.uses_fsdp:
             yield from self._copies()
 
-    def _collectives(self) -> Iterator[OverlappedCollective]:
+    def collectives(self) -> Iterator[OverlappedCollective]:
         """FSDP's collectives, each with the compute that it runs beside; nothing runs beside the root's."""
         steps = float(self.setting.accumulation_steps)
         for unit in self.groups.root:
