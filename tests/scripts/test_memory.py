@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpplan
 from tpplan.core.errors import UsageError
-from tpplan.costs.execute import Executor
 from tpplan.costs.saved_tensors import SavedStorage, returned_until
-from tpplan.costs.step import memory_replay, step_time
-from tpplan.costs.step.memory_ledger import Ledger, Peak, Piece
-from tpplan.costs.step.step_time import formulated
+from tpplan.costs.step.memory_ledger import Ledger, Piece
+from tpplan.costs.step.step_time import Priced
 from tpplan.layouts.assignment import Assignment
 from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.plan import Pass, Plan
+from tpplan.search import branch_and_bound
+from tpplan.search.points.point_solver import Candidate, PointSolver
 from tpplan.solvers.problem import total
 from tpplan.trace.trace import trace
 from tpplan.verify.fake_values import answered, answers_of
@@ -141,14 +141,15 @@ def test_the_constraint_is_never_below_the_peak(monkeypatch: pytest.MonkeyPatch)
     """On layouts as they come, with little and with much beside the parameters."""
     seen: list[tuple[float, float]] = []
 
-    def noting(assignment: Assignment, executor: Executor) -> Peak:
-        peak = memory_replay.memory(assignment, executor)
-        problem = formulated(assignment, memory.machine(), 8, executor).problem
-        choice = dict.fromkeys(assignment.strategies, 0)
-        seen.append((max(total(r.terms, choice) for r in problem.resources), peak.num_bytes))
-        return peak
+    def noting(solver: PointSolver, assignment: Assignment, best: Candidate) -> Priced:
+        priced, choice = price(solver, assignment, best), best.solution.choice
+        assert choice is not None
+        rows = best.formulation.problem.resources
+        seen.append((max(total(row.terms, choice) for row in rows), priced.predicted.peak_memory_bytes))
+        return priced
 
-    monkeypatch.setattr(step_time, "memory", noting)
+    price = branch_and_bound._priced
+    monkeypatch.setattr(branch_and_bound, "_priced", noting)
     for rows in (4, 4096):
         for way in memory.WAYS.values():
             subject = dataclasses.replace(memory_models.MODELS["mlp example"](), batch=rows)

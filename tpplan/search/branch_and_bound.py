@@ -129,13 +129,15 @@ def search(solver: PointSolver, points: list[Point], unsearched: tuple[str, ...]
 
 
 def _priced(solver: PointSolver, assignment: Assignment, best: Candidate) -> Priced:
-    """The price of the best assignment, which is the ILP's up to rounding."""
+    """The price of the best assignment: its time is the ILP's up to rounding, and its memory fits."""
     request, executor = solver.request, solver.traces.reuse.executor
     per_node, limit = request.cluster.gpus_per_node, request.limit
     priced = price(assignment, request.profile, per_node, executor, memory_limit_bytes=limit)
     solved, seconds = best.solution.objective, priced.predicted.step_time_s
     assert solved is not None
     assert abs(solved - seconds) <= SAME * max(solved, seconds), f"the ILP says {solved} s, the plan costs {seconds} s"
+    needed = priced.predicted.peak_memory_bytes + priced.predicted.slack_bytes
+    assert needed <= limit * (1 + SAME), f"the ILP keeps {limit} bytes, the plan needs {needed}"
     return priced
 
 

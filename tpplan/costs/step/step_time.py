@@ -153,7 +153,7 @@ def guesses(assignment: Assignment, executor: Executor) -> tuple[str, ...]:
 
 def _step_time(assignment: Assignment, formulation: Formulation) -> StepTime:
     everything = dict.fromkeys(assignment.strategies, 0)
-    assert formulation.problem.is_consistent(everything), "the assignment's layouts disagree along an edge"
+    assert formulation.unlimited.is_consistent(everything), "the assignment's layouts disagree along an edge"
     time: Counter[str] = Counter()
     for term in formulation.unlimited.objective:
         time[term.name] += term.value(everything)  # type: ignore[assignment]
