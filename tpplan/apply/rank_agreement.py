@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """What one rank has: versions, and digests of its plan and model. `problem` is why the plan does not fit, or ""."""
+    """The versions on one rank, digests of its plan and model, and why the plan does not fit (`problem`, or "")."""
 
     problem: str
     torch_version: str

@@ -25,7 +25,7 @@ def warnings(profile: HardwareProfile) -> tuple[str, ...]:
 
 
 def table_name(part: Part) -> str:
-    """What a table covers, such as "all_gather on 16 ranks, 8 per node"; "" where the key says it."""
+    """A table's name in a warning, such as "all_gather on 16 ranks, 8 per node"; "" where the key says it."""
     match part:
         case MatmulTable() | AttentionRate():
             return part.dtype

@@ -57,8 +57,9 @@ def uses_fsdp(mesh: Mesh, precision: Precision) -> bool:
 
 
 class Recompute(StrEnum):
-    """What backward recomputes of a module's forward. full: everything; only the inputs are kept. selective: all but
-    products, attention and sums over ranks, which are kept. none: nothing, as an exception to a pattern."""
+    """The part of a module's forward that runs again in backward. full: everything; only the inputs are kept.
+    selective: all but products, attention and sums over ranks, which are kept. none: nothing, as an exception to a
+    pattern."""
 
     NONE = "none"
     FULL = "full"
@@ -66,7 +67,7 @@ class Recompute(StrEnum):
 
 
 class Compile(StrEnum):
-    """What the prediction assumes about torch.compile. none: the model runs eagerly. blocks: each repeated layer is
+    """The use of torch.compile that a prediction assumes. none: the model runs eagerly. blocks: each repeated layer is
     compiled separately, and so are the modules around them."""
 
     NONE = "none"
@@ -222,7 +223,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverReport:
-    """What the solver proved: bound_s <= the optimum <= objective_s, over all meshes and micro-batches.
+    """The solver's certificate: bound_s <= the optimum <= objective_s, over the meshes and micro-batches searched.
 
     `meshes_tried` counts those that were solved; `skipped` counts the others by why they cannot be faster. `unsearched`
     lists the meshes that were not considered, with reasons.

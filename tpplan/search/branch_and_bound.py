@@ -58,7 +58,7 @@ class Stage(IntEnum):
 
 @dataclass
 class _Progress:
-    """What the search knows of each point: its optimum or a lower bound in seconds, its next stage, why it is left."""
+    """The state of a search: each point's optimum or lower bound in seconds, its next stage, or why it is left out."""
 
     solved: dict[Point, Candidate] = field(default_factory=dict)
     bounds: dict[Point, float] = field(default_factory=dict)

@@ -139,7 +139,8 @@ class _Finder:
         return found
 
     def _picture(self, decider: Decider, strategy: Strategy) -> Hashable:
-        """What the code that differs sees of a decision: shapes on a rank, and of the op itself its literals."""
+        """The shapes on a rank that the differing code gets from a decision, and for the op itself also its literals:
+        strategies with equal pictures cannot be told apart by that code."""
         if isinstance(self.found, Mistyped):
             return strategy
         graph, tp = self.assignment.graph, self.formulation.mesh.tp

@@ -200,7 +200,7 @@ class _Search:
         )
 
     def difference(self, graph: ModelGraph, inputs: Inputs, opaques: Opaques) -> str:
-        """What does not type, or runs differently where the plan is applied; "" where the plan is proven."""
+        """The first problem of the proof at these inputs, of types or of what runs; "" where the plan is proven."""
         assignment = assignment_of(graph, self.plan, layers=self.traced.units)
         if isinstance(assignment, Mistyped):
             return assignment.message

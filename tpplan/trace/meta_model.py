@@ -79,7 +79,8 @@ _FILLS = frozenset({
 
 
 def _put_on_meta(model: nn.Module) -> None:
-    """What code made on another device than it was told to (torch.normal heeds none), ties kept."""
+    """Replaces parameters and buffers on other devices by ones on the meta device, ties kept: some of torch's functions
+    (torch.normal) make tensors on the CPU whatever device is set."""
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
         tables: tuple[dict[str, Any], ...] = (own_parameters(module), own_buffers(module))

@@ -185,7 +185,7 @@ def trace(
     Raises TraceError where the forward raises, naming the module that was running and the original error; ReplacedError
     where the forward replaced a module or parameter; ModelError where forward does not take the inputs.
     """
-    request = _Request(
+    request = _TraceArguments(
         inputs=inputs,
         loss=loss,
         cast=cast,
@@ -207,8 +207,8 @@ def trace(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """What to trace, and how: arguments of `trace`."""
+class _TraceArguments:
+    """The arguments of `trace`: a model, its inputs, and how they are traced."""
 
     inputs: Inputs
     loss: Loss | None
@@ -220,7 +220,7 @@ class _Request:
 
 
 def _run_deduplicated(
-    request: _Request, copies: Iterator[Callable[[], nn.Module]], extra: int
+    request: _TraceArguments, copies: Iterator[Callable[[], nn.Module]], extra: int
 ) -> tuple[ModelGraph, Program]:
     """The graph and program of a run in which like layers are traced once, as far as they turn out to be alike.
 
@@ -316,7 +316,7 @@ def _is_raised_by_model(error: BaseException | None) -> bool:
 
 def _run(
     model: nn.Module,
-    request: _Request,
+    request: _TraceArguments,
     once: contextlib.AbstractContextManager[None],
     running: list[str],
     extra: int,

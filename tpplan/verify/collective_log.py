@@ -196,7 +196,7 @@ def listed(plan: Plan) -> Counter[Issued]:
 
 
 def by_pattern(plan: Plan, issued: Sequence[Issued]) -> Counter[Issued]:
-    """What was issued, with the plan's patterns for the names of modules."""
+    """Counts of issued collectives, modules named by the plan's patterns."""
     return Counter(_renamed(one, pattern_in(plan, one.where)) for one in issued)
 
 

@@ -24,7 +24,7 @@ from tpplan.trace.forward_arguments import named_tensors, positional_names
 
 
 class OnMismatch(Enum):
-    """What to do where the running model differs from the proven one."""
+    """The reaction to a running model that differs from the proven one: raise, warn, or look for nothing."""
 
     RAISE = True
     WARN = "warn"

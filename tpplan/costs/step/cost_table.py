@@ -45,7 +45,7 @@ class PricedSpace:
 
     @property
     def shared(self) -> Shared:
-        """What a solver computed of the edges, for the next problem with the same edges."""
+        """A solver's results about the edges, kept for the next problem with the same edges."""
         return self.frame.shared
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""What recomputation costs: the decisions of a module that run again in backward, and their time.
+"""The cost of recomputation: the decisions of a module that run again in backward, and their time.
 
 A recomputed module runs its forward once more in backward, as under torch.utils.checkpoint. It stops early: at the last
 op that saves something, and before that op's kernels where it saves only its operands. A layer that ends in a product
