@@ -8,6 +8,7 @@ Sharing does not change the plans.
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -273,9 +274,15 @@ class TraceCache:
 
 
 def _profile_of(plan: Plan) -> HardwareProfile:
+    """The profile that a plan names. Warns, and takes STAND_IN, where that is not known."""
     try:
         return load_profile(plan.cluster.profile)
     except ProfileError:
+        warnings.warn(
+            f"the plan names no device, and its profile {plan.cluster.profile!r} is not known: the model is traced as "
+            f"on {STAND_IN}; solve again to have a plan that names its device",
+            stacklevel=2,
+        )
         return load_profile(STAND_IN)
 
 
