@@ -29,7 +29,7 @@ from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Boundary, Direction, ModelGra
 from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, can_convert, fits, local_shape
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.extra_layouts import find_extra_layouts
-from tpplan.layouts.parameter_writes import why_copies, why_not_selective, write_within, writes_of
+from tpplan.layouts.parameter_writes import why_copies, why_not_recomputed, write_within, writes_of
 from tpplan.layouts.rules import (
     OPAQUE,
     Call,
@@ -39,7 +39,7 @@ from tpplan.layouts.rules import (
     draws,
     written_operands,
 )
-from tpplan.plan.plan import BoundaryPlan, ParameterPlan, Plan, Recompute
+from tpplan.plan.plan import BoundaryPlan, ParameterPlan, Plan
 
 EMBEDDING = "aten.embedding.default"
 #: the only op that may take a sharded output and plain tensors together in the user's loss
@@ -156,8 +156,7 @@ class _Checker:
                 message=f"{write}, and would write twice where {region or ROOT} is recomputed", place=("recompute",)
             )
         for region, mode in self.recomputed.items():
-            obstacle = why_not_selective(self.graph, region) if mode is Recompute.SELECTIVE else ""
-            if obstacle:
+            if obstacle := why_not_recomputed(self.graph, region, mode):
                 yield Mistyped(message=f"{region or ROOT} is recomputed selectively: {obstacle}", place=("recompute",))
 
     def _parameter(self, source: Source, plan: ParameterPlan) -> Iterator[str]:

@@ -56,14 +56,49 @@ def uses_fsdp(mesh: Mesh, precision: Precision) -> bool:
     return mesh.data_parallel > 1 or precision is Precision.BF16_MIXED
 
 
-class Recompute(StrEnum):
-    """The part of a module's forward that runs again in backward. full: everything; only the inputs are kept.
-    selective: all but products, attention and sums over ranks, which are kept. none: nothing, as an exception to a
-    pattern."""
+class WorkKind(StrEnum):
+    """The work that makes a tensor in forward: a matrix product or convolution, attention, a sum or an exchange over
+    ranks (all-reduce, reduce-scatter, all-to-all), or anything else."""
 
-    NONE = "none"
-    FULL = "full"
-    SELECTIVE = "selective"
+    PRODUCT = "product"
+    ATTENTION = "attention"
+    SUM = "sum over ranks"
+    REST = "rest"
+
+
+class Recompute(StrEnum):
+    """The part of a module's forward that runs again in backward: a row per mode, which is all that defines it.
+
+    `keeps` are the kinds of work whose results are kept from forward to backward beside the module's inputs; the rest
+    runs again. `says` are the words for it in a report. none: nothing runs again, as an exception to a pattern.
+    """
+
+    keeps: frozenset[WorkKind]
+    says: str
+
+    def __new__(cls, name: str, keeps: frozenset[WorkKind] = frozenset(), says: str = "") -> "Recompute":
+        mode = str.__new__(cls, name)
+        mode._value_, mode.keeps, mode.says = name, keeps, says
+        return mode
+
+    NONE = "none", frozenset(WorkKind)
+    FULL = "full", frozenset[WorkKind](), "forward runs again in backward"
+    SELECTIVE = (
+        "selective",
+        frozenset(WorkKind) - {WorkKind.REST},
+        "all but products, attention and sums over ranks run again in backward",
+    )
+
+    @property
+    def is_selective(self) -> bool:
+        """True where some results are kept and others are made again."""
+        return bool(self.keeps) and self is not Recompute.NONE
+
+    @property
+    def lighter(self) -> "tuple[Recompute, ...]":
+        """The modes that run less again: those before this one by the number of kinds kept, most first."""
+        by_work = sorted(Recompute, key=lambda mode: -len(mode.keeps))
+        return tuple(by_work[: by_work.index(self)])
 
 
 class Compile(StrEnum):

@@ -34,10 +34,6 @@ _PRECISION = {
     Precision.BF16_MIXED: "float32 parameters and optimizer states, bfloat16 compute",
     Precision.BF16: "bfloat16 throughout",
 }
-_RECOMPUTE = {
-    Recompute.SELECTIVE: "all but products, attention and sums over ranks run again in backward",
-    Recompute.FULL: "forward runs again in backward",
-}
 _COMPILE = {
     Compile.BLOCKS: "predicted as torch.compile fuses elementwise ops within each layer; applying the plan compiles "
     "nothing, and eager is slower"
@@ -167,10 +163,10 @@ def _axis_line(plan: Plan, axis: Axis) -> str:
 
 def _recompute_line(plan: Plan) -> str:
     """Recomputed modules, grouped by what is recomputed."""
-    named: dict[Recompute, list[str]] = {mode: [] for mode in (Recompute.FULL, Recompute.SELECTIVE)}
+    named: dict[Recompute, list[str]] = {mode: [] for mode in Recompute}
     for name, mode in plan.recomputed_modules().items():
         named[mode].append(name or ROOT)
-    return "; ".join(f"{_ranges(names)}: {_RECOMPUTE[mode]}" for mode, names in named.items() if names) or "nothing"
+    return "; ".join(f"{_ranges(names)}: {mode.says}" for mode, names in named.items() if names) or "nothing"
 
 
 def _counted(counts: Iterable[tuple[str, int]]) -> str:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, enclosing
 from tpplan.core.layout import Conversion, Layout
 from tpplan.costs.execute import Execution, Executor
-from tpplan.costs.kernels import Attention, Matmul
-from tpplan.costs.saved_tensors import HELD_STEPS, call_exits, returned_until
+from tpplan.costs.kernels import WORK
+from tpplan.costs.saved_tensors import call_exits, gives_sum, returned_until
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import reading_conversion
 from tpplan.layouts.rules import Call, Strategy
-from tpplan.plan.plan import Recompute
+from tpplan.plan.plan import Recompute, WorkKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +90,13 @@ class Lifetimes:
         return self.assignment.conversion(boundary)
 
     def is_held(self, position: int) -> bool:
-        """True where selective recomputation keeps the node's results."""
+        """True where the node is in a module that is recomputed, in a mode that keeps the node's results."""
         run, node = self.run_at.get(position), self.nodes[position]
-        if run is None or run.mode is not Recompute.SELECTIVE:
+        if run is None:
             return False
         if isinstance(node, Boundary):
-            return not HELD_STEPS.isdisjoint(self.conversion(node).forward)
-        return any(isinstance(kernel, Matmul | Attention) for kernel in self.executions[position].forward)
+            return WorkKind.SUM in run.mode.keeps and gives_sum(self.conversion(node))
+        return any(WORK[type(kernel)] in run.mode.keeps for kernel in self.executions[position].forward)
 
     def uses(self, storage: Storage) -> set[int]:
         """Positions whose backward reads the storage as it was kept from forward."""

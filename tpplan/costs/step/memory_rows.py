@@ -28,7 +28,7 @@ from tpplan.core.graph import Source
 from tpplan.core.mesh import Mesh
 from tpplan.costs.layer_activations import Activations
 from tpplan.costs.peak_candidates import undominated
-from tpplan.costs.step.layer_groups import Families, Family, lighter_than
+from tpplan.costs.step.layer_groups import Families, Family
 from tpplan.costs.step.parameter_bytes import RowBytes
 from tpplan.layouts.decision_space import Space
 from tpplan.layouts.layer_treatments import FsdpUnit, LayerGroup
@@ -207,7 +207,7 @@ class Peaks:
         """Bytes that a layer recomputes: the family's least recomputed one, or one that is recomputed more."""
         for mode in Recompute:
             tensors = self._remade(family, mode)
-            heavier = [own for own in Recompute if own not in lighter_than(mode)]
+            heavier = [own for own in Recompute if own not in mode.lighter]
             for own in heavier if tensors.terms or tensors.constant else ():
                 yield from family.where_lightest(own, tensors, heavier)
 

@@ -2,8 +2,8 @@
 
 A recomputed module runs its forward once more in backward, as under torch.utils.checkpoint. It stops early: at the last
 op that saves something, and before that op's kernels where it saves only its operands. A layer that ends in a product
-and a sum with its residual repeats neither. Selective recomputation keeps the results of products, attention and sums
-over ranks, and does not repeat them. tpplan.costs.step.memory_replay counts the memory.
+and a sum with its residual repeats neither. What the mode keeps is not repeated. tpplan.costs.step.memory_replay counts
+the memory.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -87,7 +87,7 @@ def _forward_again(
 ) -> tuple[Expression, Expression, Expression]:
     rows: tuple[dict[str, tuple[float, ...]], ...] = ({}, {}, {})
     for name, number in layer.again.items():
-        repeated = [time.repeated(mode) for time in priced.times[name]]
+        repeated = [time.again[mode] for time in priced.times[name]]
         vectors = zip(*((r.compute.seconds, r.collectives.seconds, r.kernels) for r in repeated), strict=True)
         for row, vector in zip(rows, vectors, strict=True):
             if any(vector):
