@@ -17,6 +17,7 @@ from tpplan.core.graph import Argument, Ref, Value
 from tpplan.core.layout import ROWS, Layout, LayoutKind, P, R, layouts_of
 from tpplan.core.units import FLOATING_DTYPES
 from tpplan.layouts.rules import Call, Strategy, call_strategies, localized_arguments
+from tpplan.layouts.rules.size_literals import CREATIONS
 
 #: largest error allowed, relative to the largest element; everything here is float64
 TOLERANCE = 1e-10
@@ -29,11 +30,15 @@ Literals = Mapping[int, Argument]
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A call of an op on small tensors; a tensor carries a gradient when it requires one."""
+    """A call of an op on small tensors; a tensor carries a gradient when it requires one.
+
+    `is_written_later`: a gradient reaches the result from what is written to it later.
+    """
 
     target: str
     args: tuple[Literal, ...]
     kwargs: dict[str, Literal] = field(default_factory=dict)
+    is_written_later: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -55,8 +60,12 @@ class Sample:
             return tuple(map(as_argument, value)) if isinstance(value, list | tuple) else value  # type: ignore[return-value]
 
         operands = self.tensors
-        carries = any(tensor.requires_grad for tensor in operands) and self.target != "aten.detach.default"
         results = run(self, operands, {})
+        carries = self.is_written_later or (
+            any(tensor.requires_grad for tensor in operands)
+            and self.target != "aten.detach.default"
+            and self.target not in CREATIONS
+        )
         return Call(
             target=self.target,
             args=tuple(map(as_argument, self.args)),
@@ -97,8 +106,10 @@ def grouped_products(rows: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([rows[start:end] @ expert for start, end, expert in pairs])
 
 
-#: in float64, what has no such kernel
+#: in float64, what has no such kernel; and what an empty tensor may hold
 STAND_INS = {
+    "aten.empty.memory_format": torch.ops.aten.zeros.default,
+    "aten.new_empty.default": torch.ops.aten.new_zeros.default,
     "aten._grouped_mm.default": grouped_products,
     "transformers.grouped_mm_fallback.default": grouped_products,
 }

@@ -87,6 +87,8 @@ def test_stand_ins_are_what_they_stand_for():
     rows, experts, ends = torch.randn(8, 16), torch.randn(3, 16, 8), torch.tensor([2, 2, 8], dtype=torch.int32)
     for target, stand_in in STAND_INS.items():
         namespace, name, overload = target.split(".")
+        if name.endswith("empty"):
+            continue
         if namespace == "transformers":
             pytest.importorskip("transformers.integrations.moe")
         op = getattr(getattr(getattr(torch.ops, namespace), name), overload)
