@@ -75,6 +75,7 @@ def _unary() -> list[Sample]:
         _named("aten.clamp_max.default", x(6, 4), 0.1),
         _named("aten.clamp.Tensor", x(6, 4), const(4), const(6, 1)),
         _named("aten.clamp.Tensor", x(6, 4), None, const(6, 4)),
+        _named("aten.clip.Tensor", x(6, 4), const(6, 4)),
         _named("aten.full_like.default", x(6, 4), 2.5),
         _named("aten.full_like.default", mask(6, 4), 1),
         _named("aten.pow.Tensor_Scalar", x(6, 4), 2),

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from tpplan.core.layout import ROWS, Layout, LayoutKind, P, R, layouts_of
 from tpplan.core.units import FLOATING_DTYPES
 from tpplan.layouts.rules import Call, Strategy, call_strategies, localized_arguments
 from tpplan.layouts.rules.size_literals import CREATIONS
+from tpplan.torch_internals.operators import is_pointwise
 
 #: largest error allowed, relative to the largest element; everything here is float64
 TOLERANCE = 1e-10
@@ -72,12 +74,19 @@ class Sample:
             kwargs=tuple((key, as_argument(value)) for key, value in self.kwargs.items()),
             operands=tuple(_value(f"x{i}", t, carries=t.requires_grad) for i, t in enumerate(operands)),
             results=tuple(_value(f"y{i}", t, carries=carries) for i, t in enumerate(results)),
+            is_pointwise=is_pointwise(operator_of(self.target)),
         )
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in self.tensors)
         literals = [value for value in self.args if not list(_tensors(value))]
         return f"{self.target}({shapes}; {literals} {dict(self.kwargs) if self.kwargs else ''})"
+
+
+def operator_of(target: str) -> Any:
+    """The operator of torch, or what stands in for it."""
+    namespace, name, overload = target.split(".")
+    return STAND_INS.get(target) or getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
 def _tensors(value: Literal) -> Iterator[Tensor]:
@@ -117,8 +126,7 @@ STAND_INS = {
 
 def run(sample: Sample, operands: tuple[Tensor, ...], literals: Literals) -> tuple[Tensor, ...]:
     """The op on other operands; `literals` replace some, by position. Every run draws the same random numbers."""
-    namespace, name, overload = sample.target.split(".")
-    op = STAND_INS.get(sample.target) or getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    name, op = sample.target.split(".")[1], operator_of(sample.target)
     remaining = iter(operands)
 
     def place(value: Literal) -> Literal:

@@ -1,6 +1,6 @@
 """Ops that a plan must divide in whole models: planned on two ranks, proven, and equal to one process."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 import torch
@@ -158,3 +158,39 @@ def test_latent_attention_of_transformers_is_divided_by_heads() -> None:
     )
     placements = plan.parameter_plans()
     assert [placements[f"model.layers.0.self_attn.{name}.weight"].placement.dim for name in names] == [0, 0, 1]
+
+
+class Block(nn.Module):
+    """Two layers with something between them: x [B, T, D] -> [B, T, D]."""
+
+    def __init__(self, between: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(DIM, HIDDEN), nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.between(self.up(x), self.gate(x)))
+
+
+#: (x, y) [B, T, F] -> [B, T, F]: ops between two layers, which are divided by columns and by rows
+BETWEEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "max": torch.max,
+    "min in place": lambda x, y: (2 * x).asinh_().copysign(torch.min(x, y)),
+    "bessel": lambda x, y: torch.special.i0e(x) * torch.fmax(x, y).asinh() + torch.hypot(x, y),
+}
+
+
+class Blocks(nn.Module):
+    """Every op of a table in a block of its own."""
+
+    def __init__(self, table: Mapping[str, Callable[..., Tensor]]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Block, table.values()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([block(x).square().mean() for block in self.blocks]).sum()
+
+
+def test_layers_around_ops_that_torch_tags_as_pointwise_are_divided() -> None:
+    weights = [f"blocks.{i}.{name}.weight" for i in range(len(BETWEEN)) for name in ("up", "gate", "down")]
+    assert_divided(lambda: Blocks(BETWEEN), vectors, weights)
