@@ -75,6 +75,7 @@ def _unary() -> list[Sample]:
         _named("aten.clamp_max.default", x(6, 4), 0.1),
         _named("aten.clamp.Tensor", x(6, 4), const(4), const(6, 1)),
         _named("aten.clamp.Tensor", x(6, 4), None, const(6, 4)),
+        _named("aten.clip.Tensor", x(6, 4), const(6, 4)),
         _named("aten.full_like.default", x(6, 4), 2.5),
         _named("aten.full_like.default", mask(6, 4), 1),
         _named("aten.pow.Tensor_Scalar", x(6, 4), 2),
@@ -342,6 +343,42 @@ def _picks() -> list[Sample]:
         _named("aten.repeat.default", x(6, 4), [1, 3]),
         _named("aten.repeat.default", x(6, 4), [2, 1, 1]),
         _named("aten.repeat.default", x(1, 6), [6, 1]),
+    ]
+
+
+def _creations() -> list[Sample]:
+    def written(target: str, *args: object, **kwargs: object) -> Sample:
+        return Sample(target=target, args=args, kwargs=kwargs, is_written_later=True)
+
+    copies = "aten.copy_.default"
+    return [
+        written("aten.empty.memory_format", [6, 4], dtype=torch.float64),
+        written("aten.zeros.default", [2, 6, 4], dtype=torch.float64),
+        written("aten.ones.default", [6, 4], dtype=torch.float64),
+        written("aten.full.default", [6, 4], 2.5, dtype=torch.float64),
+        written("aten.full.default", [6], 0.0, dtype=torch.float64),
+        written("aten.new_empty.default", x(2, 6, 4), [2, 6, 12]),
+        written("aten.new_zeros.default", x(6, 4), [6, 4]),
+        written("aten.new_ones.default", x(6, 4), [4]),
+        written("aten.new_full.default", const(6, 4), [6, 6], -1.0),
+        written("aten.new_full.default", x(6), [], 0.0),
+        _named("aten.new_zeros.default", x(6, 4), [6, 6]),
+        _named("aten.new_zeros.default", x(6, 4), [12]),
+        _named("aten.new_full.default", x(6, 4), [4, 2], 3.0),
+        _named("aten.zeros.default", [6, 4], dtype=torch.float64),
+        _named(copies, x(6, 4), x(6, 4)),
+        _named(copies, x(2, 6, 4), x(6, 1)),
+        _named(copies, x(6, 4), const(4)),
+        _named(copies, const(6, 4), x()),
+        _named(copies, ids(5, 6, 4), ids(5, 4)),
+        _named("aten.fill_.Scalar", x(6, 4), 0.0),
+        _named("aten.fill_.Scalar", x(6, 4), 2.0),
+        _named("aten.fill_.Tensor", x(6, 4), x()),
+        _named("aten.zero_.default", x(6, 4)),
+        _named("aten.slice_scatter.default", x(6, 4), x(6, 2), 1, 0, 2),
+        _named("aten.slice_scatter.default", x(6, 4), x(3, 4), 0, 0, 6, 2),
+        _named("aten.select_scatter.default", x(2, 6, 4), x(2, 6), 2, 1),
+        _named("aten.select_scatter.default", x(6, 4), const(4), 0, -1),
     ]
 
 
@@ -646,6 +683,7 @@ SAMPLES = (
     *_attention(),
     *_lookups(),
     *_picks(),
+    *_creations(),
     *_convolutions(),
     *_losses(),
     *_norms(),

@@ -94,7 +94,10 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """A call of an operator, such as `aten.linear.default`, in the forward of `module` ("" for the root)."""
+    """A call of an operator, such as `aten.linear.default`, in the forward of `module` ("" for the root).
+
+    `is_pointwise`: torch says that an element of a result depends on the operands' elements at its own place alone.
+    """
 
     name: str
     target: str
@@ -102,6 +105,7 @@ class Op:
     kwargs: tuple[tuple[str, Argument], ...]
     results: tuple[str, ...]
     module: str
+    is_pointwise: bool = False
 
     @cached_property
     def operands(self) -> tuple[str, ...]:

@@ -17,9 +17,10 @@ that they are sharded.
 (6) Where code writes to a parameter, it writes to no copy, and not twice (tpplan.layouts.parameter_writes).
 
 An op's operands determine its results, with two exceptions: an expanded dim may be whole or a slice, depending on the
-size it is expanded to, and a tensor that is created and written to later may be R or R*. So `_forward` keeps all
-possible strategies, and `_backward` takes those that the readers need. The size to which a rank really expands is seen
-where the applied model runs: every layout must agree with the observed `local_shapes`.
+size it is expanded to, and so may a tensor that is created and written to later. So `_forward` keeps all possible
+strategies, `_narrow` drops those that no reader or writer of their values can have, and `_backward` takes those that
+the readers need. The size to which a rank really expands is seen where the applied model runs: every layout must agree
+with the observed `local_shapes`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -112,6 +113,7 @@ class _Checker:
                 yield Mistyped(message=f"parameter {source.label}: {problem}", place=("parameters", source.label))
         yield from self._written()
         yield from self._forward()
+        self._narrow()
         yield from self._backward()
 
     # Names in the plan: (5), and (1) for parameters
@@ -319,6 +321,27 @@ class _Checker:
             for result, layout in zip(node.results, strategy.results, strict=True)
             if result in self.local_shapes
         )
+
+    def _narrow(self) -> None:
+        """Drops strategies with a layout that another node on the value cannot have, until none is left to drop."""
+        open_values = {name for name, layouts in self.possible.items() if len(layouts) > 1}
+        nodes = [n for n in self.graph.nodes if not open_values.isdisjoint((*n.operands, *n.results))]
+        while sum(self._narrow_at(node) for node in (*reversed(nodes), *nodes)):
+            pass
+
+    def _narrow_at(self, node: Op | Boundary) -> bool:
+        """True where a value of the node has fewer possible layouts than before."""
+        named = [(s, self._value_layouts(node, s)) for s in self.strategies[node.name]]
+        kept = [(s, own) for s, own in named if all(layout in self.possible[name] for name, layout in own.items())]
+        if not kept:
+            return False  # _backward reports it
+        self.strategies[node.name] = tuple(s for s, _ in kept)
+        left = {name: {own[name] for _, own in kept} for name in kept[0][1]}
+        is_less = False
+        for name, layouts in left.items():
+            is_less |= len(layouts) < len(self.possible[name])
+            self.possible[name] = tuple(layout for layout in self.possible[name] if layout in layouts)
+        return is_less
 
     # From the outputs back: (4), and one layout for each value
 

@@ -33,6 +33,20 @@ def is_higher_order(target: object) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
+def is_pointwise(target: Any) -> bool:
+    """True for an operator that torch tags as pointwise, which gives tensors, draws no numbers, and writes to no
+    operand, or to the first alone (`add_`)."""
+    if not is_op(target) or torch.Tag.pointwise not in target.tags:
+        return False
+    schema = schema_of(target)
+    if not all(str(returned.type) == "Tensor" for returned in schema.returns):
+        return False
+    writes = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+    name = str(target).split(".")[1]
+    is_in_place = name.endswith("_") and not name.endswith("__") and not any(writes[1:])
+    return torch.Tag.nondeterministic_seeded not in target.tags and (is_in_place or not any(writes))
+
+
 def schema_of(op: Any) -> Any:
     """The operator's schema: `arguments` and `returns`, each with its `name` and `alias_info`."""
     return op._schema

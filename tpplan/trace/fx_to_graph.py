@@ -30,7 +30,7 @@ from tpplan.core.units import FLOATING_DTYPES
 from tpplan.layouts.rules import base_target
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.autograd import AUTOCAST_ENDS, SET_GRAD_ENABLED
-from tpplan.torch_internals.operators import is_higher_order
+from tpplan.torch_internals.operators import is_higher_order, is_pointwise
 from tpplan.torch_internals.tensors import is_of_functorch, storage_key
 from tpplan.trace.forward_arguments import path_of
 from tpplan.trace.hooks.parameter_names import registered_name
@@ -291,7 +291,13 @@ class GraphReader:
         args = tuple(argument_of(argument, names) for argument in node.args)
         kwargs = tuple((key, argument_of(value, names)) for key, value in node.kwargs.items())
         op = Op(
-            name=name, target=target, args=args, kwargs=kwargs, results=(), module=self.first_name(node.meta[SCOPE])
+            name=name,
+            target=target,
+            args=args,
+            kwargs=kwargs,
+            results=(),
+            module=self.first_name(node.meta[SCOPE]),
+            is_pointwise=is_pointwise(node.target),
         )
         # tpplan's own detach is inside an autograd.Function, whose backward gives the gradient.
         detaches = base_target(target) == "aten.detach.default" and node.meta[SCOPE] != OWN_SCOPE
@@ -306,7 +312,7 @@ class GraphReader:
         result, results = self._results(name, node.meta.get("val"), carries=carries)
         if writes and carries:
             self._carry(self.values[op.operands[0]].storage)
-        self.nodes.append(Op(name=name, target=target, args=args, kwargs=kwargs, results=results, module=op.module))
+        self.nodes.append(replace(op, results=results))
         return result
 
     def _carry(self, storage: str) -> None:
@@ -392,7 +398,7 @@ class _Images:
             return replace(node, name=name, module=module, operand=self.of(node.operand), result=name)
         args, kwargs = self._arguments(node.args), self._arguments(node.kwargs)
         results = tuple(self.of(result) for result in node.results)
-        return Op(name=name, target=node.target, args=args, kwargs=kwargs, results=results, module=module)
+        return replace(node, name=name, args=args, kwargs=kwargs, results=results, module=module)
 
     def _storage(self, storage: str) -> str:
         """The storage in the sibling for one in the traced layer."""

@@ -26,6 +26,8 @@ _VIEW, _EXPAND = (Tensor.view, Tensor.reshape, torch.reshape), (Tensor.expand, t
 _UNFLATTEN = (Tensor.unflatten, torch.unflatten)
 _SPLIT = (Tensor.split, torch.split, Tensor.split_with_sizes, torch.split_with_sizes)
 _NARROW = (Tensor.narrow, torch.narrow)
+_NEW_OF_SIZE = (torch.empty, torch.zeros, torch.ones, torch.full)
+_NEW_OF_TENSOR = (Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full)
 #: by function that takes sizes: the kind of call in a plan, and the position of the first size among the arguments
 _TAKES: dict[Any, tuple[str, int]] = {
     **dict.fromkeys(_VIEW, ("view", 1)),
@@ -35,6 +37,8 @@ _TAKES: dict[Any, tuple[str, int]] = {
     **dict.fromkeys(_NARROW, ("narrow", 1)),
     **dict.fromkeys((Tensor.repeat_interleave, torch.repeat_interleave), ("repeat_interleave", 1)),
     **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), ("groups", 6)),
+    **dict.fromkeys(_NEW_OF_SIZE, ("new", 0)),
+    **dict.fromkeys(_NEW_OF_TENSOR, ("new", 1)),
     Tensor.__getitem__: ("slice", 1),
 }
 #: keyword names of sizes
@@ -73,7 +77,7 @@ class LocalSizes:
         return func(*args, **kwargs)
 
     def _replaced(self, call: str, first: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
+        x: Any = args[0] if args else next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
         if call == "slice":
             return (x, self._sliced(x, args[1])), kwargs
         if call == "narrow" and args:
@@ -82,7 +86,8 @@ class LocalSizes:
             place = 2 * (arguments["dim"] % x.dim())
             bounds = (self._local(call, x, x.dim(), place + i, arguments[name]) for i, name in enumerate(names[1:]))
             return (x, arguments["dim"], *bounds), {}
-        sizes = args[first : first + 1] if call in ("split", "repeat_interleave") else args[first:]
+        is_list = any(isinstance(size, tuple | list) for size in args[first : first + 1])
+        sizes = args[first : first + 1] if is_list or call in ("split", "repeat_interleave") else args[first:]
         named = [name for name in _NAMES if name in kwargs]
         given = [*sizes, *(kwargs[name] for name in named)]
         flat = [size for item in given for size in (item if isinstance(item, tuple | list) else (item,))]
@@ -110,22 +115,24 @@ class LocalSizes:
         start, end = (self._local("slice", x, x.dim(), 2 * dim + i, size) for i, size in bounds)
         return slice(start, end, item.step)
 
-    def _local(self, call: str, x: Tensor, count: int, position: int, size: Any) -> Any:
+    def _local(self, call: str, x: Any, count: int, position: int, size: Any) -> Any:
         """Returns this rank's size for `size`, number `position` of the call's `count` sizes; `size` if not planned.
 
-        Raises PlanMismatchError for a call that differs from the planned one in scale only.
+        x: the call's tensor, anything else if it has none. Raises PlanMismatchError for a call that differs from the
+        planned one in scale only.
         """
+        shape = x.shape if isinstance(x, Tensor) else torch.Size()
         for own in self.by_dims.get((call, count, position), ()) if type(size) is int and size != -1 else ():
-            if _is_shape(x.shape, own.of):
+            if _is_shape(shape, own.of):
                 return _by_dims(call, x, own, size)
         planned = self.table.get((call, count, position, size), ()) if type(size) is int else ()
-        local = next((own.local for own in planned if _is_shape(x.shape, own.of)), size)
+        local = next((own.local for own in planned if _is_shape(shape, own.of)), size)
         if local is size and type(size) is int:
             for own in self.sizes:
                 is_here = own.dims is None and (own.call, own.count, own.position) == (call, count, position)
-                if is_here and _is_scaled(x.shape, size, own):
+                if is_here and _is_scaled(shape, size, own):
                     raise PlanMismatchError(
-                        f"{call} of a tensor of shape {list(x.shape)} with size {size}: the plan has a rank's size "
+                        f"{call} of a tensor of shape {list(shape)} with size {size}: the plan has a rank's size "
                         f"only for {own.written} and shape {list(own.of)} (0: any); solve again for this batch "
                         "and length"
                     )

@@ -222,7 +222,7 @@ class _OpSeconds:
         """Seconds by op without a rule, which runs whole although it reads tensors that carry gradients."""
         found: Counter[str] = Counter()
         for op in self.graph.ops:
-            is_unruled = not has_rule(op.target) and op.target != OPAQUE
+            is_unruled = not (op.is_pointwise or has_rule(op.target)) and op.target != OPAQUE
             if is_unruled and any(self.graph.values[name].carries_gradient for name in op.operands):
                 found[op.target] += self._of(op)  # type: ignore[assignment]
         return {target: float(seconds) for target, seconds in sorted(found.items())}

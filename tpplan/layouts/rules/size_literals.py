@@ -16,6 +16,12 @@ SIZES = {
     "aten.broadcast_to.default": 1,
     "aten.unflatten.int": 2,
 }
+#: target -> position of the sizes, for ops that make a tensor
+CREATIONS = {
+    "aten.empty.memory_format": 0,
+    **{f"aten.{name}.default": 0 for name in ("zeros", "ones", "full")},
+    **{f"aten.new_{name}.default": 1 for name in ("empty", "zeros", "ones", "full")},
+}
 #: target -> position of the dim, for ops that split a dim by given sizes
 SPLITS = {"aten.split.Tensor": 2, "aten.split.sizes": 2, "aten.split_with_sizes.default": 2}
 #: target -> position of the dim, for ops that slice a dim
@@ -44,6 +50,8 @@ def localized_arguments(call: Call, strategy: Strategy, tp: int) -> tuple[Argume
             dim = call.integer(1, "dim") % rank
             sizes = result[dim : dim + 1 + len(result) - rank]
         changed[SIZES[call.target]] = sizes
+    elif call.target in CREATIONS:
+        changed[CREATIONS[call.target]] = result
     elif call.target in GROUPS and _shards_groups(call, strategy):
         num_slices = strategy.results[0].num_slices(tp)
         changed[GROUPS[call.target]] = call.integer(GROUPS[call.target], "groups", 1) // num_slices
@@ -100,7 +108,7 @@ CALLS = {
     "aten.unflatten.int": "unflatten", "aten.expand.default": "expand", "aten.broadcast_to.default": "expand",
     "aten.split.Tensor": "split", "aten.split.sizes": "split", "aten.split_with_sizes.default": "split",
     "aten.slice.Tensor": "slice", "aten.narrow.default": "narrow", **dict.fromkeys(GROUPS, "groups"),
-    REPEATS: "repeat_interleave",
+    REPEATS: "repeat_interleave", **dict.fromkeys(CREATIONS, "new"),
 }  # fmt: skip
 
 
@@ -108,7 +116,7 @@ def written_sizes(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]
     """Yields the literals of a call that are wrong on one rank, with their local values."""
     if call.target not in CALLS:
         return
-    places = (2, 3) if call.target in SLICES else ((SIZES | GROUPS).get(call.target, 1),)
+    places = (2, 3) if call.target in SLICES else ((SIZES | CREATIONS | GROUPS).get(call.target, 1),)
     arguments = zip(call.args, localized_arguments(call, strategy, tp), strict=True)
     pairs = [
         pair
@@ -120,9 +128,9 @@ def written_sizes(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]
     if call.target in SLICES:
         count = len(call.operands[0].shape)
         first = 2 * (call.integer(SLICES[call.target], "dim", 0) % count)
-    of = _sharded_sizes(call, strategy, tp)
+    of = _sharded_sizes(call, strategy, tp) if call.operands else ()
     # The literal may be a product with a number of heads, which code takes from its config or from the tensor's shape.
-    joined = strategy.operands[0].dim if strategy.operands[0].kind is LayoutKind.JOINT else None
+    joined = next((own.dim for own in strategy.operands[:1] if own.kind is LayoutKind.JOINT), None)
     factors = (1,) if joined is None else (1, call.operands[0].shape[joined])
     for position, (written, local) in enumerate(pairs, first):
         if isinstance(written, int) and isinstance(local, int) and written not in (local, -1):
