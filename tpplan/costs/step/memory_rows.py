@@ -223,9 +223,9 @@ class Peaks:
             yield from family.where_lightest(mode, found, [mode])
             again = _lower(self.activations.terms(family.layer.remade[mode]))
             for own in Recompute:  # the layer before it may be one that is recomputed more
-                if mode in lighter_than(own) and family.size > 1:
+                if mode in own.lighter and family.size > 1:
                     before = merged(added(found, self._remade(family, own), scaled(again, -1.0)))
-                    lighter = [family.counts[less] for less in lighter_than(mode)]
+                    lighter = [family.counts[less] for less in mode.lighter]
                     yield from family.counts[own].where_any(before, lighter)
 
     def _wholes(self, family: Family) -> Iterator[Expression]:
