@@ -67,27 +67,23 @@ class WorkKind(StrEnum):
 
 
 class Recompute(StrEnum):
-    """The part of a module's forward that runs again in backward: a row per mode, which is all that defines it.
+    """The part of a module's forward that runs again in backward; a row of _MODES says all that defines a mode. none:
+    nothing, as an exception to a pattern."""
 
-    `keeps` are the kinds of work whose results are kept from forward to backward beside the module's inputs; the rest
-    runs again. `says` are the words for it in a report. none: nothing runs again, as an exception to a pattern.
-    """
+    NONE = "none"
+    FULL = "full"
+    SELECTIVE = "selective"
 
-    keeps: frozenset[WorkKind]
-    says: str
+    @property
+    def keeps(self) -> frozenset[WorkKind]:
+        """The kinds of work whose results are kept from forward to backward, beside the module's inputs; the rest runs
+        again."""
+        return _MODES[self][0]
 
-    def __new__(cls, name: str, keeps: frozenset[WorkKind] = frozenset(), says: str = "") -> "Recompute":
-        mode = str.__new__(cls, name)
-        mode._value_, mode.keeps, mode.says = name, keeps, says
-        return mode
-
-    NONE = "none", frozenset(WorkKind)
-    FULL = "full", frozenset[WorkKind](), "forward runs again in backward"
-    SELECTIVE = (
-        "selective",
-        frozenset(WorkKind) - {WorkKind.REST},
-        "all but products, attention and sums over ranks run again in backward",
-    )
+    @property
+    def says(self) -> str:
+        """The words for it in a report."""
+        return _MODES[self][1]
 
     @property
     def is_selective(self) -> bool:
@@ -99,6 +95,16 @@ class Recompute(StrEnum):
         """The modes that run less again: those before this one by the number of kinds kept, most first."""
         by_work = sorted(Recompute, key=lambda mode: -len(mode.keeps))
         return tuple(by_work[: by_work.index(self)])
+
+
+_MODES = {
+    Recompute.NONE: (frozenset(WorkKind), "nothing runs again"),
+    Recompute.FULL: (frozenset[WorkKind](), "forward runs again in backward"),
+    Recompute.SELECTIVE: (
+        frozenset((WorkKind.PRODUCT, WorkKind.ATTENTION, WorkKind.SUM)),
+        "all but products, attention and sums over ranks run again in backward",
+    ),
+}
 
 
 class Compile(StrEnum):

@@ -1,4 +1,4 @@
-"""Operators: schemas, kernels for meta tensors, and whether the ops that tpplan knows by name exist."""
+"""Operators: schemas, kernels for meta tensors, whether ops that tpplan knows by name exist, a kernel that waits."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -182,7 +182,18 @@ def _positions() -> bool:
     return False
 
 
+def busy_gpu(cycles: int) -> None:
+    """Queues a kernel on the current GPU that runs for this many clock cycles."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
 PROBES = (
+    Probe(
+        name="a GPU kept busy",
+        uses="torch.cuda._sleep",
+        needed_for="`tpplan profile` on a GPU",
+        works=lambda: callable(getattr(torch.cuda, "_sleep", None)),
+    ),
     Probe(
         name="schemas of operators",
         uses="OpOverload._schema, torch._ops.HigherOrderOperator",

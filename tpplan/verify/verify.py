@@ -30,7 +30,6 @@ from tpplan.core.layout import R, local_shape
 from tpplan.core.units import format_bytes
 from tpplan.plan.optimizers import OPTIMIZERS
 from tpplan.plan.plan import Pass, Plan, Precision, uses_fsdp
-from tpplan.plan.shrink import dropped_layers, on_mesh, smaller_mesh, with_layers
 from tpplan.search.points.user_model import load_model_file
 from tpplan.trace.trace import quiet
 from tpplan.verify.collective_log import Difference, Issued, differences, first_member, listed
@@ -45,6 +44,7 @@ from tpplan.verify.rank_task import (
     check_on_rank,
     reference_step,
 )
+from tpplan.verify.shrink import dropped_layers, on_mesh, smaller_mesh, with_layers
 from tpplan.verify.spawn_ranks import on_ranks
 
 #: ranks that are started by default, or fewer where the plan has fewer

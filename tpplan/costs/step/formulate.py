@@ -29,7 +29,6 @@ from tpplan.costs.step.fsdp_communication import FsdpCommunication
 from tpplan.costs.step.layer_groups import Families, LayerGroups
 from tpplan.costs.step.memory_rows import Peaks
 from tpplan.costs.step.parameter_bytes import ParameterBytes, RowBytes
-from tpplan.costs.step.recompute_cost import recomputed_forward
 from tpplan.costs.step.train_config import Setting
 from tpplan.costs.strategy_times import StrategyTime, Work
 from tpplan.layouts.assignment import Assignment
@@ -259,7 +258,7 @@ class Formulation:
                 count = kind.count(recompute=mode)
                 if not (count.constant or count.parts):
                     continue
-                compute, collectives, issued = recomputed_forward(self.priced, self.setting.units, kind, mode)
+                compute, collectives, issued = self.priced.recomputed_forward(self.setting.units, kind.unit.name, mode)
                 for part, expression in ((RECOMPUTATION, compute), (TENSOR_PARALLEL, collectives)):
                     if expression.terms:
                         yield from count.times(Term(name=part, expressions=(expression,), weight=steps))

@@ -9,7 +9,7 @@ or modules around several: their time is added.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from tpplan.core.graph import Op
@@ -23,8 +23,8 @@ from tpplan.costs.step.cost_table import price_space
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.memory_ledger import Peak
 from tpplan.costs.step.memory_replay import memory
-from tpplan.costs.step.recompute_cost import Rerun, rerun
 from tpplan.costs.step.train_config import Setting
+from tpplan.costs.strategy_times import StrategyTime
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.rules import OPAQUE, Call, has_rule
 from tpplan.machine.profile import Collective, Estimate, HardwareProfile
@@ -167,7 +167,7 @@ def _with_rerun(step: StepTime, assignment: Assignment, formulation: Formulation
     """The time plus that of modules recomputed beside layers, with the same relative error."""
     lifetimes = Lifetimes(assignment, formulation.priced.executor)
     times = {name: own[0] for name, own in formulation.table.items()}
-    again: Rerun = rerun(lifetimes, times, formulation.setting.profile.issue_s, assignment.recomputed_within)
+    again = _rerun(lifetimes, times, formulation.setting.profile.issue_s, assignment.recomputed_within)
     steps, time_s = assignment.accumulation_steps, dict(step.time_s)
     time_s[RECOMPUTATION] = time_s.get(RECOMPUTATION, 0.0) + steps * again.compute.seconds
     time_s[TENSOR_PARALLEL] = time_s.get(TENSOR_PARALLEL, 0.0) + steps * again.collectives.seconds
@@ -178,6 +178,36 @@ def _with_rerun(step: StepTime, assignment: Assignment, formulation: Formulation
         error_s=step.error_s * sum(time_s.values()) / sum(step.time_s.values()),
         is_extrapolated=step.is_extrapolated or again.compute.extrapolated or again.collectives.extrapolated,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rerun:
+    """Time that recomputation adds to a micro-batch on a rank: kernels and collectives of the forward that runs again,
+    and seconds that a GPU waits for the CPU to issue them."""
+
+    compute: Estimate
+    collectives: Estimate
+    waited_s: float
+
+
+def _rerun(
+    lifetimes: Lifetimes, times: Mapping[str, StrategyTime], issue_s: float | None, modules: Collection[str]
+) -> _Rerun:
+    """The time of recomputing those of the recomputed modules that are in `modules`. `times` are by decision; `issue_s`
+    are seconds that the CPU takes to issue a kernel, None where nothing waits for it."""
+    calls = [[times[name] for name in names] for run, names in lifetimes.run_again() if run.module in modules]
+    every = [time for call in calls for time in call]
+    return _Rerun(
+        compute=sum((time.forward for time in every), Estimate.zero()),
+        collectives=sum((time.forward_collectives for time in every), Estimate.zero()),
+        waited_s=sum(_waited_s(call, issue_s) for call in calls),
+    )
+
+
+def _waited_s(times: list[StrategyTime], issue_s: float | None) -> float:
+    """Seconds that issuing a call's kernels takes longer than running them; 0 where it does not."""
+    running_s = sum((time.forward + time.forward_collectives).seconds for time in times)
+    return 0.0 if issue_s is None else max(0.0, issue_s * sum(time.forward_kernels for time in times) - running_s)
 
 
 def _error(formulation: Formulation, time: Mapping[str, float]) -> tuple[float, bool]:

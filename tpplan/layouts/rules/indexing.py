@@ -1,4 +1,4 @@
-"""Rules of ops that pick elements by index or order: the dim that they pick from stays whole, except table rows."""
+"""Rules of ops that pick elements by index or order: the dim that they pick from stays whole, but an embedding's."""
 
 from collections.abc import Iterable
 
@@ -138,8 +138,9 @@ def repeat(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.embedding.default")
 def embedding(call: Call) -> Iterable[Strategy]:
-    """V rows, D columns. By rows, ids become local rows; the result is masked and then partial (`rows -> ...`).
+    """The table of V rows and D columns by columns or by rows, or the ids by any dim.
 
+    By rows, ids become local rows; the result is masked and then partial (`rows -> ...`).
     With a padding id, which would be on one rank alone, rows stay whole. Gradients scaled by an id's count need all
     ids.
     """

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 from tpplan import solvers
 from tpplan.core.errors import SolverError
-from tpplan.costs.best_rates import BestRates, seconds_of_a_sequence
 from tpplan.costs.step.cost_table import PricedSpace, price_space
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.train_config import Setting
@@ -18,6 +17,7 @@ from tpplan.layouts.layer_treatments import Treatment
 from tpplan.layouts.pins import Pinned
 from tpplan.layouts.rules import Strategy
 from tpplan.plan.plan import Recompute
+from tpplan.search.points.best_rates import BestRates, seconds_of_a_sequence
 from tpplan.search.points.cuts import Cuts
 from tpplan.search.points.mesh_points import Point
 from tpplan.search.points.request import Request
