@@ -180,6 +180,8 @@ class ModelGraph:
     loss: str | None
     blocks: tuple[RepeatedBlock, ...] = ()
     questions: tuple[tuple[str, str, bool], ...] = ()
+    #: op name -> the line of the model's code that called it, as `file:line: text`; absent where none is known
+    lines: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
     #: digests of the calls in each module's forward (tpplan.trace.noted_calls)
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict, hash=False, compare=False)
 
@@ -248,8 +250,8 @@ class ModelGraph:
         return graph
 
     def to_json(self) -> str:
-        """The graph as JSON with sorted keys, without the questions."""
-        return json.dumps(replace(self, questions=()), sort_keys=True, default=_as_data)
+        """The graph as JSON with sorted keys, without the questions and lines of code."""
+        return json.dumps(replace(self, questions=(), lines={}), sort_keys=True, default=_as_data)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -50,6 +50,21 @@ Kernel = Matmul | Attention | MemoryBound
 #: the work that a kernel does
 WORK = {Matmul: WorkKind.PRODUCT, Attention: WorkKind.ATTENTION, MemoryBound: WorkKind.REST}
 
+
+def flop_of(kernels: Iterable[Kernel]) -> float:
+    """The FLOP of products (convolutions among them) and attention; elementwise work counts as none."""
+    found = 0.0
+    for kernel in kernels:
+        match kernel:
+            case Matmul(m=m, n=n, k=k, batch=batch):
+                found += 2.0 * m * n * k * batch
+            case Attention(flop=flop):
+                found += flop
+            case MemoryBound():
+                pass
+    return found
+
+
 _VIEW_LIKE = frozenset({"aten.empty_like.default", "aten.new_empty.default", "aten.empty.memory_format",
                         "aten.new_empty_strided.default", "aten.empty_strided.default", "aten.detach.default",
                         "aten._unsafe_view.default", "aten.lift_fresh.default"})  # fmt: skip

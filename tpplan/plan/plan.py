@@ -23,6 +23,7 @@ from tpplan.core.name_patterns import ROOT, block_of, holders, is_pattern, parse
 from tpplan.core.strict_json import MAX_INTEGER, AtLeast, Text, decode, encode, read_json
 from tpplan.plan.batch_share import BatchShare
 from tpplan.plan.input_dims import DIM_PATTERN, Dim, parse_dim
+from tpplan.plan.tp_shares import TpShares
 from tpplan.solvers.problem import Status
 
 SCHEMA_VERSION = 1
@@ -357,8 +358,8 @@ class Plan:
     plan compiles nothing. `unruled_ops` are ops without a rule, which run whole, with their seconds per step; `opaque`
     are modules that run whole. `outputs` are the model's outputs that are returned sharded, by path. `untouched` is the
     reason why parameters must stay plain tensors: each rank then has all of them, and gradients are averaged over
-    data-parallel ranks. `notes` tell the reader how the plan was made: changes to the request, and costs that are
-    guesses.
+    data-parallel ranks. `tp_shares` say what tensor parallelism divides; absent where tp is 1. `notes` tell the reader
+    how the plan was made: changes to the request, and costs that are guesses.
     """
 
     schema_version: Count
@@ -387,6 +388,7 @@ class Plan:
     unruled_ops: Mapping[str, Amount]
     opaque: Mapping[str, OpaquePlan] | None = None
     untouched: str | None = None
+    tp_shares: TpShares | None = None
     notes: tuple[str, ...] | None = None
 
     @property

@@ -23,6 +23,9 @@ from tpplan.plan.layer_table import layer_lines
 from tpplan.plan.parts import SLACK
 from tpplan.plan.plan import CollectivePlan, Compile, Pass, Plan, Precision, Prediction, ProofStatus, Recompute
 from tpplan.plan.proof_hash import MEND, why_unproven
+from tpplan.plan.tp_shares import LISTED_SHARE
+from tpplan.plan.tp_shares import rows as tp_rows
+from tpplan.plan.tp_shares import summary as tp_summary
 
 #: columns of a report that is not printed to a terminal
 DEFAULT_WIDTH = 100
@@ -92,6 +95,7 @@ def _report(plan: Plan, width: int, unproven: str) -> RenderableType:
         *_section("Plan", _facts(_header(plan))),
         *_section("Layers", *layer_lines(plan, width - _INDENT)),
         *_section("Predicted step", *_time(plan)),
+        *_tp_section(plan),
         *_section("Predicted peak memory per GPU", *_memory(plan)),
         *_section("Collectives of a step on one rank", *_collectives(plan.collectives)),
         *_section("Why this plan", _facts(_provenance(plan, unproven)), last=True),
@@ -223,6 +227,18 @@ def _time(plan: Plan) -> Iterator[RenderableType]:
     if predicted.is_extrapolated:
         yield Text("Some sizes lie beyond what the profile measured: their times are extrapolated.", style="yellow")
     yield _parts(predicted.time_s, predicted.step_time_s, "share", format_seconds)
+
+
+def _tp_section(plan: Plan) -> Iterator[RenderableType]:
+    """What tensor parallelism divides; nothing where it divides by 1."""
+    shares, step_s = plan.tp_shares, plan.predicted.step_time_s
+    if shares is None:
+        return
+    listed = list(tp_rows(shares, step_s))
+    parts: list[RenderableType] = [Text(tp_summary(shares))]
+    if listed:
+        parts += [Text(f"On every rank whole, at {LISTED_SHARE:.0%} of the step or more:"), _facts(iter(listed))]
+    yield from _section("Tensor parallelism", *parts)
 
 
 def _memory(plan: Plan) -> Iterator[RenderableType]:

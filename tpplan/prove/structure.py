@@ -144,7 +144,8 @@ def _difference_on(
     try:
         applied = trace(local, inputs, loss=loss, cast=cast, plan_digest=_digest_of(plan), opaques=opaques, fresh=fresh)
     except TraceError as error:
-        reason = f"the applied model cannot run: {error.reason}"
+        at = f", at {error.line}" if error.line else ""
+        reason = f"the applied model cannot run: {error.reason}{at}"
         found = difference_so_far(assignment, error.ran, reason)
         if found.message == reason and (failure := own_failure(error.__cause__, has_run=True)) is not None:
             raise failure from error.__cause__

@@ -35,6 +35,7 @@ from tpplan.search.diagnose import infeasible, no_layout, unkept, unproven
 from tpplan.search.other_shapes import with_other_shapes
 from tpplan.search.points.mesh_points import Point, applicable
 from tpplan.search.points.point_solver import Candidate, PointSolver
+from tpplan.search.why_whole import with_reasons
 from tpplan.solvers.problem import Status
 
 logger = logging.getLogger(__name__)
@@ -117,13 +118,15 @@ def search(solver: PointSolver, points: list[Point], unsearched: tuple[str, ...]
             best, known, len(points), num_without, (*unsearched, *_unsearched(solver, points, known))
         )
         if not prove:
-            return plan_of(solver, assignment, priced, micro_batch, certificate, ProofStatus.UNPROVEN, rounds)
+            plan = plan_of(solver, assignment, priced, micro_batch, certificate, ProofStatus.UNPROVEN, rounds)
+            return with_reasons(plan, solver, best, traced, priced)
         solver.request.report("prove", rounds - 1, rounds)
         plan = plan_of(solver, assignment, priced, micro_batch, certificate, ProofStatus.PROVEN, rounds)
         checked = put_to_proof(solver, traced, plan, assignment)
         if isinstance(checked, Plan):
             solver.request.report("prove", rounds, rounds)
             settled = replace(checked, solver=_without_guesses(solver, points, certificate))
+            settled = with_reasons(settled, solver, best, traced, priced)
             return as_proven(with_other_shapes(solver.traces, settled, traced))
         if (culprit := culprit_of(checked)) is not None:
             solver.run_whole(culprit, checked.message)
@@ -188,7 +191,7 @@ def _explore(solver: PointSolver, points: list[Point], known: _Progress) -> Cand
         raise unkept(solver, left) or infeasible(solver, left)
     (size, _), first = next(iter(known.without.items()))
     if solver.cuts.wrong:
-        raise unproven(solver, first)
+        raise unproven(solver, size, first)
     raise no_layout(solver, size, {tp: found for (own, tp), found in known.without.items() if own == size})
 
 

@@ -30,6 +30,7 @@ from tpplan.search.points.options import (
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.search.points.request import Request
 from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache
+from tpplan.search.tp_shares import counted_again
 from tpplan.solvers.problem import Status
 from tpplan.trace.trace import Loss
 
@@ -185,6 +186,7 @@ def price(
             name=PRICED, status=Status.FEASIBLE, objective_s=seconds, bound_s=0.0, gap=1.0, meshes_tried=1, skipped={}
         ),
         unruled_ops=priced.unruled_ops,
+        tp_shares=counted_again(loaded.tp_shares, assignment, traces.reuse.executor, priced.op_seconds),
         opaque=loaded.opaque and _repriced(loaded, priced.opaque_seconds),
         notes=(*traced.notes, *priced.guesses) or None,
     )

@@ -34,7 +34,7 @@ from tpplan.torch_internals.operators import is_higher_order, is_pointwise
 from tpplan.torch_internals.tensors import is_of_functorch, storage_key
 from tpplan.trace.forward_arguments import path_of
 from tpplan.trace.hooks.parameter_names import registered_name
-from tpplan.trace.record_fx import CONSTANT, DIFFERENTIATED, SCOPE, Program
+from tpplan.trace.record_fx import CONSTANT, DIFFERENTIATED, LINE, SCOPE, Program
 
 #: ops at which autocast begins and ends; they need no node, as dtypes of results say what autocast did
 _AUTOCAST = AUTOCAST_ENDS
@@ -85,6 +85,7 @@ class GraphReader:
     values: dict[str, Value] = field(default_factory=dict)
     sources: list[Source] = field(default_factory=list)
     nodes: list[Op | Boundary] = field(default_factory=list)
+    lines: dict[str, str] = field(default_factory=dict)
     storages: dict[int, str] = field(default_factory=dict)
     frames: dict[str, _Frame] = field(default_factory=dict)
     with_gradient: bool = True
@@ -117,6 +118,7 @@ class GraphReader:
             outputs=named,
             loss=scalars[0] if scalars else None,
             questions=(*((q.where, q.answer, q.is_choice) for q in self.program.questions), *self.unregistered),
+            lines=self.lines,
         )
         return find_repeated_blocks(graph)
 
@@ -313,6 +315,8 @@ class GraphReader:
         if writes and carries:
             self._carry(self.values[op.operands[0]].storage)
         self.nodes.append(replace(op, results=results))
+        if line := node.meta.get(LINE):
+            self.lines[name] = line
         return result
 
     def _carry(self, storage: str) -> None:
@@ -398,6 +402,8 @@ class _Images:
             return replace(node, name=name, module=module, operand=self.of(node.operand), result=name)
         args, kwargs = self._arguments(node.args), self._arguments(node.kwargs)
         results = tuple(self.of(result) for result in node.results)
+        if node.name in self.reader.lines:
+            self.reader.lines[name] = self.reader.lines[node.name]
         return replace(node, name=name, args=args, kwargs=kwargs, results=results, module=module)
 
     def _storage(self, storage: str) -> str:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from tpplan.core.graph import Op
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.error_bars import NONE, Residuals
@@ -54,10 +53,12 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """The sections of a plan that depend on the profile, and its collectives."""
+    """The sections of a plan that depend on the profile, and its collectives. `op_seconds` are the kernel seconds of
+    each op in a step, by its name."""
 
     predicted: Prediction
     collectives: tuple[CollectivePlan, ...]
+    op_seconds: Mapping[str, float]
     unruled_ops: Mapping[str, float]
     opaque_seconds: Mapping[str, float]
     guesses: tuple[str, ...]
@@ -91,6 +92,7 @@ def price(
     return Priced(
         predicted=predicted,
         collectives=collectives(assignment, executor),
+        op_seconds=seconds.by_name,
         unruled_ops=seconds.of_unruled_ops(),
         opaque_seconds=seconds.of_opaque_modules(),
         guesses=guesses(assignment, executor),
@@ -245,8 +247,11 @@ class _OpSeconds:
 
     def __init__(self, formulation: Formulation) -> None:
         self.graph = formulation.space.graph
-        self.table = formulation.table
-        self.steps = formulation.setting.accumulation_steps
+        table, steps = formulation.table, formulation.setting.accumulation_steps
+        self.by_name = {
+            op.name: float((table[op.name][0].forward + table[op.name][0].backward).seconds * steps)
+            for op in self.graph.ops
+        }
 
     def of_unruled_ops(self) -> dict[str, float]:
         """Seconds by op without a rule, which runs whole although it reads tensors that carry gradients."""
@@ -254,17 +259,13 @@ class _OpSeconds:
         for op in self.graph.ops:
             is_unruled = not (op.is_pointwise or has_rule(op.target)) and op.target != OPAQUE
             if is_unruled and any(self.graph.values[name].carries_gradient for name in op.operands):
-                found[op.target] += self._of(op)  # type: ignore[assignment]
-        return {target: float(seconds) for target, seconds in sorted(found.items())}
+                found[op.target] += self.by_name[op.name]  # type: ignore[assignment]
+        return dict(sorted(found.items()))
 
     def of_opaque_modules(self) -> dict[str, float]:
         """Seconds by name of a module that runs whole."""
         found: Counter[str] = Counter()
         for op in self.graph.ops:
             if op.target == OPAQUE:
-                found[op.module] += self._of(op)  # type: ignore[assignment]
-        return {module: float(seconds) for module, seconds in found.items()}
-
-    def _of(self, op: Op) -> float:
-        times = self.table[op.name][0]
-        return (times.forward + times.backward).seconds * self.steps
+                found[op.module] += self.by_name[op.name]  # type: ignore[assignment]
+        return dict(found)
