@@ -69,6 +69,8 @@ LOSS_SCOPE = "<loss>"
 OWN_SCOPE = "<tpplan>"
 #: prefix of an output's path where forward stores the tensor outside instead of returning it (tpplan.trace.left_behind)
 LEFT_AT = "left at "
+#: between the paths of arguments that are one tensor
+SAME_TENSOR = " = "
 
 
 class SourceKind(StrEnum):
@@ -118,7 +120,10 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """A tensor that crosses into or out of `module`; `path` is its argument or output ("0", "mask", "1.0")."""
+    """A tensor that crosses into or out of `module`; `path` is its argument or output ("0", "mask", "1.0").
+
+    A tensor that one call is given as several arguments crosses once; `path` then joins theirs ("query = key").
+    """
 
     name: str
     module: str
@@ -136,6 +141,11 @@ class Boundary:
     def results(self) -> tuple[str, ...]:
         """The value after the crossing."""
         return (self.result,)
+
+    @property
+    def places(self) -> tuple[tuple[str, Direction, str], ...]:
+        """(module, direction, path) of each argument or output that the tensor is."""
+        return tuple((self.module, self.direction, path) for path in self.path.split(SAME_TENSOR))
 
     @property
     def leaves_model(self) -> bool:
