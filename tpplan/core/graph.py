@@ -38,7 +38,8 @@ Argument = Ref | None | bool | int | float | str | tuple["Argument", ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
     """A tensor. `carries_gradient`: a gradient is computed for it. `storage`: the value whose storage it shares, or
-    itself. `varying`: dims whose size depends on data and may differ at another step."""
+    itself. `varying`: dims whose size depends on data and may differ at another step. `is_read`: whether anything that
+    the step gives or writes is computed from it."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,6 +47,7 @@ class Value:
     carries_gradient: bool
     storage: str
     varying: tuple[int, ...] = ()
+    is_read: bool = True
 
     def can_be(self, layout: Layout, tp: int) -> bool:
         """True where tp ranks can hold the value in this layout at every size that its varying dims may take."""
@@ -316,6 +318,19 @@ class _Digests:
         if isinstance(argument, Ref):
             return {"value": self.read(argument.name)}
         return [self._argument(item) for item in argument] if isinstance(argument, tuple) else argument
+
+
+def unread_values(graph: ModelGraph) -> frozenset[str]:
+    """Names of computed values that nothing is computed from which the step returns, or writes to an operand."""
+    read = {value for _, value in graph.outputs} | ({graph.loss} if graph.loss is not None else set())
+    read |= {boundary.result for boundary in graph.boundaries if boundary.leaves_model}
+    unread = set()
+    for node in reversed(graph.nodes):
+        if (isinstance(node, Op) and _may_write(node)) or not read.isdisjoint(node.results):
+            read.update(node.operands)
+        else:
+            unread.update(node.results)
+    return frozenset(unread)
 
 
 def _may_write(op: Op) -> bool:

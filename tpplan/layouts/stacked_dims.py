@@ -1,8 +1,8 @@
 """Finds stacked dims: dims that join a whole dim with one that weights make, such as the batch and heads of attention.
 
 `x.view(T, B * H, D)` of x [T, B, H * D] gives a rank H / t heads of each sample: its dim of B * H is sharded part by
-part, in B parts of H. The parts follow from the batch, so a plan does not name them: such a value keeps its layout where
-it crosses a boundary.
+part, in B parts of H. The parts follow from the batch, so a plan does not name them: such a value keeps its layout
+where it crosses a boundary.
 """
 
 from collections import defaultdict
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from tpplan.core.graph import Boundary, ModelGraph, Op
 from tpplan.core.layout import Layout, S
+from tpplan.layouts.fused_dims import matrices
 from tpplan.layouts.rules.call import Call, Strategy
 from tpplan.layouts.rules.views import RESHAPES, regrouped
 
@@ -40,9 +41,8 @@ class _Finder:
 
     def found(self) -> dict[str, frozenset[Layout]]:
         """The stacked layouts by value."""
-        for source in self.graph.parameters:
-            shape = self.graph.values[source.result].shape
-            self.made[source.result] = {S(dim) for dim in range(len(shape))} if len(shape) > 1 else set()
+        for name in matrices(self.graph):
+            self.made[name] = {S(dim) for dim in range(len(self.graph.values[name].shape))}
         for node in self.graph.nodes:
             if isinstance(node, Boundary):
                 self.made[node.result] |= self.made[node.operand]
@@ -58,11 +58,15 @@ class _Finder:
             self.made[name].add(layout)
         if op.target in RESHAPES:
             for own, other in regrouped(call.operands[0].shape, call.results[0].shape):
-                if own in self.made[op.operands[0]] and 1 < len(other.parts) <= MOST_STACKED:
+                if S(own.dim or 0) not in self.made[op.operands[0]]:
+                    continue
+                if not other.parts:  # of a fused dim
+                    self.made[op.results[0]].add(other)
+                elif not own.parts and len(other.parts) <= MOST_STACKED:
                     self.stacked[op.results[0]].add(other)
             return
-        for name, operand in {(name, own) for name in op.operands for own in self.stacked[name]}:
-            for value, layout in _results(call, options, {name: {S(operand.dim or 0)}}):
+        for given, operand in {(name, own) for name in op.operands for own in self.stacked[name]}:
+            for value, layout in _results(call, options, {given: {S(operand.dim or 0)}}):
                 if self.graph.values[value].shape[layout.dim or 0] == sum(operand.parts):
                     self.stacked[value].add(S(layout.dim or 0, *operand.parts))
 

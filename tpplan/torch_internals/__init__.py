@@ -16,8 +16,7 @@ Importing this room raises TorchVersionError for a torch older than OLDEST, and 
 | autograd         | the running backward, its end, torch.autograd.Function                           |
 | checkpoints      | both kinds of torch.utils.checkpoint, by the functions that they call            |
 | recording        | torch.fx's tracer of dispatched ops, modes, torch.cond                           |
-| functional       | torch.nn.functional's functions with modes that see what they call               |
-| operators        | schemas, kernels for meta tensors, the ops that tpplan knows by name             |
+| operators        | schemas, kernels for meta tensors, the ops known by name, what functions hide    |
 | fakes            | fake tensors, sizes that data decides                                            |
 | groups           | fake process groups, meshes without a process group                              |
 | fsdp             | FSDP2's parameter groups, and torch's memory tracker for them                    |

@@ -84,8 +84,8 @@ def stacks(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[i
 
 
 def regrouped(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[Layout, Layout]]:
-    """Yields the layouts in both shapes of a shard that begins inside a group: at n elements further in than its dim, it
-    is a shard of n parts. Reshaping `t, b, h * c -> t, b * h, c`, h is S(2), and S(1) in b parts of size h."""
+    """Yields the layouts in both shapes of a shard that begins inside a group: at n elements further in than its dim,
+    it is a shard of n parts. Reshaping `t, b, h * c -> t, b * h, c`, h is S(2), and S(1) in b parts of size h."""
     for dims in groups(source, target):
         starts = [
             tuple(accumulate((shape[i] for i in own), mul, initial=1))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tpplan.torch_internals.functional import hides_sizes, seen_by
+from tpplan.torch_internals.operators import hides_sizes, seen_by
 from tpplan.trace.hooks.checkpoint_context import ContextFactory, in_checkpoint_replay_as
 from tpplan.trace.hooks.generated_class import subclass
 
