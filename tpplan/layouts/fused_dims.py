@@ -37,12 +37,20 @@ def fused_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy
         for name, dim, parts in list(_operand_parts(graph, node, marks, strategies)):
             if 2 <= len(parts) <= MOST_PARTS and min(parts) > 0:
                 marks[name][dim].add(parts)
-    weights = {source.result for source in graph.parameters if len(graph.values[source.result].shape) > 1}
-    made = {parts for name in weights for dims in marks[name].values() for parts in dims}
+    made = {parts for name in matrices(graph) for dims in marks[name].values() for parts in dims}
     return {
         name: {dim: frozenset(parts & made) for dim, parts in dims.items() if parts & made}
         for name, dims in marks.items()
     }
+
+
+def matrices(graph: ModelGraph) -> frozenset[str]:
+    """Names of the parameters of several dims, and of the parts into which code splits them."""
+    found = {source.result for source in graph.parameters if len(graph.values[source.result].shape) > 1}
+    for op in graph.ops:
+        if op.target in TAKES_APART | SLICES and op.operands[0] in found:
+            found.update(op.results)
+    return frozenset(found)
 
 
 def _operand_parts(

@@ -120,7 +120,7 @@ class _Checker:
 
     def _unknown_names(self) -> Iterator[Mistyped]:
         labels = {source.label for source in self.graph.parameters}
-        places = {_crossing_key(boundary) for boundary in self.graph.boundaries}
+        places = {place for boundary in self.graph.boundaries for place in boundary.places}
         outputs = {boundary.path for boundary in self.graph.boundaries if boundary.leaves_model}
         outputs |= {path for path, _ in self.graph.outputs if path.startswith(LEFT_AT)}
         losses = {op.module for op in self.graph.ops if op.target == CROSS_ENTROPY}
@@ -198,7 +198,7 @@ class _Checker:
         """A node's place in the plan: a boundary's conversion, an op's reading of a parameter, or its module's
         boundaries."""
         if isinstance(node, Boundary):
-            return "boundaries", node.module, f"{node.direction}s", node.path
+            return "boundaries", node.module, f"{node.direction}s", node.places[0][-1]
         label = next((self.parameters[name].label for name in node.operands if name in self.parameters), None)
         return ("parameters", label, "reads", node.module) if label is not None else ("boundaries", node.module)
 
@@ -275,7 +275,9 @@ class _Checker:
                 f"{self.parameters[boundary.operand].label} is passed to a module as an argument: it cannot be sharded"
             )
         possible = self.possible[boundary.operand]
-        planned = self.crossings.get(_crossing_key(boundary))
+        planned, *others = (self.crossings.get(place) for place in boundary.places)
+        if any(other != planned for other in others):
+            return "one tensor is given as all of these, but the plan converts it in several ways"
         if planned is None:
             return tuple(Strategy((layout,), (layout,)) for layout in possible)
         if planned.source not in possible:
@@ -307,7 +309,7 @@ class _Checker:
         leaving = self._only_reader(lookup.results[0])
         if not isinstance(leaving, Boundary) or not ids.module == lookup.module == leaving.module:
             return False
-        mask = self.crossings.get(_crossing_key(leaving))
+        mask = self.crossings.get(leaving.places[0])
         directions = (ids.direction, leaving.direction)
         return directions == (Direction.INPUT, Direction.OUTPUT) and mask is not None and mask.source == ROWS
 
@@ -389,10 +391,6 @@ def _crossings(boundaries: Mapping[str, BoundaryPlan]) -> dict[CrossingKey, Conv
         for direction, side in ((Direction.INPUT, boundary.inputs), (Direction.OUTPUT, boundary.outputs))
         for path, crossing in side.items()
     }
-
-
-def _crossing_key(boundary: Boundary) -> CrossingKey:
-    return boundary.module, boundary.direction, boundary.path
 
 
 def _is_one_of(strategy: Strategy, read: Iterable[tuple[Layout, ...]]) -> bool:

@@ -206,8 +206,8 @@ class SizePlan:
     the like), or groups (of a convolution). The call has `count` sizes, of which `position` counts from 0. A sliced or
     narrowed tensor has `count` dims; `position` is twice the dim for a start, and one more for an end or a length. `of`
     is the local shape of the tensor in the call, with 0 where any size matches, so that a call on another tensor with
-    an equal number is left alone. With `dims`, the size is the product of these dims of the tensor at every batch and
-    length: where code gives a size in the proportion written to local, the local product replaces it.
+    an equal number is left alone. With `dims`, the size is the product of these dims of the tensor, and of `times`, at
+    every batch and length: where code gives a size in the proportion written to local, the local product replaces it.
     """
 
     call: str
@@ -217,6 +217,7 @@ class SizePlan:
     written: int
     local: int
     dims: tuple[Size, ...] | None = None
+    times: Count | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

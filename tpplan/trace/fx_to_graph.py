@@ -23,6 +23,7 @@ from tpplan.core.graph import (
     Source,
     SourceKind,
     Value,
+    unread_values,
     within,
 )
 from tpplan.core.repeated_blocks import find_repeated_blocks
@@ -120,7 +121,9 @@ class GraphReader:
             questions=(*((q.where, q.answer, q.is_choice) for q in self.program.questions), *self.unregistered),
             lines=self.lines,
         )
-        return find_repeated_blocks(graph)
+        unread = unread_values(graph)
+        values = {name: replace(value, is_read=name not in unread) for name, value in self.values.items()}
+        return find_repeated_blocks(replace(graph, values=values) if unread else graph)
 
     def _placeholders(self) -> dict[str, Argument]:
         """The argument that each placeholder node is, by node name. Adds the sources; a tied parameter is one

@@ -134,7 +134,7 @@ def _check_structure(plan: Plan, assignment: Assignment, traced: Traced, traces:
         node = found.node
         place: tuple[str, ...] = ("sizes",)
         if isinstance(node, Boundary):
-            place = ("boundaries", node.module, f"{node.direction}s", node.path)
+            place = ("boundaries", node.module, f"{node.direction}s", node.places[0][-1])
         elif node is not None:
             place = ("sizes", node.module)
         raise VerificationError(f"{json_path_of(plan, place)}: {found.message}")

@@ -7,8 +7,8 @@ A planned size of one number (SizePlan.local) is replaced where the call's tenso
 gives the planned number; other calls are left alone, so sizes that the code computes from `x.shape` pass. But a call
 that differs from the planned one in scale only, as in another batch or length, raises: the plan knows no size for it.
 
-A planned size that is a product of the tensor's dims (SizePlan.dims) holds for every batch and length. The code may
-give that size itself, or the planned multiple of it (the size in another layout); anything else raises.
+A planned size that is a product of the tensor's dims (SizePlan.dims, .times) holds for every batch and length. The code
+may give that size itself, or the planned multiple of it (the size in another layout); anything else raises.
 """
 
 from dataclasses import dataclass
@@ -140,11 +140,11 @@ class LocalSizes:
 
 
 def _by_dims(call: str, x: Tensor, planned: SizePlan, size: int) -> int:
-    """Returns the product of the planned dims of x.
+    """Returns the product of the planned dims of x, and of the number of times that they are taken.
 
     Raises PlanMismatchError where the code gives neither that nor its planned multiple, the size in another layout.
     """
-    own = prod(x.shape[dim] for dim in planned.dims or ())
+    own = prod(x.shape[dim] for dim in planned.dims or ()) * (planned.times or 1)
     if size != own and size * planned.local != own * planned.written:
         raise PlanMismatchError(
             f"{call} of a tensor of shape {list(x.shape)} with size {size} in place {planned.position}: the plan knows "

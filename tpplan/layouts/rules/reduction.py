@@ -25,11 +25,17 @@ def total(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.mean.default", "aten.mean.dim")
 def mean(call: Call) -> Iterable[Strategy]:
-    """Linear, but each rank would divide by its own count: the reduced dims stay whole."""
+    """Linear, but each rank would divide by its own count: the reduced dims of a mean that is read stay whole. Nothing
+    depends on one that is not, such as the weights that attention gives besides its output."""
     dims = call.integers(1, "dim") if call.target == "aten.mean.dim" else None
     letters, kept = _reduced(call, dims, keepdim=bool(call.argument(2, "keepdim", False)))
+    whole = frozenset(letters) - frozenset(kept)
     return Equation(
-        operands=(letters,), results=(kept,), whole=frozenset(letters) - frozenset(kept), linear_in=_FIRST
+        operands=(letters,),
+        results=(kept,),
+        whole=whole if call.results[0].is_read else frozenset(),
+        summed=not call.results[0].is_read,
+        linear_in=_FIRST,
     ).strategies()
 
 

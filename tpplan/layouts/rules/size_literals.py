@@ -141,8 +141,11 @@ def written_sizes(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]
 
 
 def _sharded_sizes(call: Call, strategy: Strategy, tp: int) -> tuple[int, ...]:
-    """Local sizes of the first operand's sharded dims, the same at every batch and length; 0 for all other dims."""
+    """Local sizes of the first operand's sharded dims, the same at every batch and length; 0 for all other dims, and
+    for a dim of several parts that a view takes apart, as there may be a part for each sample."""
     whole, layout = call.operands[0].shape, strategy.operands[0]
+    if call.target in SIZES and layout.parts and not strategy.results[0].parts:
+        return (0,) * len(whole)
     own = {layout.dim} | ({(layout.dim or 0) + 1} if layout.kind is LayoutKind.JOINT else set())
     local = local_shape(whole, layout, tp)
     return tuple(size if dim in own else 0 for dim, size in enumerate(local))

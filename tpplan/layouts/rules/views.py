@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, pairwise
 from math import prod
+from operator import mul
 
-from tpplan.core.layout import S, copied, joint
+from tpplan.core.layout import Layout, S, copied, joint
 from tpplan.core.part_intervals import Parts
 from tpplan.layouts.rules.call import Call, Strategy, op_rule
 from tpplan.layouts.rules.equation import NEVER, Equation, Letters, dim_letters
@@ -32,16 +33,15 @@ RESHAPES = (
 def reshape(call: Call) -> Iterable[Strategy]:
     """Dims of both shapes form groups with equal products; a group's outermost dim may be sharded.
 
-    Also: a dim sharded in n parts becomes, or comes from, two dims `n * c -> n, c` with c sharded; and the two
-    outermost dims sharded as one become a shard of their joint dim.
+    Also: what is not outermost in its group, such as c of `n * c -> n, c`, is sharded part by part in a dim that begins
+    further out, here in n parts; and the two outermost dims sharded as one become a shard of their joint dim.
     """
     shapes = (call.operands[0].shape, call.results[0].shape)
     yield from _moved(*reshape_letters(*shapes))
+    for own, other in regrouped(*shapes):
+        if all(layout.parts in call.parts for layout in (own, other) if layout.parts):
+            yield Strategy((own,), (other,))
     for joined, stack, is_stacked in stacks(*shapes):
-        size, count = shapes[not is_stacked][joined], shapes[is_stacked][stack[0]]
-        fused, member = S(joined, *[size // count] * count), S(stack[1])
-        if fused.parts in call.parts:
-            yield Strategy((fused,), (member,)) if is_stacked else Strategy((member,), (fused,))
         if not is_stacked and stack[1] == stack[0] + 1:
             yield Strategy((joint(stack[0]),), (S(joined),))
 
@@ -81,6 +81,24 @@ def stacks(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[i
             yield own[0], others, True
         if len(others) == 1 < len(own):
             yield others[0], own, False
+
+
+def regrouped(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[Layout, Layout]]:
+    """Yields the layouts in both shapes of a shard that begins inside a group: at n elements further in than its dim,
+    it is a shard of n parts. Reshaping `t, b, h * c -> t, b * h, c`, h is S(2), and S(1) in b parts of size h."""
+    for dims in groups(source, target):
+        starts = [
+            tuple(accumulate((shape[i] for i in own), mul, initial=1))
+            for shape, own in zip((source, target), dims, strict=True)
+        ]
+        cuts = sorted({*starts[0], *starts[1]})
+        for place in cuts[1:-1] if all(after % cut == 0 for cut, after in pairwise(cuts)) else ():
+            found = []
+            for shape, own, begins in zip((source, target), dims, starts, strict=True):
+                number = max(i for i, begin in enumerate(begins) if begin <= place)
+                count = place // begins[number]
+                found.append(S(own[number], *([shape[own[number]] // count] * count if count > 1 else ())))
+            yield found[0], found[1]
 
 
 def groups(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:

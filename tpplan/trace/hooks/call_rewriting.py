@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from tpplan.torch_internals.operators import hides_sizes, seen_by
 from tpplan.trace.hooks.checkpoint_context import ContextFactory, in_checkpoint_replay_as
 from tpplan.trace.hooks.generated_class import subclass
 
@@ -145,8 +146,10 @@ class _Rewriting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for rewriter in self.rewriters if _running[-1] is self else ():
+        if _running[-1] is not self:
+            return func(*args, **kwargs)
+        for rewriter in self.rewriters:
             result = rewriter(func, args, kwargs)
             if result is not NotImplemented:
                 return result
-        return func(*args, **kwargs)
+        return seen_by(self, func)(*args, **kwargs) if hides_sizes(func) else func(*args, **kwargs)
