@@ -1,9 +1,9 @@
-"""Rules of ops that pick elements by index or order: the dim that they pick from stays whole, but an embedding's."""
+"""Rules of ops that pick elements by index or order: the dim that they pick from stays whole."""
 
 from collections.abc import Iterable
 
 from tpplan.core.graph import Ref
-from tpplan.core.layout import ROWS, S, copied
+from tpplan.core.layout import S, copied
 from tpplan.layouts.rules.call import Call, Strategy, op_rule
 from tpplan.layouts.rules.equation import NEVER, Equation, Letters, dim_letters, einsum, elementwise
 
@@ -134,18 +134,3 @@ def repeat(call: Call) -> Iterable[Strategy]:
     result = [letter if n == 1 else NEVER for letter, n in zip(dim_letters(len(times)), times, strict=True)]
     own: Letters = tuple(result[len(result) - len(call.operands[0].shape) :])
     return Equation(operands=(own,), results=(tuple(result),), linear_in=_FIRST).strategies()
-
-
-@op_rule("aten.embedding.default")
-def embedding(call: Call) -> Iterable[Strategy]:
-    """The table of V rows and D columns by columns or by rows, or the ids by any dim.
-
-    By rows, ids become local rows; the result is masked and then partial (`rows -> ...`).
-    With a padding id, which would be on one rank alone, rows stay whole. Gradients scaled by an id's count need all
-    ids.
-    """
-    ids = " ".join(f"i{axis}" for axis in range(len(call.operands[1].shape)))
-    counts_ids = bool(call.argument(3, "scale_grad_by_freq", False))
-    yield from einsum(call, f"V D, {ids} -> {ids} D", whole=f"V {ids}" if counts_ids else "V")
-    if call.argument(2, "padding_idx", -1) == -1 and not counts_ids:
-        yield Strategy((S(0), ROWS), (ROWS,))
