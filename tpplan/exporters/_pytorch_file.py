@@ -45,7 +45,7 @@ _HEAD = """\
 
 Written by tpplan {version} from the plan {hash}, for torch {torch}.
 Ranks of a tp group read the same batch, and draw from the same random state; other ranks have their own. A step is
-{steps} x {micro_batch} sequences of length {seq_len}.
+{steps} x {micro_batch} {samples}.
 The plan's predictions hold for tpplan.apply_plan; torch's styles may use other collectives inside a layer.
 \"\"\"
 """
@@ -92,7 +92,7 @@ def _docstring(plan: Plan) -> str:
         hash=plan.hash.partition(":")[2][:12],
         torch=_escaped(plan.torch_version),
         micro_batch=plan.batch.micro_batch,
-        seq_len=plan.batch.seq_len,
+        samples=f"sequences of length {plan.batch.seq_len}" if plan.batch.seq_len > 1 else "samples",
         steps=plan.batch.accumulation_steps,
     )
 

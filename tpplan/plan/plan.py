@@ -145,7 +145,8 @@ class MeshPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """global_batch = micro_batch * accumulation_steps * data-parallel ranks, in sequences of seq_len."""
+    """global_batch = micro_batch * accumulation_steps * data-parallel ranks, in samples of seq_len tokens; seq_len is 1
+    where samples have no length (images, tables, graphs)."""
 
     global_batch: Count
     micro_batch: Count

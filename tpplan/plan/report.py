@@ -21,7 +21,17 @@ from tpplan.core.name_patterns import ROOT, format_ranges
 from tpplan.core.units import DTYPE_BYTES, GIB, format_bytes, format_seconds
 from tpplan.plan.layer_table import layer_lines
 from tpplan.plan.parts import SLACK
-from tpplan.plan.plan import CollectivePlan, Compile, Pass, Plan, Precision, Prediction, ProofStatus, Recompute
+from tpplan.plan.plan import (
+    BatchPlan,
+    CollectivePlan,
+    Compile,
+    Pass,
+    Plan,
+    Precision,
+    Prediction,
+    ProofStatus,
+    Recompute,
+)
 from tpplan.plan.proof_hash import MEND, why_unproven
 from tpplan.plan.tp_shares import LISTED_SHARE
 from tpplan.plan.tp_shares import rows as tp_rows
@@ -140,7 +150,7 @@ def _header(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "optimizer", plan.optimizer
     yield (
         "batch",
-        f"{_plural(batch.global_batch, 'sequence')} of {batch.seq_len} tokens = micro-batch {batch.micro_batch} x "
+        f"{_samples(batch)} = micro-batch {batch.micro_batch} x "
         f"{_plural(batch.accumulation_steps, 'accumulation step')} x {_plural(mesh.data_parallel, 'data rank')}",
     )
     if batch.accumulation_steps * mesh.data_parallel > 1:
@@ -219,9 +229,10 @@ def _time(plan: Plan) -> Iterator[RenderableType]:
     step = f"{format_seconds(predicted.step_time_s)} +/- {format_seconds(predicted.step_time_error_s)}"
     tokens_per_s = _tokens_per_s(plan)
     if tokens_per_s is not None:
+        what = "tokens" if batch.seq_len > 1 else "samples"
         step += (
-            f", {_format_count(tokens_per_s)} tokens/s, {_format_count(tokens_per_s / plan.mesh.num_gpus)} per GPU "
-            f"({_plural(batch.global_batch, 'sequence')} x {batch.seq_len} tokens a step)"
+            f", {_format_count(tokens_per_s)} {what}/s, {_format_count(tokens_per_s / plan.mesh.num_gpus)} per GPU "
+            f"({_samples(batch)} a step)"
         )
     yield Text(step)
     if predicted.is_extrapolated:
@@ -346,6 +357,13 @@ def _particulars(plan: Plan) -> Iterator[tuple[str, str]]:
     for key, whole in sorted((plan.opaque or {}).items()):
         counted = f", functions of {', '.join(whole.bodies)} counted once" if whole.bodies else ""
         yield "runs whole", f"{key} ({format_seconds(whole.seconds)} of the step{counted}): {whole.reason}"
+
+
+def _samples(batch: BatchPlan) -> str:
+    """The global batch in words: `8 sequences of 4096 tokens`; `8 samples` where they have no length."""
+    if batch.seq_len == 1:
+        return _plural(batch.global_batch, "sample")
+    return f"{_plural(batch.global_batch, 'sequence')} of {batch.seq_len} tokens"
 
 
 def _tokens(plan: Plan) -> int:

@@ -45,7 +45,7 @@ def solve(
     *,
     cluster: Cluster,
     global_batch: int,
-    seq_len: int,
+    seq_len: int = 1,
     micro_batch: int | Literal["auto"] = "auto",
     loss: Loss | None = None,
     unused_outputs: Sequence[str] = (),
@@ -69,9 +69,10 @@ def solve(
     """The plan with the least predicted step time of those whose predicted peak memory fits.
 
     build_model() returns the model (on the meta device: it makes no weights), example_inputs(micro_batch, seq_len) its
-    inputs. Decided together: the mesh, on at most the given GPUs; layouts; per layer what backward recomputes, and
-    whether FSDP reshards it after forward; the micro-batch and so the accumulation, unless a number pins it. An option
-    that is None is decided. `tp` and `fsdp` pin a degree, all_gpus=True uses all GPUs,
+    inputs; where samples have no length, example_inputs(micro_batch) does, and seq_len is left out. Decided together:
+    the mesh, on at most the given GPUs; layouts; per layer what backward recomputes, and whether FSDP reshards it after
+    forward; the micro-batch and so the accumulation, unless a number pins it. An option that is None is decided. `tp`
+    and `fsdp` pin a degree, all_gpus=True uses all GPUs,
     `recompute` ("none", "selective", "full") and reshard_after_forward (True is ZeRO-3, False ZeRO-2) hold for every
     layer. `precision` defaults to bf16-mixed on a GPU profile and fp32 else. compile=True prices elementwise ops as
     torch.compile fuses them. time_limit_s holds for each ILP. `pins` hold modules to a style, {"model.layers.*.mlp":

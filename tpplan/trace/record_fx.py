@@ -241,9 +241,10 @@ def _nodes_noted(tracer: Any, scope: Callable[[], str], known: ConcreteValues) -
 
 
 def _running_line() -> str:
-    """The innermost running line of the model's code, as `file:line: text`; "" where a layer of torch runs alone."""
+    """The innermost running line of the model's code in a file, as `file:line: text`; "" where torch's layers run
+    alone."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not is_foreign(frame.f_code.co_filename):
+    while frame is not None and (frame.f_code.co_filename[0] == "<" or not is_foreign(frame.f_code.co_filename)):
         if frame.f_code is record.__code__:
             return ""
         frame = frame.f_back

@@ -154,8 +154,8 @@ def _what_ran(plan: Plan, shrunk: Plan, *, dry: bool, layers: int | None) -> str
     """Describes the run: mesh, precision, batches, and what is smaller than in the plan."""
     batch = shrunk.batch
     parts = [
-        f"{shrunk.mesh}, {shrunk.precision}, {batch.accumulation_steps} x micro-batch {batch.micro_batch} x "
-        f"{batch.seq_len}"
+        f"{shrunk.mesh}, {shrunk.precision}, {batch.accumulation_steps} x micro-batch {batch.micro_batch}"
+        + (f" x {batch.seq_len}" if batch.seq_len > 1 else "")
     ]
     if shrunk.mesh != plan.mesh:
         parts.append(f"the plan's choices, which were made for {plan.mesh}")
