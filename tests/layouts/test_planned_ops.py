@@ -11,6 +11,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import tpplan
+from tpplan.core.layout import R_STAR, S
 from tpplan.plan.plan import Plan, ProofStatus
 
 #: B batch, T sequence, D model, H heads, E head size, F hidden
@@ -175,7 +176,7 @@ class Block(nn.Module):
 #: (x, y) [B, T, F] -> [B, T, F]: ops between two layers, which are divided by columns and by rows
 BETWEEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max": torch.max,
-    "min in place": lambda x, y: (2 * x).asinh_().copysign(torch.min(x, y)),
+    "min in place": lambda x, y: (2 * x).copysign_(torch.min(x, y)),
     "bessel": lambda x, y: torch.special.i0e(x) * torch.fmax(x, y).asinh() + torch.hypot(x, y),
 }
 
@@ -194,3 +195,123 @@ class Blocks(nn.Module):
 def test_layers_around_ops_that_torch_tags_as_pointwise_are_divided() -> None:
     weights = [f"blocks.{i}.{name}.weight" for i in range(len(BETWEEN)) for name in ("up", "gate", "down")]
     assert_divided(lambda: Blocks(BETWEEN), vectors, weights)
+
+
+class Around(nn.Module):
+    """A module between a layer that is divided by columns and one that is divided by rows: x [B, T, D] -> [].
+
+    `between`: [B, F, T] -> [B, F, ...], where F is divided.
+    """
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(HIDDEN, DIM)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.between(self.up(x).transpose(1, 2)).flatten(2).transpose(1, 2)
+        return self.down(y).square().mean()
+
+
+class InstanceNorm(nn.InstanceNorm1d):
+    """torch's own compares the number of features with an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(HIDDEN, affine=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.instance_norm(x, weight=self.weight, bias=self.bias)
+
+
+class Writes(nn.Module):
+    """Columns, elements and places of [B, F, T] are overwritten."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.sin()
+        x[:, :, torch.tensor([1, 3], device=x.device)] = x[:, :, :2] * 2
+        x[x > 0.5] = 0.25
+        places = torch.tensor([0, 2], device=x.device)
+        x = x.index_copy(2, places, x[:, :, 4:6].cos()).index_fill(2, places[1:], 0.5)
+        index = x.argsort(-1)
+        return x.scatter(2, index, x * 3).scatter_reduce(2, index, x, "amax")
+
+
+class Solves(nn.Module):
+    """Systems of equations for each feature of [B, F, T]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        matrices = x.unfold(2, 4, 2)
+        square = matrices.mT @ matrices + torch.eye(4, device=x.device)
+        return torch.linalg.solve(square, matrices.mT) + torch.linalg.cholesky(square)[..., :3]
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.BatchNorm1d(HIDDEN, track_running_stats=False),
+    "instance norm": InstanceNorm,
+    "slopes": lambda: nn.Sequential(nn.PReLU(HIDDEN), nn.PReLU()),
+    "convolutions": lambda: nn.Sequential(
+        nn.ConvTranspose1d(HIDDEN, HIDDEN, 3, groups=HIDDEN // 4),
+        nn.Unflatten(1, (HIDDEN, 1)),
+        nn.Unfold((1, 2)),
+        nn.Fold((1, LENGTH + 2), (1, 2)),
+    ),
+    "writes": Writes,
+    "solves": Solves,
+}
+
+
+class Modules(nn.Module):
+    """Each module of a table between layers of its own."""
+
+    def __init__(self, table: Mapping[str, Callable[[], nn.Module]]) -> None:
+        super().__init__()
+        self.modules_ = nn.ModuleList(Around(make()) for make in table.values())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([module(x) for module in self.modules_]).sum()
+
+
+def test_layers_around_norms_convolutions_writes_and_solves_are_divided() -> None:
+    weights = [f"modules_.{i}.{name}.weight" for i in range(len(MODULES)) for name in ("up", "down")]
+    plan = assert_divided(lambda: Modules(MODULES), vectors, weights)
+    first = plan.parameter_plans()
+    assert [first[f"modules_.{i}.up.weight"].placement.dim for i in range(len(MODULES))] == [0] * len(MODULES)
+
+
+class Bags(nn.Module):
+    """Tables that are looked up in bags, and a recurrent layer over what they give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.sum = nn.EmbeddingBag(VOCABULARY, DIM), nn.EmbeddingBag(VOCABULARY, DIM, mode="sum")
+        self.head = nn.Linear(DIM, 1)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.head(self.mean(input_ids) * self.sum(labels)).square().mean()
+
+
+def test_tables_of_bags_are_divided_by_columns() -> None:
+    plan = assert_divided(Bags, tokens, ["mean.weight", "sum.weight"])
+    assert plan.parameter_plans()["mean.weight"].placement == S(1)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, and cells called step by step: x [B, T, D] -> []."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
+        self.lstm, self.gru = nn.LSTM(DIM, DIM, batch_first=True), nn.GRUCell(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.lstm(self.down(self.up(x).relu()))
+        state = x[:, 0].new_zeros(x.shape[0], DIM)
+        for step in range(2):
+            state = self.gru(x[:, step], state)
+        return state.square().mean()
+
+
+def test_recurrent_layers_are_divided_by_the_batch() -> None:
+    plan = assert_divided(Recurrent, vectors, (), pins={"lstm": "slices", "gru": "slices"})
+    assert plan.boundary_plans()["lstm"].inputs["input"].conversion.target == S(0)
+    assert plan.parameter_plans()["gru.weight_hh"].reads == {"gru": R_STAR}

@@ -26,6 +26,9 @@ _VIEW, _EXPAND = (Tensor.view, Tensor.reshape, torch.reshape), (Tensor.expand, t
 _UNFLATTEN = (Tensor.unflatten, torch.unflatten)
 _SPLIT = (Tensor.split, torch.split, Tensor.split_with_sizes, torch.split_with_sizes)
 _NARROW = (Tensor.narrow, torch.narrow)
+_CONVOLUTIONS = (
+    torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d
+)  # fmt: skip
 _NEW_OF_SIZE = (torch.empty, torch.zeros, torch.ones, torch.full)
 _NEW_OF_TENSOR = (Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full)
 #: by function that takes sizes: the kind of call in a plan, and the position of the first size among the arguments
@@ -36,7 +39,7 @@ _TAKES: dict[Any, tuple[str, int]] = {
     **dict.fromkeys(_SPLIT, ("split", 1)),
     **dict.fromkeys(_NARROW, ("narrow", 1)),
     **dict.fromkeys((Tensor.repeat_interleave, torch.repeat_interleave), ("repeat_interleave", 1)),
-    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), ("groups", 6)),
+    **dict.fromkeys(_CONVOLUTIONS, ("groups", 6)),
     **dict.fromkeys(_NEW_OF_SIZE, ("new", 0)),
     **dict.fromkeys(_NEW_OF_TENSOR, ("new", 1)),
     Tensor.__getitem__: ("slice", 1),
@@ -87,7 +90,7 @@ class LocalSizes:
             bounds = (self._local(call, x, x.dim(), place + i, arguments[name]) for i, name in enumerate(names[1:]))
             return (x, arguments["dim"], *bounds), {}
         is_list = any(isinstance(size, tuple | list) for size in args[first : first + 1])
-        sizes = args[first : first + 1] if is_list or call in ("split", "repeat_interleave") else args[first:]
+        sizes = args[first : first + 1] if is_list or call in ("split", "repeat_interleave", "groups") else args[first:]
         named = [name for name in _NAMES if name in kwargs]
         given = [*sizes, *(kwargs[name] for name in named)]
         flat = [size for item in given for size in (item if isinstance(item, tuple | list) else (item,))]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from tpplan.core.graph import Value
 from tpplan.core.layout import R_STAR, Layout, P, R, S, copied
+from tpplan.core.units import FLOATING_DTYPES
 from tpplan.layouts.rules.call import Call, Strategy, op_rule
 from tpplan.layouts.rules.equation import NEVER, Equation, dim_letters, elementwise
 from tpplan.layouts.rules.size_literals import CREATIONS
@@ -21,8 +22,8 @@ _FILLS = {"aten.full.default": 1, "aten.new_full.default": 2}
 def created(call: Call) -> Iterable[Strategy]:
     """A tensor, if any, is read for its dtype and device alone, in whatever layout.
 
-    Where a gradient reaches what is written to the new tensor later, it may be sharded, and a summand if it is empty or
-    zero. Any other is whole, or a slice beside a slice of equal size, from which code takes it.
+    Numbers may be sharded, and are summands if they are zero or not yet written. Integers and masks count positions:
+    they are whole, or a slice beside a slice of equal size.
     """
     result = call.results[0]
     is_zero = "ones" not in call.target and call.argument(_FILLS.get(call.target, -1), "fill_value", 0) == 0
@@ -30,7 +31,7 @@ def created(call: Call) -> Iterable[Strategy]:
     shards = tuple(map(S, range(len(result.shape))))
     for given in _layouts(call, call.operands[0]) if call.operands else (R,):
         beside = (s for s in shards if given.dim is not None and _size(result, s) == _size(call.operands[0], given))
-        made = (R, R_STAR, *summand, *shards) if result.carries_gradient else (R, *beside)
+        made = (R, R_STAR, *summand, *shards) if result.dtype in FLOATING_DTYPES else (R, *beside)
         yield from (Strategy((given,) * len(call.operands), (layout,)) for layout in made)
 
 

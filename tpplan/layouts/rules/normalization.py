@@ -23,6 +23,23 @@ def group_norm(call: Call) -> Iterable[Strategy]:
     return einsum(call, f"b {rest}{affine} -> b {rest}", whole=rest)
 
 
+@op_rule("aten.batch_norm.default", "aten.instance_norm.default")
+def statistics_norm(call: Call) -> Iterable[Strategy]:
+    """b batch, c channels, each with its own mean and variance, which are those of the batch or given.
+
+    What is averaged over stays whole: for a batch norm of the batch's own statistics b and space, and for an instance
+    norm space, and b too where it keeps a mean over the batch.
+    """
+    space = " ".join(f"s{i}" for i in range(len(call.operands[0].shape) - 2))
+    is_measured = bool(call.argument(5, "training"))
+    is_of_batch = call.target == "aten.batch_norm.default" or call.operand_index(3, "running_mean") is not None
+    whole = (space if is_measured or call.target == "aten.instance_norm.default" else "") + " b" * (
+        is_measured and is_of_batch
+    )
+    each = ", c" * (len(call.operands) - 1)
+    return einsum(call, f"b c {space}{each} -> b c {space}", whole=whole)
+
+
 @op_rule("aten._weight_norm.default")
 def weight_norm(call: Call) -> Iterable[Strategy]:
     """`k n1 ..., k u1 ... -> k n1 ...`, directions and lengths; k is sharded. No rule for dim -1, which has one

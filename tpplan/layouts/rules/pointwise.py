@@ -103,3 +103,11 @@ def filled(call: Call) -> Iterable[Strategy]:
 def broadcast_tensors(call: Call) -> Iterable[Strategy]:
     """Each operand is stretched to the common shape."""
     return elementwise(call, linear_in=(frozenset(range(len(call.operands))),))
+
+
+@op_rule("aten.prelu.default")
+def prelu(call: Call) -> Iterable[Strategy]:
+    """One slope for all elements, or one for each index of dim 1."""
+    letters = tuple(dim_letters(len(call.results[0].shape)))
+    slope = tuple(letters[1] if size > 1 else NEVER for size in call.operands[1].shape)
+    return Equation(operands=(letters, slope), results=(letters,)).strategies()

@@ -28,7 +28,10 @@ SPLITS = {"aten.split.Tensor": 2, "aten.split.sizes": 2, "aten.split_with_sizes.
 SLICES = {"aten.slice.Tensor": 1, "aten.narrow.default": 1}
 
 #: target -> position of the number of groups, for convolutions
-GROUPS = {f"aten.conv{dims}d.{overload}": 6 for dims in (1, 2, 3) for overload in ("default", "padding")}
+GROUPS = {
+    **{f"aten.conv{dims}d.{overload}": 6 for dims in (1, 2, 3) for overload in ("default", "padding")},
+    **{f"aten.conv_transpose{dims}d.{'default' if dims == 1 else 'input'}": 6 for dims in (1, 2, 3)},
+}
 REPEATS = "aten.repeat_interleave.self_int"
 
 

@@ -254,6 +254,14 @@ def part(call: Call) -> Iterable[Strategy]:
             yield Strategy((S(dim, *parts),), tuple(S(dim, *own) if len(own) > 1 else S(dim) for own in taken))
 
 
+@op_rule("aten.unfold.default")
+def windows(call: Call) -> Iterable[Strategy]:
+    """Windows of a dim, which stays whole; their elements become the last dim."""
+    letters = dim_letters(len(call.operands[0].shape))
+    letters[call.integer(1, "dimension")] = NEVER
+    return _moved(tuple(letters), (*letters, NEVER))
+
+
 #: ops that select members of a dim and remove the dim
 TAKES_ONE = ("aten.select.int", "aten.unbind.int")
 
