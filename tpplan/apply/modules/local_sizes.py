@@ -3,6 +3,8 @@
 Examples: `x.view(b, t, self.num_heads, d)` where x holds a slice of the heads, or a view of a gathered tensor that
 takes its length from a slice.
 
+A planned size that is an attribute of the module (`self.num_heads`) is read as its local size by the module's forward.
+
 A planned size of one number (SizePlan.local) is replaced where the call's tensor has the planned shape and the code
 gives the planned number; other calls are left alone, so sizes that the code computes from `x.shape` pass. But a call
 that differs from the planned one in scale only, as in another batch or length, raises: the plan knows no size for it.
@@ -11,16 +13,18 @@ A planned size that is a product of the tensor's dims (SizePlan.dims, .times) ho
 may give that size itself, or the planned multiple of it (the size in another layout); anything else raises.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tpplan.core.errors import PlanMismatchError
-from tpplan.plan.plan import SizePlan
+from tpplan.core.name_patterns import ROOT
+from tpplan.plan.plan import ATTRIBUTE, SizePlan
 
 _VIEW, _EXPAND = (Tensor.view, Tensor.reshape, torch.reshape), (Tensor.expand, torch.Tensor.broadcast_to)
 _UNFLATTEN = (Tensor.unflatten, torch.unflatten)
@@ -53,6 +57,11 @@ class LocalSizes:
     """A rewriter of a module's calls that replaces each planned size."""
 
     sizes: tuple[SizePlan, ...]
+
+    @property
+    def attributes(self) -> Mapping[str, int]:
+        """Attribute of the module -> what its code is to read."""
+        return {size.call.removeprefix(ATTRIBUTE): size.local for size in self.sizes if size.call.startswith(ATTRIBUTE)}
 
     @cached_property
     def table(self) -> dict[tuple[str, int, int, int], list[SizePlan]]:
@@ -140,6 +149,17 @@ class LocalSizes:
                         "and length"
                     )
         return local
+
+
+def check_attributes(module: nn.Module, name: str, sizes: Iterable[SizePlan]) -> None:
+    """Raises PlanMismatchError where a planned attribute is not the planned integer of the module."""
+    for size in sizes:
+        value = vars(module).get(size.call.removeprefix(ATTRIBUTE))
+        if size.call.startswith(ATTRIBUTE) and (type(value) is not int or value != size.written):
+            raise PlanMismatchError(
+                f"module {name or ROOT}: the plan was made for {size.call} = {size.written}, and here it is {value!r}: "
+                "solve again for this model"
+            )
 
 
 def _by_dims(call: str, x: Tensor, planned: SizePlan, size: int) -> int:

@@ -277,7 +277,8 @@ def without_dim(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.cat.default", "aten.concat.default", "aten.concatenate.default", "aten.stack.default")
 def join(call: Call) -> Iterable[Strategy]:
-    """Tensors are concatenated along a dim that stays whole; all may be partial together."""
+    """Tensors are concatenated along a dim that stays whole, or is sharded part by part where each tensor is a part;
+    all may be partial together."""
     letters = dim_letters(len(call.results[0].shape))
     dim = call.integer(1, "dim", 0)
     letters[dim] = NEVER
@@ -285,11 +286,15 @@ def join(call: Call) -> Iterable[Strategy]:
     if call.target == "aten.stack.default":
         terms = tuple(letter for letter in letters if letter != NEVER)
     elif any(len(value.shape) != len(letters) for value in call.operands):
-        return ()
+        return
     everyone = frozenset(range(len(call.operands)))
-    return Equation(
+    yield from Equation(
         operands=(terms,) * len(call.operands), results=(tuple(letters),), linear_in=(everyone,)
     ).strategies()
+    place = dim % len(letters)
+    sizes = () if call.target == "aten.stack.default" else tuple(value.shape[place] for value in call.operands)
+    if sizes in call.parts:
+        yield Strategy((S(place),) * len(sizes), (S(place, *sizes),))
 
 
 @op_rule("aten.constant_pad_nd.default", "aten.pad.default")
