@@ -5,6 +5,7 @@ model's inputs: queries with keys, probabilities with values.
 """
 
 from collections.abc import Iterable
+from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +20,21 @@ aten = torch.ops.aten
 FUSED = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+
+
+def convolution_backward(out_grad: Any, x: Any, weight: Any, *args: Any, out_val: Any) -> int:
+    """For each gradient that is asked for, of input and weight, the products of forward. (The registry's formula counts
+    those of the weight once for each pair of groups.)"""
+    *_, is_transposed, _, _, mask = args
+    spatial = (x if is_transposed else out_grad).shape[2:]
+    return 2 * x.shape[0] * prod(spatial) * weight.numel() * sum(mask[:2])
+
+
+FORMULAS = {
+    **flop_registry,
+    **{fused: flop_registry[known] for fused, known in FUSED.items()},
+    aten.convolution_backward: convolution_backward,
 }
 BATCHED = (aten.bmm, aten.baddbmm)
 
@@ -43,7 +59,7 @@ class FlopLog(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         packet = func._overloadpacket
-        if (formula := flop_registry.get(FUSED.get(packet, packet))) is not None:
+        if (formula := FORMULAS.get(packet)) is not None:
             flops = int(formula(*args, **kwargs, out_val=out))
             self.total += flops
             operands = [leaf for leaf in args if isinstance(leaf, Tensor)][-2:]

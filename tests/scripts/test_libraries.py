@@ -122,3 +122,18 @@ def test_an_error_is_a_line_under_its_stage(script: ModuleType, tmp_path: Path) 
     row = in_fork(functools.partial(row_of, str(path), None))
     assert row.status == "one process"
     assert "ValueError while calling build_model()" in row.problems[0]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_convolution_in_groups_takes_thrice_its_products(
+    script: ModuleType, groups: int, is_transposed: bool
+) -> None:
+    from step_flops import FlopLog
+
+    kind = nn.ConvTranspose1d if is_transposed else nn.Conv1d
+    x = torch.randn(2, 8, 5, requires_grad=True)
+    layer = kind(8, 8, 3, padding=1, groups=groups)
+    with FlopLog([x]) as log:
+        layer(x).sum().backward()
+    assert log.total == 3 * 2 * x.shape[0] * 5 * 8 * (8 // groups) * 3
