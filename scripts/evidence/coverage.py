@@ -16,23 +16,17 @@ Each type runs in a process of its own. Exit code 0 if all are proven, right, an
 """
 
 import argparse
-import contextlib
 import csv
 import functools
-import multiprocessing
-import os
 import re
-import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
-from gloo_ranks import GRADIENT_NOISE, TOLERANCE, Error, Outcome, described, on_ranks, quiet, worst_error
+from gloo_ranks import GRADIENT_NOISE, TOLERANCE, Error, Outcome, on_ranks, quiet, worst_error
 from hugging_face import (
     LANGUAGE_TYPES,
     OTHER_TYPES,
@@ -43,13 +37,15 @@ from hugging_face import (
     types_of,
 )
 from made_up_machine import GPUS_PER_NODE, machine
+from parameter_shares import names_by_parameter, sharded_names
+from rows import Reporter, Row, in_own_process, line, widths
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tpplan.apply.apply import apply_plan
 from tpplan.apply.model_match import plan_name
 from tpplan.core.graph import ModelGraph, enclosing
-from tpplan.core.layout import Conversion, Layout, LayoutKind, S, fits
+from tpplan.core.layout import Conversion, Layout, S, fits
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.typecheck import typecheck
 from tpplan.machine.profile import HardwareProfile, load_profile
@@ -71,7 +67,6 @@ SHARE_RESOLUTION = 1e-3
 DIVIDED = 0.9
 #: of a problem in the table; the CSV has all
 SHOWN_CHARACTERS = 200
-DONE = "done"
 
 #: styles of transformers that shard a weight, by how their names begin, and those of them that leave a bias whole
 SHARDING_STYLES = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "embedding_rowwise", "embedding_colwise")
@@ -82,13 +77,9 @@ ROW_STYLES = ("rowwise", "packed_rowwise")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """What is known of a model type; tables by tp degree. `problems` are lines for the reader, the first decides."""
+class TypeRow(Row):
+    """What is known of a model type; tables by tp degree."""
 
-    model: str
-    stage: str = "build"
-    failed: str = ""
-    problems: tuple[str, ...] = ()
     #: shares of the elements of all parameters
     sharded: Mapping[int, float] = field(default_factory=dict)
     #: what tp divides of a step's FLOPs
@@ -102,7 +93,6 @@ class Row:
     unruled: tuple[str, ...] = ()
     errors: Mapping[int, float] = field(default_factory=dict)
     choices: Mapping[int, str] = field(default_factory=dict)
-    cpu_s: float = 0.0
 
     @property
     def status(self) -> str:
@@ -177,14 +167,6 @@ def kind_of(model: nn.Module, plan: Plan, pattern: str) -> str:
 # What is sharded
 
 
-def names_by_parameter(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    """Each parameter once, with all its names."""
-    found: dict[int, tuple[Tensor, list[str]]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), (parameter, []))[1].append(name)
-    return list(found.values())
-
-
 def expert_shards(plan: Mapping[str, str], name: str, num_dims: int) -> bool:
     """Whether a plan of transformers ({pattern: style}) shards a parameter, by its name or by its module's."""
     for pattern, style in plan.items():
@@ -197,18 +179,6 @@ def expert_shards(plan: Mapping[str, str], name: str, num_dims: int) -> bool:
 def pattern_of(name: str) -> str:
     """layers.3.mlp.weight -> layers.*.mlp.weight"""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-
-
-def sharded_names(plan: Plan) -> dict[str, tuple[int | None, int]]:
-    """Which dim of a parameter the plan shards, and in how many parts, by every name of those it shards: at rest, or as
-    they are read where ranks share slices."""
-    return {
-        label: (layout.dim, len(layout.parts))
-        for name, parameter in plan.parameter_plans().items()
-        for layout in (parameter.placement, *(x for x in parameter.reads.values() if x.kind is LayoutKind.COPIED))
-        if layout.dim is not None
-        for label in (name, *parameter.aliases)
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,38 +210,7 @@ def shares(model: nn.Module, plan: Plan | None) -> Shares:
 # Plans
 
 
-@dataclass(slots=True)
-class Reporter:
-    """Sends the row after each change; `stage` is where it stands."""
-
-    row: Row
-    connection: Connection
-
-    def put(self, row: Row) -> None:
-        """The row as it is from now on."""
-        self.row = row
-        self.connection.send(row)
-
-    def at(self, stage: str) -> None:
-        """Where it stands."""
-        self.put(replace(self.row, stage=stage))
-
-    def note(self, problem: str) -> None:
-        """A line for the reader."""
-        self.put(replace(self.row, problems=(*self.row.problems, problem)))
-
-    def progress(self, stage: str, done: int, total: int) -> None:
-        """What solve calls."""
-        if stage != self.row.stage.partition(" ")[0]:
-            self.at(stage)
-
-    def fail(self, stage: str, problem: str) -> None:
-        """The first failure names the status; all are listed."""
-        self.note(problem)
-        self.put(replace(self.row, failed=self.row.failed or stage))
-
-
-def planned(model: Model, tp: int, profile: HardwareProfile, precision: str, reporter: Reporter) -> Plan:
+def planned(model: Model, tp: int, profile: HardwareProfile, precision: str, reporter: Reporter[TypeRow]) -> Plan:
     """A proven plan on tp ranks of a machine."""
     return solve(
         model.build_model,
@@ -491,32 +430,18 @@ class Options:
     tiny: bool = False
 
 
-def cover(model_type: str, options: Options, connection: Connection) -> None:
-    """A child's life: everything about a model type, sent row by row."""
-    os.setsid()  # the parent ends this process and its ranks at once
-    reporter = Reporter(Row(model=model_type), connection)
+def cover(model_type: str, options: Options, reporter: Reporter[TypeRow]) -> None:
+    """Everything about a model type, reported step by step."""
     plans: dict[int, Plan] = {}
     with ForkServer(functools.partial(errors_on_ranks, model_type)) as on_real_ranks:  # before anything is computed
-        with _reported(reporter, "build"):
+        with reporter.reported("build"):
             plans = solve_wide(model_type, options, reporter)
-        with _reported(reporter, "numerics"):
+        with reporter.reported("numerics"):
             if plans and options.numeric_degrees:
                 compare(model_type, plans, options, reporter, on_real_ranks)
-    reporter.at(DONE)
 
 
-@contextlib.contextmanager
-def _reported(reporter: Reporter, stage: str, label: str = "") -> Iterator[None]:
-    """An error inside becomes a line of the row, under the stage it came from."""
-    reporter.at(stage)
-    try:
-        yield
-    except Exception as error:
-        at = reporter.row.stage
-        reporter.fail(at if stage == "build" else stage, f"{at}{label}: {described(error)}")
-
-
-def solve_wide(model_type: str, options: Options, reporter: Reporter) -> dict[int, Plan]:
+def solve_wide(model_type: str, options: Options, reporter: Reporter[TypeRow]) -> dict[int, Plan]:
     """Plans of the published width by degree, of those that are found."""
     model = model_of(model_type, tiny=options.tiny)
     with torch.device("meta"):
@@ -526,7 +451,7 @@ def solve_wide(model_type: str, options: Options, reporter: Reporter) -> dict[in
         reporter.note(f"planned in {model.precision}")
     plans: dict[int, Plan] = {}
     for tp in options.degrees:
-        with _reported(reporter, "build", f" tp {tp}"):
+        with reporter.reported("build", f" tp {tp}"):
             plans[tp] = plan = planned(model, tp, options.profile, model.precision or options.precision, reporter)
             row, found = reporter.row, shares(module, plan)
             changed = replace(
@@ -544,14 +469,14 @@ def solve_wide(model_type: str, options: Options, reporter: Reporter) -> dict[in
 
 
 def compare(
-    model_type: str, plans: Mapping[int, Plan], options: Options, reporter: Reporter, on_real_ranks: Compared
+    model_type: str, plans: Mapping[int, Plan], options: Options, reporter: Reporter[TypeRow], on_real_ranks: Compared
 ) -> None:
     """The twin under the wide model's choices, on real ranks."""
     twin = Twin.of(model_type, is_wide_tiny=options.tiny)
     for tp in options.numeric_degrees:
         # The choices of the smallest degree that is not below: what divides by it divides by tp.
         wide = plans[min((degree for degree in plans if degree >= tp), default=max(plans))]
-        with _reported(reporter, "numerics", f" tp {tp}"):
+        with reporter.reported("numerics", f" tp {tp}"):
             (error, name), choices = errors_of_choices(twin, wide, tp, options, reporter, on_real_ranks)
             row = reporter.row
             reporter.put(replace(row, errors={**row.errors, tp: error}, choices={**row.choices, tp: choices}))
@@ -560,7 +485,7 @@ def compare(
 
 
 def errors_of_choices(
-    twin: Twin, wide: Plan, tp: int, options: Options, reporter: Reporter, on_real_ranks: Compared
+    twin: Twin, wide: Plan, tp: int, options: Options, reporter: Reporter[TypeRow], on_real_ranks: Compared
 ) -> tuple[Error, str]:
     """Under the wide plan's choices ("same"), else under the twin's own plan ("own" and how much of it agrees)."""
     try:
@@ -572,44 +497,13 @@ def errors_of_choices(
     return on_real_ranks(own, twin.reference), f"own {agreement(wide, own):.0%}"
 
 
-def run(model_type: str, options: Options) -> Row:
+def run(model_type: str, options: Options) -> TypeRow:
     """The row of a model type, from a process of its own that is ended when its budget is spent."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=cover, args=(model_type, options, theirs))
-    before_s = _children_cpu_s()
-    process.start()
-    group = process.pid
-    assert group is not None
-    theirs.close()
-    try:
-        row = _last_row(Row(model=model_type), ours, options.budget_s)
-    finally:
-        process.kill()
-        with contextlib.suppress(ProcessLookupError):  # there is no such group where no session was started
-            os.killpg(group, signal.SIGKILL)
-        process.join()
-    return replace(row, cpu_s=_children_cpu_s() - before_s)
 
+    def live(reporter: Reporter[TypeRow]) -> None:
+        cover(model_type, options, reporter)
 
-def _last_row(row: Row, connection: Connection, budget_s: float) -> Row:
-    """The row once all is done; as far as it came where the process dies or the budget is spent."""
-    deadline = time.monotonic() + budget_s
-    while row.stage != DONE:
-        if not connection.poll(max(0.0, deadline - time.monotonic())):
-            problem = f"{row.stage}: not done in {budget_s:.0f} s"
-            return replace(row, failed="timeout", problems=(*row.problems, problem))
-        try:
-            row = connection.recv()
-        except EOFError:
-            return replace(row, failed=row.stage, problems=(*row.problems, f"{row.stage}: the process died"))
-    return row
-
-
-def _children_cpu_s() -> float:
-    """CPU seconds of the processes that have ended."""
-    times = os.times()
-    return times.children_user + times.children_system
+    return in_own_process(TypeRow(model=model_type), live, options.budget_s)
 
 
 # The table
@@ -627,7 +521,7 @@ def header(options: Options) -> list[str]:
     ]
 
 
-def cells(row: Row, options: Options) -> list[str]:
+def cells(row: TypeRow, options: Options) -> list[str]:
     """A row of the table."""
 
     def share(value: float | None) -> str:
@@ -644,19 +538,7 @@ def cells(row: Row, options: Options) -> list[str]:
     ]
 
 
-def widths(names: Sequence[str], model_types: Sequence[str]) -> list[int]:
-    """Of the columns; the last is open."""
-    least = {"model": max(map(len, model_types)), "status": 8, "choices": 12, "rounds": 6}
-    flops = len(str(FlopShares(whole=1.0, attention=1.0, mlp=1.0)))
-    return [max(len(name), least.get(name, flops * name.startswith("FLOPs"))) for name in names[:-1]] + [0]
-
-
-def line(texts: Sequence[str], column_widths: Sequence[int]) -> str:
-    """A line of the table."""
-    return "  ".join(text.ljust(width) for text, width in zip(texts, column_widths, strict=True)).rstrip()
-
-
-def notes(row: Row) -> Iterator[str]:
+def notes(row: TypeRow) -> Iterator[str]:
     """What is wrong with a row, below it."""
     for problem in row.problems:
         yield problem if len(problem) <= SHOWN_CHARACTERS else problem[:SHOWN_CHARACTERS] + " .."
@@ -665,7 +547,7 @@ def notes(row: Row) -> Iterator[str]:
         yield "whole, though shipped sharded: " + ", ".join(f"{name} {share:.1%}" for name, share in largest)
 
 
-def summary(rows: Sequence[Row], options: Options) -> list[str]:
+def summary(rows: Sequence[TypeRow], options: Options) -> list[str]:
     """How many rows meet each bar, and what the columns mean."""
     with_expert = [row for row in rows if row.expert is not None]
     enough = sum(row.is_proven and row.is_sharded_enough for row in with_expert)
@@ -684,7 +566,7 @@ def summary(rows: Sequence[Row], options: Options) -> list[str]:
     return lines
 
 
-def divided(rows: Sequence[Row], tp: int) -> str:
+def divided(rows: Sequence[TypeRow], tp: int) -> str:
     """How many of the models with attention or MLPs have both divided, by DIVIDED of their FLOPs."""
     found = [row.flops[tp] for row in rows if tp in row.flops]
     shares = [[share for share in (own.attention, own.mlp) if share is not None] for own in found]
@@ -692,7 +574,7 @@ def divided(rows: Sequence[Row], tp: int) -> str:
     return f"{sum(min(own) >= DIVIDED for own in known)} of {len(known)}"
 
 
-def write_csv(path: Path, rows: Sequence[Row], options: Options) -> None:
+def write_csv(path: Path, rows: Sequence[TypeRow], options: Options) -> None:
     """The table with all its notes."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -733,7 +615,11 @@ def main() -> int:
     )
     quiet()
     model_types = [model_type for name in arguments.types for model_type in types_of(name)]
-    column_widths = widths(header(options), model_types)
+    least = {"model": max(map(len, model_types)), "status": 8, "choices": 12, "rounds": 6}
+    flops = len(str(FlopShares(whole=1.0, attention=1.0, mlp=1.0)))
+    column_widths = widths(
+        header(options), least | {name: flops for name in header(options) if name.startswith("FLOPs")}
+    )
     print(line(header(options), column_widths), flush=True)
     rows = []
     for model_type in model_types:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.queues import Queue
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ RANKS_TIMEOUT_S = 120.0
 
 #: a relative error, and whose it is
 Error = tuple[float, str]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +56,14 @@ def worst_error(outcome: Outcome, reference: Outcome) -> Error:
     return errors[worst], worst
 
 
-def on_ranks(num_ranks: int, function: Callable[[], Error]) -> list[Error]:
-    """function() on each rank of a gloo group of forked processes. Raises RuntimeError for a rank that fails or hangs.
+def on_ranks(num_ranks: int, function: Callable[[], Found]) -> list[Found]:
+    """function(), which must not return None, on each rank of a gloo group of forked processes. Raises RuntimeError for
+    a rank that fails or hangs.
 
     All are killed on the way out: a rank that fails leaves its peers waiting.
     """
     context = multiprocessing.get_context("fork")
-    outcomes: Queue[tuple[str, Error]] = context.Queue()
+    outcomes: Queue[tuple[str, Found | None]] = context.Queue()
     deadline = time.monotonic() + RANKS_TIMEOUT_S
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
@@ -78,18 +81,22 @@ def on_ranks(num_ranks: int, function: Callable[[], Error]) -> list[Error]:
                 process.join()
 
 
-def _next(outcomes: "Queue[tuple[str, Error]]", deadline: float) -> Error:
+def _next(outcomes: "Queue[tuple[str, Found | None]]", deadline: float) -> Found:
     try:
         problem, outcome = outcomes.get(timeout=max(0.0, deadline - time.monotonic()))
     except queue.Empty:
         raise RuntimeError(f"the ranks did not finish in {RANKS_TIMEOUT_S:.0f} s") from None
-    if problem:
+    if outcome is None:
         raise RuntimeError(problem)
     return outcome
 
 
 def _rank_main(
-    number: int, num_ranks: int, path: Path, function: Callable[[], Error], outcomes: "Queue[tuple[str, Error]]"
+    number: int,
+    num_ranks: int,
+    path: Path,
+    function: Callable[[], Found],
+    outcomes: "Queue[tuple[str, Found | None]]",
 ) -> None:
     try:
         timeout = timedelta(seconds=RANKS_TIMEOUT_S)
@@ -98,7 +105,7 @@ def _rank_main(
         )
         outcomes.put(("", function()))
     except Exception as error:
-        outcomes.put((f"rank {number}: {described(error)}", (math.inf, "")))
+        outcomes.put((f"rank {number}: {described(error)}", None))
     signal.pause()  # open sockets keep the peers from failing for an early exit
 
 

@@ -19,6 +19,7 @@ def machine(
     bytes_per_s: float = BYTES_PER_S,
     link_bytes_per_s: float = LINK_BYTES_PER_S,
     latency_s: float = LATENCY_S,
+    device_type: str = "cuda",
 ) -> HardwareProfile:
     """The made-up machine, one node of it; its rates may be others."""
     own: dict[str, object] = {"sources": ["made-up"]}
@@ -40,7 +41,7 @@ def machine(
         "schema_version": 1,
         "name": "eager-to-shard",
         "device": "made up, as capable as an H100",  # code asks for the compute capability
-        "device_type": "cuda",
+        "device_type": device_type,
         "gpus_per_node": GPUS_PER_NODE,
         "notes": [],
         "sources": [{"id": "made-up", "licence": "none", "source": "scripts/evidence/made_up_machine.py"}],

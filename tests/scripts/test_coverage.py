@@ -213,14 +213,14 @@ def test_errors_are_relative_and_what_is_missing_is_infinite(script: ModuleType)
 
 
 def test_the_bars(script: ModuleType) -> None:
-    good = script.Row(model="m", sharded={2: 0.9}, expert=0.9, proven={2: True}, errors={2: 1e-6})
+    good = script.TypeRow(model="m", sharded={2: 0.9}, expert=0.9, proven={2: True}, errors={2: 1e-6})
     assert good.is_right_and_sharded
     assert good.status == "proven"
     assert replace(good, errors={2: 1e-3}).status == "wrong"
     assert not replace(good, sharded={2: 0.9, 8: 0.5}).is_sharded_enough
     assert replace(good, sharded={2: 0.1}, expert=None).is_sharded_enough
     assert not replace(good, failed="trace").is_proven
-    assert not script.Row(model="m").is_right_and_sharded
+    assert not script.TypeRow(model="m").is_right_and_sharded
 
 
 def row_of_llama() -> object:
