@@ -16,7 +16,7 @@ assignment is left out.
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import add, sub
+from operator import add
 
 from tpplan.core.graph import Boundary, Op
 from tpplan.core.layout import Conversion
@@ -26,9 +26,8 @@ from tpplan.costs.saved_tensors import SavedStorage, held_bytes, local_bytes, ow
 from tpplan.layouts.decision_space import Space, reading_conversion, reading_name
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.solvers.problem import Expression
+from tpplan.solvers.undominated import undominated
 
-#: number of large moments against which every other moment is compared
-MAX_DOMINATORS = 12
 #: in regions of more nodes (a model without layers) all kept storages count at every moment, an upper bound
 MANY_NODES = 400
 
@@ -293,48 +292,3 @@ class PeakCandidates:
             forward.append(float(there.held_bytes - there.result_bytes))
             backward.append(float((arrived + back.held_bytes) * value.carries_gradient))
         return tuple(forward), tuple(backward)
-
-
-def undominated(expressions: Iterable[Expression], known: Sequence[Expression] = ()) -> tuple[Expression, ...]:
-    """Returns the given expressions without those that another one exceeds in every assignment.
-
-    `known` is the result of an earlier call on some of the expressions, which are not compared with each other again.
-    """
-    numbers = {id(expression): number for number, expression in enumerate(known)}
-    found: list[Expression] = []
-    dominators: list[tuple[_Dominator, bool]] = []
-    for expression in sorted(dict.fromkeys(expressions), key=_most, reverse=True):
-        is_known = id(expression) in numbers
-        if any(not (is_known and was_one) and other.exceeds(expression) for other, was_one in dominators):
-            continue
-        found.append(expression)
-        if len(dominators) < MAX_DOMINATORS:
-            was_dominator = numbers.get(id(expression), MAX_DOMINATORS) < MAX_DOMINATORS
-            dominators.append((_Dominator(expression), was_dominator))
-    return tuple(found)
-
-
-def _most(expression: Expression) -> tuple[float, float]:
-    """Returns the largest value of an expression, and the sum of its vectors' means, to sort by."""
-    middle = sum(sum(vector) / len(vector) for _, vector in expression.terms)
-    return expression.constant + sum(max(vector) for _, vector in expression.terms), middle
-
-
-class _Dominator:
-    """An expression with which others are compared, with the least of each of its vectors."""
-
-    def __init__(self, expression: Expression) -> None:
-        self.constant = expression.constant
-        self.rows = {name: (vector, min(vector)) for name, vector in expression.terms}
-
-    def exceeds(self, smaller: Expression) -> bool:
-        """True where this expression is at least `smaller` in every assignment: sums the worst case per decision."""
-        lead, shared = smaller.constant - self.constant, set[str]()
-        for name, vector in smaller.terms:
-            row = None if name in shared else self.rows.get(name)
-            if row is None:
-                lead += max(vector)
-            else:
-                lead += max(map(sub, vector, row[0]))
-                shared.add(name)
-        return lead - sum(least for name, (_, least) in self.rows.items() if name not in shared) <= 0

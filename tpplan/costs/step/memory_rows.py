@@ -27,7 +27,6 @@ from typing import Any
 from tpplan.core.graph import Source
 from tpplan.core.mesh import Mesh
 from tpplan.costs.layer_activations import Activations
-from tpplan.costs.peak_candidates import undominated
 from tpplan.costs.step.layer_groups import Families, Family
 from tpplan.costs.step.parameter_bytes import RowBytes
 from tpplan.layouts.decision_space import Space
@@ -36,6 +35,7 @@ from tpplan.plan.optimizers import Optimizer
 from tpplan.plan.parts import BUFFERS, GRADIENTS, PARAMETERS, SAVED, SLACK, STATES, TRANSIENTS, UNSHARDED_PARAMETERS
 from tpplan.plan.plan import Precision, Recompute
 from tpplan.solvers.problem import Expression, Resource, Term, added, constant_term, merged, scaled
+from tpplan.solvers.undominated import undominated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ class Peaks:
         for (unit, _), stretch in zip(layers, stretches, strict=True):
             gathered = scaled(self.sizes.gathered(unit.parameters), -1.0)
             ends.append(merged(added(stretch.after, self._reducing(unit), gathered)))
-        return undominated([*known, *ends], known)
+        return undominated([*known, *ends])
 
     def _made_again(self, family: Family) -> Iterator[Expression]:
         """Bytes that a layer recomputes: the family's least recomputed one, or one that is recomputed more."""
