@@ -12,10 +12,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from tpplan.solvers.problem import LIMIT_TOLERANCE
 
-#: relative excess over a limit that counts as rounding
-LIMIT_TOLERANCE = 1e-9
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

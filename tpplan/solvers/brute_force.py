@@ -10,15 +10,12 @@ import time
 from collections.abc import Iterator
 
 from tpplan.core.errors import SolverError, UsageError
-from tpplan.solvers.problem import Choice, Edge, Problem, Solution, Split, Status
+from tpplan.solvers.problem import LIMIT_TOLERANCE, Choice, Edge, Problem, Solution, Split, Status
 
 #: most choices that are priced; 10 s at about 10 us each
 MAX_CHOICES = 1_000_000
 #: largest product of the nodes' numbers of strategies; on a graph with edges most of these choices never agree
 MAX_PRODUCT = 1e12
-
-#: relative excess over a limit that counts as rounding
-LIMIT_TOLERANCE = 1e-9
 
 
 def solve(

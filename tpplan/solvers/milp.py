@@ -34,11 +34,11 @@ from typing import Protocol
 import numpy as np
 
 from tpplan.core.errors import SolverError
-from tpplan.solvers.bounded_sums import ALWAYS, LIMIT_TOLERANCE, BoundedMaximum, BoundedSum, Floats
+from tpplan.solvers.bounded_sums import ALWAYS, BoundedMaximum, BoundedSum, Floats
 from tpplan.solvers.groups import Ints
 from tpplan.solvers.matrix import Builder, Program
 from tpplan.solvers.presolve import Reduced, reduce
-from tpplan.solvers.problem import Problem, Solution, Status
+from tpplan.solvers.problem import LIMIT_TOLERANCE, Problem, Solution, Status
 
 #: feasibility tolerance that solvers are set to, in the units above; HiGHS allows down to 1e-10
 SOLVER_TOLERANCE = 1e-9

@@ -20,6 +20,8 @@ from enum import StrEnum
 
 #: node name -> index of its strategy, and part name -> its number
 Choice = Mapping[str, int]
+#: relative excess over a limit that counts as rounding
+LIMIT_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -195,21 +195,10 @@ def listed(plan: Plan) -> Counter[Issued]:
     return found
 
 
-def by_pattern(plan: Plan, issued: Sequence[Issued]) -> Counter[Issued]:
-    """Counts of issued collectives, modules named by the plan's patterns."""
-    return Counter(_renamed(one, pattern_in(plan, one.where)) for one in issued)
-
-
-def _renamed(one: Issued, where: str) -> Issued:
-    return Issued(
-        where=where, kind=one.kind, axis=one.axis, during=one.during, dtype=one.dtype, num_bytes=one.num_bytes
-    )
-
-
 def differences(plan: Plan, planned: Mapping[Issued, int], issued: Sequence[Issued]) -> list[Difference]:
     """The collectives whose number is not as planned, modules by pattern, sorted, those of "<root>" and "<loss>"
     last."""
-    found = by_pattern(plan, issued)
+    found = Counter(replace(one, where=pattern_in(plan, one.where)) for one in issued)
     return [
         Difference(collective=one, planned=planned.get(one, 0), issued=found[one])
         for one in sorted({*planned, *found}, key=lambda one: (one.where.startswith("<"), one))
@@ -222,7 +211,7 @@ def first_member(plan: Plan, difference: Difference, issued: Sequence[Issued]) -
     the pattern itself where the planned number does not divide by its modules."""
     where = difference.collective.where
     members = [name for name, _ in plan.expand(where)]
-    found = Counter(one.where for one in issued if _renamed(one, where) == difference.collective)
+    found = Counter(one.where for one in issued if replace(one, where=where) == difference.collective)
     share, rest = divmod(difference.planned, len(members))
     if rest:
         return where

@@ -7,6 +7,7 @@ one, and `tpplan verify` counts what ranks issue against it.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from tpplan.core.gradient_buckets import BUCKET_BYTES, bucketed
 from tpplan.core.graph import Boundary, Op, Source
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
@@ -19,7 +20,6 @@ from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import Decider, has_partial_gradient
 from tpplan.machine.profile import Collective
 from tpplan.plan.compress_names import pattern_of
-from tpplan.plan.gradient_buckets import BUCKET_BYTES, bucketed
 from tpplan.plan.plan import CollectivePlan, Pass
 
 #: the dtype in which FSDP gathers parameters of several dtypes

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
+from tpplan.core.gradient_buckets import BUCKET_BYTES
 from tpplan.core.graph import Boundary
 from tpplan.core.layout import R
 from tpplan.core.mesh import Axis, Mesh
@@ -36,7 +37,6 @@ from tpplan.layouts.decision_space import Space, has_partial_gradient
 from tpplan.layouts.layer_treatments import TREATMENTS, LayerGroup, Treatment
 from tpplan.layouts.rules import Strategy
 from tpplan.machine.profile import Collective, Estimate
-from tpplan.plan.gradient_buckets import BUCKET_BYTES
 from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.parts import (
     ACCUMULATION,

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tpplan.core.gradient_buckets import BUCKET_BYTES
 from tpplan.core.layout import R
 from tpplan.core.mesh import Axis, Mesh
 from tpplan.costs.step.cost_table import PricedSpace
@@ -17,7 +18,6 @@ from tpplan.costs.step.parameter_bytes import BytesOf, ParameterBytes
 from tpplan.costs.step.train_config import Setting
 from tpplan.layouts.layer_treatments import Count, FsdpUnit
 from tpplan.machine.profile import Collective
-from tpplan.plan.gradient_buckets import BUCKET_BYTES
 from tpplan.plan.parts import DATA_PARALLEL, FSDP_COPIES
 from tpplan.plan.plan import Precision
 from tpplan.solvers.problem import Expression, Term, added, merged, minus, scaled

@@ -6,6 +6,7 @@ A recomputed module runs its forward again when backward reaches its end. tpplan
 own memory. At the end of a step the optimizer's temporaries are beside parameters, gradients and states.
 """
 
+from tpplan.core.gradient_buckets import BUCKET_BYTES
 from tpplan.core.graph import Boundary, Op, Source, SourceKind
 from tpplan.costs.conversion_memory import backward_move, forward_move
 from tpplan.costs.execute import Executor
@@ -16,7 +17,6 @@ from tpplan.costs.step.memory_ledger import Ledger, Peak, Piece
 from tpplan.costs.step.parameter_bytes import Weights
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import has_partial_gradient, reading_name
-from tpplan.plan.gradient_buckets import BUCKET_BYTES
 from tpplan.plan.parts import BUFFERS, GRADIENTS, PARAMETERS, SAVED, SOURCES, STATES, TRANSIENTS
 from tpplan.plan.plan import Pass
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from tpplan.core.gradient_buckets import BUCKET_BYTES
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.error_bars import NONE, Residuals
@@ -28,7 +29,6 @@ from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.rules import OPAQUE, Call, has_rule
 from tpplan.machine.profile import Collective, Estimate, HardwareProfile
 from tpplan.plan.compress_names import pattern_of
-from tpplan.plan.gradient_buckets import BUCKET_BYTES
 from tpplan.plan.parts import (
     ACCUMULATION,
     DATA_PARALLEL,

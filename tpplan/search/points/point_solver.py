@@ -22,8 +22,7 @@ from tpplan.search.points.cuts import Cuts
 from tpplan.search.points.mesh_points import Point
 from tpplan.search.points.request import Request
 from tpplan.search.points.trace_cache import TraceCache, hashable
-from tpplan.solvers.bounded_sums import LIMIT_TOLERANCE
-from tpplan.solvers.problem import Problem, Solution, Status
+from tpplan.solvers.problem import LIMIT_TOLERANCE, Problem, Solution, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
