@@ -13,7 +13,7 @@ from test_report import make_plan
 
 from tpplan.commands import main
 from tpplan.commands.solve import num_bytes, optimizer
-from tpplan.core.errors import ModelError, TpplanError
+from tpplan.core.errors import ModelError, TpplanError, UsageError
 from tpplan.plan.plan import Plan
 from tpplan.search.points.user_model import UserCodeError, load_model_file
 
@@ -113,6 +113,24 @@ def test_show_json_is_the_plan_and_tokens_per_second(write: Write, capsys: pytes
     data = json.loads(capsys.readouterr().out)
     assert data.pop("derived")["tokens_per_s"] == 128 * 4096 / 0.5
     assert Plan.from_dict(data) == plan
+
+
+IMAGES = """
+import torch
+def build_model(): return torch.nn.Linear(4, 4)
+def example_inputs(batch): return (torch.zeros(batch, 4),)
+"""
+
+
+def test_a_length_is_asked_for_where_samples_have_one(write: Write) -> None:
+    images, text = write("images.py", IMAGES), write("text.py", IMAGES.replace("(batch):", "(batch, seq_len):"))
+    assert load_model_file(str(images)).length_of(None) == 1
+    assert load_model_file(str(images)).example_inputs(3, 1)[0].shape == (3, 4)
+    assert load_model_file(str(text)).length_of(64) == 64
+    with pytest.raises(UsageError, match=r"--seq-len 64: example_inputs\(batch\) of .*images.py takes no length"):
+        load_model_file(str(images)).length_of(64)
+    with pytest.raises(UsageError, match=r"text.py: expected --seq-len N"):
+        load_model_file(str(text)).length_of(None)
 
 
 def test_show_and_help_do_not_load_torch(write: Write) -> None:

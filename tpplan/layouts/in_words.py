@@ -28,7 +28,7 @@ def placed(graph: ModelGraph, decider: Decider) -> str:
     names = (decider.parameter.result,) if isinstance(decider, Reading) else decider.operands
     shapes = ", ".join(str(list(graph.values[name].shape)) for name in names)
     line = graph.lines.get(decider.name)
-    return f"{in_words(graph, decider)} (of {shapes})" + (f", at {line}" if line else "")
+    return in_words(graph, decider) + (f" (of {shapes})" if shapes else "") + (f", at {line}" if line else "")
 
 
 def _module(graph: ModelGraph, module: str) -> str:
