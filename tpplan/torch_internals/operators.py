@@ -145,7 +145,7 @@ def meta_kernels(kernels: Kernels) -> Iterator[None]:
 
 def hides_sizes(function: object) -> bool:
     """True for a function of torch.nn.functional that hands itself to modes, and calls others with sizes."""
-    if not isinstance(function, FunctionType) or getattr(F, function.__name__, None) is not function:
+    if not isinstance(function, FunctionType) or vars(F).get(function.__name__) is not function:
         return False
     names = frozenset(function.__code__.co_names)
     return not names.isdisjoint(_GUARDS) and not names.isdisjoint(_SHAPING)
