@@ -47,7 +47,7 @@ def _changed(path: str, leaf: Any, change: Callable[[str, torch.Tensor], torch.T
         return change(path, leaf)
     if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type | Collection):
         return leaf  # a container may hold its fields a second time
-    is_frozen: bool = leaf.__dataclass_params__.frozen
+    is_frozen: bool = leaf.__dataclass_params__.frozen  # type: ignore[attr-defined]
     if is_given and not is_frozen:
         return leaf
     own = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)}
