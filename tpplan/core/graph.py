@@ -335,7 +335,7 @@ def unread_values(graph: ModelGraph) -> frozenset[str]:
     """Names of computed values that nothing is computed from which the step returns, or writes to an operand."""
     read = {value for _, value in graph.outputs} | ({graph.loss} if graph.loss is not None else set())
     read |= {boundary.result for boundary in graph.boundaries if boundary.leaves_model}
-    unread = set()
+    unread: set[str] = set()
     for node in reversed(graph.nodes):
         if (isinstance(node, Op) and _may_write(node)) or not read.isdisjoint(node.results):
             read.update(node.operands)

@@ -51,7 +51,7 @@ def sizes_by_dims(
     """
     call, strategy = own
     named = dims_of_sizes(call)
-    if not call.operands or strategy.operands[0].kind in (LayoutKind.JOINT, LayoutKind.ROWS):
+    if not strategy.operands or strategy.operands[0].kind in (LayoutKind.JOINT, LayoutKind.ROWS):
         return
     yield from _stacked_size(call, strategy, tp)
     given = local_shape(call.operands[0].shape, strategy.operands[0], tp)

@@ -5,18 +5,18 @@ self.heads)` of a slice the last size is wrong too. Then the attribute itself is
 guessed from their values, and the proof tells whether the guess was right.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from torch import nn
 
-from tpplan.core.graph import LOSS_SCOPE, Direction
+from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, Op
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.rules import takes_sizes
 from tpplan.plan.plan import ATTRIBUTE, SizePlan
 from tpplan.prove.compare import Counterexample
 
 #: module name -> sizes to replace in the module's forward
-Written = Mapping[str, tuple[SizePlan, ...]]
+Written = dict[str, tuple[SizePlan, ...]]
 
 
 def with_attributes_of(assignment: Assignment, model: nn.Module, problem: Counterexample, written: Written) -> Written:
@@ -55,7 +55,8 @@ def _sharded_sizes(assignment: Assignment, module: str, all_dims: bool) -> Itera
     graph = assignment.graph
     ops = (op for op in graph.ops if op.module == module and (all_dims or takes_sizes(op.target)))
     entries = (b for b in graph.boundaries if all_dims and (b.module, b.direction) == (module, Direction.INPUT))
-    for node in (*ops, *entries):
+    nodes: tuple[Op | Boundary, ...] = (*ops, *entries)
+    for node in nodes:
         strategy = assignment.strategy(node.name)
         pairs = [*zip(node.results, strategy.results, strict=True)]
         pairs += zip(node.operands, strategy.operands, strict=True) if all_dims else ()

@@ -159,10 +159,11 @@ def meta_kernels(kernels: Kernels) -> Iterator[None]:
 
 def hides_sizes(function: object) -> bool:
     """True for a function of torch.nn.functional that hands itself to modes, and calls others with sizes."""
-    if not isinstance(function, FunctionType) or getattr(F, function.__name__, None) is not function:
+    if not isinstance(function, FunctionType):
         return False
+    is_public: bool = vars(F).get(function.__name__) is function
     names = frozenset(function.__code__.co_names)
-    return not names.isdisjoint(_GUARDS) and not names.isdisjoint(_SHAPING)
+    return is_public and not names.isdisjoint(_GUARDS) and not names.isdisjoint(_SHAPING)
 
 
 def seen_by(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -56,7 +56,7 @@ def _leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     else:
         values, context = node.flatten_fn(tree)
         is_named = isinstance(context, list | tuple) and len(context) == len(values)
-        keys = map(MappingKey, context) if is_named else map(SequenceKey, range(len(values)))
+        keys: Iterator[Any] = map(MappingKey, context) if is_named else map(SequenceKey, range(len(values)))
         children = list(zip(keys, values, strict=True))
     for key, child in children:
         yield from _leaves(child, (*path, key))

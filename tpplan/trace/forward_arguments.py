@@ -32,25 +32,31 @@ def path_of(entries: tuple[Any, ...]) -> str:
     return ".".join(str(name) for name in names)
 
 
-def named_tensors(tree: Any, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
-    """The tree with each tensor replaced by change(path, tensor), and in dataclasses, which pytree takes for leaves."""
+def named_tensors(tree: Any, change: Callable[[str, torch.Tensor], torch.Tensor], *, is_given: bool = False) -> Any:
+    """The tree with each tensor replaced by change(path, tensor), and in dataclasses, which pytree takes for leaves.
+
+    A frozen dataclass is copied, any other one changed in place. In arguments (`is_given`) only frozen ones are opened,
+    as the caller may hold them.
+    """
     leaves, spec = pytree.tree_flatten_with_path(tree)
-    return pytree.tree_unflatten([_changed(path_of(path), leaf, change) for path, leaf in leaves], spec)
+    return pytree.tree_unflatten([_changed(path_of(path), leaf, change, is_given) for path, leaf in leaves], spec)
 
 
-def _changed(path: str, leaf: Any, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
+def _changed(path: str, leaf: Any, change: Callable[[str, torch.Tensor], torch.Tensor], is_given: bool) -> Any:
     if isinstance(leaf, torch.Tensor):
         return change(path, leaf)
     if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type | Collection):
         return leaf  # a container may hold its fields a second time
-    own = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)}
-    changed = named_tensors(own, lambda inside, tensor: change(f"{path}.{inside}", tensor))
-    if all(found is own[name] for name, found in changed.items()):
+    is_frozen: bool = leaf.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    if is_given and not is_frozen:
         return leaf
-    copied = copy.copy(leaf)
+    own = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)}
+    inside = named_tensors(own, lambda name, tensor: change(f"{path}.{name}", tensor), is_given=is_given)
+    changed = {name: found for name, found in inside.items() if found is not own[name]}
+    result = copy.copy(leaf) if changed and is_frozen else leaf
     for name, found in changed.items():
-        object.__setattr__(copied, name, found)  # frozen ones, too
-    return copied
+        object.__setattr__(result, name, found)
+    return result
 
 
 def positional_names(module: nn.Module) -> tuple[str, ...]:
@@ -79,6 +85,6 @@ def convert_arguments(
     change: Callable[[str, torch.Tensor], torch.Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The (args, kwargs) of a forward with each tensor replaced by change(path, tensor)."""
-    changed = named_tensors(bound_arguments(module, args, kwargs), change)
+    changed = named_tensors(bound_arguments(module, args, kwargs), change, is_given=True)
     values = list(changed.values())
     return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))

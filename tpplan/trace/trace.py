@@ -110,8 +110,11 @@ class _BoundaryMarks:
         """A forward pre-hook: the arguments, their tensors marked. One given several times is marked once, as code may
         ask whether its arguments are the same."""
         paths: dict[int, list[str]] = {}
-        convert_arguments(module, args, kwargs, lambda path, x: (paths.setdefault(id(x), []).append(path), x)[1])
         marked: dict[int, torch.Tensor] = {}
+
+        def note(path: str, tensor: torch.Tensor) -> torch.Tensor:
+            paths.setdefault(id(tensor), []).append(path)
+            return tensor
 
         def mark(_path: str, tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in marked:
@@ -119,6 +122,7 @@ class _BoundaryMarks:
                 marked[id(tensor)] = self._mark(name, Direction.INPUT, path, tensor)
             return marked[id(tensor)]
 
+        convert_arguments(module, args, kwargs, note)
         changed = convert_arguments(module, args, kwargs, mark)
         self.given.setdefault(name, []).append((changed, pytree.tree_structure(changed)))
         return changed

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from tpplan.core.errors import ModelError
 from tpplan.torch_internals.modules import own_buffers, own_parameters
-from tpplan.trace.hooks.parameter_names import register_names
+from tpplan.trace.answers.concrete_values import DESCRIPTIONS, QUESTIONS, ConcreteValues
+from tpplan.trace.answers.unbacked_int import UnknownValueError
+from tpplan.trace.hooks.parameter_names import register_names, register_value, registered_value
 from tpplan.trace.record_fx import on_meta_like
 
 
@@ -34,10 +35,11 @@ def built_on_meta(build_model: Callable[[], nn.Module], *, is_half: bool) -> Bui
     parameters, or has some without a shape.
     """
     notes: tuple[str, ...] = ()
+    building = _Building()
     try:
-        with torch.device("meta"), _Unfilled():
+        with torch.device("meta"), building:
             model = build_model()
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError, UnknownValueError) as error:
         # Code that asks weights for values, as torch.nn.utils.parametrizations.orthogonal does, needs some.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         notes = (f"the builder fails on the meta device, and runs on the CPU: {reason}",)
@@ -50,6 +52,7 @@ def built_on_meta(build_model: Callable[[], nn.Module], *, is_half: bool) -> Bui
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ModelError(f"parameter {name} has no shape before the first call: call the model in the builder")
+    _keep_values(model, building)
     _put_on_meta(model)
     register_names(model)
     dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
@@ -60,17 +63,50 @@ def built_on_meta(build_model: Callable[[], nn.Module], *, is_half: bool) -> Bui
     return Built(model, dtypes, notes)
 
 
-class _Unfilled(TorchFunctionMode):
-    """Leaves tensors on the meta device as they are where code would fill them with random numbers: they hold none, and
-    torch takes milliseconds for each to find that out."""
+class _Building(ConcreteValues):
+    """The mode in which a builder runs on the meta device: answers its questions about values that are not drawn.
+
+    Leaves tensors as they are where code would fill them with random numbers: they hold none, and torch takes
+    milliseconds for each to find that out.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        filled = args[0] if args else kwargs.get("tensor")
-        if func in _FILLS and isinstance(filled, torch.Tensor) and filled.is_meta:
-            return filled
-        return func(*args, **kwargs)
+        first = args[0] if args else kwargs.get("tensor")
+        is_meta = isinstance(first, torch.Tensor) and first.is_meta
+        if func in _FILLS and is_meta:
+            self.lay_bare(first)
+            return first
+        name = getattr(func, "__name__", "")
+        if name in QUESTIONS and is_meta:
+            return self.on_real(func, args, kwargs)
+        if is_meta and getattr(func, "__self__", None) is torch.Tensor.data:
+            self.lay_bare(first)
+        results = func(*args, **kwargs)
+        if "empty" not in name and name not in DESCRIPTIONS:
+            self.note_made(results, func, args, kwargs)
+        return results
 
+    def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value with which the builder left a tensor; None where it is drawn, written later, or large."""
+        if tensor.numel() > MOST_KEPT:
+            return None
+        try:
+            found: torch.Tensor = self.on_real(torch.clone, (tensor,), {})
+        except Exception:  # a call of the builder's that cannot be made again
+            return None
+        return found
+
+
+def _keep_values(model: nn.Module, building: _Building) -> None:
+    """Lets small buffers know their values, for code that asks for them in forward."""
+    for buffer in model.buffers():
+        if (value := building.value_of(buffer)) is not None:
+            register_value(buffer, value)
+
+
+#: most elements of a buffer whose value is kept
+MOST_KEPT = 2**14
 
 _FILLS = frozenset({
     nn.init.normal_, nn.init.uniform_, nn.init.trunc_normal_, nn.init.kaiming_normal_, nn.init.kaiming_uniform_,
@@ -88,3 +124,5 @@ def _put_on_meta(model: nn.Module) -> None:
             for name, tensor in table.items():
                 if tensor is not None and not tensor.is_meta:
                     _, table[name] = moved.setdefault(id(tensor), (tensor, on_meta_like(tensor)))
+                    if (value := registered_value(tensor)) is not None:
+                        register_value(table[name], value)

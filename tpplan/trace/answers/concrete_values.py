@@ -133,7 +133,7 @@ class ConcreteValues(TorchFunctionMode):
             func, args, kwargs = torch.Tensor.split, split, {}
         self._refuse_hidden_code(func, name, args, kwargs)
         if getattr(func, "__self__", None) is torch.Tensor.data:
-            self._laid_bare.add(storage_key(args[0]))
+            self.lay_bare(args[0])
         before, self.constant = self.constant, _digest((args, kwargs)) if name in _CONSTANTS else self.constant
         try:
             results = func(*args, **kwargs)
@@ -143,7 +143,7 @@ class ConcreteValues(TorchFunctionMode):
             raise
         finally:
             self.constant = before
-        self._note_made(results, func, args, kwargs)
+        self.note_made(results, func, args, kwargs)
         return results
 
     def _refuse_hidden_code(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -157,13 +157,17 @@ class ConcreteValues(TorchFunctionMode):
         if name not in DESCRIPTIONS and any(map(_is_at_rest, (*args, *kwargs.values()))):
             raise AtRestError(f"{asking_line()}: reads parameters past their modules' attributes (parameters())")
 
-    def _note_made(self, results: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note_made(self, results: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remembers a call for each tensor that it made."""
         call = pytree.tree_map(_kept, (args, kwargs))
         for place, result in enumerate(pytree.tree_leaves(results)):
             if isinstance(result, Tensor) and id(result) not in self._made:
                 self._made[id(result)] = (result, place, func, *call)
                 self._versions.setdefault(id(result), _version(result))
+
+    def lay_bare(self, tensor: Tensor) -> None:
+        """Notes that the tensor's storage may be written to from now on without being seen."""
+        self._laid_bare.add(storage_key(tensor))
 
     def miss(self, problem: str) -> None:
         """Notes a question that only training can answer. Code that catches its error takes another branch than in
@@ -190,7 +194,7 @@ class ConcreteValues(TorchFunctionMode):
 
         Raises UnknownValueError where the size is not known.
         """
-        size = pytree.tree_leaves(self._on_real(func, args, kwargs))[0].shape[dim]
+        size = pytree.tree_leaves(self.on_real(func, args, kwargs))[0].shape[dim]
         ConcreteValues.num_answered += 1
         if self._reads_inputs:
             self.questions.append(Question(asking_line(), f"{size} elements", False))
@@ -207,7 +211,7 @@ class ConcreteValues(TorchFunctionMode):
         """The answer to a question, noted. Numbers that are not known are UnknownNumber for item() and lists of sizes;
         for any other question UnknownValueError is raised."""
         try:
-            answer: object = self._on_real(func, args, kwargs)
+            answer: object = self.on_real(func, args, kwargs)
         except UnknownValueError as error:
             if func is torch.Tensor.item:
                 return UnknownNumber(str(error), self.miss)
@@ -223,7 +227,7 @@ class ConcreteValues(TorchFunctionMode):
         self.questions.append(Question(asking_line(), reprlib.repr(answer), isinstance(answer, bool)))
         return not answer if is_other else answer
 
-    def _on_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call on the CPU, of tensors computed there. Raises UnknownValueError where one is not
         known."""
         self._reads_inputs, self._values = False, {}

@@ -1,0 +1,82 @@
+"""Builders and forwards that ask small tensors for values, which are known: they are neither weights nor random."""
+
+import warnings
+
+import pytest
+import torch
+from examples import eager_to_shard
+from torch import Tensor, nn
+
+import tpplan
+from tpplan.core.errors import ModelError
+from tpplan.plan.plan import Plan
+from tpplan.trace.meta_model import built_on_meta
+
+DIM, VOCAB = 16, 32
+
+
+class Rates(nn.Module):
+    """Rates and sizes that the constructor computes with tensors; `fails` asks a weight."""
+
+    def __init__(self, *, asks_weight: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)] + torch.linspace(0, 1, 2).tolist()
+        self.register_buffer("levels", torch.tensor([8, 5, 5]), persistent=False)
+        self.register_buffer("noise", torch.rand(3))
+        self.num_codes = int(torch.prod(self.levels))
+        self.is_asked = asks_weight and bool(self.head.weight.sum() > 0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.rates[1]
+        if self.levels.max() > 6:
+            x = x * self.levels.tolist()[0] / int(self.levels.prod())
+        return self.head(x)
+
+
+class AsksNoise(Rates):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) if self.noise.sum() > 1 else self.head(self.embedding(tokens))
+
+
+def text(batch: int, seq_len: int) -> dict[str, Tensor]:
+    return {name: torch.zeros(batch, seq_len, dtype=torch.int64) for name in ("tokens", "targets")}
+
+
+def solved(model: type[nn.Module]) -> Plan:
+    return tpplan.solve(
+        model,
+        text,
+        loss=lambda logits, inputs: tpplan.cross_entropy(logits, inputs["targets"]),
+        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
+        global_batch=1,
+        seq_len=7,
+        tp=2,
+        precision="fp32",
+    )
+
+
+def test_a_builder_that_asks_small_tensors_runs_on_the_meta_device() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        built = built_on_meta(Rates, is_half=False)
+    assert not built.notes
+    assert (built.model.rates, built.model.num_codes) == ([0.0, 0.25, 0.5, 0.0, 1.0], 200)
+    assert all(tensor.is_meta for tensor in (*built.model.parameters(), *built.model.buffers()))
+
+
+def test_a_builder_that_asks_a_weight_runs_on_the_cpu() -> None:
+    with pytest.warns(UserWarning, match="the builder fails on the meta device"):
+        assert built_on_meta(lambda: Rates(asks_weight=True), is_half=False).notes
+
+
+def test_a_forward_may_ask_a_buffer_for_the_values_it_was_built_with() -> None:
+    """The plan says what it assumes of them."""
+    plan = solved(Rates)
+    assert plan.parameters["head.weight"].placement.dim is not None
+    assert any("self.levels.max() > 6: is True" in assumed for assumed in plan.proof.assumptions)
+
+
+def test_a_forward_may_not_ask_a_random_buffer() -> None:
+    with pytest.raises(ModelError, match="asks a tensor for its values"):
+        solved(AsksNoise)
