@@ -75,6 +75,7 @@ def _unary() -> list[Sample]:
         _named("aten.clamp_max.default", x(6, 4), 0.1),
         _named("aten.clamp.Tensor", x(6, 4), const(4), const(6, 1)),
         _named("aten.clamp.Tensor", x(6, 4), None, const(6, 4)),
+        _named("aten.clip.Tensor", x(6, 4), const(6, 4)),
         _named("aten.full_like.default", x(6, 4), 2.5),
         _named("aten.full_like.default", mask(6, 4), 1),
         _named("aten.pow.Tensor_Scalar", x(6, 4), 2),
@@ -345,6 +346,42 @@ def _picks() -> list[Sample]:
     ]
 
 
+def _creations() -> list[Sample]:
+    def written(target: str, *args: object, **kwargs: object) -> Sample:
+        return Sample(target=target, args=args, kwargs=kwargs, is_written_later=True)
+
+    copies = "aten.copy_.default"
+    return [
+        written("aten.empty.memory_format", [6, 4], dtype=torch.float64),
+        written("aten.zeros.default", [2, 6, 4], dtype=torch.float64),
+        written("aten.ones.default", [6, 4], dtype=torch.float64),
+        written("aten.full.default", [6, 4], 2.5, dtype=torch.float64),
+        written("aten.full.default", [6], 0.0, dtype=torch.float64),
+        written("aten.new_empty.default", x(2, 6, 4), [2, 6, 12]),
+        written("aten.new_zeros.default", x(6, 4), [6, 4]),
+        written("aten.new_ones.default", x(6, 4), [4]),
+        written("aten.new_full.default", const(6, 4), [6, 6], -1.0),
+        written("aten.new_full.default", x(6), [], 0.0),
+        _named("aten.new_zeros.default", x(6, 4), [6, 6]),
+        _named("aten.new_zeros.default", x(6, 4), [12]),
+        _named("aten.new_full.default", x(6, 4), [4, 2], 3.0),
+        _named("aten.zeros.default", [6, 4], dtype=torch.float64),
+        _named(copies, x(6, 4), x(6, 4)),
+        _named(copies, x(2, 6, 4), x(6, 1)),
+        _named(copies, x(6, 4), const(4)),
+        _named(copies, const(6, 4), x()),
+        _named(copies, ids(5, 6, 4), ids(5, 4)),
+        _named("aten.fill_.Scalar", x(6, 4), 0.0),
+        _named("aten.fill_.Scalar", x(6, 4), 2.0),
+        _named("aten.fill_.Tensor", x(6, 4), x()),
+        _named("aten.zero_.default", x(6, 4)),
+        _named("aten.slice_scatter.default", x(6, 4), x(6, 2), 1, 0, 2),
+        _named("aten.slice_scatter.default", x(6, 4), x(3, 4), 0, 0, 6, 2),
+        _named("aten.select_scatter.default", x(2, 6, 4), x(2, 6), 2, 1),
+        _named("aten.select_scatter.default", x(6, 4), const(4), 0, -1),
+    ]
+
+
 def _convolutions() -> list[Sample]:
     samples = [
         _named("aten.conv1d.default", x(6, 4, 6), x(6, 4, 3)),
@@ -356,6 +393,12 @@ def _convolutions() -> list[Sample]:
         _named("aten.conv2d.padding", x(6, 2, 4, 4), x(6, 2, 3, 3), x(6), [1, 1], "valid"),
         _named("aten.conv3d.default", x(2, 6, 2, 2, 2), x(6, 6, 2, 2, 2)),
         _named("aten.conv3d.padding", x(2, 2, 2, 2, 2), x(2, 2, 1, 1, 1)),
+        _named("aten.conv_transpose1d.default", x(6, 4, 6), x(4, 6, 3), x(6)),
+        _named("aten.conv_transpose1d.default", x(4, 6), x(4, 2, 3)),
+        _named("aten.conv_transpose2d.input", x(2, 6, 4, 4), x(6, 4, 2, 2), x(4), [2, 2]),
+        _named("aten.conv_transpose2d.input", x(2, 6, 2, 2), x(6, 1, 2, 2), x(6), [1, 1], [0, 0], [0, 0], 6),
+        _named("aten.conv_transpose2d.input", x(2, 4, 2, 2), x(4, 3, 2, 2), x(6), [1, 1], [0, 0], [0, 0], 2),
+        _named("aten.conv_transpose3d.input", x(2, 6, 2, 2, 2), x(6, 4, 1, 1, 1)),
         _named("aten.max_pool1d.default", x(2, 6, 6), [2]),
         _named("aten.max_pool2d.default", x(2, 6, 4, 4), [2, 2]),
         _named("aten.max_pool3d.default", x(6, 2, 2, 2), [2, 2, 2]),
@@ -395,6 +438,114 @@ def _losses() -> list[Sample]:
             _named(nll, x(2, 6, 6), ids(6, 2, 6), const(6).abs(), reduction),
         ]
     return [*samples, _named("aten.mse_loss.default", x(6, 4), const(6, 4))]
+
+
+def _more_picks() -> list[Sample]:
+    put, bag = "aten.index_put.default", "aten.embedding_bag.padding_idx"
+    starts = torch.tensor([0, 2, 2, 5])
+    return [
+        _named("aten.index.Tensor", x(6, 4, 6, 2), [None, ids(4, 2, 6), None, ids(2, 6)]),
+        _named("aten.index.Tensor", x(6, 4, 6, 2), [None, ids(4, 2, 6), ids(6, 6)]),
+        _named("aten.index.Tensor", x(6, 4, 4), [None, mask(4), ids(4, 1)]),
+        _named(put, x(6, 4), [torch.tensor([0, 3])], x(2, 4)),
+        _named(put, x(6, 4), [None, torch.tensor([0, 3])], x(6, 1)),
+        _named(put, x(6, 4, 6), [None, torch.tensor([[0], [3]]), torch.tensor([1, 2])], x(6, 2, 2)),
+        _named(put, x(6, 4, 6), [torch.tensor([0, 3]), None, torch.tensor([1, 2])], x(2, 4)),
+        _named(put, x(6, 4), [torch.tensor([0, 3, 3])], x(3, 4), True),
+        _named("aten.index_put_.default", x(6, 4), [mask(6)], x(4)),
+        _named("aten.index_put_.default", x(6, 4), [mask(6, 4)], x()),
+        _named("aten.index_put_.default", x(6, 4), [mask(6, 4)], const(1), True),
+        _named(put, x(6, 4, 6), [mask(6, 4)], x(6)),
+        _named(put, ids(9, 6, 4), [None, torch.tensor([0, 3])], ids(9, 6, 2)),
+        _named("aten.index_copy.default", x(6, 4), 1, torch.tensor([0, 3]), x(6, 2)),
+        _named("aten.index_fill_.int_Scalar", x(6, 4), 0, torch.tensor([0, 3]), 0.0),
+        _named("aten.index_fill.int_Scalar", x(6, 4), -1, torch.tensor([0, 3]), 2.0),
+        _named("aten.scatter.src", x(6, 4), 1, torch.tensor([[0, 3]] * 6), x(6, 2)),
+        _named("aten.scatter.src", x(6, 4), 0, ids(1, 1, 2), const(6, 4)),
+        _named("aten.scatter.value", x(6, 4), 1, ids(4, 6, 2), 0),
+        _named("aten.scatter_.value", x(6, 4), 1, ids(4, 6, 2), 2.0),
+        _named("aten.scatter_reduce.two", x(6, 4), 1, ids(4, 6, 6), x(6, 6), "amax"),
+        _named("aten.scatter_reduce.two", x(6, 4), 0, ids(6, 2, 4), x(2, 4), "mean", include_self=False),
+        *(_named(bag, x(12, 6), ids(12, 8), starts, False, mode, False, None, False, None) for mode in (0, 1, 2)),
+        _named(bag, x(12, 6), ids(12, 8), starts, False, 0, False, x(8), False, 3),
+        _named(bag, x(12, 6), ids(3, 8), starts, True, 1, False, None, True, None),
+        _named("aten.embedding_bag.default", x(12, 6), ids(12, 8), starts),
+    ]
+
+
+def _solves() -> list[Sample]:
+    def regular(*batch: int) -> Tensor:
+        return (const(*batch, 4, 4) + 4 * torch.eye(4, dtype=torch.float64)).requires_grad_()
+
+    def definite(*batch: int) -> Tensor:
+        root = regular(*batch).detach()
+        return (root @ root.mT).requires_grad_()
+
+    alone = "inv inverse det slogdet qr matrix_exp svdvals inv_ex"
+    symmetric = "cholesky cholesky_ex eigvalsh"
+    solve, triangular = "aten.linalg_solve.default", "aten.linalg_solve_triangular.default"
+    return [
+        *(_named(f"aten.linalg_{name}.default", regular(6, 2)) for name in alone.split() if name != "inverse"),
+        *(_named(f"aten.{name}.default", regular(6)) for name in ("inverse", "det", "slogdet", "matrix_exp")),
+        *(_named(f"aten.linalg_{name}.default", definite(6, 2)) for name in symmetric.split()),
+        *(_named(f"aten.{name}.default", definite(6)) for name in ("cholesky", "logdet", "linalg_eigh")),
+        _named("aten.linalg_svd.default", regular(6), False),
+        *(_named(f"aten.{name}.default", regular(6), 3) for name in ("linalg_matrix_power", "matrix_power")),
+        _named(solve, regular(6), x(6, 4, 6)),
+        _named(solve, regular(6), x(6, 4)),
+        _named(solve, regular(), x(4)),
+        _named(solve, regular(), x(4, 6)),
+        _named(solve, regular(6, 1), x(2, 4, 6)),
+        _named(solve, regular(6), x(6, 6, 4), left=False),
+        _named(triangular, regular(6), x(6, 4, 6), upper=True),
+        _named(triangular, regular(6), x(6, 6, 4), upper=False, left=False),
+        _named("aten.cholesky_solve.default", x(6, 4, 6), regular(6)),
+    ]
+
+
+def _recurrent() -> list[Sample]:
+    def weights(gates: int) -> list[Tensor]:
+        return [x(6 * gates, 4), x(6 * gates, 6), x(6 * gates), x(6 * gates)]
+
+    settings = (True, 1, 0.0, True, False)
+    return [
+        _named("aten.lstm_cell.default", x(6, 4), [x(6, 6), x(6, 6)], *weights(4)),
+        _named("aten.gru_cell.default", x(6, 4), x(6, 6), *weights(3)),
+        _named("aten.gru_cell.default", x(6, 4), x(6, 6), *weights(3)[:2]),
+        *(_named(f"aten.rnn_{name}_cell.default", x(6, 4), x(6, 6), *weights(1)) for name in ("tanh", "relu")),
+        _named("aten.rnn_tanh_cell.default", x(2, 4), x(2, 6), *weights(1)[:2]),
+        _named("aten.lstm.input", x(6, 4, 4), [x(1, 6, 6), x(1, 6, 6)], weights(4), *settings, True),
+        _named("aten.lstm.input", x(4, 6, 4), [x(1, 6, 6), x(1, 6, 6)], weights(4)[:2], False, *settings[1:], False),
+        _named("aten.gru.input", x(6, 4, 4), x(1, 6, 6), weights(3), *settings, True),
+        _named("aten.gru.input", x(6, 4, 4), x(2, 6, 6), weights(3) * 2, *settings[:-1], True, True),
+        *(
+            _named(f"aten.rnn_{name}.input", x(4, 6, 4), x(1, 6, 6), weights(1), *settings, False)
+            for name in ("tanh", "relu")
+        ),
+    ]
+
+
+def _statistics() -> list[Sample]:
+    batch, instance = "aten.batch_norm.default", "aten.instance_norm.default"
+    ends = (0.1, 1e-5, True)
+    return [
+        _named(batch, x(6, 6, 4), x(6), x(6), None, None, True, *ends),
+        _named(batch, x(6, 4), x(4), None, None, None, True, *ends),
+        _named(batch, x(2, 6, 2, 2), x(6), x(6), const(6), const(6).square(), True, *ends),
+        _named(batch, x(6, 4, 6), x(4), x(4), const(4), const(4).square(), False, *ends),
+        _named(instance, x(6, 4, 6), x(4), x(4), None, None, True, *ends),
+        _named(instance, x(6, 4, 6), None, None, None, None, True, *ends),
+        _named(instance, x(6, 4, 6), x(4), x(4), const(4), const(4).square(), True, *ends),
+        _named(instance, x(6, 4, 6), x(4), x(4), const(4), const(4).square(), False, *ends),
+        _named("aten.prelu.default", x(6, 4, 2), x(4)),
+        _named("aten.prelu.default", x(6, 4), x(1)),
+        _named("aten.prelu.default", x(6), x(1)),
+        _named("aten.unfold.default", x(6, 4, 6), 1, 2, 1),
+        _named("aten.unfold.default", x(6, 4), -1, 2, 2),
+        _named("aten.im2col.default", x(2, 6, 4, 4), [2, 2], [1, 1], [0, 0], [1, 1]),
+        _named("aten.col2im.default", x(2, 24, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1]),
+        _named("aten.im2col.default", x(6, 4, 4), [2, 2], [1, 1], [0, 0], [2, 2]),
+    ]
 
 
 def _norms() -> list[Sample]:
@@ -515,6 +666,8 @@ def _reshapes() -> list[Sample]:
         ((1, 6, 4), (6, 4)),
         ((6, 2, 2, 6), (12, 12)),
         ((2, 3, 4), (6, 2, 2)),
+        ((3, 2, 12), (3, 12, 2)),
+        ((3, 12, 2), (6, 12)),
         ((6,), (2, 3)),
         ((6, 1), (6,)),
         ((1,), ()),
@@ -646,8 +799,13 @@ SAMPLES = (
     *_attention(),
     *_lookups(),
     *_picks(),
+    *_creations(),
     *_convolutions(),
     *_losses(),
+    *_more_picks(),
+    *_solves(),
+    *_recurrent(),
+    *_statistics(),
     *_norms(),
     *_reductions(),
     *_reshapes(),

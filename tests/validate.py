@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from tpplan.core.graph import Argument, Ref, Value
 from tpplan.core.layout import ROWS, Layout, LayoutKind, P, R, layouts_of
 from tpplan.core.units import FLOATING_DTYPES
 from tpplan.layouts.rules import Call, Strategy, call_strategies, localized_arguments
+from tpplan.layouts.rules.size_literals import CREATIONS
+from tpplan.torch_internals.operators import is_pointwise
 
 #: largest error allowed, relative to the largest element; everything here is float64
 TOLERANCE = 1e-10
@@ -29,11 +32,15 @@ Literals = Mapping[int, Argument]
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A call of an op on small tensors; a tensor carries a gradient when it requires one."""
+    """A call of an op on small tensors; a tensor carries a gradient when it requires one.
+
+    `is_written_later`: a gradient reaches the result from what is written to it later.
+    """
 
     target: str
     args: tuple[Literal, ...]
     kwargs: dict[str, Literal] = field(default_factory=dict)
+    is_written_later: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -55,20 +62,31 @@ class Sample:
             return tuple(map(as_argument, value)) if isinstance(value, list | tuple) else value  # type: ignore[return-value]
 
         operands = self.tensors
-        carries = any(tensor.requires_grad for tensor in operands) and self.target != "aten.detach.default"
         results = run(self, operands, {})
+        carries = self.is_written_later or (
+            any(tensor.requires_grad for tensor in operands)
+            and self.target != "aten.detach.default"
+            and self.target not in CREATIONS
+        )
         return Call(
             target=self.target,
             args=tuple(map(as_argument, self.args)),
             kwargs=tuple((key, as_argument(value)) for key, value in self.kwargs.items()),
             operands=tuple(_value(f"x{i}", t, carries=t.requires_grad) for i, t in enumerate(operands)),
             results=tuple(_value(f"y{i}", t, carries=carries) for i, t in enumerate(results)),
+            is_pointwise=is_pointwise(operator_of(self.target)),
         )
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in self.tensors)
         literals = [value for value in self.args if not list(_tensors(value))]
         return f"{self.target}({shapes}; {literals} {dict(self.kwargs) if self.kwargs else ''})"
+
+
+def operator_of(target: str) -> Any:
+    """The operator of torch, or what stands in for it."""
+    namespace, name, overload = target.split(".")
+    return STAND_INS.get(target) or getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
 def _tensors(value: Literal) -> Iterator[Tensor]:
@@ -97,8 +115,10 @@ def grouped_products(rows: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([rows[start:end] @ expert for start, end, expert in pairs])
 
 
-#: in float64, what has no such kernel
+#: in float64, what has no such kernel; and what an empty tensor may hold
 STAND_INS = {
+    "aten.empty.memory_format": torch.ops.aten.zeros.default,
+    "aten.new_empty.default": torch.ops.aten.new_zeros.default,
     "aten._grouped_mm.default": grouped_products,
     "transformers.grouped_mm_fallback.default": grouped_products,
 }
@@ -106,8 +126,7 @@ STAND_INS = {
 
 def run(sample: Sample, operands: tuple[Tensor, ...], literals: Literals) -> tuple[Tensor, ...]:
     """The op on other operands; `literals` replace some, by position. Every run draws the same random numbers."""
-    namespace, name, overload = sample.target.split(".")
-    op = STAND_INS.get(sample.target) or getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    name, op = sample.target.split(".")[1], operator_of(sample.target)
     remaining = iter(operands)
 
     def place(value: Literal) -> Literal:

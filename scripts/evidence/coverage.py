@@ -1,6 +1,6 @@
 """Shows that Hugging Face models are planned, and that their plans are right and shard enough.
 
-    python scripts/evidence/coverage.py [TYPE ...] [--tp 2,8] [--numeric-tp 2,4] [--no-numerics] [--tiny]
+    python scripts/evidence/coverage.py [TYPE ...] [--tp 2,4,8] [--numeric-tp 2,4] [--no-numerics] [--tiny]
                                         [--out FILE.csv]
 
 A type's default configuration, with few layers, is solved and proven on the meta device for a machine whose links cost
@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.apply.apply import apply_plan
 from tpplan.apply.model_match import plan_name
-from tpplan.core.graph import ModelGraph
+from tpplan.core.graph import ModelGraph, enclosing
 from tpplan.core.layout import Conversion, Layout, S, fits
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.typecheck import typecheck
@@ -63,6 +63,8 @@ from fork_server import ForkServer
 PERTURBATION = 0.02
 #: of the elements of all parameters: less than this, a few biases, is not counted as sharded less
 SHARE_RESOLUTION = 1e-3
+#: of the FLOPs of attention or MLPs: from this share on they count as divided
+DIVIDED = 0.9
 #: of a problem in the table; the CSV has all
 SHOWN_CHARACTERS = 200
 
@@ -80,6 +82,8 @@ class TypeRow(Row):
 
     #: shares of the elements of all parameters
     sharded: Mapping[int, float] = field(default_factory=dict)
+    #: what tp divides of a step's FLOPs
+    flops: Mapping[int, "FlopShares"] = field(default_factory=dict)
     expert: float | None = None
     #: pattern -> share of the elements of all parameters, of what the shipped plan shards and ours does not
     whole: Mapping[str, float] = field(default_factory=dict)
@@ -118,6 +122,46 @@ class TypeRow(Row):
     def is_right_and_sharded(self) -> bool:
         """All bars hold."""
         return self.is_proven and self.is_right and self.is_sharded_enough
+
+
+# What is divided
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlopShares:
+    """The share that tp divides of the FLOPs of a step, of attention, and of MLPs: None where there are none.
+
+    Attention is what runs in modules of classes named so; MLPs are all else that runs in repeated blocks.
+    """
+
+    whole: float
+    attention: float | None
+    mlp: float | None
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: Plan) -> "FlopShares":
+        """What a plan divides of a model."""
+        assert plan.tp_shares is not None, "the plan has one tensor-parallel rank"
+        flops: dict[str, list[float]] = {"attention": [0.0, 0.0], "mlp": [0.0, 0.0], "": [0.0, 0.0]}
+        for pattern, own in plan.tp_shares.modules.items():
+            kind = flops[kind_of(model, plan, pattern)]
+            kind[0] += own.divided_flops_share
+            kind[1] += own.flops_share
+        found = {kind: divided / total if total else None for kind, (divided, total) in flops.items()}
+        return cls(whole=plan.tp_shares.flops_share, attention=found["attention"], mlp=found["mlp"])
+
+    def __str__(self) -> str:
+        return " ".join("-" if share is None else f"{share:.0%}" for share in (self.whole, self.attention, self.mlp))
+
+
+def kind_of(model: nn.Module, plan: Plan, pattern: str) -> str:
+    """Whether a plan's module is in attention, in an MLP of a repeated block, or neither ("")."""
+    name = next(own for own, _ in plan.expand(pattern))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    around = [modules[part] for part in enclosing("" if name == ROOT else name) if part in modules]
+    if any("attention" in type(module).__name__.lower() for module in around[:-1]):
+        return "attention"
+    return "mlp" if any(part.isdecimal() or part == "*" for part in pattern.split(".")) else ""
 
 
 # What is sharded
@@ -413,6 +457,7 @@ def solve_wide(model_type: str, options: Options, reporter: Reporter[TypeRow]) -
             changed = replace(
                 row,
                 sharded={**row.sharded, tp: found.ours},
+                flops={**row.flops, tp: FlopShares.of(module, plan)},
                 whole={**found.expert_alone, **row.whole},
                 proven={**row.proven, tp: plan.proof.status is not ProofStatus.UNPROVEN},
                 rounds={**row.rounds, tp: plan.proof.rounds},
@@ -469,6 +514,7 @@ def header(options: Options) -> list[str]:
     return [
         *("model", "status"),
         *(f"sharded tp {tp}" for tp in options.degrees),
+        *(f"FLOPs tp {tp}" for tp in options.degrees),
         *("shipped", "rounds"),
         *(f"error tp {tp}" for tp in options.numeric_degrees),
         *("choices", "CPU s", "ops without a rule"),
@@ -485,6 +531,7 @@ def cells(row: TypeRow, options: Options) -> list[str]:
     return [
         *(row.model, row.status),
         *(share(row.sharded.get(tp)) for tp in options.degrees),
+        *(str(row.flops.get(tp, "-")) for tp in options.degrees),
         *(share(row.expert), " ".join(str(row.rounds.get(tp, "-")) for tp in options.degrees)),
         *errors,
         *(", ".join(dict.fromkeys(row.choices.values())) or "-", f"{row.cpu_s:.0f}", " ".join(row.unruled) or "-"),
@@ -509,12 +556,22 @@ def summary(rows: Sequence[TypeRow], options: Options) -> list[str]:
         compared = [row for row in rows if row.is_right and row.errors]
         lines.append(f"{len(compared)} of {len(rows)} numerically right: every error <= {TOLERANCE:g}")
     lines.append(f"{enough} of {len(with_expert)} with a shipped plan sharded at least as much")
+    lines.append("FLOPs: shares of those of a step that tp divides: all, attention, MLPs")
+    lines += [f"tp {tp}: attention and MLPs divided in {divided(rows, tp)}" for tp in options.degrees]
     lines.append(f"sharded, shipped: shares of the elements of all parameters, compared to {SHARE_RESOLUTION:.1%}")
     lines.append(
         f"error: max |a - b| / max(max |b|, {GRADIENT_NOISE:g} x the model's largest gradient), float32, the worst of "
         "the loss and all gradients"
     )
     return lines
+
+
+def divided(rows: Sequence[TypeRow], tp: int) -> str:
+    """How many of the models with attention or MLPs have both divided, by DIVIDED of their FLOPs."""
+    found = [row.flops[tp] for row in rows if tp in row.flops]
+    shares = [[share for share in (own.attention, own.mlp) if share is not None] for own in found]
+    known = [own for own in shares if own]
+    return f"{sum(min(own) >= DIVIDED for own in known)} of {len(known)}"
 
 
 def write_csv(path: Path, rows: Sequence[TypeRow], options: Options) -> None:
@@ -539,7 +596,7 @@ def main() -> int:
     """Prints a row per model type as it is found, and a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", default=[*LANGUAGE_TYPES, *OTHER_TYPES], metavar="TYPE")
-    parser.add_argument("--tp", type=degrees, default=(2, 8), help="degrees at the published width")
+    parser.add_argument("--tp", type=degrees, default=(2, 4, 8), help="degrees at the published width")
     parser.add_argument("--numeric-tp", type=degrees, default=(2, 4), help="degrees on real ranks")
     parser.add_argument("--no-numerics", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="plan the tiny twin, not the published width")
@@ -559,7 +616,10 @@ def main() -> int:
     quiet()
     model_types = [model_type for name in arguments.types for model_type in types_of(name)]
     least = {"model": max(map(len, model_types)), "status": 8, "choices": 12, "rounds": 6}
-    column_widths = widths(header(options), least)
+    flops = len(str(FlopShares(whole=1.0, attention=1.0, mlp=1.0)))
+    column_widths = widths(
+        header(options), least | {name: flops for name in header(options) if name.startswith("FLOPs")}
+    )
     print(line(header(options), column_widths), flush=True)
     rows = []
     for model_type in model_types:

@@ -161,6 +161,7 @@ def test_json_holds_the_whole_graph():
         "carries_gradient": True,
         "storage": "w",
         "varying": [],
+        "is_read": True,
     }
     assert [node["name"] for node in data["nodes"]] == [node.name for node in GRAPH.nodes]
     assert data["sources"][1]["aliases"] == ["tied.weight"]

@@ -25,10 +25,14 @@ from tpplan.costs.step.memory_ledger import Peak
 from tpplan.layouts.assignment import Assignment
 from tpplan.machine.profile import Estimate, HardwareProfile
 from tpplan.plan.parts import RECOMPUTATION
-from tpplan.plan.plan import Compile, Pass, Plan, Recompute
+from tpplan.plan.plan import Compile, Pass, Plan, Recompute, WorkKind
 
 #: bytes of a loss and of its gradient, which a plan's prediction leaves out
 SCALARS = 16
+
+#: the modes that run anything again; the selective ones are slow to hold against torch
+RECOMPUTED = [mode for mode in Recompute if mode is not Recompute.NONE]
+ONE_FAST = [pytest.param(mode, marks=pytest.mark.long) if mode.is_selective else mode for mode in RECOMPUTED]
 
 #: of a plan, by its name here: what it is solved for
 SOLVED = {
@@ -134,7 +138,7 @@ def test_a_plan_for_compiled_layers_says_so_and_is_priced_so() -> None:
     assert undone.predicted.step_time_s == pytest.approx(eager.predicted.step_time_s)
 
 
-@pytest.mark.parametrize("mode", [Recompute.SELECTIVE, Recompute.FULL])
+@pytest.mark.parametrize("mode", RECOMPUTED)
 def test_solve_and_price_agree_on_recomputation(mode: Recompute) -> None:
     """To the last digit: there is one pricer."""
     plan = solve_example("gpt", eager_to_shard(), gpus=2, tp=2, recompute=mode, prove=False)
@@ -194,7 +198,7 @@ def flop_of(step: Any) -> int:
     return sum(flop for op, flop in counts.items() if str(op) in ("aten.mm", "aten.addmm", "aten.bmm"))
 
 
-@pytest.mark.parametrize("mode", [Recompute.FULL, pytest.param(Recompute.SELECTIVE, marks=pytest.mark.long)])
+@pytest.mark.parametrize("mode", ONE_FAST)
 def test_what_runs_again_is_what_torch_runs_again(gpt: Plan, mode: Recompute) -> None:
     again = recomputing(gpt, mode)
     predicted = price("gpt", again, counts_flop()).predicted.time_s
@@ -203,8 +207,8 @@ def test_what_runs_again_is_what_torch_runs_again(gpt: Plan, mode: Recompute) ->
     with applied("gpt", again) as (_, step):
         after = flop_of(step)
     assert predicted["compute"] == before
-    assert predicted[RECOMPUTATION] == after - before
-    assert (after > before) == (mode is Recompute.FULL)
+    assert predicted.get(RECOMPUTATION, 0.0) == after - before
+    assert (after > before) == (WorkKind.PRODUCT not in mode.keeps)
 
 
 class Sent(TorchDispatchMode):
@@ -227,7 +231,7 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("mode", [Recompute.FULL, pytest.param(Recompute.SELECTIVE, marks=pytest.mark.long)])
+@pytest.mark.parametrize("mode", ONE_FAST)
 def test_collectives_that_run_again_are_listed(gpt: Plan, mode: Recompute) -> None:
     priced = price("gpt", recomputing(gpt, mode), machine())
     listed: Counter[str] = Counter()
@@ -253,7 +257,7 @@ def kept_bytes(tracker: Any, name: str, plan: Plan) -> int:
         return tracker.made.live_bytes - before
 
 
-@pytest.mark.parametrize("mode", [Recompute.FULL, Recompute.SELECTIVE])
+@pytest.mark.parametrize("mode", RECOMPUTED)
 def test_what_is_freed_is_what_torch_frees(mlp: Plan, mode: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[float] = []
 
@@ -267,9 +271,9 @@ def test_what_is_freed_is_what_torch_frees(mlp: Plan, mode: Recompute, monkeypat
         price("mlp", plan, machine())
     without, predicted = kept
     seen, tracked = (kept_bytes(gpu.Tracker(), "mlp", p) for p in (mlp, again))
-    # Selective: two products of a block are held beside what its relus keep of them.
+    # Two products of a block that are kept are held beside what its relus keep of them.
     assert without - predicted == seen - tracked
-    assert (predicted < without) == (mode is Recompute.FULL)
+    assert (predicted < without) == (WorkKind.PRODUCT not in mode.keeps)
 
 
 def test_one_module_is_made_again_at_a_time() -> None:

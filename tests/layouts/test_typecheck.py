@@ -692,7 +692,8 @@ def test_what_does_not_type_is_cut_and_solved_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(counterexamples, "typecheck", strict)
     plan = solve_prove(lambda: ProveModel(nn.Identity()))
     assert plan.proof.status is ProofStatus.PROVEN
-    assert set(plan.proof.cuts) == {"relu is not believed"}
+    assert plan.proof.cuts
+    assert all(cut.startswith("on 2 ranks ") and cut.endswith(": relu is not believed") for cut in plan.proof.cuts)
     assert plan.parameters["mlp.up_proj.weight"].placement != S(0)
 
 

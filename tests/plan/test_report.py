@@ -296,7 +296,7 @@ def test_tokens_per_second_come_from_the_batch_and_the_step() -> None:
     assert derived["tokens_per_s"] == 128 * 4096 / 0.5
     assert derived["tokens_per_s_per_gpu"] == 128 * 4096 / 0.5 / 16
     text = render(make_plan())
-    assert "1.05 M tokens/s, 65.5 k per GPU (128 sequences x 4096 tokens a step)" in text
+    assert "1.05 M tokens/s, 65.5 k per GPU (128 sequences of 4096 tokens a step)" in text
 
 
 def test_as_data_is_the_plan_and_what_follows_from_it() -> None:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 import tpplan
 from tpplan.core.graph import ModelGraph
-from tpplan.costs.best_rates import BestRates, seconds_of_a_sequence
 from tpplan.costs.execute import Executor
 from tpplan.costs.kernels import Attention, Matmul, MemoryBound, kernel_time
 from tpplan.costs.step.cost_table import decides_like, price_space
@@ -17,6 +16,7 @@ from tpplan.layouts.decision_space import build_space
 from tpplan.machine.profile import AttentionSizes, HardwareProfile, load_profile
 from tpplan.plan.plan import Plan
 from tpplan.search.planner import prepare
+from tpplan.search.points.best_rates import BestRates, seconds_of_a_sequence
 from tpplan.search.points.grown_graph import grown
 from tpplan.search.points.options import Batch, Cluster, Options
 from tpplan.search.points.request import Request

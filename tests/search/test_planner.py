@@ -1,6 +1,6 @@
 """The planner's own promises: the ILP's optimum is the optimum, prices are the expanded plan's, results repeat."""
 
-import dataclasses
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -18,6 +18,7 @@ from tpplan.core.mesh import GroupShape, Mesh
 from tpplan.costs.execute import Executor
 from tpplan.costs.step.cost_table import price_space
 from tpplan.costs.step.formulate import Formulation
+from tpplan.costs.step.memory_rows import Peaks
 from tpplan.costs.step.train_config import Setting
 from tpplan.layouts.decision_space import build_space
 from tpplan.machine.profile import Collective, HardwareProfile, load_profile
@@ -115,9 +116,9 @@ def test_an_assignment_costs_what_the_tied_problem_says() -> None:
     choice = solvers.solve(formulation.problem).choice
     assert choice is not None
     untied(formulation, choice)
-    counted_twice = dataclasses.replace(formulation.space)
+    counted_twice = replace(formulation.space)
     counted_twice.members["linear"] += ("linear",)
-    broken = dataclasses.replace(formulation, priced=dataclasses.replace(formulation.priced, space=counted_twice))
+    broken = replace(formulation, priced=replace(formulation.priced, space=counted_twice))
     with pytest.raises(AssertionError, match="the tied problem prices"):
         untied(broken, choice)
 
@@ -181,7 +182,7 @@ def test_ties_are_broken_by_least_work() -> None:
         graph = trace(llama.build_model(), llama.example_inputs(1, 64), loss=llama.loss)
     formulation = formulate(graph, slow, Mesh(tp=2, shard=4))
     units = tuple(f"layers.{i}" for i in range(4))
-    formulation = dataclasses.replace(formulation, setting=dataclasses.replace(formulation.setting, units=units))
+    formulation = replace(formulation, setting=replace(formulation.setting, units=units))
     cheapest = solvers.solve(formulation.problem)
     assert cheapest.choice is not None
     assert cheapest.objective is not None
@@ -222,6 +223,22 @@ def test_nothing_fits_says_how_much_is_missing_and_what_would_fit() -> None:
     assert fitting.predicted.peak_memory_bytes <= limit
     with pytest.raises(InfeasibleError):
         solve_example("mlp", eager_to_shard(), memory_limit_bytes=limit, **(options | {"gpus": enough // 2}))
+
+
+def test_a_plan_that_needs_more_than_the_ilp_counts_is_solved_again_with_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rows of the ILP count too little here: the plan fits all the same, and is not called optimal."""
+    rows = Peaks.rows
+    monkeypatch.setattr(Peaks, "rows", lambda self: (replace(row, limit=row.limit * 1.3) for row in rows(self)))
+    options = {"gpus": 4, "global_batch": 16, "micro_batch": 4, "prove": False}
+    replicating = machine(intra_bytes_per_s=1e8, latency_s=1e-4)
+    limit = solve_example("mlp", replicating, **options).predicted.peak_memory_bytes * 0.95
+    plan = solve_example("mlp", replicating, memory_limit_bytes=limit, **options)
+    assert plan.predicted.peak_memory_bytes <= limit
+    assert plan.solver.bound_s <= plan.solver.objective_s
+    assert plan.solver.status is Status.FEASIBLE
+    assert plan.solver.gap > 0
 
 
 def test_memory_is_within_the_limit_and_time_never_improves_as_it_falls() -> None:
@@ -374,7 +391,7 @@ def test_rounds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cpu_hides_no_collective_behind_compute() -> None:
     """FSDP's collectives run beside compute on streams of their own, which a CPU has none of."""
     gpu = machine(flop_per_s=1e8, launch_s=1e-9)
-    cpu = dataclasses.replace(gpu, device_type="cpu")
+    cpu = replace(gpu, device_type="cpu")
     hidden, waited_for = (
         solve_example("llama", profile, gpus=4, tp=1, fsdp=4, global_batch=4, micro_batch=1, prove=False)
         for profile in (gpu, cpu)

@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -11,6 +12,7 @@ import pytest
 
 from tpplan import solvers
 from tpplan.core.errors import SolverError, UsageError
+from tpplan.solvers.groups import skeleton_of
 from tpplan.solvers.presolve import reduce
 from tpplan.solvers.problem import (
     Choice,
@@ -571,3 +573,18 @@ def test_brute_force_refuses_what_it_cannot_enumerate() -> None:
     problem = Problem(nodes=tuple(node(f"n{i}", 10) for i in range(7)), edges=(), objective=())
     with pytest.raises(UsageError, match="at most 1,000,000"):
         solvers.solve(problem, solver="brute-force")
+
+
+def test_merging_groups_takes_time_in_proportion_to_the_nodes() -> None:
+    def seconds(number: int) -> float:
+        nodes = tuple(node(f"n{i}", 3) for i in range(number))
+        # Every second link merges its nodes, for it is one to one; the others merge nothing.
+        edges = tuple(edge(f"n{i}", f"n{i + 1}", *(("RST", "RST"), ("RRR", "RRR"))[i % 2]) for i in range(number - 1))
+        started = time.process_time()
+        found = skeleton_of(nodes, edges)
+        taken = time.process_time() - started
+        assert found is not None
+        assert found.num_columns == 3 * number // 2
+        return taken
+
+    assert min(seconds(3200) for _ in range(2)) < 7 * min(seconds(800) for _ in range(2))

@@ -640,7 +640,9 @@ def test_an_error_of_the_model_s_own_is_not_taken_for_one_of_forward_s_arguments
         def forward(self, input):
             return super().forward(input) + "1"
 
-    with pytest.raises(ModelError, match=r"TypeError in the model's forward: (.|\n)*without tpplan too"):
+    with pytest.raises(
+        ModelError, match=r"TypeError in the model's forward: (.|\n)*without tpplan: where that fails too"
+    ):
         trace(Adding(D, D, device="meta"), {"input": meta(B, D)})
 
 

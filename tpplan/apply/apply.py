@@ -42,7 +42,7 @@ from tpplan.apply.modules.dropout_rng import DrawByRank
 from tpplan.apply.modules.first_step_check import check_first_step
 from tpplan.apply.modules.input_shapes import OnMismatch, check_shapes
 from tpplan.apply.modules.local_modules import ModuleBinding
-from tpplan.apply.modules.local_sizes import LocalSizes
+from tpplan.apply.modules.local_sizes import LocalSizes, check_attributes
 from tpplan.apply.modules.stale_references import Originals
 from tpplan.apply.parallel_style import module_styles
 from tpplan.apply.rank_agreement import check_ranks_agree
@@ -170,6 +170,8 @@ def _rewriters(plan: Plan, modules: dict[str, nn.Module], group: TpGroup) -> dic
     named += [(name, ShardedClasses(count, group)) for name, count in plan.sharded_losses().items()]
     named += [(name, DrawByRank(group.rank)) for name in plan.drawing_modules()]
     found: dict[nn.Module, dict[type, Rewriter]] = {}
+    for name, sizes in plan.size_plans().items():
+        check_attributes(module_called(modules, name), name, sizes)
     for name, rewriter in named:
         known = found.setdefault(module_called(modules, name), {}).setdefault(type(rewriter), rewriter)
         if known != rewriter:

@@ -22,21 +22,30 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tpplan.core.errors import PlanMismatchError, UsageError
 from tpplan.core.name_patterns import ROOT
-from tpplan.plan.plan import Recompute
+from tpplan.plan.plan import Recompute, WorkKind
 from tpplan.torch_internals.modules import follows_statistics, own_buffers
 from tpplan.torch_internals.tensors import version_of
 from tpplan.trace.hooks.generated_class import subclass
 from tpplan.trace.hooks.host_rng import restored, states_of_generators
 
-#: ops whose results selective recomputation keeps, as recomputing them costs most: products, attention, collectives
-KEPT = frozenset({
-    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::_scaled_mm",
-    "aten::convolution", "aten::_convolution", "aten::mkldnn_linear", "mkldnn::_linear_pointwise",
-    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
-    "aten::_flash_attention_forward", "aten::_efficient_attention_forward", "aten::_cudnn_attention_forward",
-    "_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_to_all_single",
-})  # fmt: skip
+#: ops by the kind of work that they do, for a mode of recomputation that keeps the results of this kind
+_OPS = {
+    WorkKind.PRODUCT: (
+        "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::_scaled_mm",
+        "aten::convolution", "aten::_convolution", "aten::mkldnn_linear", "mkldnn::_linear_pointwise",
+    ),
+    WorkKind.ATTENTION: (
+        "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_flash_attention_forward", "aten::_efficient_attention_forward", "aten::_cudnn_attention_forward",
+    ),
+    WorkKind.SUM: (
+        "_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor",
+        "_c10d_functional::all_to_all_single",
+    ),
+}  # fmt: skip
+#: by mode, the ops whose results it keeps
+KEPT_OPS = {mode: frozenset(op for kind, ops in _OPS.items() if kind in mode.keeps for op in ops) for mode in Recompute}
 
 #: ops that return views without telling autograd: a write through one would change a kept result unseen
 _UNSAFE = ("aten::unsafe_chunk", "aten::unsafe_split")
@@ -62,8 +71,9 @@ def recompute(module: nn.Module, mode: Recompute) -> None:
 def recomputed_class(cls: type[nn.Module], mode: Recompute) -> type[nn.Module]:
     """Returns the subclass of cls whose forward is recomputed. The subclass has the name of cls."""
     contexts: dict[str, Any] = {}
-    if mode is Recompute.SELECTIVE:
-        contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    if mode.is_selective:
+        policy = functools.partial(_policy, KEPT_OPS[mode])
+        contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -77,13 +87,13 @@ def recomputed_class(cls: type[nn.Module], mode: Recompute) -> type[nn.Module]:
     return subclass(cls, {"forward": forward}, recomputed_class, (mode,))
 
 
-def _policy(_context: object, op: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+def _policy(kept: frozenset[str], _context: object, op: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
     if op.name().startswith(_UNSAFE):
         raise UsageError(
             f"{op.name()} runs in a module that is recomputed selectively: a write to its results would change a "
             "kept matrix product; recompute that module fully"
         )
-    return CheckpointPolicy.MUST_SAVE if op.name().partition(".")[0] in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op.name().partition(".")[0] in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 #: key in a module's __dict__ of the names of the buffers at or below it that its forward writes to

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         per_node = args.gpus_per_node or profile.gpus_per_node
         counts = args.gpus or counts_up_to(args.max_gpus or _MOST, per_node)
         clusters += [Cluster(gpus=n, gpus_per_node=min(n, per_node), profile=profile) for n in counts]
-    options = training_options(args) | {
+    options = training_options(args, model) | {
         "loss": model.loss,
         "unused_outputs": model.unused_outputs,
         "tp": args.tp,

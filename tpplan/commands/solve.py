@@ -33,8 +33,9 @@ _MOST_DIGITS = 100
 _SIZE_UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 _EPILOG = """\
-model.py defines build_model() and example_inputs(batch, seq_len), and may define loss(outputs, inputs) and
-unused_outputs = ("logits",). model.py:NAME picks another builder; hf:path/config.json a Hugging Face model.
+model.py defines build_model() and example_inputs(batch, seq_len), or example_inputs(batch) where samples have no
+length, and may define loss(outputs, inputs) and unused_outputs = ("logits",). model.py:NAME picks another builder;
+hf:path/config.json a Hugging Face model.
 """
 
 
@@ -75,14 +76,16 @@ def _add_machine(group: "argparse._ArgumentGroup") -> None:
 
 def add_training(group: "argparse._ArgumentGroup") -> None:
     """Adds the options on how the model is trained."""
-    group.add_argument("--global-batch", type=count, required=True, metavar="N", help="sequences per optimizer step")
-    group.add_argument("--seq-len", type=count, required=True, metavar="N", help="tokens per sequence")
+    group.add_argument("--global-batch", type=count, required=True, metavar="N", help="samples per optimizer step")
+    group.add_argument(
+        "--seq-len", type=count, metavar="N", help="tokens per sample, unless example_inputs takes a batch alone"
+    )
     group.add_argument(
         "--micro-batch",
         type=micro_batch,
         default="auto",
         metavar="N",
-        help="sequences at once on a rank (default: auto, which the solver decides)",
+        help="samples at once on a rank (default: auto, which the solver decides)",
     )
     group.add_argument(
         "--precision", choices=[str(p) for p in Precision], help="default: bf16-mixed on GPUs, else fp32"
@@ -186,7 +189,7 @@ def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile)
                 "time_limit_s": args.time_limit,
                 "pins": pins_of(args),
                 "progress": progress,
-                **training_options(args),
+                **training_options(args, model),
             },
             reuse=Reuse(),
         )
@@ -194,11 +197,11 @@ def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile)
         return plan, top(problem, args.top, prove=args.prove) if args.top > 1 else []
 
 
-def training_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of add_training as arguments of solve."""
+def training_options(args: argparse.Namespace, model: ModelSpec) -> dict[str, Any]:
+    """The options of add_training as arguments of solve. Raises UsageError for a length that samples do not have."""
     return {
         "global_batch": args.global_batch,
-        "seq_len": args.seq_len,
+        "seq_len": model.length_of(args.seq_len),
         "micro_batch": args.micro_batch,
         "precision": args.precision,
         "optimizer": args.optimizer,

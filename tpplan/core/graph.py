@@ -38,7 +38,8 @@ Argument = Ref | None | bool | int | float | str | tuple["Argument", ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
     """A tensor. `carries_gradient`: a gradient is computed for it. `storage`: the value whose storage it shares, or
-    itself. `varying`: dims whose size depends on data and may differ at another step."""
+    itself. `varying`: dims whose size depends on data and may differ at another step. `is_read`: whether anything that
+    the step gives or writes is computed from it."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,6 +47,7 @@ class Value:
     carries_gradient: bool
     storage: str
     varying: tuple[int, ...] = ()
+    is_read: bool = True
 
     def can_be(self, layout: Layout, tp: int) -> bool:
         """True where tp ranks can hold the value in this layout at every size that its varying dims may take."""
@@ -69,6 +71,8 @@ LOSS_SCOPE = "<loss>"
 OWN_SCOPE = "<tpplan>"
 #: prefix of an output's path where forward stores the tensor outside instead of returning it (tpplan.trace.left_behind)
 LEFT_AT = "left at "
+#: between the paths of arguments that are one tensor
+SAME_TENSOR = " = "
 
 
 class SourceKind(StrEnum):
@@ -94,7 +98,10 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """A call of an operator, such as `aten.linear.default`, in the forward of `module` ("" for the root)."""
+    """A call of an operator, such as `aten.linear.default`, in the forward of `module` ("" for the root).
+
+    `is_pointwise`: torch says that an element of a result depends on the operands' elements at its own place alone.
+    """
 
     name: str
     target: str
@@ -102,6 +109,7 @@ class Op:
     kwargs: tuple[tuple[str, Argument], ...]
     results: tuple[str, ...]
     module: str
+    is_pointwise: bool = False
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
@@ -118,7 +126,10 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """A tensor that crosses into or out of `module`; `path` is its argument or output ("0", "mask", "1.0")."""
+    """A tensor that crosses into or out of `module`; `path` is its argument or output ("0", "mask", "1.0").
+
+    A tensor that one call is given as several arguments crosses once; `path` then joins theirs ("query = key").
+    """
 
     name: str
     module: str
@@ -136,6 +147,11 @@ class Boundary:
     def results(self) -> tuple[str, ...]:
         """The value after the crossing."""
         return (self.result,)
+
+    @property
+    def places(self) -> tuple[tuple[str, Direction, str], ...]:
+        """(module, direction, path) of each argument or output that the tensor is."""
+        return tuple((self.module, self.direction, path) for path in self.path.split(SAME_TENSOR))
 
     @property
     def leaves_model(self) -> bool:
@@ -176,6 +192,8 @@ class ModelGraph:
     loss: str | None
     blocks: tuple[RepeatedBlock, ...] = ()
     questions: tuple[tuple[str, str, bool], ...] = ()
+    #: op name -> the line of the model's code that called it, as `file:line: text`; absent where none is known
+    lines: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
     #: digests of the calls in each module's forward (tpplan.trace.noted_calls)
     calls: dict[str, tuple[str, ...]] = field(default_factory=dict, hash=False, compare=False)
 
@@ -244,8 +262,8 @@ class ModelGraph:
         return graph
 
     def to_json(self) -> str:
-        """The graph as JSON with sorted keys, without the questions."""
-        return json.dumps(replace(self, questions=()), sort_keys=True, default=_as_data)
+        """The graph as JSON with sorted keys, without the questions and lines of code."""
+        return json.dumps(replace(self, questions=(), lines={}), sort_keys=True, default=_as_data)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -306,6 +324,19 @@ class _Digests:
         if isinstance(argument, Ref):
             return {"value": self.read(argument.name)}
         return [self._argument(item) for item in argument] if isinstance(argument, tuple) else argument
+
+
+def unread_values(graph: ModelGraph) -> frozenset[str]:
+    """Names of computed values that nothing is computed from which the step returns, or writes to an operand."""
+    read = {value for _, value in graph.outputs} | ({graph.loss} if graph.loss is not None else set())
+    read |= {boundary.result for boundary in graph.boundaries if boundary.leaves_model}
+    unread = set()
+    for node in reversed(graph.nodes):
+        if (isinstance(node, Op) and _may_write(node)) or not read.isdisjoint(node.results):
+            read.update(node.operands)
+        else:
+            unread.update(node.results)
+    return frozenset(unread)
 
 
 def _may_write(op: Op) -> bool:

@@ -30,6 +30,20 @@ def members(graph: ModelGraph, module: str) -> tuple[Op | Boundary, ...]:
     return graph.nodes_by_module.get(module, ())
 
 
+def like_ops(graph: ModelGraph) -> dict[str, str]:
+    """The name of each op -> the name of the op at its place in the first of its like blocks, else its own."""
+    return graph.once(like_ops, lambda: _like_ops(graph))
+
+
+def _like_ops(graph: ModelGraph) -> dict[str, str]:
+    found = {op.name: op.name for op in graph.ops}
+    for block in graph.blocks:
+        first = members(graph, block.names[0])
+        for name in block.names[1:]:
+            found.update((own.name, like.name) for own, like in zip(members(graph, name), first, strict=True))
+    return found
+
+
 def _alike(graph: ModelGraph, prefix: str, indices: list[int]) -> list[RepeatedBlock]:
     parameters = {source.result: source.label for source in graph.sources}
     alike: dict[object, list[int]] = defaultdict(list)

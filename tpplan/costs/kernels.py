@@ -12,6 +12,7 @@ import torch
 
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.machine.profile import AttentionSizes, Estimate, HardwareProfile
+from tpplan.plan.plan import WorkKind
 from tpplan.torch_internals.operators import gives_views
 from tpplan.torch_internals.recording import TorchDispatchMode
 from tpplan.trace.hooks.live_storages import Storages
@@ -46,6 +47,23 @@ class MemoryBound:
 
 
 Kernel = Matmul | Attention | MemoryBound
+#: the work that a kernel does
+WORK = {Matmul: WorkKind.PRODUCT, Attention: WorkKind.ATTENTION, MemoryBound: WorkKind.REST}
+
+
+def flop_of(kernels: Iterable[Kernel]) -> float:
+    """The FLOP of products (convolutions among them) and attention; elementwise work counts as none."""
+    found = 0.0
+    for kernel in kernels:
+        match kernel:
+            case Matmul(m=m, n=n, k=k, batch=batch):
+                found += 2.0 * m * n * k * batch
+            case Attention(flop=flop):
+                found += flop
+            case MemoryBound():
+                pass
+    return found
+
 
 _VIEW_LIKE = frozenset({"aten.empty_like.default", "aten.new_empty.default", "aten.empty.memory_format",
                         "aten.new_empty_strided.default", "aten.empty_strided.default", "aten.detach.default",

@@ -1,8 +1,7 @@
 """Finds, for each layer and each mode of recomputation, the activations that it keeps and remakes, and what runs again.
 
-A recomputed layer's forward runs again as under torch.utils.checkpoint (tpplan.costs.step.recompute_cost): up to the
-last op that saves anything, and that op too where it saves a result. Selective recomputation keeps the results of
-matrix products, attention and the conversions among HELD_STEPS.
+A recomputed layer's forward runs again as under torch.utils.checkpoint: up to the last op that saves anything, and
+that op too where it saves a result. A mode keeps the results of some kinds of work (tpplan.plan.plan.Recompute).
 
 A layer owns the tensors that enter it, which it keeps in every mode, and those that are made inside it. All other
 tensors are kept in every mode and belong to no layer.
@@ -17,13 +16,13 @@ from itertools import chain
 from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, enclosing
 from tpplan.core.layout import Conversion
 from tpplan.costs.execute import Execution, Executor, whole_strategy
-from tpplan.costs.kernels import MemoryBound
+from tpplan.costs.kernels import WORK
 from tpplan.costs.peak_candidates import KeptStorage, PeakCandidates, Region
 from tpplan.costs.saved_tensors import (
-    HELD_STEPS,
     SavedStorage,
     copies_read,
     extra_terms,
+    gives_sum,
     is_wanted,
     kept_expressions,
     segments_of,
@@ -32,7 +31,7 @@ from tpplan.costs.saved_tensors import (
 from tpplan.layouts.decision_space import Decider, Reading, Space
 from tpplan.layouts.rules import Call
 from tpplan.plan.parts import SAVED
-from tpplan.plan.plan import Recompute
+from tpplan.plan.plan import Recompute, WorkKind
 from tpplan.solvers.problem import Expression, Term
 
 #: number of a kind of tensors with the same bytes
@@ -172,7 +171,7 @@ class _ActivationFinder:
         self._is_unit = frozenset(units)
         self.sizes: dict[Key, Bytes] = {}
         self._unit_of: dict[str, str | None] = {}
-        self._holding: dict[str, bool] = {}
+        self._work: dict[str, frozenset[WorkKind]] = {}
         self._numbers: dict[object, Key] = {}
         self._position = {node.name: i for i, node in enumerate(space.graph.nodes)}
         self._places: dict[str, list[int]] = {}
@@ -245,7 +244,7 @@ class _ActivationFinder:
                 known[form] = key, self._sums_held(maker, key) if may_be_sum else None
             key, parts = known[form]
             until = min(segment.until, held.made) if parts is not None else held.until
-            if parts is not None and mode is Recompute.SELECTIVE and (held.owner is not None or not held.is_needed):
+            if parts is not None and _keeps_sums(mode) and (held.owner is not None or not held.is_needed):
                 yield held.owner or held.crossed_in, parts[0], held.made, until, True
                 key = parts[1]
             if held.is_needed:
@@ -263,20 +262,20 @@ class _ActivationFinder:
         return self._numbers.setdefault(what, len(self._numbers))
 
     def _holdings(self, mode: Recompute) -> tuple[dict[str, SavedStorage], list[Holding]]:
-        """Returns the segments, and the storages that are kept under a mode or may be under selective recomputation."""
+        """Returns the segments, and the storages that are kept under a mode or may be, under one that keeps sums."""
         space, segments = self.space, segments_of(self.space, self.executor)
         found = []
         if mode is not Recompute.NONE:
             for segment in segments.values():
                 maker = space.deciders[segment.maker]
-                if self._entered_unit(maker) is not None or self._keeps_selectively(segment.maker, mode):
+                if self._entered_unit(maker) is not None or self._keeps_inside(segment.maker, mode):
                     segment.is_kept = True
         for segment in segments.values():
             wanted = tuple(name for name in segment.exits if is_wanted(segments, name))
             is_needed = segment.is_kept or bool(wanted)
             maker = space.deciders[segment.maker]
             crossed_in = self.unit_of(maker) if isinstance(maker, Boundary) else None
-            if not is_needed and (crossed_in is None or mode is not Recompute.SELECTIVE):
+            if not is_needed and (crossed_in is None or not _keeps_sums(mode)):
                 continue
             made, until = self._position[segment.maker], segment.until
             owner, is_there = self._entered_unit(maker) or self._first_entered_unit(segments, segment), True
@@ -286,8 +285,8 @@ class _ActivationFinder:
             else:
                 leaves = any(self._leaves_unit(segments, name) for name in segment.exits)
                 owner = None if leaves else self._interior_unit(maker)
-                is_there = mode is Recompute.NONE or self._keeps_selectively(segment.maker, mode)
-                if self._keeps_selectively(segment.maker, Recompute.SELECTIVE):
+                is_there = mode is Recompute.NONE or self._keeps_inside(segment.maker, mode)
+                if any(self._keeps_inside(segment.maker, own) for own in Recompute):
                     until = min(until, made)
             found.append(
                 Holding(
@@ -320,25 +319,25 @@ class _ActivationFinder:
             return True
         return any(self._leaves_unit(segments, name) for name in segments[f"{boundary}:0"].exits)
 
-    def _keeps_selectively(self, name: str, mode: Recompute) -> bool:
-        """True where selective recomputation keeps the results of an op, decided for its class."""
+    def _keeps_inside(self, name: str, mode: Recompute) -> bool:
+        """True where a selective mode keeps the results of an op inside a layer, decided for its class."""
         decider = self.space.deciders[name]
-        if mode is not Recompute.SELECTIVE or not isinstance(decider, Op) or self._interior_unit(decider) is None:
+        if not mode.is_selective or not isinstance(decider, Op) or self._interior_unit(decider) is None:
             return False
         representative = self.space.classes[name]
-        if representative not in self._holding:
+        if representative not in self._work:
             kernels = _execution_of(self.space.graph, decider, self.executor).forward
-            self._holding[representative] = any(not isinstance(kernel, MemoryBound) for kernel in kernels)
-        return self._holding[representative]
+            self._work[representative] = frozenset(WORK[type(kernel)] for kernel in kernels)
+        return not mode.keeps.isdisjoint(self._work[representative])
 
     def _sums_held(self, name: str, key: Key) -> tuple[Key, Key] | None:
-        """Splits the kept bytes of a class of boundaries (`key`) by whether selective recomputation keeps the result.
+        """Splits the kept bytes of a class of boundaries (`key`) by whether the conversion gives a sum over ranks.
 
-        It does under strategies whose conversion runs one of HELD_STEPS. Returns the key of the bytes under these
-        strategies and the key of the bytes under the others; None where no strategy runs one.
+        Returns the key of the bytes under the strategies that do and the key of the bytes under the others; None where
+        no strategy does.
         """
         conversions = (Conversion(s.operands[0], s.results[0]) for s in self.space.strategies[name])
-        is_held = tuple(not HELD_STEPS.isdisjoint(conversion.forward) for conversion in conversions)
+        is_held = tuple(map(gives_sum, conversions))
         if not any(is_held):
             return None
         held, rest = self._number(("held", key)), self._number(("not held", key))
@@ -352,9 +351,7 @@ class _ActivationFinder:
 
     def _keeps_extras(self, name: str, mode: Recompute) -> bool:
         """True where the tensors that an op saves besides operands and results are kept from forward to backward."""
-        return mode is Recompute.NONE or (
-            isinstance(self.space.deciders[name], Op) and self._keeps_selectively(name, mode)
-        )
+        return mode is Recompute.NONE or self._keeps_inside(name, mode)
 
     def _extras(self) -> Iterator[tuple[str | None, Key, int, str]]:
         """Yields (owner, key, position, decision) of saved statistics and masks, and of converted copies of weights."""
@@ -394,6 +391,10 @@ class _ActivationFinder:
                         last = place + bool(execution.saves_results or execution.saved_bytes)
             found[unit] = names[:last]
         return found
+
+
+def _keeps_sums(mode: Recompute) -> bool:
+    return mode.is_selective and WorkKind.SUM in mode.keeps
 
 
 def _execution_of(graph: ModelGraph, op: Op, executor: Executor) -> Execution:

@@ -19,9 +19,16 @@ from tpplan.layouts.rules import Call, Strategy
 from tpplan.plan.parts import SAVED, SOURCES
 from tpplan.solvers.problem import Expression, Term
 
-#: conversion steps whose results selective recomputation keeps: sums over ranks and all-to-all. The ops among
-#: tpplan.apply.recompute.KEPT that run them must be the same.
-HELD_STEPS = frozenset({Step.ALL_REDUCE, Step.REDUCE_SCATTER, Step.ALL_TO_ALL})
+#: conversion steps that are WorkKind.SUM; the ops of it in tpplan.apply.recompute.KEPT are those that run them
+_SUMS = frozenset({Step.ALL_REDUCE, Step.REDUCE_SCATTER, Step.ALL_TO_ALL})
+
+
+def gives_sum(conversion: Conversion) -> bool:
+    """True where a conversion's forward sums or exchanges over ranks, so that a mode that keeps sums keeps its result.
+
+    A gather of slices does not: its result is cheap to make again, and large.
+    """
+    return not _SUMS.isdisjoint(conversion.forward)
 
 
 def local_bytes(value: Value, layout: Layout, tp: int) -> int:

@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import assert_never
 
 from tpplan.core.graph import Boundary, Op, Value
 from tpplan.core.layout import Conversion, Layout
@@ -12,18 +11,19 @@ from tpplan.costs.error_bars import NONE, Residuals
 from tpplan.costs.execute import Execution, Executor
 from tpplan.costs.fusion import moved_shares
 from tpplan.costs.gradient_sums import MOVED, additions, moved_bytes
-from tpplan.costs.kernels import Attention, Kernel, Matmul, MemoryBound, kernel_time
+from tpplan.costs.kernels import WORK, Attention, Kernel, Matmul, MemoryBound, kernel_time
 from tpplan.layouts.decision_space import Space, reading_conversion
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.machine.profile import Collective, Estimate, HardwareProfile
-from tpplan.plan.plan import Pass, Recompute
+from tpplan.plan.plan import Pass, Recompute, WorkKind
 
 ZERO = Estimate.zero()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecomputedWork:
-    """The work that recomputation runs a second time, per micro-batch; `kernels` counts those that the CPU issues."""
+class Work:
+    """Kernels and collectives of a pass, or of what recomputation runs a second time, per micro-batch. `kernels` counts
+    those of both that the CPU issues; `residuals` are their errors, by table."""
 
     compute: Estimate = ZERO
     collectives: Estimate = ZERO
@@ -35,8 +35,16 @@ class RecomputedWork:
         """Seconds of kernels and collectives."""
         return (self.compute + self.collectives).seconds
 
-    def __mul__(self, number: float) -> "RecomputedWork":
-        return RecomputedWork(
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            compute=self.compute + other.compute,
+            collectives=self.collectives + other.collectives,
+            kernels=self.kernels + other.kernels,
+            residuals=self.residuals + other.residuals,
+        )
+
+    def __mul__(self, number: float) -> "Work":
+        return Work(
             compute=self.compute * number,
             collectives=self.collectives * number,
             kernels=self.kernels * number,
@@ -44,14 +52,17 @@ class RecomputedWork:
         )
 
 
+NO_WORK = Work()
+#: of an op: the forward, the backward, and what runs again by mode of recomputation
+Works = tuple[Work, Work, Mapping[Recompute, Work]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyTime:
     """Seconds of one strategy per micro-batch, kernels and collectives separately.
 
-    `again` and `again_collectives` are the part of the forward that selective recomputation runs a second time: all
-    kernels but products and attention, and gathers. `*_kernels` count the kernels and collectives that the CPU issues.
-    `residuals` are the errors of forward and backward, by table; `forward_residuals` and `again_residuals` those of the
-    parts that full and selective recomputation run again.
+    `again` is what a mode of recomputation runs a second time, at most. `*_kernels` count the kernels and collectives
+    that the CPU issues. `residuals` are the errors of forward and backward, by table.
     """
 
     forward: Estimate
@@ -59,58 +70,21 @@ class StrategyTime:
     forward_collectives: Estimate
     backward_collectives: Estimate
     transfers: tuple[Transfer, ...]
-    again: Estimate = ZERO
-    again_collectives: Estimate = ZERO
+    again: Mapping[Recompute, Work]
     forward_kernels: float = 0.0
     backward_kernels: float = 0.0
-    again_kernels: float = 0.0
-    residuals: Residuals = NONE
-    forward_residuals: Residuals = NONE
-    again_residuals: Residuals = NONE
-
-    def repeated(self, mode: Recompute) -> RecomputedWork:
-        """Returns the work that runs a second time under a mode of recomputation, at most."""
-        match mode:
-            case Recompute.NONE:
-                return RecomputedWork()
-            case Recompute.SELECTIVE:
-                return RecomputedWork(
-                    compute=self.again,
-                    collectives=self.again_collectives,
-                    kernels=self.again_kernels,
-                    residuals=self.again_residuals,
-                )
-            case Recompute.FULL:
-                return RecomputedWork(
-                    compute=self.forward,
-                    collectives=self.forward_collectives,
-                    kernels=self.forward_kernels,
-                    residuals=self.forward_residuals,
-                )
-            case _:
-                assert_never(mode)
-
-
-FREE = StrategyTime(forward=ZERO, backward=ZERO, forward_collectives=ZERO, backward_collectives=ZERO, transfers=())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """The kernels of one pass: their seconds, their number, and their errors by table."""
-
-    time: Estimate = ZERO
-    kernels: float = 0.0
     residuals: Residuals = NONE
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(
-            time=self.time + other.time,
-            kernels=self.kernels + other.kernels,
-            residuals=self.residuals + other.residuals,
-        )
 
-
-NO_WORK = Work()
+#: nothing to run
+FREE = StrategyTime(
+    forward=ZERO,
+    backward=ZERO,
+    forward_collectives=ZERO,
+    backward_collectives=ZERO,
+    transfers=(),
+    again=dict.fromkeys(Recompute, NO_WORK),
+)
 
 
 def _work(profile: HardwareProfile, kernels: Iterable[Kernel], moved: float) -> Work:
@@ -122,7 +96,7 @@ def _work(profile: HardwareProfile, kernels: Iterable[Kernel], moved: float) -> 
         time, count = time + own, count + share
         errors[type(kernel)] += own.error_s
     residuals = Residuals(matmuls=errors[Matmul], attention=errors[Attention], memory=errors[MemoryBound])
-    return Work(time=time, kernels=count, residuals=residuals)
+    return Work(compute=time, kernels=count, residuals=residuals)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,17 +111,19 @@ class Pricing:
     #: by decision: the number of additions of gradients behind each of its results
     additions: Mapping[str, tuple[float, ...]]
     #: works_of by the execution's id and share; the execution is held, so that its id is not reused
-    works: dict[tuple[int, float], tuple[Execution, tuple[Work, Work, Work]]] = field(default_factory=dict)
+    works: dict[tuple[int, float], tuple[Execution, Works]] = field(default_factory=dict)
     #: times of conversions, by all that they depend on
     conversions: dict[Hashable, StrategyTime] = field(default_factory=dict)
 
-    def works_of(self, execution: Execution, moved: float) -> tuple[Work, Work, Work]:
-        """Returns the work of the forward, of the backward, and of the forward's memory-bound kernels alone."""
+    def works_of(self, execution: Execution, moved: float) -> Works:
+        """Returns the work of the forward, of the backward, and of what each mode of recomputation runs again."""
         key = id(execution), moved
         if key not in self.works:
-            light = (kernel for kernel in execution.forward if isinstance(kernel, MemoryBound))
-            kernels = (execution.forward, execution.backward, light)
-            forward, backward, again = (_work(self.profile, own, moved) for own in kernels)
+            forward, backward = (_work(self.profile, own, moved) for own in (execution.forward, execution.backward))
+            again = {}
+            for mode in Recompute:
+                kernels = [kernel for kernel in execution.forward if WORK[type(kernel)] not in mode.keeps]
+                again[mode] = _work(self.profile, kernels, moved)
             self.works[key] = execution, (forward, backward, again)
         return self.works[key][1]
 
@@ -202,45 +178,45 @@ def _added(
         num_bytes = moved_bytes(value, layout, pricing.group.ranks)
         addition = MemoryBound(num_bytes=round(num_bytes if moved == 1.0 else num_bytes / MOVED))
         one = _work(pricing.profile, (addition,), 1.0)
-        found += Work(time=count * one.time, kernels=count, residuals=one.residuals * count)
+        found += Work(compute=count * one.compute, kernels=count, residuals=one.residuals * count)
     return found
 
 
 def _op_time(call: Call, strategy: Strategy, pricing: Pricing, moved: float, added: Work) -> StrategyTime:
-    """Returns the time of an op; selective recomputation repeats its memory-bound kernels only."""
+    """Returns the time of an op; its collectives are sums over ranks."""
     profile, group = pricing.profile, pricing.group
     execution = pricing.executor.execute(call, strategy, group.ranks)
     transfers = op_transfers(call, strategy)
-    forward, backward, light = pricing.works_of(execution, moved)
+    forward, backward, again = pricing.works_of(execution, moved)
     backward = backward + added if added.kernels else backward
     collectives = sum((profile.collective(t.kind, group, t.num_bytes) for t in transfers), ZERO)
     sent = Residuals(tp_collectives=collectives.error_s)
+    if transfers:
+        summed = Work(collectives=collectives, kernels=float(len(transfers)), residuals=sent)
+        again = {mode: work if WorkKind.SUM in mode.keeps else work + summed for mode, work in again.items()}
     return StrategyTime(
-        forward=forward.time,
-        backward=backward.time,
+        forward=forward.compute,
+        backward=backward.compute,
         forward_collectives=collectives,
         backward_collectives=ZERO,
         transfers=transfers,
-        again=light.time,
+        again=again,
         forward_kernels=forward.kernels + len(transfers),
         backward_kernels=backward.kernels,
-        again_kernels=light.kernels,
         residuals=forward.residuals + backward.residuals + sent,
-        forward_residuals=forward.residuals + sent,
-        again_residuals=light.residuals,
     )
 
 
 def _conversion_time(
     conversion: Conversion, value: Value, profile: HardwareProfile, group: GroupShape, added: Work
 ) -> StrategyTime:
-    """Returns the time of a conversion; selective recomputation repeats gathers and local steps only."""
+    """Returns the time of a conversion; a mode that keeps sums over ranks repeats gathers and local steps only."""
     if conversion.is_identity:
         free = added == NO_WORK
         return (
             FREE
             if free
-            else replace(FREE, backward=added.time, backward_kernels=added.kernels, residuals=added.residuals)
+            else replace(FREE, backward=added.compute, backward_kernels=added.kernels, residuals=added.residuals)
         )
     transfers = conversion_transfers(conversion, value)
     forward, backward = conversion_time(profile, conversion, value, group)
@@ -253,18 +229,21 @@ def _conversion_time(
     kernels = len(conversion.forward)
     own = Residuals(memory=local.error_s, tp_collectives=sent.error_s)
     back = Residuals(memory=returned.error_s, tp_collectives=sent_back.error_s)
+    light = Work(
+        compute=local,
+        collectives=gathered,
+        kernels=kernels if local.seconds + gathered.seconds else 0.0,
+        residuals=Residuals(memory=local.error_s, tp_collectives=gathered.error_s),
+    )
+    whole = Work(compute=local, collectives=sent, kernels=kernels, residuals=own)
     return StrategyTime(
         forward=local,
-        backward=returned + added.time,
+        backward=returned + added.compute,
         forward_collectives=sent,
         backward_collectives=sent_back,
         transfers=transfers,
-        again=local,
-        again_collectives=gathered,
+        again={mode: light if WorkKind.SUM in mode.keeps else whole for mode in Recompute} | {Recompute.NONE: NO_WORK},
         forward_kernels=kernels,
         backward_kernels=added.kernels + (len(conversion.backward) if value.carries_gradient else 0),
-        again_kernels=kernels if local.seconds + gathered.seconds else 0.0,
         residuals=own + back + added.residuals,
-        forward_residuals=own,
-        again_residuals=Residuals(memory=local.error_s, tp_collectives=gathered.error_s),
     )

@@ -58,14 +58,15 @@ class LaidOut:
         """The crossings by module and direction, in order; equal ones of several calls are listed once."""
         found: dict[tuple[str, Direction], dict[Crossing, None]] = {}
         for boundary in self.graph.boundaries:
-            found.setdefault((boundary.module, boundary.direction), {})[self.crossing(boundary)] = None
+            own = found.setdefault((boundary.module, boundary.direction), {})
+            own.update((self.crossing(boundary, path), None) for _, _, path in boundary.places)
         return {place: tuple(crossings) for place, crossings in found.items()}
 
-    def crossing(self, boundary: Boundary) -> Crossing:
-        """Returns the layouts of the tensor before and after a boundary."""
+    def crossing(self, boundary: Boundary, path: str) -> Crossing:
+        """Returns the layouts of the tensor before and after a boundary, as the argument or output at `path`."""
         strategy = self.strategies[boundary.name]
         return Crossing(
-            path=boundary.path,
+            path=path,
             source=strategy.operands[0],
             target=strategy.results[0],
             carries_gradient=self.graph.values[boundary.result].carries_gradient,

@@ -10,12 +10,12 @@ from keyword import iskeyword
 from math import prod
 from typing import Any
 
-from tpplan.apply.recompute import KEPT
+from tpplan.apply.recompute import KEPT_OPS
 from tpplan.core.graph import within
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import parse_ranges
-from tpplan.exporters._pytorch_styles import Entering, Leaving, OnWhole, keep_products, sum_gradients
-from tpplan.plan.plan import Plan, Precision, Recompute, uses_fsdp
+from tpplan.exporters._pytorch_styles import Entering, Leaving, OnWhole, keep_results, sum_gradients
+from tpplan.plan.plan import Plan, Precision, uses_fsdp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ _HEAD = """\
 
 Written by tpplan {version} from the plan {hash}, for torch {torch}.
 Ranks of a tp group read the same batch, and draw from the same random state; other ranks have their own. A step is
-{steps} x {micro_batch} sequences of length {seq_len}.
+{steps} x {micro_batch} {samples}.
 The plan's predictions hold for tpplan.apply_plan; torch's styles may use other collectives inside a layer.
 \"\"\"
 """
@@ -69,8 +69,6 @@ def file_text(plan: Plan, styles: Styles | None) -> str:
     helpers = [helper for name, helper in _HELPERS.items() if re.search(rf"\b{name}\b", "\n".join(body))]
     sources = (re.sub(" +# type: .*", "", inspect.getsource(helper)).rstrip() for helper in helpers)
     code = "\n\n\n".join([*sources, "\n".join(_function_lines(body))])
-    if keep_products in helpers:
-        code = f"KEPT = {_set_text(KEPT)}\n\n\n{code}"
     return "\n".join([_docstring(plan).rstrip(), *_import_lines(code), "", "", code, ""])
 
 
@@ -79,7 +77,7 @@ _HELPERS: dict[str, Callable[..., Any]] = {
     "Leaving": Leaving,
     "OnWhole": OnWhole,
     "sum_gradients": sum_gradients,
-    "keep_products": keep_products,
+    "keep_results": keep_results,
 }
 
 
@@ -94,7 +92,7 @@ def _docstring(plan: Plan) -> str:
         hash=plan.hash.partition(":")[2][:12],
         torch=_escaped(plan.torch_version),
         micro_batch=plan.batch.micro_batch,
-        seq_len=plan.batch.seq_len,
+        samples=f"sequences of length {plan.batch.seq_len}" if plan.batch.seq_len > 1 else "samples",
         steps=plan.batch.accumulation_steps,
     )
 
@@ -247,9 +245,12 @@ def _recompute_lines(plan: Plan) -> Iterator[str]:
         return
     yield ""
     yield "# recomputation: these modules run again in backward"
-    words = {Recompute.FULL: "{}", Recompute.SELECTIVE: '{"context_fn": recomputed}'}
-    if Recompute.SELECTIVE in modes.values():
-        yield "recomputed = partial(create_selective_checkpoint_contexts, keep_products)"
+    words = dict.fromkeys(modes.values(), "{}")
+    for mode in sorted(filter(lambda mode: mode.is_selective, words)):
+        name = mode.name.lower()
+        yield from f"{name}_kept = {_set_text(KEPT_OPS[mode])}".splitlines()
+        yield f"{name} = partial(create_selective_checkpoint_contexts, partial(keep_results, {name}_kept))"
+        words[mode] = f'{{"context_fn": {name}}}'
     yield "regions = {}"
     yield from _dict_lines(plan, "regions", {name: words[mode] for name, mode in modes.items()})
     yield "for name, options in regions.items():"

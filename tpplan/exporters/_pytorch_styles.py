@@ -81,11 +81,7 @@ def sum_gradients(model: nn.Module) -> None:
             parameter.register_post_accumulate_grad_hook(add_up)  # type: ignore[no-untyped-call]
 
 
-def keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Selective recomputation keeps the results of matrix products, attention and collectives."""
-    is_kept = op.name().partition(".")[0] in KEPT
+def keep_results(kept: frozenset[str], _context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    """Keeps the results of the ops with these names; all others run again in backward."""
+    is_kept = op.name().partition(".")[0] in kept
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-#: names of the ops whose results are kept; the exported file sets it
-KEPT: frozenset[str] = frozenset()

@@ -254,7 +254,7 @@ class _StyleFinder:
             elif node.module in self.columns and node.direction is Direction.INPUT:
                 if node.operand not in kept:
                     self.reading_plain.add(node.module)
-            elif (crossing := self.laid.crossing(node)).is_conversion and crossing.target == R_STAR:
+            elif (crossing := self.laid.crossing(node, node.path)).is_conversion and crossing.target == R_STAR:
                 kept.add(node.result)
             elif node.operand in kept:
                 if crossing.is_conversion or not node.module:

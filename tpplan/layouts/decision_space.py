@@ -16,7 +16,8 @@ from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Boundary, Direction, ModelGra
 from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, S, can_convert, conversions_between, layouts_of
 from tpplan.core.repeated_blocks import members
 from tpplan.layouts.extra_layouts import find_extra_layouts
-from tpplan.layouts.rules import Strategy, crossings_before_writes, strategies
+from tpplan.layouts.rules import Strategy, call_strategies, crossings_before_writes, strategies
+from tpplan.layouts.stacked_dims import stacked_dims
 
 #: True for a forbidden strategy, given the decision's name and the strategy
 Cut = Callable[[str, Strategy], bool]
@@ -90,10 +91,11 @@ class Space:
         for name, decider in self.deciders.items():
             match decider:
                 case Boundary():
-                    found[decider.module, decider.direction, decider.path].append(name)
+                    for place in decider.places:
+                        found[place].append(name)
                 case Reading():
                     found[decider.parameter.label, decider.op.module].append(name)
-        return tuple(tuple(names) for names in found.values() if len(names) > 1)
+        return tuple(dict.fromkeys(tuple(names) for names in found.values() if len(names) > 1))
 
     @cached_property
     def layouts(self) -> dict[str, tuple[str, int]]:
@@ -256,6 +258,8 @@ class _Builder:
         layouts = layouts_of(value.shape, carries_gradient=value.carries_gradient, tp=self.tp)
         layouts = (*(layout for layout in layouts if value.can_be(layout, self.tp)), *self._extra(value))
         conversions = conversions_between(layouts, layouts, carries_gradient=value.carries_gradient)
+        stacked = stacked_dims(self.graph, lambda call: call_strategies(call, 1)).get(value.name, frozenset())
+        conversions = tuple(c for c in conversions if c.is_identity or stacked.isdisjoint((c.source, c.target)))
         if boundary.name not in self.converting or boundary.name in self.written_later:
             conversions = tuple(c for c in conversions if c.is_identity)
         elif self._feeds_lookup(boundary):
@@ -360,9 +364,9 @@ def _converting_boundaries(graph: ModelGraph) -> frozenset[str]:
         entries = [boundary for boundary in chain if boundary.direction is Direction.INPUT]
         return entries[-1] if entries else chain[0]
 
-    places = {(b.module, b.direction, b.path) for b in map(chosen, chains)}
+    places = {place for boundary in map(chosen, chains) for place in boundary.places}
     # A module called several times converts in all its calls or in none.
-    return frozenset(b.name for b in graph.boundaries if (b.module, b.direction, b.path) in places)
+    return frozenset(boundary.name for boundary in graph.boundaries if not places.isdisjoint(boundary.places))
 
 
 def _leaves_lookup(graph: ModelGraph, boundary: Boundary) -> bool:

@@ -5,6 +5,7 @@ from tpplan.core.layout import S
 from tpplan.layouts.fused_dims import fused_dims
 from tpplan.layouts.rules import Extra, call_strategies
 from tpplan.layouts.shared_heads import copied_dims
+from tpplan.layouts.stacked_dims import stacked_dims
 
 
 def find_extra_layouts(graph: ModelGraph, tp: int) -> Extra:
@@ -15,5 +16,6 @@ def find_extra_layouts(graph: ModelGraph, tp: int) -> Extra:
         name: frozenset(S(dim, *parts) for dim, found in dims.items() for parts in found)
         for name, dims in fused.items()
     }
-    names = (*by_parts, *(name for name in copied if name not in by_parts))
-    return {name: by_parts.get(name, frozenset()) | copied.get(name, frozenset()) for name in names}
+    found = (by_parts, copied, stacked_dims(graph, lambda call: call_strategies(call, 1)))
+    names = dict.fromkeys(name for layouts in found for name in layouts)
+    return {name: frozenset().union(*(layouts.get(name, ()) for layouts in found)) for name in names}

@@ -12,6 +12,7 @@ from itertools import pairwise
 from tpplan.core.graph import Boundary, ModelGraph, Op
 from tpplan.core.layout import S
 from tpplan.core.part_intervals import Parts
+from tpplan.core.repeated_blocks import like_ops
 from tpplan.layouts.rules.call import Call, Strategy
 from tpplan.layouts.rules.size_literals import SLICES, slice_bounds
 from tpplan.layouts.rules.views import RESHAPES, TAKES_APART, TAKES_ONE, stacks
@@ -21,6 +22,8 @@ Fused = Mapping[str, Mapping[int, frozenset[Parts]]]
 #: a value's name, a dim of the value, and the sizes of the dim's parts
 PartsOfDim = tuple[str, int, Parts]
 
+#: ops that may show the parts of an operand, though their results have none
+_MAKES_PARTS = frozenset({*TAKES_APART, *TAKES_ONE, *RESHAPES})
 #: most parts of a fused dim; a dim with more parts has heads, whose slices are contiguous
 MOST_PARTS = 8
 
@@ -30,30 +33,48 @@ def fused_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy
 
     `strategies` gives the strategies of a call without regard to parts.
     """
+    like, known = like_ops(graph), dict[str, tuple[Strategy, ...]]()
+
+    def strategies_of(op: Op) -> tuple[Strategy, ...]:
+        if like[op.name] not in known:
+            known[like[op.name]] = tuple(strategies(Call.of(graph, op)))
+        return known[like[op.name]]
+
     marks: dict[str, dict[int, set[Parts]]] = defaultdict(lambda: defaultdict(set))
     for name, dim, parts in _sliced_parts(graph):
         marks[name][dim].add(parts)
     for node in reversed(graph.nodes):
-        for name, dim, parts in list(_operand_parts(graph, node, marks, strategies)):
+        for name, dim, parts in list(_operand_parts(graph, node, marks, strategies_of)):
             if 2 <= len(parts) <= MOST_PARTS and min(parts) > 0:
                 marks[name][dim].add(parts)
-    weights = {source.result for source in graph.parameters if len(graph.values[source.result].shape) > 1}
-    made = {parts for name in weights for dims in marks[name].values() for parts in dims}
+    made = {parts for name in matrices(graph) for dims in marks[name].values() for parts in dims}
     return {
         name: {dim: frozenset(parts & made) for dim, parts in dims.items() if parts & made}
         for name, dims in marks.items()
     }
 
 
+def matrices(graph: ModelGraph) -> frozenset[str]:
+    """Names of the parameters of several dims, and of the parts into which code splits them."""
+    found = {source.result for source in graph.parameters if len(graph.values[source.result].shape) > 1}
+    for op in graph.ops:
+        if op.target in TAKES_APART | SLICES and op.operands[0] in found:
+            found.update(op.results)
+    return frozenset(found)
+
+
 def _operand_parts(
     graph: ModelGraph,
     node: Op | Boundary,
     marks: dict[str, dict[int, set[Parts]]],
-    strategies: Callable[[Call], Iterable[Strategy]],
+    strategies: Callable[[Op], Iterable[Strategy]],
 ) -> Iterator[PartsOfDim]:
     """Yields the parts of a node's operands, given the parts of its results."""
     if isinstance(node, Boundary):
         yield from ((node.operand, dim, p) for dim, parts in marks[node.result].items() for p in parts)
+        return
+    marked = {(i, dim): parts for i, name in enumerate(node.results) for dim, parts in marks[name].items() if parts}
+    if not marked and node.target not in _MAKES_PARTS:
         return
     call = Call.of(graph, node)
     if node.target in TAKES_APART:
@@ -68,10 +89,7 @@ def _operand_parts(
             count = call.results[0].shape[stack[0]] if is_result else 0
             if (1,) * count in marks[node.results[0]][stack[0]] and is_result:
                 yield node.operands[0], joined, (call.operands[0].shape[joined] // count,) * count
-    marked = {(i, dim): parts for i, name in enumerate(node.results) for dim, parts in marks[name].items() if parts}
-    if not marked:
-        return
-    for strategy in strategies(call):
+    for strategy in strategies(node):
         for (i, dim), parts in marked.items():
             if strategy.results[i] == S(dim):
                 for operand, layout in zip(call.operands, strategy.operands, strict=True):

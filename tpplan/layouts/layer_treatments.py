@@ -30,7 +30,7 @@ class Treatment:
 #: all treatments, in the order in which they are given to layers from the first to the last
 TREATMENTS = tuple(
     Treatment(recompute=mode, reshard=reshard)
-    for mode in (Recompute.FULL, Recompute.SELECTIVE, Recompute.NONE)
+    for mode in sorted(Recompute, key=lambda mode: len(mode.lighter), reverse=True)
     for reshard in (True, False)
 )
 

@@ -13,9 +13,9 @@ from tpplan.core.graph import ModelGraph, within
 from tpplan.core.mesh import Mesh
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.rules import OPAQUE, written_operands
-from tpplan.plan.plan import Precision
+from tpplan.plan.plan import Precision, Recompute
 
-#: prefixes of ops whose results selective recomputation keeps
+#: prefixes of ops whose results selective recomputation may keep
 _KEPT = (
     "aten.linear", "aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.addmm", "aten.baddbmm", "aten.addbmm",
     "aten.einsum", "aten.tensordot", "aten.bilinear", "aten.conv", "aten._convolution", "aten._grouped_mm",
@@ -60,12 +60,14 @@ def why_copies(mesh: Mesh, precision: Precision) -> str:
     return "bf16-mixed computes with a copy" if precision is Precision.BF16_MIXED else ""
 
 
-def why_not_selective(graph: ModelGraph, region: str) -> str:
-    """The reason why a module cannot be recomputed selectively; "" where it can.
+def why_not_recomputed(graph: ModelGraph, region: str, mode: Recompute) -> str:
+    """The reason why a module cannot be recomputed in a mode that keeps some results; "" where it can.
 
     An op that writes to a kept result changes what backward reads: torch raises, or for recurrent layers does not
     notice.
     """
+    if not mode.is_selective:
+        return ""
     makers: dict[str, str] = {}
     for op in graph.ops:
         if not within(op.module, region):

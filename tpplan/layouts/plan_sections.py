@@ -35,9 +35,9 @@ def boundary_plans(assignment: Assignment) -> dict[str, BoundaryPlan]:
     chosen: dict[tuple[str, Direction, str], CrossingPlan] = {}
     for boundary in assignment.graph.boundaries:
         conversion = assignment.conversion(boundary)
-        place = (boundary.module, boundary.direction, boundary.path)
-        crossing = chosen.setdefault(place, CrossingPlan(conversion, assignment.graph.values[boundary.operand].dtype))
-        assert crossing.conversion == conversion, f"calls of a module differ at {place}"
+        planned = CrossingPlan(conversion, assignment.graph.values[boundary.operand].dtype)
+        for place in boundary.places:
+            assert chosen.setdefault(place, planned).conversion == conversion, f"calls of a module differ at {place}"
     found: dict[str, dict[Direction, dict[str, CrossingPlan]]] = {}
     for (module, direction, path), crossing in chosen.items():
         if not crossing.conversion.is_identity:

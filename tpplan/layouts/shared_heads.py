@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 from tpplan.core.graph import Boundary, ModelGraph, Op
 from tpplan.core.layout import Layout, LayoutKind
+from tpplan.core.repeated_blocks import like_ops
 from tpplan.layouts.rules.call import Call, Extra, Strategy
 from tpplan.layouts.rules.views import EXPANDS, RESHAPES
 
@@ -25,17 +26,33 @@ def copied_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strateg
     `strategies` gives the strategies of a call on the planned number of ranks.
     """
     found: dict[str, set[Layout]] = defaultdict(set)
+    like, known = like_ops(graph), dict[object, tuple[frozenset[Layout], ...]]()
     for node in reversed(graph.nodes):
         if isinstance(node, Boundary):
             found[node.operand] |= {layout for layout in found[node.result] if layout.kind is LayoutKind.COPIED}
         elif _shares(graph, node) or any(found[name] for name in node.results):
-            layouts = [layout for name in node.results for layout in found[name]]
-            for strategy in strategies(Call.of(graph, node, layouts)):
-                results = zip(node.results, strategy.results, strict=True)
-                if all(layout.kind not in _SHARED_KINDS or layout in found[name] for name, layout in results):
-                    for name, layout in zip(node.operands, strategy.operands, strict=True):
-                        found[name] |= {layout} if layout.kind in _SHARED_KINDS else set()
+            results = tuple(frozenset(found[name]) for name in node.results)
+            key = like[node.name], results
+            if key not in known:
+                layouts = [layout for own in results for layout in own]
+                known[key] = _operand_layouts(strategies(Call.of(graph, node, layouts)), results, len(node.operands))
+            for name, own in zip(node.operands, known[key], strict=True):
+                found[name] |= own
     return {name: frozenset(layouts) for name, layouts in found.items() if layouts}
+
+
+def _operand_layouts(
+    strategies: Iterable[Strategy], results: tuple[frozenset[Layout], ...], num_operands: int
+) -> tuple[frozenset[Layout], ...]:
+    """By operand, the layouts with shared slices from which an op makes results in those of `results`, or in plain
+    ones."""
+    found: tuple[set[Layout], ...] = tuple(set() for _ in range(num_operands))
+    for strategy in strategies:
+        made = zip(results, strategy.results, strict=True)
+        if all(layout.kind not in _SHARED_KINDS or layout in known for known, layout in made):
+            for own, layout in zip(found, strategy.operands, strict=True):
+                own.update({layout} if layout.kind in _SHARED_KINDS else ())
+    return tuple(map(frozenset, found))
 
 
 def _shares(graph: ModelGraph, op: Op) -> bool:

@@ -51,8 +51,9 @@ def sizes_by_dims(
     """
     call, strategy = own
     named = dims_of_sizes(call)
-    if not named or strategy.operands[0].kind in (LayoutKind.JOINT, LayoutKind.ROWS):
+    if not call.operands or strategy.operands[0].kind in (LayoutKind.JOINT, LayoutKind.ROWS):
         return
+    yield from _stacked_size(call, strategy, tp)
     given = local_shape(call.operands[0].shape, strategy.operands[0], tp)
     made = local_shape(call.results[0].shape, strategy.results[0], tp)
     for position, dims in named.items():
@@ -72,6 +73,28 @@ def sizes_by_dims(
         )
         if all(_is_unambiguous(size, *other, tp) for other in calls):
             yield size
+
+
+def _stacked_size(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]:
+    """Yields the size of a view's sharded dim that joins whole dims with the outer part of a sharded one, such as
+    `b * h` in `view(t, b * h, d)` of x [t, b, h * d]: a rank has h / tp times the size of dim b."""
+    own, made = strategy.operands[0].dim, strategy.results[0].dim
+    if CALLS.get(call.target) not in _VIEWS or own is None or made is None or not made < own:
+        return
+    shape, result = call.operands[0].shape, call.results[0].shape
+    stacked = prod(shape[made:own])
+    if shape[:made] != result[:made] or result[made] % (stacked * tp) or _sizes(call)[made] == -1:
+        return
+    yield SizePlan(
+        call=CALLS[call.target],
+        of=_shape_of(call, strategy, tp, ()),
+        count=len(result),
+        position=made,
+        written=result[made],
+        local=result[made] // tp,
+        dims=tuple(range(made, own)),
+        times=result[made] // (stacked * tp),
+    )
 
 
 def _sizes(call: Call) -> tuple[object, ...]:

@@ -17,9 +17,10 @@ that they are sharded.
 (6) Where code writes to a parameter, it writes to no copy, and not twice (tpplan.layouts.parameter_writes).
 
 An op's operands determine its results, with two exceptions: an expanded dim may be whole or a slice, depending on the
-size it is expanded to, and a tensor that is created and written to later may be R or R*. So `_forward` keeps all
-possible strategies, and `_backward` takes those that the readers need. The size to which a rank really expands is seen
-where the applied model runs: every layout must agree with the observed `local_shapes`.
+size it is expanded to, and so may a tensor that is created and written to later. So `_forward` keeps all possible
+strategies, `_narrow` drops those that no reader or writer of their values can have, and `_backward` takes those that
+the readers need. The size to which a rank really expands is seen where the applied model runs: every layout must agree
+with the observed `local_shapes`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,7 +30,7 @@ from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Boundary, Direction, ModelGra
 from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, can_convert, fits, local_shape
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.extra_layouts import find_extra_layouts
-from tpplan.layouts.parameter_writes import why_copies, why_not_selective, write_within, writes_of
+from tpplan.layouts.parameter_writes import why_copies, why_not_recomputed, write_within, writes_of
 from tpplan.layouts.rules import (
     OPAQUE,
     Call,
@@ -39,7 +40,7 @@ from tpplan.layouts.rules import (
     draws,
     written_operands,
 )
-from tpplan.plan.plan import BoundaryPlan, ParameterPlan, Plan, Recompute
+from tpplan.plan.plan import BoundaryPlan, ParameterPlan, Plan
 
 EMBEDDING = "aten.embedding.default"
 #: the only op that may take a sharded output and plain tensors together in the user's loss
@@ -112,13 +113,14 @@ class _Checker:
                 yield Mistyped(message=f"parameter {source.label}: {problem}", place=("parameters", source.label))
         yield from self._written()
         yield from self._forward()
+        self._narrow()
         yield from self._backward()
 
     # Names in the plan: (5), and (1) for parameters
 
     def _unknown_names(self) -> Iterator[Mistyped]:
         labels = {source.label for source in self.graph.parameters}
-        places = {_crossing_key(boundary) for boundary in self.graph.boundaries}
+        places = {place for boundary in self.graph.boundaries for place in boundary.places}
         outputs = {boundary.path for boundary in self.graph.boundaries if boundary.leaves_model}
         outputs |= {path for path, _ in self.graph.outputs if path.startswith(LEFT_AT)}
         losses = {op.module for op in self.graph.ops if op.target == CROSS_ENTROPY}
@@ -156,8 +158,7 @@ class _Checker:
                 message=f"{write}, and would write twice where {region or ROOT} is recomputed", place=("recompute",)
             )
         for region, mode in self.recomputed.items():
-            obstacle = why_not_selective(self.graph, region) if mode is Recompute.SELECTIVE else ""
-            if obstacle:
+            if obstacle := why_not_recomputed(self.graph, region, mode):
                 yield Mistyped(message=f"{region or ROOT} is recomputed selectively: {obstacle}", place=("recompute",))
 
     def _parameter(self, source: Source, plan: ParameterPlan) -> Iterator[str]:
@@ -197,7 +198,7 @@ class _Checker:
         """A node's place in the plan: a boundary's conversion, an op's reading of a parameter, or its module's
         boundaries."""
         if isinstance(node, Boundary):
-            return "boundaries", node.module, f"{node.direction}s", node.path
+            return "boundaries", node.module, f"{node.direction}s", node.places[0][-1]
         label = next((self.parameters[name].label for name in node.operands if name in self.parameters), None)
         return ("parameters", label, "reads", node.module) if label is not None else ("boundaries", node.module)
 
@@ -274,7 +275,9 @@ class _Checker:
                 f"{self.parameters[boundary.operand].label} is passed to a module as an argument: it cannot be sharded"
             )
         possible = self.possible[boundary.operand]
-        planned = self.crossings.get(_crossing_key(boundary))
+        planned, *others = (self.crossings.get(place) for place in boundary.places)
+        if any(other != planned for other in others):
+            return "one tensor is given as all of these, but the plan converts it in several ways"
         if planned is None:
             return tuple(Strategy((layout,), (layout,)) for layout in possible)
         if planned.source not in possible:
@@ -306,7 +309,7 @@ class _Checker:
         leaving = self._only_reader(lookup.results[0])
         if not isinstance(leaving, Boundary) or not ids.module == lookup.module == leaving.module:
             return False
-        mask = self.crossings.get(_crossing_key(leaving))
+        mask = self.crossings.get(leaving.places[0])
         directions = (ids.direction, leaving.direction)
         return directions == (Direction.INPUT, Direction.OUTPUT) and mask is not None and mask.source == ROWS
 
@@ -320,6 +323,27 @@ class _Checker:
             for result, layout in zip(node.results, strategy.results, strict=True)
             if result in self.local_shapes
         )
+
+    def _narrow(self) -> None:
+        """Drops strategies with a layout that another node on the value cannot have, until none is left to drop."""
+        open_values = {name for name, layouts in self.possible.items() if len(layouts) > 1}
+        nodes = [n for n in self.graph.nodes if not open_values.isdisjoint((*n.operands, *n.results))]
+        while sum(self._narrow_at(node) for node in (*reversed(nodes), *nodes)):
+            pass
+
+    def _narrow_at(self, node: Op | Boundary) -> bool:
+        """True where a value of the node has fewer possible layouts than before."""
+        named = [(s, self._value_layouts(node, s)) for s in self.strategies[node.name]]
+        kept = [(s, own) for s, own in named if all(layout in self.possible[name] for name, layout in own.items())]
+        if not kept:
+            return False  # _backward reports it
+        self.strategies[node.name] = tuple(s for s, _ in kept)
+        left = {name: {own[name] for _, own in kept} for name in kept[0][1]}
+        is_less = False
+        for name, layouts in left.items():
+            is_less |= len(layouts) < len(self.possible[name])
+            self.possible[name] = tuple(layout for layout in self.possible[name] if layout in layouts)
+        return is_less
 
     # From the outputs back: (4), and one layout for each value
 
@@ -367,10 +391,6 @@ def _crossings(boundaries: Mapping[str, BoundaryPlan]) -> dict[CrossingKey, Conv
         for direction, side in ((Direction.INPUT, boundary.inputs), (Direction.OUTPUT, boundary.outputs))
         for path, crossing in side.items()
     }
-
-
-def _crossing_key(boundary: Boundary) -> CrossingKey:
-    return boundary.module, boundary.direction, boundary.path
 
 
 def _is_one_of(strategy: Strategy, read: Iterable[tuple[Layout, ...]]) -> bool:

@@ -25,6 +25,7 @@ from tpplan.core.mesh import GroupShape
 from tpplan.core.strict_json import Text, decode, encode, read_json
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.machine.interpolate import multilinear
+from tpplan.machine.table_checks import check_unique
 from tpplan.machine.tables import (
     MOST_FITTED,
     AttentionRate,
@@ -46,7 +47,6 @@ from tpplan.machine.tables import (
     Part,
     Source,
     bottleneck_traffic,
-    check_unique,
     latency_steps,
 )
 

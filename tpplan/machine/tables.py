@@ -7,7 +7,6 @@ numbers that were not measured came about. Field names are the keys of the JSON 
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, assert_never
@@ -15,8 +14,8 @@ from typing import Annotated, assert_never
 from tpplan.core.errors import ProfileError
 from tpplan.core.mesh import GroupShape
 from tpplan.core.strict_json import Above, AtLeast
-from tpplan.core.units import DTYPE_BYTES
-from tpplan.machine.interpolate import blend, bracket, multilinear
+from tpplan.machine.interpolate import multilinear
+from tpplan.machine.table_checks import along, check_curve, check_dtype, check_grid
 
 Positive = Annotated[float, Above(0)]
 NonNegative = Annotated[float, AtLeast(0)]
@@ -132,14 +131,24 @@ class Spread:
             )
 
 
+def _relative(spread: Spread | None) -> tuple[float, ...] | None:
+    return None if spread is None else spread.relative
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class Part:
+    """A part of a profile: the ids of the sources of its numbers, and how numbers that were not measured came about."""
+
+    sources: tuple[str, ...]
+    inferred: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory(Part):
     """Device memory, and the part that the model cannot use: CUDA context, NCCL buffers, allocator overhead."""
 
     memory_bytes: Count
     reserved_bytes: Annotated[int, AtLeast(0)]
-    sources: tuple[str, ...]
-    inferred: str | None = None
 
     def __post_init__(self) -> None:
         if self.reserved_bytes >= self.memory_bytes:
@@ -148,17 +157,15 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bandwidth:
+class Bandwidth(Part):
     """Device memory bandwidth: bytes read plus bytes written per second."""
 
     hbm_bytes_per_s: Positive
     relative_error: NonNegative
-    sources: tuple[str, ...]
-    inferred: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryBoundTable:
+class MemoryBoundTable(Part):
     """Time of a kernel that only moves memory, by bytes read plus bytes written; never decreasing.
 
     A table instead of one bandwidth, because small tensors stay in caches.
@@ -167,22 +174,20 @@ class MemoryBoundTable:
     bytes: tuple[Count, ...]
     time_s: tuple[Positive, ...]
     relative_error: tuple[NonNegative, ...]
-    sources: tuple[str, ...]
     spread: Spread | None = None
-    inferred: str | None = None
 
     def __post_init__(self) -> None:
-        _check_curve(self.bytes, self.time_s, self.relative_error, self.spread)
+        check_curve(self.bytes, self.time_s, self.relative_error, _relative(self.spread))
 
     def time(self, num_bytes: float) -> Estimate:
         """Linear in logarithms between points; the first time below them; T_last n/n_last above."""
-        seconds, error = _along(self.bytes, self.time_s, self.relative_error, num_bytes)
+        seconds, error = along(self.bytes, self.time_s, self.relative_error, num_bytes)
         seconds *= max(1.0, num_bytes / self.bytes[-1])
         return Estimate(seconds=seconds, error_s=seconds * error, extrapolated=num_bytes > self.bytes[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class Launch(Part):
     """launch_s: the least time of a kernel on the device.
 
     issue_s: CPU time to issue a kernel, where the device runs in parallel to the CPU; elsewhere kernel times include
@@ -191,13 +196,11 @@ class Launch:
 
     launch_s: Positive
     relative_error: NonNegative
-    sources: tuple[str, ...]
     issue_s: Positive | None = None
-    inferred: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerIssue:
+class OptimizerIssue(Part):
     """CPU time of an optimizer's step per parameter of any size; `optimizer` is one of tpplan.plan.optimizers.
 
     sharded_s: for a DTensor, as under an applied plan. plain_s: for a plain tensor on one rank.
@@ -207,12 +210,10 @@ class OptimizerIssue:
     sharded_s: Positive
     plain_s: Positive
     relative_error: NonNegative
-    sources: tuple[str, ...]
-    inferred: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MatmulTable:
+class MatmulTable(Part):
     """Time of batched (m, k) @ (k, n) over a grid: time_s is row-major over batch, m, n, k and never decreases.
 
     A measured time is the mean of a product's three forms in training, forward and both gradients, which differ in the
@@ -227,9 +228,7 @@ class MatmulTable:
     time_s: tuple[Positive, ...]
     relative_error: NonNegative
     extrapolation_relative_error: NonNegative
-    sources: tuple[str, ...]
     spread: Spread | None = None
-    inferred: str | None = None
 
     @property
     def grids(self) -> tuple[tuple[int, ...], ...]:
@@ -238,7 +237,7 @@ class MatmulTable:
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
-        _check_grid(("batch", "m", "n", "k"), self.grids, self.time_s, self.spread)
+        check_grid(("batch", "m", "n", "k"), self.grids, self.time_s, _relative(self.spread))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +260,7 @@ class AttentionSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionTable:
+class AttentionTable(Part):
     """Time of fused attention in one direction, causal or not, with as many queries as keys.
 
     time_s is row-major over batch_heads, sequence, head_dim and never decreases.
@@ -276,9 +275,7 @@ class AttentionTable:
     time_s: tuple[Positive, ...]
     relative_error: NonNegative
     extrapolation_relative_error: NonNegative
-    sources: tuple[str, ...]
     spread: Spread | None = None
-    inferred: str | None = None
 
     @property
     def grids(self) -> tuple[tuple[int, ...], ...]:
@@ -287,7 +284,7 @@ class AttentionTable:
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
-        _check_grid(("batch_heads", "sequence", "head_dim"), self.grids, self.time_s, self.spread)
+        check_grid(("batch_heads", "sequence", "head_dim"), self.grids, self.time_s, _relative(self.spread))
 
     def time(self, sizes: AttentionSizes, launch_s: float) -> Estimate:
         """T = L + (T_c - L) f; T_c is the interpolated time of the sizes clamped to the table, f the FLOP over T_c's.
@@ -308,19 +305,17 @@ class AttentionTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionRate:
+class AttentionRate(Part):
     """Throughput of fused attention, in executed FLOP per second."""
 
     dtype: str
     forward_flop_per_s: Positive
     backward_flop_per_s: Positive
     relative_error: NonNegative
-    sources: tuple[str, ...]
-    inferred: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveTable:
+class CollectiveTable(Part):
     """Time of a collective on one group, by bytes of the whole value, never decreasing; latency_s is for 0 bytes.
 
     relative_error has a value for each point: small messages are noisier than large ones.
@@ -333,14 +328,12 @@ class CollectiveTable:
     bytes: tuple[Count, ...]
     time_s: tuple[Positive, ...]
     relative_error: tuple[NonNegative, ...]
-    sources: tuple[str, ...]
     spread: Spread | None = None
-    inferred: str | None = None
 
     def __post_init__(self) -> None:
         if self.ranks_per_node > self.ranks:
             raise ProfileError(f"ranks_per_node: expected <= ranks {self.ranks}, got {self.ranks_per_node}")
-        _check_curve(self.bytes, self.time_s, self.relative_error, self.spread)
+        check_curve(self.bytes, self.time_s, self.relative_error, _relative(self.spread))
         if self.latency_s > self.time_s[0]:
             raise ProfileError(f"latency_s: expected <= time_s[0] = {self.time_s[0]:g}, got {self.latency_s:g}")
 
@@ -351,7 +344,7 @@ class CollectiveTable:
 
     def time(self, num_bytes: float) -> Estimate:
         """Linear in logarithms between points; L + (T_0 - L) n/n_0 below them; T_last n/n_last above."""
-        seconds, error = _along(self.bytes, self.time_s, self.relative_error, num_bytes)
+        seconds, error = along(self.bytes, self.time_s, self.relative_error, num_bytes)
         if num_bytes < self.bytes[0]:
             seconds = self.latency_s + (self.time_s[0] - self.latency_s) * num_bytes / self.bytes[0]
         seconds *= max(1.0, num_bytes / self.bytes[-1])
@@ -375,30 +368,13 @@ class GroupExtrapolation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overlap:
+class Overlap(Part):
     """Slowdown of simultaneous work: a matmul beside a collective takes 1 + matmul_slowdown times as long as alone, the
     collective 1 + collective_slowdown times. relative_error applies to both factors."""
 
     matmul_slowdown: NonNegative
     collective_slowdown: NonNegative
     relative_error: NonNegative
-    sources: tuple[str, ...]
-    inferred: str | None = None
-
-
-#: the parts of a profile that name sources
-Part = (
-    Memory
-    | Bandwidth
-    | Launch
-    | OptimizerIssue
-    | MemoryBoundTable
-    | MatmulTable
-    | AttentionRate
-    | AttentionTable
-    | CollectiveTable
-    | Overlap
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,65 +386,3 @@ class Fitted:
     residual: NonNegative
     runs: Count
     what: str
-
-
-def check_dtype(dtype: str) -> None:
-    if dtype not in DTYPE_BYTES:
-        raise ProfileError(f"dtype: expected one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
-
-
-def _along(grid: Sequence[float], times: Sequence[float], errors: Sequence[float], size: float) -> tuple[float, float]:
-    """(time, relative error) at a size clamped to the grid; time linear in logarithms, error between neighbours."""
-    i, w = cell = bracket(grid, size)
-    return blend(times, cell), (1 - w) * errors[i] + w * errors[min(i + 1, len(grid) - 1)]
-
-
-def _check_curve(grid: Sequence[float], times: Sequence[float], errors: Sequence[float], spread: Spread | None) -> None:
-    """Raises ProfileError unless sizes ascend, times never decrease, and all arrays have the same length."""
-    check_ascending("bytes", grid, strictly=True)
-    check_length("time_s", times, len(grid))
-    check_length("relative_error", errors, len(grid))
-    check_ascending("time_s", times, strictly=False)
-    if spread is not None:
-        check_length("spread.relative", spread.relative, len(grid))
-
-
-def _check_grid(
-    names: Sequence[str], grids: Sequence[Sequence[int]], times: Sequence[float], spread: Spread | None
-) -> None:
-    """Raises ProfileError unless axes ascend, and time_s covers their product, row-major, decreasing along none."""
-    for name, grid in zip(names, grids, strict=True):
-        check_ascending(name, grid, strictly=True)
-    check_length("time_s", times, math.prod(len(grid) for grid in grids))
-    if spread is not None:
-        check_length("spread.relative", spread.relative, len(times))
-    stride = 1
-    for name, grid in zip(reversed(names), reversed(grids), strict=True):
-        for i, time in enumerate(times):
-            if i // stride % len(grid) and time < times[i - stride]:
-                raise ProfileError(
-                    f"time_s[{i}]: expected >= time_s[{i - stride}] = {times[i - stride]:g}"
-                    f" (time never decreases with {name}), got {time:g}"
-                )
-        stride *= len(grid)
-
-
-def check_ascending(name: str, values: Sequence[float], *, strictly: bool) -> None:
-    if not values:
-        raise ProfileError(f"{name}: expected at least one value, got none")
-    for i in range(1, len(values)):
-        if values[i] < values[i - 1] or (strictly and values[i] == values[i - 1]):
-            relation = ">" if strictly else ">="
-            bound = f"{name}[{i - 1}] = {values[i - 1]:g}"
-            raise ProfileError(f"{name}[{i}]: expected {relation} {bound}, got {values[i]:g}")
-
-
-def check_length(name: str, values: Sequence[float], expected: int) -> None:
-    if len(values) != expected:
-        raise ProfileError(f"{name}: expected {expected} values, got {len(values)}")
-
-
-def check_unique(name: str, keys: Sequence[object]) -> None:
-    for i, key in enumerate(keys):
-        if key in keys[:i]:
-            raise ProfileError(f"{name}[{i}]: expected one entry for {key}, got a second")

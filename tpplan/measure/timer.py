@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tpplan.core.units import MIB
 from tpplan.machine.fit_tables import Array
-from tpplan.torch_internals.devices import busy_gpu
+from tpplan.torch_internals.operators import busy_gpu
 
 #: section, points done, points in all
 Progress = Callable[[str, int, int], None]

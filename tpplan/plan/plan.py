@@ -23,6 +23,7 @@ from tpplan.core.name_patterns import ROOT, block_of, holders, is_pattern, parse
 from tpplan.core.strict_json import MAX_INTEGER, AtLeast, Text, decode, encode, read_json
 from tpplan.plan.batch_share import BatchShare
 from tpplan.plan.input_dims import DIM_PATTERN, Dim, parse_dim
+from tpplan.plan.tp_shares import TpShares
 from tpplan.solvers.problem import Status
 
 SCHEMA_VERSION = 1
@@ -56,14 +57,55 @@ def uses_fsdp(mesh: Mesh, precision: Precision) -> bool:
     return mesh.data_parallel > 1 or precision is Precision.BF16_MIXED
 
 
+class WorkKind(StrEnum):
+    """The work that makes a tensor in forward: a matrix product or convolution, attention, a sum or an exchange over
+    ranks (all-reduce, reduce-scatter, all-to-all), or anything else."""
+
+    PRODUCT = "product"
+    ATTENTION = "attention"
+    SUM = "sum over ranks"
+    REST = "rest"
+
+
 class Recompute(StrEnum):
-    """The part of a module's forward that runs again in backward. full: everything; only the inputs are kept.
-    selective: all but products, attention and sums over ranks, which are kept. none: nothing, as an exception to a
-    pattern."""
+    """The part of a module's forward that runs again in backward; a row of _MODES says all that defines a mode. none:
+    nothing, as an exception to a pattern."""
 
     NONE = "none"
     FULL = "full"
     SELECTIVE = "selective"
+
+    @property
+    def keeps(self) -> frozenset[WorkKind]:
+        """The kinds of work whose results are kept from forward to backward, beside the module's inputs; the rest runs
+        again."""
+        return _MODES[self][0]
+
+    @property
+    def says(self) -> str:
+        """The words for it in a report."""
+        return _MODES[self][1]
+
+    @property
+    def is_selective(self) -> bool:
+        """True where some results are kept and others are made again."""
+        return bool(self.keeps) and self is not Recompute.NONE
+
+    @property
+    def lighter(self) -> "tuple[Recompute, ...]":
+        """The modes that run less again: those before this one by the number of kinds kept, most first."""
+        by_work = sorted(Recompute, key=lambda mode: -len(mode.keeps))
+        return tuple(by_work[: by_work.index(self)])
+
+
+_MODES = {
+    Recompute.NONE: (frozenset(WorkKind), "nothing runs again"),
+    Recompute.FULL: (frozenset[WorkKind](), "forward runs again in backward"),
+    Recompute.SELECTIVE: (
+        frozenset((WorkKind.PRODUCT, WorkKind.ATTENTION, WorkKind.SUM)),
+        "all but products, attention and sums over ranks run again in backward",
+    ),
+}
 
 
 class Compile(StrEnum):
@@ -103,7 +145,8 @@ class MeshPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """global_batch = micro_batch * accumulation_steps * data-parallel ranks, in sequences of seq_len."""
+    """global_batch = micro_batch * accumulation_steps * data-parallel ranks, in samples of seq_len tokens; seq_len is 1
+    where samples have no length (images, tables, graphs)."""
 
     global_batch: Count
     micro_batch: Count
@@ -156,16 +199,21 @@ class BoundaryPlan:
     outputs: Mapping[str, CrossingText]
 
 
+#: how SizePlan.call begins for an attribute of the module
+ATTRIBUTE = "self."
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizePlan:
     """A size in a module's code, `written`, and the size that one rank needs in its place, `local`.
 
-    `call` is view (reshape too), unflatten, expand, repeat_interleave, split, slice, narrow, or groups (of a
-    convolution). The call has `count` sizes, of which `position` counts from 0. A sliced or narrowed tensor has `count`
-    dims; `position` is twice the dim for a start, and one more for an end or a length. `of` is the local shape of the
-    tensor in the call, with 0 where any size matches, so that a call on another tensor with an equal number is left
-    alone. With `dims`, the size is the product of these dims of the tensor at every batch and length: where code gives
-    a size in the proportion written to local, the local product replaces it.
+    With `call` "self.NAME" the size is this attribute of the module, which its forward reads as `local`. Else `call` is
+    view (reshape too), unflatten, expand, repeat_interleave, split, slice, narrow, new (zeros, new_empty and the like),
+    or groups (of a convolution). The call has `count` sizes, of which `position` counts from 0. A sliced or narrowed
+    tensor has `count` dims; `position` is twice the dim for a start, and one more for an end or a length. `of` is the
+    local shape of the tensor in the call, with 0 where any size matches, so that a call on another tensor with an equal
+    number is left alone. With `dims`, the size is the product of these dims of the tensor, and of `times`, at every
+    batch and length: where code gives a size in the proportion written to local, the local product replaces it.
     """
 
     call: str
@@ -175,6 +223,7 @@ class SizePlan:
     written: int
     local: int
     dims: tuple[Size, ...] | None = None
+    times: Count | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,8 +365,8 @@ class Plan:
     plan compiles nothing. `unruled_ops` are ops without a rule, which run whole, with their seconds per step; `opaque`
     are modules that run whole. `outputs` are the model's outputs that are returned sharded, by path. `untouched` is the
     reason why parameters must stay plain tensors: each rank then has all of them, and gradients are averaged over
-    data-parallel ranks. `notes` tell the reader how the plan was made: changes to the request, and costs that are
-    guesses.
+    data-parallel ranks. `tp_shares` say what tensor parallelism divides; absent where tp is 1. `notes` tell the reader
+    how the plan was made: changes to the request, and costs that are guesses.
     """
 
     schema_version: Count
@@ -346,6 +395,7 @@ class Plan:
     unruled_ops: Mapping[str, Amount]
     opaque: Mapping[str, OpaquePlan] | None = None
     untouched: str | None = None
+    tp_shares: TpShares | None = None
     notes: tuple[str, ...] | None = None
 
     @property

@@ -21,8 +21,21 @@ from tpplan.core.name_patterns import ROOT, format_ranges
 from tpplan.core.units import DTYPE_BYTES, GIB, format_bytes, format_seconds
 from tpplan.plan.layer_table import layer_lines
 from tpplan.plan.parts import SLACK
-from tpplan.plan.plan import CollectivePlan, Compile, Pass, Plan, Precision, Prediction, ProofStatus, Recompute
+from tpplan.plan.plan import (
+    BatchPlan,
+    CollectivePlan,
+    Compile,
+    Pass,
+    Plan,
+    Precision,
+    Prediction,
+    ProofStatus,
+    Recompute,
+)
 from tpplan.plan.proof_hash import MEND, why_unproven
+from tpplan.plan.tp_shares import LISTED_SHARE
+from tpplan.plan.tp_shares import rows as tp_rows
+from tpplan.plan.tp_shares import summary as tp_summary
 
 #: columns of a report that is not printed to a terminal
 DEFAULT_WIDTH = 100
@@ -33,10 +46,6 @@ _PRECISION = {
     Precision.FP32: "everything as the model was built",
     Precision.BF16_MIXED: "float32 parameters and optimizer states, bfloat16 compute",
     Precision.BF16: "bfloat16 throughout",
-}
-_RECOMPUTE = {
-    Recompute.SELECTIVE: "all but products, attention and sums over ranks run again in backward",
-    Recompute.FULL: "forward runs again in backward",
 }
 _COMPILE = {
     Compile.BLOCKS: "predicted as torch.compile fuses elementwise ops within each layer; applying the plan compiles "
@@ -96,6 +105,7 @@ def _report(plan: Plan, width: int, unproven: str) -> RenderableType:
         *_section("Plan", _facts(_header(plan))),
         *_section("Layers", *layer_lines(plan, width - _INDENT)),
         *_section("Predicted step", *_time(plan)),
+        *_tp_section(plan),
         *_section("Predicted peak memory per GPU", *_memory(plan)),
         *_section("Collectives of a step on one rank", *_collectives(plan.collectives)),
         *_section("Why this plan", _facts(_provenance(plan, unproven)), last=True),
@@ -140,7 +150,7 @@ def _header(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "optimizer", plan.optimizer
     yield (
         "batch",
-        f"{_plural(batch.global_batch, 'sequence')} of {batch.seq_len} tokens = micro-batch {batch.micro_batch} x "
+        f"{_samples(batch)} = micro-batch {batch.micro_batch} x "
         f"{_plural(batch.accumulation_steps, 'accumulation step')} x {_plural(mesh.data_parallel, 'data rank')}",
     )
     if batch.accumulation_steps * mesh.data_parallel > 1:
@@ -167,10 +177,10 @@ def _axis_line(plan: Plan, axis: Axis) -> str:
 
 def _recompute_line(plan: Plan) -> str:
     """Recomputed modules, grouped by what is recomputed."""
-    named: dict[Recompute, list[str]] = {mode: [] for mode in (Recompute.FULL, Recompute.SELECTIVE)}
+    named: dict[Recompute, list[str]] = {mode: [] for mode in Recompute}
     for name, mode in plan.recomputed_modules().items():
         named[mode].append(name or ROOT)
-    return "; ".join(f"{_ranges(names)}: {_RECOMPUTE[mode]}" for mode, names in named.items() if names) or "nothing"
+    return "; ".join(f"{_ranges(names)}: {mode.says}" for mode, names in named.items() if names) or "nothing"
 
 
 def _counted(counts: Iterable[tuple[str, int]]) -> str:
@@ -219,14 +229,27 @@ def _time(plan: Plan) -> Iterator[RenderableType]:
     step = f"{format_seconds(predicted.step_time_s)} +/- {format_seconds(predicted.step_time_error_s)}"
     tokens_per_s = _tokens_per_s(plan)
     if tokens_per_s is not None:
+        what = "tokens" if batch.seq_len > 1 else "samples"
         step += (
-            f", {_format_count(tokens_per_s)} tokens/s, {_format_count(tokens_per_s / plan.mesh.num_gpus)} per GPU "
-            f"({_plural(batch.global_batch, 'sequence')} x {batch.seq_len} tokens a step)"
+            f", {_format_count(tokens_per_s)} {what}/s, {_format_count(tokens_per_s / plan.mesh.num_gpus)} per GPU "
+            f"({_samples(batch)} a step)"
         )
     yield Text(step)
     if predicted.is_extrapolated:
         yield Text("Some sizes lie beyond what the profile measured: their times are extrapolated.", style="yellow")
     yield _parts(predicted.time_s, predicted.step_time_s, "share", format_seconds)
+
+
+def _tp_section(plan: Plan) -> Iterator[RenderableType]:
+    """What tensor parallelism divides; nothing where it divides by 1."""
+    shares, step_s = plan.tp_shares, plan.predicted.step_time_s
+    if shares is None:
+        return
+    listed = list(tp_rows(shares, step_s))
+    parts: list[RenderableType] = [Text(tp_summary(shares))]
+    if listed:
+        parts += [Text(f"On every rank whole, at {LISTED_SHARE:.0%} of the step or more:"), _facts(iter(listed))]
+    yield from _section("Tensor parallelism", *parts)
 
 
 def _memory(plan: Plan) -> Iterator[RenderableType]:
@@ -334,6 +357,13 @@ def _particulars(plan: Plan) -> Iterator[tuple[str, str]]:
     for key, whole in sorted((plan.opaque or {}).items()):
         counted = f", functions of {', '.join(whole.bodies)} counted once" if whole.bodies else ""
         yield "runs whole", f"{key} ({format_seconds(whole.seconds)} of the step{counted}): {whole.reason}"
+
+
+def _samples(batch: BatchPlan) -> str:
+    """The global batch in words: `8 sequences of 4096 tokens`; `8 samples` where they have no length."""
+    if batch.seq_len == 1:
+        return _plural(batch.global_batch, "sample")
+    return f"{_plural(batch.global_batch, 'sequence')} of {batch.seq_len} tokens"
 
 
 def _tokens(plan: Plan) -> int:

@@ -387,7 +387,9 @@ def _blame(
         module = parent(assignment.graph, module)
         blamed = tuple(_visible(assignment, module))
     blamed = blamed or tuple(_sharded(assignment, assignment.graph.nodes))
-    return Counterexample(message=message, blamed=blamed, node=node, strange=strange)
+    line = assignment.graph.lines.get(node.name, "") if node is not None else ""
+    at = f", at {line}" if line and " at " not in message else ""
+    return Counterexample(message=message + at, blamed=blamed, node=node, strange=strange)
 
 
 def _local_sizes(assignment: Assignment, name: str) -> set[int]:

@@ -5,7 +5,8 @@ as the model was; tpplan.prove.compare says how the two graphs must agree.
 
 That finds sizes baked into code (`view(B, T, self.n_heads, hd)`) and positions or masks built from a sharded length.
 Such sizes, and those that code takes from a tensor in another layout, are replaced by what the layouts imply
-(tpplan.apply.modules.local_sizes), and the result is compared again. The rules themselves are validated by brute force;
+(tpplan.apply.modules.local_sizes), else attributes of the module that hold them (tpplan.prove.local_attributes), and
+the result is compared again. The rules themselves are validated by brute force;
 the other half of the proof is tpplan.layouts.typecheck.
 """
 
@@ -24,6 +25,7 @@ from tpplan.plan.compress_names import by_pattern
 from tpplan.plan.plan import Plan, SizePlan
 from tpplan.prove.apply_as_rank import applied_as
 from tpplan.prove.compare import Counterexample, difference, difference_so_far
+from tpplan.prove.local_attributes import with_attributes_of
 from tpplan.trace.answers.concrete_values import AtRestError
 from tpplan.trace.answers.own_failure import own_failure
 from tpplan.trace.dedup_layers import PlanDigest
@@ -53,6 +55,8 @@ def check_structure(
             more = _with_sizes_of(assignment, model, found, written)
             if more == written and not found.strange:
                 more = _with_sizes_of(assignment, model, found, written, is_given=lambda size: True)
+            if more == written:
+                more = with_attributes_of(assignment, model, found, written)
             if more == written:
                 return found
             written = more
@@ -144,7 +148,8 @@ def _difference_on(
     try:
         applied = trace(local, inputs, loss=loss, cast=cast, plan_digest=_digest_of(plan), opaques=opaques, fresh=fresh)
     except TraceError as error:
-        reason = f"the applied model cannot run: {error.reason}"
+        at = f", at {error.line}" if error.line else ""
+        reason = f"the applied model cannot run: {error.reason}{at}"
         found = difference_so_far(assignment, error.ran, reason)
         if found.message == reason and (failure := own_failure(error.__cause__, has_run=True)) is not None:
             raise failure from error.__cause__

@@ -6,8 +6,8 @@ closely, until the least bound is that of a plan. An early plan excludes most po
 there is one, points of one tp degree after the other are looked at. A point's bounds are its floor
 (tpplan.search.points.point_solver.PointSolver.floor), its optimum without a memory limit, and that of the relaxation of
 its ILP. A point is left out before it is traced or priced where a smaller micro-batch on its mesh does not fit, and
-where its GPUs at the best rates of the profile would take too long (tpplan.costs.best_rates). Guesses, which forbid
-more than a counterexample shows, may hide a faster plan: the bound is then that of the problem without them.
+where its GPUs at the best rates of the profile would take too long (tpplan.search.points.best_rates). Guesses, which
+forbid more than a counterexample shows, may hide a faster plan: the bound is then that of the problem without them.
 
 The search assumes two things, and the plan notes where it did: that graphs at other micro-batches grow as from the
 smallest to the next (tpplan.search.points.grown_graph; the answer's graph is traced and compared), and that across
@@ -35,6 +35,7 @@ from tpplan.search.diagnose import infeasible, no_layout, unkept, unproven
 from tpplan.search.other_shapes import with_other_shapes
 from tpplan.search.points.mesh_points import Point, applicable
 from tpplan.search.points.point_solver import Candidate, PointSolver
+from tpplan.search.why_whole import with_reasons
 from tpplan.solvers.problem import Status
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ class _Progress:
     without: dict[tuple[int, int], NoLayoutError] = field(default_factory=dict)
     #: points of which the time limit left a bound alone
     undecided: dict[Point, SolverError] = field(default_factory=dict)
+    #: optima of points under a memory limit that their plans did not keep, before it was lowered
+    lowered: dict[Point, float] = field(default_factory=dict)
 
     def best(self) -> Candidate | None:
         """The fastest candidate; of equal ones that of the least point."""
@@ -106,18 +109,24 @@ def search(solver: PointSolver, points: list[Point], unsearched: tuple[str, ...]
         num_averages = traced.opaques.num_averages(best.formulation.setting.accumulation_steps)
         assignment = best.formulation.assignment(choice, num_averages=num_averages)
         priced, micro_batch = _priced(solver, assignment, best), best.point.micro_batch
+        excess = priced.predicted.peak_memory_bytes + priced.predicted.slack_bytes - solver.request.limit
+        if excess > SAME * solver.request.limit:
+            _lower_limit(solver, known, best, excess)
+            continue
         num_without = sum((point.micro_batch, point.tp) in known.without for point in points)
         certificate = _certificate(
             best, known, len(points), num_without, (*unsearched, *_unsearched(solver, points, known))
         )
         if not prove:
-            return plan_of(solver, assignment, priced, micro_batch, certificate, ProofStatus.UNPROVEN, rounds)
+            plan = plan_of(solver, assignment, priced, micro_batch, certificate, ProofStatus.UNPROVEN, rounds)
+            return with_reasons(plan, solver, best, traced, priced)
         solver.request.report("prove", rounds - 1, rounds)
         plan = plan_of(solver, assignment, priced, micro_batch, certificate, ProofStatus.PROVEN, rounds)
         checked = put_to_proof(solver, traced, plan, assignment)
         if isinstance(checked, Plan):
             solver.request.report("prove", rounds, rounds)
             settled = replace(checked, solver=_without_guesses(solver, points, certificate))
+            settled = with_reasons(settled, solver, best, traced, priced)
             return as_proven(with_other_shapes(solver.traces, settled, traced))
         if (culprit := culprit_of(checked)) is not None:
             solver.run_whole(culprit, checked.message)
@@ -129,16 +138,25 @@ def search(solver: PointSolver, points: list[Point], unsearched: tuple[str, ...]
 
 
 def _priced(solver: PointSolver, assignment: Assignment, best: Candidate) -> Priced:
-    """The price of the best assignment: its time is the ILP's up to rounding, and its memory fits."""
+    """The price of the best assignment: its time is the ILP's up to rounding."""
     request, executor = solver.request, solver.traces.reuse.executor
-    per_node, limit = request.cluster.gpus_per_node, request.limit
-    priced = price(assignment, request.profile, per_node, executor, memory_limit_bytes=limit)
+    per_node = request.cluster.gpus_per_node
+    priced = price(assignment, request.profile, per_node, executor, memory_limit_bytes=request.limit)
     solved, seconds = best.solution.objective, priced.predicted.step_time_s
     assert solved is not None
     assert abs(solved - seconds) <= SAME * max(solved, seconds), f"the ILP says {solved} s, the plan costs {seconds} s"
-    needed = priced.predicted.peak_memory_bytes + priced.predicted.slack_bytes
-    assert needed <= limit * (1 + SAME), f"the ILP keeps {limit} bytes, the plan needs {needed}"
     return priced
+
+
+def _lower_limit(solver: PointSolver, known: _Progress, best: Candidate, excess: float) -> None:
+    """Lowers the limit at a point by the bytes that its plan needs beyond it: the ILP's rows miss the plan's peak. The
+    certificate's bound remains the optimum before."""
+    point, objective = best.point, best.solution.objective
+    assert objective is not None
+    logger.warning("%s: a plan needs %.0f bytes more than the ILP counts; solving with less memory", point, excess)
+    known.lowered.setdefault(point, objective)
+    solver.lower_limit(point, excess)
+    del known.solved[point]
 
 
 def _explore(solver: PointSolver, points: list[Point], known: _Progress) -> Candidate:
@@ -173,7 +191,7 @@ def _explore(solver: PointSolver, points: list[Point], known: _Progress) -> Cand
         raise unkept(solver, left) or infeasible(solver, left)
     (size, _), first = next(iter(known.without.items()))
     if solver.cuts.wrong:
-        raise unproven(solver, first)
+        raise unproven(solver, size, first)
     raise no_layout(solver, size, {tp: found for (own, tp), found in known.without.items() if own == size})
 
 
@@ -275,8 +293,10 @@ def _certificate(
     objective = best.solution.objective or 0.0
     solved = known.solved.values()
     undecided = {point: known.bounds[point] for point in known.undecided if known.bounds[point] <= objective}
-    bound = min([objective, *undecided.values(), *(c.solution.bound for c in solved if c.solution.bound is not None)])
-    is_proven = all(c.solution.status in (Status.OPTIMAL, Status.INFEASIBLE) for c in solved) and not undecided
+    bounds = (c.solution.bound for c in solved if c.solution.bound is not None)
+    bound = min([objective, *undecided.values(), *known.lowered.values(), *bounds])
+    is_solved = all(c.solution.status in (Status.OPTIMAL, Status.INFEASIBLE) for c in solved) and not undecided
+    is_proven = is_solved and objective - bound <= SAME * objective
     left = num_points - len(known.solved) - len(known.too_large) - len(known.too_wide) - len(undecided)
     reasons = {
         BOUNDED: left - num_without,

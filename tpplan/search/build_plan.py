@@ -42,6 +42,7 @@ from tpplan.plan.plan import (
 )
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.search.points.trace_cache import Traced
+from tpplan.search.tp_shares import tp_shares
 from tpplan.torch_internals import pytree
 from tpplan.trace.forward_arguments import path_of
 
@@ -104,6 +105,7 @@ def plan_of(
         unruled_ops=priced.unruled_ops,
         opaque=_opaque_plans(traced, priced.opaque_seconds) or None,
         untouched=traced.opaques.untouched or None,
+        tp_shares=tp_shares(assignment, solver.traces.reuse.executor, priced.op_seconds),
         notes=(*traced.notes, *_left_whole(assignment), *priced.guesses) or None,
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 from tpplan.core.errors import IndivisibleError, InfeasibleError
 from tpplan.core.units import FLOATING_DTYPES
 from tpplan.costs.execute import Executor, whole_strategy
-from tpplan.costs.kernels import Attention, Matmul
+from tpplan.costs.kernels import flop_of
 from tpplan.layouts.rules import Call
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Plan
@@ -126,12 +126,7 @@ def model_flop(traced: Traced, executor: Executor) -> float:
     total = 0.0
     for op in traced.graph.ops:
         call = Call.of(traced.graph, op)
-        kernels = executor.execute(call, whole_strategy(call), 1).forward
-        flop = sum(
-            kernel.flop if isinstance(kernel, Attention) else 2.0 * kernel.batch * kernel.m * kernel.n * kernel.k
-            for kernel in kernels
-            if isinstance(kernel, Attention | Matmul)
-        )
+        flop = flop_of(executor.execute(call, whole_strategy(call), 1).forward)
         reached = sum(value.carries_gradient and len(value.shape) > 1 for value in call.operands)
         total += flop * (1 + min(reached, _BACKWARD_PRODUCTS))
     return total

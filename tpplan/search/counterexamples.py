@@ -8,14 +8,18 @@ from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.step.formulate import Formulation
 from tpplan.layouts.assignment import Assignment
+from tpplan.layouts.decision_space import Space
+from tpplan.layouts.in_words import in_words
 from tpplan.layouts.rules import Strategy
 from tpplan.layouts.typecheck import Mistyped, typecheck
+from tpplan.plan.compress_names import pattern_of
 from tpplan.plan.plan import Plan
 from tpplan.prove.compare import Counterexample
 from tpplan.prove.module_scope import given_nodes, parent, shards_in
 from tpplan.prove.structure import check_structure
 from tpplan.search.build_plan import laid_out_as
 from tpplan.search.conflicts import conflict_of, in_like_blocks
+from tpplan.search.points.cuts import Choices, Refuted
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.search.points.trace_cache import Traced
 from tpplan.trace.answers.planned_device import planning_for
@@ -25,6 +29,8 @@ logger = logging.getLogger(__name__)
 #: counterexamples in the code of one class before a guess forbids sharding all that its code sees: code that compares
 #: sizes, for example, differs in another line for each way to shard it
 PATIENCE = 4
+#: most choices that a message names
+MOST_SHOWN = 3
 
 
 def put_to_proof(
@@ -75,13 +81,14 @@ def forbid(
     if not found.blamed:
         raise ModelError(f"the plan cannot be proven, and no sharding explains it: {found.message}")
     logger.info("counterexample on tp %d: %s", tp, found.message)
-    cuts.messages.append(found.message)
 
     def check(trial: Assignment) -> Counterexample | Mistyped | None:
         checked = put_to_proof(solver, traced, laid_out_as(plan, trial), trial)
         return None if isinstance(checked, Plan) else checked
 
-    for choices in in_like_blocks(traced.graph, conflict_of(found, assignment, formulation, check)):
+    together = tuple(in_like_blocks(traced.graph, conflict_of(found, assignment, formulation, check)))
+    cuts.note(_refuted(formulation, found.message, together))
+    for choices in together:
         if len(choices) > 1:
             cuts.conflicts.setdefault(tp, []).append(choices)
         for name, group in choices.items() if len(choices) == 1 else ():
@@ -92,14 +99,34 @@ def forbid(
     if cuts.counterexamples[tp, code] < PATIENCE:
         return
     if code is None:
-        for name in found.blamed:
-            cuts.cut(formulation.space, name, (assignment.strategy(name),), is_guess=True)
-        return
-    whole = f"{PATIENCE} counterexamples in code of {code.__name__}: what the code of {module or ROOT} sees stays whole"
-    logger.info("tp %d: %s", tp, whole)
-    cuts.messages.append(whole)
-    for name, strategy in _sharding_in(module, formulation):
+        guessed = [(name, assignment.strategy(name)) for name in found.blamed]
+    else:
+        guessed = list(_sharding_in(module, formulation))
+    guess = Refuted(
+        tp=tp,
+        message=f"{PATIENCE} counterexamples in code of {code.__name__ if code else 'the loss'}, the last: "
+        f"{found.message}",
+        layouts=f"slices that the code of {pattern_of(traced.graph, module) or ROOT} sees",
+        forbidden=tuple({name: frozenset({strategy})} for name, strategy in guessed),
+    )
+    logger.info("%s", guess)
+    cuts.note(guess)
+    for name, strategy in guessed:
         cuts.cut(formulation.space, name, (strategy,), is_guess=True)
+
+
+def _refuted(formulation: Formulation, message: str, together: tuple[Choices, ...]) -> Refuted:
+    """The counterexample with its first set of choices in words."""
+    first = together[0] if together else {}
+    shown = [_described(formulation.space, name, group) for name, group in list(first.items())[:MOST_SHOWN]]
+    more = f" and {len(first) - MOST_SHOWN} more" if len(first) > MOST_SHOWN else ""
+    return Refuted(tp=formulation.mesh.tp, message=message, layouts=" with ".join(shown) + more, forbidden=together)
+
+
+def _described(space: Space, name: str, group: frozenset[Strategy]) -> str:
+    """A choice in words: `output of layers.*.attention.q as S(2)`."""
+    layouts = sorted({", ".join(map(str, strategy.results)) for strategy in group})
+    return f"{in_words(space.graph, space.deciders[name])} as {' or '.join(layouts)}"
 
 
 def _whose_code(graph: ModelGraph, node: Op | Boundary) -> str:

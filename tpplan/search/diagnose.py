@@ -8,9 +8,11 @@ from tpplan.core.errors import InfeasibleError, ProfileError, Remedy, SolverErro
 from tpplan.core.mesh import Mesh
 from tpplan.core.units import format_bytes, format_seconds
 from tpplan.costs.step.formulate import Formulation
-from tpplan.layouts.decision_space import NoLayoutError
+from tpplan.layouts.decision_space import NoLayoutError, deciders_of
+from tpplan.layouts.in_words import placed
 from tpplan.layouts.pins import Pin
 from tpplan.plan.plan import Recompute
+from tpplan.search.obstacles import Obstacles
 from tpplan.search.points.mesh_points import Point
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.solvers.problem import Problem, Solution, total
@@ -149,10 +151,13 @@ def no_layout(solver: PointSolver, micro_batch: int, without: Mapping[int, NoLay
     held = {tp: solver.pinned(micro_batch).pins_of(error.decision) for tp, error in without.items()}
     if not any(held.values()):
         return next(iter(without.values()))
+    graph = solver.traces.traced(micro_batch).graph
+    deciders = deciders_of(graph)
     reasons = "; ".join(
-        f"tp {tp}: {_quoted(pins)} leave{'s' if len(pins) == 1 else ''} {without[tp].decision} no layout"
+        f"tp {tp}: {_quoted(pins)} leave{'s' if len(pins) == 1 else ''} no layout to "
+        f"{placed(graph, deciders[without[tp].decision])}"
         if pins
-        else f"tp {tp}: {without[tp]}"
+        else f"tp {tp}: {placed(graph, deciders[without[tp].decision])} has no layout"
         for tp, pins in held.items()
     )
     alone = set(without) == {1}
@@ -160,13 +165,14 @@ def no_layout(solver: PointSolver, micro_batch: int, without: Mapping[int, NoLay
     return InfeasibleError(f"no plan keeps the pins on {solver.request.cluster.gpus} GPUs: {reasons}{hint}.")
 
 
-def unproven(solver: PointSolver, error: NoLayoutError) -> TpplanError:
+def unproven(solver: PointSolver, micro_batch: int, error: NoLayoutError) -> TpplanError:
     """The error where proofs have forbidden all strategies that the pins leave."""
     if not solver.request.pins:
         return error
+    graph = solver.traces.traced(micro_batch).graph
     return VerificationError(
-        f"no plan that keeps the pins {_quoted(solver.request.pins)} can be proven: {error.decision} has no layout "
-        f"left. The last that was tried: {solver.cuts.messages[-1]}"
+        f"no plan that keeps the pins {_quoted(solver.request.pins)} can be proven: no layout is left to "
+        f"{placed(graph, deciders_of(graph)[error.decision])}. The last that was tried: {solver.cuts.messages[-1]}"
     )
 
 
@@ -176,6 +182,9 @@ def unkept(solver: PointSolver, points: Sequence[Point]) -> InfeasibleError | No
     if not pins:
         return None
     limit, gpus = format_bytes(solver.request.limit), solver.request.cluster.gpus
+    if not _fits(solver, points, is_limited=False):
+        obstacles = dict.fromkeys(filter(None, (_against_pins(solver, point) for point in points)))
+        return InfeasibleError(f"no plan keeps the pins on {gpus} GPUs: {'; '.join(obstacles)}.")
     none_keeps = f"no plan keeps the pins within {limit} per GPU on {gpus} GPUs; one does"
     guilty = [pin for pin in pins if _fits(_without(solver, {pin}), points)]
     if guilty:
@@ -191,14 +200,35 @@ def _without(solver: PointSolver, left_out: set[Pin]) -> PointSolver:
     return solver.changed(replace(solver.request, pins=pins))
 
 
-def _fits(solver: PointSolver, points: Sequence[Point]) -> bool:
-    """True where some mesh has any plan within the limit."""
+def _against_pins(solver: PointSolver, point: Point) -> str:
+    """What stands against a pin at a point, after the pin; "" where all pins can be kept."""
+    for number, pin in enumerate(solver.request.pins):
+        later = solver.request.pins[number:]
+        try:
+            obstacles = Obstacles.of(solver, point.micro_batch, point.tp, without=later)
+        except NoLayoutError:
+            return ""
+        space, pinned = obstacles.space, solver.pinned(point.micro_batch)
+        wish = {
+            name: frozenset(s for s in space.strategies[name] if all(keeps(s) for own, keeps in rows if own == pin))
+            for name, rows in pinned.held.items()
+            if name in space.members and pin in pinned.pins_of(name)
+        }
+        if against := obstacles.against(wish):
+            return f"tp {point.tp}: '{pin}' cannot be kept: {against}"
+    return ""
+
+
+def _fits(solver: PointSolver, points: Sequence[Point], *, is_limited: bool = True) -> bool:
+    """True where some mesh has any plan, by default within the limit."""
     for point in points:
         try:
-            problem = solver.formulate(point).problem
+            formulation = solver.formulate(point)
         except NoLayoutError:
             continue
-        if solver.solver_of(replace(problem, objective=problem.resources[0].terms)).choice is not None:
+        problem = formulation.problem if is_limited else formulation.unlimited
+        objective = problem.resources[0].terms if is_limited else ()
+        if solver.solver_of(replace(problem, objective=objective)).choice is not None:
             return True
     return False
 

@@ -72,8 +72,8 @@ def _dims(
     """Each input's dims, and why they are not known to grow where example_inputs makes no other shapes ("" else)."""
     try:
         others = [
-            traces.subject.example_inputs(other[0], planned[1]),
-            traces.subject.example_inputs(planned[0], other[1]),
+            traces.subject.made_inputs(other[0], planned[1]),
+            traces.subject.made_inputs(planned[0], other[1]),
         ]
     except Exception as error:  # the user's code
         reason = f"example_inputs does not make other shapes: {type(error).__name__}: {_line(error)}"

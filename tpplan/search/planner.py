@@ -30,6 +30,7 @@ from tpplan.search.points.options import (
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.search.points.request import Request
 from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache
+from tpplan.search.tp_shares import counted_again
 from tpplan.solvers.problem import Status
 from tpplan.trace.trace import Loss
 
@@ -44,7 +45,7 @@ def solve(
     *,
     cluster: Cluster,
     global_batch: int,
-    seq_len: int,
+    seq_len: int = 1,
     micro_batch: int | Literal["auto"] = "auto",
     loss: Loss | None = None,
     unused_outputs: Sequence[str] = (),
@@ -68,9 +69,10 @@ def solve(
     """The plan with the least predicted step time of those whose predicted peak memory fits.
 
     build_model() returns the model (on the meta device: it makes no weights), example_inputs(micro_batch, seq_len) its
-    inputs. Decided together: the mesh, on at most the given GPUs; layouts; per layer what backward recomputes, and
-    whether FSDP reshards it after forward; the micro-batch and so the accumulation, unless a number pins it. An option
-    that is None is decided. `tp` and `fsdp` pin a degree, all_gpus=True uses all GPUs,
+    inputs; where samples have no length, example_inputs(micro_batch) does, and seq_len is left out. Decided together:
+    the mesh, on at most the given GPUs; layouts; per layer what backward recomputes, and whether FSDP reshards it after
+    forward; the micro-batch and so the accumulation, unless a number pins it. An option that is None is decided. `tp`
+    and `fsdp` pin a degree, all_gpus=True uses all GPUs,
     `recompute` ("none", "selective", "full") and reshard_after_forward (True is ZeRO-3, False ZeRO-2) hold for every
     layer. `precision` defaults to bf16-mixed on a GPU profile and fp32 else. compile=True prices elementwise ops as
     torch.compile fuses them. time_limit_s holds for each ILP. `pins` hold modules to a style, {"model.layers.*.mlp":
@@ -185,6 +187,7 @@ def price(
             name=PRICED, status=Status.FEASIBLE, objective_s=seconds, bound_s=0.0, gap=1.0, meshes_tried=1, skipped={}
         ),
         unruled_ops=priced.unruled_ops,
+        tp_shares=counted_again(loaded.tp_shares, assignment, traces.reuse.executor, priced.op_seconds),
         opaque=loaded.opaque and _repriced(loaded, priced.opaque_seconds),
         notes=(*traced.notes, *priced.guesses) or None,
     )

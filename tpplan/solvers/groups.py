@@ -8,8 +8,10 @@
 The result holds for any prices; problems with the same nodes and edges share it.
 """
 
+import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +42,7 @@ class Link:
     num_labels: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Skeleton:
     """Groups by number; group g has the columns starts[g]:starts[g + 1]. `kinds`: two columns of a group with the same
     kind have equal labels on all links."""
@@ -57,13 +59,12 @@ class Skeleton:
 
     def prune(self, alive: Mask) -> bool:
         """Clears columns of `alive` that agree with none along some link; False where a group is left empty."""
-        waiting = dict.fromkeys(range(len(self.links)))
+        waiting, links_of = dict.fromkeys(range(len(self.links))), self._links_of
         while waiting:
-            number = next(iter(waiting))
-            del waiting[number]
+            number, _ = waiting.popitem()
             link = self.links[number]
             for group in self._pruned(link, alive):
-                waiting.update(dict.fromkeys(self._links_of(group)))
+                waiting.update(dict.fromkeys(links_of[group]))
         return bool(np.all(np.logical_or.reduceat(alive, self.starts[:-1]))) if self.num_columns else True
 
     def _pruned(self, link: Link, alive: Mask) -> Iterable[int]:
@@ -85,14 +86,20 @@ class Skeleton:
                 lost.append(group)
         return lost
 
-    def _links_of(self, group: int) -> Iterable[int]:
-        return (i for i, link in enumerate(self.links) if group in (link.source, link.target))
+    @cached_property
+    def _links_of(self) -> dict[int, list[int]]:
+        """The positions of each group's links."""
+        found: dict[int, list[int]] = {}
+        for i, link in enumerate(self.links):
+            found.setdefault(link.source, []).append(i)
+            found.setdefault(link.target, []).append(i)
+        return found
 
 
 def skeleton_of(nodes: Sequence[Node], edges: Sequence[Edge]) -> Skeleton | None:
     """The skeleton of nodes and edges; None where pruning shows that no choice agrees on all edges."""
     merger = _Merger(nodes, edges)
-    if not merger.prune(merger.links):
+    if not all(merger.sizes.values()) or not merger.prune(merger.links):
         return None
     while (pair := merger.best_pair()) is not None:
         if not merger.merge(*pair):
@@ -100,6 +107,8 @@ def skeleton_of(nodes: Sequence[Node], edges: Sequence[Edge]) -> Skeleton | None
     return merger.skeleton()
 
 
+#: two groups, the one with the smaller number first
+Pair = tuple[int, int]
 #: labels of the columns of two groups, the group with the smaller number first
 Labels = tuple[Ints, Ints]
 
@@ -114,8 +123,15 @@ class _Merger:
             i: {node.name: np.arange(len(node.strategies))} for i, node in enumerate(nodes)
         }
         self.sizes = {i: len(node.strategies) for i, node in enumerate(nodes)}
-        self.links: dict[tuple[int, int], Labels] = {}
-        self._gains: dict[tuple[int, int], int] = {}
+        self.links: dict[Pair, Labels] = {}
+        #: the links of each group, each with its place in the order in which links were added
+        self.links_of: dict[int, dict[Pair, int]] = {i: {} for i in self.sizes}
+        self._num_added = 0
+        #: columns that the merge along a link saves, and the same with the link's place as a heap of (-gain, place,
+        #: link), in which entries that are no longer true are skipped; links of which neither is known
+        self._gains: dict[Pair, int] = {}
+        self._best: list[tuple[int, int, Pair]] = []
+        self._unknown: set[Pair] = set()
         own: dict[int, Mask] = {}
         for edge in edges:
             source, target = numbers[edge.source], numbers[edge.target]
@@ -129,30 +145,45 @@ class _Merger:
         for group, kept in own.items():
             self._keep(group, kept)
 
-    def _link(self, pair: tuple[int, int], labels: Labels) -> None:
+    def _link(self, pair: Pair, labels: Labels) -> None:
         """Adds a link; beside an existing link, labels become pairs of labels."""
         known = self.links.get(pair)
         if known is not None:
             width = 1 + max(int(side.max(initial=-1)) for side in labels)
             labels = _compact(known[0] * width + labels[0], known[1] * width + labels[1])
+        else:
+            self._num_added += 1
+            for group in pair:
+                self.links_of[group][pair] = self._num_added
+        self._set(pair, labels)
+
+    def _set(self, pair: Pair, labels: Labels) -> None:
+        """Gives a link its labels; what its merge saves is to be counted again."""
         self.links[pair] = labels
         self._gains.pop(pair, None)
+        self._unknown.add(pair)
+
+    def _unlink(self, pair: Pair) -> Labels:
+        """Takes a link away; returns its labels."""
+        for group in pair:
+            del self.links_of[group][pair]
+        self._gains.pop(pair, None)
+        self._unknown.discard(pair)
+        return self.links.pop(pair)
 
     def _keep(self, group: int, kept: Mask) -> None:
         """Drops a group's columns where `kept` is false."""
         self.sizes[group] = int(np.count_nonzero(kept))
         self.picks[group] = {name: picks[kept] for name, picks in self.picks[group].items()}
-        for pair, (first, second) in self.links.items():
-            if group in pair:
-                self.links[pair] = (first[kept], second) if pair[0] == group else (first, second[kept])
-                self._gains.pop(pair, None)
+        for pair in self.links_of[group]:
+            first, second = self.links[pair]
+            self._set(pair, (first[kept], second) if pair[0] == group else (first, second[kept]))
 
-    def prune(self, pairs: Iterable[tuple[int, int]]) -> bool:
+    def prune(self, pairs: Iterable[Pair]) -> bool:
         """Drops columns that agree with none, starting from the given links; False where a group is empty."""
         waiting = dict.fromkeys(pairs)
         while waiting:
-            pair = next(iter(waiting))
-            del waiting[pair]
+            pair, _ = waiting.popitem()
             width = 1 + max(int(side.max(initial=-1)) for side in self.links[pair])
             offered, accepted = np.zeros(width, bool), np.zeros(width, bool)
             offered[self.links[pair][0]], accepted[self.links[pair][1]] = True, True
@@ -161,37 +192,45 @@ class _Merger:
                 kept = common[labels]
                 if not kept.all():
                     self._keep(group, kept)
-                    waiting.update(dict.fromkeys(other for other in self.links if group in other))
-        return all(self.sizes.values())
+                    if not self.sizes[group]:
+                        return False
+                    waiting.update(dict.fromkeys(self.links_of[group]))
+        return True
 
-    def best_pair(self) -> tuple[int, int] | None:
+    def best_pair(self) -> Pair | None:
         """The link whose merge saves the most columns, the first of equals; None where every merge adds columns."""
-        for pair, labels in self.links.items():
-            if pair not in self._gains:
-                width = 1 + max(int(side.max(initial=-1)) for side in labels)
-                first, second = (np.bincount(side, minlength=width) for side in labels)
-                self._gains[pair] = self.sizes[pair[0]] + self.sizes[pair[1]] - int(first @ second)
-        best = max(self.links, key=lambda pair: self._gains[pair], default=None)
-        return best if best is not None and self._gains[best] >= 0 else None
+        for pair in self._unknown:
+            width = 1 + max(int(side.max(initial=-1)) for side in self.links[pair])
+            first, second = (np.bincount(side, minlength=width) for side in self.links[pair])
+            self._gains[pair] = gain = self.sizes[pair[0]] + self.sizes[pair[1]] - int(first @ second)
+            if gain >= 0:
+                heapq.heappush(self._best, (-gain, self.links_of[pair[0]][pair], pair))
+        self._unknown.clear()
+        while self._best:
+            loss, place, pair = self._best[0]
+            if self._gains.get(pair) == -loss and self.links_of[pair[0]][pair] == place:
+                return pair
+            heapq.heappop(self._best)
+        return None
 
     def merge(self, left: int, right: int) -> bool:
         """Merges the right group into the left one; False where no column agrees."""
-        first, second = self.links.pop((left, right))
-        self._gains.pop((left, right), None)
+        first, second = self._unlink((left, right))
         ours, theirs = np.nonzero(first[:, None] == second[None, :])
         picks = {name: chosen[ours] for name, chosen in self.picks[left].items()}
         picks |= {name: chosen[theirs] for name, chosen in self.picks.pop(right).items()}
         self.picks[left], self.sizes[left] = picks, len(ours)
         del self.sizes[right]
+        if not len(ours):
+            return False
         for group, columns in ((left, ours), (right, theirs)):
-            for pair in [pair for pair in self.links if group in pair]:
-                labels = self.links.pop(pair)
-                self._gains.pop(pair, None)
+            for pair in sorted(self.links_of[group], key=self.links_of[group].__getitem__):
+                labels = self._unlink(pair)
                 other, mine = (pair[1], labels[0]) if pair[0] == group else (pair[0], labels[1])
                 beyond = labels[1] if pair[0] == group else labels[0]
                 moved = (mine[columns], beyond)
                 self._link(*(((left, other), moved) if left < other else ((other, left), moved[::-1])))
-        return self.prune([pair for pair in self.links if left in pair])
+        return self.prune(self.links_of[left])
 
     def skeleton(self) -> Skeleton:
         """The remaining groups and links, numbered anew."""

@@ -16,12 +16,11 @@ Importing this room raises TorchVersionError for a torch older than OLDEST, and 
 | autograd         | the running backward, its end, torch.autograd.Function                           |
 | checkpoints      | both kinds of torch.utils.checkpoint, by the functions that they call            |
 | recording        | torch.fx's tracer of dispatched ops, modes, torch.cond                           |
-| operators        | schemas, kernels for meta tensors, the ops that tpplan knows by name             |
+| operators        | schemas, meta kernels, ops known by name, what functions hide, a busy GPU         |
 | fakes            | fake tensors, sizes that data decides                                            |
 | groups           | fake process groups, meshes without a process group                              |
 | fsdp             | FSDP2's parameter groups, and torch's memory tracker for them                    |
 | checkpoint_files | classes and functions that the metadata of distributed checkpoints names         |
-| devices          | keeping a GPU busy                                                               |
 | pytree           | torch's trees of containers                                                      |
 | probes           | runs all probes                                                                  |
 """

@@ -1,11 +1,15 @@
-"""Operators: schemas, kernels for meta tensors, and whether the ops that tpplan knows by name exist."""
+"""Operators: schemas, kernels for meta tensors, ops that tpplan knows by name, calls inside functions, a busy GPU."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.probes import Probe
@@ -21,6 +25,10 @@ COLLECTIVES = (
 ATTENTION = (
     "aten._scaled_dot_product_flash_attention.default", "aten._scaled_dot_product_efficient_attention.default",
 )  # fmt: skip
+#: the functions by which Python code of torch asks whether a mode is to run it
+_GUARDS = frozenset({"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"})
+#: methods of tensors that take sizes
+_SHAPING = frozenset({"view", "reshape", "expand"})
 
 
 def is_op(target: object) -> bool:
@@ -31,6 +39,20 @@ def is_op(target: object) -> bool:
 def is_higher_order(target: object) -> bool:
     """True for an operator that takes functions, such as that of torch.cond."""
     return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def is_pointwise(target: Any) -> bool:
+    """True for an operator that torch tags as pointwise, which gives tensors, draws no numbers, and writes to no
+    operand, or to the first alone (`add_`)."""
+    if not is_op(target) or torch.Tag.pointwise not in target.tags:
+        return False
+    schema = schema_of(target)
+    if not all(str(returned.type) == "Tensor" for returned in schema.returns):
+        return False
+    writes = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+    name = str(target).split(".")[1]
+    is_in_place = name.endswith("_") and not name.endswith("__") and not any(writes[1:])
+    return torch.Tag.nondeterministic_seeded not in target.tags and (is_in_place or not any(writes))
 
 
 def schema_of(op: Any) -> Any:
@@ -132,6 +154,42 @@ def meta_kernels(kernels: Kernels) -> Iterator[None]:
         library._destroy()
 
 
+# ---- functions in Python, whose first step is to ask modes to run them
+
+
+def hides_sizes(function: object) -> bool:
+    """True for a function of torch.nn.functional that hands itself to modes, and calls others with sizes."""
+    if not isinstance(function, FunctionType) or getattr(F, function.__name__, None) is not function:
+        return False
+    names = frozenset(function.__code__.co_names)
+    return not names.isdisjoint(_GUARDS) and not names.isdisjoint(_SHAPING)
+
+
+def seen_by(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under its own name, so that modes around take it for one call, with all that it calls handed to the
+    mode. To be called while the mode is off."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return _body(function)(*args, **kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        is_on = has_torch_function((None,))  # of what is no tensor's class it asks whether a mode is on
+        return handle_torch_function(run, (), *args, **kwargs) if is_on else run(*args, **kwargs)
+
+    return call
+
+
+@functools.cache
+def _body(function: FunctionType) -> Callable[..., Any]:
+    """The function with guards that say no."""
+    names = function.__globals__ | dict.fromkeys(_GUARDS, lambda *_: False)
+    body = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body
+
+
 # ---- probes
 
 
@@ -168,7 +226,36 @@ def _positions() -> bool:
     return False
 
 
+def busy_gpu(cycles: int) -> None:
+    """Queues a kernel on the current GPU that runs for this many clock cycles."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def _calls_are_seen() -> bool:
+    seen: list[object] = []
+
+    class Noting(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            run = seen_by(self, func) if hides_sizes(func) else func
+            return run(*args, **(kwargs or {}))
+
+    x = torch.ones(1, 2, 4)
+    weight, bias = torch.ones(12, 4), torch.ones(12)
+    with Noting():
+        F.multi_head_attention_forward(
+            x, x, x, 4, 2, weight, bias, None, None, False, 0.0, weight[:4], bias[:4], need_weights=False
+        )
+    return {F.multi_head_attention_forward, F.linear, torch.Tensor.view, torch.Tensor.unflatten} <= set(seen)
+
+
 PROBES = (
+    Probe(
+        name="a GPU kept busy",
+        uses="torch.cuda._sleep",
+        needed_for="`tpplan profile` on a GPU",
+        works=lambda: callable(getattr(torch.cuda, "_sleep", None)),
+    ),
     Probe(
         name="schemas of operators",
         uses="OpOverload._schema, torch._ops.HigherOrderOperator",
@@ -198,5 +285,11 @@ PROBES = (
         uses="torch._assert_async",
         needed_for="refusing ids and targets outside of a sharded vocabulary",
         works=_positions,
+    ),
+    Probe(
+        name="calls inside of torch's functions",
+        uses="torch.overrides.has_torch_function in torch.nn.functional, handle_torch_function",
+        needed_for="sizes of heads in nn.MultiheadAttention",
+        works=_calls_are_seen,
     ),
 )

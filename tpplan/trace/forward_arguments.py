@@ -1,7 +1,9 @@
 """The arguments of a forward: what of the example inputs a model takes, and each tensor among them by a dotted path."""
 
+import copy
+import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -31,11 +33,24 @@ def path_of(entries: tuple[Any, ...]) -> str:
 
 
 def named_tensors(tree: Any, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
-    """The tree with each tensor replaced by change(path, tensor)."""
+    """The tree with each tensor replaced by change(path, tensor), and in dataclasses, which pytree takes for leaves."""
     leaves, spec = pytree.tree_flatten_with_path(tree)
-    return pytree.tree_unflatten(
-        [change(path_of(path), leaf) if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves], spec
-    )
+    return pytree.tree_unflatten([_changed(path_of(path), leaf, change) for path, leaf in leaves], spec)
+
+
+def _changed(path: str, leaf: Any, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return change(path, leaf)
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type | Collection):
+        return leaf  # a container may hold its fields a second time
+    own = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)}
+    changed = named_tensors(own, lambda inside, tensor: change(f"{path}.{inside}", tensor))
+    if all(found is own[name] for name, found in changed.items()):
+        return leaf
+    copied = copy.copy(leaf)
+    for name, found in changed.items():
+        object.__setattr__(copied, name, found)  # frozen ones, too
+    return copied
 
 
 def positional_names(module: nn.Module) -> tuple[str, ...]:

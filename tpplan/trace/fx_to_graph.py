@@ -23,6 +23,7 @@ from tpplan.core.graph import (
     Source,
     SourceKind,
     Value,
+    unread_values,
     within,
 )
 from tpplan.core.repeated_blocks import find_repeated_blocks
@@ -30,11 +31,11 @@ from tpplan.core.units import FLOATING_DTYPES
 from tpplan.layouts.rules import base_target
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.autograd import AUTOCAST_ENDS, SET_GRAD_ENABLED
-from tpplan.torch_internals.operators import is_higher_order
+from tpplan.torch_internals.operators import is_higher_order, is_pointwise
 from tpplan.torch_internals.tensors import is_of_functorch, storage_key
 from tpplan.trace.forward_arguments import path_of
 from tpplan.trace.hooks.parameter_names import registered_name
-from tpplan.trace.record_fx import CONSTANT, DIFFERENTIATED, SCOPE, Program
+from tpplan.trace.record_fx import CONSTANT, DIFFERENTIATED, LINE, SCOPE, Program
 
 #: ops at which autocast begins and ends; they need no node, as dtypes of results say what autocast did
 _AUTOCAST = AUTOCAST_ENDS
@@ -85,6 +86,7 @@ class GraphReader:
     values: dict[str, Value] = field(default_factory=dict)
     sources: list[Source] = field(default_factory=list)
     nodes: list[Op | Boundary] = field(default_factory=list)
+    lines: dict[str, str] = field(default_factory=dict)
     storages: dict[int, str] = field(default_factory=dict)
     frames: dict[str, _Frame] = field(default_factory=dict)
     with_gradient: bool = True
@@ -117,8 +119,11 @@ class GraphReader:
             outputs=named,
             loss=scalars[0] if scalars else None,
             questions=(*((q.where, q.answer, q.is_choice) for q in self.program.questions), *self.unregistered),
+            lines=self.lines,
         )
-        return find_repeated_blocks(graph)
+        unread = unread_values(graph)
+        values = {name: replace(value, is_read=name not in unread) for name, value in self.values.items()}
+        return find_repeated_blocks(replace(graph, values=values) if unread else graph)
 
     def _placeholders(self) -> dict[str, Argument]:
         """The argument that each placeholder node is, by node name. Adds the sources; a tied parameter is one
@@ -291,7 +296,13 @@ class GraphReader:
         args = tuple(argument_of(argument, names) for argument in node.args)
         kwargs = tuple((key, argument_of(value, names)) for key, value in node.kwargs.items())
         op = Op(
-            name=name, target=target, args=args, kwargs=kwargs, results=(), module=self.first_name(node.meta[SCOPE])
+            name=name,
+            target=target,
+            args=args,
+            kwargs=kwargs,
+            results=(),
+            module=self.first_name(node.meta[SCOPE]),
+            is_pointwise=is_pointwise(node.target),
         )
         # tpplan's own detach is inside an autograd.Function, whose backward gives the gradient.
         detaches = base_target(target) == "aten.detach.default" and node.meta[SCOPE] != OWN_SCOPE
@@ -306,7 +317,9 @@ class GraphReader:
         result, results = self._results(name, node.meta.get("val"), carries=carries)
         if writes and carries:
             self._carry(self.values[op.operands[0]].storage)
-        self.nodes.append(Op(name=name, target=target, args=args, kwargs=kwargs, results=results, module=op.module))
+        self.nodes.append(replace(op, results=results))
+        if line := node.meta.get(LINE):
+            self.lines[name] = line
         return result
 
     def _carry(self, storage: str) -> None:
@@ -392,7 +405,9 @@ class _Images:
             return replace(node, name=name, module=module, operand=self.of(node.operand), result=name)
         args, kwargs = self._arguments(node.args), self._arguments(node.kwargs)
         results = tuple(self.of(result) for result in node.results)
-        return Op(name=name, target=node.target, args=args, kwargs=kwargs, results=results, module=module)
+        if node.name in self.reader.lines:
+            self.reader.lines[name] = self.reader.lines[node.name]
+        return replace(node, name=name, args=args, kwargs=kwargs, results=results, module=module)
 
     def _storage(self, storage: str) -> str:
         """The storage in the sibling for one in the traced layer."""

@@ -7,9 +7,11 @@ need not: code can tell, and transformers then builds masks that training does w
 
 import contextlib
 import dataclasses
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,16 +29,17 @@ from tpplan.torch_internals.tensors import local_part, plain_calls
 from tpplan.trace.answers.concrete_values import ConcreteValues, Question
 from tpplan.trace.answers.cond import both_cond_branches_run
 from tpplan.trace.answers.data_dependent_sizes import Counts, counting_by
-from tpplan.trace.answers.planned_device import machine_as_planned
+from tpplan.trace.answers.planned_device import is_foreign, line_of, machine_as_planned
 from tpplan.trace.answers.saved_tensor_hooks import check_saved_hooks
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.call_rewriting import is_own_code_running
 from tpplan.trace.hooks.host_rng import same_draws
 from tpplan.trace.noted_calls import CallNotes
 
-#: keys of a node's meta: the module that was running, a digest of values that the code wrote down, and whether
-#: gradients were on
+#: keys of a node's meta: the module that was running, a digest of values that the code wrote down, whether gradients
+#: were on, and the line of the model's code
 SCOPE, CONSTANT, DIFFERENTIATED = "tpplan_scope", "tpplan_constant", "tpplan_differentiated"
+LINE = "tpplan_line"
 
 _EMPTY = torch.ops.aten.empty.memory_format
 #: held while recording, as a tracer's modes, and what is changed in torch meanwhile, belong to the whole process
@@ -219,7 +222,7 @@ def _answers(known: ConcreteValues) -> Callable[[Any, tuple[Any, ...]], Any]:
 @contextlib.contextmanager
 def _nodes_noted(tracer: Any, scope: Callable[[], str], known: ConcreteValues) -> Iterator[None]:
     """Puts into the meta of each node that the tracer creates what is running then (SCOPE, CONSTANT,
-    DIFFERENTIATED)."""
+    DIFFERENTIATED, LINE)."""
     create_node = tracer.create_node
 
     def create(*args: Any, **kwargs: Any) -> torch.fx.Node:
@@ -227,6 +230,7 @@ def _nodes_noted(tracer: Any, scope: Callable[[], str], known: ConcreteValues) -
         node.meta[SCOPE] = scope()
         node.meta[CONSTANT] = known.constant
         node.meta[DIFFERENTIATED] = torch.is_grad_enabled()
+        node.meta[LINE] = _running_line()
         return node
 
     tracer.create_node = create
@@ -234,6 +238,17 @@ def _nodes_noted(tracer: Any, scope: Callable[[], str], known: ConcreteValues) -
         yield
     finally:
         del tracer.create_node
+
+
+def _running_line() -> str:
+    """The innermost running line of the model's code in a file, as `file:line: text`; "" where torch's layers run
+    alone."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (frame.f_code.co_filename[0] == "<" or not is_foreign(frame.f_code.co_filename)):
+        if frame.f_code is record.__code__:
+            return ""
+        frame = frame.f_back
+    return line_of(frame, frame.f_lineno) if frame is not None else ""
 
 
 @contextlib.contextmanager

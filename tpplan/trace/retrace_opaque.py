@@ -93,7 +93,8 @@ def _trace_marking(
             elif (failure := own_failure(error.__cause__, has_run=False)) is not None:
                 raise failure from error.__cause__
             else:
-                marks.add(error.module, _first_line(error.__cause__), error)
+                at = f", at {error.line}" if error.line else ""
+                marks.add(error.module, _first_line(error.__cause__) + at, error)
         except CapturedError:
             raise
         except (UnreadableError, ReplacedError) as error:

@@ -16,12 +16,15 @@ from tpplan.trace.record_fx import StoppedError
 
 
 class TraceError(ModelError):
-    """The trace stopped: `reason` says on what error and where, `ran` is the graph of the ops until then, `module` the
-    innermost module that was running ("" for the root, None outside the model)."""
+    """The trace stopped: `reason` says on what error and where, `line` is the line of code that raised it ("" where
+    none is the model's), `ran` the graph of the ops until then, `module` the innermost module that was running ("" for
+    the root, None outside the model)."""
 
-    def __init__(self, reason: str, advice: str, *, ran: torch.fx.Graph, module: str | None) -> None:
-        super().__init__(f"the model could not be traced: {reason}{advice}")
+    def __init__(self, reason: str, line: str, advice: str, *, ran: torch.fx.Graph, module: str | None) -> None:
+        at = f"\nat {line}" if line else ""
+        super().__init__(f"the model could not be traced: {reason}{at}{advice}")
         self.reason = reason
+        self.line = line
         self.ran = ran
         self.module = module
 
@@ -49,6 +52,7 @@ def explained(
     reason = (str(error).strip() or "no message").splitlines()[0]
     return TraceError(
         f"{type(error).__name__} {where}: {reason}",
+        raising_line(error),
         _advice(error, reason),
         ran=stopped.ran,
         module=running[-1] if running else None,
@@ -56,27 +60,31 @@ def explained(
 
 
 def _advice(error: BaseException, reason: str) -> str:
-    """The line of code that raised an error, and what to try where the error does not say so itself."""
-    line = raising_line(error)
-    at = f"\nat {line}" if line else ""
+    """What to try, on a line of its own, where the error does not say so itself; else ""."""
     match error:
         case ModelError():
-            return at
+            return ""
         case UnknownValueError():
             return (
-                f"{at}\nKeep it a tensor, choose with torch.where or torch.cond, or decide it by the configuration "
-                "or by the example inputs, whose values are known."
+                "\nKeep it a tensor, choose with torch.where or torch.cond, or decide it by the configuration or by "
+                "the example inputs, whose values are known."
             )
         case _ if "Meta" in reason or "fake impl" in reason:
             return (
-                f"{at}\ntorch does not know the shapes of this op's results: register the op and its backward with "
+                "\ntorch does not know the shapes of this op's results: register the op and its backward with "
                 "torch.library.register_fake."
             )
         case _ if "out of meta tensor" in reason or "numpy" in reason:
-            return f"{at}\nTensors have no values while a model is planned: compute this with torch ops."
+            return "\nTensors have no values while a model is planned: compute this with torch ops."
+        case RuntimeError() if "dtype" in reason or "scalar type" in reason:
+            return (
+                "\nTwo dtypes meet here: parameters and floating inputs have that of --precision, and what the code "
+                "makes or keeps in buffers has its own. Cast it to the other's (x.to(y.dtype)), or plan with "
+                "--precision fp32."
+            )
     return (
-        f"{at}\nIf the model fails like this without tpplan too, on the same inputs, fix that first. Otherwise this "
-        "code needs values, which tensors do not have while a model is planned: look for control flow on values, numpy."
+        "\nRun one forward on the example inputs without tpplan: where that fails too, the model or its example inputs "
+        "are to be mended first."
     )
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tpplan.core.errors import ModelError
-from tpplan.core.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, within
+from tpplan.core.graph import LOSS_SCOPE, OWN_SCOPE, SAME_TENSOR, Direction, ModelGraph, within
 from tpplan.torch_internals import pytree, tensors
 from tpplan.torch_internals.tensors import storage_key
 from tpplan.trace.answers.planned_device import is_foreign
@@ -107,8 +107,19 @@ class _BoundaryMarks:
     given: dict[str, list[tuple[Any, pytree.TreeSpec]]] = field(default_factory=dict)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any, name: str) -> Any:
-        """A forward pre-hook: the arguments, their tensors marked."""
-        changed = convert_arguments(module, args, kwargs, functools.partial(self._mark, name, Direction.INPUT))
+        """A forward pre-hook: the arguments, their tensors marked. One given several times is marked once, as code may
+        ask whether its arguments are the same."""
+        paths: dict[int, list[str]] = {}
+        convert_arguments(module, args, kwargs, lambda path, x: (paths.setdefault(id(x), []).append(path), x)[1])
+        marked: dict[int, torch.Tensor] = {}
+
+        def mark(_path: str, tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in marked:
+                path = SAME_TENSOR.join(paths[id(tensor)])
+                marked[id(tensor)] = self._mark(name, Direction.INPUT, path, tensor)
+            return marked[id(tensor)]
+
+        changed = convert_arguments(module, args, kwargs, mark)
         self.given.setdefault(name, []).append((changed, pytree.tree_structure(changed)))
         return changed
 

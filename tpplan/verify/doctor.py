@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tpplan import solvers
-from tpplan.apply.recompute import KEPT
+from tpplan.apply.recompute import KEPT_OPS
 from tpplan.core.mesh import Axis
 from tpplan.layouts import rules
 from tpplan.search.planner import solve
@@ -176,7 +176,8 @@ def _internals(name: str) -> Finding:
 
 def _operators(name: str) -> Finding:
     rules.has_rule("")
-    named = sorted(op for op in {*rules.registered_rules(), *KEPT} if op.startswith(_TORCHS_OWN))
+    known = frozenset(rules.registered_rules()).union(*KEPT_OPS.values())
+    named = sorted(op for op in known if op.startswith(_TORCHS_OWN))
     missing = missing_ops(named)
     return Finding(
         name=name,

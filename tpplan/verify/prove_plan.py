@@ -31,6 +31,7 @@ from tpplan.search.build_plan import input_shapes
 from tpplan.search.other_shapes import other_shapes
 from tpplan.search.points.options import BuildModel, ExampleInputs
 from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache, Traced
+from tpplan.search.tp_shares import counted_again
 from tpplan.trace.answers.planned_device import planning_for
 from tpplan.trace.trace import Loss
 from tpplan.verify.collective_log import Issued, listed
@@ -85,6 +86,7 @@ def prove_plan(
     else:
         peak = with_peak(plan.predicted, memory(assignment, traces.reuse.executor))
         plan = replace(plan, collectives=issued, predicted=peak, fingerprints=prints)
+    plan = replace(plan, tp_shares=counted_again(plan.tp_shares, assignment, traces.reuse.executor))
     return Proven(plan=_mended(plan, traced.assumptions), traced=traced, assignment=assignment)
 
 
@@ -132,7 +134,7 @@ def _check_structure(plan: Plan, assignment: Assignment, traced: Traced, traces:
         node = found.node
         place: tuple[str, ...] = ("sizes",)
         if isinstance(node, Boundary):
-            place = ("boundaries", node.module, f"{node.direction}s", node.path)
+            place = ("boundaries", node.module, f"{node.direction}s", node.places[0][-1])
         elif node is not None:
             place = ("sizes", node.module)
         raise VerificationError(f"{json_path_of(plan, place)}: {found.message}")

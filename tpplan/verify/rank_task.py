@@ -25,7 +25,6 @@ from tpplan.apply.modules.dropout_rng import WithoutDropout
 from tpplan.core.errors import ModelError, UsageError
 from tpplan.core.mesh import Axis
 from tpplan.plan.plan import Pass, Plan, Precision
-from tpplan.plan.shrink import in_float32
 from tpplan.search.points.user_model import ModelSpec, load_model_file
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_children
@@ -33,6 +32,7 @@ from tpplan.trace.forward_arguments import Inputs, forward_inputs
 from tpplan.trace.trace import accumulated_hooks, quiet
 from tpplan.verify.collective_log import CollectiveLog, Issued
 from tpplan.verify.fake_step import fake_step
+from tpplan.verify.shrink import in_float32
 
 #: share of the model's largest gradient below which differences count as rounding
 GRADIENT_NOISE = 1e-3

@@ -30,7 +30,6 @@ from tpplan.core.layout import R, local_shape
 from tpplan.core.units import format_bytes
 from tpplan.plan.optimizers import OPTIMIZERS
 from tpplan.plan.plan import Pass, Plan, Precision, uses_fsdp
-from tpplan.plan.shrink import dropped_layers, on_mesh, smaller_mesh, with_layers
 from tpplan.search.points.user_model import load_model_file
 from tpplan.trace.trace import quiet
 from tpplan.verify.collective_log import Difference, Issued, differences, first_member, listed
@@ -45,6 +44,7 @@ from tpplan.verify.rank_task import (
     check_on_rank,
     reference_step,
 )
+from tpplan.verify.shrink import dropped_layers, on_mesh, smaller_mesh, with_layers
 from tpplan.verify.spawn_ranks import on_ranks
 
 #: ranks that are started by default, or fewer where the plan has fewer
@@ -154,8 +154,8 @@ def _what_ran(plan: Plan, shrunk: Plan, *, dry: bool, layers: int | None) -> str
     """Describes the run: mesh, precision, batches, and what is smaller than in the plan."""
     batch = shrunk.batch
     parts = [
-        f"{shrunk.mesh}, {shrunk.precision}, {batch.accumulation_steps} x micro-batch {batch.micro_batch} x "
-        f"{batch.seq_len}"
+        f"{shrunk.mesh}, {shrunk.precision}, {batch.accumulation_steps} x micro-batch {batch.micro_batch}"
+        + (f" x {batch.seq_len}" if batch.seq_len > 1 else "")
     ]
     if shrunk.mesh != plan.mesh:
         parts.append(f"the plan's choices, which were made for {plan.mesh}")

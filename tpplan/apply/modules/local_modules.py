@@ -120,6 +120,10 @@ class Argument:
     crossings: Mapping[str, BoundaryConversion]
 
 
+#: (tensor, converted) of a call's arguments, by the tensor's id and its conversion
+Converted = dict[tuple[int, Conversion], tuple[Tensor, Tensor]]
+
+
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
 class ModuleBinding:
@@ -169,29 +173,33 @@ class ModuleBinding:
         return {name: self.whole[name].local(weight, self.names) for name, weight in module.named_parameters()}
 
     def convert_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments with planned inputs converted. Raises PlanMismatchError where one is not passed."""
+        """Returns the arguments with planned inputs converted; a tensor that is given several times is converted once.
+        Raises PlanMismatchError where one is not passed."""
+        known: Converted = {}
         for argument in self.arguments:
             if argument.name in kwargs:
-                value = self._convert(argument.name, kwargs[argument.name], argument.crossings)
+                value = self._convert(argument.name, kwargs[argument.name], argument.crossings, known)
                 kwargs = kwargs | {argument.name: value}
             elif argument.position is not None and argument.position < len(args):
-                value = self._convert(argument.name, args[argument.position], argument.crossings)
+                value = self._convert(argument.name, args[argument.position], argument.crossings, known)
                 args = (*args[: argument.position], value, *args[argument.position + 1 :])
             else:
-                self._convert(argument.name, None, argument.crossings)
+                self._convert(argument.name, None, argument.crossings, known)
         return args, kwargs
 
     def convert_outputs(self, output: Any) -> Any:
         """Returns the output with planned outputs converted, and those that stay sharded as DTensors."""
         if self.outputs:
-            output = self._convert("output", output, self.outputs)
+            output = self._convert("output", output, self.outputs, None)
         if self.sharded_outputs:
             output = self._as_dtensors(output)
         return output
 
-    def _convert(self, root: str, tree: Any, crossings: Mapping[str, BoundaryConversion]) -> Any:
+    def _convert(
+        self, root: str, tree: Any, crossings: Mapping[str, BoundaryConversion], known: Converted | None
+    ) -> Any:
         if isinstance(tree, Tensor) and root in crossings:
-            return self._converted(crossings[root], tree)
+            return self._once(crossings[root], tree, known)
         if tree is None:
             path, crossing = next(iter(crossings.items()))
             raise PlanMismatchError(
@@ -206,7 +214,7 @@ class ModuleBinding:
             if crossing is None:
                 return tensor
             found.add(path)
-            return self._converted(crossing, tensor)
+            return self._once(crossing, tensor, known)
 
         converted = named_tensors({root: tree}, change)[root]
         if missing := sorted(crossings.keys() - found):
@@ -215,6 +223,15 @@ class ModuleBinding:
                 f"it is a {type(tree).__name__}; plan with the same inputs as in training"
             )
         return converted
+
+    def _once(self, crossing: BoundaryConversion, tensor: Tensor, known: Converted | None) -> Tensor:
+        """The converted tensor, the same one for each argument of a call that is the same tensor."""
+        if known is None:
+            return self._converted(crossing, tensor)
+        key = id(tensor), crossing.conversion
+        if key not in known:
+            known[key] = tensor, self._converted(crossing, tensor)
+        return known[key][1]
 
     def _converted(self, crossing: BoundaryConversion, tensor: Tensor) -> Tensor:
         if tensor.dtype != crossing.dtype and not self.shared.has_warned:

@@ -3,29 +3,38 @@
 Examples: `x.view(b, t, self.num_heads, d)` where x holds a slice of the heads, or a view of a gathered tensor that
 takes its length from a slice.
 
+A planned size that is an attribute of the module (`self.num_heads`) is read as its local size by the module's forward.
+
 A planned size of one number (SizePlan.local) is replaced where the call's tensor has the planned shape and the code
 gives the planned number; other calls are left alone, so sizes that the code computes from `x.shape` pass. But a call
 that differs from the planned one in scale only, as in another batch or length, raises: the plan knows no size for it.
 
-A planned size that is a product of the tensor's dims (SizePlan.dims) holds for every batch and length. The code may
-give that size itself, or the planned multiple of it (the size in another layout); anything else raises.
+A planned size that is a product of the tensor's dims (SizePlan.dims, .times) holds for every batch and length. The code
+may give that size itself, or the planned multiple of it (the size in another layout); anything else raises.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tpplan.core.errors import PlanMismatchError
-from tpplan.plan.plan import SizePlan
+from tpplan.core.name_patterns import ROOT
+from tpplan.plan.plan import ATTRIBUTE, SizePlan
 
 _VIEW, _EXPAND = (Tensor.view, Tensor.reshape, torch.reshape), (Tensor.expand, torch.Tensor.broadcast_to)
 _UNFLATTEN = (Tensor.unflatten, torch.unflatten)
 _SPLIT = (Tensor.split, torch.split, Tensor.split_with_sizes, torch.split_with_sizes)
 _NARROW = (Tensor.narrow, torch.narrow)
+_CONVOLUTIONS = (
+    torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d
+)  # fmt: skip
+_NEW_OF_SIZE = (torch.empty, torch.zeros, torch.ones, torch.full)
+_NEW_OF_TENSOR = (Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full)
 #: by function that takes sizes: the kind of call in a plan, and the position of the first size among the arguments
 _TAKES: dict[Any, tuple[str, int]] = {
     **dict.fromkeys(_VIEW, ("view", 1)),
@@ -34,7 +43,9 @@ _TAKES: dict[Any, tuple[str, int]] = {
     **dict.fromkeys(_SPLIT, ("split", 1)),
     **dict.fromkeys(_NARROW, ("narrow", 1)),
     **dict.fromkeys((Tensor.repeat_interleave, torch.repeat_interleave), ("repeat_interleave", 1)),
-    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), ("groups", 6)),
+    **dict.fromkeys(_CONVOLUTIONS, ("groups", 6)),
+    **dict.fromkeys(_NEW_OF_SIZE, ("new", 0)),
+    **dict.fromkeys(_NEW_OF_TENSOR, ("new", 1)),
     Tensor.__getitem__: ("slice", 1),
 }
 #: keyword names of sizes
@@ -46,6 +57,11 @@ class LocalSizes:
     """A rewriter of a module's calls that replaces each planned size."""
 
     sizes: tuple[SizePlan, ...]
+
+    @property
+    def attributes(self) -> Mapping[str, int]:
+        """Attribute of the module -> what its code is to read."""
+        return {size.call.removeprefix(ATTRIBUTE): size.local for size in self.sizes if size.call.startswith(ATTRIBUTE)}
 
     @cached_property
     def table(self) -> dict[tuple[str, int, int, int], list[SizePlan]]:
@@ -73,7 +89,7 @@ class LocalSizes:
         return func(*args, **kwargs)
 
     def _replaced(self, call: str, first: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
+        x: Any = args[0] if args else next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
         if call == "slice":
             return (x, self._sliced(x, args[1])), kwargs
         if call == "narrow" and args:
@@ -82,7 +98,8 @@ class LocalSizes:
             place = 2 * (arguments["dim"] % x.dim())
             bounds = (self._local(call, x, x.dim(), place + i, arguments[name]) for i, name in enumerate(names[1:]))
             return (x, arguments["dim"], *bounds), {}
-        sizes = args[first : first + 1] if call in ("split", "repeat_interleave") else args[first:]
+        is_list = any(isinstance(size, tuple | list) for size in args[first : first + 1])
+        sizes = args[first : first + 1] if is_list or call in ("split", "repeat_interleave", "groups") else args[first:]
         named = [name for name in _NAMES if name in kwargs]
         given = [*sizes, *(kwargs[name] for name in named)]
         flat = [size for item in given for size in (item if isinstance(item, tuple | list) else (item,))]
@@ -110,34 +127,47 @@ class LocalSizes:
         start, end = (self._local("slice", x, x.dim(), 2 * dim + i, size) for i, size in bounds)
         return slice(start, end, item.step)
 
-    def _local(self, call: str, x: Tensor, count: int, position: int, size: Any) -> Any:
+    def _local(self, call: str, x: Any, count: int, position: int, size: Any) -> Any:
         """Returns this rank's size for `size`, number `position` of the call's `count` sizes; `size` if not planned.
 
-        Raises PlanMismatchError for a call that differs from the planned one in scale only.
+        x: the call's tensor, anything else if it has none. Raises PlanMismatchError for a call that differs from the
+        planned one in scale only.
         """
+        shape = x.shape if isinstance(x, Tensor) else torch.Size()
         for own in self.by_dims.get((call, count, position), ()) if type(size) is int and size != -1 else ():
-            if _is_shape(x.shape, own.of):
+            if _is_shape(shape, own.of):
                 return _by_dims(call, x, own, size)
         planned = self.table.get((call, count, position, size), ()) if type(size) is int else ()
-        local = next((own.local for own in planned if _is_shape(x.shape, own.of)), size)
+        local = next((own.local for own in planned if _is_shape(shape, own.of)), size)
         if local is size and type(size) is int:
             for own in self.sizes:
                 is_here = own.dims is None and (own.call, own.count, own.position) == (call, count, position)
-                if is_here and _is_scaled(x.shape, size, own):
+                if is_here and _is_scaled(shape, size, own):
                     raise PlanMismatchError(
-                        f"{call} of a tensor of shape {list(x.shape)} with size {size}: the plan has a rank's size "
+                        f"{call} of a tensor of shape {list(shape)} with size {size}: the plan has a rank's size "
                         f"only for {own.written} and shape {list(own.of)} (0: any); solve again for this batch "
                         "and length"
                     )
         return local
 
 
+def check_attributes(module: nn.Module, name: str, sizes: Iterable[SizePlan]) -> None:
+    """Raises PlanMismatchError where a planned attribute is not the planned integer of the module."""
+    for size in sizes:
+        value = vars(module).get(size.call.removeprefix(ATTRIBUTE))
+        if size.call.startswith(ATTRIBUTE) and (type(value) is not int or value != size.written):
+            raise PlanMismatchError(
+                f"module {name or ROOT}: the plan was made for {size.call} = {size.written}, and here it is {value!r}: "
+                "solve again for this model"
+            )
+
+
 def _by_dims(call: str, x: Tensor, planned: SizePlan, size: int) -> int:
-    """Returns the product of the planned dims of x.
+    """Returns the product of the planned dims of x, and of the number of times that they are taken.
 
     Raises PlanMismatchError where the code gives neither that nor its planned multiple, the size in another layout.
     """
-    own = prod(x.shape[dim] for dim in planned.dims or ())
+    own = prod(x.shape[dim] for dim in planned.dims or ()) * (planned.times or 1)
     if size != own and size * planned.local != own * planned.written:
         raise PlanMismatchError(
             f"{call} of a tensor of shape {list(x.shape)} with size {size} in place {planned.position}: the plan knows "

@@ -3,6 +3,10 @@
 An op that makes a new tensor starts a storage; so does a boundary whose conversion makes one. While a module's forward
 runs, its caller holds its arguments, and the module holds the objects whose fields it was given; other values are freed
 after their last read.
+
+A recomputed module runs its forward once more in backward, as under torch.utils.checkpoint. It stops early: at the last
+op that saves something, and before that op's kernels where it saves only its operands. A layer that ends in a product
+and a sum with its residual repeats neither. What the mode keeps is not repeated.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,12 +15,12 @@ from dataclasses import dataclass, field
 from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, enclosing
 from tpplan.core.layout import Conversion, Layout
 from tpplan.costs.execute import Execution, Executor
-from tpplan.costs.kernels import Attention, Matmul
-from tpplan.costs.saved_tensors import HELD_STEPS, call_exits, returned_until
+from tpplan.costs.kernels import WORK
+from tpplan.costs.saved_tensors import call_exits, gives_sum, returned_until
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import reading_conversion
 from tpplan.layouts.rules import Call, Strategy
-from tpplan.plan.plan import Recompute
+from tpplan.plan.plan import Recompute, WorkKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +94,13 @@ class Lifetimes:
         return self.assignment.conversion(boundary)
 
     def is_held(self, position: int) -> bool:
-        """True where selective recomputation keeps the node's results."""
+        """True where the node is in a module that is recomputed, in a mode that keeps the node's results."""
         run, node = self.run_at.get(position), self.nodes[position]
-        if run is None or run.mode is not Recompute.SELECTIVE:
+        if run is None:
             return False
         if isinstance(node, Boundary):
-            return not HELD_STEPS.isdisjoint(self.conversion(node).forward)
-        return any(isinstance(kernel, Matmul | Attention) for kernel in self.executions[position].forward)
+            return WorkKind.SUM in run.mode.keeps and gives_sum(self.conversion(node))
+        return any(WORK[type(kernel)] in run.mode.keeps for kernel in self.executions[position].forward)
 
     def uses(self, storage: Storage) -> set[int]:
         """Positions whose backward reads the storage as it was kept from forward."""
@@ -113,6 +117,26 @@ class Lifetimes:
     def stop(self, run: Run) -> int:
         """The last position that runs again in backward: that of the last op that saves anything; -1 for none."""
         return max((i for i in run.positions if i in self.executions and _keeps(self.executions[i])), default=-1)
+
+    def run_again(self) -> Iterator[tuple[Run, tuple[str, ...]]]:
+        """Yields each call of a recomputed module with the decisions whose forward runs again in backward."""
+        readings: dict[str, list[str]] = {}
+        for own in self.assignment.readings.values():
+            for reading in own:
+                readings.setdefault(reading.op.name, []).append(reading.name)
+        for run in self.runs:
+            yield run, tuple(self._run_again(run, readings))
+
+    def _run_again(self, run: Run, readings: Mapping[str, list[str]]) -> Iterator[str]:
+        """The decisions of a call whose forward runs again, readings of weights included."""
+        stop = self.stop(run)
+        for i in range(run.positions.start, stop + 1):
+            if self.is_held(i):
+                continue
+            name = self.nodes[i].name
+            yield from readings.get(name, ())
+            if i < stop or self.executions[i].saves_results or self.executions[i].saved_bytes:
+                yield name
 
     def _make_storages(self) -> None:
         storage_of: dict[str, Storage | None] = {source.result: None for source in self.graph.sources}

@@ -15,7 +15,6 @@ from tpplan.costs.collectives import transfers_of
 from tpplan.costs.execute import Executor
 from tpplan.costs.step.activation_lifetimes import Lifetimes
 from tpplan.costs.step.parameter_bytes import Weights
-from tpplan.costs.step.recompute_cost import repeated
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import Decider, has_partial_gradient
 from tpplan.machine.profile import Collective
@@ -63,7 +62,7 @@ def _tp_collectives(assignment: Assignment) -> _Counts:
 def _repeats(assignment: Assignment, executor: Executor) -> _Counts:
     """Forward collectives that recomputed modules run again in backward."""
     found: _Counts = Counter()
-    for _, names in repeated(Lifetimes(assignment, executor)):
+    for _, names in Lifetimes(assignment, executor).run_again():
         for name in names:
             decider = assignment.deciders[name]
             if not isinstance(decider, Op | Boundary):

@@ -15,7 +15,8 @@ from tpplan.layouts.decision_space import Space
 from tpplan.layouts.layer_treatments import FsdpUnit
 from tpplan.layouts.rules import Strategy
 from tpplan.machine.profile import HardwareProfile
-from tpplan.solvers.problem import Edge, Node, Shared
+from tpplan.plan.plan import Recompute
+from tpplan.solvers.problem import Edge, Expression, Node, Shared
 
 T = TypeVar("T")
 
@@ -59,6 +60,28 @@ class PricedSpace:
         if units not in self._activations:
             self._activations[units] = layer_activations(self.space, self.executor, units)
         return self._activations[units]
+
+    def recomputed_forward(
+        self, units: tuple[str, ...], layer: str, mode: Recompute
+    ) -> tuple[Expression, Expression, Expression]:
+        """Seconds of kernels, seconds of collectives, and the number of both, of the forward that a layer runs again;
+        `units` are the layers."""
+        if mode is Recompute.NONE:
+            return Expression(), Expression(), Expression()
+        return self.once(("run again", units, layer, mode), lambda: self._recomputed_forward(units, layer, mode))
+
+    def _recomputed_forward(
+        self, units: tuple[str, ...], layer: str, mode: Recompute
+    ) -> tuple[Expression, Expression, Expression]:
+        rows: tuple[dict[str, tuple[float, ...]], ...] = ({}, {}, {})
+        for name, number in self.activations(units).layers[layer].again.items():
+            works = [time.again[mode] for time in self.times[name]]
+            vectors = zip(*((own.compute.seconds, own.collectives.seconds, own.kernels) for own in works), strict=True)
+            for row, vector in zip(rows, vectors, strict=True):
+                if any(vector):
+                    row[name] = tuple(number * amount for amount in vector)
+        compute, collectives, kernels = (Expression(terms=tuple(row.items())) for row in rows)
+        return compute, collectives, kernels
 
     def units(self, names: tuple[str, ...]) -> tuple[FsdpUnit, ...]:
         """Every FSDP unit, the root last under the name "": each parameter in the deepest unit with all its names."""

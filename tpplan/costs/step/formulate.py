@@ -29,9 +29,8 @@ from tpplan.costs.step.fsdp_communication import FsdpCommunication
 from tpplan.costs.step.layer_groups import Families, LayerGroups
 from tpplan.costs.step.memory_rows import Peaks
 from tpplan.costs.step.parameter_bytes import ParameterBytes, RowBytes
-from tpplan.costs.step.recompute_cost import recomputed_forward
 from tpplan.costs.step.train_config import Setting
-from tpplan.costs.strategy_times import RecomputedWork, StrategyTime
+from tpplan.costs.strategy_times import StrategyTime, Work
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import Space, has_partial_gradient
 from tpplan.layouts.layer_treatments import TREATMENTS, LayerGroup, Treatment
@@ -259,7 +258,7 @@ class Formulation:
                 count = kind.count(recompute=mode)
                 if not (count.constant or count.parts):
                     continue
-                compute, collectives, issued = recomputed_forward(self.priced, self.setting.units, kind, mode)
+                compute, collectives, issued = self.priced.recomputed_forward(self.setting.units, kind.unit.name, mode)
                 for part, expression in ((RECOMPUTATION, compute), (TENSOR_PARALLEL, collectives)):
                     if expression.terms:
                         yield from count.times(Term(name=part, expressions=(expression,), weight=steps))
@@ -267,10 +266,10 @@ class Formulation:
                     behind = merged(minus(minus(scaled(issued, issue_s), compute), collectives))
                     yield from count.times(Term(name=ISSUE, expressions=(Expression(), behind), weight=steps))
 
-    def repeats(self) -> list[RecomputedWork]:
+    def repeats(self) -> list[Work]:
         """Recomputed work of a micro-batch, where every decision has one strategy and every layer one treatment."""
         return [
-            self.table[name][0].repeated(treatment.recompute) * (number * count.constant)
+            self.table[name][0].again[treatment.recompute] * (number * count.constant)
             for kind in self.kinds
             for treatment, count in kind.numbers.counts.items()
             if treatment.recompute is not Recompute.NONE

@@ -14,7 +14,6 @@ from tpplan.core.mesh import Axis, Mesh
 from tpplan.costs.step.cost_table import PricedSpace
 from tpplan.costs.step.layer_groups import LayerGroups
 from tpplan.costs.step.parameter_bytes import BytesOf, ParameterBytes
-from tpplan.costs.step.recompute_cost import recomputed_forward
 from tpplan.costs.step.train_config import Setting
 from tpplan.layouts.layer_treatments import Count, FsdpUnit
 from tpplan.machine.profile import Collective
@@ -84,7 +83,7 @@ class FsdpCommunication:
                 repeated = added(gather, scatter) if treatment.reshard else scatter
                 beside = backward
                 if self._hides:
-                    again = recomputed_forward(self.priced, self.setting.units, kind, treatment.recompute)
+                    again = self.priced.recomputed_forward(self.setting.units, kind.unit.name, treatment.recompute)
                     beside = merged(added(backward, again[0]))
                 if steps > 1:
                     yield OverlappedCollective(transfer=repeated, compute=beside, weight=steps - 1, count=count)

@@ -12,7 +12,7 @@ from tpplan.costs.layer_activations import Activations, LayerCosts
 from tpplan.costs.step.cost_table import PricedSpace
 from tpplan.costs.step.train_config import Setting
 from tpplan.layouts.layer_treatments import TREATMENTS, Count, FsdpUnit, LayerGroup, Treatment, numbers_of
-from tpplan.layouts.parameter_writes import why_not_selective, write_within
+from tpplan.layouts.parameter_writes import why_not_recomputed, write_within
 from tpplan.plan.plan import Recompute
 from tpplan.solvers.problem import Expression
 
@@ -92,12 +92,12 @@ class LayerGroups:
         reshard = setting.reshard_after_forward if self.uses_fsdp else True
         graph = self.priced.space.graph
         recompute = Recompute.NONE if write_within(graph, (unit.name,)) else setting.recompute
-        impossible = Recompute.SELECTIVE if why_not_selective(graph, unit.name) else None
+        impossible = [mode for mode in Recompute if why_not_recomputed(graph, unit.name, mode)]
         return tuple(
             treatment
             for treatment in TREATMENTS
             if recompute in (None, treatment.recompute) and reshard in (None, treatment.reshard)
-            if treatment.recompute is not impossible
+            if treatment.recompute not in impossible
         )
 
 
@@ -105,12 +105,6 @@ def _numbered(keys: Mapping[str, object]) -> dict[str, int]:
     """A number for each name, equal for equal keys."""
     numbers: dict[object, int] = {}
     return {name: numbers.setdefault(key, len(numbers)) for name, key in keys.items()}
-
-
-def lighter_than(mode: Recompute) -> tuple[Recompute, ...]:
-    """Modes that run less again in backward than `mode`."""
-    by_work = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
-    return by_work[: by_work.index(mode)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +122,7 @@ class Family:
         self, mode: Recompute, expression: Expression, among: Sequence[Recompute]
     ) -> Iterator[Expression]:
         """The expression where layers have `mode` and none is recomputed less than every mode of `among`."""
-        lighter = set(Recompute).intersection(*map(lighter_than, among))
+        lighter = set(Recompute).intersection(*(other.lighter for other in among))
         yield from self.counts[mode].where_any(expression, [self.counts[own] for own in Recompute if own in lighter])
 
 

@@ -28,7 +28,7 @@ from tpplan.core.graph import Source
 from tpplan.core.mesh import Mesh
 from tpplan.costs.layer_activations import Activations
 from tpplan.costs.peak_candidates import undominated
-from tpplan.costs.step.layer_groups import Families, Family, lighter_than
+from tpplan.costs.step.layer_groups import Families, Family
 from tpplan.costs.step.parameter_bytes import RowBytes
 from tpplan.layouts.decision_space import Space
 from tpplan.layouts.layer_treatments import FsdpUnit, LayerGroup
@@ -154,6 +154,7 @@ class Peaks:
             is_first = len(self.families.earlier) == 1 and self.mesh.shard > 1  # then no layer before it is prefetched
             times = 1.0 if is_first else self._gatherings
             yield Term(name=UNSHARDED_PARAMETERS, expressions=tuple(self._gathered), weight=times)
+            yield from self._gathered_before()
             yield Term(name=BUFFERS, expressions=tuple(map(self._reduced, self.families.all)))
         yield from self._kept_by_layers(self.families.earlier[:-1])
         yield Term(name=SAVED, expressions=(Expression(), *self._wholes(family)))
@@ -206,7 +207,7 @@ class Peaks:
         """Bytes that a layer recomputes: the family's least recomputed one, or one that is recomputed more."""
         for mode in Recompute:
             tensors = self._remade(family, mode)
-            heavier = [own for own in Recompute if own not in lighter_than(mode)]
+            heavier = [own for own in Recompute if own not in mode.lighter]
             for own in heavier if tensors.terms or tensors.constant else ():
                 yield from family.where_lightest(own, tensors, heavier)
 
@@ -220,6 +221,12 @@ class Peaks:
             kept = _lower(self.activations.terms(family.layer.kept[mode] if family in kept_of else {}))
             found = merged(added(left, scaled(kept, -1.0)))
             yield from family.where_lightest(mode, found, [mode])
+            again = _lower(self.activations.terms(family.layer.remade[mode]))
+            for own in Recompute:  # the layer before it may be one that is recomputed more
+                if mode in own.lighter and family.size > 1:
+                    before = merged(added(found, self._remade(family, own), scaled(again, -1.0)))
+                    lighter = [family.counts[less] for less in mode.lighter]
+                    yield from family.counts[own].where_any(before, lighter)
 
     def _wholes(self, family: Family) -> Iterator[Expression]:
         """Bytes of all that a layer keeps and recomputes, under each mode that a layer of the family has."""
@@ -251,6 +258,16 @@ class Peaks:
             yield Term(name=UNSHARDED_PARAMETERS, expressions=(self.sizes.gathered(unit.parameters),))
         for kind, gathered in zip(self.kinds, self._gathered, strict=True):
             yield from kind.count(reshard=False).times(Term(name=UNSHARDED_PARAMETERS, expressions=(gathered,)))
+
+    def _gathered_before(self) -> Iterator[Term]:
+        """Parameters of layers that are not resharded and that have layers after them which are."""
+        earlier = {family.first for family in self.families.earlier[:-1]}
+        for kind, gathered in zip(self.kinds, self._gathered, strict=True):
+            first = self.families.first(kind)
+            for mode in Recompute:
+                if first in earlier or (first == self.families.largest.first and mode is not Recompute.NONE):
+                    count = kind.count(recompute=mode, reshard=False)
+                    yield from count.times(Term(name=UNSHARDED_PARAMETERS, expressions=(gathered,)))
 
     def _gathered_for_a_while(self) -> Term:
         """Parameters of the largest resharded layer with the next one's buffer; in forward any layer has a buffer."""

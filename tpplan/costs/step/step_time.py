@@ -9,10 +9,9 @@ or modules around several: their time is added.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from tpplan.core.graph import Op
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.error_bars import NONE, Residuals
@@ -23,8 +22,8 @@ from tpplan.costs.step.cost_table import price_space
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.memory_ledger import Peak
 from tpplan.costs.step.memory_replay import memory
-from tpplan.costs.step.recompute_cost import Rerun, rerun
 from tpplan.costs.step.train_config import Setting
+from tpplan.costs.strategy_times import StrategyTime
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.rules import OPAQUE, Call, has_rule
 from tpplan.machine.profile import Collective, Estimate, HardwareProfile
@@ -54,10 +53,12 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """The sections of a plan that depend on the profile, and its collectives."""
+    """The sections of a plan that depend on the profile, and its collectives. `op_seconds` are the kernel seconds of
+    each op in a step, by its name."""
 
     predicted: Prediction
     collectives: tuple[CollectivePlan, ...]
+    op_seconds: Mapping[str, float]
     unruled_ops: Mapping[str, float]
     opaque_seconds: Mapping[str, float]
     guesses: tuple[str, ...]
@@ -91,6 +92,7 @@ def price(
     return Priced(
         predicted=predicted,
         collectives=collectives(assignment, executor),
+        op_seconds=seconds.by_name,
         unruled_ops=seconds.of_unruled_ops(),
         opaque_seconds=seconds.of_opaque_modules(),
         guesses=guesses(assignment, executor),
@@ -167,7 +169,7 @@ def _with_rerun(step: StepTime, assignment: Assignment, formulation: Formulation
     """The time plus that of modules recomputed beside layers, with the same relative error."""
     lifetimes = Lifetimes(assignment, formulation.priced.executor)
     times = {name: own[0] for name, own in formulation.table.items()}
-    again: Rerun = rerun(lifetimes, times, formulation.setting.profile.issue_s, assignment.recomputed_within)
+    again = _rerun(lifetimes, times, formulation.setting.profile.issue_s, assignment.recomputed_within)
     steps, time_s = assignment.accumulation_steps, dict(step.time_s)
     time_s[RECOMPUTATION] = time_s.get(RECOMPUTATION, 0.0) + steps * again.compute.seconds
     time_s[TENSOR_PARALLEL] = time_s.get(TENSOR_PARALLEL, 0.0) + steps * again.collectives.seconds
@@ -178,6 +180,36 @@ def _with_rerun(step: StepTime, assignment: Assignment, formulation: Formulation
         error_s=step.error_s * sum(time_s.values()) / sum(step.time_s.values()),
         is_extrapolated=step.is_extrapolated or again.compute.extrapolated or again.collectives.extrapolated,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rerun:
+    """Time that recomputation adds to a micro-batch on a rank: kernels and collectives of the forward that runs again,
+    and seconds that a GPU waits for the CPU to issue them."""
+
+    compute: Estimate
+    collectives: Estimate
+    waited_s: float
+
+
+def _rerun(
+    lifetimes: Lifetimes, times: Mapping[str, StrategyTime], issue_s: float | None, modules: Collection[str]
+) -> _Rerun:
+    """The time of recomputing those of the recomputed modules that are in `modules`. `times` are by decision; `issue_s`
+    are seconds that the CPU takes to issue a kernel, None where nothing waits for it."""
+    calls = [[times[name] for name in names] for run, names in lifetimes.run_again() if run.module in modules]
+    every = [time for call in calls for time in call]
+    return _Rerun(
+        compute=sum((time.forward for time in every), Estimate.zero()),
+        collectives=sum((time.forward_collectives for time in every), Estimate.zero()),
+        waited_s=sum(_waited_s(call, issue_s) for call in calls),
+    )
+
+
+def _waited_s(times: list[StrategyTime], issue_s: float | None) -> float:
+    """Seconds that issuing a call's kernels takes longer than running them; 0 where it does not."""
+    running_s = sum((time.forward + time.forward_collectives).seconds for time in times)
+    return 0.0 if issue_s is None else max(0.0, issue_s * sum(time.forward_kernels for time in times) - running_s)
 
 
 def _error(formulation: Formulation, time: Mapping[str, float]) -> tuple[float, bool]:
@@ -215,26 +247,25 @@ class _OpSeconds:
 
     def __init__(self, formulation: Formulation) -> None:
         self.graph = formulation.space.graph
-        self.table = formulation.table
-        self.steps = formulation.setting.accumulation_steps
+        table, steps = formulation.table, formulation.setting.accumulation_steps
+        self.by_name = {
+            op.name: float((table[op.name][0].forward + table[op.name][0].backward).seconds * steps)
+            for op in self.graph.ops
+        }
 
     def of_unruled_ops(self) -> dict[str, float]:
         """Seconds by op without a rule, which runs whole although it reads tensors that carry gradients."""
         found: Counter[str] = Counter()
         for op in self.graph.ops:
-            is_unruled = not has_rule(op.target) and op.target != OPAQUE
+            is_unruled = not (op.is_pointwise or has_rule(op.target)) and op.target != OPAQUE
             if is_unruled and any(self.graph.values[name].carries_gradient for name in op.operands):
-                found[op.target] += self._of(op)  # type: ignore[assignment]
-        return {target: float(seconds) for target, seconds in sorted(found.items())}
+                found[op.target] += self.by_name[op.name]  # type: ignore[assignment]
+        return dict(sorted(found.items()))
 
     def of_opaque_modules(self) -> dict[str, float]:
         """Seconds by name of a module that runs whole."""
         found: Counter[str] = Counter()
         for op in self.graph.ops:
             if op.target == OPAQUE:
-                found[op.module] += self._of(op)  # type: ignore[assignment]
-        return {module: float(seconds) for module, seconds in found.items()}
-
-    def _of(self, op: Op) -> float:
-        times = self.table[op.name][0]
-        return (times.forward + times.backward).seconds * self.steps
+                found[op.module] += self.by_name[op.name]  # type: ignore[assignment]
+        return dict(found)

@@ -3,8 +3,8 @@
 A rule is one function in one file of this folder, registered by `@op_rule(targets...)`. It does not depend on the
 number of ranks: strategies whose shards do not divide are dropped afterwards. tests/layouts/test_rules.py finds every
 rule and validates it numerically over all layouts, all ranks and both directions: a strategy that a rule allows is
-right, a strategy that it leaves out only costs speed. An operator without a rule runs on whole operands, all R or all
-R*.
+right, a strategy that it leaves out only costs speed. An operator without a rule has that of nonlinear elementwise ops
+where torch tags it as pointwise; else it runs on whole operands, all R or all R*.
 
 In: a `Call` (an operator with its operands' shapes) and a number of ranks. Out: its strategies. Needs no torch.
 
@@ -17,6 +17,7 @@ from functools import cache, lru_cache
 
 from tpplan.core.graph import ModelGraph, Op
 from tpplan.core.layout import R
+from tpplan.layouts.rules.attention import draws
 from tpplan.layouts.rules.call import (
     OPAQUE,
     Call,
@@ -29,7 +30,7 @@ from tpplan.layouts.rules.call import (
     written_operands,
 )
 from tpplan.layouts.rules.equation import whole_operands
-from tpplan.layouts.rules.random import draws
+from tpplan.layouts.rules.pointwise import nonlinear
 from tpplan.layouts.rules.size_literals import groups_divide, localized_arguments, takes_sizes, written_sizes
 
 __all__ = [
@@ -89,7 +90,7 @@ def call_strategies(call: Call, tp: int) -> tuple[Strategy, ...]:
     """Every strategy of a call on tp ranks, without duplicates, the replicated ones first."""
     if call.target == OPAQUE:
         return (Strategy((R,) * len(call.operands), (R,) * len(call.results)),)
-    rule = _load_families().get(base_target(call.target))
+    rule = _load_families().get(base_target(call.target), nonlinear if call.is_pointwise else None)
     like = call.anonymous()
     return _strategies_of(rule, like, repr((like.args, like.kwargs)), tp)
 

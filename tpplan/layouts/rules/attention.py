@@ -1,15 +1,24 @@
-"""The rule of attention: shards of batch and heads, and of query positions without a mask or causality."""
+"""Rules of attention and of dropout, which attention may contain.
+
+Random ops: on whole values all ranks draw the same numbers; on slices each rank draws its own. The plan lists the
+modules whose ops draw on slices, and tpplan.apply.modules.dropout_rng seeds them. Such draws have the right
+distribution but differ from the draws of one process.
+"""
 
 from collections.abc import Iterable
 
 from tpplan.core.layout import S, copied
 from tpplan.layouts.rules.call import Call, Strategy, op_rule
-from tpplan.layouts.rules.equation import NEVER, Equation, Letters
+from tpplan.layouts.rules.equation import NEVER, Equation, Letters, elementwise
+
+_ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
-@op_rule("aten.scaled_dot_product_attention.default")
+@op_rule(_ATTENTION)
 def attention(call: Call) -> Iterable[Strategy]:
-    """B batch, H query heads, T query positions, J key positions, D and E head dims.
+    """Shards of batch and heads, and of query positions without a mask or causality.
+
+    B batch, H query heads, T query positions, J key positions, D and E head dims.
 
     Grouped key and value heads are sharded like the query heads, in contiguous groups. Where key heads are fewer than
     ranks, each rank holds the head that its queries use; a single key head is broadcast.
@@ -33,3 +42,18 @@ def attention(call: Call) -> Iterable[Strategy]:
         if strategy.results == (S(1),) and 1 < key[1] < query[1]:
             heads = copied(1, key[1])
             yield Strategy((S(1), heads, heads, *strategy.operands[3:]), strategy.results)
+
+
+def draws(call: Call) -> bool:
+    """True for a call that drops elements at random."""
+    match call.target:
+        case "aten.dropout.default" | "aten.dropout_.default":
+            return bool(call.argument(2, "train") and call.argument(1, "p"))
+        case target:
+            return target == _ATTENTION and bool(call.argument(4, "dropout_p", 0.0))
+
+
+@op_rule("aten.dropout.default")
+def dropout(call: Call) -> Iterable[Strategy]:
+    """Pointwise; linear, because one mask applies to all summands."""
+    return elementwise(call, linear_in=(frozenset({0}),))

@@ -18,7 +18,7 @@ class Call:
     """A call of an operator. `operands` are its tensors in argument order, one entry per reading.
 
     `parts` are the sizes of parts in the graph: a dim whose size is their sum may be sharded part by part. `slices` are
-    numbers of slices, fewer than ranks, into which a dim may be cut.
+    numbers of slices, fewer than ranks, into which a dim may be cut. `is_pointwise` as for an Op.
     """
 
     target: str
@@ -28,6 +28,7 @@ class Call:
     results: tuple[Value, ...]
     parts: frozenset[Parts] = frozenset()
     slices: frozenset[int] = frozenset()
+    is_pointwise: bool = False
 
     @classmethod
     def of(cls, graph: ModelGraph, op: Op, layouts: Iterable[Layout] = ()) -> "Call":
@@ -48,6 +49,7 @@ class Call:
             results=tuple(graph.values[name] for name in op.results),
             parts=frozenset(layout.parts for layout in layouts if layout.parts),
             slices=frozenset(layout.slices for layout in layouts if layout.slices is not None),
+            is_pointwise=op.is_pointwise,
         )
 
     def anonymous(self) -> "Call":

@@ -35,6 +35,33 @@ def convolution(call: Call) -> Iterable[Strategy]:
     )
 
 
+@op_rule("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input")
+def transposed_convolution(call: Call) -> Iterable[Strategy]:
+    """As a convolution, with the weight's first two dims swapped: input channels, output channels of a group."""
+    dims = _num_space_dims(call.target)
+    space, kernel, place = (_space(letter, dims) for letter in "skp")
+    batch = "b" if len(call.operands[0].shape) == dims + 2 else ""
+    bias = ", o" if len(call.operands) == 3 else ""
+    is_grouped = call.integer(6, "groups", 1) != 1
+    channels = "o g" if is_grouped else "c o"
+    return einsum(
+        call,
+        f"{batch} {channels[0]} {space}, {channels} {kernel}{bias} -> {batch} o {place}",
+        multilinear=True,
+        added=frozenset({2}) if bias else frozenset(),
+        whole=f"{space} {kernel} {place} g",
+    )
+
+
+@op_rule("aten.im2col.default", "aten.col2im.default")
+def patches(call: Call) -> Iterable[Strategy]:
+    """`b c h w -> b (c k k) l` and back; patches are ordered by channels first."""
+    image, columns = "c h w", "c l"
+    source, result = (image, columns) if call.target == "aten.im2col.default" else (columns, image)
+    batch = "b" if len(call.operands[0].shape) == len(source.split()) + 1 else ""
+    return einsum(call, f"{batch} {source} -> {batch} {result}", whole="h w l", linear_in=(frozenset({0}),))
+
+
 @op_rule("aten.max_pool1d.default", "aten.max_pool2d.default", "aten.max_pool3d.default")
 def max_pool(call: Call) -> Iterable[Strategy]:
     """Shards of batch and channels pass through; a maximum is not linear."""

@@ -1,8 +1,8 @@
-"""The rule of embedding lookups: the table sharded by columns or by rows, or the ids sharded."""
+"""The rules of embedding lookups: the table sharded by columns or by rows, or the ids sharded; bags by columns."""
 
 from collections.abc import Iterable
 
-from tpplan.core.layout import ROWS, S
+from tpplan.core.layout import R_STAR, ROWS, R, S
 from tpplan.layouts.rules.call import Call, Strategy, op_rule
 from tpplan.layouts.rules.equation import einsum
 
@@ -19,3 +19,16 @@ def embedding(call: Call) -> Iterable[Strategy]:
     yield from einsum(call, f"V D, {ids} -> {ids} D", whole=f"V {ids}" if counts_ids else "V")
     if call.argument(2, "padding_idx", -1) == -1 and not counts_ids:
         yield Strategy((S(0), ROWS), (ROWS,))
+
+
+@op_rule("aten.embedding_bag.padding_idx", "aten.embedding_bag.default")
+def embedding_bag(call: Call) -> Iterable[Strategy]:
+    """V rows, D columns, of which columns are sharded; n ids in bags that start at given places.
+
+    By rows, ids of other ranks would have to be left out of the bags' sums and maxima: rows stay whole. A gradient of
+    rows alone (sparse) is not sharded.
+    """
+    if call.argument(5, "sparse", False):
+        return ()
+    of_bags = (S(1) if value.shape == call.results[0].shape else R for value in call.results[1:])  # places of maxima
+    return (Strategy((S(1), *(R_STAR,) * (len(call.operands) - 1)), (S(1), *of_bags)),)

@@ -1,11 +1,20 @@
 """Rules of ops that pick elements by index or order: the dim that they pick from stays whole."""
 
 from collections.abc import Iterable
+from math import prod
 
 from tpplan.core.graph import Ref
 from tpplan.core.layout import S, copied
 from tpplan.layouts.rules.call import Call, Strategy, op_rule
-from tpplan.layouts.rules.equation import NEVER, Equation, Letters, dim_letters, einsum, elementwise
+from tpplan.layouts.rules.equation import (
+    NEVER,
+    Equation,
+    Letters,
+    dim_letters,
+    einsum,
+    elementwise,
+    without_broadcast,
+)
 
 _FIRST = (frozenset({0}),)
 #: the tensor that is added to and the tensor that is added, which may be partial together
@@ -33,18 +42,74 @@ def index_select(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.index.Tensor")
 def index(call: Call) -> Iterable[Strategy]:
-    """`x[:, index]` with one index tensor: its dim is replaced by those of integers, or by one dim under a mask."""
-    indices = call.argument(1, "indices")
-    dims = [i for i, item in enumerate(indices) if isinstance(item, Ref)] if isinstance(indices, tuple) else []
-    if len(dims) != 1:
+    """`x[:, index]`: the dims of index tensors are replaced by those of integers, or by one dim under a mask.
+
+    A single index may be sharded; the dims that are picked from stay whole.
+    """
+    places = _index_places(call)
+    if len(places) == 1 and call.operands[1].dtype != "bool":
+        return _picked(call, places[0], len(call.operands[1].shape))
+    if not places:
         return ()
-    index_rank = len(call.operands[1].shape)
-    if call.operands[1].dtype != "bool":
-        return _picked(call, dims[0], index_rank)
-    letters = dim_letters(len(call.operands[0].shape))
-    before, under, behind = letters[: dims[0]], (NEVER,) * index_rank, letters[dims[0] + index_rank :]
-    result = (*before, NEVER, *behind)
-    return Equation(operands=((*before, *under, *behind), under), results=(result,), linear_in=_FIRST).strategies()
+    own, indices, result = _indexed(call, places)
+    return Equation(operands=(own, *indices), results=(result,), linear_in=_FIRST).strategies()
+
+
+@op_rule("aten.index_put.default")
+def index_put(call: Call) -> Iterable[Strategy]:
+    """`x[:, index] = values`: as for `x[:, index]`, without a sharded index. One value under a mask of all dims is
+    written elementwise.
+
+    Without accumulation, which of several values for one element is written is not defined: no summands.
+    """
+    places = _index_places(call)
+    if not places:
+        return
+    own, indices, result = _indexed(call, places)
+    source = call.operands[-1].shape
+    values = without_broadcast(result[len(result) - len(source) :], source, _sizes_by_letter(own, call))
+    last = len(call.operands) - 1
+    linear_in = (frozenset({0, last}),) if call.argument(3, "accumulate", False) else ()
+    yield from Equation(operands=(own, *indices, values), results=(own,), linear_in=linear_in).strategies()
+    mask = call.operands[1]
+    if mask.dtype == "bool" and mask.shape == call.operands[0].shape and prod(source) == 1:
+        letters = tuple(dim_letters(len(mask.shape)))
+        yield from Equation(operands=(letters, letters, (NEVER,) * len(source)), results=(letters,)).strategies()
+
+
+def _index_places(call: Call) -> tuple[int, ...]:
+    """Positions of the tensors in the list of indices."""
+    indices = call.argument(1, "indices")
+    return tuple(i for i, item in enumerate(indices) if isinstance(item, Ref)) if isinstance(indices, tuple) else ()
+
+
+def _indexed(call: Call, places: tuple[int, ...]) -> tuple[Letters, tuple[Letters, ...], Letters]:
+    """Letters of `x`, of the index tensors and of `x[indices]`, whose dims that depend on an index are never sharded.
+
+    The dims of index tensors stand where the first one is, or in front where there are others between them.
+    """
+    tensors = call.operands[1 : 1 + len(places)]
+    widths = {place: len(t.shape) if t.dtype == "bool" else 1 for place, t in zip(places, tensors, strict=True)}
+    ranks = (1 if tensor.dtype == "bool" else len(tensor.shape) for tensor in tensors)
+    picked: Letters = (NEVER,) * max(ranks)
+    left = dim_letters(len(call.operands[0].shape))
+    own: list[str] = []
+    kept: list[str] = []
+    at = 0
+    for place in range(places[-1] + 1):
+        width = widths.get(place, 1)
+        if place == places[0]:
+            at = len(kept)
+        kept += [] if place in widths else left[:1]
+        own += [NEVER] * width if place in widths else left[:1]
+        left = left[width:]
+    at = at if places == tuple(range(places[0], places[-1] + 1)) else 0
+    indices = tuple((NEVER,) * len(tensor.shape) for tensor in tensors)
+    return (*own, *left), indices, (*kept[:at], *picked, *kept[at:], *left)
+
+
+def _sizes_by_letter(letters: Letters, call: Call) -> dict[str, int]:
+    return dict(zip(letters, call.operands[0].shape, strict=True))
 
 
 @op_rule("aten.masked_select.default")
@@ -54,27 +119,46 @@ def masked_select(call: Call) -> Iterable[Strategy]:
     return Equation(operands=terms, results=((NEVER,),), linear_in=_FIRST).strategies()
 
 
-@op_rule("aten.index_add.default")
+@op_rule("aten.index_add.default", "aten.index_copy.default")
 def index_add(call: Call) -> Iterable[Strategy]:
-    """`x[index] += source` along a dim that stays whole; shards of other dims pass through."""
+    """`x[index] += source` or `= source` along a dim that stays whole; shards of other dims pass through."""
     letters = dim_letters(len(call.operands[0].shape))
     if letters:
         letters[call.integer(1, "dim") % len(letters)] = NEVER
     term, index = tuple(letters), (NEVER,) * len(call.operands[1].shape)
-    return Equation(operands=(term, index, term), results=(term,), linear_in=_BOTH).strategies()
+    linear_in = _BOTH if call.target == "aten.index_add.default" else ()
+    return Equation(operands=(term, index, term), results=(term,), linear_in=linear_in).strategies()
 
 
-@op_rule("aten.scatter_add.default")
-def scatter_add(call: Call) -> Iterable[Strategy]:
-    """Adds elements along a dim that stays whole; shards of other dims pass where the index covers them completely."""
-    target, picks, source = (value.shape for value in call.operands)
+@op_rule("aten.index_fill.int_Scalar")
+def index_fill(call: Call) -> Iterable[Strategy]:
+    """`x[index] = number` along a dim that stays whole; summands of zero are zeros."""
+    letters = dim_letters(len(call.operands[0].shape))
+    if letters:
+        letters[call.integer(1, "dim") % len(letters)] = NEVER
+    linear_in = _FIRST if call.argument(3, "value") == 0 else ()
+    terms = (tuple(letters), (NEVER,) * len(call.operands[1].shape))
+    return Equation(operands=terms, results=terms[:1], linear_in=linear_in).strategies()
+
+
+@op_rule("aten.scatter_add.default", "aten.scatter.src", "aten.scatter.value", "aten.scatter_reduce.two")
+def scatter(call: Call) -> Iterable[Strategy]:
+    """Writes or adds elements along a dim that stays whole; shards of other dims pass where the index covers them
+    completely.
+
+    Which of several elements for one place is written is not defined: only what is added up, or zero, is a summand.
+    """
+    target, *others = (value.shape for value in call.operands)
     letters = dim_letters(len(target))
     dim = call.integer(1, "dim") % max(1, len(target))
     for i in range(len(letters)):
-        if i == dim or not target[i] == picks[i] == source[i]:
+        if i == dim or any(shape[i] != target[i] for shape in others):
             letters[i] = NEVER
-    terms = (tuple(letters),) * 3
-    return Equation(operands=terms, results=terms[:1], linear_in=_BOTH).strategies()
+    terms = (tuple(letters),) * len(call.operands)
+    linear_in = _BOTH if call.target == "aten.scatter_add.default" else ()
+    if call.target == "aten.scatter.value" and call.argument(3, "value") == 0:
+        linear_in = _FIRST
+    return Equation(operands=terms, results=terms[:1], linear_in=linear_in).strategies()
 
 
 def _picked(call: Call, dim: int, index_rank: int) -> Iterable[Strategy]:

@@ -1,10 +1,11 @@
-"""Rules of products: linear layers, matrix products, einsum; the rule is the product's own equation."""
+"""Rules of products, solves and recurrent layers; the rule of a product is its own equation."""
 
 import re
 from collections.abc import Iterable
 
+from tpplan.core.layout import R_STAR, S
 from tpplan.layouts.rules.call import Call, Strategy, op_rule
-from tpplan.layouts.rules.equation import einsum
+from tpplan.layouts.rules.equation import NEVER, Equation, dim_letters, einsum
 
 _BIAS = frozenset({2})
 
@@ -107,3 +108,59 @@ def torch_einsum(call: Call) -> Iterable[Strategy]:
         once = sorted(letter for letter in letters if letter != "..." and letters.count(letter) == 1)
         result = ["..."] * ("..." in letters) + once
     return einsum(call, f"{', '.join(map(' '.join, terms))} -> {' '.join(result)}", multilinear=True)
+
+
+@op_rule(
+    *(f"aten.{name}.default" for name in (
+        "linalg_inv", "linalg_inv_ex", "inverse", "linalg_cholesky", "linalg_cholesky_ex", "cholesky", "linalg_det",
+        "det", "linalg_slogdet", "slogdet", "logdet", "linalg_eigh", "linalg_eigvalsh", "linalg_svd",
+        "linalg_svdvals", "linalg_qr", "linalg_matrix_exp", "matrix_exp", "linalg_matrix_power", "matrix_power",
+    )),
+)  # fmt: skip
+def decomposition(call: Call) -> Iterable[Strategy]:
+    """Matrices are the last two dims, which stay whole; those before are of the batch."""
+    batch = tuple(dim_letters(len(call.operands[0].shape) - 2))
+    results = tuple((*batch, *(NEVER,) * (len(value.shape) - len(batch))) for value in call.results)
+    return Equation(operands=((*batch, NEVER, NEVER),), results=results).strategies()
+
+
+#: target -> the operand that is the matrix; the other is the right side
+_SOLVES = {
+    "aten.linalg_solve.default": 0, "aten.linalg_solve_triangular.default": 0, "aten.cholesky_solve.default": 1,
+}  # fmt: skip
+
+
+@op_rule(*_SOLVES)
+def solve(call: Call) -> Iterable[Strategy]:
+    """`... i i, ... i k -> ... i k`, linear in the right side; its columns k, or its rows where it is solved from the
+    right, and the batch may be sharded. A right side of vectors has no k."""
+    matrix = _SOLVES[call.target]
+    sides = tuple(value.shape for value in call.operands)
+    is_vector = len(sides[1 - matrix]) == len(sides[matrix]) - 1 and sides[1 - matrix] == sides[matrix][:-1]
+    is_left = bool(call.argument(99, "left", True))
+    right = "... i" if is_vector and len(sides[matrix]) > 1 else "... i k" if is_left else "... k i"
+    terms = ("... i j", right) if matrix == 0 else (right, "... i j")
+    return einsum(call, f"{', '.join(terms)} -> {right}", whole="i j", linear_in=(frozenset({1 - matrix}),))
+
+
+@op_rule("aten.lstm_cell.default", "aten.gru_cell.default", "aten.rnn_tanh_cell.default", "aten.rnn_relu_cell.default")
+def cell(call: Call) -> Iterable[Strategy]:
+    """Batch alone: gates read the state of all hidden units, and the kernels refuse weights for some units of them."""
+    states = len(call.results)
+    return _by_batch(call, x=0, state=0, states=states, of_results=(0,) * states)
+
+
+@op_rule("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
+def recurrent(call: Call) -> Iterable[Strategy]:
+    """Batch alone: each step reads all hidden units of the last. Nothing where layers drop out elements."""
+    if call.argument(5, "dropout", 0.0) and call.argument(6, "train", False):
+        return ()
+    batch = 0 if call.argument(8, "batch_first", False) else 1
+    states = len(call.results) - 1
+    return _by_batch(call, x=batch, state=1, states=states, of_results=(batch, *(1,) * states))
+
+
+def _by_batch(call: Call, *, x: int, state: int, states: int, of_results: tuple[int, ...]) -> tuple[Strategy, ...]:
+    """The strategy that shards the batch, given its dim in the input, in the states and in each result."""
+    weights = (R_STAR,) * (len(call.operands) - 1 - states)
+    return (Strategy((S(x), *(S(state),) * states, *weights), tuple(map(S, of_results))),)

@@ -21,8 +21,8 @@ _FIRST = frozenset({0})
     )),
     "aten.where.Scalar", "aten.masked_fill.Tensor", "aten.pow.Tensor_Scalar", "aten.pow.Tensor_Tensor",
     "aten.pow.Scalar", "aten.rsub.Scalar", "aten.add.Scalar", "aten.sub.Scalar", "aten.lerp.Tensor",
-    "aten.clamp.Tensor", "aten.xlogy.Tensor", "aten.__and__.Tensor", "aten.__or__.Tensor", "aten.floor_divide.Scalar",
-    "aten.div.Tensor_mode", "aten.div.Scalar_mode",
+    "aten.clamp.Tensor", "aten.clip.Tensor", "aten.xlogy.Tensor", "aten.__and__.Tensor", "aten.__or__.Tensor",
+    "aten.floor_divide.Scalar", "aten.div.Tensor_mode", "aten.div.Scalar_mode",
     *(f"aten.{name}.{overload}" for name in ("eq", "ne", "lt", "le", "gt", "ge", "bitwise_and", "bitwise_or",
                                              "bitwise_xor", "remainder", "fmod")
       for overload in ("Scalar", "Tensor")),
@@ -103,3 +103,11 @@ def filled(call: Call) -> Iterable[Strategy]:
 def broadcast_tensors(call: Call) -> Iterable[Strategy]:
     """Each operand is stretched to the common shape."""
     return elementwise(call, linear_in=(frozenset(range(len(call.operands))),))
+
+
+@op_rule("aten.prelu.default")
+def prelu(call: Call) -> Iterable[Strategy]:
+    """One slope for all elements, or one for each index of dim 1."""
+    letters = tuple(dim_letters(len(call.results[0].shape)))
+    slope = tuple(letters[1] if size > 1 else NEVER for size in call.operands[1].shape)
+    return Equation(operands=(letters, slope), results=(letters,)).strategies()

@@ -16,13 +16,22 @@ SIZES = {
     "aten.broadcast_to.default": 1,
     "aten.unflatten.int": 2,
 }
+#: target -> position of the sizes, for ops that make a tensor
+CREATIONS = {
+    "aten.empty.memory_format": 0,
+    **{f"aten.{name}.default": 0 for name in ("zeros", "ones", "full")},
+    **{f"aten.new_{name}.default": 1 for name in ("empty", "zeros", "ones", "full")},
+}
 #: target -> position of the dim, for ops that split a dim by given sizes
 SPLITS = {"aten.split.Tensor": 2, "aten.split.sizes": 2, "aten.split_with_sizes.default": 2}
 #: target -> position of the dim, for ops that slice a dim
 SLICES = {"aten.slice.Tensor": 1, "aten.narrow.default": 1}
 
 #: target -> position of the number of groups, for convolutions
-GROUPS = {f"aten.conv{dims}d.{overload}": 6 for dims in (1, 2, 3) for overload in ("default", "padding")}
+GROUPS = {
+    **{f"aten.conv{dims}d.{overload}": 6 for dims in (1, 2, 3) for overload in ("default", "padding")},
+    **{f"aten.conv_transpose{dims}d.{'default' if dims == 1 else 'input'}": 6 for dims in (1, 2, 3)},
+}
 REPEATS = "aten.repeat_interleave.self_int"
 
 
@@ -44,6 +53,8 @@ def localized_arguments(call: Call, strategy: Strategy, tp: int) -> tuple[Argume
             dim = call.integer(1, "dim") % rank
             sizes = result[dim : dim + 1 + len(result) - rank]
         changed[SIZES[call.target]] = sizes
+    elif call.target in CREATIONS:
+        changed[CREATIONS[call.target]] = result
     elif call.target in GROUPS and _shards_groups(call, strategy):
         num_slices = strategy.results[0].num_slices(tp)
         changed[GROUPS[call.target]] = call.integer(GROUPS[call.target], "groups", 1) // num_slices
@@ -100,7 +111,7 @@ CALLS = {
     "aten.unflatten.int": "unflatten", "aten.expand.default": "expand", "aten.broadcast_to.default": "expand",
     "aten.split.Tensor": "split", "aten.split.sizes": "split", "aten.split_with_sizes.default": "split",
     "aten.slice.Tensor": "slice", "aten.narrow.default": "narrow", **dict.fromkeys(GROUPS, "groups"),
-    REPEATS: "repeat_interleave",
+    REPEATS: "repeat_interleave", **dict.fromkeys(CREATIONS, "new"),
 }  # fmt: skip
 
 
@@ -108,7 +119,7 @@ def written_sizes(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]
     """Yields the literals of a call that are wrong on one rank, with their local values."""
     if call.target not in CALLS:
         return
-    places = (2, 3) if call.target in SLICES else ((SIZES | GROUPS).get(call.target, 1),)
+    places = (2, 3) if call.target in SLICES else ((SIZES | CREATIONS | GROUPS).get(call.target, 1),)
     arguments = zip(call.args, localized_arguments(call, strategy, tp), strict=True)
     pairs = [
         pair
@@ -120,9 +131,9 @@ def written_sizes(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]
     if call.target in SLICES:
         count = len(call.operands[0].shape)
         first = 2 * (call.integer(SLICES[call.target], "dim", 0) % count)
-    of = _sharded_sizes(call, strategy, tp)
+    of = _sharded_sizes(call, strategy, tp) if call.operands else ()
     # The literal may be a product with a number of heads, which code takes from its config or from the tensor's shape.
-    joined = strategy.operands[0].dim if strategy.operands[0].kind is LayoutKind.JOINT else None
+    joined = next((own.dim for own in strategy.operands[:1] if own.kind is LayoutKind.JOINT), None)
     factors = (1,) if joined is None else (1, call.operands[0].shape[joined])
     for position, (written, local) in enumerate(pairs, first):
         if isinstance(written, int) and isinstance(local, int) and written not in (local, -1):
@@ -133,8 +144,11 @@ def written_sizes(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]
 
 
 def _sharded_sizes(call: Call, strategy: Strategy, tp: int) -> tuple[int, ...]:
-    """Local sizes of the first operand's sharded dims, the same at every batch and length; 0 for all other dims."""
+    """Local sizes of the first operand's sharded dims, the same at every batch and length; 0 for all other dims, and
+    for a dim of several parts that a view takes apart, as there may be a part for each sample."""
     whole, layout = call.operands[0].shape, strategy.operands[0]
+    if call.target in SIZES and layout.parts and not strategy.results[0].parts:
+        return (0,) * len(whole)
     own = {layout.dim} | ({(layout.dim or 0) + 1} if layout.kind is LayoutKind.JOINT else set())
     local = local_shape(whole, layout, tp)
     return tuple(size if dim in own else 0 for dim, size in enumerate(local))

@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, pairwise
 from math import prod
+from operator import mul
 
-from tpplan.core.layout import S, copied, joint
+from tpplan.core.layout import Layout, S, copied, joint
 from tpplan.core.part_intervals import Parts
 from tpplan.layouts.rules.call import Call, Strategy, op_rule
 from tpplan.layouts.rules.equation import NEVER, Equation, Letters, dim_letters
@@ -32,16 +33,15 @@ RESHAPES = (
 def reshape(call: Call) -> Iterable[Strategy]:
     """Dims of both shapes form groups with equal products; a group's outermost dim may be sharded.
 
-    Also: a dim sharded in n parts becomes, or comes from, two dims `n * c -> n, c` with c sharded; and the two
-    outermost dims sharded as one become a shard of their joint dim.
+    Also: what is not outermost in its group, such as c of `n * c -> n, c`, is sharded part by part in a dim that begins
+    further out, here in n parts; and the two outermost dims sharded as one become a shard of their joint dim.
     """
     shapes = (call.operands[0].shape, call.results[0].shape)
     yield from _moved(*reshape_letters(*shapes))
+    for own, other in regrouped(*shapes):
+        if all(layout.parts in call.parts for layout in (own, other) if layout.parts):
+            yield Strategy((own,), (other,))
     for joined, stack, is_stacked in stacks(*shapes):
-        size, count = shapes[not is_stacked][joined], shapes[is_stacked][stack[0]]
-        fused, member = S(joined, *[size // count] * count), S(stack[1])
-        if fused.parts in call.parts:
-            yield Strategy((fused,), (member,)) if is_stacked else Strategy((member,), (fused,))
         if not is_stacked and stack[1] == stack[0] + 1:
             yield Strategy((joint(stack[0]),), (S(joined),))
 
@@ -81,6 +81,24 @@ def stacks(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[i
             yield own[0], others, True
         if len(others) == 1 < len(own):
             yield others[0], own, False
+
+
+def regrouped(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[Layout, Layout]]:
+    """Yields the layouts in both shapes of a shard that begins inside a group: at n elements further in than its dim,
+    it is a shard of n parts. Reshaping `t, b, h * c -> t, b * h, c`, h is S(2), and S(1) in b parts of size h."""
+    for dims in groups(source, target):
+        starts = [
+            tuple(accumulate((shape[i] for i in own), mul, initial=1))
+            for shape, own in zip((source, target), dims, strict=True)
+        ]
+        cuts = sorted({*starts[0], *starts[1]})
+        for place in cuts[1:-1] if all(after % cut == 0 for cut, after in pairwise(cuts)) else ():
+            found = []
+            for shape, own, begins in zip((source, target), dims, starts, strict=True):
+                number = max(i for i, begin in enumerate(begins) if begin <= place)
+                count = place // begins[number]
+                found.append(S(own[number], *([shape[own[number]] // count] * count if count > 1 else ())))
+            yield found[0], found[1]
 
 
 def groups(source: tuple[int, ...], target: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
@@ -236,6 +254,14 @@ def part(call: Call) -> Iterable[Strategy]:
             yield Strategy((S(dim, *parts),), tuple(S(dim, *own) if len(own) > 1 else S(dim) for own in taken))
 
 
+@op_rule("aten.unfold.default")
+def windows(call: Call) -> Iterable[Strategy]:
+    """Windows of a dim, which stays whole; their elements become the last dim."""
+    letters = dim_letters(len(call.operands[0].shape))
+    letters[call.integer(1, "dimension")] = NEVER
+    return _moved(tuple(letters), (*letters, NEVER))
+
+
 #: ops that select members of a dim and remove the dim
 TAKES_ONE = ("aten.select.int", "aten.unbind.int")
 
@@ -251,7 +277,8 @@ def without_dim(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.cat.default", "aten.concat.default", "aten.concatenate.default", "aten.stack.default")
 def join(call: Call) -> Iterable[Strategy]:
-    """Tensors are concatenated along a dim that stays whole; all may be partial together."""
+    """Tensors are concatenated along a dim that stays whole, or is sharded part by part where each tensor is a part;
+    all may be partial together."""
     letters = dim_letters(len(call.results[0].shape))
     dim = call.integer(1, "dim", 0)
     letters[dim] = NEVER
@@ -259,11 +286,15 @@ def join(call: Call) -> Iterable[Strategy]:
     if call.target == "aten.stack.default":
         terms = tuple(letter for letter in letters if letter != NEVER)
     elif any(len(value.shape) != len(letters) for value in call.operands):
-        return ()
+        return
     everyone = frozenset(range(len(call.operands)))
-    return Equation(
+    yield from Equation(
         operands=(terms,) * len(call.operands), results=(tuple(letters),), linear_in=(everyone,)
     ).strategies()
+    place = dim % len(letters)
+    sizes = () if call.target == "aten.stack.default" else tuple(value.shape[place] for value in call.operands)
+    if sizes in call.parts:
+        yield Strategy((S(place),) * len(sizes), (S(place, *sizes),))
 
 
 @op_rule("aten.constant_pad_nd.default", "aten.pad.default")

@@ -19,21 +19,42 @@ Choices = Mapping[str, frozenset[Strategy]]
 Forbidden = dict[tuple[int, str], set[Strategy]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuted:
+    """A counterexample on tp ranks in words, and the sets of choices that it forbids to be made together. `layouts` are
+    the first of these in words."""
+
+    tp: int
+    message: str
+    layouts: str
+    forbidden: tuple[Choices, ...]
+
+    def __str__(self) -> str:
+        return f"on {self.tp} ranks {self.layouts}: {self.message}"
+
+
 @dataclass(slots=True)
 class Cuts:
     """Counterexamples of one search, and what they forbid.
 
     `wrong` are strategies with which no plan can be proven, `conflicts` by tp choices that cannot be proven together.
-    `guesses` are forbidden to end sooner, though they may be right: the optimum without them is the bound. `messages`
-    hold each counterexample's. `counterexamples` are counted by tp and the class of the module whose code differed,
-    None where it is no module's.
+    `guesses` are forbidden to end sooner, though they may be right: the optimum without them is the bound. `refuted`
+    hold each counterexample, and `messages` these in words, with what was made to run whole. `counterexamples` are
+    counted by tp and the class of the module whose code differed, None where it is no module's.
     """
 
     wrong: Forbidden = field(default_factory=dict)
     guesses: Forbidden = field(default_factory=dict)
     conflicts: dict[int, list[Choices]] = field(default_factory=dict)
+    refuted: list[Refuted] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
     counterexamples: Counter[tuple[int, type[nn.Module] | None]] = field(default_factory=Counter)
+
+    def note(self, refuted: Refuted) -> None:
+        """Keeps a counterexample, in words once."""
+        self.refuted.append(refuted)
+        if str(refuted) not in self.messages:
+            self.messages.append(str(refuted))
 
     def forbids(self, tp: int, name: str, strategy: Strategy) -> bool:
         """True where a decision may not choose a strategy on tp ranks."""
@@ -57,7 +78,7 @@ class Cuts:
 
     def forget(self) -> None:
         """Forbids nothing from now on, for the graph has changed; keeps the messages."""
-        for table in (self.wrong, self.guesses, self.conflicts, self.counterexamples):
+        for table in (self.wrong, self.guesses, self.conflicts, self.counterexamples, self.refuted):
             table.clear()
 
     def without_guesses(self) -> "Cuts":

@@ -8,7 +8,7 @@ from tpplan.core.errors import IndivisibleError, UsageError
 from tpplan.core.graph import ModelGraph, within
 from tpplan.core.mesh import Mesh, divisors, meshes, sub_clusters, tp_degrees
 from tpplan.core.name_patterns import ROOT
-from tpplan.layouts.parameter_writes import why_copies, why_not_selective, write_within, writes_of
+from tpplan.layouts.parameter_writes import why_copies, why_not_recomputed, write_within, writes_of
 from tpplan.plan.plan import Precision, Recompute, uses_fsdp
 from tpplan.search.points.request import Request
 from tpplan.search.points.trace_cache import TraceCache, Traced
@@ -70,8 +70,8 @@ def applicable(points: list[Point], request: Request, traces: TraceCache) -> lis
     """The points on which the traced model can be laid out: not all where its parameters must stay plain tensors, are
     written to in forward, or do not suit FSDP2. Raises UsageError where none is left."""
     traced = traces.traced(min(point.micro_batch for point in points))
-    for unit in traced.units if request.recompute is Recompute.SELECTIVE else ():
-        if obstacle := why_not_selective(traced.graph, unit):
+    for unit in traced.units:
+        if obstacle := why_not_recomputed(traced.graph, unit, request.recompute or Recompute.NONE):
             raise UsageError(f"{unit} cannot be recomputed selectively: {obstacle}; plan with --recompute full")
     untouched = traced.opaques.untouched
     points = _untouched(_written(points, request, traced), request, untouched)

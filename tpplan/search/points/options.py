@@ -18,7 +18,8 @@ from tpplan.trace.trace import Loss
 #: called with a stage ("trace", "costs", "solve", "prove"), how much of it is done, and how much there is
 Progress = Callable[[str, int, int], None]
 BuildModel = Callable[[], nn.Module]
-ExampleInputs = Callable[[int, int], Inputs]
+#: a function of batch and length, or of the batch alone where samples have no length
+ExampleInputs = Callable[..., Inputs]
 #: whether a decision may choose a strategy
 Allows = Callable[[str, Strategy], bool]
 
@@ -70,7 +71,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sequences of a step, sequences at once on a rank (None: to be decided), and tokens of a sequence. Raises
+    """Samples of a step, samples at once on a rank (None: to be decided), and tokens of a sample. Raises
     UsageError for a number below 1."""
 
     global_batch: int

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 from tpplan import solvers
 from tpplan.core.errors import SolverError
-from tpplan.costs.best_rates import BestRates, seconds_of_a_sequence
 from tpplan.costs.step.cost_table import PricedSpace, price_space
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.train_config import Setting
@@ -18,6 +17,7 @@ from tpplan.layouts.layer_treatments import Treatment
 from tpplan.layouts.pins import Pinned
 from tpplan.layouts.rules import Strategy
 from tpplan.plan.plan import Recompute
+from tpplan.search.points.best_rates import BestRates, seconds_of_a_sequence
 from tpplan.search.points.cuts import Cuts
 from tpplan.search.points.mesh_points import Point
 from tpplan.search.points.request import Request
@@ -44,22 +44,29 @@ class PointSolver:
     cuts: Cuts = field(default_factory=Cuts)
     _spaces: dict[tuple[int, int], PricedSpace] = field(default_factory=dict)
     _floors: dict[tuple[int, int], float] = field(default_factory=dict)
+    #: bytes that a point's ILP must leave free, where its memory rows were below the peak of a plan
+    _left_free: dict[Point, float] = field(default_factory=dict)
 
     def changed(self, request: Request) -> "PointSolver":
         """The solver of another request for the same model, under the same cuts."""
-        return replace(self, request=request, _spaces={}, _floors={})
+        return replace(self, request=request, _spaces={}, _floors={}, _left_free={})
 
     def without_guesses(self) -> "PointSolver":
         """The solver of the same request under the cuts without guesses."""
-        return replace(self, cuts=self.cuts.without_guesses(), _spaces={}, _floors={})
+        return replace(self, cuts=self.cuts.without_guesses(), _spaces={}, _floors={}, _left_free={})
 
     def forget(self, degrees: set[int] | None = None) -> None:
         """Forgets prices of some tp degrees, for their cuts have changed; by default all prices and bounds, for graphs
         have. A bound stays one under more cuts."""
         if degrees is None:
             self._floors.clear()
+            self._left_free.clear()
         for key in [key for key in self._spaces if degrees is None or key[1] in degrees]:
             del self._spaces[key]
+
+    def lower_limit(self, point: Point, num_bytes: float) -> None:
+        """Lowers the memory limit of a point's ILP by some bytes more."""
+        self._left_free[point] = self._left_free.get(point, 0.0) + num_bytes
 
     def run_whole(self, module: str, reason: str) -> None:
         """Makes a module run whole from now on; forgets all traces, prices and cuts."""
@@ -149,7 +156,7 @@ class PointSolver:
                 gpus_per_node=request.cluster.gpus_per_node,
                 precision=request.precision,
                 optimizer=request.optimizer,
-                memory_limit_bytes=request.limit if limit is None else limit,
+                memory_limit_bytes=request.limit - self._left_free.get(point, 0.0) if limit is None else limit,
                 slack_bytes=request.profile.slack_bytes,
                 accumulation_steps=request.batch.accumulation_steps(mesh, point.micro_batch),
                 units=units,

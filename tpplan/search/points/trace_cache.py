@@ -28,11 +28,12 @@ from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.plan import Plan, Precision
 from tpplan.prove.apply_as_rank import copied
 from tpplan.search.points.grown_graph import grown
+from tpplan.search.points.meta_model import Built, built_on_meta
 from tpplan.search.points.options import BuildModel, ExampleInputs
+from tpplan.search.points.user_model import takes_batch_alone
 from tpplan.torch_internals import pytree
 from tpplan.trace.answers.planned_device import PlannedDevice, planning_for
 from tpplan.trace.forward_arguments import Inputs
-from tpplan.trace.meta_model import Built, built_on_meta
 from tpplan.trace.opaque import Opaques
 from tpplan.trace.retrace_opaque import trace_marking
 from tpplan.trace.trace import BoundaryHook, Loss, accumulated_hooks, assumptions, repeated_children
@@ -83,9 +84,15 @@ class Subject:
         functions = map(hashable, (self.build_model, self.example_inputs, self.loss))
         return *functions, self.seq_len, self.precision
 
+    def made_inputs(self, micro_batch: int, seq_len: int) -> Inputs:
+        """The example inputs as the caller's function makes them."""
+        if takes_batch_alone(self.example_inputs):
+            return self.example_inputs(micro_batch)
+        return self.example_inputs(micro_batch, seq_len)
+
     def inputs(self, micro_batch: int, seq_len: int) -> Inputs:
         """The example inputs, in the dtype of compute."""
-        inputs = self.example_inputs(micro_batch, seq_len)
+        inputs = self.made_inputs(micro_batch, seq_len)
         return pytree.tree_map(_to_bfloat16, inputs) if self.precision is Precision.BF16 else inputs
 
     def cast(self, units: tuple[str, ...]) -> BoundaryHook:
@@ -130,7 +137,7 @@ class Reuse:
     #: keys of subjects of which a grown graph differed from the trace
     ungrowing: set[Hashable] = field(default_factory=set)
     spaces: dict[Hashable, PricedSpace] = field(default_factory=dict)
-    #: least GPU seconds of a sequence (tpplan.costs.best_rates)
+    #: least GPU seconds of a sequence (tpplan.search.points.best_rates)
     paces: dict[Hashable, float] = field(default_factory=dict)
     #: modules that must run whole, and why, by key of a subject
     whole: dict[Hashable, list[tuple[str, str]]] = field(default_factory=dict)

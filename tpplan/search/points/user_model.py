@@ -4,6 +4,7 @@ A model file holds plain functions:
 
     build_model() -> nn.Module
     example_inputs(batch, seq_len) -> dict of keyword arguments, or a tuple
+    example_inputs(batch)                        instead, where samples (images, tables, graphs) have no length
     loss(outputs, inputs) -> scalar              optional; without it a scalar output of the model is the loss
     unused_outputs = ("logits",)                 optional; outputs that training does not read
 
@@ -13,6 +14,7 @@ Where the user's own code fails, UserCodeError carries the traceback from their 
 import contextlib
 import difflib
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +37,7 @@ HF_PREFIX = "hf:"
 HF_TRUSTED_PREFIX = "hf+remote-code:"
 TRUST_FLAG = "--trust-remote-code"
 BUILDER = "build_model"
+_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 #: lines that a file which lacks a name is told to add; {model} and {argument} are read off its classes
 _SNIPPET = {
@@ -59,7 +62,8 @@ class UserCodeError(ModelError):
 class ModelSpec:
     """The arguments of tpplan.solve for a model. `source` is what the user wrote on the command line.
 
-    `folder` is the folder of the user's code; None for a model that transformers builds.
+    `example_inputs` takes a batch and a length; without `has_length` it ignores the length. `folder` is the folder of
+    the user's code; None for a model that transformers builds.
     """
 
     build_model: "Callable[[], nn.Module]"
@@ -68,6 +72,19 @@ class ModelSpec:
     unused_outputs: tuple[str, ...]
     source: str
     folder: Path | None
+    has_length: bool = True
+
+    def length_of(self, asked: int | None) -> int:
+        """The sequence length to plan for, 1 where samples have none. Raises UsageError where a length is asked for
+        that samples do not have, or where none is and they have one."""
+        if asked is None and self.has_length:
+            raise UsageError(
+                f"{self.source}: expected --seq-len N, the length that example_inputs takes; where samples have none, "
+                "define example_inputs(batch)"
+            )
+        if asked is not None and not self.has_length:
+            raise UsageError(f"--seq-len {asked}: example_inputs(batch) of {self.source} takes no length: leave it out")
+        return asked or 1
 
     def locate(self, error: ModelError) -> ModelError:
         """The error as a UserCodeError with the frames of its cause in the user's folder; unchanged if none is."""
@@ -105,11 +122,12 @@ def load_model_file(source: str) -> ModelSpec:
         raise ModelError(f'{path}: unused_outputs: expected a tuple of names such as ("logits",), got {unused!r}')
     return ModelSpec(
         build_model=_guarded(path, builder, functions[builder]),
-        example_inputs=_checked_inputs(path, _guarded(path, "example_inputs", functions["example_inputs"])),
+        example_inputs=_checked_inputs(path, functions["example_inputs"]),
         loss=functions["loss"],
         unused_outputs=tuple(unused),
         source=source,
         folder=path.resolve().parent,
+        has_length=not takes_batch_alone(functions["example_inputs"]),
     )
 
 
@@ -199,11 +217,20 @@ def _guarded(path: Path, name: str, function: Callable[..., Any]) -> Callable[..
     return call
 
 
-def _checked_inputs(path: Path, function: Callable[[int, int], Any]) -> Callable[[int, int], Any]:
-    """The user's example_inputs, with a ModelError where it returns neither a mapping nor a tuple."""
+def takes_batch_alone(example_inputs: Callable[..., object]) -> bool:
+    """True for a function of one positional argument: samples that have no length."""
+    kinds = [parameter.kind for parameter in inspect.signature(example_inputs).parameters.values()]
+    num_positional = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, _POSITIONAL) for kind in kinds)
+    return num_positional == 1 and inspect.Parameter.VAR_POSITIONAL not in kinds
+
+
+def _checked_inputs(path: Path, function: Callable[..., Any]) -> Callable[[int, int], Any]:
+    """The user's example_inputs as a function of batch and length, with a ModelError where it returns neither a mapping
+    nor a tuple."""
+    guarded, is_alone = _guarded(path, "example_inputs", function), takes_batch_alone(function)
 
     def call(batch: int, seq_len: int) -> Any:
-        inputs = function(batch, seq_len)
+        inputs = guarded(batch) if is_alone else guarded(batch, seq_len)
         if not isinstance(inputs, Mapping | tuple):
             raise ModelError(
                 f"{path}: example_inputs({batch}, {seq_len}) returned {type(inputs).__name__}, expected a dict of "

@@ -11,7 +11,6 @@ import linecache
 import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,6 +30,7 @@ from tpplan.trace.answers.planned_device import (
     is_foreign,
     is_model_asking,
     is_model_calling,
+    line_of,
     planned_device,
 )
 from tpplan.trace.answers.unbacked_int import UnknownNumber, UnknownValueError, with_parts
@@ -306,7 +306,7 @@ def raising_line(error: BaseException) -> str:
     found, step = "", error.__traceback__
     while step is not None:
         file = step.tb_frame.f_code.co_filename
-        if is_foreign(file) and (code := linecache.getline(file, step.tb_lineno).strip()):
-            found = f"{Path(file).name}:{step.tb_lineno}: {code}"
+        if is_foreign(file) and linecache.getline(file, step.tb_lineno).strip():
+            found = line_of(step.tb_frame, step.tb_lineno)
         step = step.tb_next
     return found

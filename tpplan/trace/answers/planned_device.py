@@ -35,6 +35,8 @@ from tpplan.trace.answers.unbacked_int import UnknownNumber
 _NOT_ASKING = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, PACKAGE))
 #: functions that give a tensor's address
 ADDRESSES = address_getters()
+#: characters of a line of code that a message shows
+_MOST_OF_A_LINE = 90
 #: files of tpplan in which a mode passes calls on
 _MODES = (str(PACKAGE / "trace" / "layer_calls.py"),)
 #: files of torch through which the call of a tensor's method reaches modes
@@ -129,8 +131,18 @@ def asking_line() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and not is_foreign(frame.f_code.co_filename):
         frame = frame.f_back
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    return f"{Path(file).name}:{line}: {linecache.getline(file, line).strip()}"
+    return line_of(frame, frame.f_lineno)
+
+
+def line_of(frame: FrameType, number: int) -> str:
+    """A line of a frame's code as `file:line: text`. The file is named as it is imported, `package/module.py`, so that
+    it is the same wherever the package is installed."""
+    file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
+    parts = Path(file).parts
+    length = module.count(".") + 1 + (parts[-1] == "__init__.py")
+    text = linecache.getline(file, number).strip()
+    shown = text if len(text) <= _MOST_OF_A_LINE else f"{text[:_MOST_OF_A_LINE]}..."
+    return f"{'/'.join(parts[-length:])}:{number}: {shown}"
 
 
 def is_model_asking() -> bool:

@@ -10,12 +10,13 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, auto
 from types import FrameType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from tpplan.torch_internals.operators import hides_sizes, seen_by
 from tpplan.trace.hooks.checkpoint_context import ContextFactory, in_checkpoint_replay_as
 from tpplan.trace.hooks.generated_class import subclass
 
@@ -26,6 +27,14 @@ class Rewriter(Protocol):
     """Gives a call's result, or NotImplemented for a call to leave as it is. Must be hashable and picklable."""
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any: ...
+
+
+@runtime_checkable
+class ReplacesAttributes(Protocol):
+    """A rewriter that also gives integers of its module other values, by attribute, while the module's forward runs."""
+
+    @property
+    def attributes(self) -> Mapping[str, int]: ...
 
 
 class _LeftAlone(Enum):
@@ -124,7 +133,23 @@ def _rewriting_class(cls: type[nn.Module], rewriters: tuple[Rewriter, ...]) -> t
         with _Rewriting(rewriters), again:
             return cls.forward(self, *args, **kwargs)
 
-    return subclass(cls, {"forward": forward}, _rewriting_class, (rewriters,))
+    replacing = (own for own in rewriters if isinstance(own, ReplacesAttributes))
+    read = {name: _attribute(name, number, rewriters) for own in replacing for name, number in own.attributes.items()}
+    return subclass(cls, {"forward": forward, **read}, _rewriting_class, (rewriters,))
+
+
+def _attribute(name: str, number: int, rewriters: tuple[Rewriter, ...]) -> property:
+    """An attribute that is `number` in the code of a forward with these rewriters, and what it was set to elsewhere."""
+
+    def read(self: nn.Module) -> object:
+        if name not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return number if running_rewriters() == rewriters else self.__dict__[name]
+
+    def write(self: nn.Module, value: object) -> None:
+        self.__dict__[name] = value
+
+    return property(read, write, doc=f"{name}: the module's own, or a rank's while the module's forward runs")
 
 
 class _Rewriting(TorchFunctionMode):
@@ -145,8 +170,10 @@ class _Rewriting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for rewriter in self.rewriters if _running[-1] is self else ():
+        if _running[-1] is not self:
+            return func(*args, **kwargs)
+        for rewriter in self.rewriters:
             result = rewriter(func, args, kwargs)
             if result is not NotImplemented:
                 return result
-        return func(*args, **kwargs)
+        return seen_by(self, func)(*args, **kwargs) if hides_sizes(func) else func(*args, **kwargs)

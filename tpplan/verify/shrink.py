@@ -85,7 +85,8 @@ def _on_tp(size: SizePlan, module: str, planned: int, tp: int) -> SizePlan:
             f"sizes.{module}: {size.local} in place of {size.written} on {planned} ranks does not carry over to {tp} "
             f"ranks: give a multiple of {planned} ranks, or --dry"
         )
-    return replace(size, of=(0,) * len(size.of), local=local)
+    times = size.times and size.times * planned // tp
+    return replace(size, of=(0,) * len(size.of), local=local, times=times)
 
 
 # ---- fewer layers

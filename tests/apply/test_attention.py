@@ -1,0 +1,177 @@
+"""Attention as libraries write it, divided by heads: every size in code, packed weights, weights read from outside."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from examples import eager_to_shard
+from one_process import gradients, relative_errors
+from ranks import RankError, run_ranks
+from torch import Tensor, nn
+
+import tpplan
+from tpplan.core.layout import Layout, S
+from tpplan.plan.plan import Plan
+
+DIM, VOCAB, HEADS, LENGTH, BATCH = 32, 64, 4, 7, 2
+PACKED = S(0, DIM, DIM, DIM)
+
+
+class Attending(nn.Module):
+    """torch's attention: of tokens to themselves, from one packed weight, or to others, which splits the weight."""
+
+    def __init__(self, *, to_others: bool, **options: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.attention = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+        self.to_others, self.options = to_others, options
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        others = x.roll(1, 1) if self.to_others else x
+        return self.head(x + self.attention(x, others, others, **self.options)[0])
+
+
+def encoder() -> nn.Module:
+    """torch's own encoder, which in evaluation hands all weights of a layer to one kernel."""
+    layer = nn.TransformerEncoderLayer(DIM, HEADS, 2 * DIM, dropout=0.0, batch_first=True, norm_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return nn.Sequential(nn.Embedding(VOCAB, DIM), encoder, nn.Linear(DIM, VOCAB))
+
+
+class Processor:
+    """Attention's code outside of the module, as a user may replace it; the size of a head follows from a slice."""
+
+    def __call__(self, attention: "Processed", x: Tensor) -> Tensor:
+        query, key, value = attention.to_q(x), attention.to_k(x), attention.to_v(x)
+        size = key.shape[-1] // attention.heads
+        query, key, value = (t.view(len(x), -1, attention.heads, size).transpose(1, 2) for t in (query, key, value))
+        attended = nn.functional.scaled_dot_product_attention(query, key, value)
+        return attention.to_out(attended.transpose(1, 2).reshape(len(x), -1, attention.heads * size))
+
+
+class Processed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(DIM, DIM) for _ in range(4))
+        self.heads, self.processor = HEADS, Processor()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.processor(self, x)
+
+
+class JoinedBias(nn.Module):
+    """A packed weight with a bias that is joined from parts; the size of a head is what is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(DIM, 3 * DIM, bias=False), nn.Linear(DIM, DIM)
+        self.q_bias, self.v_bias = nn.Parameter(torch.rand(DIM)), nn.Parameter(torch.rand(DIM))
+        self.num_heads = HEADS
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = torch.cat((self.q_bias, torch.zeros_like(self.v_bias, requires_grad=False), self.v_bias))
+        qkv = nn.functional.linear(x, self.qkv.weight, bias)
+        q, k, v = qkv.reshape(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        attended = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).softmax(-1) @ v
+        return self.proj(attended.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+def around(attention: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Embedding(VOCAB, DIM), attention(), nn.Linear(DIM, VOCAB))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "to itself": (lambda: Attending(to_others=False, need_weights=False), "attention"),
+    "to others": (lambda: Attending(to_others=True, need_weights=False), "attention"),
+    "with weights": (lambda: Attending(to_others=False), "attention"),
+    "in an encoder": (encoder, "1.layers.*.self_attn"),
+}
+
+
+def text(batch: int, seq_len: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    names = ("tokens", "input", "targets")
+    return {name: torch.randint(VOCAB, (batch, seq_len), generator=generator) for name in names}
+
+
+def loss(outputs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    return tpplan.cross_entropy(outputs, inputs["targets"])
+
+
+def losses_and_gradients(
+    build: Callable[[], nn.Module], plan: Plan | None, batch: int
+) -> tuple[float, float, dict[str, Tensor]]:
+    """Losses in training and in evaluation, and gradients."""
+    torch.manual_seed(0)
+    model, inputs = build(), text(batch, LENGTH)
+    if plan is not None:
+        model = tpplan.apply_plan(model, plan, check="warn")
+    given = tpplan.forward_inputs(model, inputs)
+    trained = loss(model(**given), inputs)
+    trained.backward()
+    model.eval()
+    with torch.no_grad():
+        return trained.item(), loss(model(**given), inputs).item(), gradients(model)
+
+
+def by_heads(build: Callable[[], nn.Module], tp: int, batch: int = 1, **options: object) -> Plan:
+    """A plan; at a batch of one and an odd length nothing but heads divides."""
+    return tpplan.solve(
+        build,
+        text,
+        loss=loss,
+        cluster=tpplan.Cluster(gpus=tp, gpus_per_node=tp, profile=eager_to_shard()),
+        global_batch=batch,
+        micro_batch=batch,
+        seq_len=LENGTH,
+        tp=tp,
+        precision="fp32",
+        **options,
+    )
+
+
+@pytest.mark.parametrize(("name", "tp"), [*((name, 2) for name in MODELS), ("with weights", 4)])
+def test_torchs_attention_is_divided_by_heads(name: str, tp: int) -> None:
+    build, module = MODELS[name]
+    plan = by_heads(build, tp, BATCH, pins={module: "megatron"})
+    read = {name: layout for name, p in plan.parameters.items() for layout in p.reads.values()}
+    assert read[f"{module}.in_proj_weight"] == PACKED
+    assert read[f"{module}.out_proj.weight"] == S(1)
+    assert plan.proof.other_shapes is not None
+    assert plan.proof.other_shapes.batch.multiple
+    for batch in (BATCH, 3 * BATCH):
+        trained, evaluated, expected = losses_and_gradients(build, None, batch)
+        for found in run_ranks(tp, losses_and_gradients, build, plan, batch):
+            assert found[:2] == pytest.approx((trained, evaluated), rel=1e-5)
+            assert max(relative_errors(found[2], expected).values()) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("attention", "sharded", "sizes"),
+    [
+        (Processed, {"1.to_q.weight": S(0), "1.to_out.weight": S(1)}, {"self.heads"}),
+        (JoinedBias, {"1.qkv.weight": PACKED, "1.q_bias": S(0), "1.proj.weight": S(1)}, {"view"}),
+    ],
+)
+def test_attention_whose_code_computes_with_sizes_is_divided_by_heads(
+    attention: Callable[[], nn.Module], sharded: dict[str, Layout], sizes: set[str]
+) -> None:
+    build = around(attention)
+    plan = by_heads(build, 2)
+    read = {name: layout for name, p in plan.parameters.items() for layout in p.reads.values()}
+    assert {name: read[name] for name in sharded} == sharded
+    assert {size.call for size in plan.sizes["1"]} == sizes
+    for batch in (1, 3):
+        trained, evaluated, expected = losses_and_gradients(build, None, batch)
+        for found in run_ranks(2, losses_and_gradients, build, plan, batch):
+            assert found[:2] == pytest.approx((trained, evaluated), rel=1e-5)
+            assert max(relative_errors(found[2], expected).values()) < 1e-4
+
+
+def test_a_plan_refuses_a_model_with_another_attribute() -> None:
+    plan = by_heads(around(Processed), 2)
+    other = around(Processed)()
+    other[1].heads = 2
+    with pytest.raises(RankError, match=r"the plan was made for self.heads = 4, and here it is 2"):
+        run_ranks(2, lambda: tpplan.apply_plan(other, plan))

@@ -1,0 +1,35 @@
+"""Decisions in the words of messages: what it is, in which module, and where in the model's code."""
+
+from typing import assert_never
+
+from tpplan.core.graph import Boundary, ModelGraph, Op
+from tpplan.core.name_patterns import ROOT
+from tpplan.layouts.decision_space import Decider, Reading
+from tpplan.plan.compress_names import pattern_of
+
+
+def in_words(graph: ModelGraph, decider: Decider) -> str:
+    """A decision in words: `output of layers.*.attention.q`, `parameter head.weight`, `aten.view.default in head`."""
+    match decider:
+        case Op():
+            return f"{decider.target} in {_module(graph, decider.module)}"
+        case Boundary():
+            path = "" if decider.path == "output" else f" {decider.path}"
+            return f"{decider.direction}{path} of {_module(graph, decider.module)}"
+        case Reading():
+            return f"parameter {pattern_of(graph, decider.parameter.label)}"
+        case _:
+            assert_never(decider)
+
+
+def placed(graph: ModelGraph, decider: Decider) -> str:
+    """A decision in words, with the shapes that it reads and, of an op, the line of code that called it, if known:
+    `aten.view.default in layers.*.mlp (of [4, 16, 64]), at model.py:12: x.view(-1, 64)`."""
+    names = (decider.parameter.result,) if isinstance(decider, Reading) else decider.operands
+    shapes = ", ".join(str(list(graph.values[name].shape)) for name in names)
+    line = graph.lines.get(decider.name)
+    return f"{in_words(graph, decider)} (of {shapes})" + (f", at {line}" if line else "")
+
+
+def _module(graph: ModelGraph, module: str) -> str:
+    return pattern_of(graph, module) or ROOT
