@@ -61,7 +61,7 @@ PARTS = Path(__file__).with_name("libraries_parts")
 OTHERS = ("__init__", "case", "compiled")
 #: added to parameters, so that none starts at a value (0, 1) that hides an error
 PERTURBATION = 0.02
-SHOWN_CHARACTERS = 300
+SHOWN_CHARACTERS = 600
 #: bars: of all models, and of those with attention; what of its products counts as all
 SOLVED_SHARE, ATTENTION_SHARE, DIVIDED = 0.95, 0.90, 0.99
 
