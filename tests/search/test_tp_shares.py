@@ -184,9 +184,7 @@ class Mean(nn.Module):
 def test_a_pin_that_cannot_be_kept_names_what_stands_against_it() -> None:
     with pytest.raises(InfeasibleError, match=r"'block=replicated' cannot be kept: the pin 'block.up=column parallel'"):
         solved(Up(), pins={"block.up": "columns", "block": "replicated"})
-    with pytest.raises(
-        InfeasibleError, match=r"no layout to aten.linear.default in block.up \(of \[6, 32\], "
-    ):
+    with pytest.raises(InfeasibleError, match=r"no layout to aten.linear.default in block.up \(of \[6, 32\], "):
         solved(Up(hidden=129), pins={"block.up": "columns"})
 
 
