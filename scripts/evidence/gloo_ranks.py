@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.queues import Queue
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -39,15 +40,18 @@ class Outcome:
     gradients: Mapping[str, Tensor | None]
 
 
-def worst_error(outcome: Outcome, reference: Outcome) -> Error:
-    """The largest relative error of the loss and of any gradient, and whose it is; infinite for one that is missing."""
+def worst_error(outcome: Outcome, reference: Outcome, noise: Mapping[str, float] = MappingProxyType({})) -> Error:
+    """The largest relative error of the loss and of any gradient, and whose it is; infinite for one that is missing.
+
+    noise: by gradient, an absolute error that is rounding: it counts as one of TOLERANCE.
+    """
     present = [gradient for gradient in reference.gradients.values() if gradient is not None]
     floor = GRADIENT_NOISE * max(gradient.abs().max().item() for gradient in present)
     errors = {"loss": abs(outcome.loss - reference.loss) / abs(reference.loss)}
     for name, expected in reference.gradients.items():
         found = outcome.gradients.get(name)
         if expected is not None and found is not None:
-            scale = max(expected.abs().max().item(), floor)
+            scale = max(expected.abs().max().item(), floor, noise.get(name, 0.0) / TOLERANCE)
             errors[name] = (found - expected).abs().max().item() / scale
         elif (expected is None) != (found is None):
             errors[name] = math.inf

@@ -11,6 +11,7 @@ Degrees that do not divide its heads are left out; a model without attention is 
     sharded     share of the elements of all parameters that are sharded
     FLOPs       share of the FLOPs of products, forward and backward, that tp divides: (1 - a rank's / all) / (1 - 1/tp)
     attention   the same of the products of attention in forward, of two activations (step_flops.py)
+    error       the largest of any gradient and the loss, relative, in float32; what rounding makes counts as 1e-4
     CPU s       of the slowest solve, without importing
 
 Each model runs in a process of its own. Exit code 0 if none is wrong, 95 % are solved and proven, and 90 % of those
@@ -33,7 +34,7 @@ import torch
 import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed.tensor
 from gloo_ranks import GRADIENT_NOISE, TOLERANCE, Outcome, on_ranks, quiet, worst_error
-from libraries_parts.case import Case
+from libraries_parts.case import Case, Inputs
 from libraries_parts.compiled import declare_missing
 from made_up_machine import GPUS_PER_NODE, machine
 from parameter_shares import sharded_share
@@ -61,6 +62,10 @@ PARTS = Path(__file__).with_name("libraries_parts")
 OTHERS = ("__init__", "case", "compiled")
 #: added to parameters, so that none starts at a value (0, 1) that hides an error
 PERTURBATION = 0.02
+#: how many times as far from float64 ranks may be as one process is, where that is more than TOLERANCE: sums in another
+#: order, of gradients that are zero but for rounding (a bias before a batch norm); and at most what of the largest
+#: gradient, as float64 may also route elsewhere
+ROUNDING, MOST_NOISE = 20.0, 1e-5
 SHOWN_CHARACTERS = 600
 #: bars: of all models, and of those with attention; what of its products counts as all
 SOLVED_SHARE, ATTENTION_SHARE, DIVIDED = 0.95, 0.90, 0.99
@@ -187,6 +192,25 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Reference:
+    """A step in one process, and by gradient how far rounding may take it: ROUNDING times as far as this one is from
+    the same step in float64, if the model runs in it."""
+
+    step: Step
+    noise: Mapping[str, float]
+
+    @classmethod
+    def of(cls, case: Case) -> "Reference":
+        """Runs both steps."""
+        found = step(built(case), case)
+        try:
+            exact = step(built(case).double(), replace(case, example_inputs=in_float64(case.example_inputs)))
+        except (RuntimeError, TypeError, ValueError):  # it has dtypes of its own
+            return cls(found, {})
+        return cls(found, rounding(found.outcome.gradients, exact.outcome.gradients))
+
+
+@dataclass(frozen=True, slots=True)
 class Compared:
     """The worst error of any rank and whose it is; the most FLOPs of a rank, and of its products of attention."""
 
@@ -227,12 +251,31 @@ def _whole(gradient: Tensor | None) -> Tensor | None:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def compared_on_ranks(case: Case, plan: Plan, reference: Outcome) -> Compared:
+def rounding(found: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """By gradient, ROUNDING times its distance from the exact one, but no more than MOST_NOISE of the largest."""
+    pairs = {name: (gradient, exact[name]) for name, gradient in found.items()}
+    present = {
+        name: (ours, theirs) for name, (ours, theirs) in pairs.items() if ours is not None and theirs is not None
+    }
+    most = MOST_NOISE * max((ours.abs().max().item() for ours, _ in present.values()), default=0.0)
+    return {name: min(most, ROUNDING * (ours - theirs).abs().max().item()) for name, (ours, theirs) in present.items()}
+
+
+def in_float64(example_inputs: Callable[[int, int], Inputs]) -> Callable[[int, int], Inputs]:
+    """The inputs with their floating tensors in float64."""
+
+    def widened(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return lambda batch, seq_len: pytree.tree_map(widened, example_inputs(batch, seq_len))
+
+
+def compared_on_ranks(case: Case, plan: Plan, reference: Outcome, noise: Mapping[str, float]) -> Compared:
     """The plan on real ranks against one process. For processes that have run no backward: see fork_server."""
 
     def rank() -> Compared:
         found = step(apply_plan(built(case), plan), case)
-        return Compared(*worst_error(found.outcome, reference), found.flops, found.products)
+        return Compared(*worst_error(found.outcome, reference, noise), found.flops, found.products)
 
     ranks = on_ranks(plan.mesh.num_gpus, rank)
     worst = max(ranks, key=lambda found: found.error)
@@ -265,7 +308,7 @@ def cover(name: str, own: OwnFile, degrees: Sequence[int], reporter: Reporter[Li
         reporter.put(replace(reporter.row, degrees=wanted, heads=case.heads))
         with ForkServer(functools.partial(compared_on_ranks, case)) as on_real_ranks:  # before anything is computed
             with reporter.reported("one process"):
-                reference = step(built(case), case)
+                reference = Reference.of(case)
             if not reporter.row.failed:
                 for tp in wanted:
                     solve_and_compare(case, tp, reference, reporter, on_real_ranks)
@@ -279,9 +322,9 @@ def degrees_of(heads: int | None, degrees: Sequence[int]) -> tuple[int, ...]:
 def solve_and_compare(
     case: Case,
     tp: int,
-    reference: Step,
+    reference: Reference,
     reporter: Reporter[LibraryRow],
-    on_real_ranks: Callable[[Plan, Outcome], Compared],
+    on_real_ranks: Callable[[Plan, Outcome, Mapping[str, float]], Compared],
 ) -> None:
     """One degree."""
     with reporter.reported("build", f" tp {tp}"):
@@ -303,7 +346,8 @@ def solve_and_compare(
         )
         reporter.put(row)
         with reporter.reported("ranks", f" tp {tp}"):
-            _note(on_real_ranks(plan, reference.outcome), tp, reference, reporter)
+            found = on_real_ranks(plan, reference.step.outcome, reference.noise)
+            _note(found, tp, reference.step, reporter)
 
 
 def _note(found: Compared, tp: int, reference: Step, reporter: Reporter[LibraryRow]) -> None:

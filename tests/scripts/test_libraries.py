@@ -137,3 +137,14 @@ def test_a_convolution_in_groups_takes_thrice_its_products(
     with FlopLog([x]) as log:
         layer(x).sum().backward()
     assert log.total == 3 * 2 * x.shape[0] * 5 * 8 * (8 // groups) * 3
+
+
+def test_what_is_zero_but_for_rounding_is_no_error_and_what_is_more_is_one(script: ModuleType) -> None:
+    reference = {"bias": torch.tensor([3e-7]), "weight": torch.tensor([1.0])}
+    noise = script.rounding(reference, {"bias": torch.zeros(1).double(), "weight": torch.tensor([1.5]).double()})
+    assert noise["weight"] == script.MOST_NOISE  # float64 took another way
+    for bias, is_wrong in ((-3e-7, False), (3e-5, True)):
+        found = script.Outcome(1.0, reference | {"bias": torch.tensor([bias])})
+        error, name = script.worst_error(found, script.Outcome(1.0, reference), noise)
+        assert (error > script.TOLERANCE) == is_wrong
+        assert not is_wrong or name == "bias"

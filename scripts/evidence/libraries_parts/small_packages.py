@@ -2,7 +2,7 @@
 
 import torch
 from conformer import Conformer
-from enformer_pytorch import Enformer
+from enformer_pytorch import Enformer, modeling_enformer
 from iTransformer import iTransformer
 from local_attention import LocalTransformer
 from perceiver_pytorch import Perceiver
@@ -10,6 +10,9 @@ from rtdl_revisiting_models import FTTransformer
 from tab_transformer_pytorch import TabTransformer
 
 from libraries_parts.case import VOCABULARY, Case, Inputs, drawn, next_token, squares, text, tokens
+
+# where there is a process group it builds itself with SyncBatchNorm, which has no CPU
+modeling_enformer.MaybeSyncBatchnorm = lambda is_distributed=None: torch.nn.BatchNorm1d
 
 HEADS, FEATURES, CATEGORIES = 4, 6, (5, 7, 4)
 
