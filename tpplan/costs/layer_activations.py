@@ -187,7 +187,8 @@ class _ActivationFinder:
         remade = {unit: {mode: Counter[Key]() for mode in Recompute} for unit in self.units}
         extras = list(self._extras())
         for mode in Recompute:
-            held = ((owner, key, place, place, self._keeps_extras(name, mode)) for owner, key, place, name in extras)
+            is_all = mode is Recompute.NONE
+            held = ((who, key, at, at, is_all or self._keeps_inside(name, mode)) for who, key, at, name in extras)
             for owner, key, maker, until, is_there in chain(self._segments(mode), held):
                 if owner is not None:
                     (kept if is_there else remade)[owner][mode][key] += 1
@@ -348,10 +349,6 @@ class _ActivationFinder:
                 part = tuple(entry * (yes is wanted) for entry, yes in zip(vector, is_held, strict=True))
                 self.sizes[own] = (Expression(terms=((name, part),)),)
         return held, rest
-
-    def _keeps_extras(self, name: str, mode: Recompute) -> bool:
-        """True where the tensors that an op saves besides operands and results are kept from forward to backward."""
-        return mode is Recompute.NONE or self._keeps_inside(name, mode)
 
     def _extras(self) -> Iterator[tuple[str | None, Key, int, str]]:
         """Yields (owner, key, position, decision) of saved statistics and masks, and of converted copies of weights."""
