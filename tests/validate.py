@@ -330,10 +330,7 @@ def possible_strategies(call: Call, tp: int) -> Iterator[Strategy]:
 
     def choices(values: tuple[Value, ...]) -> Iterator[tuple[Layout, ...]]:
         return itertools.product(
-            *(
-                layouts_of(value.shape, carries_gradient=value.carries_gradient, adds_up=value.adds_up, tp=tp)
-                for value in values
-            )
+            *(layouts_of(value.shape, carries_gradient=value.carries_gradient, tp=tp) for value in values)
         )
 
     for operands in choices(call.operands):

@@ -315,22 +315,3 @@ def test_recurrent_layers_are_divided_by_the_batch() -> None:
     plan = assert_divided(Recurrent, vectors, (), pins={"lstm": "slices", "gru": "slices"})
     assert plan.boundary_plans()["lstm"].inputs["input"].conversion.target == S(0)
     assert plan.parameter_plans()["gru.weight_hh"].reads == {"gru": R_STAR}
-
-
-class Both(nn.Module):
-    """Two layers that run with and without gradients, and a weight that is also read alone without: x -> []."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(HIDDEN, DIM, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = self.down(self.up(x).relu())
-            lengths = self.up.weight.norm(dim=1)
-        found = self.down((self.up(x) / lengths * self.up.weight.detach().amax(dim=1)).relu())
-        return (found - target).square().mean()
-
-
-def test_weights_that_are_read_with_and_without_gradients_are_divided() -> None:
-    assert_divided(Both, vectors, ["up.weight", "down.weight"])

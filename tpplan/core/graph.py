@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from tpplan.core.layout import Layout, LayoutKind, fits
-from tpplan.core.units import DTYPE_BYTES, FLOATING_DTYPES
+from tpplan.core.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -53,11 +53,6 @@ class Value:
         """True where tp ranks can hold the value in this layout at every size that its varying dims may take."""
         cut = () if layout.dim is None else range(layout.dim, layout.dim + (layout.kind is LayoutKind.JOINT) + 1)
         return fits(self.shape, layout, tp) and not any(dim in cut for dim in self.varying)
-
-    @property
-    def adds_up(self) -> bool:
-        """True where ranks may hold summands of the value; integers and booleans need not add up."""
-        return self.carries_gradient or self.dtype in FLOATING_DTYPES
 
     @property
     def num_elements(self) -> int:

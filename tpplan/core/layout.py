@@ -258,20 +258,20 @@ def parse_conversion(text: str) -> Conversion:
         raise PlanError(str(error)) from error
 
 
-def layouts_of(shape: tuple[int, ...], *, carries_gradient: bool, adds_up: bool, tp: int) -> tuple[Layout, ...]:
+def layouts_of(shape: tuple[int, ...], *, carries_gradient: bool, tp: int) -> tuple[Layout, ...]:
     """Every layout that a value of this shape may have on tp ranks, except `rows`, which only embeddings use."""
     shards = tuple(S(dim) for dim, size in enumerate(shape) if size % tp == 0 and size > 0)
-    return (R, *(R_STAR,) * carries_gradient, *(P,) * adds_up, *shards)
+    return (R, R_STAR, P, *shards) if carries_gradient else (R, *shards)
 
 
 def conversions_between(
     sources: tuple[Layout, ...], targets: tuple[Layout, ...], *, carries_gradient: bool
 ) -> tuple[Conversion, ...]:
-    """Every possible conversion, identities included. Values without a gradient are never made partial."""
+    """Every possible conversion, identities included. Values without a gradient are never partial."""
     found = []
     for source in sources:
         for target in targets:
-            if not carries_gradient and target == P != source:
+            if not carries_gradient and LayoutKind.PARTIAL in (source.kind, target.kind):
                 continue
             if can_convert(source, target):
                 found.append(Conversion(source, target))

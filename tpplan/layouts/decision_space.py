@@ -255,7 +255,7 @@ class _Builder:
 
     def _boundary_options(self, boundary: Boundary) -> tuple[Strategy, ...]:
         value = self.graph.values[boundary.operand]
-        layouts = layouts_of(value.shape, carries_gradient=value.carries_gradient, adds_up=value.adds_up, tp=self.tp)
+        layouts = layouts_of(value.shape, carries_gradient=value.carries_gradient, tp=self.tp)
         layouts = (*(layout for layout in layouts if value.can_be(layout, self.tp)), *self._extra(value))
         conversions = conversions_between(layouts, layouts, carries_gradient=value.carries_gradient)
         stacked = stacked_dims(self.graph, lambda call: call_strategies(call, 1)).get(value.name, frozenset())

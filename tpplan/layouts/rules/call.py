@@ -121,9 +121,9 @@ class Strategy:
     results: tuple[Layout, ...]
 
     def fits(self, call: Call, tp: int) -> bool:
-        """True where every shard divides by tp and no partial value is of integers (ids do not add up)."""
+        """True where every shard divides by tp and every partial value carries a gradient (ids do not add up)."""
         pairs = (*zip(call.operands, self.operands, strict=True), *zip(call.results, self.results, strict=True))
-        return all(value.can_be(layout, tp) and (layout != P or value.adds_up) for value, layout in pairs)
+        return all(value.can_be(layout, tp) and (layout != P or value.carries_gradient) for value, layout in pairs)
 
     def without_idle_gradients(self, call: Call) -> tuple["Strategy", ...]:
         """The strategy with R in place of R* where a value carries no gradient. Where no result carries a gradient,
