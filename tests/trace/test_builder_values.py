@@ -6,7 +6,7 @@ import pytest
 import torch
 from examples import eager_to_shard
 from torch import Tensor, nn
-from tpplan.trace.meta_model import built_on_meta
+from tpplan.search.points.meta_model import built_on_meta
 
 import tpplan
 from tpplan.core.errors import ModelError

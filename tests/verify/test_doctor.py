@@ -3,6 +3,7 @@
 import pytest
 
 from tpplan.core.errors import RankFailedError
+from tpplan.plan.plan import Recompute
 from tpplan.torch_internals.probes import FailedProbe
 from tpplan.verify import doctor
 from tpplan.verify.doctor import Finding, State, examine
@@ -42,7 +43,7 @@ def test_what_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_operator_that_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "KEPT", frozenset({"aten::no_such_operator"}))
+    monkeypatch.setattr(doctor, "KEPT_OPS", {Recompute.SELECTIVE: frozenset({"aten::no_such_operator"})})
     found = doctor.tried("operators")
     assert found.state is State.FAILS
     assert "aten::no_such_operator" in found.details[0]
