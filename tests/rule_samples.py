@@ -105,6 +105,7 @@ def _casts() -> list[Sample]:
         _named("aten.to.other", x(6, 4), const(3)),
         _named("aten.type_as.default", x(6, 4), x(6, 4)),
         _named("aten.type_as.default", x(6, 4), const(1)),
+        _named("aten.type_as.default", x(6, 4), x(4, 2)),
         _named("aten.clone.default", mask(6, 4)),
         _named("aten.clone.default", ids(5, 6, 4)),
     ]

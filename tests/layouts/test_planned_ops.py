@@ -161,6 +161,29 @@ def test_latent_attention_of_transformers_is_divided_by_heads() -> None:
     assert [placements[f"model.layers.0.self_attn.{name}.weight"].placement.dim for name in names] == [0, 0, 1]
 
 
+class Softened(nn.Module):
+    """Attention over two heads whose probabilities take the dtype of the queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            linear(x).view(x.shape[0], x.shape[1], -1, SIZE).transpose(1, 2) for linear in (self.q, self.k, self.v)
+        )
+        scores = torch.softmax((q @ k.transpose(2, 3)).float(), -1).type_as(q)
+        return (self.out((scores @ v).transpose(1, 2).flatten(2)) - x).square().mean()
+
+
+def test_attention_that_takes_the_dtype_of_its_queries_is_divided_by_heads() -> None:
+    plan = assert_divided(Softened, vectors, [f"{name}.weight" for name in ("q", "k", "v", "out")])
+    assert {name: str(own.placement) for name, own in plan.parameter_plans().items()} == {
+        **dict.fromkeys(("q.weight", "k.weight", "v.weight"), "S(0)"),
+        "out.weight": "S(1)",
+    }
+
+
 class Block(nn.Module):
     """Two layers with something between them: x [B, T, D] -> [B, T, D]."""
 

@@ -112,6 +112,14 @@ class Call:
         before = tuple(value for _, value in self.kwargs[: names.index(name)])
         return len(tuple(references((self.args, before))))
 
+    def every_layout(self, value: Value) -> Iterator[Layout]:
+        """Yields the layouts of an operand that is read for its dtype and device alone."""
+        yield from (R, R_STAR, P)
+        for dim, size in enumerate(value.shape):
+            yield S(dim)
+            yield from (S(dim, *parts) for parts in sorted(self.parts) if sum(parts) == size)
+            yield from (copied(dim, slices) for slices in sorted(self.slices))
+
 
 @dataclass(frozen=True, slots=True)
 class Strategy:

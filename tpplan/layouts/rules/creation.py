@@ -4,10 +4,10 @@ A tensor that is made and then filled slice by slice (`y = x.new_empty(...); y[.
 layout from the beginning: a write keeps the layout of the tensor that it writes to.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from tpplan.core.graph import Value
-from tpplan.core.layout import R_STAR, Layout, P, R, S, copied
+from tpplan.core.layout import R_STAR, Layout, P, R, S
 from tpplan.core.units import FLOATING_DTYPES
 from tpplan.layouts.rules.call import Call, Strategy, op_rule
 from tpplan.layouts.rules.equation import NEVER, Equation, dim_letters, elementwise
@@ -29,18 +29,10 @@ def created(call: Call) -> Iterable[Strategy]:
     is_zero = "ones" not in call.target and call.argument(_FILLS.get(call.target, -1), "fill_value", 0) == 0
     summand = (P,) if is_zero else ()
     shards = tuple(map(S, range(len(result.shape))))
-    for given in _layouts(call, call.operands[0]) if call.operands else (R,):
+    for given in call.every_layout(call.operands[0]) if call.operands else (R,):
         beside = (s for s in shards if given.dim is not None and _size(result, s) == _size(call.operands[0], given))
         made = (R, R_STAR, *summand, *shards) if result.dtype in FLOATING_DTYPES else (R, *beside)
         yield from (Strategy((given,) * len(call.operands), (layout,)) for layout in made)
-
-
-def _layouts(call: Call, value: Value) -> Iterator[Layout]:
-    yield from (R, R_STAR, P)
-    for dim, size in enumerate(value.shape):
-        yield S(dim)
-        yield from (S(dim, *parts) for parts in sorted(call.parts) if sum(parts) == size)
-        yield from (copied(dim, slices) for slices in sorted(call.slices))
 
 
 def _size(value: Value, layout: Layout) -> int:

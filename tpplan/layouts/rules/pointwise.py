@@ -1,8 +1,9 @@
 """Rules of elementwise ops: shards pass through; partial values pass only where the op is linear without a constant."""
 
+import itertools
 from collections.abc import Iterable
 
-from tpplan.core.layout import joint
+from tpplan.core.layout import R_STAR, R, joint
 from tpplan.layouts.rules.call import Call, Strategy, base_target, op_rule
 from tpplan.layouts.rules.equation import NEVER, Equation, dim_letters, elementwise
 
@@ -46,10 +47,12 @@ def linear_unary(call: Call) -> Iterable[Strategy]:
 
 @op_rule("aten.to.other", "aten.type_as.default")
 def as_type_of(call: Call) -> Iterable[Strategy]:
-    """The second tensor, of any shape, is read for its dtype alone and stays whole."""
-    letters = tuple(dim_letters(len(call.results[0].shape)))
-    terms = (letters, (NEVER,) * len(call.operands[1].shape))
-    return Equation(operands=terms, results=(letters,), linear_in=(_FIRST,)).strategies()
+    """The second tensor is read for its dtype alone, in whatever layout."""
+    own = dim_letters(len(call.results[0].shape))
+    kept = Equation(operands=(tuple(own),), results=(tuple(own),), linear_in=(_FIRST,)).strategies()
+    whole = (Strategy((layout,), (layout,)) for layout in (R, R_STAR))
+    for first, other in itertools.product((*whole, *kept), call.every_layout(call.operands[1])):
+        yield Strategy((*first.operands, other), first.results)
 
 
 @op_rule("aten.mul.Tensor", "aten.mul.Scalar", "aten.multiply.Tensor")
