@@ -6,11 +6,11 @@ import pytest
 import torch
 from examples import eager_to_shard
 from torch import Tensor, nn
-from tpplan.search.points.meta_model import built_on_meta
 
 import tpplan
 from tpplan.core.errors import ModelError
 from tpplan.plan.plan import Plan
+from tpplan.search.points.meta_model import built_on_meta
 
 DIM, VOCAB = 16, 32
 
