@@ -1,5 +1,6 @@
 """Attention as libraries write it, divided by heads: every size in code, packed weights, weights read from outside."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -106,7 +107,7 @@ def losses_and_gradients(
     torch.manual_seed(0)
     model, inputs = build(), text(batch, LENGTH)
     if plan is not None:
-        model = tpplan.apply_plan(model, plan, check="warn")
+        model = tpplan.apply_plan(model, plan)
     given = tpplan.forward_inputs(model, inputs)
     trained = loss(model(**given), inputs)
     trained.backward()
@@ -145,6 +146,47 @@ def test_torchs_attention_is_divided_by_heads(name: str, tp: int) -> None:
         for found in run_ranks(tp, losses_and_gradients, build, plan, batch):
             assert found[:2] == pytest.approx((trained, evaluated), rel=1e-5)
             assert max(relative_errors(found[2], expected).values()) < 1e-4
+
+
+class Dropping(nn.Module):
+    """torch's attention between embedding and head, dropping half of the weights of each head."""
+
+    def __init__(self, *, need_weights: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.attention = nn.MultiheadAttention(DIM, HEADS, dropout=0.5, batch_first=True)
+        self.need_weights = need_weights
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return self.head(x + self.attention(x, x, x, need_weights=self.need_weights)[0])
+
+
+def heads_of_equal_inputs(build: Callable[[], nn.Module], plan: Plan) -> Tensor:
+    """What each head gives, [B, T, H, E], where all would give the same without dropout."""
+    torch.manual_seed(0)
+    model = build()
+    seen: list[Tensor] = []
+    with torch.no_grad():
+        size = DIM // HEADS
+        packed = model.attention.in_proj_weight.view(3, HEADS, size, DIM)
+        packed.copy_(packed[:, :1].clone().expand_as(packed))
+        model.attention.out_proj.weight.copy_(torch.eye(DIM))
+    model = tpplan.apply_plan(model, plan)
+    model.attention.register_forward_hook(lambda module, args, output: seen.append(output[0].detach()))
+    model(**tpplan.forward_inputs(model, text(BATCH, LENGTH)))
+    return seen[0].unflatten(-1, (HEADS, size))
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_torchs_attention_drops_other_weights_in_each_head(need_weights: bool) -> None:
+    build = functools.partial(Dropping, need_weights=need_weights)
+    plan = by_heads(build, 2, BATCH, pins={"attention": "megatron"})
+    assert plan.parameters["attention.out_proj.weight"].placement == S(1)
+    assert plan.draws == ("attention",)
+    for heads in run_ranks(2, heads_of_equal_inputs, build, plan):
+        for i in range(HEADS):
+            assert all(not torch.equal(heads[:, :, i], heads[:, :, j]) for j in range(i))
 
 
 @pytest.mark.parametrize(
