@@ -11,6 +11,7 @@ from ranks import RankError, run_ranks
 from torch import Tensor, nn
 
 import tpplan
+from tpplan.apply.modules.dropout_rng import WithoutDropout
 from tpplan.core.layout import Layout, S
 from tpplan.plan.plan import Plan
 
@@ -187,6 +188,14 @@ def test_torchs_attention_drops_other_weights_in_each_head(need_weights: bool) -
     for heads in run_ranks(2, heads_of_equal_inputs, build, plan):
         for i in range(HEADS):
             assert all(not torch.equal(heads[:, :, i], heads[:, :, j]) for j in range(i))
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_dropout_inside_torchs_attention_is_turned_off(need_weights: bool) -> None:
+    model, tokens = Dropping(need_weights=need_weights), text(BATCH, LENGTH)["tokens"]
+    with WithoutDropout():
+        found = model(tokens)
+    assert torch.allclose(found, model.eval()(tokens), atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tpplan.torch_internals.operators import hides_sizes, seen_by
 from tpplan.trace.hooks.call_rewriting import own_code
 
 _DROPOUT = (F.dropout, torch.dropout, torch.dropout_)
@@ -41,7 +42,7 @@ class WithoutDropout(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if not _drops(func, args, kwargs):
-            return func(*args, **kwargs)
+            return seen_by(self, func)(*args, **kwargs) if hides_sizes(func) else func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             if len(args) > 4:
                 args = (*args[:4], 0.0, *args[5:])
