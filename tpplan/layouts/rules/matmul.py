@@ -112,7 +112,7 @@ def torch_einsum(call: Call) -> Iterable[Strategy]:
 
 @op_rule(
     *(f"aten.{name}.default" for name in (
-        "linalg_inv", "linalg_inv_ex", "inverse", "linalg_cholesky", "linalg_cholesky_ex", "cholesky", "linalg_det",
+        "linalg_inv", "linalg_inv_ex", "inverse", "linalg_cholesky", "linalg_cholesky_ex", "linalg_det",
         "det", "linalg_slogdet", "slogdet", "logdet", "linalg_eigh", "linalg_eigvalsh", "linalg_svd",
         "linalg_svdvals", "linalg_qr", "linalg_matrix_exp", "matrix_exp", "linalg_matrix_power", "matrix_power",
     )),
