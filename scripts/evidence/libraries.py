@@ -435,7 +435,8 @@ class Counts:
 
     def lines(self) -> Iterator[str]:
         """In words."""
-        yield f"{self.wrong} wrong, {self.right} right on ranks, of {self.rows}: every error <= {TOLERANCE:g}, or what the code itself rounds"
+        yield f"{self.wrong} wrong, {self.right} right on ranks, of {self.rows}"
+        yield f"right: every error <= {TOLERANCE:g}, or what the code itself rounds"
         yield f"{self.solved} of {self.rows} solved and proven at every degree (bar {SOLVED_SHARE:.0%})"
         yield (
             f"{self.divided} of {self.with_attention} with attention have it divided at every degree "
