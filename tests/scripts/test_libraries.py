@@ -58,6 +58,8 @@ def test_degrees_that_do_not_divide_heads_are_left_out(script: ModuleType) -> No
     [
         ({}, "right", True),
         ({"errors": {2: 0.1}}, "wrong", False),
+        ({"errors": {2: 5e-3}}, "wrong", False),
+        ({"errors": {2: 5e-3}, "tolerance": 2**-7}, "right", True),
         ({"proven": {2: False}}, "unproven", False),
         ({"errors": {}, "failed": "ranks"}, "ranks", False),
         ({"attention": {2: 0.5}}, "right", False),

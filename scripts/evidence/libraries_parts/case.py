@@ -17,13 +17,15 @@ VOCABULARY = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model. `heads`: the least number of heads (of keys and values) of any attention; None where it has none."""
+    """A model. `heads`: the least number of heads (of keys and values) of any attention; None where it has none.
+    `tolerance`: the error that its own code makes by rounding; None where that is what float32 rounds."""
 
     build_model: Callable[[], nn.Module]
     example_inputs: Callable[[int, int], Inputs]
     loss: Callable[[Any, Inputs], Tensor]
     unused_outputs: tuple[str, ...] = ()
     heads: int | None = None
+    tolerance: float | None = None
     batch: int = 1
     seq_len: int = 16
 

@@ -13,6 +13,10 @@ from libraries_parts.case import VOCABULARY, Case, next_token, text
 
 WIDTH, HEADS, LENGTH = 64, 4, 32
 
+#: its experts compute in bfloat16 whatever they are given: sums of slices round as one of its steps does (in float32
+#: ranks differ from one process by 6e-7)
+BF16_ROUNDING = 2**-7
+
 
 def of_tokens(family: object, config: type, layers: list) -> nn.Module:
     """A language model of a family, with its weights and tables."""
@@ -81,5 +85,7 @@ MODELS = {
     "llama3_fused": Case(
         build_model=lambda: llama(fuse_qkv=True), example_inputs=text("tokens"), loss=next_token, heads=HEADS
     ),
-    "deepseek_v3": Case(build_model=deepseek, example_inputs=text("tokens"), loss=next_token, heads=HEADS),
+    "deepseek_v3": Case(
+        build_model=deepseek, example_inputs=text("tokens"), loss=next_token, heads=HEADS, tolerance=BF16_ROUNDING
+    ),
 }
