@@ -1,4 +1,7 @@
-"""Builders and forwards that ask small tensors for values, which are known: they are neither weights nor random."""
+"""Builders that ask small tensors for values, which are known: they are neither weights nor random.
+
+A forward may not ask buffers: what they hold when training runs is not known, a count of calls for example.
+"""
 
 import warnings
 
@@ -28,15 +31,17 @@ class Rates(nn.Module):
         self.is_asked = asks_weight and bool(self.head.weight.sum() > 0)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.rates[1]
-        if self.levels.max() > 6:
-            x = x * self.levels.tolist()[0] / int(self.levels.prod())
-        return self.head(x)
+        return self.head(self.embedding(tokens) + self.rates[1])
 
 
-class AsksNoise(Rates):
+class AsksBuffer(Rates):
+    """Counts its calls in a buffer, and takes another path after two."""
+
     def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) if self.noise.sum() > 1 else self.head(self.embedding(tokens))
+        x = super().forward(tokens)
+        found = x.softmax(-1) if self.levels.sum().item() > 20 else x
+        self.levels = self.levels + 1
+        return found
 
 
 def text(batch: int, seq_len: int) -> dict[str, Tensor]:
@@ -70,13 +75,10 @@ def test_a_builder_that_asks_a_weight_runs_on_the_cpu() -> None:
         assert built_on_meta(lambda: Rates(asks_weight=True), is_half=False).notes
 
 
-def test_a_forward_may_ask_a_buffer_for_the_values_it_was_built_with() -> None:
-    """The plan says what it assumes of them."""
-    plan = solved(Rates)
-    assert plan.parameters["head.weight"].placement.dim is not None
-    assert any("self.levels.max() > 6: is True" in assumed for assumed in plan.proof.assumptions)
+def test_a_model_whose_builder_asked_is_planned() -> None:
+    assert solved(Rates).parameters["head.weight"].placement.dim is not None
 
 
-def test_a_forward_may_not_ask_a_random_buffer() -> None:
+def test_a_forward_may_not_ask_a_buffer_which_may_change() -> None:
     with pytest.raises(ModelError, match="asks a tensor for its values"):
-        solved(AsksNoise)
+        solved(AsksBuffer)

@@ -34,7 +34,6 @@ from tpplan.trace.answers.saved_tensor_hooks import check_saved_hooks
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.call_rewriting import is_own_code_running
 from tpplan.trace.hooks.host_rng import same_draws
-from tpplan.trace.hooks.parameter_names import registered_value
 from tpplan.trace.noted_calls import CallNotes
 
 #: keys of a node's meta: the module that was running, a digest of values that the code wrote down, whether gradients
@@ -102,8 +101,7 @@ def record(
     """
     placed = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     given = _given(module, paths, placed)
-    inputs = [(p, v) for p, v in zip(placed, leaves, strict=True) if isinstance(v, Tensor)]
-    inputs += [(own, value) for own in module.buffers() if (value := registered_value(own)) is not None]
+    inputs = ((p, v) for p, v in zip(placed, leaves, strict=True) if isinstance(v, Tensor))
     known = ConcreteValues(inputs, otherwise, extra)
     counts = Counts(known, extra)
     if calling is not None:

@@ -13,7 +13,7 @@ from tpplan.core.errors import ModelError
 from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.trace.answers.concrete_values import DESCRIPTIONS, QUESTIONS, ConcreteValues
 from tpplan.trace.answers.unbacked_int import UnknownValueError
-from tpplan.trace.hooks.parameter_names import register_names, register_value, registered_value
+from tpplan.trace.hooks.parameter_names import register_names
 from tpplan.trace.record_fx import on_meta_like
 
 
@@ -35,9 +35,8 @@ def built_on_meta(build_model: Callable[[], nn.Module], *, is_half: bool) -> Bui
     parameters, or has some without a shape.
     """
     notes: tuple[str, ...] = ()
-    building = _Building()
     try:
-        with torch.device("meta"), building:
+        with torch.device("meta"), _Building():
             model = build_model()
     except (RuntimeError, NotImplementedError, UnknownValueError) as error:
         # Code that asks weights for values, as torch.nn.utils.parametrizations.orthogonal does, needs some.
@@ -52,7 +51,6 @@ def built_on_meta(build_model: Callable[[], nn.Module], *, is_half: bool) -> Bui
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ModelError(f"parameter {name} has no shape before the first call: call the model in the builder")
-    _keep_values(model, building)
     _put_on_meta(model)
     register_names(model)
     dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
@@ -87,26 +85,6 @@ class _Building(ConcreteValues):
             self.note_made(results, func, args, kwargs)
         return results
 
-    def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The value with which the builder left a tensor; None where it is drawn, written later, or large."""
-        if tensor.numel() > MOST_KEPT:
-            return None
-        try:
-            found: torch.Tensor = self.on_real(torch.clone, (tensor,), {})
-        except Exception:  # a call of the builder's that cannot be made again
-            return None
-        return found
-
-
-def _keep_values(model: nn.Module, building: _Building) -> None:
-    """Lets small buffers know their values, for code that asks for them in forward."""
-    for buffer in model.buffers():
-        if (value := building.value_of(buffer)) is not None:
-            register_value(buffer, value)
-
-
-#: most elements of a buffer whose value is kept
-MOST_KEPT = 2**14
 
 _FILLS = frozenset({
     nn.init.normal_, nn.init.uniform_, nn.init.trunc_normal_, nn.init.kaiming_normal_, nn.init.kaiming_uniform_,
@@ -124,5 +102,3 @@ def _put_on_meta(model: nn.Module) -> None:
             for name, tensor in table.items():
                 if tensor is not None and not tensor.is_meta:
                     _, table[name] = moved.setdefault(id(tensor), (tensor, on_meta_like(tensor)))
-                    if (value := registered_value(tensor)) is not None:
-                        register_value(table[name], value)

@@ -1,5 +1,4 @@
-"""Recognizes parameters of a planned model that its code has kept elsewhere, in a closure or a list; keeps the values
-that buffers were built with.
+"""Recognizes parameters of a planned model that its code has kept elsewhere, in a closure or a list.
 
 Applying a plan replaces each parameter by another tensor, but such code would go on with the old one. So in the copies
 that are traced parameters are replaced too, and the old ones know the name they had.
@@ -9,8 +8,8 @@ from torch import Tensor, nn
 
 from tpplan.torch_internals.modules import own_parameters
 
-#: the attribute in which a parameter keeps its name, and the one in which a buffer on the meta device keeps its value
-_NAME, _VALUE = "_tpplan_name", "_tpplan_value"
+#: the attribute in which a parameter keeps its name
+_NAME = "_tpplan_name"
 
 
 def register_names(model: nn.Module) -> None:
@@ -23,17 +22,6 @@ def registered_name(tensor: Tensor) -> str | None:
     """The name of a parameter that was replaced or whose model was copied; None for any other tensor."""
     name: str | None = tensor.__dict__.get(_NAME)
     return name
-
-
-def register_value(buffer: Tensor, value: Tensor) -> None:
-    """Writes the value that a buffer was built with to the buffer, which is on the meta device."""
-    buffer.__dict__[_VALUE] = value
-
-
-def registered_value(buffer: Tensor) -> Tensor | None:
-    """The value that a buffer was built with; None where it is not known."""
-    value: Tensor | None = buffer.__dict__.get(_VALUE)
-    return value
 
 
 def put_others(model: nn.Module) -> None:
