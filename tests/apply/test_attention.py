@@ -220,6 +220,36 @@ def test_attention_whose_code_computes_with_sizes_is_divided_by_heads(
             assert max(relative_errors(found[2], expected).values()) < 1e-4
 
 
+class Counting(Processed):
+    """Counts its calls from the number of heads on, and doubles what it gives after three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = HEADS
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (1.0 if self.calls < HEADS + 3 else 2.0)
+
+
+def test_an_attribute_that_a_forward_sets_is_no_size() -> None:
+    plan = by_heads(around(Counting), 2)
+    assert "self.calls" not in {size.call for sizes in plan.sizes.values() for size in sizes}
+
+
+def changed_between_steps(build: Callable[[], nn.Module], plan: Plan) -> None:
+    model, inputs = tpplan.apply_plan(build(), plan), text(1, LENGTH)
+    model(**tpplan.forward_inputs(model, inputs))
+    model[1].heads = 2 * HEADS
+    model(**tpplan.forward_inputs(model, inputs))
+
+
+def test_an_attribute_that_is_another_later_raises() -> None:
+    build = around(Processed)
+    with pytest.raises(RankError, match=r"Processed\.heads is 8, and was 4 when the plan was made"):
+        run_ranks(2, changed_between_steps, build, by_heads(build, 2))
+
+
 def test_a_plan_refuses_a_model_with_another_attribute() -> None:
     plan = by_heads(around(Processed), 2)
     other = around(Processed)()

@@ -59,9 +59,10 @@ class LocalSizes:
     sizes: tuple[SizePlan, ...]
 
     @property
-    def attributes(self) -> Mapping[str, int]:
-        """Attribute of the module -> what its code is to read."""
-        return {size.call.removeprefix(ATTRIBUTE): size.local for size in self.sizes if size.call.startswith(ATTRIBUTE)}
+    def attributes(self) -> Mapping[str, tuple[int, int]]:
+        """Attribute of the module -> what it is, and what the module's code is to read."""
+        sizes = (size for size in self.sizes if size.call.startswith(ATTRIBUTE))
+        return {size.call.removeprefix(ATTRIBUTE): (size.written, size.local) for size in sizes}
 
     @cached_property
     def table(self) -> dict[tuple[str, int, int, int], list[SizePlan]]:

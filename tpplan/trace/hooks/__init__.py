@@ -4,5 +4,5 @@ In: a module, or code that is about to run. Out: context managers that put every
 classes: calls rewritten, closures rebound to a copy, random states of the host restored, recomputed code run under the
 contexts of its first run; and tpplan's own operators.
 
-Imports: torch_internals.
+Imports: core, torch_internals.
 """

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from tpplan.core.errors import PlanMismatchError
 from tpplan.torch_internals.operators import hides_sizes, seen_by
 from tpplan.trace.hooks.checkpoint_context import ContextFactory, in_checkpoint_replay_as
 from tpplan.trace.hooks.generated_class import subclass
@@ -31,10 +32,13 @@ class Rewriter(Protocol):
 
 @runtime_checkable
 class ReplacesAttributes(Protocol):
-    """A rewriter that also gives integers of its module other values, by attribute, while the module's forward runs."""
+    """A rewriter that also gives integers of its module other values while the module's forward runs.
+
+    `attributes` has, by name, what the attribute is and what the forward reads.
+    """
 
     @property
-    def attributes(self) -> Mapping[str, int]: ...
+    def attributes(self) -> Mapping[str, tuple[int, int]]: ...
 
 
 class _LeftAlone(Enum):
@@ -134,19 +138,35 @@ def _rewriting_class(cls: type[nn.Module], rewriters: tuple[Rewriter, ...]) -> t
             return cls.forward(self, *args, **kwargs)
 
     replacing = (own for own in rewriters if isinstance(own, ReplacesAttributes))
-    read = {name: _attribute(name, number, rewriters) for own in replacing for name, number in own.attributes.items()}
+    read = {name: _attribute(name, *pair, rewriters) for own in replacing for name, pair in own.attributes.items()}
     return subclass(cls, {"forward": forward, **read}, _rewriting_class, (rewriters,))
 
 
-def _attribute(name: str, number: int, rewriters: tuple[Rewriter, ...]) -> property:
-    """An attribute that is `number` in the code of a forward with these rewriters, and what it was set to elsewhere."""
+def _attribute(name: str, written: int, local: int, rewriters: tuple[Rewriter, ...]) -> property:
+    """An attribute that is `local` in the code of a forward with these rewriters, and what it was set to elsewhere.
+
+    In that code it raises PlanMismatchError where it is no longer `written`, or is set: it is no size then.
+    """
 
     def read(self: nn.Module) -> object:
         if name not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return number if running_rewriters() == rewriters else self.__dict__[name]
+        own = self.__dict__[name]
+        if running_rewriters() != rewriters:
+            return own
+        if own != written:
+            raise PlanMismatchError(
+                f"{type(self).__name__}.{name} is {own!r}, and was {written} when the plan was made, as a "
+                "size: solve again for this value"
+            )
+        return local
 
     def write(self: nn.Module, value: object) -> None:
+        if running_rewriters() == rewriters:
+            raise PlanMismatchError(
+                f"{type(self).__name__}.{name} is set by its forward, and the plan takes it for a size ({written}): "
+                "keep the module whole by a pin"
+            )
         self.__dict__[name] = value
 
     return property(read, write, doc=f"{name}: the module's own, or a rank's while the module's forward runs")
