@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -223,6 +224,24 @@ def test_nothing_fits_says_how_much_is_missing_and_what_would_fit() -> None:
     assert fitting.predicted.peak_memory_bytes <= limit
     with pytest.raises(InfeasibleError):
         solve_example("mlp", eager_to_shard(), memory_limit_bytes=limit, **(options | {"gpus": enough // 2}))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "asked", "problem"),
+    [
+        (lambda batch, length: (torch.zeros(batch, length, 8),), {}, "expected seq_len, the length"),
+        (lambda batch: (torch.zeros(batch, 8),), {"seq_len": 4}, "takes no length: leave it out"),
+    ],
+)
+def test_a_length_is_given_where_samples_have_one(inputs: Any, asked: dict[str, int], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        tpplan.solve(
+            lambda: nn.Linear(8, 8),
+            inputs,
+            cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
+            global_batch=2,
+            **asked,
+        )
 
 
 def test_a_plan_that_needs_more_than_the_ilp_counts_is_solved_again_with_less(

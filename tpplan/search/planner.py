@@ -30,6 +30,7 @@ from tpplan.search.points.options import (
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.search.points.request import Request
 from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache
+from tpplan.search.points.user_model import length_of, takes_batch_alone
 from tpplan.search.tp_shares import counted_again
 from tpplan.solvers.problem import Status
 from tpplan.trace.trace import Loss
@@ -45,7 +46,7 @@ def solve(
     *,
     cluster: Cluster,
     global_batch: int,
-    seq_len: int = 1,
+    seq_len: int | None = None,
     micro_batch: int | Literal["auto"] = "auto",
     loss: Loss | None = None,
     unused_outputs: Sequence[str] = (),
@@ -72,11 +73,11 @@ def solve(
     inputs; where samples have no length, example_inputs(micro_batch) does, and seq_len is left out. Decided together:
     the mesh, on at most the given GPUs; layouts; per layer what backward recomputes, and whether FSDP reshards it after
     forward; the micro-batch and so the accumulation, unless a number pins it. An option that is None is decided. `tp`
-    and `fsdp` pin a degree, all_gpus=True uses all GPUs,
-    `recompute` ("none", "selective", "full") and reshard_after_forward (True is ZeRO-3, False ZeRO-2) hold for every
-    layer. `precision` defaults to bf16-mixed on a GPU profile and fp32 else. compile=True prices elementwise ops as
-    torch.compile fuses them. time_limit_s holds for each ILP. `pins` hold modules to a style, {"model.layers.*.mlp":
-    "megatron"} (tpplan.layouts.pins). `allows`, given the graph, says which strategies of a decision may be chosen.
+    and `fsdp` pin a degree, all_gpus=True uses all GPUs, `recompute` ("none", "selective", "full") and
+    reshard_after_forward (True is ZeRO-3, False ZeRO-2) hold for every layer. `precision` defaults to bf16-mixed on a
+    GPU profile and fp32 else. compile=True prices elementwise ops as torch.compile fuses them. time_limit_s holds for
+    each ILP. `pins` hold modules to a style, {"model.layers.*.mlp": "megatron"} (tpplan.layouts.pins). `allows`, given
+    the graph, says which strategies of a decision may be chosen.
     `reuse` is what several calls for one model share (tpplan.search.points.trace_cache). Raises ModelError,
     ProfileError, UsageError, SolverError, and InfeasibleError with what would fit.
     """
@@ -97,7 +98,8 @@ def solve(
         allows=allows,
         pins=pins or {},
     )
-    batch = Batch(global_batch, None if micro_batch == "auto" else micro_batch, seq_len)
+    length = length_of(seq_len, has_length=not takes_batch_alone(example_inputs), source="solve", option="seq_len")
+    batch = Batch(global_batch, None if micro_batch == "auto" else micro_batch, length)
     request = Request.of(build_model, example_inputs, cluster, batch, options, progress)
     point_solver, points, unsearched = prepare(request, options, reuse)
     return search(point_solver, points, unsearched, prove=prove)

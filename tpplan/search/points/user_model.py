@@ -75,16 +75,8 @@ class ModelSpec:
     has_length: bool = True
 
     def length_of(self, asked: int | None) -> int:
-        """The sequence length to plan for, 1 where samples have none. Raises UsageError where a length is asked for
-        that samples do not have, or where none is and they have one."""
-        if asked is None and self.has_length:
-            raise UsageError(
-                f"{self.source}: expected --seq-len N, the length that example_inputs takes; where samples have none, "
-                "define example_inputs(batch)"
-            )
-        if asked is not None and not self.has_length:
-            raise UsageError(f"--seq-len {asked}: example_inputs(batch) of {self.source} takes no length: leave it out")
-        return asked or 1
+        """The sequence length to plan for (length_of)."""
+        return length_of(asked, has_length=self.has_length, source=self.source, option="--seq-len")
 
     def locate(self, error: ModelError) -> ModelError:
         """The error as a UserCodeError with the frames of its cause in the user's folder; unchanged if none is."""
@@ -215,6 +207,19 @@ def _guarded(path: Path, name: str, function: Callable[..., Any]) -> Callable[..
             return function(*arguments)
 
     return call
+
+
+def length_of(asked: int | None, *, has_length: bool, source: str, option: str) -> int:
+    """The sequence length to plan for, 1 where samples have none. Raises UsageError where a length is asked for that
+    samples do not have, or where none is and they have one. `source` and `option` name these to the user."""
+    if asked is None and has_length:
+        raise UsageError(
+            f"{source}: expected {option}, the length that example_inputs takes; where samples have none, define "
+            "example_inputs(batch)"
+        )
+    if asked is not None and not has_length:
+        raise UsageError(f"{option} {asked}: example_inputs(batch) of {source} takes no length: leave it out")
+    return 1 if asked is None else asked
 
 
 def takes_batch_alone(example_inputs: Callable[..., object]) -> bool:
