@@ -129,7 +129,7 @@ def test_a_length_is_asked_for_where_samples_have_one(write: Write) -> None:
     assert load_model_file(str(text)).length_of(64) == 64
     with pytest.raises(UsageError, match=r"--seq-len 64: example_inputs\(batch\) of .*images.py takes no length"):
         load_model_file(str(images)).length_of(64)
-    with pytest.raises(UsageError, match=r"text.py: expected --seq-len N"):
+    with pytest.raises(UsageError, match=r"text.py: expected --seq-len, the length"):
         load_model_file(str(text)).length_of(None)
 
 

@@ -258,6 +258,8 @@ def test_a_plan_that_needs_more_than_the_ilp_counts_is_solved_again_with_less(
     assert plan.solver.bound_s <= plan.solver.objective_s
     assert plan.solver.status is Status.FEASIBLE
     assert plan.solver.gap > 0
+    assert plan.solver.unsearched is not None
+    assert "plans that fill memory, as the ILP counts too little of it there" in plan.solver.unsearched[0]
 
 
 def test_memory_is_within_the_limit_and_time_never_improves_as_it_falls() -> None:

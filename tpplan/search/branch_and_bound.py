@@ -96,7 +96,8 @@ class _Progress:
 def search(solver: PointSolver, points: list[Point], unsearched: tuple[str, ...], *, prove: bool) -> Plan:
     """The fastest plan over all points; with `prove` the fastest that no counterexample refutes."""
     known = _Progress()
-    for rounds in range(1, MAX_ROUNDS + 1):
+    rounds = 1
+    while rounds <= MAX_ROUNDS:
         best = _settled(solver, _explore(solver, points, known))
         known.solved[best.point] = best
         choice = best.solution.choice
@@ -131,9 +132,10 @@ def search(solver: PointSolver, points: list[Point], unsearched: tuple[str, ...]
         if (culprit := culprit_of(checked)) is not None:
             solver.run_whole(culprit, checked.message)
             points, known = applicable(points, solver.request, solver.traces), _Progress()
-            continue
-        forbid(solver, checked, assignment, best.formulation, traced, plan)
-        _forget_cut(solver, known)
+        else:
+            forbid(solver, checked, assignment, best.formulation, traced, plan)
+            _forget_cut(solver, known)
+        rounds += 1
     raise SolverError(f"no plan could be proven in {MAX_ROUNDS} rounds; the last: {solver.cuts.messages[-1]}")
 
 
@@ -327,6 +329,9 @@ def _unsearched(solver: PointSolver, points: list[Point], known: _Progress) -> t
         found.append(
             f"tp across nodes beyond a degree whose compute and collectives alone are too slow: micro-batch {shown}"
         )
+    if known.lowered:
+        shown = ", ".join(f"{point.mesh}, micro-batch {point.micro_batch}" for point in sorted(known.lowered))
+        found.append(f"plans that fill memory, as the ILP counts too little of it there: {shown}")
     if sizes := solver.traces.grown_sizes({point.micro_batch for point in points}):
         shown = ", ".join(map(str, sizes))
         found.append(f"micro-batch {shown}: priced as if the code did what it does at smaller ones, on larger tensors")

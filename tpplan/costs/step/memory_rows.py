@@ -7,8 +7,8 @@ earlier micro-batches.
     at the loss         L + all saved activations + the most around the layers
     in a layer          L + all saved activations but those that only later nodes read + what a layer recomputes + the
                         most in a layer, the last of its family: of those before it less is kept
-    in the first layer  L + the gradients of all that ran backward before + a layer + the most in it; where there were
-                        no gradients before the micro-batch
+    in the first layer  L + the gradients of all that ran backward before + a layer + the most in it + layers that are
+                        still gathered; where there were no gradients before the micro-batch
     after the layers    L + these gradients + the most before the first layer, and where FSDP reduces the root's
     in the step         L + all gradients + the optimizer's temporaries
 
@@ -260,7 +260,11 @@ class Peaks:
             yield from kind.count(reshard=False).times(Term(name=UNSHARDED_PARAMETERS, expressions=(gathered,)))
 
     def _gathered_before(self) -> Iterator[Term]:
-        """Parameters of layers that are not resharded and that have layers after them which are."""
+        """Parameters of layers that are not resharded, in families before the largest and, if recomputed, in it.
+
+        Without these, from the last layer to the first each frees no more than the one after it, so what is held is
+        convex and largest at an end. Counting them at the first layer covers every layer in between.
+        """
         earlier = {family.first for family in self.families.earlier[:-1]}
         for kind, gathered in zip(self.kinds, self._gathered, strict=True):
             first = self.families.first(kind)

@@ -64,8 +64,8 @@ class PointSolver:
             del self._spaces[key]
 
     def lower_limit(self, point: Point, num_bytes: float) -> None:
-        """Lowers the memory limit of a point's ILP by some bytes more."""
-        self._left_free[point] = self._left_free.get(point, 0.0) + num_bytes
+        """Lowers the memory limit of a point's ILP by some bytes more, each time at least twice as far."""
+        self._left_free[point] = 2 * self._left_free.get(point, 0.0) + num_bytes
 
     def run_whole(self, module: str, reason: str) -> None:
         """Makes a module run whole from now on; forgets all traces, prices and cuts."""
