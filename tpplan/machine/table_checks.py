@@ -1,4 +1,4 @@
-"""What makes a profile's tables valid (axes ascend, times never decrease), and the value along one axis."""
+"""Checks that a profile's tables are valid (axes ascend, times never decrease), and interpolates along one axis."""
 
 import math
 from collections.abc import Sequence

@@ -241,7 +241,7 @@ def _time(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _tp_section(plan: Plan) -> Iterator[RenderableType]:
-    """What tensor parallelism divides; nothing where it divides by 1."""
+    """The section on tensor parallelism: shares divided, and modules that run whole; none on one rank."""
     shares, step_s = plan.tp_shares, plan.predicted.step_time_s
     if shares is None:
         return

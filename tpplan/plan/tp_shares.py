@@ -1,4 +1,4 @@
-"""What tensor parallelism divides of a step: the share of FLOPs and parameters, and what runs whole, with the reason.
+"""The shares of a step's FLOPs and of parameters that tensor parallelism divides, and the modules that run whole.
 
 Counted are the FLOPs of products, convolutions and attention, forward and backward; what recomputation runs again is
 not, as it is divided like the first run. An op is divided where each of tp ranks runs 1/tp of its FLOPs.

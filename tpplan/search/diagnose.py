@@ -201,7 +201,7 @@ def _without(solver: PointSolver, left_out: set[Pin]) -> PointSolver:
 
 
 def _against_pins(solver: PointSolver, point: Point) -> str:
-    """What stands against a pin at a point, after the pin; "" where all pins can be kept."""
+    """The first pin that cannot be kept at a point with those before it, and why; "" where all can be kept."""
     for number, pin in enumerate(solver.request.pins):
         later = solver.request.pins[number:]
         try:

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tpplan import solvers
+from tpplan.core.errors import SolverError
 from tpplan.core.graph import Op
 from tpplan.costs.step.cost_table import edges_of
 from tpplan.layouts.decision_space import Space, build_space
@@ -41,10 +41,11 @@ class Obstacles:
 
     space: Space
     restrictions: tuple[Restriction, ...]
+    solver: PointSolver
 
     @classmethod
     def of(cls, solver: PointSolver, micro_batch: int, tp: int, *, without: Iterable[Pin] = ()) -> "Obstacles":
-        """What a search has found to forbid so far; pins in `without` are left out. Raises NoLayoutError."""
+        """The obstacles that a search has found so far, but for pins in `without`. Raises NoLayoutError."""
         space = build_space(
             solver.traces.traced(micro_batch).graph,
             tp,
@@ -52,15 +53,18 @@ class Obstacles:
             apart=solver.pinned(micro_batch).pins_within,
         )
         pins = [pin for pin in solver.request.pins if pin not in without]
-        return cls(space, (*_of_pins(solver, micro_batch, pins), *_of_counterexamples(solver, space)))
+        return cls(space, (*_of_pins(solver, micro_batch, pins), *_of_counterexamples(solver, space)), solver)
 
     def against(self, wish: Wish) -> str:
-        """What stands against a wish, in words; "" where nothing does."""
-        if self._is_possible(wish, self.restrictions):
-            return ""
-        if not self._is_possible(wish, ()):
-            return self._blocked(wish)
-        found = self._needed(wish)
+        """The obstacles to a wish in words, MOST_NAMED at most; "" where it can come true."""
+        try:
+            if self._is_possible(wish, self.restrictions):
+                return ""
+            if not self._is_possible(wish, ()):
+                return self._blocked(wish)
+            found = self._needed(wish)
+        except SolverError:
+            return "not known: the time limit ended the search for what stands against it"
         more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
         return "; ".join(restriction.words for restriction in found[:MOST_NAMED]) + more
 
@@ -91,7 +95,7 @@ class Obstacles:
             objective=(),
             conflicts=cuts.conflicts_in(space),
         )
-        return solvers.solve(problem).choice is not None
+        return self.solver.solver_of(problem).choice is not None
 
     def _restricted(self, wish: Wish, restrictions: Sequence[Restriction]) -> Space:
         """The decisions with the strategies that are wished for and not forbidden, which may be none."""

@@ -48,7 +48,7 @@ def module_pattern(graph: ModelGraph, op: Op) -> str:
 
 
 def tp_shares(assignment: Assignment, executor: Executor, op_seconds: Mapping[str, float]) -> TpShares | None:
-    """What tp divides of a step, without reasons; None on one rank. `op_seconds` are as in Priced."""
+    """The shares of a step that tp divides, without reasons; None on one rank. `op_seconds` are as in Priced."""
     if assignment.tp == 1:
         return None
     flop: Counter[str] = Counter()
@@ -79,9 +79,11 @@ def tp_shares(assignment: Assignment, executor: Executor, op_seconds: Mapping[st
 def counted_again(
     known: TpShares | None, assignment: Assignment, executor: Executor, op_seconds: Mapping[str, float] | None = None
 ) -> TpShares | None:
-    """What tp divides where a plan's layouts or machine may have changed since `known` was counted; None where nothing
-    was. Without `op_seconds`, seconds stay those known. Reasons stay for modules of which as much is divided, except
-    those by the prices of another machine."""
+    """The shares of a plan whose layouts or machine may have changed since `known` was counted; None where nothing was.
+
+    Without `op_seconds`, seconds stay those known. Reasons stay for modules of which as much is divided, except those
+    by the prices of another machine.
+    """
     found = tp_shares(assignment, executor, op_seconds or {})
     if known is None or found is None:
         return None
@@ -98,7 +100,7 @@ def counted_again(
 
 
 def _parameters_share(assignment: Assignment) -> float:
-    """Of the elements of all parameters, the share in those that ranks hold, or read, a slice of."""
+    """The share of all parameters' elements that are in parameters of which a rank holds, or reads, a slice."""
     graph = assignment.graph
     sizes = {source.label: graph.values[source.result].num_elements for source in graph.parameters}
     divided = (sizes[s.label] for s in graph.parameters if any(map(_is_slice, _layouts(assignment, s.label))))

@@ -61,7 +61,7 @@ class _Reasons:
 
     @cached_property
     def obstacles(self) -> Obstacles:
-        """What may stand against dividing an op."""
+        """The pins, counterexamples, rules and sizes that may keep an op whole."""
         return Obstacles.of(self.solver, self.traced.micro_batch, self.space.tp)
 
     def chosen_work(self, op: Op) -> OpWork:
@@ -91,7 +91,8 @@ class _Reasons:
         return frozenset(s for s in space.strategies[op.name] if self._work(op, s).is_divided)
 
     def _price(self, op: Op) -> str | None:
-        """What a step takes more where the op is divided, in words; None where no layouts divide it."""
+        """The least that a step on the plan's mesh takes more where the op is divided, in words; None where no layouts
+        divide it."""
         formulation, solved = self.best.formulation, self.best.solution.objective
         assert solved is not None
         dividing, options = self._dividing(self.space, op), self.space.strategies[op.name]
@@ -108,7 +109,7 @@ class _Reasons:
             if found is None:
                 return None if problem is formulation.unlimited else "divided, no plan fits in memory"
             if found > solved:
-                return f"{BY_PRICES}: divided, a step takes {format_seconds(found - solved)} more"
+                return f"{BY_PRICES}: divided, a step takes at least {format_seconds(found - solved)} more"
         return f"{BY_PRICES}, or as fast"
 
     def _own_sizes(self, op: Op) -> str:

@@ -60,7 +60,7 @@ def explained(
 
 
 def _advice(error: BaseException, reason: str) -> str:
-    """What to try, on a line of its own, where the error does not say so itself; else ""."""
+    """A line with the next thing to try; "" where the error says it itself."""
     match error:
         case ModelError():
             return ""
