@@ -122,6 +122,16 @@ def test_what_torch_tags_as_pointwise_is():
     assert not untried
 
 
+def test_the_tags_of_others_are_not_believed():
+    """An operator whose author calls it pointwise, and which is a softmax."""
+    softmax = torch.library.custom_op(
+        "tpplan_tests::softmax", lambda x: x.softmax(-1), mutates_args=(), schema="(Tensor x) -> Tensor",
+        tags=(torch.Tag.pointwise,),
+    )  # fmt: skip
+    assert torch.Tag.pointwise in softmax._opoverload.tags
+    assert not is_pointwise(softmax._opoverload)
+
+
 def test_rules_validated_elsewhere_are():
     for target, place in VALIDATED_WITH_REAL_RANKS.items():
         assert target.split(".")[1] in (Path(__file__).parents[2] / place).read_text()

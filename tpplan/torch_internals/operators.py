@@ -42,9 +42,9 @@ def is_higher_order(target: object) -> bool:
 
 
 def is_pointwise(target: Any) -> bool:
-    """True for an operator that torch tags as pointwise, which gives tensors, draws no numbers, and writes to no
-    operand, or to the first alone (`add_`)."""
-    if not is_op(target) or torch.Tag.pointwise not in target.tags:
+    """True for one of torch's own operators that torch tags as pointwise, which gives tensors, draws no numbers, and
+    writes to no operand, or to the first alone (`add_`). Others' tags are their authors' word."""
+    if not is_op(target) or target.namespace != "aten" or torch.Tag.pointwise not in target.tags:
         return False
     schema = schema_of(target)
     if not all(str(returned.type) == "Tensor" for returned in schema.returns):
