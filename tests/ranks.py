@@ -24,7 +24,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from forks import in_fork
 
@@ -152,13 +151,7 @@ def rank_main(
 
 
 def join_group(number: int, num_ranks: int, store: Path, timeout_s: float) -> None:
-    """Joins the default process group: gloo over the loopback interface, meeting in a file.
-
-    To be called in a fork before it has threads. torch makes its thread pool anew in a fork, in whichever threads use
-    it first; where two do at once, one may find none ("Invalid thread pool!"), which ends a thread of autograd's, and
-    with it the process. So this thread makes it, alone.
-    """
-    torch.set_num_threads(1)
+    """Joins the default process group: gloo over the loopback interface, meeting in a file."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback

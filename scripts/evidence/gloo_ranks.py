@@ -3,6 +3,7 @@
 import logging
 import math
 import multiprocessing
+import os
 import queue
 import signal
 import tempfile
@@ -12,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.queues import Queue
 from pathlib import Path
 from types import MappingProxyType
@@ -121,8 +123,10 @@ def described(error: Exception) -> str:
 
 
 def quiet() -> None:
-    """Tables only: no warnings of libraries, no threads."""
+    """Tables only: no warnings of libraries, no threads, in forks either (torch makes a pool of threads anew in each:
+    the first thread has to make it, before others look for it)."""
     warnings.simplefilter("ignore")
     for library in ("torch", "transformers"):
         logging.getLogger(library).setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))

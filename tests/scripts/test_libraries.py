@@ -35,7 +35,6 @@ def row_of(name: str, heads: int | None) -> object:
     return libraries.run(name, own, (TP,), 120.0)
 
 
-@pytest.mark.long
 def test_a_model_file_is_planned_right_and_divided(script: ModuleType) -> None:
     row = in_fork(row_of, str(EXAMPLES / "vit.py"), HEADS)
     assert (row.status, row.problems) == ("right", ())
