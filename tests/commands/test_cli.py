@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "scripts" / "examples" / "llama.py"
 MACHINE = ("--gpus", "4", "--gpus-per-node", "4", "--profile", "h100-sxm")
 TRAINING = ("--global-batch", "16", "--micro-batch", "1", "--seq-len", "64")
+
+FP32 = ("--tp", "2", "--precision", "fp32")
 
 CLASS = """
 import torch
@@ -86,7 +90,7 @@ def solve_arguments(model: str | Path, plan: Path, *more: str) -> Sequence[str |
 def solved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """The small Llama, planned with tp 2, written and printed."""
     path = tmp_path_factory.mktemp("solved") / "plan.json"
-    return path, run_cli(*solve_arguments(EXAMPLE, path, "--tp", "2", "--precision", "fp32"), timeout_s=280)
+    return path, run_cli(*solve_arguments(EXAMPLE, path, *FP32), timeout_s=280)
 
 
 def test_solve_writes_a_plan_and_prints_results_to_stdout_alone(
@@ -96,7 +100,7 @@ def test_solve_writes_a_plan_and_prints_results_to_stdout_alone(
     assert ran.returncode == 0, ran.stderr
     plan = Plan.load(path)
     assert (plan.mesh.tp, plan.batch.global_batch, plan.precision) == (2, 16, "fp32")
-    assert ran.stdout.startswith("Plan\n")
+    assert ran.stdout.startswith("Plan\n  mesh")
     assert ran.stdout.isascii()
     assert ran.stderr == f"wrote {path}\n"
 
@@ -104,6 +108,31 @@ def test_solve_writes_a_plan_and_prints_results_to_stdout_alone(
 def test_show_prints_what_solve_printed(solved: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     path, ran = solved
     assert run_cli("show", path).stdout == ran.stdout
+
+
+def test_a_plan_says_what_was_asked_for(solved: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    path, ran = solved
+    request = Plan.load(path).request
+    assert request is not None
+    assert request.model == str(EXAMPLE)
+    assert request.command == shlex.join(["tpplan", *map(str, solve_arguments(EXAMPLE, path, *FP32))])
+    assert "command " in ran.stdout
+
+
+def test_sentences_need_no_model(
+    solved: tuple[Path, subprocess.CompletedProcess[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", str(solved[0]), "layers.3.feed_forward"]) == 0
+    assert "each of 2 GPUs" in capsys.readouterr().out
+
+
+def test_words_and_versions_are_told_without_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--glossary"]) == 0
+    assert "MFU\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert re.match(r"tpplan \S+, torch \d+\.\d+", capsys.readouterr().out)
+    assert failing(capsys, "show")[0] == UsageError.exit_code
 
 
 def test_show_json_is_the_plan_and_tokens_per_second(write: Write, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from tpplan.core.errors import TpplanError
 from tpplan.core.graph import ModelGraph
 from tpplan.core.mesh import meshes
 from tpplan.core.units import GIB
+from tpplan.costs.step.step_time import model_flop
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Plan
 from tpplan.plan.styles import Style
@@ -29,7 +30,7 @@ from tpplan.search.alternatives import (
     top,
     why_not,
 )
-from tpplan.search.cluster_sizing import counts_up_to, model_flop, peak_flop_per_s, size, smallest
+from tpplan.search.cluster_sizing import counts_up_to, size, smallest
 from tpplan.search.points.options import Cluster
 from tpplan.search.points.trace_cache import Reuse
 
@@ -60,7 +61,6 @@ def plan(problem: Problem) -> Plan:
 
 @pytest.fixture(scope="module")
 def graph(problem: Problem, plan: Plan) -> ModelGraph:
-    assert plan is not None  # traced
     return next(iter(problem.reuse.traces.values())).graph
 
 
@@ -223,12 +223,13 @@ def test_each_size_is_the_plan_that_solve_gives_and_the_smallest_does_what_is_as
 
 def test_mfu_counts_the_models_own_flop(problem: Problem, plan: Plan) -> None:
     """6 FLOP for each weight of a matrix and row of the batch; 4 in the first, whose input needs no gradient."""
-    assert plan is not None  # traced
     traced = next(iter(problem.reuse.traces.values()))
     weights = [p.numel() for p in traced.model.parameters() if p.ndim == 2]
     expected = (6 * sum(weights) - 2 * weights[0]) * traced.micro_batch
-    assert model_flop(traced, problem.reuse.executor) == expected
-    assert peak_flop_per_s(eager_to_shard(flop_per_s=1e9)) == pytest.approx(1e9, rel=0.1)
+    assert model_flop(traced.graph, problem.reuse.executor) == expected
+    steps = plan.batch.global_batch // traced.micro_batch
+    assert plan.predicted.model_flop == expected * steps
+    assert eager_to_shard(flop_per_s=1e9).peak_flop_per_s == pytest.approx(1e9, rel=0.1)
 
 
 # On the command line

@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from tpplan.core.strict_json import MOST
 from tpplan.core.units import GIB, KIB, MIB
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.optimizers import OPTIMIZERS, optimizer_named
-from tpplan.plan.plan import Plan, Precision, Recompute
+from tpplan.plan.plan import Plan, Precision, Recompute, RequestPlan
 from tpplan.search.points.user_model import ModelSpec, load_model_file
 from tpplan.solvers import SOLVERS
 
@@ -193,8 +194,14 @@ def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile)
             },
             reuse=Reuse(),
         )
-        plan = problem.solve(prove=args.prove)
-        return plan, top(problem, args.top, prove=args.prove) if args.top > 1 else []
+        plan = _with_request(problem.solve(prove=args.prove), args)
+        kinds = top(problem, args.top, prove=args.prove) if args.top > 1 else []
+        return plan, [replace(kind, plan=_with_request(kind.plan, args)) for kind in kinds]
+
+
+def _with_request(plan: Plan, args: argparse.Namespace) -> Plan:
+    """The plan with the model and the command that it comes from."""
+    return replace(plan, request=RequestPlan(pins=pins_of(args), model=args.model, command=args.command))
 
 
 def training_options(args: argparse.Namespace, model: ModelSpec) -> dict[str, Any]:

@@ -1,39 +1,30 @@
 """Cluster sizing: the best plan on each of several clusters, and the smallest cluster that is fast enough.
 
 The model is traced once for all of them (tpplan.search.points.trace_cache). Plans are priced and not proven: `solve`
-proves the chosen one. FLOP are those of matmuls and attention, forward and backward, without recomputation.
+proves the chosen one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
-from math import prod
 from typing import Any
 
 from tpplan.core.errors import IndivisibleError, InfeasibleError
-from tpplan.core.units import FLOATING_DTYPES
-from tpplan.costs.execute import Executor, whole_strategy
-from tpplan.costs.kernels import flop_of
-from tpplan.layouts.rules import Call
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Plan
+from tpplan.plan.report.words import mfu
 from tpplan.search.planner import solve
 from tpplan.search.points.options import BuildModel, Cluster, ExampleInputs
-from tpplan.search.points.trace_cache import Reuse, Traced
-
-#: most products of a backward for one of the forward: one for the gradient of either operand
-_BACKWARD_PRODUCTS = 2
+from tpplan.search.points.trace_cache import Reuse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sized:
-    """A cluster with its best plan, or with `problem`, why there is none. `flop` are the model's FLOP of a step."""
+    """A cluster with its best plan, or with `problem`, why there is none."""
 
     cluster: Cluster
     profile: HardwareProfile
     plan: Plan | None
     problem: str = ""
-    flop: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -50,9 +41,7 @@ class Sized:
     @property
     def mfu(self) -> float:
         """The model's FLOP per second over those of all GPUs in the profile's fastest matmul; 0 without a plan."""
-        if self.plan is None or not self.plan.predicted.step_time_s:
-            return 0.0
-        return self.flop / self.plan.predicted.step_time_s / (self.cluster.gpus * peak_flop_per_s(self.profile))
+        return mfu(self.plan.predicted, self.cluster.gpus) or 0.0 if self.plan is not None else 0.0
 
 
 def size(
@@ -78,8 +67,7 @@ def size(
         except (InfeasibleError, IndivisibleError) as error:
             yield Sized(cluster=cluster, profile=profile, plan=None, problem=str(error))
             continue
-        flop = plan.batch.global_batch * _flop_of_a_sequence(reuse)
-        sized = Sized(cluster=cluster, profile=profile, plan=plan, flop=flop)
+        sized = Sized(cluster=cluster, profile=profile, plan=plan)
         yield sized
         if tokens_per_s is not None and sized.tokens_per_s >= tokens_per_s:
             done.add(profile.fingerprint)
@@ -100,33 +88,3 @@ def counts_up_to(most: int, gpus_per_node: int) -> tuple[int, ...]:
 
 def _is_whole(count: int, gpus_per_node: int) -> bool:
     return count <= gpus_per_node or count % gpus_per_node == 0
-
-
-def peak_flop_per_s(profile: HardwareProfile) -> float:
-    """FLOP per second of the profile's fastest matmul, in a 16-bit dtype where it has one."""
-    tables = [table for table in profile.matmuls if table.dtype in FLOATING_DTYPES]
-    halves = [table for table in tables if table.dtype in ("bfloat16", "float16")]
-    return max(
-        2 * prod(sizes) / seconds
-        for table in (halves or tables)
-        for sizes, seconds in zip(product(*table.grids), table.time_s, strict=True)
-    )
-
-
-def _flop_of_a_sequence(reuse: Reuse) -> float:
-    traced = next(iter(reuse.traces.values()))
-    return model_flop(traced, reuse.executor) / traced.micro_batch
-
-
-def model_flop(traced: Traced, executor: Executor) -> float:
-    """FLOP of the traced matmuls and attention in forward and backward.
-
-    Backward takes as much as forward for each matrix operand that a gradient reaches, for attention twice as much.
-    """
-    total = 0.0
-    for op in traced.graph.ops:
-        call = Call.of(traced.graph, op)
-        flop = flop_of(executor.execute(call, whole_strategy(call), 1).forward)
-        reached = sum(value.carries_gradient and len(value.shape) > 1 for value in call.operands)
-        total += flop * (1 + min(reached, _BACKWARD_PRODUCTS))
-    return total
