@@ -17,16 +17,15 @@ from tpplan.core.units import GIB
 from tpplan.costs.step.step_time import model_flop
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Plan
+from tpplan.plan.report.differences import memory_differences, time_differences
 from tpplan.plan.styles import Style
 from tpplan.search.alternatives import (
     PlanKind,
     Problem,
     Without,
-    memory_differences,
     options_of,
     shadow_prices,
     styles_of,
-    time_differences,
     top,
     why_not,
 )

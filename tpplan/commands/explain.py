@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tpplan.commands._comparison import part_rows, signed, times
 from tpplan.commands._output import aligned, folded, print_lines, terminal_width, write_json
 from tpplan.commands._pins import add_pins, pins_of
 from tpplan.commands.solve import count
@@ -20,7 +21,6 @@ from tpplan.core.units import format_seconds
 from tpplan.layouts.pins import parse_pin
 from tpplan.machine.profile import Collective, HardwareProfile, load_profile
 from tpplan.plan.plan import CollectivePlan, Plan
-from tpplan.plan.report import gib
 from tpplan.plan.report.layer_table import layer_rows
 from tpplan.plan.report.sentences import sentences
 from tpplan.search.points.user_model import HF_PREFIX, HF_TRUSTED_PREFIX, ModelSpec, load_model_file
@@ -186,22 +186,17 @@ def _priced_again(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> Pla
 
 def _comparison(plan: Plan, other: "Alternative", pattern: str, profile: HardwareProfile) -> Iterator[str]:
     """Yields the lines that compare both plans: the step's time by part, collectives by kind, memory by part."""
-    from tpplan.search.alternatives import memory_differences, time_differences
-
     mesh = f"on {plan.mesh}"
     if other.plan is None:
         yield f"{pattern} as {other.name} {mesh}: none. {other.problem}"
         return
     before, after = plan.predicted.step_time_s, other.plan.predicted.step_time_s
     rows = [("", "plan", other.name, "difference")]
-    rows.append(("step", *_times(before, after)))
-    rows += [(f"  {name}", *_times(ours, theirs)) for name, ours, theirs in time_differences(plan, other.plan)]
-    rows.append(("peak memory", *_sizes(plan.predicted.peak_memory_bytes, other.plan.predicted.peak_memory_bytes)))
-    rows += [(f"  {name}", *_sizes(ours, theirs)) for name, ours, theirs in memory_differences(plan, other.plan)]
+    rows += part_rows(plan, other.plan)
     kinds = _collectives(plan, profile), _collectives(other.plan, profile)
-    rows.append(("collectives, issued", *_times(*(sum(own.values()) for own in kinds))))
+    rows.append(("collectives, issued", *times(*(sum(own.values()) for own in kinds))))
     rows += [
-        (f"  {' '.join(key)}", *_times(kinds[0].get(key, 0.0), kinds[1].get(key, 0.0)))
+        (f"  {' '.join(key)}", *times(kinds[0].get(key, 0.0), kinds[1].get(key, 0.0)))
         for key in sorted({**kinds[0], **kinds[1]})
     ]
     yield f"{pattern} as {other.name} {mesh}, all other choices free"
@@ -213,20 +208,6 @@ def _comparison(plan: Plan, other: "Alternative", pattern: str, profile: Hardwar
         yield f"It would cost {format_seconds(after - before)} a step more ({share})."
     else:
         yield f"It would save {format_seconds(before - after)} a step ({share}): the plan is not the best of its mesh."
-
-
-def _times(ours: float, theirs: float) -> tuple[str, str, str]:
-    return format_seconds(ours), format_seconds(theirs), _signed(theirs - ours, format_seconds, 1e-12)
-
-
-def _sizes(ours: float, theirs: float) -> tuple[str, str, str]:
-    return gib(ours), gib(theirs), _signed(theirs - ours, gib, 0.5)
-
-
-def _signed(difference: float, text_of: Callable[[float], str], least: float) -> str:
-    if abs(difference) < least:
-        return "0"
-    return ("+" if difference > 0 else "-") + text_of(abs(difference))
 
 
 def _collectives(plan: Plan, profile: HardwareProfile) -> dict[tuple[str, str], float]:
@@ -269,7 +250,7 @@ def _price_lines(plan: Plan, found: Sequence["Alternative"]) -> Iterator[str]:
             continue
         saved = base.plan.predicted.step_time_s - own.predicted.step_time_s
         share = saved / base.plan.predicted.step_time_s
-        numbers = ("", "") if alternative is base else (_signed(saved, format_seconds, 1e-12), f"{share:.2%}")
+        numbers = ("", "") if alternative is base else (signed(saved, format_seconds, 1e-12), f"{share:.2%}")
         degrees = own.mesh_degrees
         mesh = f"{degrees.replicate} x {degrees.shard} x {degrees.tp}"
         step = format_seconds(own.predicted.step_time_s)

@@ -174,10 +174,10 @@ def _folded(entries: list[_Entry]) -> list[_Entry]:
         says = entry.style, entry.weights, entry.conversions
         key = (block, parent, says) if entry.style and not is_heading else (number,)
         groups.setdefault(key, []).append(entry)
-    return [replace(own[0], label=_braced([entry.label for entry in own])) for own in groups.values()]
+    return [replace(own[0], label=braced([entry.label for entry in own])) for own in groups.values()]
 
 
-def _braced(labels: list[str]) -> str:
+def braced(labels: list[str]) -> str:
     """`attention.{k,q,v}_proj` for labels that differ between what they begin and end with; one label unchanged."""
     if len(labels) == 1:
         return labels[0]
