@@ -19,7 +19,7 @@ WITHOUT_TORCH = ("core", "solvers", "plan", "machine", "layouts/rules", "layouts
 WITH_TORCH = (
     *("torch_internals", "trace/hooks", "trace/answers", "trace", "apply/collectives", "apply/modules", "apply"),
     *("train", "costs", "costs/step", "measure", "prove", "search/points", "search", "verify", "trial"),
-    *("exporters", "commands"),
+    *("exporters", "commands/terminal", "commands"),
 )
 ROOMS = WITHOUT_TORCH + WITH_TORCH
 #: the public API, and `python -m tpplan`

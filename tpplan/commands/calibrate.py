@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.commands._output import aligned, folded, print_lines, write_json, wrote
 from tpplan.commands.solve import check_output, count
+from tpplan.commands.terminal.output import aligned, folded, print_lines, write_json, wrote
 from tpplan.commands.try_plans import calibration_lines, chosen_lines, profile_of, write_calibrated
 from tpplan.core.units import format_seconds
 from tpplan.plan.plan import Plan

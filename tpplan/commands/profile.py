@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.commands._output import write, write_json, wrote
-from tpplan.commands._progress import Report, bars
-from tpplan.commands._ranks import is_first_rank, own_device
+from tpplan.commands.terminal.output import write, write_json, wrote
+from tpplan.commands.terminal.progress import Report, bars
+from tpplan.commands.terminal.ranks import is_first_rank, own_device
 from tpplan.core.errors import ProfileError, UsageError
 from tpplan.core.files import is_written_in_place, unwritable, write_atomically
 from tpplan.core.strict_json import MOST

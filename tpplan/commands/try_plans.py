@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.commands._output import aligned, folded, print_lines, write, write_json, wrote
-from tpplan.commands._ranks import is_first_rank, own_device
 from tpplan.commands.solve import check_output, count
+from tpplan.commands.terminal.output import aligned, folded, print_lines, write, write_json, wrote
+from tpplan.commands.terminal.ranks import is_first_rank, own_device
 from tpplan.core.errors import TpplanError, UsageError
 from tpplan.core.units import format_seconds
 from tpplan.machine.profile import HardwareProfile, load_profile
