@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from tpplan.commands._comparison import main_terms
-from tpplan.commands._output import aligned, folded, print_lines, write_json
-from tpplan.commands._progress import bars
 from tpplan.commands.solve import STAGE_COLUMNS, add_machine, add_search, add_training, machine_of, problem_of
+from tpplan.commands.terminal.comparison import main_terms
+from tpplan.commands.terminal.output import aligned, folded, print_lines, write_json
+from tpplan.commands.terminal.progress import bars
 from tpplan.core.errors import ModelError, UsageError
 from tpplan.core.units import format_seconds
 from tpplan.plan.plan import Plan

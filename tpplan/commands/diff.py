@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from tpplan.commands._comparison import part_rows
-from tpplan.commands._output import aligned, folded, print_lines, write_json
+from tpplan.commands.terminal.comparison import part_rows
+from tpplan.commands.terminal.output import aligned, folded, print_lines, write_json
 from tpplan.core.escapes import escaped_data
 from tpplan.plan.plan import Plan
 from tpplan.plan.report.differences import (

@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from tpplan.commands._output import print_lines, print_plan
+from tpplan.commands.terminal.output import print_lines, print_plan
 from tpplan.core.errors import UsageError
 from tpplan.plan.plan import Plan
 from tpplan.plan.report.glossary import glossary_lines
