@@ -1,6 +1,7 @@
 """What else could be done: kinds against pinned solves, shadow prices against the problem solved again, sizes."""
 
 import dataclasses
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -10,6 +11,7 @@ from examples import FOLDER, eager_to_shard, example
 
 import tpplan
 from tpplan import commands
+from tpplan.commands import size as size_verb
 from tpplan.core.errors import TpplanError
 from tpplan.core.graph import ModelGraph
 from tpplan.core.mesh import meshes
@@ -218,6 +220,26 @@ def test_each_size_is_the_plan_that_solve_gives_and_the_smallest_does_what_is_as
     assert (
         len(list(size(MLP.build_model, MLP.example_inputs, clusters=clusters, tokens_per_s=1.0, options=options))) == 1
     )
+
+
+def test_counts_between_powers_of_two_are_tried_and_near_misses_are_said(problem: Problem) -> None:
+    """12 sequences, one in a micro-batch: 3 ranks are faster than 2. A target just above what 2
+    do is met by 4 first, then by 3; 2 miss it by less than their error bar."""
+    profile = eager_to_shard()
+    clusters = [Cluster(gpus=n, gpus_per_node=min(n, 4), profile=profile) for n in (1, 2, 4)]
+    options = {**problem.options, "tp": 1, "all_gpus": True, "global_batch": 12, "micro_batch": 1}
+    run = functools.partial(size, MLP.build_model, MLP.example_inputs, clusters=clusters, options=options)
+    two = next(row for row in run() if row.cluster.gpus == 2)
+    assert two.relative_error > 1e-6
+    target = two.tokens_per_s * (1 + two.relative_error / 2)
+    rows = list(run(tokens_per_s=target, refine=True))
+    assert [row.cluster.gpus for row in rows] == [1, 2, 4, 3]
+    best = smallest(rows, target)
+    assert best is not None
+    assert best.cluster.gpus == 3
+    assert "2 GPUs miss it by" in size_verb._answer(best, rows, target, None)
+    assert "2 GPUs miss it by" in size_verb._answer(None, rows[:2], target, None)
+    assert "miss" not in size_verb._answer(best, rows, two.tokens_per_s * 1.5, None)
 
 
 def test_mfu_counts_the_models_own_flop(problem: Problem, plan: Plan) -> None:

@@ -5,7 +5,7 @@ proves the chosen one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tpplan.core.errors import IndivisibleError, InfeasibleError
@@ -34,6 +34,13 @@ class Sized:
         return self.plan.batch.global_batch * self.plan.batch.seq_len / self.plan.predicted.step_time_s
 
     @property
+    def relative_error(self) -> float:
+        """One standard deviation of the step's time, of the step; 0 without a plan."""
+        if self.plan is None or not self.plan.predicted.step_time_s:
+            return 0.0
+        return self.plan.predicted.step_time_error_s / self.plan.predicted.step_time_s
+
+    @property
     def gpu_hours_per_1e9_tokens(self) -> float:
         """GPU hours of all GPUs of the cluster, used or not, for 1e9 tokens; infinite without a plan."""
         return self.cluster.gpus * 1e9 / self.tokens_per_s / 3600 if self.tokens_per_s else float("inf")
@@ -51,26 +58,46 @@ def size(
     clusters: Iterable[Cluster],
     tokens_per_s: float | None = None,
     options: Mapping[str, Any],
+    refine: bool = False,
 ) -> Iterator[Sized]:
     """Yields the best plan on each cluster; skips clusters of a profile after one that does `tokens_per_s`.
 
-    `options` are solve's. A cluster on which nothing fits, or which the batch does not divide, has no plan. Raises
-    ModelError and ProfileError.
+    With `refine`, counts between that one and the one before are then tried by bisection. `options` are solve's. A
+    cluster on which nothing fits, or which the batch does not divide, has no plan. Raises ModelError and ProfileError.
     """
     reuse, done = Reuse(), set()
-    for cluster in clusters:
+    before: Cluster | None = None
+
+    def sized(cluster: Cluster) -> Sized:
         profile = cluster.load_profile()
-        if profile.fingerprint in done:
-            continue
         try:
             plan = solve(build_model, example_inputs, cluster=cluster, prove=False, reuse=reuse, **options)
         except (InfeasibleError, IndivisibleError) as error:
-            yield Sized(cluster=cluster, profile=profile, plan=None, problem=str(error))
+            return Sized(cluster=cluster, profile=profile, plan=None, problem=str(error))
+        return Sized(cluster=cluster, profile=profile, plan=plan)
+
+    for cluster in clusters:
+        fingerprint = cluster.load_profile().fingerprint
+        if fingerprint in done:
+            before = None
             continue
-        sized = Sized(cluster=cluster, profile=profile, plan=plan)
-        yield sized
-        if tokens_per_s is not None and sized.tokens_per_s >= tokens_per_s:
-            done.add(profile.fingerprint)
+        own = sized(cluster)
+        yield own
+        if tokens_per_s is not None and own.tokens_per_s >= tokens_per_s:
+            done.add(fingerprint)
+            between = _between(before, cluster) if refine and before is not None else []
+            while between:
+                middle = len(between) // 2
+                own = sized(replace(cluster, gpus=between[middle]))
+                yield own
+                between = between[:middle] if own.tokens_per_s >= tokens_per_s else between[middle + 1 :]
+        before = cluster
+
+
+def _between(low: Cluster, high: Cluster) -> list[int]:
+    """Counts between two clusters: whole nodes beyond one node, any within."""
+    step = high.gpus_per_node if high.gpus > high.gpus_per_node else 1
+    return list(range(low.gpus // step * step + step, high.gpus, step))
 
 
 def smallest(rows: Sequence[Sized], tokens_per_s: float | None = None) -> Sized | None:
