@@ -113,7 +113,9 @@ class ParameterReads:
             local: Tensor
             if torch.compiler.is_compiling():
                 assert isinstance(parameter, DTensor)
-                local = _CompiledRead.apply(parameter.to_local(grad_placements=parameter.placements), self.number)
+                local = parameter.to_local(grad_placements=parameter.placements)
+                if self.reducer.slots or self.averager is not None:
+                    local = _CompiledRead.apply(local, self.number)  # type: ignore[no-untyped-call]
             else:
                 local = _Read.apply(parameter, self)  # type: ignore[no-untyped-call]
         else:
@@ -138,9 +140,9 @@ _BY_NUMBER: "weakref.WeakValueDictionary[int, ParameterReads]" = weakref.WeakVal
 
 def _read_backward(gradient: Tensor, number: Tensor) -> Tensor:
     """ParameterReads.backward as an operator, for compiled backwards: what it does beside its result happens when the
-    compiled code runs. An operator's result must not be its operand."""
-    found = _BY_NUMBER[int(number)].backward(gradient, None)
-    return found.clone() if found is gradient else found
+    compiled code runs. The gradient is copied, because compiled code uses an operand's memory again, and no operator
+    may return its operand."""
+    return _BY_NUMBER[int(number)].backward(gradient.clone(), None)
 
 
 _LIBRARY: Any = torch.library.Library("tpplan", "FRAGMENT")  # type: ignore[no-untyped-call]

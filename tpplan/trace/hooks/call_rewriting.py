@@ -153,7 +153,7 @@ def _uncompiled(function: F) -> F:
 
 @functools.cache
 def _disabled(function: Callable[..., Any]) -> Any:
-    return torch.compiler.disable(function)
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
 
 def _attribute(name: str, written: int, local: int, rewriters: tuple[Rewriter, ...]) -> property:
