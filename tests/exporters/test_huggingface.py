@@ -1,4 +1,4 @@
-"""A plan as transformers' tp_plan: transformers loads a model with it on two ranks, and trains as one process does."""
+"""Plans of transformers' models, as its tp_plan and in plain torch: on two ranks they train as one process does."""
 
 import functools
 import importlib.util
@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 from examples import eager_to_shard, example, solve_example
 from ranks import run_ranks
+from test_export import load
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 import tpplan
 from tpplan.core.errors import ExportError
 from tpplan.exporters import export
-from tpplan.exporters.huggingface import Style, by_pattern
+from tpplan.exporters._own_layers import Style
+from tpplan.exporters.huggingface import by_pattern
 from tpplan.plan.plan import Plan
 
 transformers = pytest.importorskip("transformers")
@@ -32,12 +34,21 @@ MEGATRON = {f"model.layers.{name}": style for name, style in ATTENTION.items()} 
 NORMS = ("model.norm", "model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm")
 WHOLE_NORMS = dict.fromkeys(NORMS, "replicated")
 CUT_VOCABULARY = {"model.embed_tokens": "vocabulary", "lm_head": "columns"}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+ENCODER = {"attention.self": "columns", "attention.output.dense": "rows", "intermediate": "columns"}
+ENCODER = {f"bert.encoder.layer.*.{name}": style for name, style in (ENCODER | {"output.dense": "rows"}).items()}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0}
+T5 |= {"decoder_start_token_id": 0}
 NANOGPT = {"transformer.h.*.attn": "megatron"}
 #: by case: the model type, what its config adds, and pins
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "Megatron": ("llama", {}, MEGATRON | WHOLE_NORMS | CUT_VOCABULARY),
     "norms of heads, tied": ("qwen3", {"tie_word_embeddings": True}, MEGATRON | WHOLE_NORMS),
+    "encoder": ("bert", NO_DROPOUT, ENCODER),
+    "encoder and decoder": ("t5", T5, {f"{side}.block.*.layer.*.SelfAttention": "megatron" for side in ("encoder", "decoder")}),
 }
+AUTO = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
+LONG = pytest.mark.long
 BATCH, SEQ_LEN = 4, 16
 
 
@@ -50,15 +61,22 @@ def inputs(batch: int, seq_len: int) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
+def built(case: str) -> nn.Module:
+    name, more, _ = CASES[case]
+    return AUTO.get(name, transformers.AutoModelForCausalLM).from_config(config_of(name, more))
+
+
+def loss_of(output: Any, _inputs: object) -> Tensor:
+    return output.loss
+
+
 @functools.cache
-def planned(case: str) -> tuple[Plan, str]:
-    """The plan of a case on two ranks, and its tp_plan as text."""
-    name, more, pins = CASES[case]
-    builder = functools.partial(transformers.AutoModelForCausalLM.from_config, config_of(name, more))
-    plan = tpplan.solve(
-        builder,
+def planned(case: str) -> Plan:
+    """The plan of a case on two ranks."""
+    return tpplan.solve(
+        functools.partial(built, case),
         inputs,
-        loss=lambda output, _inputs: output.loss,
+        loss=loss_of,
         unused_outputs=("logits",),
         global_batch=BATCH,
         micro_batch=BATCH,
@@ -66,10 +84,14 @@ def planned(case: str) -> tuple[Plan, str]:
         tp=2,
         precision="fp32",
         recompute="none",
-        pins=pins,
+        pins=CASES[case][2],
         cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard(latency_s=1e-4)),
     )
-    return plan, export(plan, builder, inputs, loss=lambda output, _inputs: output.loss, to="huggingface")
+
+
+@functools.cache
+def exported(case: str, to: str) -> str:
+    return export(planned(case), functools.partial(built, case), inputs, loss=loss_of, to=to)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -99,27 +121,42 @@ def takes_tp_plan() -> bool:
     return found is not None and "tp_plan" in inspect.signature(found).parameters
 
 
-@pytest.mark.skipif(
-    not takes_tp_plan(), reason="needs accelerate, and a transformers that takes a tp_plan of one's own"
-)
-@pytest.mark.parametrize("case", ["Megatron", pytest.param("norms of heads, tied", marks=pytest.mark.long)])
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6, msg=lambda text, key=key: key + text)
+
+
+@pytest.mark.skipif(not takes_tp_plan(), reason="needs accelerate, and a transformers that takes one's own tp_plan")
+@pytest.mark.parametrize("case", ["Megatron", pytest.param("norms of heads, tied", marks=LONG)])
 def test_transformers_trains_with_it_as_one_process_does(case: str, tmp_path: Path) -> None:
-    name, more, _ = CASES[case]
-    plan, text = planned(case)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config_of(name, more))
+    model = built(case)
     model.save_pretrained(tmp_path)
     expected = gradients(model)
-    planned_cut = sorted(key for key, found in plan.parameter_plans().items() if str(found.placement) != "R")
-    for found, cut in run_ranks(2, on_rank, str(tmp_path), json.loads(text)):
+    planned_cut = sorted(key for key, found in planned(case).parameter_plans().items() if str(found.placement) != "R")
+    for found, cut in run_ranks(2, on_rank, str(tmp_path), json.loads(exported(case, "huggingface"))):
         assert sorted(cut) == planned_cut
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6, msg=lambda text, key=key: key + text)
+        assert_same(found, expected)
+
+
+def in_plain_torch(case: str, text: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return gradients(load(text)(built(case), "cpu"))
+
+
+@pytest.mark.parametrize("case", [case if case == "Megatron" else pytest.param(case, marks=LONG) for case in CASES])
+def test_plain_torch_trains_with_it_as_one_process_does(case: str) -> None:
+    text = exported(case, "pytorch")
+    assert "Weights are cut as planned, and tensors between the cut layers are whole" in text
+    torch.manual_seed(0)
+    expected = gradients(built(case))
+    for found in run_ranks(2, in_plain_torch, case, text):
+        assert_same(found, expected)
 
 
 def test_megatron_is_what_transformers_itself_has_for_the_model() -> None:
-    text = json.loads(planned("Megatron")[1])
+    text = json.loads(exported("Megatron", "huggingface"))
     own = config_of("llama", {}).base_model_tp_plan
     assert {f"model.{name}": style for name, style in own.items()}.items() <= text.items()
     assert text["lm_head"] == "colwise_gather_output"
