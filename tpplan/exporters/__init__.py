@@ -93,7 +93,8 @@ def export(
     Raises UsageError for an unknown exporter, VerificationError for a plan that is wrong, and ExportError for a plan
     that the form cannot express.
     """
-    if to not in exporters():
+    form = to.replace("-", "_")
+    if form not in exporters():
         raise UsageError(f"export to {to!r}: expected one of {', '.join(exporters())}")
     proves = partial(prove_plan, build_model=build_model, example_inputs=example_inputs, loss=loss, reuse=Reuse())
     proven = proves(plan)
@@ -105,7 +106,7 @@ def export(
         strategies=proven.assignment.strategies,
         prove=partial(proves, is_as_solved=False),
     )
-    text: str = _module(to).export(laid)
+    text: str = _module(form).export(laid)
     return text
 
 
