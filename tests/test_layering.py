@@ -18,7 +18,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tpplan"
 WITHOUT_TORCH = ("core", "solvers", "plan", "machine", "layouts/rules", "layouts")
 WITH_TORCH = (
     *("torch_internals", "trace/hooks", "trace/answers", "trace", "apply/collectives", "apply/modules", "apply"),
-    *("train", "costs", "costs/step", "measure", "prove", "search/points", "search", "verify", "exporters", "commands"),
+    *("train", "costs", "costs/step", "measure", "prove", "search/points", "search", "verify", "trial"),
+    *("exporters", "commands/terminal", "commands"),
 )
 ROOMS = WITHOUT_TORCH + WITH_TORCH
 #: the public API, and `python -m tpplan`

@@ -6,7 +6,7 @@ imported by the `run` that needs it.
 
 In: a command line. Out: text for people, or JSON, and an exit code.
 
-Imports: core, exporters, layouts, machine, measure, plan, search, solvers, trace, verify.
+Imports: core, exporters, layouts, machine, measure, plan, search, solvers, trace, trial, verify.
 """
 
 import argparse
@@ -18,8 +18,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from tpplan.commands._output import write
-from tpplan.commands._pins import with_files
+from tpplan.commands.terminal.output import write
+from tpplan.commands.terminal.pins import with_files
 from tpplan.core.errors import InternalError, TpplanError, UsageError
 from tpplan.core.escapes import escaped_lines
 from tpplan.core.gc_pause import rarely_collected
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-v", "--verbose", action="store_true", help="log what is being done to stderr")
     subparsers = parser.add_subparsers(metavar="VERB", required=True)
     for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
-        if not module.name.startswith("_"):
+        if not module.ispkg:
             importlib.import_module(f"{__name__}.{module.name}").add_parser(subparsers)
     for verb in subparsers.choices.values():
         if {"model", "words"} & {action.dest for action in verb._actions}:

@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tpplan.commands._output import aligned, folded, print_lines, terminal_width, write_json
-from tpplan.commands._pins import add_pins, pins_of
 from tpplan.commands.solve import count
+from tpplan.commands.terminal.output import aligned, folded, print_lines, terminal_width, write_json
+from tpplan.commands.terminal.pins import add_pins, pins_of
 from tpplan.core.errors import InfeasibleError, ModelError, UsageError
 from tpplan.core.escapes import escaped_data
 from tpplan.core.units import format_seconds

@@ -5,8 +5,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.commands._output import write, wrote
 from tpplan.commands.solve import check_output
+from tpplan.commands.terminal.output import write, wrote
 from tpplan.core.errors import ModelError
 from tpplan.core.files import write_atomically
 from tpplan.plan.plan import Plan

@@ -10,18 +10,16 @@ Finished sections are kept in FILE.partial until all are done: after an interrup
 """
 
 import argparse
-import contextlib
-import os
 import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.commands._output import write, write_json, wrote
-from tpplan.commands._progress import Report, bars
+from tpplan.commands.terminal.output import write, write_json, wrote
+from tpplan.commands.terminal.progress import Report, bars
+from tpplan.commands.terminal.ranks import is_first_rank, own_device
 from tpplan.core.errors import ProfileError, UsageError
 from tpplan.core.files import is_written_in_place, unwritable, write_atomically
 from tpplan.core.strict_json import MOST
@@ -123,9 +121,9 @@ def run_measure(args: argparse.Namespace) -> int:
     _check_writable(args.output)
     partial = _partial_of(args.output)
     start = time.perf_counter()
-    with _device(args.device) as device, bars(_SECTION_COLUMNS, is_shown=_is_first_rank(), stays=True) as progress:
+    with own_device(args.device) as device, bars(_SECTION_COLUMNS, is_shown=is_first_rank(), stays=True) as progress:
         profile = _measure(args, device, partial, progress)
-    if not _is_first_rank():
+    if not is_first_rank():
         return 0
     write_atomically(args.output, profile.dumps(), error=ProfileError)
     if partial is not None:
@@ -161,38 +159,6 @@ def _measure(
         partial=partial,
         say=lambda text: write(f"tpplan: {text}\n", to_stderr=True),
     )
-
-
-def _is_first_rank() -> bool:
-    """True on the first rank under torchrun, and without torchrun."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-@contextlib.contextmanager
-def _device(wanted: str | None) -> "Iterator[torch.device]":
-    """Yields this rank's device; under torchrun within the default process group. A rank on CPUs uses one thread.
-
-    Raises UsageError where --device cuda is given and torch sees no GPU.
-    """
-    import torch
-    import torch.distributed as dist
-
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch sees no GPU")
-    if (wanted or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu":
-        torch.set_num_threads(1)
-        device = torch.device("cpu")
-    else:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if not dist.is_torchelastic_launched():
-        yield device
-        return
-    dist.init_process_group(**{"backend": "gloo"} if device.type == "cpu" else {"backend": "nccl", "device_id": device})
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
 
 
 def _check_writable(path: Path) -> None:

@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from tpplan.commands._output import print_plan
+from tpplan.commands.terminal.output import print_plan
 from tpplan.plan.plan import Plan
 
 if TYPE_CHECKING:

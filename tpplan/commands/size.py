@@ -9,10 +9,10 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tpplan.commands._output import aligned, folded, print_lines, write_json
-from tpplan.commands._pins import add_pins, pins_of
-from tpplan.commands._progress import bars
 from tpplan.commands.solve import STAGE_COLUMNS, add_training, count, gpu_count, num_bytes, training_options
+from tpplan.commands.terminal.output import aligned, folded, print_lines, write_json
+from tpplan.commands.terminal.pins import add_pins, pins_of
+from tpplan.commands.terminal.progress import bars
 from tpplan.core.errors import InfeasibleError, ModelError, UsageError
 from tpplan.core.strict_json import MOST
 from tpplan.core.units import format_seconds

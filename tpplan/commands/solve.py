@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpplan.commands._kinds import kind_lines, print_kinds_as_data
-from tpplan.commands._output import print_lines, print_plan, wrote
-from tpplan.commands._pins import add_pins, pins_of
-from tpplan.commands._progress import bars
+from tpplan.commands.terminal.kinds import kind_lines, print_kinds_as_data
+from tpplan.commands.terminal.output import print_lines, print_plan, wrote
+from tpplan.commands.terminal.pins import add_pins, pins_of
+from tpplan.commands.terminal.progress import bars
 from tpplan.core.errors import ModelError, PlanError, UsageError
 from tpplan.core.files import unwritable
 from tpplan.core.mesh import MAX_COUNT, MAX_GPUS, meshes

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tpplan.commands._output import aligned, folded, write_json
+from tpplan.commands.terminal.output import aligned, folded, write_json
 from tpplan.core.units import format_seconds
 from tpplan.plan.plan import Plan
 from tpplan.plan.report import as_data, gib
