@@ -12,6 +12,7 @@ from tpplan.core.layout import Layout, R
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.step.step_time import Priced
 from tpplan.layouts.assignment import Assignment
+from tpplan.layouts.decision_space import passing_outputs
 from tpplan.layouts.plan_sections import (
     boundary_plans,
     drawing_modules,
@@ -106,7 +107,13 @@ def plan_of(
         opaque=_opaque_plans(traced, priced.opaque_seconds) or None,
         untouched=traced.opaques.untouched or None,
         tp_shares=tp_shares(assignment, solver.traces.reuse.executor, priced.op_seconds),
-        notes=(*traced.notes, *_left_whole(assignment), *priced.guesses) or None,
+        notes=(
+            *traced.notes,
+            *_left_whole(assignment),
+            *_left_divided(assignment, request.unused_outputs),
+            *priced.guesses,
+        )
+        or None,
     )
 
 
@@ -121,6 +128,19 @@ def _left_whole(assignment: Assignment) -> Iterator[str]:
         yield (
             f"tensors that the forward leaves at {shown}{more} stay whole, as outputs do; where nobody reads one with "
             "its gradient, name it in unused_outputs or detach it, so that it may be sharded"
+        )
+
+
+def _left_divided(assignment: Assignment, unused: frozenset[str]) -> Iterator[str]:
+    """Yields a note on outputs in passing that stay divided, unless they were declared unused."""
+    found = passing_outputs(assignment.graph).items()
+    divided = [path for path, value in found if path not in unused and assignment.layout(value) != R]
+    if divided:
+        shown = ", ".join(divided[:_SHOWN])
+        more = f" and {len(divided) - _SHOWN} more" if len(divided) > _SHOWN else ""
+        yield (
+            f"the outputs {shown}{more}, which the loss does not read, stay divided: forward returns them as DTensors, "
+            "whose full_tensor() is the whole"
         )
 
 
