@@ -165,8 +165,8 @@ def _left_divided(assignment: Assignment, unused: frozenset[str]) -> Iterator[st
     divided = [path for path, value in found if path not in unused and assignment.layout(value) != R]
     if divided:
         yield (
-            f"the outputs {_listed(divided)}, which the loss does not read, stay divided: forward returns them as DTensors, "
-            "whose full_tensor() is the whole"
+            f"the outputs {_listed(divided)}, which the loss does not read, stay divided: forward returns them as "
+            "DTensors, whose full_tensor() is the whole"
         )
 
 
