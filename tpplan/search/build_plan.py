@@ -129,12 +129,14 @@ def _listed(names: Sequence[str]) -> str:
 def _left_whole(assignment: Assignment) -> Iterator[str]:
     """Yields a note on tensors that the forward leaves on modules and that stay whole."""
     left = [
-        path for path, value in assignment.graph.outputs if path.startswith(LEFT_AT) and assignment.layout(value) == R
+        path.removeprefix(LEFT_AT)
+        for path, value in assignment.graph.outputs
+        if path.startswith(LEFT_AT) and assignment.layout(value) == R
     ]
     if left:
         yield (
-            f"tensors that the forward leaves at {_listed([path.removeprefix(LEFT_AT) for path in left])} stay whole, as outputs do; where nobody reads one with "
-            "its gradient, name it in unused_outputs or detach it, so that it may be sharded"
+            f"tensors that the forward leaves at {_listed(left)} stay whole, as outputs do; where nobody reads one "
+            "with its gradient, name it in unused_outputs or detach it, so that it may be sharded"
         )
 
 
@@ -153,9 +155,9 @@ def _returned_whole(assignment: Assignment, unused: Collection[str]) -> Iterator
         return
     size = format_bytes(sum(value.num_bytes for value in whole.values()))
     yield (
-        f"the model returns {_listed(list(whole))}: {size} for a micro-batch, whole on every rank, so that what makes them is "
-        "gathered or not divided at all; where training reads none of them, name them in unused_outputs, or return "
-        "them no longer (a cache: use_cache=False)"
+        f"the model returns {_listed(list(whole))}: {size} for a micro-batch, whole on every rank, so that what makes "
+        "them is gathered or not divided at all; where training reads none of them, name them in unused_outputs, or "
+        "return them no longer (a cache: use_cache=False)"
     )
 
 
