@@ -139,6 +139,24 @@ def test_words_and_versions_are_told_without_a_plan(capsys: pytest.CaptureFixtur
     assert failing(capsys, "show")[0] == UsageError.exit_code
 
 
+def test_init_writes_a_file_that_loads(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write("net.py", CLASS)
+    config = write("config.json", json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2}))
+    made = tmp_path / "made.py"
+    assert main(["init", str(made), "--of", f"{tmp_path / 'net.py'}:Tiny"]) == 0
+    spec = load_model_file(str(made))
+    assert type(spec.build_model()).__name__ == "Tiny"
+    inputs = spec.example_inputs(2, 3)
+    assert isinstance(inputs, dict)
+    assert {name: tuple(value.shape) for name, value in inputs.items()} == {"ids": (2, 3), "targets": (2, 3)}
+    assert spec.loss is not None
+    assert "not overwritten" in failing(capsys, "init", made, "--of", f"{tmp_path / 'net.py'}:Tiny")[1]
+    assert "no class 'Other'" in failing(capsys, "init", tmp_path / "b.py", "--of", f"{tmp_path / 'net.py'}:Other")[1]
+    pytest.importorskip("transformers")
+    assert main(["init", str(tmp_path / "hf.py"), "--of", f"hf:{config}"]) == 0
+    assert load_model_file(str(tmp_path / "hf.py")).build_model().config.n_embd == 8
+
+
 def test_a_cluster_has_the_nodes_of_its_profile() -> None:
     assert Cluster(gpus=16, profile="h100-sxm").gpus_per_node == 8
     assert Cluster(gpus=4, profile="h100-sxm").gpus_per_node == 4

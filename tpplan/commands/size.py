@@ -160,7 +160,7 @@ def _lines(rows: Sequence["Sized"], target: float | None, tokens: float | None, 
     for name, group in _groups(rows).items():
         lines.append(name)
         cells = [_TITLES, *(_cells(row, is_answer=row in answers) for row in group)]
-        if not shows_recompute:
+        if not shows_recompute or max(map(len, aligned(cells, ()))) > width:
             cells = [(*row[:4], *row[5:]) for row in cells]
         left = [i for i, title in enumerate(cells[0]) if title in _LEFT]
         lines += aligned(cells, left)

@@ -107,10 +107,10 @@ def load_model_file(source: str) -> ModelSpec:
     """
     for prefix in (HF_PREFIX, HF_TRUSTED_PREFIX):
         if source.startswith(prefix):
-            path = _config_file(source.removeprefix(prefix))
+            path = config_file(source.removeprefix(prefix))
             return _load_hf(path, source, is_trusted=prefix == HF_TRUSTED_PREFIX)
     path, builder = _split(source)
-    module = _import_file(path)
+    module = import_file(path)
     functions: dict[str, Any] = {name: getattr(module, name, None) for name in (builder, "example_inputs", "loss")}
     _check_names(path, module, functions, builder)
     unused = getattr(module, "unused_outputs", ())
@@ -140,7 +140,7 @@ def _split(source: str) -> tuple[Path, str]:
 # Model files
 
 
-def _import_file(path: Path) -> ModuleType:
+def import_file(path: Path) -> ModuleType:
     """Runs a file as a module, with the file's folder on sys.path meanwhile."""
     code = _compile(path)
     name = f"tpplan_model_{path.stem}"
@@ -290,7 +290,7 @@ def trusted(source: str) -> str:
     return source if source.startswith(HF_TRUSTED_PREFIX) else HF_TRUSTED_PREFIX + source.removeprefix(HF_PREFIX)
 
 
-def _config_file(name: str) -> Path:
+def config_file(name: str) -> Path:
     """The config.json that a path, its folder, or a name on the hub with a local copy stands for. Nothing is loaded
     from the network."""
     path = Path(name)
