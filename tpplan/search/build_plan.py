@@ -1,6 +1,6 @@
 """Builds the Plan of an assignment, with its price and the search's certificate."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypedDict
@@ -10,6 +10,7 @@ import torch
 from tpplan.core.graph import LEFT_AT, ModelGraph
 from tpplan.core.layout import Layout, R
 from tpplan.core.name_patterns import ROOT
+from tpplan.core.units import format_bytes
 from tpplan.costs.step.step_time import Priced
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.plan_sections import (
@@ -37,6 +38,7 @@ from tpplan.plan.plan import (
     ProofReport,
     ProofStatus,
     Recompute,
+    RequestPlan,
     SizePlan,
     SolverReport,
 )
@@ -61,7 +63,7 @@ def plan_of(
 ) -> Plan:
     """The plan of an assignment with its price and the search's certificate."""
     mesh, traced, request = assignment.mesh, solver.traces.traced(micro_batch), solver.request
-    graph = traced.graph
+    graph, unused = traced.graph, request.unused_outputs
     parameters = parameter_plans(assignment)
     rows = {name: (plan.shape, plan.trainable) for label, plan in parameters.items() for name in (label, *plan.aliases)}
     return Plan(
@@ -106,7 +108,8 @@ def plan_of(
         opaque=_opaque_plans(traced, priced.opaque_seconds) or None,
         untouched=traced.opaques.untouched or None,
         tp_shares=tp_shares(assignment, solver.traces.reuse.executor, priced.op_seconds),
-        notes=(*traced.notes, *_left_whole(assignment), *priced.guesses) or None,
+        notes=(*traced.notes, *_left_whole(assignment), *_returned_whole(assignment, unused), *priced.guesses) or None,
+        request=RequestPlan(pins={pin.pattern: pin.style_text for pin in request.pins}),
     )
 
 
@@ -122,6 +125,26 @@ def _left_whole(assignment: Assignment) -> Iterator[str]:
             f"tensors that the forward leaves at {shown}{more} stay whole, as outputs do; where nobody reads one with "
             "its gradient, name it in unused_outputs or detach it, so that it may be sharded"
         )
+
+
+def _returned_whole(assignment: Assignment, unused: Collection[str]) -> Iterator[str]:
+    """Yields a note on tensors that the model returns beside its loss, and that every tp rank therefore has whole."""
+    graph = assignment.graph
+    found = {
+        boundary.path.removeprefix("output").removeprefix(".") or "the output": graph.values[boundary.result]
+        for boundary in graph.boundaries
+        if boundary.leaves_model and not graph.consumers.get(boundary.result)
+    }
+    whole = {path: value for path, value in found.items() if path not in unused and value.num_elements > 1}
+    if assignment.tp == 1 or not whole:
+        return
+    shown = ", ".join(list(whole)[:_SHOWN]) + (f" and {len(whole) - _SHOWN} more" if len(whole) > _SHOWN else "")
+    size = format_bytes(sum(value.num_bytes for value in whole.values()))
+    yield (
+        f"the model returns {shown}: {size} for a micro-batch, whole on every rank, so that what makes them is "
+        "gathered or not divided at all; where training reads none of them, name them in unused_outputs, or return "
+        "them no longer (a cache: use_cache=False)"
+    )
 
 
 def laid_out_as(plan: Plan, assignment: Assignment) -> Plan:

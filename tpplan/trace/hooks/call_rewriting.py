@@ -7,6 +7,7 @@ that is checkpointed is rewritten in the same way when it runs again in backward
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -143,9 +144,12 @@ def _as_written_class(cls: type[nn.Module]) -> type[nn.Module]:
 def _rewriting_class(cls: type[nn.Module], rewriters: tuple[Rewriter, ...]) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        again = contextlib.nullcontext() if torch.compiler.is_compiling() else in_checkpoint_replay_as(_as_now)
-        with _Rewriting(rewriters), again:
-            return cls.forward(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            with _Rewriting(rewriters):
+                return cls.forward(self, *args, **kwargs)
+        # Where torch.compile gives up on this forward it would compile what the forward calls, and not rewrite there.
+        with _Rewriting(rewriters), in_checkpoint_replay_as(_as_now):
+            return _uncompiled(cls.forward)(self, *args, **kwargs)
 
     replaced: dict[str, dict[Path, tuple[int, int]]] = {}
     for own in rewriters:
@@ -154,6 +158,16 @@ def _rewriting_class(cls: type[nn.Module], rewriters: tuple[Rewriter, ...]) -> t
             replaced.setdefault(str(name), {})[tuple(path)] = pair
     read = {name: _attribute(name, numbers, rewriters) for name, numbers in replaced.items()}
     return subclass(cls, {"forward": forward, **read}, _rewriting_class, (rewriters,))
+
+
+def _uncompiled(function: F) -> F:
+    """The function, which torch.compile does not look into, where it is loaded at all: loading it takes a second."""
+    return _disabled(function) if "torch._dynamo" in sys.modules else function
+
+
+@functools.cache
+def _disabled(function: Callable[..., Any]) -> Any:
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
 
 def _attribute(name: str, numbers: Mapping[Path, tuple[int, int]], rewriters: tuple[Rewriter, ...]) -> property:
