@@ -162,9 +162,9 @@ def _attributes(value: object) -> dict[str, Any]:
 
 def _copy(value: Any, members: Mapping[Step, object]) -> object:
     """A container of the value's type with these members."""
-    cls = type(value)
+    cls: Any = type(value)
     if isinstance(value, tuple):
-        return tuple(members.values()) if cls is tuple else cls._make(members.values())  # type: ignore[attr-defined]
+        return tuple(members.values()) if cls is tuple else cls._make(members.values())
     if isinstance(value, list):
         return list(members.values())
     copy = cls.__new__(cls)
