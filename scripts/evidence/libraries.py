@@ -23,6 +23,7 @@ import ast
 import csv
 import functools
 import importlib
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -227,6 +228,7 @@ class Compared:
 def built(case: Case) -> nn.Module:
     """The same weights at every call, none of them at a round value."""
     torch.manual_seed(0)
+    random.seed(0)
     module = case.build_model().train()
     with torch.no_grad():
         for parameter in module.parameters():
