@@ -194,9 +194,10 @@ ATTRIBUTE = "self."
 class SizePlan:
     """A size in a module's code, `written`, and the size that one rank needs in its place, `local`.
 
-    With `call` "self.NAME" the size is this attribute of the module, which its forward reads as `local`. Else `call` is
-    view (reshape too), unflatten, expand, repeat_interleave, split, slice, narrow, new (zeros, new_empty and the like),
-    or groups (of a convolution). The call has `count` sizes, of which `position` counts from 0. A sliced or narrowed
+    With `call` "self.NAME" the size is this attribute of the module, which its forward reads as `local`; a path such as
+    self.config.heads or self.axes[0][1] leads inside plain data that other modules may share. Else `call` is view
+    (reshape too), unflatten, expand, repeat_interleave, split, slice, narrow, new (zeros, new_empty and the like), or
+    groups (of a convolution). The call has `count` sizes, of which `position` counts from 0. A sliced or narrowed
     tensor has `count` dims; `position` is twice the dim for a start, and one more for an end or a length. `of` is the
     local shape of the tensor in the call, with 0 where any size matches, so that a call on another tensor with an equal
     number is left alone. With `dims`, the size is the product of these dims of the tensor, and of `times`, at every

@@ -3,7 +3,8 @@
 Examples: `x.view(b, t, self.num_heads, d)` where x holds a slice of the heads, or a view of a gathered tensor that
 takes its length from a slice.
 
-A planned size that is an attribute of the module (`self.num_heads`) is read as its local size by the module's forward.
+A planned size that is an attribute of the module, or stands in one (`self.num_heads`, `self.config.heads[0]`), is read
+as its local size by the module's forward.
 
 A planned size of one number (SizePlan.local) is replaced where the call's tensor has the planned shape and the code
 gives the planned number; other calls are left alone, so sizes that the code computes from `x.shape` pass. But a call
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from tpplan.core.errors import PlanMismatchError
 from tpplan.core.name_patterns import ROOT
 from tpplan.plan.plan import ATTRIBUTE, SizePlan
+from tpplan.trace.hooks.nested_integers import parse_path, value_at
 
 _VIEW, _EXPAND = (Tensor.view, Tensor.reshape, torch.reshape), (Tensor.expand, torch.Tensor.broadcast_to)
 _UNFLATTEN = (Tensor.unflatten, torch.unflatten)
@@ -77,7 +79,7 @@ class LocalSizes:
 
     @property
     def attributes(self) -> Mapping[str, tuple[int, int]]:
-        """Attribute of the module -> what it is, and what the module's code is to read."""
+        """Path of an integer in the module's attributes -> what it is, and what the module's code is to read."""
         sizes = (size for size in self.sizes if size.call.startswith(ATTRIBUTE))
         return {size.call.removeprefix(ATTRIBUTE): (size.written, size.local) for size in sizes}
 
@@ -153,11 +155,19 @@ class LocalSizes:
         return local
 
 
+def is_inside_an_attribute(size: SizePlan) -> bool:
+    """True for a planned size that stands inside an attribute of the module, such as self.config.heads."""
+    return size.call.startswith(ATTRIBUTE) and len(parse_path(size.call.removeprefix(ATTRIBUTE))) > 1
+
+
 def check_attributes(module: nn.Module, name: str, sizes: Iterable[SizePlan]) -> None:
     """Raises PlanMismatchError where a planned attribute is not the planned integer of the module."""
     for size in sizes:
-        value = vars(module).get(size.call.removeprefix(ATTRIBUTE))
-        if size.call.startswith(ATTRIBUTE) and (type(value) is not int or value != size.written):
+        if not size.call.startswith(ATTRIBUTE):
+            continue
+        path = parse_path(size.call.removeprefix(ATTRIBUTE))
+        value = value_at(vars(module).get(str(path[0][0])), path[1:]) if path else None
+        if type(value) is not int or value != size.written:
             raise PlanMismatchError(
                 f"module {name or ROOT}: the plan was made for {size.call} = {size.written}, and here it is {value!r}: "
                 "solve again for this model"
