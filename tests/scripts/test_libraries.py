@@ -47,6 +47,32 @@ def test_a_model_file_is_planned_right_and_divided(script: ModuleType) -> None:
     assert "1 of 1 with attention" in "\n".join(counts.lines())
 
 
+DRAWING = """
+import random
+import torch
+from torch import nn
+
+class Drawing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        random.getrandbits(8)
+        return self.inner(x).square().mean()
+
+def build_model(): return Drawing()
+def example_inputs(batch, seq_len): return {"x": torch.arange(8.0 * batch * seq_len).view(batch, seq_len, 8).sin()}
+"""
+
+
+def test_a_forward_may_draw_from_python(script: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "drawing.py"
+    path.write_text(DRAWING)
+    row = in_fork(row_of, str(path), None)
+    assert (row.status, row.problems) == ("right", ())
+
+
 def test_degrees_that_do_not_divide_heads_are_left_out(script: ModuleType) -> None:
     assert script.degrees_of(4, (2, 4, 8)) == (2, 4)
     assert script.degrees_of(None, (2, 4)) == (2,)

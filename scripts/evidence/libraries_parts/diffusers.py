@@ -38,12 +38,19 @@ def of_dit(batch: int, seq_len: int) -> Inputs:
     }
 
 
+def conditions(batch: int, seq_len: int) -> Inputs:
+    """A text, and the whole of it in one row."""
+    return {
+        "encoder_hidden_states": drawn(batch, seq_len, TEXT, seed=1),
+        "pooled_projections": drawn(batch, TEXT, seed=2),
+    }
+
+
 def of_flux(batch: int, seq_len: int) -> Inputs:
     """Patches of an image and a text, with their places."""
     return {
+        **conditions(batch, seq_len),
         "hidden_states": drawn(batch, seq_len, 16),
-        "encoder_hidden_states": drawn(batch, seq_len, TEXT, seed=1),
-        "pooled_projections": drawn(batch, TEXT, seed=2),
         "timestep": torch.full((batch,), 0.5),
         "img_ids": torch.zeros(seq_len, 3),
         "txt_ids": torch.zeros(seq_len, 3),
@@ -52,12 +59,7 @@ def of_flux(batch: int, seq_len: int) -> Inputs:
 
 def of_sd3(batch: int, seq_len: int) -> Inputs:
     """An image and a text."""
-    return {
-        "hidden_states": latents(batch),
-        "encoder_hidden_states": drawn(batch, seq_len, TEXT, seed=1),
-        "pooled_projections": drawn(batch, TEXT, seed=2),
-        "timestep": times(batch),
-    }
+    return {**conditions(batch, seq_len), "hidden_states": latents(batch), "timestep": times(batch)}
 
 
 MODELS = {

@@ -8,12 +8,6 @@ from libraries_parts.case import VOCABULARY, Case, Inputs, images, next_token, s
 WIDTH, HEADS, HEAD_DIM, LENGTH = 64, 4, 16, 32
 
 
-def decoder(**options: object) -> nn.Module:
-    """A language model of two layers."""
-    layers = Decoder(dim=WIDTH, depth=2, heads=HEADS, attn_dim_head=HEAD_DIM, **options)
-    return TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=LENGTH, attn_layers=layers)
-
-
 def sentence(batch: int, seq_len: int) -> Inputs:
     """Ids. Their forward takes any keyword, so that targets may not stand beside them."""
     return {"x": tokens(batch, seq_len)}
@@ -24,27 +18,27 @@ def again(outputs: Tensor, inputs: Inputs) -> Tensor:
     return next_token(outputs, {"targets": inputs["x"]})
 
 
+def decoder(heads: int = HEADS, **options: object) -> Case:
+    """A language model of two layers; `heads`: of keys and values."""
+
+    def build_model() -> nn.Module:
+        layers = Decoder(dim=WIDTH, depth=2, heads=HEADS, attn_dim_head=HEAD_DIM, **options)
+        return TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=LENGTH, attn_layers=layers)
+
+    return Case(build_model=build_model, example_inputs=sentence, loss=again, heads=heads)
+
+
 def source_and_target(batch: int, seq_len: int) -> Inputs:
     """Ids of both."""
     return {"src": tokens(batch, seq_len), "tgt": tokens(batch, seq_len, seed=1)}
 
 
 MODELS = {
-    "decoder": Case(build_model=decoder, example_inputs=sentence, loss=again, heads=HEADS),
-    "rotary_grouped": Case(
-        build_model=lambda: decoder(
-            rotary_pos_emb=True, attn_flash=True, ff_glu=True, use_rmsnorm=True, attn_kv_heads=2, ff_swish=True
-        ),
-        example_inputs=sentence,
-        loss=again,
-        heads=2,
+    "decoder": decoder(),
+    "rotary_grouped": decoder(
+        2, rotary_pos_emb=True, attn_flash=True, ff_glu=True, use_rmsnorm=True, attn_kv_heads=2, ff_swish=True
     ),
-    "alibi_qk_norm": Case(
-        build_model=lambda: decoder(alibi_pos_bias=True, attn_qk_norm=True),
-        example_inputs=sentence,
-        loss=again,
-        heads=HEADS,
-    ),
+    "alibi_qk_norm": decoder(alibi_pos_bias=True, attn_qk_norm=True),
     "vit": Case(
         build_model=lambda: ViTransformerWrapper(
             image_size=32,
