@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tpplan.search.points.options import Cluster as Cluster
     from tpplan.search.points.trace_cache import Reuse as Reuse
     from tpplan.trace.forward_arguments import forward_inputs as forward_inputs
+    from tpplan.train.autocast import autocast_of as autocast_of
     from tpplan.train.checkpoint import load_checkpoint as load_checkpoint
     from tpplan.train.checkpoint import save_checkpoint as save_checkpoint
     from tpplan.train.checkpoint_folder import latest_checkpoint as latest_checkpoint
@@ -54,6 +55,7 @@ _HOME = {
     "Precision": "plan.plan",
     "Reuse": "search.points.trace_cache",
     "apply_plan": "apply.apply",
+    "autocast_of": "train.autocast",
     "by_step": "train.sampler",
     "cross_entropy": "apply.collectives.cross_entropy",
     "export": "exporters",

@@ -35,6 +35,7 @@ from tpplan.torch_internals.groups import fake_group
 from tpplan.torch_internals.tensors import local_part
 from tpplan.trace.forward_arguments import Inputs, forward_inputs
 from tpplan.trace.trace import Loss
+from tpplan.train.autocast import autocast_of
 from tpplan.train.torch_optimizer import torch_optimizer
 from tpplan.verify.collective_log import CollectiveLog, Issued
 from tpplan.verify.fake_values import answered, answers_of
@@ -183,8 +184,9 @@ def _step(
         with contextlib.nullcontext() if i == count - 1 else no_sync(model), log or contextlib.nullcontext():
             if log is not None:
                 log.begin(Pass.FORWARD)
-            outputs = model(**accepted) if isinstance(accepted, Mapping) else model(*accepted)
-            scaled = loss(outputs, inputs) / count
+            with autocast_of(plan, "cpu"):
+                outputs = model(**accepted) if isinstance(accepted, Mapping) else model(*accepted)
+                scaled = loss(outputs, inputs) / count
             del outputs  # otherwise they would be alive throughout backward
             if log is not None:
                 log.begin(Pass.BACKWARD)
