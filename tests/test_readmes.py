@@ -116,6 +116,7 @@ def ran_ranks(num_ranks: int, words: list[str]) -> int:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"  # how torch knows that torchrun has started it
     os.environ |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     children = []
     for rank in range(num_ranks):
@@ -125,7 +126,7 @@ def ran_ranks(num_ranks: int, words: list[str]) -> int:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             code = FAILED
             with suppress(Exception):
-                code = ran_script(words)
+                code = main(words[2:]) if words[:2] == ["-m", "tpplan"] else ran_script(words)
             sys.stdout.flush()
             os._exit(code)
         children.append(child)

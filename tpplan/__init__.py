@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from tpplan.train.loss_weights import loss_weights as loss_weights
     from tpplan.train.sampler import PlanSampler as PlanSampler
     from tpplan.train.sampler import by_step as by_step
+    from tpplan.train.save_weights import save_safetensors as save_safetensors
     from tpplan.verify.prove_plan import prove_plan as prove_plan
     from tpplan.verify.verify import verify_plan as verify_plan
 
@@ -72,6 +73,7 @@ _HOME = {
     "price": "search.planner",
     "prove_plan": "verify.prove_plan",
     "save_checkpoint": "train.checkpoint",
+    "save_safetensors": "train.save_weights",
     "solve": "search.planner",
     "styles": "apply.parallel_style",
     "verify_plan": "verify.verify",

@@ -151,6 +151,7 @@ CASES = {
     "tied": ("tied", 2, {"tp": 2, "pins": {"embed": "vocabulary"}}),
     "frozen": ("tuned", 2, {"tp": 2, "pins": {"embed": "vocabulary"}}),
     "no boundary between": ("mlp", 2, {"tp": 2}),
+    "whole between layers": ("gpt", 2, {"tp": 2, "pins": MEGATRON}),
 }
 
 
@@ -193,9 +194,8 @@ def test_megatron_reads_as_one_would_write_it() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        ("nanogpt", {"tp": 2}, "cross entropy over a slice of the classes"),
+        ("nanogpt", {"tp": 2, "pins": {"transformer.h.*.attn": "megatron"}}, r"weight as S\(0; 64, 64, 64\)"),
         ("vit", {"tp": 2}, "parameters of its own beside other modules"),
-        ("gpt", {"tp": 2, "pins": MEGATRON}, "no words for rows -> P"),
     ],
 )
 def test_what_torch_has_no_words_for_is_refused_by_name(name: str, options: dict[str, Any], reason: str) -> None:
@@ -205,7 +205,7 @@ def test_what_torch_has_no_words_for_is_refused_by_name(name: str, options: dict
 
 def test_an_unknown_form_is_an_error_that_lists_what_there_is() -> None:
     module, plan = example("mlp"), planned("mlp", 2, (("tp", 2),))
-    with pytest.raises(UsageError, match="'jax': expected one of pytorch"):
+    with pytest.raises(UsageError, match="'jax': expected one of accelerate, huggingface, pytorch, sharding_specs"):
         export(plan, module.build_model, module.example_inputs, to="jax")
     assert exporters()["pytorch"].startswith("Plain PyTorch")
 

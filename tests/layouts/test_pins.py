@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import tpplan
 from tpplan import commands
-from tpplan.commands._pins import pins_of, with_files
+from tpplan.commands.terminal.pins import pins_of, with_files
 from tpplan.core.errors import InfeasibleError, UsageError
 from tpplan.core.graph import ModelGraph
 from tpplan.core.layout import R_STAR, P, R, S

@@ -5,7 +5,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from tpplan.commands._output import write, write_json
+from tpplan.commands.terminal.output import write, write_json
 from tpplan.core.errors import TpplanError
 
 if TYPE_CHECKING:

@@ -1,12 +1,12 @@
-"""`tpplan export plan.json model.py -o parallelize.py`: writes a plan as code that needs only PyTorch, as far as
-torch's parallel styles can express it. The plan is proven for the model first."""
+"""`tpplan export plan.json model.py -o parallelize.py`: writes a plan in another form, such as code that needs only
+PyTorch, as far as the form can express it. The plan is proven for the model first."""
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.commands._output import write, wrote
 from tpplan.commands.solve import check_output
+from tpplan.commands.terminal.output import write, wrote
 from tpplan.core.errors import ModelError
 from tpplan.core.files import write_atomically
 from tpplan.plan.plan import Plan
@@ -18,18 +18,20 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the verb."""
-    parser = subparsers.add_parser("export", help="write a plan as code", description=__doc__, allow_abbrev=False)
+    parser = subparsers.add_parser(
+        "export", help="write a plan in another form", description=__doc__, allow_abbrev=False
+    )
     parser.set_defaults(run=run)
     parser.add_argument("plan", metavar="plan.json", help="a plan that `tpplan solve -o` wrote")
     parser.add_argument("model", metavar="model.py", help="the plan's model, as given to `tpplan solve`")
     parser.add_argument(
-        "--to", default="pytorch", metavar="FORM", help="the form of the code (default and only: pytorch)"
+        "--to", default="pytorch", metavar="FORM", help="the form (default: pytorch; an unknown one lists all)"
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="where to write it (default: stdout)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the code to the file or stdout."""
+    """Writes the text to the file or stdout."""
     from tpplan.exporters import export
 
     check_output(args.output)

@@ -1,4 +1,5 @@
-"""`tpplan profile -o FILE` measures this machine; `check FILE` and `show FILE` tell what a profile contains.
+"""`tpplan profile -o FILE` measures this machine; `list` names shipped profiles, `check FILE` and `show FILE` tell what
+one contains.
 
 Alone it measures one device. Under torchrun it also measures collectives, on every group that a mesh on these nodes can
 have, with all ranks working at the same time:
@@ -10,24 +11,23 @@ Finished sections are kept in FILE.partial until all are done: after an interrup
 """
 
 import argparse
-import contextlib
-import os
 import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.commands._output import write, write_json, wrote
-from tpplan.commands._progress import Report, bars
+from tpplan.commands.terminal.output import aligned, print_lines, write, write_json, wrote
+from tpplan.commands.terminal.progress import Report, bars
+from tpplan.commands.terminal.ranks import is_first_rank, own_device
 from tpplan.core.errors import ProfileError, UsageError
 from tpplan.core.files import is_written_in_place, unwritable, write_atomically
 from tpplan.core.strict_json import MOST
-from tpplan.machine.lint import warnings
-from tpplan.machine.profile import HardwareProfile, load_profile
+from tpplan.machine.lint import MOST_NOISE, noisy_share, warnings
+from tpplan.machine.profile import HardwareProfile, load_profile, shipped_profiles
 from tpplan.machine.report import DEFAULT_WIDTH, as_data, render, to_html
+from tpplan.plan.report import gib
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -63,7 +63,10 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     )
     parser.add_argument("--note", action="append", default=[], metavar="TEXT", help="a line for the profile's notes")
     parser.set_defaults(run=run_measure)
-    actions = parser.add_subparsers(metavar="check|show", required=False)
+    actions = parser.add_subparsers(metavar="list|check|show", required=False)
+    listed = actions.add_parser("list", help="list the profiles that ship with tpplan", allow_abbrev=False)
+    listed.set_defaults(run=run_list)
+    listed.add_argument("--json", action="store_true", help="print as JSON")
     check = actions.add_parser("check", help="say whether a profile is valid, and what it lacks", allow_abbrev=False)
     check.set_defaults(run=run_check)
     show = actions.add_parser("show", help="print a profile's tables", allow_abbrev=False)
@@ -74,11 +77,23 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
         action.add_argument("--json", action="store_true", help="print as JSON")
 
 
-# --- check and show ------------------------------------------------------------------------------------------------
+# --- list, check and show ---------------------------------------------------------------------------------------------
+
+
+def run_list(args: argparse.Namespace) -> int:
+    """Prints the shipped profiles, a line each."""
+    found = [load_profile(name) for name in shipped_profiles()]
+    if args.json:
+        write_json([{"name": own.name, "device": own.device, "gpus_per_node": own.gpus_per_node} for own in found])
+        return 0
+    rows = [("name", "device", "per node", "memory")]
+    rows += [(own.name, own.device, str(own.gpus_per_node), gib(own.memory_bytes)) for own in found]
+    print_lines(lambda width: aligned(rows, left=(0, 1)))
+    return 0
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Loads the profile and prints its warnings. Raises ProfileError where the profile is not valid."""
+    """Loads the profile and prints its warnings. Raises ProfileError where it is not valid, or mostly noise."""
     profile = load_profile(args.profile)
     found = warnings(profile)
     if args.json:
@@ -87,6 +102,11 @@ def run_check(args: argparse.Namespace) -> int:
         return 0
     for warning in found:
         write(f"warning: {warning}\n")
+    if (share := noisy_share(profile)) > MOST_NOISE:
+        raise ProfileError(
+            f"{args.profile}: {share:.0%} of its points are noisy, so plans by it are guesses: measure again on an "
+            "idle machine, or with a larger --budget"
+        )
     count = "no warnings" if not found else f"{len(found)} warning{'s' if len(found) > 1 else ''}"
     write(f"{args.profile}: valid, {count} ({profile.name}, {profile.fingerprint[:12]})\n")
     return 0
@@ -123,9 +143,9 @@ def run_measure(args: argparse.Namespace) -> int:
     _check_writable(args.output)
     partial = _partial_of(args.output)
     start = time.perf_counter()
-    with _device(args.device) as device, bars(_SECTION_COLUMNS, is_shown=_is_first_rank(), stays=True) as progress:
+    with own_device(args.device) as device, bars(_SECTION_COLUMNS, is_shown=is_first_rank(), stays=True) as progress:
         profile = _measure(args, device, partial, progress)
-    if not _is_first_rank():
+    if not is_first_rank():
         return 0
     write_atomically(args.output, profile.dumps(), error=ProfileError)
     if partial is not None:
@@ -161,38 +181,6 @@ def _measure(
         partial=partial,
         say=lambda text: write(f"tpplan: {text}\n", to_stderr=True),
     )
-
-
-def _is_first_rank() -> bool:
-    """True on the first rank under torchrun, and without torchrun."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-@contextlib.contextmanager
-def _device(wanted: str | None) -> "Iterator[torch.device]":
-    """Yields this rank's device; under torchrun within the default process group. A rank on CPUs uses one thread.
-
-    Raises UsageError where --device cuda is given and torch sees no GPU.
-    """
-    import torch
-    import torch.distributed as dist
-
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch sees no GPU")
-    if (wanted or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu":
-        torch.set_num_threads(1)
-        device = torch.device("cpu")
-    else:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if not dist.is_torchelastic_launched():
-        yield device
-        return
-    dist.init_process_group(**{"backend": "gloo"} if device.type == "cpu" else {"backend": "nccl", "device_id": device})
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
 
 
 def _check_writable(path: Path) -> None:

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.commands._output import print_lines, write_json, wrote
 from tpplan.commands.solve import check_output, count
+from tpplan.commands.terminal.output import print_lines, write_json, wrote
 from tpplan.core.errors import UsageError, VerificationError
 
 if TYPE_CHECKING:

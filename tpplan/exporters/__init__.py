@@ -12,9 +12,9 @@ Imports: apply, core, layouts, plan, search, torch_internals, trace, verify.
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import ModuleType
 
 from torch import nn
@@ -25,6 +25,7 @@ from tpplan.core.layout import Layout
 from tpplan.layouts.rules import Strategy
 from tpplan.plan.plan import Plan
 from tpplan.search.points.options import BuildModel, ExampleInputs
+from tpplan.search.points.trace_cache import Reuse
 from tpplan.trace.trace import Loss
 from tpplan.verify.prove_plan import prove_plan
 
@@ -46,12 +47,17 @@ class Crossing:
 
 @dataclass(frozen=True, kw_only=True)
 class LaidOut:
-    """A proven plan, its model on the meta device, the traced graph, and the graph's strategies by name."""
+    """A proven plan, its model on the meta device, the traced graph, and the graph's strategies by name.
+
+    `prove` proves another plan for the same model, such as the one that a form carries out, or raises
+    VerificationError.
+    """
 
     plan: Plan
     model: nn.Module
     graph: ModelGraph
     strategies: Mapping[str, Strategy]
+    prove: Callable[[Plan], object]
 
     @cached_property
     def crossings(self) -> dict[tuple[str, Direction], tuple[Crossing, ...]]:
@@ -87,12 +93,20 @@ def export(
     Raises UsageError for an unknown exporter, VerificationError for a plan that is wrong, and ExportError for a plan
     that the form cannot express.
     """
-    if to not in exporters():
+    form = to.replace("-", "_")
+    if form not in exporters():
         raise UsageError(f"export to {to!r}: expected one of {', '.join(exporters())}")
-    proven = prove_plan(plan, build_model, example_inputs, loss=loss)
+    proves = partial(prove_plan, build_model=build_model, example_inputs=example_inputs, loss=loss, reuse=Reuse())
+    proven = proves(plan)
     traced = proven.traced
-    laid = LaidOut(plan=plan, model=traced.model, graph=traced.graph, strategies=proven.assignment.strategies)
-    text: str = _module(to).export(laid)
+    laid = LaidOut(
+        plan=plan,
+        model=traced.model,
+        graph=traced.graph,
+        strategies=proven.assignment.strategies,
+        prove=partial(proves, is_as_solved=False),
+    )
+    text: str = _module(form).export(laid)
     return text
 
 

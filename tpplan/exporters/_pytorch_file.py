@@ -47,7 +47,7 @@ Written by tpplan {version} from the plan {hash}, for torch {torch}.
 Ranks of a tp group read the same batch, and draw from the same random state; other ranks have their own. A step is
 {steps} x {micro_batch} {samples}.
 The plan's predictions hold for tpplan.apply_plan; torch's styles may use other collectives inside a layer.
-\"\"\"
+{given_up}\"\"\"
 """
 _USAGE = """\
     torch.distributed.init_process_group()
@@ -59,8 +59,11 @@ _LOSS_PARALLEL = """
         loss(model(**batch)).backward()                        # F.cross_entropy, on the output as it is"""
 
 
-def file_text(plan: Plan, styles: Styles | None) -> str:
-    """Returns the text of the file. `styles` is None for plans with one tensor-parallel rank."""
+def file_text(plan: Plan, styles: Styles | None, given_up: str | None = None) -> str:
+    """Returns the text of the file. `styles` is None for plans with one tensor-parallel rank.
+
+    given_up: why torch's styles cannot follow the plan between layers, where `styles` have whole tensors there.
+    """
     body = [*_mesh_lines(plan)]
     if styles is not None:
         body += _style_lines(plan, styles)
@@ -69,7 +72,7 @@ def file_text(plan: Plan, styles: Styles | None) -> str:
     helpers = [helper for name, helper in _HELPERS.items() if re.search(rf"\b{name}\b", "\n".join(body))]
     sources = (re.sub(" +# type: .*", "", inspect.getsource(helper)).rstrip() for helper in helpers)
     code = "\n\n\n".join([*sources, "\n".join(_function_lines(body))])
-    return "\n".join([_docstring(plan).rstrip(), *_import_lines(code), "", "", code, ""])
+    return "\n".join([_docstring(plan, given_up).rstrip(), *_import_lines(code), "", "", code, ""])
 
 
 _HELPERS: dict[str, Callable[..., Any]] = {
@@ -81,8 +84,9 @@ _HELPERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _docstring(plan: Plan) -> str:
-    is_split = any(layout.dim is not None for layout in plan.outputs.values())
+def _docstring(plan: Plan, given_up: str | None) -> str:
+    is_split = given_up is None and any(layout.dim is not None for layout in plan.outputs.values())
+    kept = f"Weights are cut as planned, and tensors between the cut layers are whole: {given_up}."
     return _HEAD.format(
         parameters=f"{sum(prod(p.shape) for p in plan.parameter_plans().values()):,}",
         num_gpus=plan.mesh.num_gpus,
@@ -94,6 +98,7 @@ def _docstring(plan: Plan) -> str:
         micro_batch=plan.batch.micro_batch,
         samples=f"sequences of length {plan.batch.seq_len}" if plan.batch.seq_len > 1 else "samples",
         steps=plan.batch.accumulation_steps,
+        given_up=_escaped("\n".join(textwrap.wrap(kept, 118)) + "\n").replace("\\n", "\n") if given_up else "",
     )
 
 

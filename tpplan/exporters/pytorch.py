@@ -3,7 +3,8 @@
 Modules pass plain local tensors in the planned layouts to each other. Only between a conversion to R* and the
 column-parallel layers that read its result the tensor is a DTensor, so that the layers' gradients are summed once, in
 the conversion. Modules that would read that DTensor beside other tensors, or whose code tpplan changes per rank, cannot
-be expressed and are refused.
+be expressed so. Such plans are written with the same cuts of weights, but with layouts that change at the cut layers
+alone (tpplan.exporters._own_layers), and the file says so; where that is another model, they are refused.
 """
 
 from collections import defaultdict
@@ -19,6 +20,7 @@ from tpplan.core.graph import LEFT_AT, Boundary, Direction
 from tpplan.core.layout import R_STAR, ROWS, Layout, LayoutKind, P, R, S
 from tpplan.core.name_patterns import ROOT
 from tpplan.exporters import Crossing, LaidOut
+from tpplan.exporters._own_layers import at_own_layers
 from tpplan.exporters._pytorch_file import Styles, file_text
 from tpplan.plan.plan import ParameterPlan, Plan
 from tpplan.torch_internals.modules import own_parameters
@@ -26,8 +28,27 @@ from tpplan.torch_internals.modules import own_parameters
 
 def export(laid: LaidOut) -> str:
     """Returns the text of a Python file with a function parallelize(model) that lays the model out."""
+    if laid.plan.mesh.tp == 1:
+        _refuse_own_code(laid.plan)
+        return file_text(laid.plan, None)
+    try:
+        return file_text(laid.plan, _styles(laid))
+    except ExportError as refused:
+        try:
+            _, simpler = at_own_layers(laid)
+            return file_text(laid.plan, _styles(simpler), given_up=_reason(refused))
+        except ExportError as error:
+            message = f"{_reason(refused)}; nor can a plan with whole tensors between layers be written: {error}"
+            raise ExportError(message) from None
+
+
+def _reason(error: ExportError) -> str:
+    return str(error).removesuffix(": use apply_plan")
+
+
+def _styles(laid: LaidOut) -> Styles:
     _refuse_own_code(laid.plan)
-    return file_text(laid.plan, _StyleFinder(laid).styles() if laid.plan.mesh.tp > 1 else None)
+    return _StyleFinder(laid).styles()
 
 
 def _refuse_own_code(plan: Plan) -> None:

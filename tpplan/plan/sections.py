@@ -119,6 +119,16 @@ class ClusterPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestPlan:
+    """What was asked for: the model as named on the command line, the command, and the pins; model and command are
+    absent where the plan was made from Python."""
+
+    pins: Mapping[str, str]
+    model: str | None = None
+    command: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPlan:
     """Degrees of the mesh; ranks are numbered with tp innermost."""
 
@@ -239,7 +249,8 @@ class Prediction:
 
     memory_bytes are the parts of the peak, which occurs in the pass `peak_during` while an op of the module
     `peak_module` runs ("<root>" is the model itself). slack_bytes are added for the framework and its allocator, from
-    the profile. The limit applies to peak and slack together.
+    the profile. The limit applies to peak and slack together. model_flop are the FLOP of a step's matmuls and attention
+    without recomputation, on all ranks together; peak_flop_per_s those of a GPU in the profile's fastest matmul.
     """
 
     step_time_s: Amount
@@ -252,6 +263,8 @@ class Prediction:
     memory_bytes: Mapping[str, Amount]
     peak_during: Pass
     peak_module: str
+    model_flop: Amount | None = None
+    peak_flop_per_s: Amount | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

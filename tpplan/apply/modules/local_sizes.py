@@ -14,8 +14,7 @@ may give that size itself, or the planned multiple of it (the size in another la
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -54,33 +53,33 @@ _NAMES = ("size", "sizes", "shape", "split_size", "split_size_or_sections", "spl
 
 @dataclass(frozen=True)
 class LocalSizes:
-    """A rewriter of a module's calls that replaces each planned size."""
+    """A rewriter of a module's calls that replaces each planned size.
+
+    `table` has planned sizes of one number, by the size in the code too; `by_dims` those that are products of the
+    tensor's dims. torch.compile traces no functools.cached_property, which has a lock.
+    """
 
     sizes: tuple[SizePlan, ...]
+    table: Mapping[tuple[str, int, int, int], list[SizePlan]] = field(init=False, compare=False, repr=False)
+    by_dims: Mapping[tuple[str, int, int], list[SizePlan]] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        table: dict[tuple[str, int, int, int], list[SizePlan]] = {}
+        by_dims: dict[tuple[str, int, int], list[SizePlan]] = {}
+        for size in self.sizes:
+            place = size.call, size.count, size.position
+            if size.dims is None:
+                table.setdefault((*place, size.written), []).append(size)
+            else:
+                by_dims.setdefault(place, []).append(size)
+        object.__setattr__(self, "table", table)
+        object.__setattr__(self, "by_dims", by_dims)
 
     @property
     def attributes(self) -> Mapping[str, tuple[int, int]]:
         """Attribute of the module -> what it is, and what the module's code is to read."""
         sizes = (size for size in self.sizes if size.call.startswith(ATTRIBUTE))
         return {size.call.removeprefix(ATTRIBUTE): (size.written, size.local) for size in sizes}
-
-    @cached_property
-    def table(self) -> dict[tuple[str, int, int, int], list[SizePlan]]:
-        """Planned sizes of one number, by kind of call, number of sizes, position and the size in the code."""
-        found: dict[tuple[str, int, int, int], list[SizePlan]] = {}
-        for size in self.sizes:
-            if size.dims is None:
-                found.setdefault((size.call, size.count, size.position, size.written), []).append(size)
-        return found
-
-    @cached_property
-    def by_dims(self) -> dict[tuple[str, int, int], list[SizePlan]]:
-        """Planned sizes that are products of the tensor's dims, by kind of call, number of sizes and position."""
-        found: dict[tuple[str, int, int], list[SizePlan]] = {}
-        for size in self.sizes:
-            if size.dims is not None:
-                found.setdefault((size.call, size.count, size.position), []).append(size)
-        return found
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
         place = _TAKES.get(func)
@@ -135,6 +134,8 @@ class LocalSizes:
         planned one in scale only.
         """
         shape = x.shape if isinstance(x, Tensor) else torch.Size()
+        if isinstance(size, torch.SymInt):
+            size = int(size)  # torch.compile holds the code to this number
         for own in self.by_dims.get((call, count, position), ()) if type(size) is int and size != -1 else ():
             if _is_shape(shape, own.of):
                 return _by_dims(call, x, own, size)

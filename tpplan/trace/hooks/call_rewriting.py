@@ -7,6 +7,7 @@ that is checkpointed is rewritten in the same way when it runs again in backward
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, auto
 from types import FrameType
@@ -133,13 +134,26 @@ def _as_written_class(cls: type[nn.Module]) -> type[nn.Module]:
 def _rewriting_class(cls: type[nn.Module], rewriters: tuple[Rewriter, ...]) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        again = contextlib.nullcontext() if torch.compiler.is_compiling() else in_checkpoint_replay_as(_as_now)
-        with _Rewriting(rewriters), again:
-            return cls.forward(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            with _Rewriting(rewriters):
+                return cls.forward(self, *args, **kwargs)
+        # Where torch.compile gives up on this forward it would compile what the forward calls, and not rewrite there.
+        with _Rewriting(rewriters), in_checkpoint_replay_as(_as_now):
+            return _uncompiled(cls.forward)(self, *args, **kwargs)
 
     replacing = (own for own in rewriters if isinstance(own, ReplacesAttributes))
     read = {name: _attribute(name, *pair, rewriters) for own in replacing for name, pair in own.attributes.items()}
     return subclass(cls, {"forward": forward, **read}, _rewriting_class, (rewriters,))
+
+
+def _uncompiled(function: F) -> F:
+    """The function, which torch.compile does not look into, where it is loaded at all: loading it takes a second."""
+    return _disabled(function) if "torch._dynamo" in sys.modules else function
+
+
+@functools.cache
+def _disabled(function: Callable[..., Any]) -> Any:
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
 
 def _attribute(name: str, written: int, local: int, rewriters: tuple[Rewriter, ...]) -> property:

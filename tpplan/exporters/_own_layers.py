@@ -1,0 +1,193 @@
+"""Layouts that change at the cut layers alone, as in Megatron's layers without sequence parallelism.
+
+A linear layer or embedding that is cut takes its input, and gives its output, whole or as a slice of the last dim.
+Forms with a style for each layer can carry out no other plan. So what they write is first made a plan of its own, with
+the same cuts of weights, and that plan is proven to be the same model. It keeps no slices of the sequence between
+layers, gathers what a loss on slices would read, and changes no sizes in the model's code.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from enum import StrEnum
+
+from torch import nn
+
+from tpplan.core.errors import ExportError, VerificationError
+from tpplan.core.graph import Boundary, Direction, Op
+from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, S
+from tpplan.core.name_patterns import ROOT
+from tpplan.exporters import Crossing, LaidOut
+from tpplan.layouts.typecheck import Mistyped, implied_strategies
+from tpplan.plan.plan import BoundaryPlan, CrossingPlan, ParameterPlan, Plan
+
+_ALONE = "with layouts that change at the cut layers alone,"
+
+
+class Style(StrEnum):
+    """How a layer's weights are cut, and what its input and output are on a rank, in the words of transformers."""
+
+    COLUMNS = "colwise"
+    COLUMNS_GATHERED = "colwise_gather_output"
+    ROWS = "rowwise"
+    ROWS_OF_WHOLE = "rowwise_split_input"
+    VOCABULARY = "embedding_rowwise"
+    EMBEDDING_COLUMNS = "embedding_colwise"
+    #: whole weights that meet slices: their gradients are summed over ranks
+    SUMMED = "replicated_with_grad_allreduce"
+    WHOLE = "replicate"
+
+
+def at_own_layers(laid: LaidOut) -> tuple[dict[str, Style], LaidOut]:
+    """Returns the style of every module with parameters, by name, and the model laid out by these styles alone.
+
+    Weights are cut as planned. Raises ExportError where the model is then not the same, or a layer has no style.
+    """
+    styles = _styles(laid)
+    plan = _as_run(laid, styles)
+    try:
+        laid.prove(plan)
+    except VerificationError as error:
+        raise ExportError(f"{_ALONE} {error}: use apply_plan") from error
+    strategies = implied_strategies(laid.graph, plan)
+    assert not isinstance(strategies, Mistyped), "proven just now"
+    return styles, replace(laid, plan=plan, strategies=strategies)
+
+
+def _styles(laid: LaidOut) -> dict[str, Style]:
+    """Returns the style of every linear layer and embedding, and of norms that meet slices, by module name.
+
+    Where layouts fit only if an output is gathered before the model's own loss, or a replicated weight's gradient is
+    summed, the layer's style says so.
+    """
+    owned = _owned(laid.plan)
+    modules = dict(laid.model.named_modules(remove_duplicate=False))
+    styles = {name: _style(laid, name, modules[name], owned[name]) for name in modules if name in owned}
+    for _ in styles:
+        found = implied_strategies(laid.graph, _as_run(laid, styles))
+        if not isinstance(found, Mistyped):
+            break
+        change = _mended(laid, styles, found)
+        if not change:
+            raise _unsaid(laid.plan, found)
+        styles |= change
+    return styles
+
+
+def _unsaid(plan: Plan, problem: Mistyped) -> ExportError:
+    drawing = {ROOT if name == "" else name for name in plan.drawing_modules()}.intersection(problem.place)
+    if drawing:
+        return ExportError(
+            f"module {min(drawing)}: dropout runs on slices, and every rank would draw the same mask: set its "
+            "probability to 0 and solve again, or use apply_plan"
+        )
+    return ExportError(f"{_ALONE} {problem.message}: use apply_plan")
+
+
+def _owned(plan: Plan) -> dict[str, dict[str, ParameterPlan]]:
+    """Returns the plans of parameters by owning module and attribute."""
+    found: dict[str, dict[str, ParameterPlan]] = {}
+    for label, parameter in plan.parameter_plans().items():
+        for name in (label, *parameter.aliases):
+            owner, _, attribute = name.rpartition(".")
+            found.setdefault(owner, {})[attribute] = parameter
+    return found
+
+
+def _style(laid: LaidOut, name: str, module: nn.Module, parameters: Mapping[str, ParameterPlan]) -> Style:
+    placements = {attribute: parameter.placement for attribute, parameter in parameters.items()}
+    if all(placement == R for placement in placements.values()):
+        return Style.WHOLE
+    weight, bias = placements.get("weight"), placements.get("bias")
+    if weight is not None and parameters["weight"].reads.get(name) != weight:
+        weight = None  # a fused weight, which a rank reads part by part
+    if isinstance(module, nn.Linear) and weight == S(0) and bias in (None, S(0)):
+        gathers = any(crossing.target == R for crossing in _changed(laid, name, Direction.OUTPUT))
+        return Style.COLUMNS_GATHERED if gathers else Style.COLUMNS
+    if isinstance(module, nn.Linear) and weight == S(1) and bias in (None, R):
+        cuts = any(crossing.source == R for crossing in _changed(laid, name, Direction.INPUT))
+        return Style.ROWS_OF_WHOLE if cuts else Style.ROWS
+    if isinstance(module, nn.Embedding) and weight in (S(0), S(1)):
+        return Style.VOCABULARY if weight == S(0) else Style.EMBEDDING_COLUMNS
+    cut = ", ".join(f"{attribute} as {parameter.reads.get(name)}" for attribute, parameter in parameters.items())
+    raise ExportError(
+        f"module {name or ROOT}: {type(module).__name__} with {cut}: a tp_plan cuts nn.Linear by columns or rows, and "
+        "nn.Embedding: use apply_plan"
+    )
+
+
+def _changed(laid: LaidOut, name: str, direction: Direction) -> Iterator[Crossing]:
+    return (crossing for crossing in laid.crossings.get((name, direction), ()) if crossing.is_conversion)
+
+
+def _mended(laid: LaidOut, styles: Mapping[str, Style], problem: Mistyped) -> dict[str, Style]:
+    """Returns styles to change for the layouts to fit; none where the form has no style for that."""
+    match problem.place:
+        case ("parameters", _, "reads", module) if styles.get(module) is Style.WHOLE:
+            return {module: Style.SUMMED}
+    node = next((node for node in laid.graph.nodes if node.name in problem.blamed), None)
+    if node is None or not (node.module in laid.plan.sharded_losses() or _leaves(node)):
+        return {}
+    return dict.fromkeys(_columns_behind(laid, styles, node), Style.COLUMNS_GATHERED)
+
+
+def _leaves(node: Op | Boundary) -> bool:
+    return isinstance(node, Boundary) and node.leaves_model
+
+
+def _columns_behind(laid: LaidOut, styles: Mapping[str, Style], node: Op | Boundary) -> Iterator[str]:
+    """Yields the column-parallel layers whose slices reach the node through no other layer."""
+    open_values, seen = list(node.operands), set[str]()
+    while open_values:
+        value = open_values.pop()
+        producer = laid.graph.producers.get(value)
+        if value in seen or producer is None:
+            continue
+        seen.add(value)
+        if isinstance(producer, Boundary) and producer.module in styles:
+            if styles[producer.module] is Style.COLUMNS:
+                yield producer.module
+            continue
+        open_values += producer.operands
+
+
+def _as_run(laid: LaidOut, styles: Mapping[str, Style]) -> Plan:
+    """Returns the plan that the styles carry out: they convert at their own layers, and nothing else is changed."""
+    boundaries: dict[str, BoundaryPlan] = {}
+    for boundary in laid.graph.boundaries:
+        conversion = _conversion(laid, styles.get(boundary.module, Style.WHOLE), boundary)
+        if conversion is None or conversion.is_identity:
+            continue
+        own = boundaries.setdefault(boundary.module, BoundaryPlan(inputs={}, outputs={}))
+        crossing = CrossingPlan(conversion, laid.graph.values[boundary.operand].dtype)
+        side = "inputs" if boundary.direction is Direction.INPUT else "outputs"
+        boundaries[boundary.module] = replace(own, **{side: {**getattr(own, side), boundary.path: crossing}})
+    parameters = {
+        label: replace(parameter, reads={name: _read(parameter, styles.get(name), name) for name in parameter.reads})
+        for label, parameter in laid.plan.parameter_plans().items()
+    }
+    return replace(laid.plan, parameters=parameters, boundaries=boundaries, sizes={}, losses={}, draws=(), outputs={})
+
+
+def _read(parameter: ParameterPlan, style: Style | None, module: str) -> Layout:
+    if style in (Style.ROWS, Style.ROWS_OF_WHOLE) or parameter.placement != R:
+        return parameter.reads[module]
+    return R_STAR if style is Style.SUMMED and parameter.trainable else R
+
+
+def _conversion(laid: LaidOut, style: Style, boundary: Boundary) -> Conversion | None:
+    """Returns what a style does to a tensor that enters or leaves its layer; None where it leaves it alone."""
+    value = laid.graph.values[boundary.operand]
+    last, is_input = S(max(0, len(value.shape) - 1)), boundary.direction is Direction.INPUT
+    match style:
+        case Style.COLUMNS | Style.COLUMNS_GATHERED if is_input:
+            return Conversion(R, R_STAR) if value.carries_gradient else None
+        case Style.COLUMNS_GATHERED | Style.EMBEDDING_COLUMNS:
+            return None if is_input else Conversion(last, R)
+        case Style.ROWS_OF_WHOLE if is_input:
+            return Conversion(R, last)
+        case Style.ROWS | Style.ROWS_OF_WHOLE:
+            return None if is_input else Conversion(P, R)
+        case Style.VOCABULARY:
+            return Conversion(R, ROWS) if is_input else Conversion(ROWS, R)
+        case Style.COLUMNS | Style.SUMMED | Style.WHOLE:
+            return None
