@@ -17,6 +17,7 @@ from tpplan.core.gc_pause import rarely_collected
 if TYPE_CHECKING:
     from tpplan.apply.apply import apply_plan as apply_plan
     from tpplan.apply.apply import no_sync as no_sync
+    from tpplan.apply.autocast import autocast_of as autocast_of
     from tpplan.apply.collectives.cross_entropy import cross_entropy as cross_entropy
     from tpplan.apply.parallel_style import styles as styles
     from tpplan.core.mesh import Mesh as Mesh
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from tpplan.search.points.options import Cluster as Cluster
     from tpplan.search.points.trace_cache import Reuse as Reuse
     from tpplan.trace.forward_arguments import forward_inputs as forward_inputs
-    from tpplan.train.autocast import autocast_of as autocast_of
     from tpplan.train.checkpoint import load_checkpoint as load_checkpoint
     from tpplan.train.checkpoint import save_checkpoint as save_checkpoint
     from tpplan.train.checkpoint_folder import latest_checkpoint as latest_checkpoint
@@ -56,7 +56,7 @@ _HOME = {
     "Precision": "plan.plan",
     "Reuse": "search.points.trace_cache",
     "apply_plan": "apply.apply",
-    "autocast_of": "train.autocast",
+    "autocast_of": "apply.autocast",
     "by_step": "train.sampler",
     "cross_entropy": "apply.collectives.cross_entropy",
     "export": "exporters",

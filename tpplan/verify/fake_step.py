@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tpplan.apply.apply import apply_plan, no_sync
+from tpplan.apply.autocast import autocast_of
 from tpplan.apply.collectives.dp_gradients import Averager
 from tpplan.apply.model_match import plan_name
 from tpplan.apply.modules import dropout_rng
@@ -35,7 +36,6 @@ from tpplan.torch_internals.groups import fake_group
 from tpplan.torch_internals.tensors import local_part
 from tpplan.trace.forward_arguments import Inputs, forward_inputs
 from tpplan.trace.trace import Loss
-from tpplan.train.autocast import autocast_of
 from tpplan.train.torch_optimizer import torch_optimizer
 from tpplan.verify.collective_log import CollectiveLog, Issued
 from tpplan.verify.fake_values import answered, answers_of

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tpplan.apply.apply import apply_plan, no_sync
+from tpplan.apply.autocast import autocast_of
 from tpplan.apply.model_match import plan_name
 from tpplan.apply.modules.dropout_rng import WithoutDropout
 from tpplan.core.errors import ModelError, UsageError
@@ -32,7 +33,6 @@ from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_children
 from tpplan.trace.forward_arguments import Inputs, forward_inputs
 from tpplan.trace.trace import accumulated_hooks, quiet
-from tpplan.train.autocast import autocast_of
 from tpplan.verify.collective_log import CollectiveLog, Issued
 from tpplan.verify.fake_step import fake_step
 from tpplan.verify.shrink import in_float32
