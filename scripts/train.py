@@ -29,8 +29,8 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -62,11 +62,12 @@ GRADIENT_NOISE = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFile:
-    """What a model file defines."""
+    """What a model file defines, and the autocast under which its forward and loss run."""
 
     build_model: Callable[[], nn.Module]
     example_inputs: Callable[..., Inputs]
     loss: Callable[[Tensor, Inputs], Tensor]
+    casting: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,8 @@ def accumulate_gradients(model: nn.Module, model_file: ModelFile, micro_batches:
     for index, inputs in enumerate(micro_batches):
         is_last = index + 1 == len(micro_batches)
         with nullcontext() if is_last else tpplan.no_sync(model):
-            loss = model_file.loss(model(**tpplan.forward_inputs(model, inputs)), inputs)
+            with model_file.casting():
+                loss = model_file.loss(model(**tpplan.forward_inputs(model, inputs)), inputs)
             (loss / len(micro_batches)).backward()
         losses.append(loss.detach())
     return torch.stack(losses).mean()
@@ -375,6 +377,7 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
     """Builds, applies the plan if there is one, trains; rank 0 reports, writes and compares."""
     model_file = load_model_file(options.model)
     plan = tpplan.Plan.load(options.plan) if options.plan else None
+    model_file = replace(model_file, casting=partial(tpplan.autocast_of, plan, device.type))
     share = share_of(options, plan)
     reference = load_reference(options.against, options.steps) if options.against else None
     is_reporter = not dist.is_initialized() or dist.get_rank() == 0

@@ -17,6 +17,7 @@ from tpplan.core.gc_pause import rarely_collected
 if TYPE_CHECKING:
     from tpplan.apply.apply import apply_plan as apply_plan
     from tpplan.apply.apply import no_sync as no_sync
+    from tpplan.apply.autocast import autocast_of as autocast_of
     from tpplan.apply.collectives.cross_entropy import cross_entropy as cross_entropy
     from tpplan.apply.parallel_style import styles as styles
     from tpplan.core.mesh import Mesh as Mesh
@@ -55,6 +56,7 @@ _HOME = {
     "Precision": "plan.plan",
     "Reuse": "search.points.trace_cache",
     "apply_plan": "apply.apply",
+    "autocast_of": "apply.autocast",
     "by_step": "train.sampler",
     "cross_entropy": "apply.collectives.cross_entropy",
     "export": "exporters",

@@ -350,7 +350,7 @@ MISTAKES = {
     "negative": ("predicted.step_time_s", -1, "plan.json: predicted.step_time_s: expected >= 0, got -1"),
     "zero ranks": ("mesh_degrees.tp", 0, "plan.json: mesh_degrees.tp: expected >= 1, got 0"),
     "infinite": ("predicted.step_time_s", float("inf"), "predicted.step_time_s: expected a finite number"),
-    "enum": ("precision", "bf17", "precision: expected one of fp32, bf16-mixed, bf16, got 'bf17'"),
+    "enum": ("precision", "bf17", "precision: expected one of fp32, bf16-mixed, bf16, bf16-autocast, got 'bf17'"),
     "layout": (
         "parameters.embedding.weight.placement",
         "S(x)",

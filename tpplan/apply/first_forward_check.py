@@ -7,7 +7,8 @@ with them before the optimizer steps. One all-reduce tells whether any rank diff
 removed after that forward, so later steps cost nothing.
 
 Not compared: modules that run whole, modules whose data decides what runs, forwards under an autocast that the plan
-does not set, and models of which torch.compile compiles a part, whose calls cannot be seen.
+does not name, or without one that it names, and models of which torch.compile compiles a part, whose calls cannot be
+seen.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from tpplan.apply.model_match import plan_name
 from tpplan.apply.modules.input_shapes import OnMismatch
 from tpplan.core.errors import PlanMismatchError
 from tpplan.core.name_patterns import ROOT
-from tpplan.plan.plan import Plan, ProofStatus
+from tpplan.plan.plan import Plan, Precision, ProofStatus
 from tpplan.torch_internals.modules import is_compiled
 from tpplan.torch_internals.recording import without_modes
 from tpplan.trace.noted_calls import CallNotes, Calls, digest, first_difference
@@ -44,7 +45,8 @@ def check_calls(model: nn.Module, plan: Plan, device_type: str, check: OnMismatc
     if dist.get_backend() == "fake":
         return
     proven_device = (plan.proof.device or "").partition(" ")[0]
-    first = _FirstCalls(planned, frozenset(plan.opaque_modules()), proven_device, device_type, check)
+    is_autocast = plan.precision is Precision.BF16_AUTOCAST
+    first = _FirstCalls(planned, frozenset(plan.opaque_modules()), proven_device, device_type, check, is_autocast)
     first.handles = (
         model.register_forward_pre_hook(first.before),
         model.register_forward_hook(first.after, prepend=True, always_call=True),
@@ -66,7 +68,9 @@ class _FirstCalls:
         proven_device: str,
         device_type: str,
         check: OnMismatch,
+        is_autocast: bool,
     ) -> None:
+        self.is_autocast = is_autocast
         self.planned, self.whole, self.check = planned, whole, check
         self.proven_device, self.device_type = proven_device, device_type
         self.handles: tuple[RemovableHandle, ...] = ()
@@ -78,7 +82,7 @@ class _FirstCalls:
         is_training = model.training and torch.is_grad_enabled()
         if torch.compiler.is_compiling() or not is_training or self.calling is not None:
             return
-        if torch.is_autocast_enabled(self.device_type) or any(map(is_compiled, model.modules())):
+        if torch.is_autocast_enabled(self.device_type) != self.is_autocast or any(map(is_compiled, model.modules())):
             return
         self.calling = CallNotes(model, lambda name: plan_name(name) in self.whole)
         self.noting.enter_context(self.calling.noting())

@@ -161,6 +161,8 @@ def _mesh_lines(plan: Plan) -> Iterator[str]:
     if plan.precision is Precision.BF16:
         yield "for parameter in model.parameters():"
         yield "    parameter.data = parameter.data.to(torch.bfloat16)  # buffers stay as they are"
+    if plan.precision is Precision.BF16_AUTOCAST:
+        yield "# Training code runs forward and loss under torch.autocast(device_type, dtype=torch.bfloat16)."
 
 
 def _style_lines(plan: Plan, styles: Styles) -> Iterator[str]:

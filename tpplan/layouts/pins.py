@@ -111,11 +111,18 @@ class MatrixOp:
         return Style.COLUMN if reads_whole and result.dim is not None else Style.SPLIT
 
 
+#: ops by which autocast reads a weight in another dtype
+_CASTS = frozenset({"aten.to.dtype", "aten._to_copy.default"})
+
+
 def matrix_ops(graph: ModelGraph) -> dict[str, MatrixOp]:
-    """Op name -> the op, for ops that read a parameter with at least two dims longer than 1."""
+    """Op name -> the op, for ops that read a parameter with at least two dims longer than 1, or a cast of one."""
     shapes = {source.result: graph.values[source.result].shape for source in graph.parameters}
     found = {}
     for op in graph.ops:
+        if op.target in _CASTS and op.operands[0] in shapes:
+            shapes[op.results[0]] = shapes[op.operands[0]]
+            continue
         positions = tuple(i for i, name in enumerate(op.operands) if sum(n > 1 for n in shapes.get(name, ())) > 1)
         if positions and op.results:
             inputs = tuple(i for i, name in enumerate(op.operands) if name not in shapes)
@@ -204,7 +211,7 @@ class Pinned:
             case Style.SPLIT:
                 for matrix in matrices:
                     for i in matrix.positions:
-                        yield reading_name(matrix.op, i), lambda s: s.operands[0].dim == pin.dim
+                        yield self._reading_of(matrix.op, i), lambda s: s.operands[0].dim == pin.dim
             case Style.REPLICATED:
                 yield from ((name, _reads_as(R)) for name, _ in self._readings(module))
             case Style.SLICES | Style.SEQUENCE:
@@ -219,6 +226,11 @@ class Pinned:
             return True
         labels = [self.sources[name].label for name in op.operands if name in self.sources]
         return any(within(label, module) and within(module, op.module) for label in labels)
+
+    def _reading_of(self, op: Op, position: int) -> str:
+        """The decision that reads the weight which the op has as its operand, or has a cast of."""
+        cast = self.graph.producers.get(op.operands[position])
+        return reading_name(cast, 0) if isinstance(cast, Op) else reading_name(op, position)
 
     def _readings(self, module: str) -> Iterator[tuple[str, Source]]:
         for op in self.graph.ops:

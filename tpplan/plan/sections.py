@@ -22,11 +22,18 @@ Amount = Annotated[float, AtLeast(0)]
 
 class Precision(StrEnum):
     """fp32: as the model was built. bf16-mixed: float32 parameters and optimizer states, bfloat16 compute. bf16:
-    bfloat16 throughout, including the user's floating inputs."""
+    bfloat16 throughout, including the user's floating inputs. bf16-autocast: as the model was built, forward and loss
+    under torch.autocast(dtype=torch.bfloat16), which the training code opens."""
 
     FP32 = "fp32"
     BF16_MIXED = "bf16-mixed"
     BF16 = "bf16"
+    BF16_AUTOCAST = "bf16-autocast"
+
+    @property
+    def makes_half(self) -> bool:
+        """True where the model computes with bfloat16 parameters."""
+        return self in (Precision.BF16, Precision.BF16_MIXED)
 
 
 def uses_fsdp(mesh: Mesh, precision: Precision) -> bool:

@@ -13,7 +13,7 @@ from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_bytes
 from tpplan.costs.step.step_time import Priced
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.decision_space import passing_outputs
+from tpplan.layouts.decision_space import output_path, passing_outputs
 from tpplan.layouts.plan_sections import (
     boundary_plans,
     drawing_modules,
@@ -144,7 +144,7 @@ def _returned_whole(assignment: Assignment, unused: Collection[str]) -> Iterator
     """Yields a note on tensors that the model returns beside its loss, and that every tp rank therefore has whole."""
     graph = assignment.graph
     found = {
-        boundary.path.removeprefix("output").removeprefix(".") or "the output": graph.values[boundary.result]
+        output_path(boundary) or "the output": graph.values[boundary.result]
         for boundary in graph.boundaries
         if boundary.leaves_model
         and not graph.consumers.get(boundary.result)

@@ -22,7 +22,6 @@ from tpplan.search.conflicts import conflict_of, in_like_blocks
 from tpplan.search.points.cuts import Choices, Refuted
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.search.points.trace_cache import Traced
-from tpplan.trace.answers.planned_device import planning_for
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ def put_to_proof(
 ) -> Plan | Counterexample | Mistyped:
     """The plan with the sizes that it replaces, where both halves of the proof hold; else the counterexample."""
     subject = solver.request.subject
-    with planning_for(subject.device):
+    with subject.planning():
         checked = check_structure(
             traced.model,
             traced.inputs,

@@ -26,7 +26,6 @@ from tpplan.plan.plan import Multiples, OtherShapes, Plan
 from tpplan.prove.structure import find_difference
 from tpplan.search.points.trace_cache import TraceCache, Traced
 from tpplan.torch_internals import pytree
-from tpplan.trace.answers.planned_device import planning_for
 from tpplan.trace.forward_arguments import Inputs, path_of
 from tpplan.trace.opaque import Opaques
 
@@ -186,7 +185,7 @@ class _Search:
         graph: ModelGraph | None = None
         try:
             inputs = self.traces.subject.inputs(batch, length)
-            with planning_for(self.traces.subject.device):
+            with self.traces.subject.planning():
                 graph, opaques = self.traces.trace_of(self.traced.model, inputs)
                 problem = self.difference(graph, inputs, opaques)
         except TpplanError as error:

@@ -80,7 +80,7 @@ def _advice(error: BaseException, reason: str) -> str:
             return (
                 "\nTwo dtypes meet here: parameters and floating inputs have that of --precision, and what the code "
                 "makes or keeps in buffers has its own. Cast it to the other's (x.to(y.dtype)), or plan with "
-                "--precision fp32."
+                "--precision bf16-autocast or fp32."
             )
     return (
         "\nRun one forward on the example inputs without tpplan: where that fails too, the model or its example inputs "

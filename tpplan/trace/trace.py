@@ -22,7 +22,8 @@ from tpplan.core.errors import ModelError
 from tpplan.core.graph import LOSS_SCOPE, OWN_SCOPE, SAME_TENSOR, Direction, ModelGraph, within
 from tpplan.torch_internals import pytree, tensors
 from tpplan.torch_internals.tensors import storage_key
-from tpplan.trace.answers.planned_device import is_foreign
+from tpplan.trace.answers.autocast import autocast_on
+from tpplan.trace.answers.planned_device import autocast_device, is_foreign
 from tpplan.trace.answers.unbacked_int import UnknownValueError
 from tpplan.trace.dedup_layers import PlanDigest, like_layers_once
 from tpplan.trace.forward_arguments import Inputs, convert_arguments, forward_inputs, named_tensors, path_of
@@ -91,10 +92,12 @@ class _Step(nn.Module):
         inputs = pytree.tree_unflatten(list(leaves), self.spec)
         accepted = forward_inputs(self.model, inputs)
         before = held_tensors(self.model)
-        with custom_ops.CrossEntropyMode():
-            outputs = self.model(**accepted) if isinstance(accepted, Mapping) else self.model(*accepted)
-        self.left.update(left_behind(self.model, before))
-        return self.loss(outputs, inputs) if self.loss is not None else outputs
+        device_type = autocast_device()
+        with autocast_on(device_type) if device_type is not None else contextlib.nullcontext():
+            with custom_ops.CrossEntropyMode():
+                outputs = self.model(**accepted) if isinstance(accepted, Mapping) else self.model(*accepted)
+            self.left.update(left_behind(self.model, before))
+            return self.loss(outputs, inputs) if self.loss is not None else outputs
 
 
 @dataclass(slots=True)

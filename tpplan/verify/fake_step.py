@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tpplan.apply.apply import apply_plan, no_sync
+from tpplan.apply.autocast import autocast_of
 from tpplan.apply.collectives.dp_gradients import Averager
 from tpplan.apply.model_match import plan_name
 from tpplan.apply.modules import dropout_rng
@@ -183,8 +184,9 @@ def _step(
         with contextlib.nullcontext() if i == count - 1 else no_sync(model), log or contextlib.nullcontext():
             if log is not None:
                 log.begin(Pass.FORWARD)
-            outputs = model(**accepted) if isinstance(accepted, Mapping) else model(*accepted)
-            scaled = loss(outputs, inputs) / count
+            with autocast_of(plan, "cpu"):
+                outputs = model(**accepted) if isinstance(accepted, Mapping) else model(*accepted)
+                scaled = loss(outputs, inputs) / count
             del outputs  # otherwise they would be alive throughout backward
             if log is not None:
                 log.begin(Pass.BACKWARD)

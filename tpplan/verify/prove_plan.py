@@ -32,7 +32,6 @@ from tpplan.search.other_shapes import other_shapes
 from tpplan.search.points.options import BuildModel, ExampleInputs
 from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache, Traced
 from tpplan.search.tp_shares import counted_again
-from tpplan.trace.answers.planned_device import planning_for
 from tpplan.trace.trace import Loss
 from tpplan.verify.collective_log import Issued, listed
 
@@ -116,7 +115,7 @@ def _fingerprints(traced: Traced) -> Fingerprints:
 def _check_structure(plan: Plan, assignment: Assignment, traced: Traced, traces: TraceCache) -> None:
     """The structure half of the proof. Raises VerificationError also where applying the plan fails."""
     try:
-        with planning_for(traces.subject.device):
+        with traces.subject.planning():
             found = find_difference(
                 traced.model,
                 traced.inputs,

@@ -5,10 +5,12 @@ drop other elements than in one process.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tpplan.apply.apply import apply_plan, no_sync
+from tpplan.apply.autocast import autocast_of
 from tpplan.apply.model_match import plan_name
 from tpplan.apply.modules.dropout_rng import WithoutDropout
 from tpplan.core.errors import ModelError, UsageError
@@ -185,14 +188,20 @@ def _loss(model: nn.Module, subject: Subject, inputs: Inputs) -> Tensor:
 
 
 def train_step(
-    model: nn.Module, subject: Subject, micro_batches: Sequence[Inputs], log: CollectiveLog | None = None
+    model: nn.Module,
+    subject: Subject,
+    micro_batches: Sequence[Inputs],
+    log: CollectiveLog | None = None,
+    casting: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> float:
-    """Runs forward and backward of each micro-batch, gradients reduced in the last one only. Returns the mean loss."""
+    """Runs forward, under casting(), and backward of each micro-batch, gradients reduced in the last one only. Returns
+    the mean loss."""
     total = 0.0
     for index, inputs in enumerate(micro_batches):
         is_last = index + 1 == len(micro_batches)
         with _watched(model, log, is_last=is_last):
-            loss = _loss(model, subject, inputs)
+            with casting():
+                loss = _loss(model, subject, inputs)
             if log is not None:
                 log.begin(Pass.BACKWARD)
             (loss / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
@@ -285,11 +294,12 @@ def examine_model(model: nn.Module, subject: Subject, plan: Plan, mesh: DeviceMe
         own = [_as_taken(inputs, plan) for inputs in own]
         model = applied(subject, plan, mesh)
     # A first step before the log is on: ranks compare inputs and seeds once, which is no part of a step.
-    own_loss = train_step(model, subject, own)
+    casting = functools.partial(autocast_of, plan, mesh.device_type)
+    own_loss = train_step(model, subject, own, casting=casting)
     for parameter in model.parameters():
         parameter.grad = None
     log = CollectiveLog(model, mesh)
-    train_step(model, subject, own, log)
+    train_step(model, subject, own, log, casting)
     return Findings(
         shard_rank=mesh.get_local_rank(Axis.SHARD),
         parameters=parameters,

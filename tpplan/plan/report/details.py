@@ -19,6 +19,8 @@ _PRECISION = {
     Precision.FP32: "everything as the model was built",
     Precision.BF16_MIXED: "float32 parameters and optimizer states, bfloat16 compute",
     Precision.BF16: "bfloat16 throughout",
+    Precision.BF16_AUTOCAST: "forward and loss run under torch.autocast(device, torch.bfloat16), which the training "
+    "code opens",
 }
 _COMPILE = {
     Compile.BLOCKS: "predicted as torch.compile fuses elementwise ops within each layer; applying the plan compiles "

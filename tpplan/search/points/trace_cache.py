@@ -7,6 +7,7 @@ A trace depends on the model and its inputs alone, an executed op on its shapes,
 Sharing does not change the plans.
 """
 
+import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -77,6 +78,10 @@ class Subject:
             precision=plan.precision,
             device=PlannedDevice.parse(device) if device else PlannedDevice.of(profile or _profile_of(plan)),
         )
+
+    def planning(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which the model is traced as it will run: on the planned device, under the planned autocast."""
+        return planning_for(self.device, autocast=self.precision is Precision.BF16_AUTOCAST)
 
     @cached_property
     def key(self) -> tuple[Hashable, ...]:
@@ -194,7 +199,7 @@ class TraceCache:
         """The model traced at a micro-batch, never grown."""
         key = self.key(micro_batch)
         if key not in self.reuse.traces:
-            with planning_for(self.subject.device):
+            with self.subject.planning():
                 self.reuse.traces[key] = self._trace(micro_batch)
             self.reuse.executor.observe(self.reuse.traces[key].opaques.by_key())
         return self.reuse.traces[key]
@@ -239,7 +244,7 @@ class TraceCache:
 
     def _built(self) -> Built:
         if self.subject.key not in self.reuse.models:
-            is_half = self.subject.precision is not Precision.FP32
+            is_half = self.subject.precision.makes_half
             self.reuse.models[self.subject.key] = built_on_meta(self.subject.build_model, is_half=is_half)
         return self.reuse.models[self.subject.key]
 

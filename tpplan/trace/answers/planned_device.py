@@ -99,16 +99,24 @@ class PlannedDevice:
 
 
 _planned: ContextVar[PlannedDevice | None] = ContextVar("planned", default=None)
+_autocast: ContextVar[bool] = ContextVar("autocast", default=False)
 
 
 @contextlib.contextmanager
-def planning_for(device: PlannedDevice) -> Iterator[None]:
-    """Makes models traced inside see this device."""
-    token = _planned.set(device)
+def planning_for(device: PlannedDevice, *, autocast: bool = False) -> Iterator[None]:
+    """Makes models traced inside see this device, and run under autocast in bfloat16 where `autocast`."""
+    token, casting = _planned.set(device), _autocast.set(autocast)
     try:
         yield
     finally:
         _planned.reset(token)
+        _autocast.reset(casting)
+
+
+def autocast_device() -> str | None:
+    """The type of the device for which models run under autocast; None where they do not."""
+    planned = _planned.get()
+    return planned.type if planned is not None and _autocast.get() else None
 
 
 def planned_device() -> PlannedDevice | None:
