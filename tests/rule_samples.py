@@ -443,6 +443,7 @@ def _losses() -> list[Sample]:
 
 def _more_picks() -> list[Sample]:
     put, bag = "aten.index_put.default", "aten.embedding_bag.padding_idx"
+    flex = "tpplan.flex_attention.default"
     starts = torch.tensor([0, 2, 2, 5])
     return [
         _named("aten.index.Tensor", x(6, 4, 6, 2), [None, ids(4, 2, 6), None, ids(2, 6)]),
@@ -471,6 +472,11 @@ def _more_picks() -> list[Sample]:
         _named(bag, x(12, 6), ids(12, 8), starts, False, 0, False, x(8), False, 3),
         _named(bag, x(12, 6), ids(3, 8), starts, True, 1, False, None, True, None),
         _named("aten.embedding_bag.default", x(12, 6), ids(12, 8), starts),
+        *(
+            _named(flex, x(6, 6, 3, 4), x(6, heads, 5, 4), x(6, heads, 5, 2), [x(3, 5)], "", *cut, 1.0)
+            for heads, cut in ((6, (True, True)), (2, (False, True)), (1, (True, False)), (1, (True, True)))
+        ),
+        _named(flex, x(6, 6, 3, 4), x(6, 6, 5, 4), x(6, 6, 5, 2), [], "", False, True, 1.0),
     ]
 
 

@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "tpplan"
 
 #: in the order in which a plan is made; inner rooms before the room they are in, or after it where they build on it
-WITHOUT_TORCH = ("core", "solvers", "plan", "machine", "layouts/rules", "layouts")
+WITHOUT_TORCH = ("core", "solvers", "plan", "plan/report", "machine", "layouts/rules", "layouts")
 WITH_TORCH = (
     *("torch_internals", "trace/hooks", "trace/answers", "trace", "apply/collectives", "apply/modules", "apply"),
     *("train", "costs", "costs/step", "measure", "prove", "search/points", "search", "verify", "trial"),
@@ -24,8 +24,8 @@ WITH_TORCH = (
 ROOMS = WITHOUT_TORCH + WITH_TORCH
 #: the public API, and `python -m tpplan`
 FRONT = ""
-#: files of a room, its `__init__` among them
-FEWEST, MOST = 4, 14
+#: files of a room, its `__init__` among them; in commands each verb is one
+FEWEST, MOST, MOST_VERBS = 4, 14, 20
 
 
 def room_of(path: Path) -> str:
@@ -121,7 +121,8 @@ def test_every_file_is_in_a_room() -> None:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_is_neither_a_cupboard_nor_a_hall(room: str) -> None:
-    assert FEWEST <= sum(room_of(path) == room for path in sources()) <= MOST
+    number = sum(room_of(path) == room for path in sources())
+    assert FEWEST <= number <= (MOST_VERBS if room == "commands" else MOST)
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -115,12 +115,22 @@ def grouped_products(rows: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([rows[start:end] @ expert for start, end, expert in pairs])
 
 
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, others: list[Tensor], *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of grouped heads whose scores are the products plus the first of `others`."""
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    scores = query @ key.mT + (others[0] if others else 0.0)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1), scores.amax(-1)
+
+
 #: in float64, what has no such kernel; and what an empty tensor may hold
 STAND_INS = {
     "aten.empty.memory_format": torch.ops.aten.zeros.default,
     "aten.new_empty.default": torch.ops.aten.new_zeros.default,
     "aten._grouped_mm.default": grouped_products,
     "transformers.grouped_mm_fallback.default": grouped_products,
+    "tpplan.flex_attention.default": flex_attention,
 }
 
 

@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,14 +15,18 @@ from test_report import make_plan
 
 from tpplan.commands import main
 from tpplan.commands.solve import num_bytes, optimizer
+from tpplan.commands.terminal.progress import bars
 from tpplan.core.errors import ModelError, TpplanError, UsageError
 from tpplan.plan.plan import Plan
+from tpplan.search.points.options import Cluster
 from tpplan.search.points.user_model import UserCodeError, load_model_file
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "scripts" / "examples" / "llama.py"
 MACHINE = ("--gpus", "4", "--gpus-per-node", "4", "--profile", "h100-sxm")
 TRAINING = ("--global-batch", "16", "--micro-batch", "1", "--seq-len", "64")
+
+FP32 = ("--tp", "2", "--precision", "fp32")
 
 CLASS = """
 import torch
@@ -86,7 +92,7 @@ def solve_arguments(model: str | Path, plan: Path, *more: str) -> Sequence[str |
 def solved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """The small Llama, planned with tp 2, written and printed."""
     path = tmp_path_factory.mktemp("solved") / "plan.json"
-    return path, run_cli(*solve_arguments(EXAMPLE, path, "--tp", "2", "--precision", "fp32"), timeout_s=280)
+    return path, run_cli(*solve_arguments(EXAMPLE, path, *FP32), timeout_s=280)
 
 
 def test_solve_writes_a_plan_and_prints_results_to_stdout_alone(
@@ -96,14 +102,61 @@ def test_solve_writes_a_plan_and_prints_results_to_stdout_alone(
     assert ran.returncode == 0, ran.stderr
     plan = Plan.load(path)
     assert (plan.mesh.tp, plan.batch.global_batch, plan.precision) == (2, 16, "fp32")
-    assert ran.stdout.startswith("Plan\n")
+    assert ran.stdout.startswith("Plan\n  mesh")
     assert ran.stdout.isascii()
-    assert ran.stderr == f"wrote {path}\n"
+    *progress, last = ran.stderr.splitlines()
+    assert last == f"wrote {path}"
+    assert all(re.fullmatch(r"tpplan: \w+ \d+ of \d+, \d+ s", line) for line in progress)
 
 
 def test_show_prints_what_solve_printed(solved: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     path, ran = solved
     assert run_cli("show", path).stdout == ran.stdout
+
+
+def test_a_plan_says_what_was_asked_for(solved: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    path, ran = solved
+    request = Plan.load(path).request
+    assert request is not None
+    assert request.model == str(EXAMPLE)
+    assert request.command == shlex.join(["tpplan", *map(str, solve_arguments(EXAMPLE, path, *FP32))])
+    assert "command " in ran.stdout
+
+
+def test_sentences_need_no_model(
+    solved: tuple[Path, subprocess.CompletedProcess[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", str(solved[0]), "layers.3.feed_forward"]) == 0
+    assert "each of 2 GPUs" in capsys.readouterr().out
+
+
+def test_words_and_versions_are_told_without_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--glossary"]) == 0
+    assert "MFU\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert re.match(r"tpplan \S+, torch \d+\.\d+", capsys.readouterr().out)
+    assert failing(capsys, "show")[0] == UsageError.exit_code
+
+
+def test_a_cluster_has_the_nodes_of_its_profile() -> None:
+    assert Cluster(gpus=16, profile="h100-sxm").gpus_per_node == 8
+    assert Cluster(gpus=4, profile="h100-sxm").gpus_per_node == 4
+    assert Cluster(gpus=16, gpus_per_node=2, profile="h100-sxm").gpus_per_node == 2
+    with pytest.raises(UsageError, match="at least 1 GPU"):
+        Cluster(gpus=1, gpus_per_node=0, profile="h100-sxm")
+
+
+def test_progress_off_a_terminal_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three reports 3 s apart, the second is more than LINE_EVERY_S after the start."""
+    clock = iter((0.0, 3.0, 6.0, 9.0))
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    with bars(6) as report:
+        for done in range(3):
+            report("solve", done, 3)
+    assert capsys.readouterr().err == "tpplan: solve 1 of 3, 6 s\n"
 
 
 def test_show_json_is_the_plan_and_tokens_per_second(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -347,6 +400,24 @@ def test_hugging_face_configurations_load(write: Write) -> None:
     assert output.loss.shape == ()
     assert "past_key_values" not in output
     assert spec.unused_outputs == ("logits",)
+
+
+def test_a_folder_or_a_name_in_the_hub_s_cache_stands_for_its_configuration(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    text = json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 11})
+    path = write("config.json", text)
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub, "try_to_load_from_cache", _cached(path))
+    for name in (tmp_path, path, "me/mine"):
+        assert load_model_file(f"hf:{name}").build_model().config.n_embd == 8
+    with pytest.raises(ModelError, match="folder, or model in the local cache"):
+        load_model_file("hf:me/other")
+
+
+def _cached(path: Path) -> Callable[[str, str], str | None]:
+    return lambda name, file: str(path) if (name, file) == ("me/mine", "config.json") else None
 
 
 def test_a_hugging_face_configuration_of_no_known_model(write: Write) -> None:

@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from rule_samples import SAMPLES, const, ids, positive, x
-from validate import STAND_INS, Sample, WrongStrategyError, check_gradient, check_value, missing_strategies, violation
+from torch.nn.attention.flex_attention import flex_attention as torchs_flex_attention
+from validate import (
+    STAND_INS,
+    Sample,
+    WrongStrategyError,
+    check_gradient,
+    check_value,
+    flex_attention,
+    missing_strategies,
+    violation,
+)
 
 from tpplan.core.graph import Ref, Value
 from tpplan.core.layout import R_STAR, ROWS, Layout, P, R, S, copied, joint
@@ -141,12 +151,19 @@ def test_stand_ins_are_what_they_stand_for():
     rows, experts, ends = torch.randn(8, 16), torch.randn(3, 16, 8), torch.tensor([2, 2, 8], dtype=torch.int32)
     for target, stand_in in STAND_INS.items():
         namespace, name, overload = target.split(".")
-        if name.endswith("empty"):
+        if name.endswith("empty") or namespace == "tpplan":
             continue
         if namespace == "transformers":
             pytest.importorskip("transformers.integrations.moe")
         op = getattr(getattr(getattr(torch.ops, namespace), name), overload)
         torch.testing.assert_close(op(rows, experts, ends), stand_in(rows, experts, ends))
+
+
+def test_the_stand_in_of_flex_attention_is_torchs():
+    shapes, bias = ((2, 6, 3, 4), (2, 2, 5, 4), (2, 2, 5, 2)), torch.randn(3, 5)
+    given = [torch.randn(shape) for shape in shapes]
+    found = torchs_flex_attention(*given, lambda s, b, h, i, j: s + bias[i, j], scale=1.0, enable_gqa=True)
+    torch.testing.assert_close(found, flex_attention(*given, [bias])[0])
 
 
 def test_samples_are_of_ruled_ops():

@@ -12,7 +12,7 @@ from profiles import full_profile, synthetic_profile
 from tpplan.commands import main
 from tpplan.core.errors import ProfileError
 from tpplan.core.mesh import GroupShape
-from tpplan.machine.lint import warnings
+from tpplan.machine.lint import noisy_share, warnings
 from tpplan.machine.profile import Collective, HardwareProfile, load_profile, shipped_profiles
 from tpplan.machine.report import render, to_html
 from tpplan.machine.svg_chart import HEIGHT, WIDTH, line_chart, nice_step
@@ -74,6 +74,27 @@ def test_what_is_missing_is_a_warning_with_the_path_of_its_key() -> None:
         "attention_tables[0] (bfloat16 causal forward)",
         "attention_tables[1] (bfloat16 causal backward)",
     ]
+
+
+def test_a_profile_that_is_mostly_noise_is_not_called_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every point that was repeated is made noisy; of FULL itself, one table has one that is."""
+    content = noisy_profile().to_dict()
+    assert 0 < noisy_share(HardwareProfile.from_dict(content, "x")) < 0.5
+    for part in content.values():
+        for table in part if isinstance(part, list) else [part]:
+            if isinstance(table, dict) and table.get("spread"):
+                points = range(len(table["spread"]["relative"]))
+                table["spread"] = {"relative": [0.5 for _ in points], "noisy_above": 0.2, "noisy": list(points)}
+    path = tmp_path / "noise.json"
+    path.write_text(json.dumps(content))
+    assert main(["profile", "check", str(path)]) == ProfileError.exit_code
+    assert "100% of its points are noisy" in capsys.readouterr().err
+
+
+def test_profiles_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in shipped_profiles())
 
 
 def test_noisy_points_inferred_numbers_and_idle_sources_are_named() -> None:

@@ -205,6 +205,42 @@ def test_the_order_of_a_plan_s_mappings_does_not_show() -> None:
     assert render(backwards) == render(plan)
 
 
+def test_a_report_opens_with_the_answer_and_what_to_know_of_it() -> None:
+    """0.5 s a step of 0.4 s compute; 1e15 FLOP on 16 GPUs of 1e15 FLOP/s: an MFU of 1 / (0.5 * 16)."""
+    plan = make_plan()
+    predicted = replace(plan.predicted, model_flop=1e15, peak_flop_per_s=1e15)
+    noted = as_proven(replace(plan, predicted=predicted, notes=("a cache is whole",)))
+    text = " ".join(render(noted, width=200).split())
+    assert text.startswith("Plan mesh 2 replicas x 2 FSDP shards x 4 tensor-parallel ranks: 16 GPUs, 8 per node")
+    order = ("step 500 ms", "MFU 12 %", "a step is 80% compute, 20% tensor-parallel", "memory does not bind")
+    order += ("Before you train no rule for aten.foo.default", "note a cache is whole", "Layers", "How it was found")
+    assert sorted(map(text.index, order)) == [text.index(part) for part in order]
+    assert as_data(noted)["derived"]["mfu"] == 1 / 8  # type: ignore[index]
+
+
+def test_a_full_memory_is_named_with_what_recomputation_pays_for_it() -> None:
+    plan = make_plan()
+    time_s = {"compute": 0.4, "recomputation": 0.1}
+    full = replace(plan.predicted, peak_memory_bytes=77.0 * GIB, time_s=time_s)
+    text = " ".join(render(replace(plan, predicted=full), width=200).split())
+    assert "memory is nearly full, for which 100 ms go to recomputation" in text
+
+
+def test_siblings_that_say_the_same_are_one_row() -> None:
+    more = {f"layers.*.attention.{name}_proj.weight": parameter(S(0), 64, 64) for name in "qkv"}
+    plan = make_plan(parameters=PARAMETERS | more)
+    assert row_of(plan, "attention.{k,q,v}_proj") == "attention.{k,q,v}_proj column parallel S(0)"
+    assert "attention.{k,q,v}_proj" in render(plan, width=80)
+    assert row_of(plan, "layers.0 ").startswith("layers.0 in x")
+
+
+def test_eighty_columns_hold_a_row_in_a_line() -> None:
+    narrow = render(make_plan(), width=80)
+    assert "AG all-gather; RS reduce-scatter" in narrow
+    (row,) = [line for line in narrow.splitlines() if "feed_forward.down_proj" in line]
+    assert row.split() == ["feed_forward.down_proj", "row", "S(1)", "out:", "P", "->", "S(1)", "RS", "/", "AG"]
+
+
 # The choice
 
 
@@ -281,8 +317,8 @@ def test_without_tensor_parallelism_the_table_says_what_fsdp_does() -> None:
     whole = {name: replace(entry, placement=R, reads={"reader": R}) for name, entry in PARAMETERS.items()}
     text = render(make_plan(parameters=whole, boundaries={}, mesh=(2, 8, 1)))
     assert "tp 1: every module computes whole" in text
-    assert "feed_forward" in text
-    assert "FSDP over 8 ranks" in text
+    assert "FSDP over 8 ranks holds 1/8 of each weight on a rank" in text
+    assert "feed_forward" not in text, "a row for every module that says the same"
     assert "S(0)" not in text
 
 
@@ -296,7 +332,7 @@ def test_tokens_per_second_come_from_the_batch_and_the_step() -> None:
     assert derived["tokens_per_s"] == 128 * 4096 / 0.5
     assert derived["tokens_per_s_per_gpu"] == 128 * 4096 / 0.5 / 16
     text = render(make_plan())
-    assert "1.05 M tokens/s, 65.5 k per GPU (128 sequences of 4096 tokens a step)" in text
+    assert "1.05 M tokens/s, 65.5 k per GPU; 128 sequences of 4096 tokens a step" in text
 
 
 def test_as_data_is_the_plan_and_what_follows_from_it() -> None:
@@ -315,7 +351,8 @@ def test_parts_are_largest_first_with_their_share_and_zeros_left_out() -> None:
     text = " ".join(render(make_plan(), width=120).split())
     assert "500 ms +/- 50 ms" in text
     assert "compute 400 ms 80.0% ################ tensor-parallel collectives 100 ms 20.0% #### Predicted peak" in text
-    assert "40.00 GiB predicted + 2.00 GiB slack of 80.00 GiB: 52.5%, 38.00 GiB free; most during backward" in text
+    assert "memory 42.00 GiB of 80.00 GiB per GPU (52 %), 2.00 GiB of it slack" in text
+    assert "most during backward, in <root>" in text
     assert "slack 2.00 GiB 2.5% of limit" in text
     assert "saved activations 30.00 GiB 37.5% of limit" in text
 

@@ -70,6 +70,36 @@ def shares_of(plan: Plan) -> Any:
     return plan.tp_shares
 
 
+class Returning(Model):
+    """Returns a cache beside the loss."""
+
+    def forward(self, x: Tensor) -> Any:
+        cache = self.block(self.first(x))
+        return {"loss": cache.pow(2).mean(), "cache": cache}
+
+
+def test_what_a_model_returns_beside_its_loss_is_noted_as_whole() -> None:
+    """BATCH x WIDTH float32 numbers; nothing is said where the output is declared unused, or nothing is split."""
+
+    def notes(tp: int, unused: tuple[str, ...] = ()) -> tuple[str, ...]:
+        plan = tpplan.solve(
+            lambda: Returning(Up()),
+            inputs,
+            cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
+            global_batch=BATCH,
+            tp=tp,
+            precision="fp32",
+            unused_outputs=unused,
+            prove=False,
+        )
+        return plan.notes or ()
+
+    (note,) = notes(2)
+    assert note.startswith(f"the model returns cache: {BATCH * WIDTH * 4} B for a micro-batch, whole on every rank")
+    assert not notes(2, ("cache",))
+    assert not notes(1)
+
+
 def test_a_block_that_a_pin_keeps_whole_is_its_part_of_the_flops() -> None:
     plan = solved(Up(), pins={"block": "replicated"})
     shares = shares_of(plan)
@@ -85,7 +115,7 @@ def test_a_block_that_a_pin_keeps_whole_is_its_part_of_the_flops() -> None:
     assert shares.modules["block.up"].reason == "the pin 'block=replicated' stands against it"
     text = " ".join(render(plan, width=200).split())
     assert "tp divides 45 % of FLOPs, 50 % of parameters" in text
-    assert "block.up 27 % of FLOPs, " in text
+    assert "not divided block.up: 27 % of FLOPs, " in text
     assert "6 samples = micro-batch 6" in text
     assert "samples/s" in text
     assert Plan.from_dict(plan.to_dict()) == plan

@@ -17,7 +17,6 @@ from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.distributed.tensor import DTensor
-from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils import weight_norm
 
 import tpplan
@@ -96,20 +95,6 @@ class Maps(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return map_rows(lambda row: self.layer(row).tanh(), x)
-
-
-class Attends(nn.Module):
-    """Attention with a function of scores."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(DIM, 3 * DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.qkv(x).chunk(3, -1)
-        q, k, v = (part.unflatten(-1, (2, DIM // 2)).transpose(1, 2) for part in parts)
-        y = flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: torch.where(i >= j, score, -float("inf")))
-        return y.transpose(1, 2).reshape(x.shape)
 
 
 class Numbers(nn.Module):
@@ -269,25 +254,6 @@ def test_data_ranks_that_pick_otherwise_reduce_alike() -> None:
 
     seeds = (next(seed for seed in range(20) if taken(seed)), next(seed for seed in range(20) if not taken(seed)))
     check_equals_one_process(build, solve(build), seeds)
-
-
-@pytest.mark.long
-def test_flex_attention_runs_whole_forward() -> None:
-    """torch has no backward of it on a CPU, in one process either: plans are proven, and the loss is compared."""
-
-    def build() -> nn.Module:
-        return Model(Attends)
-
-    def forward(plan: Plan | None) -> float:
-        torch.manual_seed(0)
-        model = build() if plan is None else tpplan.apply_plan(build(), plan)
-        with torch.no_grad():
-            return loss(model(text(BATCH, LENGTH)["tokens"]), text(BATCH, LENGTH)).item()
-
-    plan = solve(build, gpus=2)
-    assert set(plan.opaque or {}) == {"layers.*.mix"}
-    assert sharded(plan) >= SHARDED
-    assert run_ranks(2, forward, plan, timeout_s=300) == pytest.approx([forward(None)] * 2, rel=1e-5)
 
 
 class Remembers(nn.Module):

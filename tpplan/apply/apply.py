@@ -42,7 +42,7 @@ from tpplan.apply.modules.dropout_rng import DrawByRank
 from tpplan.apply.modules.first_step_check import check_first_step
 from tpplan.apply.modules.input_shapes import OnMismatch, check_shapes
 from tpplan.apply.modules.local_modules import ModuleBinding
-from tpplan.apply.modules.local_sizes import LocalSizes, check_attributes
+from tpplan.apply.modules.local_sizes import LocalSizes, check_attributes, is_inside_an_attribute
 from tpplan.apply.modules.stale_references import Originals
 from tpplan.apply.parallel_style import module_styles
 from tpplan.apply.rank_agreement import check_ranks_agree
@@ -234,6 +234,12 @@ def _recompute_planned(model: nn.Module, plan: Plan) -> None:
 
 
 def _compile_layers(model: nn.Module, plan: Plan) -> None:
+    for name, sizes in plan.size_plans().items():
+        if inside := next((size.call for size in sizes if is_inside_an_attribute(size)), None):
+            raise UsageError(
+                f"module {name or ROOT} reads {inside} as a rank's size from a copy of the attribute, and "
+                "torch.compile cannot follow that: apply the plan without compile=True"
+            )
     outermost = outermost_by_name(model)
     for name in plan.layers():
         module_called(outermost, name).compile()

@@ -10,13 +10,16 @@ Imports: core, exporters, layouts, machine, measure, plan, search, solvers, trac
 """
 
 import argparse
+import contextlib
 import importlib
 import logging
 import os
 import pkgutil
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 from tpplan.commands.terminal.output import write
 from tpplan.commands.terminal.pins import with_files
@@ -75,6 +78,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.words += rest
+    args.command = shlex.join(["tpplan", *arguments])
     if vars(args).get("trust_remote_code"):
         _trust(args)
     return args
@@ -94,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tpplan", description="Plans how a PyTorch model is sharded over many GPUs.", allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=_versions())
     parser.add_argument("-v", "--verbose", action="store_true", help="log what is being done to stderr")
     subparsers = parser.add_subparsers(metavar="VERB", required=True)
     for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
@@ -103,6 +108,15 @@ def _parser() -> argparse.ArgumentParser:
         if {"model", "words"} & {action.dest for action in verb._actions}:
             verb.add_argument(TRUST_FLAG, action="store_true", help="run the code that hf:path/config.json names")
     return parser
+
+
+def _versions() -> str:
+    """tpplan's version and torch's, without importing torch."""
+    found = dict.fromkeys(("tpplan", "torch"), "not installed")
+    for name in found:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return ", ".join(f"{name} {number}" for name, number in found.items())
 
 
 def _trust(args: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """`tpplan explain plan.json 'model.layers.*.mlp' --why-not megatron model.py`: alternatives to a plan, and their cost.
 
-Without further options it shows what the plan does in the modules of that name. Every alternative is solved again to
+Without further options it says, in sentences with the plan's numbers, what the plan does in the modules of that name,
+and needs no model. Every alternative is solved again to
 optimality: --why-not on the plan's mesh with all other choices free, --shadow-prices on all meshes of the cluster.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tpplan.commands.solve import count
+from tpplan.commands.terminal.comparison import part_rows, signed, times
 from tpplan.commands.terminal.output import aligned, folded, print_lines, terminal_width, write_json
 from tpplan.commands.terminal.pins import add_pins, pins_of
 from tpplan.core.errors import InfeasibleError, ModelError, UsageError
@@ -18,9 +20,9 @@ from tpplan.core.escapes import escaped_data
 from tpplan.core.units import format_seconds
 from tpplan.layouts.pins import parse_pin
 from tpplan.machine.profile import Collective, HardwareProfile, load_profile
-from tpplan.plan.layer_table import layer_rows
-from tpplan.plan.plan import Plan
-from tpplan.plan.report import gib
+from tpplan.plan.plan import CollectivePlan, Plan
+from tpplan.plan.report.layer_table import layer_rows
+from tpplan.plan.report.sentences import sentences
 from tpplan.search.points.user_model import HF_PREFIX, HF_TRUSTED_PREFIX, ModelSpec, load_model_file
 
 if TYPE_CHECKING:
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
     from tpplan.search.alternatives import Alternative, Problem
 
 _EPILOG = """\
-model.py (or model.py:BUILDER, hf:path/config.json) is the plan's model. Give the pins of the plan again: the plan does
-not record them. The profile is the plan's, by name, unless --profile names another.
+model.py (or model.py:BUILDER, hf:path/config.json) is the plan's model. Pins are the plan's, and those given here. The
+profile is the plan's, by name, unless --profile names another.
 """
 
 
@@ -68,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("explain: expected modules by pattern, such as 'layers.*.mlp', or --shadow-prices")
     if spec is None and (args.why_not is not None or args.shadow_prices):
         raise UsageError("explain: --why-not and --shadow-prices need model.py, because they solve again")
+    profile = load_profile(args.profile or plan.cluster.profile)
     data: dict[str, object] = {}
     lines: list[str] = []
     if pattern is not None:
@@ -76,11 +79,12 @@ def run(args: argparse.Namespace) -> int:
         if not rows:
             raise UsageError(f"{args.plan}: no module {pattern!r} owns parameters or converts tensors at its boundary")
         data["modules"] = [" ".join(row.split()) for row in rows[1:]]
-        lines += [f"{pattern} in the plan", *(f"  {row}" for row in rows), ""]
+        said = list(sentences(shown, lambda module: _matches(shown, pattern, module), _seconds_of(plan, profile)))
+        data["sentences"] = said
+        lines += [f"{pattern} in the plan", *(f"  {row}" for row in rows), "", *said, ""]
     code = 0
     if spec is not None:
         model = load_model_file(spec)
-        profile = load_profile(args.profile or plan.cluster.profile)
         try:
             code = _solve_again(args, plan, pattern, model, profile, data, lines)
         except ModelError as error:
@@ -90,6 +94,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_lines(lambda width: [part for line in lines for part in folded(line, width)])
     return code
+
+
+def _seconds_of(plan: Plan, profile: HardwareProfile) -> Callable[[CollectivePlan], float]:
+    """A function that gives the seconds of a collective of the plan, alone on the machine of the profile."""
+
+    def seconds_of(entry: CollectivePlan) -> float:
+        group = plan.mesh.group(entry.axis, plan.cluster.gpus_per_node)
+        return profile.collective(Collective(entry.kind), group, entry.num_bytes).seconds
+
+    return seconds_of
 
 
 def _sorted_words(words: Sequence[str]) -> tuple[str | None, str | None]:
@@ -107,7 +121,8 @@ def _matches(plan: Plan, pattern: str, module: str) -> bool:
     """True for a module whose name, or an enclosing module's, equals or matches the pattern."""
     parts = len(pattern.split("."))
     own = ".".join(module.split(".")[:parts])
-    return own == pattern or parse_pin(pattern, "replicate").matches(own)
+    matches = own == pattern or parse_pin(pattern, "replicate").matches(own)
+    return matches or parse_pin(own, "replicate").matches(pattern)  # one layer of those that a row stands for
 
 
 def _solve_again(
@@ -128,7 +143,8 @@ def _solve_again(
         build_model=model.build_model,
         example_inputs=model.example_inputs,
         cluster=cluster,
-        options=options_of(plan) | {"loss": model.loss, "unused_outputs": model.unused_outputs, "pins": pins_of(args)},
+        options=options_of(plan)
+        | {"loss": model.loss, "unused_outputs": model.unused_outputs, "pins": _pins(args, plan)},
         reuse=Reuse(),
     )
     if profile.fingerprint != plan.cluster.profile_fingerprint:
@@ -148,6 +164,11 @@ def _solve_again(
     return code
 
 
+def _pins(args: argparse.Namespace, plan: Plan) -> dict[str, str]:
+    """The plan's own pins, and those given now, which override them."""
+    return {**(plan.request.pins if plan.request is not None else {}), **pins_of(args)}
+
+
 def _with_options(problem: "Problem", **options: Any) -> "Problem":
     from dataclasses import replace
 
@@ -165,22 +186,17 @@ def _priced_again(plan: Plan, model: ModelSpec, profile: HardwareProfile) -> Pla
 
 def _comparison(plan: Plan, other: "Alternative", pattern: str, profile: HardwareProfile) -> Iterator[str]:
     """Yields the lines that compare both plans: the step's time by part, collectives by kind, memory by part."""
-    from tpplan.search.alternatives import memory_differences, time_differences
-
     mesh = f"on {plan.mesh}"
     if other.plan is None:
         yield f"{pattern} as {other.name} {mesh}: none. {other.problem}"
         return
     before, after = plan.predicted.step_time_s, other.plan.predicted.step_time_s
     rows = [("", "plan", other.name, "difference")]
-    rows.append(("step", *_times(before, after)))
-    rows += [(f"  {name}", *_times(ours, theirs)) for name, ours, theirs in time_differences(plan, other.plan)]
-    rows.append(("peak memory", *_sizes(plan.predicted.peak_memory_bytes, other.plan.predicted.peak_memory_bytes)))
-    rows += [(f"  {name}", *_sizes(ours, theirs)) for name, ours, theirs in memory_differences(plan, other.plan)]
+    rows += part_rows(plan, other.plan)
     kinds = _collectives(plan, profile), _collectives(other.plan, profile)
-    rows.append(("collectives, issued", *_times(*(sum(own.values()) for own in kinds))))
+    rows.append(("collectives, issued", *times(*(sum(own.values()) for own in kinds))))
     rows += [
-        (f"  {' '.join(key)}", *_times(kinds[0].get(key, 0.0), kinds[1].get(key, 0.0)))
+        (f"  {' '.join(key)}", *times(kinds[0].get(key, 0.0), kinds[1].get(key, 0.0)))
         for key in sorted({**kinds[0], **kinds[1]})
     ]
     yield f"{pattern} as {other.name} {mesh}, all other choices free"
@@ -194,27 +210,12 @@ def _comparison(plan: Plan, other: "Alternative", pattern: str, profile: Hardwar
         yield f"It would save {format_seconds(before - after)} a step ({share}): the plan is not the best of its mesh."
 
 
-def _times(ours: float, theirs: float) -> tuple[str, str, str]:
-    return format_seconds(ours), format_seconds(theirs), _signed(theirs - ours, format_seconds, 1e-12)
-
-
-def _sizes(ours: float, theirs: float) -> tuple[str, str, str]:
-    return gib(ours), gib(theirs), _signed(theirs - ours, gib, 0.5)
-
-
-def _signed(difference: float, text_of: Callable[[float], str], least: float) -> str:
-    if abs(difference) < least:
-        return "0"
-    return ("+" if difference > 0 else "-") + text_of(abs(difference))
-
-
 def _collectives(plan: Plan, profile: HardwareProfile) -> dict[tuple[str, str], float]:
     """(axis, kind) -> seconds of a step's collectives, whether hidden by compute or not."""
     found: dict[tuple[str, str], float] = defaultdict(float)
+    seconds_of = _seconds_of(plan, profile)
     for entry in plan.collectives:
-        group = plan.mesh.group(entry.axis, plan.cluster.gpus_per_node)
-        seconds = profile.collective(Collective(entry.kind), group, entry.num_bytes).seconds
-        found[str(entry.axis), entry.kind.replace("_", "-")] += entry.count * seconds
+        found[str(entry.axis), entry.kind.replace("_", "-")] += entry.count * seconds_of(entry)
     return dict(found)
 
 
@@ -249,7 +250,7 @@ def _price_lines(plan: Plan, found: Sequence["Alternative"]) -> Iterator[str]:
             continue
         saved = base.plan.predicted.step_time_s - own.predicted.step_time_s
         share = saved / base.plan.predicted.step_time_s
-        numbers = ("", "") if alternative is base else (_signed(saved, format_seconds, 1e-12), f"{share:.2%}")
+        numbers = ("", "") if alternative is base else (signed(saved, format_seconds, 1e-12), f"{share:.2%}")
         degrees = own.mesh_degrees
         mesh = f"{degrees.replicate} x {degrees.shard} x {degrees.tp}"
         step = format_seconds(own.predicted.step_time_s)

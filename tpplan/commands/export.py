@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the verb."""
     parser = subparsers.add_parser(
-        "export", help="write a plan in other forms", description=__doc__, allow_abbrev=False
+        "export", help="write a plan in another form", description=__doc__, allow_abbrev=False
     )
     parser.set_defaults(run=run)
     parser.add_argument("plan", metavar="plan.json", help="a plan that `tpplan solve -o` wrote")

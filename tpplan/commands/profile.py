@@ -1,4 +1,5 @@
-"""`tpplan profile -o FILE` measures this machine; `check FILE` and `show FILE` tell what a profile contains.
+"""`tpplan profile -o FILE` measures this machine; `list` names shipped profiles, `check FILE` and `show FILE` tell what
+one contains.
 
 Alone it measures one device. Under torchrun it also measures collectives, on every group that a mesh on these nodes can
 have, with all ranks working at the same time:
@@ -17,15 +18,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.commands.terminal.output import write, write_json, wrote
+from tpplan.commands.terminal.output import aligned, print_lines, write, write_json, wrote
 from tpplan.commands.terminal.progress import Report, bars
 from tpplan.commands.terminal.ranks import is_first_rank, own_device
 from tpplan.core.errors import ProfileError, UsageError
 from tpplan.core.files import is_written_in_place, unwritable, write_atomically
 from tpplan.core.strict_json import MOST
-from tpplan.machine.lint import warnings
-from tpplan.machine.profile import HardwareProfile, load_profile
+from tpplan.machine.lint import MOST_NOISE, noisy_share, warnings
+from tpplan.machine.profile import HardwareProfile, load_profile, shipped_profiles
 from tpplan.machine.report import DEFAULT_WIDTH, as_data, render, to_html
+from tpplan.plan.report import gib
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -61,7 +63,10 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     )
     parser.add_argument("--note", action="append", default=[], metavar="TEXT", help="a line for the profile's notes")
     parser.set_defaults(run=run_measure)
-    actions = parser.add_subparsers(metavar="check|show", required=False)
+    actions = parser.add_subparsers(metavar="list|check|show", required=False)
+    listed = actions.add_parser("list", help="list the profiles that ship with tpplan", allow_abbrev=False)
+    listed.set_defaults(run=run_list)
+    listed.add_argument("--json", action="store_true", help="print as JSON")
     check = actions.add_parser("check", help="say whether a profile is valid, and what it lacks", allow_abbrev=False)
     check.set_defaults(run=run_check)
     show = actions.add_parser("show", help="print a profile's tables", allow_abbrev=False)
@@ -72,11 +77,23 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
         action.add_argument("--json", action="store_true", help="print as JSON")
 
 
-# --- check and show ------------------------------------------------------------------------------------------------
+# --- list, check and show ---------------------------------------------------------------------------------------------
+
+
+def run_list(args: argparse.Namespace) -> int:
+    """Prints the shipped profiles, a line each."""
+    found = [load_profile(name) for name in shipped_profiles()]
+    if args.json:
+        write_json([{"name": own.name, "device": own.device, "gpus_per_node": own.gpus_per_node} for own in found])
+        return 0
+    rows = [("name", "device", "per node", "memory")]
+    rows += [(own.name, own.device, str(own.gpus_per_node), gib(own.memory_bytes)) for own in found]
+    print_lines(lambda width: aligned(rows, left=(0, 1)))
+    return 0
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Loads the profile and prints its warnings. Raises ProfileError where the profile is not valid."""
+    """Loads the profile and prints its warnings. Raises ProfileError where it is not valid, or mostly noise."""
     profile = load_profile(args.profile)
     found = warnings(profile)
     if args.json:
@@ -85,6 +102,11 @@ def run_check(args: argparse.Namespace) -> int:
         return 0
     for warning in found:
         write(f"warning: {warning}\n")
+    if (share := noisy_share(profile)) > MOST_NOISE:
+        raise ProfileError(
+            f"{args.profile}: {share:.0%} of its points are noisy, so plans by it are guesses: measure again on an "
+            "idle machine, or with a larger --budget"
+        )
     count = "no warnings" if not found else f"{len(found)} warning{'s' if len(found) > 1 else ''}"
     write(f"{args.profile}: valid, {count} ({profile.name}, {profile.fingerprint[:12]})\n")
     return 0

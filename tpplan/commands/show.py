@@ -1,10 +1,12 @@
-"""`tpplan show plan.json`: prints a plan's report, as `tpplan solve` printed it."""
+"""`tpplan show plan.json`: prints a plan's report, as `tpplan solve` printed it; `tpplan show --glossary` its words."""
 
 import argparse
 from typing import TYPE_CHECKING
 
-from tpplan.commands.terminal.output import print_plan
+from tpplan.commands.terminal.output import print_lines, print_plan
+from tpplan.core.errors import UsageError
 from tpplan.plan.plan import Plan
+from tpplan.plan.report.glossary import glossary_lines
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -13,12 +15,18 @@ if TYPE_CHECKING:
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the verb."""
     parser = subparsers.add_parser("show", help="print a plan", description=__doc__, allow_abbrev=False)
-    parser.add_argument("plan", metavar="plan.json", help="a plan that `tpplan solve -o` wrote")
+    parser.add_argument("plan", nargs="?", metavar="plan.json", help="a plan that `tpplan solve -o` wrote")
+    parser.add_argument("--glossary", action="store_true", help="explain the words of reports")
     parser.add_argument("--json", action="store_true", help="print the plan and numbers derived from it as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan."""
-    print_plan(Plan.load(args.plan), as_json=args.json)
+    """Prints the plan, or the glossary."""
+    if (args.plan is None) != args.glossary:
+        raise UsageError("show: expected plan.json, or --glossary alone")
+    if args.glossary:
+        print_lines(lambda width: list(glossary_lines(width)))
+    else:
+        print_plan(Plan.load(args.plan), as_json=args.json)
     return 0

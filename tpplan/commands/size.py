@@ -1,6 +1,7 @@
 """`tpplan size model.py --profile h100-sxm --target-tokens-per-day 50e9 ...`: how many GPUs, and the best plan on each.
 
-Tries 1, 2, 4, ... GPUs of a node, then 1, 2, 4, ... nodes, until the target is met, or up to --max-gpus.
+Tries 1, 2, 4, ... GPUs of a node, then 1, 2, 4, ... nodes, until the target is met, or up to --max-gpus; then counts
+between the last two, by bisection.
 """
 
 import argparse
@@ -99,7 +100,14 @@ def run(args: argparse.Namespace) -> int:
         with bars(STAGE_COLUMNS) as progress:
             options["progress"] = progress
             rows = list(
-                size(model.build_model, model.example_inputs, clusters=clusters, tokens_per_s=target, options=options)
+                size(
+                    model.build_model,
+                    model.example_inputs,
+                    clusters=clusters,
+                    tokens_per_s=target,
+                    options=options,
+                    refine=args.gpus is None,
+                )
             )
     except ModelError as error:
         raise model.locate(error) from error
@@ -123,11 +131,11 @@ def _target(args: argparse.Namespace) -> float | None:
 
 
 def _groups(rows: Sequence["Sized"]) -> "dict[str, list[Sized]]":
-    """Profile name -> its rows, in order."""
+    """Profile name -> its rows, by GPUs."""
     found: dict[str, list[Sized]] = {}
     for row in rows:
         found.setdefault(row.profile.name, []).append(row)
-    return found
+    return {name: sorted(group, key=lambda row: row.cluster.gpus) for name, group in found.items()}
 
 
 def _answers(rows: Sequence["Sized"], target: float | None) -> "list[Sized]":
@@ -182,7 +190,7 @@ def _cells(row: "Sized", *, is_answer: bool) -> tuple[str, ...]:
         f"{degrees.replicate} x {degrees.shard} x {degrees.tp}",
         f"{plan.batch.micro_batch} x {plan.batch.accumulation_steps}",
         ", ".join(modes) or "none",
-        format_seconds(plan.predicted.step_time_s),
+        f"{format_seconds(plan.predicted.step_time_s)} +/-{row.relative_error:.0%}",
         _short(row.tokens_per_s),
         f"{row.mfu:.0%}",
         gib(plan.predicted.peak_memory_bytes),
@@ -197,14 +205,25 @@ def _answer(best: "Sized | None", group: Sequence["Sized"], target: float | None
         most = max(row.cluster.gpus for row in group)
         fastest = max(row.tokens_per_s for row in group)
         reached = f"; the most that was reached is {_short(fastest * _DAY_S)}" if target is not None and fastest else ""
-        return f"None of the counts tried, up to {most} GPUs, {asked}{reached}."
+        return f"None of the counts tried, up to {most} GPUs, {asked}{reached}.{_near_miss(None, group, target)}"
     day = best.tokens_per_s * _DAY_S
     text = f"Of the counts tried, {best.cluster.gpus} GPUs are the fewest on which the training {asked}"
     text += f": {_short(day)}" + (" tokens a day" if target is None else "")
     if tokens is not None:
         text += f", {tokens / day:.3g} days and {_short(tokens / 1e9 * best.gpu_hours_per_1e9_tokens)} GPU-hours for "
         text += f"{_short(tokens)} tokens"
-    return text + "."
+    return f"{text}.{_near_miss(best, group, target)}"
+
+
+def _near_miss(best: "Sized | None", group: Sequence["Sized"], target: float | None) -> str:
+    """A sentence on the fewest GPUs that miss the target by less than their error bar; "" where there are none."""
+    fewer = [row for row in group if row.plan is not None and (best is None or row.cluster.gpus < best.cluster.gpus)]
+    for row in fewer:
+        missing = 1 - row.tokens_per_s / (target or row.tokens_per_s)
+        if 0 < missing <= row.relative_error:
+            gpus, error = row.cluster.gpus, row.relative_error
+            return f" {gpus} GPUs miss it by {missing:.1%}, less than their error bar of {error:.0%}."
+    return ""
 
 
 def _short(number: float) -> str:
@@ -232,6 +251,7 @@ def _as_data(rows: Sequence["Sized"], target: float | None, tokens: float | None
                 "problem": row.problem or None,
                 "meets_target": row.plan is not None and row.tokens_per_s >= (target or 0.0),
                 "step_time_s": row.plan.predicted.step_time_s if row.plan is not None else None,
+                "step_time_error_s": row.plan.predicted.step_time_error_s if row.plan is not None else None,
                 "tokens_per_s": row.tokens_per_s if row.plan is not None else None,
                 "mfu": row.mfu if row.plan is not None else None,
                 "peak_memory_bytes": row.plan.predicted.peak_memory_bytes if row.plan is not None else None,

@@ -3,13 +3,14 @@
 import argparse
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpplan.commands.terminal.kinds import kind_lines, print_kinds_as_data
 from tpplan.commands.terminal.output import print_lines, print_plan, wrote
 from tpplan.commands.terminal.pins import add_pins, pins_of
-from tpplan.commands.terminal.progress import bars
+from tpplan.commands.terminal.progress import Report, bars
 from tpplan.core.errors import ModelError, PlanError, UsageError
 from tpplan.core.files import unwritable
 from tpplan.core.mesh import MAX_COUNT, MAX_GPUS, meshes
@@ -17,14 +18,14 @@ from tpplan.core.strict_json import MOST
 from tpplan.core.units import GIB, KIB, MIB
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.optimizers import OPTIMIZERS, optimizer_named
-from tpplan.plan.plan import Plan, Precision, Recompute
+from tpplan.plan.plan import Plan, Precision, Recompute, RequestPlan
 from tpplan.search.points.user_model import ModelSpec, load_model_file
 from tpplan.solvers import SOLVERS
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from tpplan.search.alternatives import PlanKind
+    from tpplan.search.alternatives import PlanKind, Problem
 
 #: columns of the longest name of a stage of planning
 STAGE_COLUMNS = 6
@@ -51,16 +52,21 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     )
     parser.set_defaults(run=run)
     parser.add_argument("model", metavar="model.py", help="model.py, model.py:BUILDER or hf:path/config.json")
-    _add_machine(parser.add_argument_group("machine"))
+    add_machine(parser.add_argument_group("machine"))
     add_training(parser.add_argument_group("training"))
-    add_search(parser.add_argument_group("search"))
+    search = parser.add_argument_group("search")
+    add_search(search)
+    search.add_argument(
+        "--top", type=count, default=1, metavar="N", help="also print the best plans of other kinds, N in all"
+    )
     output = parser.add_argument_group("output")
     output.add_argument("-o", "--output", type=Path, metavar="plan.json", help="write the plan here")
     output.add_argument("--top-dir", type=Path, metavar="DIR", help="write the others of --top to DIR/plan-2.json, ...")
     output.add_argument("--json", action="store_true", help="print the plan and what follows from it as JSON")
 
 
-def _add_machine(group: "argparse._ArgumentGroup") -> None:
+def add_machine(group: "argparse._ArgumentGroup") -> None:
+    """Adds the options on the cluster and its machine."""
     group.add_argument(
         "--gpus",
         type=gpu_count,
@@ -119,14 +125,12 @@ def add_training(group: "argparse._ArgumentGroup") -> None:
 
 
 def add_search(group: "argparse._ArgumentGroup") -> None:
+    """Adds the options on the search: pinned degrees and styles, the solver, the proof."""
     group.add_argument("--tp", type=count, metavar="N", help="pin the tensor-parallel degree")
     group.add_argument("--fsdp", type=count, metavar="N", help="pin the degree that FSDP shards over")
     add_pins(group)
     group.add_argument("--solver", choices=[entry.name for entry in SOLVERS], help="default: the first one installed")
     group.add_argument("--time-limit", type=seconds, metavar="S", help="seconds for each ILP; the gap is reported")
-    group.add_argument(
-        "--top", type=count, default=1, metavar="N", help="also print the best plans of other kinds, N in all"
-    )
     group.add_argument("--no-prove", dest="prove", action="store_false", help="skip the check of the applied model")
 
 
@@ -136,10 +140,7 @@ def run(args: argparse.Namespace) -> int:
     if args.top_dir is not None and args.top == 1:
         raise UsageError("--top-dir: expected --top N with N above 1, whose plans it keeps")
     check_output(args.top_dir / "plan-2.json" if args.top_dir is not None else None)
-    profile = load_profile(args.profile)
-    args.gpus_per_node = args.gpus_per_node or min(args.gpus, profile.gpus_per_node)
-    _check_degrees(args)
-    pins_of(args)
+    profile = machine_of(args)
     model = load_model_file(args.model)
     try:
         plan, kinds = _solve(args, model, profile)
@@ -169,32 +170,45 @@ def _files(args: argparse.Namespace, plan: Plan, kinds: "Sequence[PlanKind]") ->
 
 def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile) -> "tuple[Plan, list[PlanKind]]":
     """The best plan, and with --top the best plans of each kind, the best plan first."""
-    from tpplan.search.alternatives import Problem, top
+    from tpplan.search.alternatives import top
+
+    with bars(STAGE_COLUMNS) as progress:
+        problem = problem_of(args, model, profile, progress)
+        plan = _with_request(problem.solve(prove=args.prove), args)
+        kinds = top(problem, args.top, prove=args.prove) if args.top > 1 else []
+        return plan, [replace(kind, plan=_with_request(kind.plan, args)) for kind in kinds]
+
+
+def problem_of(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile, progress: Report) -> "Problem":
+    """The problem that the options of add_machine, add_training and add_search pose."""
+    from tpplan.search.alternatives import Problem
     from tpplan.search.points.options import Cluster
     from tpplan.search.points.trace_cache import Reuse
 
-    with bars(STAGE_COLUMNS) as progress:
-        problem = Problem(
-            build_model=model.build_model,
-            example_inputs=model.example_inputs,
-            cluster=Cluster(gpus=args.gpus, gpus_per_node=args.gpus_per_node, profile=profile),
-            options={
-                "loss": model.loss,
-                "unused_outputs": model.unused_outputs,
-                "tp": args.tp,
-                "fsdp": args.fsdp,
-                "all_gpus": args.all_gpus,
-                "memory_limit_bytes": args.memory_limit,
-                "solver": args.solver,
-                "time_limit_s": args.time_limit,
-                "pins": pins_of(args),
-                "progress": progress,
-                **training_options(args, model),
-            },
-            reuse=Reuse(),
-        )
-        plan = problem.solve(prove=args.prove)
-        return plan, top(problem, args.top, prove=args.prove) if args.top > 1 else []
+    return Problem(
+        build_model=model.build_model,
+        example_inputs=model.example_inputs,
+        cluster=Cluster(gpus=args.gpus, gpus_per_node=args.gpus_per_node, profile=profile),
+        options={
+            "loss": model.loss,
+            "unused_outputs": model.unused_outputs,
+            "tp": args.tp,
+            "fsdp": args.fsdp,
+            "all_gpus": args.all_gpus,
+            "memory_limit_bytes": args.memory_limit,
+            "solver": args.solver,
+            "time_limit_s": args.time_limit,
+            "pins": pins_of(args),
+            "progress": progress,
+            **training_options(args, model),
+        },
+        reuse=Reuse(),
+    )
+
+
+def _with_request(plan: Plan, args: argparse.Namespace) -> Plan:
+    """The plan with the model and the command that it comes from."""
+    return replace(plan, request=RequestPlan(pins=pins_of(args), model=args.model, command=args.command))
 
 
 def training_options(args: argparse.Namespace, model: ModelSpec) -> dict[str, Any]:
@@ -218,6 +232,16 @@ def check_output(path: Path | None) -> None:
     """Raises PlanError where the file cannot be written, before minutes are spent on solving."""
     if path is not None and (problem := unwritable(path)):
         raise PlanError(f"{path}: cannot be written: {problem}")
+
+
+def machine_of(args: argparse.Namespace) -> HardwareProfile:
+    """The profile that the options of add_machine name; fills in GPUs per node. Raises UsageError for unknown pins, and
+    for degrees that leave no mesh, before minutes are spent."""
+    profile = load_profile(args.profile)
+    args.gpus_per_node = args.gpus_per_node or min(args.gpus, profile.gpus_per_node)
+    _check_degrees(args)
+    pins_of(args)
+    return profile
 
 
 def _check_degrees(args: argparse.Namespace) -> None:

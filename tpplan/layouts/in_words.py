@@ -5,6 +5,7 @@ from typing import assert_never
 from tpplan.core.graph import Boundary, ModelGraph, Op
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.decision_space import Decider, Reading
+from tpplan.layouts.rules.attention import FLEX_ATTENTION
 from tpplan.plan.compress_names import pattern_of
 
 
@@ -12,7 +13,7 @@ def in_words(graph: ModelGraph, decider: Decider) -> str:
     """A decision in words: `output of layers.*.attention.q`, `parameter head.weight`, `aten.view.default in head`."""
     match decider:
         case Op():
-            return f"{decider.target} in {_module(graph, decider.module)}"
+            return f"{decider.target} in {_module(graph, decider.module)}{_of_functions(decider)}"
         case Boundary():
             path = "" if decider.path == "output" else f" {decider.path}"
             return f"{decider.direction}{path} of {_module(graph, decider.module)}"
@@ -29,6 +30,14 @@ def placed(graph: ModelGraph, decider: Decider) -> str:
     shapes = ", ".join(str(list(graph.values[name].shape)) for name in names)
     line = graph.lines.get(decider.name)
     return in_words(graph, decider) + (f" (of {shapes})" if shapes else "") + (f", at {line}" if line else "")
+
+
+def _of_functions(op: Op) -> str:
+    """Of a flex_attention: the numbers that its functions or its mask name, so that it is not divided by them."""
+    if op.target != FLEX_ATTENTION:
+        return ""
+    named = [name for name, is_cut in zip(("the batch", "the head"), op.args[5:7], strict=True) if not is_cut]
+    return f", whose functions or mask name {' and '.join(named)}" if named else ""
 
 
 def _module(graph: ModelGraph, module: str) -> str:

@@ -18,6 +18,10 @@ from tpplan.machine.tables import (
     Spread,
 )
 
+_WITH_SPREAD = MatmulTable | AttentionTable | MemoryBoundTable | CollectiveTable
+#: of all points: a profile of which more are noisy is no measurement
+MOST_NOISE = 0.5
+
 
 def warnings(profile: HardwareProfile) -> tuple[str, ...]:
     """The warnings, each a sentence that begins with the path of its key."""
@@ -75,6 +79,12 @@ def _inferred(profile: HardwareProfile) -> Iterator[str]:
     for path, part in _named(profile):
         if part.inferred is not None:
             yield f"{path}: inferred: {part.inferred}"
+
+
+def noisy_share(profile: HardwareProfile) -> float:
+    """The share of the points measured with repeats whose repeats differ too much; 0 where none says so."""
+    spreads = [part.spread for _, part in _named(profile) if isinstance(part, _WITH_SPREAD) and part.spread is not None]
+    return sum(len(own.noisy) for own in spreads) / (sum(len(own.relative) for own in spreads) or 1)
 
 
 def _noisy(profile: HardwareProfile) -> Iterator[str]:

@@ -11,6 +11,7 @@ import datetime
 import difflib
 import hashlib
 import importlib.resources
+import itertools
 import json
 import math
 import os
@@ -23,7 +24,7 @@ from tpplan.core.errors import ProfileError
 from tpplan.core.files import PACKAGE
 from tpplan.core.mesh import GroupShape
 from tpplan.core.strict_json import Text, decode, encode, read_json
-from tpplan.core.units import DTYPE_BYTES
+from tpplan.core.units import DTYPE_BYTES, FLOATING_DTYPES
 from tpplan.machine.interpolate import multilinear
 from tpplan.machine.table_checks import check_unique
 from tpplan.machine.tables import (
@@ -176,6 +177,18 @@ class HardwareProfile:
             return Estimate.zero()
         seconds = found.sharded_s if is_sharded else found.plain_s
         return Estimate(seconds=seconds, error_s=seconds * found.relative_error)
+
+    @property
+    def peak_flop_per_s(self) -> float:
+        """FLOP per second of the fastest matmul that was measured, in a 16-bit dtype where there is one; what an MFU
+        is relative to."""
+        tables = [table for table in self.matmuls if table.dtype in FLOATING_DTYPES]
+        halves = [table for table in tables if table.dtype in ("bfloat16", "float16")]
+        return max(
+            2 * math.prod(sizes) / seconds
+            for table in (halves or tables)
+            for sizes, seconds in zip(itertools.product(*table.grids), table.time_s, strict=True)
+        )
 
     def matmul(self, *, m: int, n: int, k: int, batch: int = 1, dtype: str) -> Estimate:
         """Batched (m, k) @ (k, n): T = max(L + (T_c - L) f, M), never decreasing in any size.

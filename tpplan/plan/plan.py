@@ -43,6 +43,7 @@ from tpplan.plan.sections import (
     ProofReport,
     ProofStatus,
     Recompute,
+    RequestPlan,
     SizePlan,
     SolverReport,
     WorkKind,
@@ -75,6 +76,7 @@ __all__ = [
     "ProofReport",
     "ProofStatus",
     "Recompute",
+    "RequestPlan",
     "SizePlan",
     "SolverReport",
     "WorkKind",
@@ -103,7 +105,7 @@ class Plan:
     are modules that run whole. `outputs` are the model's outputs that are returned sharded, by path. `untouched` is the
     reason why parameters must stay plain tensors: each rank then has all of them, and gradients are averaged over
     data-parallel ranks. `tp_shares` say what tensor parallelism divides; absent where tp is 1. `notes` tell the reader
-    how the plan was made: changes to the request, and costs that are guesses.
+    how the plan was made: changes to the request, and costs that are guesses. `request` is what was asked for.
     """
 
     schema_version: Count
@@ -134,6 +136,7 @@ class Plan:
     untouched: str | None = None
     tp_shares: TpShares | None = None
     notes: tuple[str, ...] | None = None
+    request: RequestPlan | None = None
 
     @property
     def mesh(self) -> Mesh:

@@ -15,7 +15,7 @@ from tpplan.core.files import format_json
 from tpplan.plan.plan import Plan, ProofReport, ProofStatus
 
 #: sections that describe costs and the search, and that neither applying nor proving a plan reads
-SAID = frozenset({"cluster", "predicted", "solver", "unruled_ops", "tp_shares", "notes"})
+SAID = frozenset({"cluster", "predicted", "solver", "unruled_ops", "tp_shares", "notes", "request"})
 MEND = "`tpplan verify plan.json model.py -o plan.json` (tpplan.prove_plan in Python) proves it and writes it anew"
 
 

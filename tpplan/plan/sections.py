@@ -112,6 +112,16 @@ class ClusterPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestPlan:
+    """What was asked for: the model as named on the command line, the command, and the pins; model and command are
+    absent where the plan was made from Python."""
+
+    pins: Mapping[str, str]
+    model: str | None = None
+    command: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPlan:
     """Degrees of the mesh; ranks are numbered with tp innermost."""
 
@@ -184,9 +194,10 @@ ATTRIBUTE = "self."
 class SizePlan:
     """A size in a module's code, `written`, and the size that one rank needs in its place, `local`.
 
-    With `call` "self.NAME" the size is this attribute of the module, which its forward reads as `local`. Else `call` is
-    view (reshape too), unflatten, expand, repeat_interleave, split, slice, narrow, new (zeros, new_empty and the like),
-    or groups (of a convolution). The call has `count` sizes, of which `position` counts from 0. A sliced or narrowed
+    With `call` "self.NAME" the size is this attribute of the module, which its forward reads as `local`; a path such as
+    self.config.heads or self.axes[0][1] leads inside plain data that other modules may share. Else `call` is view
+    (reshape too), unflatten, expand, repeat_interleave, split, slice, narrow, new (zeros, new_empty and the like), or
+    groups (of a convolution). The call has `count` sizes, of which `position` counts from 0. A sliced or narrowed
     tensor has `count` dims; `position` is twice the dim for a start, and one more for an end or a length. `of` is the
     local shape of the tensor in the call, with 0 where any size matches, so that a call on another tensor with an equal
     number is left alone. With `dims`, the size is the product of these dims of the tensor, and of `times`, at every
@@ -232,7 +243,8 @@ class Prediction:
 
     memory_bytes are the parts of the peak, which occurs in the pass `peak_during` while an op of the module
     `peak_module` runs ("<root>" is the model itself). slack_bytes are added for the framework and its allocator, from
-    the profile. The limit applies to peak and slack together.
+    the profile. The limit applies to peak and slack together. model_flop are the FLOP of a step's matmuls and attention
+    without recomputation, on all ranks together; peak_flop_per_s those of a GPU in the profile's fastest matmul.
     """
 
     step_time_s: Amount
@@ -245,6 +257,8 @@ class Prediction:
     memory_bytes: Mapping[str, Amount]
     peak_during: Pass
     peak_module: str
+    model_flop: Amount | None = None
+    peak_flop_per_s: Amount | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,11 @@
 
 Replacing numbers in calls is not enough where code computes with them: in `x.view(b, -1, self.heads, x.shape[-1] //
 self.heads)` of a slice the last size is wrong too. Then the attribute itself is replaced. Which attributes are sizes is
-guessed from their values, and the proof tells whether the guess was right.
+guessed from their values, and the proof tells whether the guess was right. They may stand inside an attribute
+(`self.config.heads`, `self.axes[0][1]`), whose other integers are none.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -14,7 +15,12 @@ from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.rules import takes_sizes
 from tpplan.plan.plan import ATTRIBUTE, SizePlan
 from tpplan.prove.compare import Counterexample
+from tpplan.trace.hooks.nested_integers import integers_within, path_text
 
+#: steps inside an attribute at which sizes are looked for
+MOST_DEEP = 3
+#: attributes that every module has
+_OF_TORCH = frozenset(vars(nn.Module()))
 #: module name -> sizes to replace in the module's forward
 Written = dict[str, tuple[SizePlan, ...]]
 
@@ -22,8 +28,7 @@ Written = dict[str, tuple[SizePlan, ...]]
 def with_attributes_of(assignment: Assignment, model: nn.Module, problem: Counterexample, written: Written) -> Written:
     """The sizes `written` so far, with attributes in place of all else for modules of the class whose code differs.
 
-    First those that are sizes of sharded dims that views make; if these do not suffice, also those of any sharded dim
-    that the code sees. Unchanged where there are none, or none are left.
+    The next choice of _choices after those that `written` has. Unchanged where there are none, or none are left.
     """
     node = problem.node
     if node is None or node.module == LOSS_SCOPE:
@@ -33,21 +38,34 @@ def with_attributes_of(assignment: Assignment, model: nn.Module, problem: Counte
     found = dict(written)
     for name in (name for name in names if type(model.get_submodule(name)) is cls):
         known = frozenset(size for size in written.get(name, ()) if size.call.startswith(ATTRIBUTE))
-        of_views, of_all = (frozenset(_attributes(assignment, model, name, all_dims)) for all_dims in (False, True))
-        chosen = next((own for own in (of_views, of_all) if known < own), known)
+        chosen = _next_after(known, _choices(assignment, model.get_submodule(name), name))
         if chosen != known:
             found[name] = tuple(sorted(chosen, key=lambda size: size.call))
     return found
 
 
-def _attributes(assignment: Assignment, model: nn.Module, module: str, all_dims: bool) -> Iterator[SizePlan]:
-    """Yields the module's integers that are the whole size of a dim which is sharded in its code."""
-    sizes = set(_sharded_sizes(assignment, module, all_dims))
-    for attribute, value in vars(model.get_submodule(module)).items():
-        if type(value) is int and value in sizes and value % assignment.tp == 0:
-            yield SizePlan(
-                call=ATTRIBUTE + attribute, of=(), count=1, position=0, written=value, local=value // assignment.tp
-            )
+def _choices(assignment: Assignment, module: nn.Module, name: str) -> Iterator[frozenset[SizePlan]]:
+    """Yields the sets of attributes to try, in this order: those that are sizes of dims that views make; those of any
+    dim; those of views with integers inside attributes, ever deeper."""
+    of_views, of_all = (frozenset(_sharded_sizes(assignment, name, all_dims)) for all_dims in (False, True))
+    for sizes, depth in ((of_views, 0), (of_all, 0), *((of_views, depth) for depth in range(1, MOST_DEEP + 1))):
+        yield frozenset(_attributes(module, sizes, depth, assignment.tp))
+
+
+def _next_after(known: frozenset[SizePlan], choices: Iterable[frozenset[SizePlan]]) -> frozenset[SizePlan]:
+    """The first choice of any size that is not `known`; of different choices that after `known`, else `known`."""
+    different = [*dict.fromkeys(choice for choice in choices if choice)]
+    place = different.index(known) + 1 if known in different else 0
+    return different[place] if place < len(different) else known
+
+
+def _attributes(module: nn.Module, sizes: frozenset[int], depth: int, tp: int) -> Iterator[SizePlan]:
+    """Yields the module's integers, in attributes or at most `depth` steps inside them, that are such a size."""
+    for attribute, value in vars(module).items():
+        for path, number in () if attribute in _OF_TORCH else integers_within(value, ((attribute, False),), depth):
+            if number in sizes and number % tp == 0:
+                call = ATTRIBUTE + path_text(path)
+                yield SizePlan(call=call, of=(), count=1, position=0, written=number, local=number // tp)
 
 
 def _sharded_sizes(assignment: Assignment, module: str, all_dims: bool) -> Iterator[int]:

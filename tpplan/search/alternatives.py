@@ -255,21 +255,3 @@ def _solved(problem: Problem, mesh: Mesh, without: frozenset[Style], *, prove: b
         trace.graph for trace in problem.reuse.traces.values() if trace.graph.fingerprint == plan.fingerprints.graph
     )
     return PlanKind(plan=plan, styles=styles_of(graph, plan))
-
-
-# Differences
-
-
-def time_differences(plan: Plan, other: Plan) -> list[tuple[str, float, float]]:
-    """(part of the step, seconds in the plan, seconds in the other), the largest difference first."""
-    return _differences(plan.predicted.time_s, other.predicted.time_s)
-
-
-def memory_differences(plan: Plan, other: Plan) -> list[tuple[str, float, float]]:
-    """(part of the peak, bytes in the plan, bytes in the other), the largest difference first."""
-    return _differences(plan.predicted.memory_bytes, other.predicted.memory_bytes)
-
-
-def _differences(ours: Mapping[str, float], theirs: Mapping[str, float]) -> list[tuple[str, float, float]]:
-    rows = [(name, ours.get(name, 0.0), theirs.get(name, 0.0)) for name in {**ours, **theirs}]
-    return sorted((row for row in rows if row[1] or row[2]), key=lambda row: (-abs(row[2] - row[1]), row[0]))

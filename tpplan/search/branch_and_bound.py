@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 #: counterexamples before giving up; each forbids some of finitely many choices
 MAX_ROUNDS = 50
+#: what progress counts of a proof: the planned shapes, reasons of what is whole, other batches and lengths (as long as
+#: two of these)
+_PROOF_PARTS = 4
 #: relative difference of prices that rounding explains
 SAME = 1e-6
 #: reasons why points are not solved, as the plan's certificate counts them
@@ -121,14 +124,17 @@ def search(solver: PointSolver, points: list[Point], unsearched: tuple[str, ...]
         if not prove:
             plan = plan_of(solver, assignment, priced, micro_batch, certificate, ProofStatus.UNPROVEN, rounds)
             return with_reasons(plan, solver, best, traced, priced)
-        solver.request.report("prove", rounds - 1, rounds)
+        solver.request.report("prove", 0, _PROOF_PARTS)
         plan = plan_of(solver, assignment, priced, micro_batch, certificate, ProofStatus.PROVEN, rounds)
         checked = put_to_proof(solver, traced, plan, assignment)
         if isinstance(checked, Plan):
-            solver.request.report("prove", rounds, rounds)
+            solver.request.report("prove", 1, _PROOF_PARTS)
             settled = replace(checked, solver=_without_guesses(solver, points, certificate))
             settled = with_reasons(settled, solver, best, traced, priced)
-            return as_proven(with_other_shapes(solver.traces, settled, traced))
+            solver.request.report("prove", 2, _PROOF_PARTS)
+            proven = as_proven(with_other_shapes(solver.traces, settled, traced))
+            solver.request.report("prove", _PROOF_PARTS, _PROOF_PARTS)
+            return proven
         if (culprit := culprit_of(checked)) is not None:
             solver.run_whole(culprit, checked.message)
             points, known = applicable(points, solver.request, solver.traces), _Progress()

@@ -1,6 +1,6 @@
 """Builds the Plan of an assignment, with its price and the search's certificate."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypedDict
@@ -10,8 +10,10 @@ import torch
 from tpplan.core.graph import LEFT_AT, ModelGraph
 from tpplan.core.layout import Layout, R
 from tpplan.core.name_patterns import ROOT
+from tpplan.core.units import format_bytes
 from tpplan.costs.step.step_time import Priced
 from tpplan.layouts.assignment import Assignment
+from tpplan.layouts.decision_space import passing_outputs
 from tpplan.layouts.plan_sections import (
     boundary_plans,
     drawing_modules,
@@ -37,6 +39,7 @@ from tpplan.plan.plan import (
     ProofReport,
     ProofStatus,
     Recompute,
+    RequestPlan,
     SizePlan,
     SolverReport,
 )
@@ -61,7 +64,7 @@ def plan_of(
 ) -> Plan:
     """The plan of an assignment with its price and the search's certificate."""
     mesh, traced, request = assignment.mesh, solver.traces.traced(micro_batch), solver.request
-    graph = traced.graph
+    graph, unused = traced.graph, request.unused_outputs
     parameters = parameter_plans(assignment)
     rows = {name: (plan.shape, plan.trainable) for label, plan in parameters.items() for name in (label, *plan.aliases)}
     return Plan(
@@ -106,21 +109,66 @@ def plan_of(
         opaque=_opaque_plans(traced, priced.opaque_seconds) or None,
         untouched=traced.opaques.untouched or None,
         tp_shares=tp_shares(assignment, solver.traces.reuse.executor, priced.op_seconds),
-        notes=(*traced.notes, *_left_whole(assignment), *priced.guesses) or None,
+        notes=(
+            *traced.notes,
+            *_left_whole(assignment),
+            *_left_divided(assignment, unused),
+            *_returned_whole(assignment, unused),
+            *priced.guesses,
+        )
+        or None,
+        request=RequestPlan(pins={pin.pattern: pin.style_text for pin in request.pins}),
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _left_whole(assignment: Assignment) -> Iterator[str]:
     """Yields a note on tensors that the forward leaves on modules and that stay whole."""
     left = [
-        path for path, value in assignment.graph.outputs if path.startswith(LEFT_AT) and assignment.layout(value) == R
+        path.removeprefix(LEFT_AT)
+        for path, value in assignment.graph.outputs
+        if path.startswith(LEFT_AT) and assignment.layout(value) == R
     ]
     if left:
-        shown = ", ".join(path.removeprefix(LEFT_AT) for path in left[:_SHOWN])
-        more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
         yield (
-            f"tensors that the forward leaves at {shown}{more} stay whole, as outputs do; where nobody reads one with "
-            "its gradient, name it in unused_outputs or detach it, so that it may be sharded"
+            f"tensors that the forward leaves at {_listed(left)} stay whole, as outputs do; where nobody reads one "
+            "with its gradient, name it in unused_outputs or detach it, so that it may be sharded"
+        )
+
+
+def _returned_whole(assignment: Assignment, unused: Collection[str]) -> Iterator[str]:
+    """Yields a note on tensors that the model returns beside its loss, and that every tp rank therefore has whole."""
+    graph = assignment.graph
+    found = {
+        boundary.path.removeprefix("output").removeprefix(".") or "the output": graph.values[boundary.result]
+        for boundary in graph.boundaries
+        if boundary.leaves_model
+        and not graph.consumers.get(boundary.result)
+        and assignment.layout(boundary.result) == R
+    }
+    whole = {path: value for path, value in found.items() if path not in unused and value.num_elements > 1}
+    if assignment.tp == 1 or not whole:
+        return
+    size = format_bytes(sum(value.num_bytes for value in whole.values()))
+    yield (
+        f"the model returns {_listed(list(whole))}: {size} for a micro-batch, whole on every rank, so that what makes "
+        "them is gathered or not divided at all; where training reads none of them, name them in unused_outputs, or "
+        "return them no longer (a cache: use_cache=False)"
+    )
+
+
+def _left_divided(assignment: Assignment, unused: frozenset[str]) -> Iterator[str]:
+    """Yields a note on outputs in passing that stay divided, unless they were declared unused."""
+    found = passing_outputs(assignment.graph).items()
+    divided = [path for path, value in found if path not in unused and assignment.layout(value) != R]
+    if divided:
+        yield (
+            f"the outputs {_listed(divided)}, which the loss does not read, stay divided: forward returns them as "
+            "DTensors, whose full_tensor() is the whole"
         )
 
 

@@ -1,7 +1,7 @@
 """Fake tensors: tensors without memory that report any device, and sizes that data decides."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -39,11 +39,22 @@ def flex_attention_anywhere() -> Iterator[None]:
     if check is None:  # a release that checks elsewhere, for which the probe fails
         yield
         return
-    flex._validate_device = lambda *_: None
-    try:
+    with patch.object(flex, "_validate_device", lambda *_: None):
         yield
-    finally:
-        flex._validate_device = check
+
+
+@contextlib.contextmanager
+def flex_masks_by(create: Callable[..., Tensor]) -> Iterator[None]:
+    """Makes create_block_mask take the mask that create(function, B, H, T, J, device) gives, and blocks that it lists
+    for the backward have sizes and dtypes, without values."""
+
+    def dense(counts: Tensor, columns: Tensor, num_columns: int | None = None) -> Tensor:
+        """Stands for _ordered_to_dense, which runs under torch.vmap: counts [..., M], columns [..., M, N]."""
+        found = columns.sum(-1, keepdim=True, dtype=torch.int32) + counts.unsqueeze(-1)
+        return found.expand(*found.shape[:-1], num_columns or columns.shape[-1]).contiguous()
+
+    with patch.multiple(flex, create_mask=create, _ordered_to_dense=dense):
+        yield
 
 
 # ---- probes
@@ -84,8 +95,8 @@ PROBES = (
     ),
     Probe(
         name="flex_attention on fake tensors",
-        uses="torch.nn.attention.flex_attention._validate_device, replaced",
+        uses="torch.nn.attention.flex_attention._validate_device, create_mask, _ordered_to_dense, replaced",
         needed_for="models with flex_attention",
-        works=lambda: "_validate_device" in vars(flex),
+        works=lambda: {"_validate_device", "create_mask", "_ordered_to_dense"} <= vars(flex).keys(),
     ),
 )

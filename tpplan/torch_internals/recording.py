@@ -5,10 +5,12 @@ called them. torch.export does so too, but code may take other branches under it
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.attention.flex_attention as flex
 from torch import Tensor
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (
@@ -33,6 +35,8 @@ _TRACERS = (TorchFunctionMetadataMode, PreDispatchTorchFunctionMode)
 HIGHER_ORDER_OPS = "torch._higher_order_ops."
 #: the one of these functions that torch.cond uses
 COND = "_cond_op_wrapper"
+#: the function of torch.nn.attention.flex_attention that torch compiles
+FLEX = "_flex_attention_hop_wrapper"
 #: torch's function that describes each result a second time, as meta["tensor_meta"]
 DESCRIBE = "_extract_tensor_metadata"
 
@@ -40,10 +44,19 @@ DESCRIBE = "_extract_tensor_metadata"
 def recorded(run: Callable[..., Any], tensors: Sequence[Tensor]) -> torch.fx.GraphModule:
     """The graph of run(*tensors): every op, before autograd takes it apart, its results as meta["val"].
 
-    Where `run` raises, unfinished checkpoints are ended (checkpoints.unfinished_ended).
+    Functions that code has compiled run as they are written. Where `run` raises, unfinished checkpoints are ended
+    (checkpoints.unfinished_ended).
     """
-    with unfinished_ended():
+    with unfinished_ended(), _compiled_as_written():
         return make_fx(run, pre_dispatch=True)(*tensors)
+
+
+def _compiled_as_written() -> contextlib.AbstractContextManager[object]:
+    compiler = sys.modules.get("torch._dynamo")  # importing it takes a second, which only compiled code is worth
+    if compiler is None:
+        return contextlib.nullcontext()
+    found: contextlib.AbstractContextManager[object] = compiler.config.patch(error_on_nested_fx_trace=False)
+    return found
 
 
 def recorder() -> Any:
@@ -155,6 +168,8 @@ def higher_order_ops_by(call: Callable[[str], Callable[..., Any]]) -> Iterator[N
 
     def opened(model: Any = None, **options: Any) -> Any:
         home = getattr(model, "__module__", "")
+        if getattr(model, "__name__", "") == FLEX:
+            return call("flex_attention")
         if not home.startswith(HIGHER_ORDER_OPS):
             return compile_(model, **options)
         return call("cond" if model.__name__ == COND else home.removeprefix(HIGHER_ORDER_OPS))
@@ -241,6 +256,25 @@ def _cond() -> bool:
     return seen == ["cond"] and torch.equal(found, x.sin())
 
 
+def _compiled() -> bool:
+    compiled = torch.compile(torch.sin, backend="eager")
+    graph = recorded(compiled, (torch.empty(2, device="meta"),)).graph
+    return "aten.sin.default" in [str(node.target) for node in graph.nodes]
+
+
+def _flex() -> bool:
+    seen: list[str] = []
+
+    def call(name: str) -> Callable[..., Any]:
+        seen.append(name)
+        return lambda query, *_: (query, query, query)
+
+    x = torch.ones(1, 1, 2, 2)
+    with higher_order_ops_by(call):
+        found = flex.flex_attention(x, x, x)
+    return seen == ["flex_attention"] and found is x
+
+
 def _modes_off() -> bool:
     class Loud(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, *_: Any, **__: Any) -> Any:
@@ -276,6 +310,18 @@ PROBES = (
         uses=f"torch.compile as {HIGHER_ORDER_OPS}cond calls it, replaced",
         needed_for="models with torch.cond",
         works=_cond,
+    ),
+    Probe(
+        name="recording compiled functions",
+        uses="torch._dynamo.config.error_on_nested_fx_trace",
+        needed_for="models with functions that torch.compile compiles",
+        works=_compiled,
+    ),
+    Probe(
+        name="flex_attention as one operator",
+        uses=f"torch.compile as torch.nn.attention.flex_attention calls it for {FLEX}, replaced",
+        needed_for="models with flex_attention",
+        works=_flex,
     ),
     Probe(
         name="switching modes off",

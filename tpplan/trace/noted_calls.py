@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.recording import is_function_mode_on, without_function_mode
+from tpplan.torch_internals.tensors import is_of_functorch
 from tpplan.trace.answers.concrete_values import DESCRIPTIONS, QUESTIONS
 from tpplan.trace.answers.own_failure import is_layer
 from tpplan.trace.answers.planned_device import is_foreign, is_ours
@@ -53,6 +54,8 @@ _BETWEEN = frozenset(
     str(Path(torch.__file__).parent / file)
     for file in ("overrides.py", "_tensor.py", "functional.py", "autograd/grad_mode.py", "utils/_contextlib.py")
 )
+#: the file of torch's that calls compiled functions
+_COMPILED = str(Path(torch.__file__).parent / "_dynamo/eval_frame.py")
 #: functions that are not noted: those that are replaced, and those that compute nothing
 _UNNOTED = _REPLACED | QUESTIONS | DESCRIPTIONS | {""}
 #: device types that code may name
@@ -90,10 +93,12 @@ class CallNotes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # the call that compiles, such as flex_attention, is the code's own
+            return func(*args, **kwargs)
         calls = self._running[-1] if self._running else None
         if calls is not None and not is_own_code_running():
             name = _name(func, args)
-            if name not in _UNNOTED and _is_code_of_modules():
+            if name not in _UNNOTED and _is_code_of_modules() and not _is_inside_vmap(args):
                 calls.append(_title(name, args, kwargs))
         return func(*args, **kwargs)
 
@@ -170,12 +175,28 @@ class CallNotes(TorchFunctionMode):
             self.found.setdefault(name, set()).add(tuple(calls))
 
 
+def _is_inside_vmap(args: Any) -> bool:
+    """True for a call in a function that torch.vmap runs, such as a mask's of flex_attention, which a trace follows
+    apart."""
+    return any(isinstance(leaf, torch.Tensor) and is_of_functorch(leaf) for leaf in pytree.tree_leaves(args))
+
+
 def _is_code_of_modules() -> bool:
     """True where code of modules made the call; frames of modes and of tpplan on the way are skipped."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and _is_on_the_way(frame.f_code.co_name, frame.f_code.co_filename):
         frame = frame.f_back
-    return frame is not None and (is_foreign(frame.f_code.co_filename) or is_layer(frame.f_code.co_filename))
+    file = frame.f_code.co_filename if frame is not None else ""
+    return (is_foreign(file) or is_layer(file)) and frame is not None and not _is_in_compiled_code(frame)
+
+
+def _is_in_compiled_code(frame: FrameType | None) -> bool:
+    """True in a function that the module's code has compiled: a trace runs it as it is written, training does not."""
+    while frame is not None and frame.f_code.co_filename != __file__:
+        if frame.f_code.co_filename == _COMPILED:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_on_the_way(function: str, file: str) -> bool:

@@ -27,7 +27,7 @@ from tpplan.torch_internals.operators import is_op, meta_kernels
 from tpplan.torch_internals.recording import dispatched_plainly, recorded, recorder, results_kept_by
 from tpplan.torch_internals.tensors import local_part, plain_calls
 from tpplan.trace.answers.concrete_values import ConcreteValues, Question
-from tpplan.trace.answers.cond import both_cond_branches_run
+from tpplan.trace.answers.cond import higher_order_ops_traced
 from tpplan.trace.answers.data_dependent_sizes import Counts, counting_by
 from tpplan.trace.answers.planned_device import is_foreign, line_of, machine_as_planned
 from tpplan.trace.answers.saved_tensor_hooks import check_saved_hooks
@@ -159,7 +159,7 @@ def _nothing_hidden(calling: CallNotes | None) -> Iterator[None]:
     chosen = calling.choose if calling is not None else lambda: None
     with (
         _functions_marked_whole(),
-        both_cond_branches_run(chosen),
+        higher_order_ops_traced(chosen),
         saved_hooks_seen_by(check_saved_hooks),
         is_optimized,
     ):

@@ -122,7 +122,8 @@ class Reducer:
     def reading_backward(self, slot: Slot | None, gradient: Tensor, read: Any) -> Tensor:
         """Returns the gradient to accumulate for one read, and queues the reduction at the end of the backward.
 
-        `gradient` is the read's gradient, `read` its autograd node; `slot` is None where the gradient is no summand.
+        `gradient` is the read's gradient; `read` its autograd node, None in a compiled backward; `slot` is None where
+        the gradient is no summand.
         """
         running = running_backward()
         if slot is not None:
@@ -137,9 +138,8 @@ class Reducer:
 
         Where the slot already holds summands, the sum is divided by t, so that the later reduction restores it.
         """
-        is_traced = torch.compiler.is_compiling()
-        is_returned = not is_traced and _is_returned(read)
-        if is_returned or (not is_traced and slot.is_watched_by_others(self.group.size)):
+        is_returned = read is not None and _is_returned(read)
+        if is_returned or slot.is_watched_by_others(self.group.size):
             slot.at_once = running
             total = all_reduce(summand, "sum", self.group)
             return total / self.group.size if slot.has_partial_gradient and not is_returned else total
@@ -148,8 +148,7 @@ class Reducer:
             if reduced is not None:
                 reduced.div_(self.group.size)
             slot.has_partial_gradient = True
-        if not is_traced:
-            slot.arrived.setdefault(running, []).append(summand)
+        slot.arrived.setdefault(running, []).append(summand)
         return summand
 
     def _after_other_callbacks(self) -> None:

@@ -120,8 +120,9 @@ class Argument:
     crossings: Mapping[str, BoundaryConversion]
 
 
-#: (tensor, converted) of a call's arguments, by the tensor's id and its conversion
-Converted = dict[tuple[int, Conversion], tuple[Tensor, Tensor]]
+#: (tensor, conversion, converted) of a call's arguments. No dict by the tensor's id: torch.compile would compile anew
+#: for each tensor
+Converted = list[tuple[Tensor, Conversion, Tensor]]
 
 
 @final
@@ -141,6 +142,13 @@ class ModuleBinding:
     whole: Mapping[str, ParameterReads] | None = None
     #: True where ids become rows here, and a module around this one converts the looked-up rows
     hands_rows_on: bool = False
+    #: converters of the parameters that the module reads itself, by their names in it. Code that torch.compile traces
+    #: looks up no names that differ between like layers: it would be compiled anew for each
+    own_reads: Mapping[str, Converter | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        name = self.names[0]
+        self.own_reads = {own: reads.converters[name] for own, reads in self.reads.items() if name in reads.converters}
 
     @property
     def name(self) -> str:
@@ -154,7 +162,10 @@ class ModuleBinding:
             return parameter
         frames = self.shared.frames
         if frames:
-            return reads.local(parameter, frames[-1].site.names)
+            site = frames[-1].site
+            if site is self and name in self.own_reads:
+                return reads.converted(parameter, self.own_reads[name])
+            return reads.local(parameter, site.names)
         # A checkpointed function, rather than a checkpointed module, is recomputed with no forward running.
         if torch.is_grad_enabled() and running_backward() != NO_BACKWARD:
             return reads.local(parameter, self.names)
@@ -175,7 +186,7 @@ class ModuleBinding:
     def convert_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments with planned inputs converted; a tensor that is given several times is converted once.
         Raises PlanMismatchError where one is not passed."""
-        known: Converted = {}
+        known: Converted = []
         for argument in self.arguments:
             if argument.name in kwargs:
                 value = self._convert(argument.name, kwargs[argument.name], argument.crossings, known)
@@ -228,10 +239,11 @@ class ModuleBinding:
         """The converted tensor, the same one for each argument of a call that is the same tensor."""
         if known is None:
             return self._converted(crossing, tensor)
-        key = id(tensor), crossing.conversion
-        if key not in known:
-            known[key] = tensor, self._converted(crossing, tensor)
-        return known[key][1]
+        for other, conversion, converted in known:
+            if other is tensor and conversion == crossing.conversion:
+                return converted
+        known.append((tensor, crossing.conversion, self._converted(crossing, tensor)))
+        return known[-1][2]
 
     def _converted(self, crossing: BoundaryConversion, tensor: Tensor) -> Tensor:
         if tensor.dtype != crossing.dtype and not self.shared.has_warned:

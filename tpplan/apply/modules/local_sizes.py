@@ -3,7 +3,8 @@
 Examples: `x.view(b, t, self.num_heads, d)` where x holds a slice of the heads, or a view of a gathered tensor that
 takes its length from a slice.
 
-A planned size that is an attribute of the module (`self.num_heads`) is read as its local size by the module's forward.
+A planned size that is an attribute of the module, or stands in one (`self.num_heads`, `self.config.heads[0]`), is read
+as its local size by the module's forward.
 
 A planned size of one number (SizePlan.local) is replaced where the call's tensor has the planned shape and the code
 gives the planned number; other calls are left alone, so sizes that the code computes from `x.shape` pass. But a call
@@ -14,8 +15,7 @@ may give that size itself, or the planned multiple of it (the size in another la
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from tpplan.core.errors import PlanMismatchError
 from tpplan.core.name_patterns import ROOT
 from tpplan.plan.plan import ATTRIBUTE, SizePlan
+from tpplan.trace.hooks.nested_integers import parse_path, value_at
 
 _VIEW, _EXPAND = (Tensor.view, Tensor.reshape, torch.reshape), (Tensor.expand, torch.Tensor.broadcast_to)
 _UNFLATTEN = (Tensor.unflatten, torch.unflatten)
@@ -54,33 +55,33 @@ _NAMES = ("size", "sizes", "shape", "split_size", "split_size_or_sections", "spl
 
 @dataclass(frozen=True)
 class LocalSizes:
-    """A rewriter of a module's calls that replaces each planned size."""
+    """A rewriter of a module's calls that replaces each planned size.
+
+    `table` has planned sizes of one number, by the size in the code too; `by_dims` those that are products of the
+    tensor's dims. torch.compile traces no functools.cached_property, which has a lock.
+    """
 
     sizes: tuple[SizePlan, ...]
+    table: Mapping[tuple[str, int, int, int], list[SizePlan]] = field(init=False, compare=False, repr=False)
+    by_dims: Mapping[tuple[str, int, int], list[SizePlan]] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        table: dict[tuple[str, int, int, int], list[SizePlan]] = {}
+        by_dims: dict[tuple[str, int, int], list[SizePlan]] = {}
+        for size in self.sizes:
+            place = size.call, size.count, size.position
+            if size.dims is None:
+                table.setdefault((*place, size.written), []).append(size)
+            else:
+                by_dims.setdefault(place, []).append(size)
+        object.__setattr__(self, "table", table)
+        object.__setattr__(self, "by_dims", by_dims)
 
     @property
     def attributes(self) -> Mapping[str, tuple[int, int]]:
-        """Attribute of the module -> what it is, and what the module's code is to read."""
+        """Path of an integer in the module's attributes -> what it is, and what the module's code is to read."""
         sizes = (size for size in self.sizes if size.call.startswith(ATTRIBUTE))
         return {size.call.removeprefix(ATTRIBUTE): (size.written, size.local) for size in sizes}
-
-    @cached_property
-    def table(self) -> dict[tuple[str, int, int, int], list[SizePlan]]:
-        """Planned sizes of one number, by kind of call, number of sizes, position and the size in the code."""
-        found: dict[tuple[str, int, int, int], list[SizePlan]] = {}
-        for size in self.sizes:
-            if size.dims is None:
-                found.setdefault((size.call, size.count, size.position, size.written), []).append(size)
-        return found
-
-    @cached_property
-    def by_dims(self) -> dict[tuple[str, int, int], list[SizePlan]]:
-        """Planned sizes that are products of the tensor's dims, by kind of call, number of sizes and position."""
-        found: dict[tuple[str, int, int], list[SizePlan]] = {}
-        for size in self.sizes:
-            if size.dims is not None:
-                found.setdefault((size.call, size.count, size.position), []).append(size)
-        return found
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
         place = _TAKES.get(func)
@@ -135,6 +136,8 @@ class LocalSizes:
         planned one in scale only.
         """
         shape = x.shape if isinstance(x, Tensor) else torch.Size()
+        if isinstance(size, torch.SymInt):
+            size = int(size)  # torch.compile holds the code to this number
         for own in self.by_dims.get((call, count, position), ()) if type(size) is int and size != -1 else ():
             if _is_shape(shape, own.of):
                 return _by_dims(call, x, own, size)
@@ -152,11 +155,19 @@ class LocalSizes:
         return local
 
 
+def is_inside_an_attribute(size: SizePlan) -> bool:
+    """True for a planned size that stands inside an attribute of the module, such as self.config.heads."""
+    return size.call.startswith(ATTRIBUTE) and len(parse_path(size.call.removeprefix(ATTRIBUTE))) > 1
+
+
 def check_attributes(module: nn.Module, name: str, sizes: Iterable[SizePlan]) -> None:
     """Raises PlanMismatchError where a planned attribute is not the planned integer of the module."""
     for size in sizes:
-        value = vars(module).get(size.call.removeprefix(ATTRIBUTE))
-        if size.call.startswith(ATTRIBUTE) and (type(value) is not int or value != size.written):
+        if not size.call.startswith(ATTRIBUTE):
+            continue
+        path = parse_path(size.call.removeprefix(ATTRIBUTE))
+        value = value_at(vars(module).get(str(path[0][0])), path[1:]) if path else None
+        if type(value) is not int or value != size.written:
             raise PlanMismatchError(
                 f"module {name or ROOT}: the plan was made for {size.call} = {size.written}, and here it is {value!r}: "
                 "solve again for this model"

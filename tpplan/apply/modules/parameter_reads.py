@@ -6,6 +6,8 @@ slice of a parameter that rests whole: its gradient on a rank is then a summand,
 part by part: S(0) -> S(0; q, k, v). A weight that is read in fewer slices than ranks rests whole: R* -> S(0)/m.
 """
 
+import itertools
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -38,11 +40,13 @@ def placement_of(layout: Layout, *, path: str) -> Placement:
 
 
 @final
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class ParameterReads:
     """How modules read one parameter: layout and converter by the reading module's name.
 
     `default` is the entry for modules that the plan does not list; None where the listed ones read it differently.
+    `number` [] is unique in this process: a compiled backward names the reads by it. A tensor is an input of compiled
+    code, which so serves like layers, where a number would be a constant in it.
     """
 
     name: str
@@ -56,10 +60,23 @@ class ParameterReads:
     averager: Averager | None = None
     dtype: torch.dtype | None = None
     default: str | None = field(init=False)
+    number: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         agree = len(set(self.layouts.values())) == 1
         self.default = next(iter(self.layouts)) if agree else None
+        self._register()
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        """Restores a copy, under a number of its own."""
+        for name, value in state[1].items():
+            setattr(self, name, value)
+        self._register()
+
+    def _register(self) -> None:
+        number = next(_NUMBERS)
+        self.number = torch.tensor(number, device="cpu")
+        _BY_NUMBER[number] = self
 
     def _listed(self, readers: tuple[str, ...]) -> str | None:
         """Returns the name under which the plan lists the reading module, which may have several; else the default."""
@@ -69,8 +86,8 @@ class ParameterReads:
     def local(self, parameter: nn.Parameter, readers: tuple[str, ...]) -> Tensor:
         """Returns the local tensor for the module with the names `readers`.
 
-        Raises PlanMismatchError where the plan does not say how that module reads the parameter, and UsageError for a
-        parameter that trains and was frozen when the plan was made.
+        Raises PlanMismatchError where the plan does not say how that module reads the parameter, and what `converted`
+        raises.
         """
         if not self.layouts:  # no planned module computes with it; code may still ask for its dtype or device
             return parameter
@@ -81,20 +98,57 @@ class ParameterReads:
                 f"parameter {self.name} is read by module {readers[0] or ROOT}, which the plan does not list "
                 f"({planned}); solve again for this model"
             )
+        return self.converted(parameter, self.converters[listed])
+
+    @own_code
+    def converted(self, parameter: nn.Parameter, converter: Converter | None) -> Tensor:
+        """Returns the local tensor, converted by one of the converters. Raises UsageError for a parameter that trains
+        and was frozen when the plan was made."""
         if parameter.requires_grad and torch.is_grad_enabled():
             if not self.trainable:
                 raise UsageError(
                     f"parameter {self.name} trains, and was frozen when the plan was made, so that its gradient would "
                     "not be reduced: solve with the parameter trainable; it may be frozen after apply_plan"
                 )
-            local: Tensor = _Read.apply(parameter, self)  # type: ignore[no-untyped-call]
+            local: Tensor
+            if torch.compiler.is_compiling():
+                assert isinstance(parameter, DTensor)
+                local = parameter.to_local(grad_placements=parameter.placements)
+                if self.reducer.slots or self.averager is not None:
+                    local = _CompiledRead.apply(local, self.number)  # type: ignore[no-untyped-call]
+            else:
+                local = _Read.apply(parameter, self)  # type: ignore[no-untyped-call]
         else:
             assert isinstance(parameter, DTensor)
             local = local_part(parameter)
         if self.dtype is not None:
             local = local.to(self.dtype)
-        converter = self.converters[listed]
         return local if converter is None else converter(local)
+
+    def backward(self, gradient: Tensor, read: Any) -> Tensor:
+        """Returns the gradient to accumulate for one read; `read` is its autograd node, None in a compiled backward."""
+        gradient = self.reducer.reading_backward(self.slot, gradient, read)
+        if self.averager is not None:
+            self.averager.gradient_comes()
+        return gradient
+
+
+_NUMBERS = itertools.count()
+#: the reads that exist, by their number
+_BY_NUMBER: "weakref.WeakValueDictionary[int, ParameterReads]" = weakref.WeakValueDictionary()
+
+
+def _read_backward(gradient: Tensor, number: Tensor) -> Tensor:
+    """ParameterReads.backward as an operator, for compiled backwards: what it does beside its result happens when the
+    compiled code runs. The gradient is copied, because compiled code uses an operand's memory again, and no operator
+    may return its operand."""
+    return _BY_NUMBER[int(number)].backward(gradient.clone(), None)
+
+
+_LIBRARY: Any = torch.library.Library("tpplan", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("read_backward(Tensor gradient, Tensor number) -> Tensor")
+_LIBRARY.impl("read_backward", _read_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("tpplan::read_backward", lambda gradient, number: torch.empty_like(gradient))
 
 
 def check_reads(name: str, placement: Layout, layouts: Mapping[str, Layout]) -> None:
@@ -157,9 +211,21 @@ class _Read(torch.autograd.Function):
             )
         if gradient.is_sparse:
             gradient = gradient.to_dense()  # DTensors cannot be sparse
-        gradient = ctx.reads.reducer.reading_backward(ctx.reads.slot, gradient.contiguous(), ctx)
-        if ctx.reads.averager is not None:
-            ctx.reads.averager.gradient_comes()
+        gradient = ctx.reads.backward(gradient.contiguous(), ctx)
         # A summand's placement label is wrong until the reducer has summed it. `labelled` skips DTensor.from_local,
         # which takes 20 times as long, and DTensor.__init__, which takes twice as long and checks nothing more.
         return labelled(gradient, ctx.spec), None
+
+
+class _CompiledRead(torch.autograd.Function):
+    """The local tensor of a DTensor, whose backward tells the reducer, in code that torch.compile can trace."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, number: Tensor) -> Tensor:
+        ctx.save_for_backward(number)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (number,) = ctx.saved_tensors
+        return torch.ops.tpplan.read_backward(gradient.contiguous(), number), None

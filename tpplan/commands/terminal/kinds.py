@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tpplan.commands.terminal.comparison import main_terms
 from tpplan.commands.terminal.output import aligned, folded, write_json
 from tpplan.core.units import format_seconds
 from tpplan.plan.plan import Plan
@@ -12,8 +13,6 @@ from tpplan.plan.styles import Style
 if TYPE_CHECKING:
     from tpplan.search.alternatives import PlanKind
 
-#: most terms of a difference that are named, and the least share of the step at which a term is named
-_TERMS, _LEAST_SHARE = 3, 0.0005
 _SHORT = {
     Style.COLUMN: "columns",
     Style.ROW: "rows",
@@ -48,7 +47,7 @@ def kind_lines(kinds: "Sequence[PlanKind]", width: int) -> list[str]:
         )
     lines = ["Best plans by kind", *(f"  {line}" for line in aligned(rows, left=(0, 1, 6)))]
     for i, kind in enumerate(kinds[1:], start=2):
-        lines += folded(f"{i} against 1: {_why(first, kind.plan)}", width)
+        lines += folded(f"{i} against 1: {main_terms(first, kind.plan)}", width)
     if len(kinds) == 1:
         lines.append("There is no other kind that fits.")
     return [*lines, *folded(_LEGEND, width)]
@@ -61,21 +60,6 @@ def styles_text(kind: "PlanKind") -> str:
         [_SHORT.get(style, str(style)) for style in Style if style in kind.styles] if plan.mesh.tp > 1 else ["whole"]
     )
     return ", ".join([*words, *(f"{mode} recomputation" for mode in dict.fromkeys(map(str, plan.recompute.values())))])
-
-
-def _why(first: Plan, other: Plan) -> str:
-    """The terms of time that differ most, and the difference in peak memory."""
-    from tpplan.search.alternatives import time_differences
-
-    step = first.predicted.step_time_s
-    terms = [
-        f"{'+' if theirs > ours else '-'}{format_seconds(abs(theirs - ours))} {name}"
-        for name, ours, theirs in time_differences(first, other)[:_TERMS]
-        if abs(theirs - ours) > _LEAST_SHARE * step
-    ]
-    memory = other.predicted.peak_memory_bytes - first.predicted.peak_memory_bytes
-    text = ", ".join(terms) or "no term differs by more than 0.05 % of the step"
-    return f"{text}; peak memory {'+' if memory >= 0 else '-'}{gib(abs(memory))}."
 
 
 def print_kinds_as_data(plan: Plan, kinds: "Sequence[PlanKind]") -> None:

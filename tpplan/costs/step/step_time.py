@@ -13,10 +13,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from tpplan.core.gradient_buckets import BUCKET_BYTES
+from tpplan.core.graph import ModelGraph
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.error_bars import NONE, Residuals
-from tpplan.costs.execute import Executor
+from tpplan.costs.execute import Executor, whole_strategy
+from tpplan.costs.kernels import flop_of
 from tpplan.costs.step.activation_lifetimes import Lifetimes
 from tpplan.costs.step.collectives_of_step import collectives
 from tpplan.costs.step.cost_table import price_space
@@ -40,6 +42,9 @@ from tpplan.plan.parts import (
     TP_REDUCTION,
 )
 from tpplan.plan.plan import CollectivePlan, Prediction
+
+#: most products of a backward for one of the forward: one for the gradient of either operand
+_BACKWARD_PRODUCTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +93,10 @@ def price(
         memory_bytes=peak.memory_bytes,
         peak_during=peak.during,
         peak_module=peak.module or ROOT,
+        model_flop=model_flop(assignment.graph, executor)
+        * assignment.accumulation_steps
+        * assignment.mesh.data_parallel,
+        peak_flop_per_s=profile.peak_flop_per_s,
     )
     return Priced(
         predicted=predicted,
@@ -97,6 +106,20 @@ def price(
         opaque_seconds=seconds.of_opaque_modules(),
         guesses=guesses(assignment, executor),
     )
+
+
+def model_flop(graph: ModelGraph, executor: Executor) -> float:
+    """FLOP of a micro-batch's matmuls and attention in forward and backward, without recomputation.
+
+    Backward takes as much as forward for each matrix operand that a gradient reaches, for attention twice as much.
+    """
+    total = 0.0
+    for op in graph.ops:
+        call = Call.of(graph, op)
+        flop = flop_of(executor.execute(call, whole_strategy(call), 1).forward)
+        reached = sum(value.carries_gradient and len(value.shape) > 1 for value in call.operands)
+        total += flop * (1 + min(reached, _BACKWARD_PRODUCTS))
+    return total
 
 
 def with_peak(predicted: Prediction, peak: Peak) -> Prediction:

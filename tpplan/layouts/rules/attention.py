@@ -7,10 +7,11 @@ distribution but differ from the draws of one process.
 
 from collections.abc import Iterable
 
-from tpplan.core.layout import S, copied
+from tpplan.core.layout import R_STAR, Layout, S, copied
 from tpplan.layouts.rules.call import Call, Strategy, op_rule
 from tpplan.layouts.rules.equation import NEVER, Equation, Letters, elementwise
 
+FLEX_ATTENTION = "tpplan.flex_attention.default"
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
@@ -42,6 +43,23 @@ def attention(call: Call) -> Iterable[Strategy]:
         if strategy.results == (S(1),) and 1 < key[1] < query[1]:
             heads = copied(1, key[1])
             yield Strategy((S(1), heads, heads, *strategy.operands[3:]), strategy.results)
+
+
+@op_rule(FLEX_ATTENTION)
+def flex_attention(call: Call) -> Iterable[Strategy]:
+    """Shards of batch and of heads, where no function and no mask of the call tells them apart (arguments 5 and 6).
+
+    What the functions read besides is whole, and a rank's heads or batch give a summand of its gradient.
+    """
+    query, key, _, *others = (value.shape for value in call.operands)
+    is_cut = (call.argument(5, "batch") and query[0] == key[0], call.argument(6, "heads") and query[1] % key[1] == 0)
+    for dim in (0, 1):
+        if is_cut[dim]:
+            shared: Layout = R_STAR if dim == 1 and key[1] == 1 else S(dim)
+            yield Strategy((S(dim), shared, shared, *(R_STAR,) * len(others)), (S(dim),) * 3)
+    if is_cut[1] and 1 < key[1] < query[1]:
+        heads = copied(1, key[1])
+        yield Strategy((S(1), heads, heads, *(R_STAR,) * len(others)), (S(1),) * 3)
 
 
 def draws(call: Call) -> bool:

@@ -24,15 +24,23 @@ ExampleInputs = Callable[..., Inputs]
 Allows = Callable[[str, Strategy], bool]
 
 
+#: stands for the number of GPUs on a node of the profile's machine
+OF_PROFILE = -1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The GPUs to plan for, how many share a node, and the machine's profile (name, path or object)."""
+    """The GPUs to plan for, the machine's profile (name, path or object), and how many GPUs share a node: by default as
+    many as on the profile's machine, at most `gpus`. Raises UsageError for numbers out of range, and ProfileError where
+    the profile is asked for its number and cannot be read."""
 
     gpus: int
-    gpus_per_node: int
+    gpus_per_node: int = field(default=OF_PROFILE)
     profile: str | os.PathLike[str] | HardwareProfile
 
     def __post_init__(self) -> None:
+        if self.gpus_per_node == OF_PROFILE:
+            object.__setattr__(self, "gpus_per_node", min(self.gpus, self.load_profile().gpus_per_node))
         if self.gpus < 1 or self.gpus_per_node < 1:
             raise UsageError(
                 f"cluster: expected at least 1 GPU and 1 per node, got {self.gpus} and {self.gpus_per_node}"

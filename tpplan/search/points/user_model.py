@@ -1,4 +1,5 @@
-"""Loads the model that the user names on the command line: `model.py`, `model.py:BUILDER`, or `hf:config.json`.
+"""Loads the model that the user names on the command line: `model.py`, `model.py:BUILDER`, or `hf:config.json`, where a
+folder or the name of a model in the hub's local cache may stand for the config.
 
 A model file holds plain functions:
 
@@ -15,6 +16,7 @@ import contextlib
 import difflib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +39,7 @@ HF_PREFIX = "hf:"
 HF_TRUSTED_PREFIX = "hf+remote-code:"
 TRUST_FLAG = "--trust-remote-code"
 BUILDER = "build_model"
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 #: lines that a file which lacks a name is told to add; {model} and {argument} are read off its classes
@@ -104,7 +107,8 @@ def load_model_file(source: str) -> ModelSpec:
     """
     for prefix in (HF_PREFIX, HF_TRUSTED_PREFIX):
         if source.startswith(prefix):
-            return _load_hf(Path(source.removeprefix(prefix)), source, is_trusted=prefix == HF_TRUSTED_PREFIX)
+            path = _config_file(source.removeprefix(prefix))
+            return _load_hf(path, source, is_trusted=prefix == HF_TRUSTED_PREFIX)
     path, builder = _split(source)
     module = _import_file(path)
     functions: dict[str, Any] = {name: getattr(module, name, None) for name in (builder, "example_inputs", "loss")}
@@ -286,6 +290,22 @@ def trusted(source: str) -> str:
     return source if source.startswith(HF_TRUSTED_PREFIX) else HF_TRUSTED_PREFIX + source.removeprefix(HF_PREFIX)
 
 
+def _config_file(name: str) -> Path:
+    """The config.json that a path, its folder, or a name on the hub with a local copy stands for. Nothing is loaded
+    from the network."""
+    path = Path(name)
+    if path.is_dir():
+        return path / "config.json"
+    if path.exists() or path.suffix == ".json" or not _HUB_NAME.fullmatch(name):
+        return path
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return path
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found) if isinstance(found, str) else path
+
+
 def _load_hf(path: Path, source: str, *, is_trusted: bool) -> ModelSpec:
     """A Hugging Face model from a local config.json, with random weights in float32.
 
@@ -370,7 +390,10 @@ _HOW_TO_TRUST = f"it is not run; if you have read it and trust it, give {TRUST_F
 def _config(path: Path) -> dict[str, Any]:
     """The configuration in a file. Raises ModelError where the file is missing or no JSON object."""
     if not path.exists():
-        raise ModelError(f"{path}: no such config.json; save one with `config.save_pretrained(folder)`")
+        raise ModelError(
+            f"{path}: no such config.json, folder, or model in the local cache of the hub; save one with "
+            "`config.save_pretrained(folder)`, or download it first"
+        )
     data = read_json(path, origin=str(path), error=ModelError)
     if not isinstance(data, dict):
         raise ModelError(f"{path}: expected an object, as `config.save_pretrained(folder)` writes it")

@@ -14,21 +14,26 @@ from torch.overrides import TorchFunctionMode
 
 from tpplan.core.errors import ModelError
 from tpplan.torch_internals import pytree
+from tpplan.torch_internals.fakes import flex_attention_anywhere, flex_masks_by
 from tpplan.torch_internals.recording import higher_order_ops_by
+from tpplan.trace.answers.flex_attention import attend, mask_of
 from tpplan.trace.hooks import custom_ops
 
 
 @contextlib.contextmanager
-def both_cond_branches_run(chosen: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Makes torch.cond run both branches and call chosen(). Other higher-order ops raise ModelError."""
+def higher_order_ops_traced(chosen: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Makes torch.cond run both branches and call chosen(), and flex_attention be one operator. Other higher-order ops
+    raise ModelError."""
 
     def opened(name: str) -> Callable[..., Any]:
         if name == "cond":
             chosen()
             return _choose
-        raise ModelError(f"{name}: of torch's higher-order ops, tpplan traces torch.cond alone")
+        if name == "flex_attention":
+            return attend
+        raise ModelError(f"{name}: of torch's higher-order ops, tpplan traces torch.cond and flex_attention alone")
 
-    with higher_order_ops_by(opened):
+    with higher_order_ops_by(opened), flex_attention_anywhere(), flex_masks_by(mask_of):
         yield
 
 

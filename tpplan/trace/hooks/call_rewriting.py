@@ -7,7 +7,9 @@ that is checkpointed is rewritten in the same way when it runs again in backward
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import FrameType
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
@@ -20,6 +22,15 @@ from tpplan.core.errors import PlanMismatchError
 from tpplan.torch_internals.operators import hides_sizes, seen_by
 from tpplan.trace.hooks.checkpoint_context import ContextFactory, in_checkpoint_replay_as
 from tpplan.trace.hooks.generated_class import subclass
+from tpplan.trace.hooks.nested_integers import (
+    Copied,
+    Path,
+    num_references,
+    parse_path,
+    path_text,
+    value_at,
+    with_integers,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,7 +45,7 @@ class Rewriter(Protocol):
 class ReplacesAttributes(Protocol):
     """A rewriter that also gives integers of its module other values while the module's forward runs.
 
-    `attributes` has, by name, what the attribute is and what the forward reads.
+    `attributes` has, by path (tpplan.trace.hooks.nested_integers), what the integer is and what the forward reads.
     """
 
     @property
@@ -133,43 +144,80 @@ def _as_written_class(cls: type[nn.Module]) -> type[nn.Module]:
 def _rewriting_class(cls: type[nn.Module], rewriters: tuple[Rewriter, ...]) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        again = contextlib.nullcontext() if torch.compiler.is_compiling() else in_checkpoint_replay_as(_as_now)
-        with _Rewriting(rewriters), again:
-            return cls.forward(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            with _Rewriting(rewriters):
+                return cls.forward(self, *args, **kwargs)
+        # Where torch.compile gives up on this forward it would compile what the forward calls, and not rewrite there.
+        with _Rewriting(rewriters), in_checkpoint_replay_as(_as_now):
+            return _uncompiled(cls.forward)(self, *args, **kwargs)
 
-    replacing = (own for own in rewriters if isinstance(own, ReplacesAttributes))
-    read = {name: _attribute(name, *pair, rewriters) for own in replacing for name, pair in own.attributes.items()}
+    replaced: dict[str, dict[Path, tuple[int, int]]] = {}
+    for own in rewriters:
+        for text, pair in own.attributes.items() if isinstance(own, ReplacesAttributes) else ():
+            (name, _), *path = parse_path(text)
+            replaced.setdefault(str(name), {})[tuple(path)] = pair
+    read = {name: _attribute(name, numbers, rewriters) for name, numbers in replaced.items()}
     return subclass(cls, {"forward": forward, **read}, _rewriting_class, (rewriters,))
 
 
-def _attribute(name: str, written: int, local: int, rewriters: tuple[Rewriter, ...]) -> property:
-    """An attribute that is `local` in the code of a forward with these rewriters, and what it was set to elsewhere.
+def _uncompiled(function: F) -> F:
+    """The function, which torch.compile does not look into, where it is loaded at all: loading it takes a second."""
+    return _disabled(function) if "torch._dynamo" in sys.modules else function
 
-    In that code it raises PlanMismatchError where it is no longer `written`, or is set: it is no size then.
+
+@functools.cache
+def _disabled(function: Callable[..., Any]) -> Any:
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+
+def _attribute(name: str, numbers: Mapping[Path, tuple[int, int]], rewriters: tuple[Rewriter, ...]) -> property:
+    """An attribute in which integers are others in the code of a forward with these rewriters, and what it was set to
+    elsewhere. `numbers` has, by path inside the attribute, what they are and what that code reads.
+
+    In that code it raises PlanMismatchError where a number is no longer what it was, or the attribute is set: it is no
+    size then. Of an attribute that has them inside, the code reads a copy (_Rewriting.copied), for others may share it.
     """
 
     def read(self: nn.Module) -> object:
         if name not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        own = self.__dict__[name]
-        if running_rewriters() != rewriters:
+        own, running = self.__dict__[name], _running[-1] if _running else None
+        if not isinstance(running, _Rewriting) or running.rewriters != rewriters:
             return own
-        if own != written:
-            raise PlanMismatchError(
-                f"{type(self).__name__}.{name} is {own!r}, and was {written} when the plan was made, as a "
-                "size: solve again for this value"
-            )
-        return local
+        for path, (written, _) in numbers.items():
+            now = own if path == () else value_at(own, path)
+            if type(now) is not int or now != written:
+                whole = path_text(((name, False), *path))
+                raise PlanMismatchError(
+                    f"{type(self).__name__}.{whole} is {now!r}, and was {written} when the plan was made, as a "
+                    "size: solve again for this value"
+                )
+        return numbers[()][1] if () in numbers else running.copied(self, name, own, numbers)
 
     def write(self: nn.Module, value: object) -> None:
         if running_rewriters() == rewriters:
-            raise PlanMismatchError(
-                f"{type(self).__name__}.{name} is set by its forward, and the plan takes it for a size ({written}): "
-                "keep the module whole by a pin"
-            )
+            raise _not_a_size(self, name, "set by its forward")
         self.__dict__[name] = value
 
     return property(read, write, doc=f"{name}: the module's own, or a rank's while the module's forward runs")
+
+
+def _not_a_size(module: nn.Module, name: str, what: str) -> PlanMismatchError:
+    return PlanMismatchError(
+        f"{type(module).__name__}.{name} is {what}, and the plan takes integers of it for sizes: keep the module whole "
+        "by a pin"
+    )
+
+
+@dataclass(slots=True)
+class _Copies:
+    """What a forward reads in place of an attribute, all containers copied for it, and the references to their copies
+    before the forward has any."""
+
+    module: nn.Module
+    value: object
+    made: list[Copied]
+    num_references: list[int] = field(default_factory=list)
 
 
 class _Rewriting(TorchFunctionMode):
@@ -178,6 +226,31 @@ class _Rewriting(TorchFunctionMode):
     def __init__(self, rewriters: tuple[Rewriter, ...]) -> None:
         super().__init__()
         self.rewriters = rewriters
+        self._copies: dict[tuple[int, str], _Copies] | None = None
+
+    def copied(self, module: nn.Module, name: str, value: object, numbers: Mapping[Path, tuple[int, int]]) -> object:
+        """The copy of a module's attribute that this forward reads, with other integers inside."""
+        if torch.compiler.is_compiling():
+            raise PlanMismatchError(
+                f"{type(module).__name__}.{name} has sizes inside, of which a rank reads a copy, and torch.compile "
+                "does not: leave the module out of what is compiled"
+            )
+        self._copies = self._copies or {}
+        key = id(module), name
+        if key not in self._copies:
+            made: list[Copied] = []
+            local = {path: number for path, (_, number) in numbers.items()}
+            self._copies[key] = _Copies(module, with_integers(value, local, made.append), made)
+            self._copies[key].num_references = [num_references(copied) for copied in made]
+        return self._copies[key].value
+
+    def _check_copies(self) -> None:
+        """Raises PlanMismatchError where the forward changed what it read a copy of, or has left the copy behind."""
+        for (_, name), own in (self._copies or {}).items():
+            if any(copied.is_changed() for copied in own.made):
+                raise _not_a_size(own.module, name, "changed by its forward")
+            if own.num_references != [num_references(copied) for copied in own.made]:
+                raise _not_a_size(own.module, name, "kept by its forward")
 
     def __enter__(self) -> "_Rewriting":
         _running.append(self)
@@ -187,6 +260,8 @@ class _Rewriting(TorchFunctionMode):
     def __exit__(self, *error: object) -> None:
         _running.pop()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._copies is not None and error[0] is None:
+            self._check_copies()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -6,6 +6,7 @@ sibling   a layer that is like one already traced: gives tensors like the traced
 opaque    a call of a module that runs whole: gives tensors like the outputs observed for this call
 whole     an operand or result of an autograd.Function, which must be whole on every rank; a view
 cross_entropy  F.cross_entropy as one operator
+flex_attention, flex_mask  torch's flex_attention, and the mask of which its blocks are made
 """
 
 import inspect
@@ -54,6 +55,32 @@ def whole(x: Tensor, carries_gradient: bool) -> Tensor:
     return marked
 
 
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, others: list[Tensor], code: str, batch: bool, heads: bool, scale: float
+) -> tuple[Tensor, ...]:
+    """Output [B, H, T, E], logs of sums and maxima of scores [B, H, T]. `others`: what its functions read; `code`: what
+    they compute; batch, heads: whether these dims may be cut."""
+    found = torch.ops.tpplan.flex_attention(query, key, value, others, code, batch, heads, scale)
+    return tuple(found)
+
+
+def flex_mask(others: list[Tensor], code: str, sizes: list[int]) -> Tensor:
+    """The mask of booleans [B, H, T, J] that a function of flex_attention gives."""
+    mask: Tensor = torch.ops.tpplan.flex_mask(others, code, sizes, torch.device("meta"))
+    return mask
+
+
+def _flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, others: list[Tensor], code: str, batch: bool, heads: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shapes, work and saved tensors as of the fused kernel without a mask."""
+    for other in others:
+        query = query + other.sum() if other.requires_grad else query
+    found = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
+    statistics = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    return found, statistics, statistics.clone()
+
+
 def _sibling(inputs: list[Tensor], module: str, like: str) -> list[Tensor]:
     return [output.new_empty_strided(output.shape, output.stride()) for output in running_traces[-1][like]]
 
@@ -95,6 +122,17 @@ _LIBRARY.define("whole(Tensor(a) x, bool carries_gradient) -> Tensor(a)")
 _LIBRARY.impl("whole", lambda x, carries_gradient: x.view_as(x), "CompositeImplicitAutograd")
 _LIBRARY.define("cross_entropy(Tensor logits, Tensor targets, int ignore_index) -> Tensor")
 _LIBRARY.impl("cross_entropy", _cross_entropy, "CompositeImplicitAutograd")
+_LIBRARY.define(
+    "flex_attention(Tensor query, Tensor key, Tensor value, Tensor[] others, str code, bool batch, bool heads, "
+    "float scale) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.impl("flex_attention", _flex_attention, "CompositeImplicitAutograd")
+_LIBRARY.define("flex_mask(Tensor[] others, str code, int[] sizes, Device device) -> Tensor")
+_LIBRARY.impl(
+    "flex_mask",
+    lambda _others, _code, sizes, device: torch.empty(sizes, dtype=torch.bool, device=device),
+    "CompositeExplicitAutograd",
+)
 _LIBRARY.impl("boundary", lambda x, module, direction, path: x.view_as(x), "CompositeImplicitAutograd")
 _LIBRARY.impl("frame", lambda x, module, side: x.view_as(x), "CompositeImplicitAutograd")
 _LIBRARY.impl("opaque", _opaque, "CompositeExplicitAutograd")

@@ -8,7 +8,7 @@ import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from rich.text import Text
@@ -21,6 +21,14 @@ from tpplan.plan.styles import Style
 #: dtypes of ids, which a row does not name
 _IDS = ("int64", "int32")
 _TITLES = ("module", "style", "weight", "conversion", "forward / backward")
+#: collectives in a table of few columns
+_SHORT_STEPS = {
+    "all-gather": "AG",
+    "reduce-scatter": "RS",
+    "all-reduce": "AR",
+    "all-to-all": "A2A",
+    "local-rows": "own rows",
+}
 #: explanations of the layouts in a table
 _LEGEND = {
     LayoutKind.REPLICATE: "R whole",
@@ -34,7 +42,7 @@ _LEGEND = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
+class ModuleRow:
     """A module, or equal modules of a repeated block: their parameters, and the conversions at their boundary."""
 
     key: str
@@ -88,13 +96,18 @@ class _Row:
 
 def layer_lines(plan: Plan, width: int) -> Iterator[Text]:
     """The table and a legend as lines, at most `width` columns wide where the names allow."""
-    rows = _rows(plan)
+    if plan.mesh.tp == 1:
+        yield from _without_tp(plan)
+        return
+    rows = module_rows(plan)
     dtypes = _dtypes(rows)
     entries = list(_entries(plan, rows, dtypes))
-    if plan.mesh.tp == 1:
-        yield from _without_tp(plan, entries)
-        return
-    yield from _side_by_side(entries, width) or _nested(entries)
+    table, is_short = _side_by_side(entries, width)
+    yield from table or _nested(_folded(entries))
+    if is_short:
+        yield Text(
+            "; ".join(f"{short} {long}" for long, short in _SHORT_STEPS.items() if short.isupper()) + ".", style="dim"
+        )
     shown = {layout.kind for row in rows for layout in _layouts(row)}
     yield Text("; ".join(_LEGEND[kind] for kind in LayoutKind if kind in shown) + ".", style="dim")
     if any(entry.conversions for entry in entries):
@@ -106,12 +119,12 @@ def layer_lines(plan: Plan, width: int) -> Iterator[Text]:
 
 def layer_rows(plan: Plan, shows: Callable[[str], bool], width: int) -> list[str]:
     """The table of the modules whose names or patterns `shows` accepts, with a header; empty where there are none."""
-    rows = [row for row in _rows(plan) if shows(row.key)]
+    rows = [row for row in module_rows(plan) if shows(row.key)]
     entries = list(_entries(plan, rows, _dtypes(rows)))
-    return [line.plain for line in _side_by_side(entries, width) or _nested(entries)] if rows else []
+    return [line.plain for line in _side_by_side(entries, width)[0] or _nested(entries)] if rows else []
 
 
-def _dtypes(rows: list[_Row]) -> list[str]:
+def _dtypes(rows: list[ModuleRow]) -> list[str]:
     """The dtypes in which tensors cross, without those of ids, the commonest first."""
     counts = Counter(crossing.dtype for row in rows for _, crossing in row.crossings if crossing.dtype not in _IDS)
     return sorted(counts, key=lambda dtype: (counts[dtype], dtype), reverse=True)
@@ -127,12 +140,12 @@ class _Entry:
     conversions: tuple[tuple[str, str], ...] = ()
 
 
-def _entries(plan: Plan, rows: list[_Row], dtypes: list[str]) -> Iterator[_Entry]:
+def _entries(plan: Plan, rows: list[ModuleRow], dtypes: list[str]) -> Iterator[_Entry]:
     """Yields the rows as text, with a heading above the members of a block. Dtypes are named unless usual
     (dtypes[0])."""
     heading = None
     for row in rows:
-        pattern = _generic(plan, row.key)[0]
+        pattern = generic(plan, row.key)[0]
         if pattern is not None and pattern != heading and row.key != pattern:
             yield _Entry(label=f"{pattern} x{_num_members(plan, pattern)}")
         heading = pattern
@@ -150,23 +163,85 @@ def _entries(plan: Plan, rows: list[_Row], dtypes: list[str]) -> Iterator[_Entry
         )
 
 
-def _without_tp(plan: Plan, entries: list[_Entry]) -> Iterator[Text]:
+def _folded(entries: list[_Entry]) -> list[_Entry]:
+    """The entries with siblings that say the same under one label, `attention.{k,q,v}_proj`, where the first stands."""
+    groups: dict[tuple[object, ...], list[_Entry]] = {}
+    block = 0
+    for number, entry in enumerate(entries):
+        is_heading = re.search(r" x\d+$", entry.label) is not None
+        block += is_heading and not entry.label.startswith(" ")
+        parent = entry.label.startswith(" "), entry.label.rpartition(".")[0]
+        says = entry.style, entry.weights, entry.conversions
+        key = (block, parent, says) if entry.style and not is_heading else (number,)
+        groups.setdefault(key, []).append(entry)
+    return [replace(own[0], label=braced([entry.label for entry in own])) for own in groups.values()]
+
+
+def braced(labels: list[str]) -> str:
+    """`attention.{k,q,v}_proj` for labels that differ between what they begin and end with; one label unchanged."""
+    if len(labels) == 1:
+        return labels[0]
+    indent, names = labels[0].partition(labels[0].lstrip())[0], [label.lstrip() for label in labels]
+    parts = [re.split(r"(?<=[._])", name) for name in names]
+    start = "".join(_shared(parts))
+    ends = [re.split(r"(?=[._])", name.removeprefix(start))[::-1] for name in names]
+    end = "".join(_shared(ends)[::-1])
+    varied = [name.removeprefix(start).removesuffix(end) for name in names]
+    return indent + (f"{start}{{{','.join(varied)}}}{end}" if start or end else ", ".join(names))
+
+
+def _shared(parts: Sequence[Sequence[str]]) -> list[str]:
+    """The first parts that all have alike, but for the last of any."""
+    columns = zip(*(own[:-1] for own in parts), strict=False)
+    return [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
+
+
+def _without_tp(plan: Plan) -> Iterator[Text]:
     """The lines of a plan with tp 1, in which FSDP alone shards the weights."""
-    style = f"FSDP over {plan.mesh.shard} ranks" if plan.mesh.shard > 1 else "whole"
-    lines = [_TITLES[:2], *((entry.label, style if entry.style else "") for entry in entries)]
-    yield from (Text(line, style="" if i else "dim") for i, line in enumerate(_aligned(lines, 2)))
-    yield Text("tp 1: every module computes whole, nothing is converted.", style="dim")
+    yield Text("tp 1: every module computes whole, nothing is converted.")
+    if plan.mesh.shard > 1:
+        units = ", ".join(f"{unit} x{_num_members(plan, unit)}" if "*" in unit else unit for unit in plan.fsdp.units)
+        yield Text(
+            f"FSDP over {plan.mesh.shard} ranks holds 1/{plan.mesh.shard} of each weight on a rank, and gathers them "
+            f"for one unit at a time: {units}."
+        )
 
 
-def _side_by_side(entries: list[_Entry], width: int) -> list[Text]:
-    """One line for each conversion, the module on its first line; empty where that exceeds `width` columns."""
-    full = [_TITLES, *(line for entry in entries for line in _lines(entry))]
-    short = [(label, style.removesuffix(" parallel"), *rest) for label, style, *rest in full]
-    for lines, gap in itertools.product((full, short), (2, 1)):
+def _side_by_side(entries: list[_Entry], width: int) -> tuple[list[Text], bool]:
+    """One line for each conversion, the module on its first line, and whether steps are written short; no lines where
+    they exceed `width` columns."""
+    folded = _folded(entries)
+    brief_titles = (*_TITLES[:-1], "fwd / bwd")
+    full, short, long = (
+        [titles, *(line for entry in own for line in _lines(entry))]
+        for titles, own in (
+            (_TITLES, folded),
+            (brief_titles, [_shortened(entry) for entry in folded]),
+            (brief_titles, [_shortened(entry) for entry in entries]),
+        )
+    )
+    brief = [(label, style.removesuffix(" parallel"), *rest) for label, style, *rest in full]
+    for lines, gap in itertools.product((full, brief, short, long), (2, 1)):
         table = _aligned(lines, gap)
         if max(map(len, table)) <= width:
-            return [Text(line, style="" if i else "dim") for i, line in enumerate(table)]
-    return []
+            return [Text(line, style="" if i else "dim") for i, line in enumerate(table)], lines in (short, long)
+    return [], False
+
+
+def _brief(style: str) -> str:
+    """A style in a word, for a table of few columns: column, row, slices, tied, vocab."""
+    return re.sub(r"^on | parallel$| to .*| dim\b|(?<=vocab)ulary", "", style)
+
+
+def _shortened(entry: _Entry) -> _Entry:
+    """An entry for a table of few columns: collectives by initials, an argument without a name where it is the only."""
+    is_only = sum(name.startswith("in ") for name, _ in entry.conversions) == 1
+    conversions = []
+    for name, steps in entry.conversions:
+        for step, initials in _SHORT_STEPS.items():
+            steps = steps.replace(step, initials)
+        conversions.append((re.sub(r"^in [^:]+:", "in:", name) if is_only else name, steps))
+    return replace(entry, style=_brief(entry.style), conversions=tuple(conversions))
 
 
 def _lines(entry: _Entry) -> Iterator[tuple[str, ...]]:
@@ -196,12 +271,12 @@ def _aligned(lines: Sequence[tuple[str, ...]], gap: int) -> list[str]:
     return [(" " * gap).join(cell.ljust(width) for cell, width in cells).rstrip() for cells in padded]
 
 
-def _label(plan: Plan, row: _Row, pattern: str | None) -> str:
+def _label(plan: Plan, row: ModuleRow, pattern: str | None) -> str:
     """The label of a row: members of a block are indented, exceptions show their index, a count shows equal modules."""
     if pattern is None:
         return row.key or ROOT
     if row.key == pattern:
-        return f"{pattern} x{row.count}"
+        return f"{pattern} x{_num_members(plan, pattern)}"
     if row.is_exception:
         member = row.key.removeprefix(pattern.removesuffix("*"))
         return f"  {member if '.' in member else row.key}"
@@ -209,20 +284,21 @@ def _label(plan: Plan, row: _Row, pattern: str | None) -> str:
     return f"  {row.key.removeprefix(pattern + '.')}{count}"
 
 
-def _rows(plan: Plan) -> list[_Row]:
-    """A row for each key that owns parameters, converts tensors, or reads a tied weight under another name."""
+def module_rows(plan: Plan) -> list[ModuleRow]:
+    """The plan's modules in reading order: a row for each key that owns parameters, converts tensors, or reads a tied
+    weight under another name."""
     owned = _by_module(plan.parameters)
     owned_by_members = _by_module(plan.parameter_plans())
     boundaries_of_members = plan.boundary_plans()
     tied = {_module(alias): name for name, parameter in plan.parameters.items() for alias in parameter.aliases}
     keys = {*owned, *plan.boundaries, *tied}
-    exceptions = {key for key in keys if _generic(plan, key)[1] not in (None, key)}
+    exceptions = {key for key in keys if generic(plan, key)[1] not in (None, key)}
     replaced: dict[str, int] = defaultdict(int)
     for key in exceptions:
-        replaced[_generic(plan, key)[1] or key] += 1
+        replaced[generic(plan, key)[1] or key] += 1
     none = BoundaryPlan(inputs={}, outputs={})
     rows = [
-        _Row(
+        ModuleRow(
             key=key,
             count=_num_members(plan, key) - replaced[key],
             is_exception=key in exceptions,
@@ -242,7 +318,7 @@ def _by_module(parameters: Mapping[str, ParameterPlan]) -> dict[str, dict[str, P
     return found
 
 
-def _generic(plan: Plan, key: str) -> tuple[str | None, str | None]:
+def generic(plan: Plan, key: str) -> tuple[str | None, str | None]:
     """The block pattern of a key, and the key with its index replaced by `*`; (None, None) outside of blocks."""
     for pattern, ranges in plan.blocks.items():
         prefix = pattern.removesuffix("*")
@@ -252,10 +328,10 @@ def _generic(plan: Plan, key: str) -> tuple[str | None, str | None]:
     return None, None
 
 
-def _reading_order(plan: Plan, row: _Row) -> tuple[object, ...]:
+def _reading_order(plan: Plan, row: ModuleRow) -> tuple[object, ...]:
     """Sort key: by name with numbers by value; an exception follows its pattern."""
-    generic = _generic(plan, row.key)[1] or row.key
-    return _natural(generic), row.is_exception, _natural(row.key)
+    place = generic(plan, row.key)[1] or row.key
+    return _natural(place), row.is_exception, _natural(row.key)
 
 
 def _natural(name: str) -> tuple[tuple[int, str], ...]:
@@ -275,7 +351,7 @@ def _placement(parameter: ParameterPlan) -> str:
     return f"{parameter.placement} as {' and '.join(reads)}" if reads else str(parameter.placement)
 
 
-def _layouts(row: _Row) -> Iterator[Layout]:
+def _layouts(row: ModuleRow) -> Iterator[Layout]:
     for parameter in row.parameters.values():
         yield parameter.placement
         yield from parameter.reads.values()

@@ -1,0 +1,93 @@
+"""What a report opens with: the mesh, what a step takes, what binds, and what is to be known before training."""
+
+from collections.abc import Iterator
+
+from tpplan.core.mesh import Axis
+from tpplan.core.units import format_seconds
+from tpplan.plan.parts import RECOMPUTATION
+from tpplan.plan.plan import Plan, ProofStatus
+from tpplan.plan.proof_hash import MEND
+from tpplan.plan.report.words import format_count, gib, mfu, samples, tokens_per_s
+from tpplan.plan.tp_shares import percent, rows, summary
+
+#: of a step: the least part that is named among what takes its time, and how many are
+_NAMED_SHARE, _NAMED_PARTS = 0.03, 3
+#: of the limit: a peak above it is called nearly full
+_FULL_SHARE = 0.9
+_AXES = {Axis.REPLICATE: "replicas", Axis.SHARD: "FSDP shards", Axis.TP: "tensor-parallel ranks"}
+
+
+def answer(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yields (name, text): the mesh, the step with its error, throughput, memory, and what takes the time."""
+    predicted, mesh, cluster = plan.predicted, plan.mesh, plan.cluster
+    used = f"{mesh.num_gpus}" if mesh.num_gpus == cluster.gpus else f"{mesh.num_gpus} of {cluster.gpus}"
+    sizes = " x ".join(f"{mesh.size(axis)} {_AXES[axis]}" for axis in Axis if mesh.size(axis) > 1)
+    yield "mesh", f"{sizes or 'one GPU'}: {used} GPUs, {cluster.gpus_per_node} per node, {cluster.profile}"
+    beyond = ", extrapolated: some sizes lie beyond the profile's" if predicted.is_extrapolated else ""
+    yield "step", f"{format_seconds(predicted.step_time_s)} +/- {format_seconds(predicted.step_time_error_s)}{beyond}"
+    if (speed := tokens_per_s(plan)) is not None:
+        yield "speed", _speed(plan, speed)
+    yield "memory", _memory(plan)
+    yield "why", _binding(plan)
+    if plan.tp_shares is not None:
+        yield "divided", summary(plan.tp_shares)
+
+
+def _speed(plan: Plan, speed: float) -> str:
+    what = "tokens" if plan.batch.seq_len > 1 else "samples"
+    used = mfu(plan.predicted, plan.mesh.num_gpus)
+    return (
+        f"{format_count(speed)} {what}/s, {format_count(speed / plan.mesh.num_gpus)} per GPU"
+        + (f", MFU {percent(used)}" if used is not None else "")
+        + f"; {samples(plan.batch)} a step"
+    )
+
+
+def _memory(plan: Plan) -> str:
+    """The peak with its slack, of the limit."""
+    predicted = plan.predicted
+    limit, held = predicted.memory_limit_bytes, predicted.peak_memory_bytes + predicted.slack_bytes
+    share = f" ({percent(held / limit)})" if limit else ""
+    slack = f", {gib(predicted.slack_bytes)} of it slack" if predicted.slack_bytes else ""
+    return f"{gib(held)} of {gib(limit)} per GPU{share}{slack}"
+
+
+def _binding(plan: Plan) -> str:
+    """What takes the step's time, and whether memory is nearly full."""
+    predicted = plan.predicted
+    step, held = predicted.step_time_s, predicted.peak_memory_bytes + predicted.slack_bytes
+    parts = sorted(predicted.time_s.items(), key=lambda item: (-item[1], item[0]))
+    dearest = [(name, s / step) for name, s in parts[:_NAMED_PARTS] if step and s >= _NAMED_SHARE * step]
+    named = [f"{percent(share).replace(' ', '')} {name}" for name, share in dearest]
+    text = f"a step is {', '.join(named)}" if named else "a step takes no time that is known"
+    if predicted.memory_limit_bytes and held > _FULL_SHARE * predicted.memory_limit_bytes:
+        again = predicted.time_s.get(RECOMPUTATION, 0.0)
+        spent = f", for which {format_seconds(again)} go to recomputation" if again else ""
+        return f"{text}; memory is nearly full{spent}"
+    return f"{text}; memory does not bind"
+
+
+def warnings(plan: Plan, unproven: str) -> Iterator[tuple[str, str]]:
+    """Yields (name, text) of what is to be known before training: no proof, what every rank runs whole and why, notes.
+    `unproven` says why the plan counts as unproven, "" where it is proven."""
+    step = plan.predicted.step_time_s
+    if unproven:
+        yield "proof", f"{ProofStatus.UNPROVEN}: {unproven}"
+        if plan.proof.status is not ProofStatus.UNPROVEN:
+            yield "", MEND
+    for module, text in rows(plan.tp_shares, step) if plan.tp_shares is not None else ():
+        yield "not divided", f"{module}: {text}"
+    if plan.untouched is not None:
+        yield (
+            "replicated",
+            f"parameters stay as they are, whole on each rank, and gradients are averaged: {plan.untouched}",
+        )
+    for key, whole in sorted((plan.opaque or {}).items()):
+        counted = f", functions of {', '.join(whole.bodies)} counted once" if whole.bodies else ""
+        yield "runs whole", f"{key} ({format_seconds(whole.seconds)} of the step{counted}): {whole.reason}"
+    if plan.unruled_ops:
+        dearest = sorted(plan.unruled_ops.items(), key=lambda item: (-item[1], item[0]))
+        shown = ", ".join(f"{target} ({format_seconds(seconds)} of the step)" for target, seconds in dearest)
+        yield "no rule for", f"{shown}: these run on whole values"
+    for note in plan.notes or ():
+        yield "note", note

@@ -1,0 +1,161 @@
+"""What a plan does in some modules, in sentences with its own numbers, for who never heard of tensor parallelism."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from tpplan.core.mesh import Axis
+from tpplan.core.name_patterns import ROOT
+from tpplan.core.units import format_bytes, format_seconds
+from tpplan.plan.plan import CollectivePlan, Pass, Plan, Recompute
+from tpplan.plan.report.layer_table import ModuleRow, generic, module_rows
+from tpplan.plan.report.words import plural, ranges
+from tpplan.plan.styles import Style
+
+#: seconds of a collective, alone
+SecondsOf = Callable[[CollectivePlan], float]
+
+
+def sentences(plan: Plan, shows: Callable[[str], bool], seconds_of: SecondsOf) -> Iterator[str]:
+    """Yields a paragraph for each group of modules that `shows` accepts and that say the same, with the collectives at
+    their boundaries, then one on FSDP and one on recomputation where these concern them."""
+    rows = [row for row in module_rows(plan) if shows(row.key)]
+    if plan.mesh.tp == 1:
+        gpus = plural(plan.mesh.num_gpus, "GPU")
+        yield f"No layer is split (tp 1): each of {gpus} runs these modules whole, on its own part of the batch."
+    said: set[str] = set()
+    converting = {_place(plan, row.key) for row in rows if _converts(row)}
+    groups: dict[tuple[object, ...], list[ModuleRow]] = {}
+    for row in rows:
+        groups.setdefault(_alike(row), []).append(row)
+    for own in groups.values():
+        found = {
+            _place(plan, row.key): None for row in own if _converts(row) or _place(plan, row.key) not in converting
+        }
+        places = [place for place in found if place not in said]
+        said.update(places)
+        text = [_weights(own, plan.mesh.tp)] if own[0].main is not None and plan.mesh.tp > 1 else []
+        text += [line for place in places for line in _exchanges(plan, place, seconds_of)]
+        if text:
+            yield f"{_names(own)}: {'; '.join(text)}."
+    yield from _whole(plan, shows)
+    yield from _fsdp(plan, shows, seconds_of)
+    yield from _recomputed(plan, shows)
+
+
+def _converts(row: ModuleRow) -> bool:
+    return any(True for _ in row.crossings)
+
+
+def _alike(row: ModuleRow) -> tuple[object, ...]:
+    """A key that is equal for modules of which one sentence speaks: siblings of a style that convert nothing."""
+    alone = () if row.main is not None and not _converts(row) else (row.key,)
+    return row.key.rpartition(".")[0], row.style, *alone
+
+
+def _place(plan: Plan, key: str) -> str:
+    """The name under which a plan counts the collectives of a module."""
+    return generic(plan, key)[1] or key
+
+
+def _names(rows: Sequence[ModuleRow]) -> str:
+    """`layers.*.attention.k_proj, q_proj and v_proj`."""
+    first, *others = [row.key for row in rows]
+    names = [first, *(name.rpartition(".")[2] for name in others)]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _weights(rows: Sequence[ModuleRow], tp: int) -> str:
+    """How the weights of modules of one style lie, and what a GPU computes with them."""
+    main = rows[0].main
+    assert main is not None
+    if main.placement.dim is None:
+        if rows[0].style == Style.SLICES:
+            return (
+                f"the weight is whole on each of {tp} GPUs and meets a slice of the input there; the sum of their "
+                "gradients is the gradient"
+            )
+        return f"each of {tp} GPUs runs it whole, on the same input"
+    parts = dict.fromkeys(_part(row, tp) for row in rows)
+    share = " and ".join(parts)
+    match rows[0].style:
+        case Style.COLUMN:
+            return (
+                f"split by columns: from the whole input each of {tp} GPUs computes {share} outputs, and sends nothing"
+            )
+        case Style.ROW:
+            return (
+                f"split by rows: each of {tp} GPUs has {share} inputs, and what it computes from them is a summand of "
+                "the whole output"
+            )
+        case Style.VOCABULARY:
+            return f"each of {tp} GPUs has {share} rows of the table, and looks up the ids that are among them"
+        case _:
+            return f"split along dim {main.placement.dim}: each of {tp} GPUs has {share}"
+
+
+def _part(row: ModuleRow, tp: int) -> str:
+    """`1024 of 4096`: the slice of the split dim that a GPU has."""
+    main = row.main
+    assert main is not None
+    assert main.placement.dim is not None
+    size = main.shape[main.placement.dim]
+    return f"{size // main.placement.num_slices(tp)} of {size}"
+
+
+def _exchanges(plan: Plan, place: str, seconds_of: SecondsOf) -> Iterator[str]:
+    """Yields what tp ranks send at a module's boundary, forward and backward."""
+    found = [entry for entry in plan.collectives if entry.where == place and entry.axis is Axis.TP]
+    for during in Pass:
+        own = [entry for entry in found if entry.during is during]
+        if own:
+            when = "once a step" if during is Pass.STEP else during
+            yield f"{when}, {' and '.join(_collective(entry, seconds_of) for entry in own)}"
+
+
+def _collective(entry: CollectivePlan, seconds_of: SecondsOf) -> str:
+    """`one reduce-scatter of 64.0 MiB, 210 us (32 in a step)`."""
+    many = f" ({entry.count} in a step)" if entry.count > 1 else ""
+    name, seconds = entry.kind.replace("_", "-"), format_seconds(seconds_of(entry))
+    return f"one {name} of {format_bytes(entry.num_bytes)}, {seconds}{many}"
+
+
+def _whole(plan: Plan, shows: Callable[[str], bool]) -> Iterator[str]:
+    """Yields why modules are not divided, where a plan says so."""
+    for module, own in (plan.tp_shares.modules if plan.tp_shares is not None else {}).items():
+        if own.reason and shows(module):
+            seconds = format_seconds(own.whole_seconds)
+            yield f"{module} runs an op whole on every GPU, {seconds} of the step: {own.reason}."
+
+
+def _fsdp(plan: Plan, shows: Callable[[str], bool], seconds_of: SecondsOf) -> Iterator[str]:
+    """Yields how FSDP shards the units that the modules are, or are in."""
+    mesh = plan.mesh
+    if mesh.shard == 1:
+        return
+    keys = [row.key for row in module_rows(plan) if shows(row.key)]
+    for unit in plan.fsdp.units:
+        if not any(_is_in(plan, key, unit) for key in keys):
+            continue
+        own = [e for e in plan.collectives if e.where == unit and e.axis is Axis.SHARD]
+        text = f"FSDP: each of {mesh.shard} ranks keeps 1/{mesh.shard} of the weights of {unit}"
+        sent = [f"{entry.during}, {_collective(entry, seconds_of)}" for entry in own]
+        yield "; ".join([text, *sent]) + "."
+
+
+def _is_in(plan: Plan, key: str, unit: str) -> bool:
+    """True for a module in an FSDP unit; the root's own are those in no other."""
+    place = _place(plan, key)
+    if unit != ROOT:
+        return place == unit or place.startswith(f"{unit}.")
+    return not any(other != ROOT and _is_in(plan, key, other) for other in plan.fsdp.units)
+
+
+def _recomputed(plan: Plan, shows: Callable[[str], bool]) -> Iterator[str]:
+    """Yields what is recomputed of the layers that the modules are in."""
+    keys = [_place(plan, row.key) for row in module_rows(plan) if shows(row.key)]
+    named: dict[Recompute, list[str]] = {}
+    for name, mode in plan.recomputed_modules().items():
+        place = _place(plan, name)
+        if not name or any(key == place or key.startswith(f"{place}.") for key in keys):
+            named.setdefault(mode, []).append(name or ROOT)
+    for mode, names in named.items():
+        yield f"To save memory, in {ranges(names)} {mode.says}."
