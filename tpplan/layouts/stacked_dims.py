@@ -5,11 +5,10 @@ part, in B parts of H. The parts follow from the batch, so a plan does not name 
 where it crosses a boundary.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tpplan.core.graph import Boundary, ModelGraph, Op
+from tpplan.core.graph import Boundary, ModelGraph
 from tpplan.core.layout import Layout, S
 from tpplan.layouts.fused_dims import matrices
 from tpplan.layouts.rules.call import Call, Strategy
@@ -30,54 +29,70 @@ def stacked_dims(
     return graph.once(stacked_dims, lambda: _Finder(graph, strategies).found())
 
 
+#: layouts S(d) that come from a sharded weight, and S(d; parts) likewise, of a value
+Found = tuple[frozenset[Layout], frozenset[Layout]]
+_NONE: Found = (frozenset(), frozenset())
+
+
 @dataclass
 class _Finder:
-    """One walk over a graph. `made`: layouts S(d) that come from a sharded weight; `stacked`: S(d; parts) likewise."""
+    """One walk over a graph. Like calls whose operands have like layouts, as in repeated layers, are looked at once."""
 
     graph: ModelGraph
     strategies: Callable[[Call], Iterable[Strategy]]
-    made: dict[str, set[Layout]] = field(default_factory=lambda: defaultdict(set))
-    stacked: dict[str, set[Layout]] = field(default_factory=lambda: defaultdict(set))
+    layouts: dict[str, Found] = field(default_factory=dict)
+    known: dict[Hashable, tuple[Found, ...]] = field(default_factory=dict)
 
     def found(self) -> dict[str, frozenset[Layout]]:
         """The stacked layouts by value."""
         for name in matrices(self.graph):
-            self.made[name] = {S(dim) for dim in range(len(self.graph.values[name].shape))}
+            dims = range(len(self.graph.values[name].shape))
+            self.layouts[name] = frozenset(map(S, dims)), frozenset()
         for node in self.graph.nodes:
+            given = tuple(self.layouts.get(name, _NONE) for name in node.operands)
+            if not any(any(own) for own in given):
+                continue
             if isinstance(node, Boundary):
-                self.made[node.result] |= self.made[node.operand]
-                self.stacked[node.result] |= self.stacked[node.operand]
-            elif any(self.made[name] or self.stacked[name] for name in node.operands):
-                self._hand_on(node)
-        return {name: frozenset(layouts) for name, layouts in self.stacked.items() if layouts}
+                self.layouts[node.result] = given[0]
+                continue
+            call = Call.of(self.graph, node)
+            like = call.anonymous()
+            key = like, repr((like.args, like.kwargs)), given
+            if key not in self.known:
+                self.known[key] = self._handed_on(like, given)
+            self.layouts.update(zip(node.results, self.known[key], strict=True))
+        return {name: stacked for name, (_, stacked) in self.layouts.items() if stacked}
 
-    def _hand_on(self, op: Op) -> None:
-        call = Call.of(self.graph, op)
+    def _handed_on(self, call: Call, given: tuple[Found, ...]) -> tuple[Found, ...]:
+        """The layouts of a call's results, from those of its operands."""
+        made, stacked = ([set[Layout]() for _ in call.results] for _ in range(2))
         options = tuple(self.strategies(call))
-        for name, layout in _results(call, options, self.made):
-            self.made[name].add(layout)
-        if op.target in RESHAPES:
+        for place, layout in _results(call, options, [own for own, _ in given]):
+            made[place].add(layout)
+        if call.target in RESHAPES:
             for own, other in regrouped(call.operands[0].shape, call.results[0].shape):
-                if S(own.dim or 0) not in self.made[op.operands[0]]:
+                if S(own.dim or 0) not in given[0][0]:
                     continue
                 if not other.parts:  # of a fused dim
-                    self.made[op.results[0]].add(other)
+                    made[0].add(other)
                 elif not own.parts and len(other.parts) <= MOST_STACKED:
-                    self.stacked[op.results[0]].add(other)
-            return
-        for given, operand in {(name, own) for name in op.operands for own in self.stacked[name]}:
-            for value, layout in _results(call, options, {given: {S(operand.dim or 0)}}):
-                if self.graph.values[value].shape[layout.dim or 0] == sum(operand.parts):
-                    self.stacked[value].add(S(layout.dim or 0, *operand.parts))
+                    stacked[0].add(other)
+        else:
+            for position, (_, handed) in enumerate(given):
+                for operand in handed:
+                    sharded = [{S(operand.dim or 0)} if i == position else () for i in range(len(given))]
+                    for place, layout in _results(call, options, sharded):
+                        if call.results[place].shape[layout.dim or 0] == sum(operand.parts):
+                            stacked[place].add(S(layout.dim or 0, *operand.parts))
+        return tuple((frozenset(own), frozenset(other)) for own, other in zip(made, stacked, strict=True))
 
 
 def _results(
-    call: Call, options: Iterable[Strategy], sharded: Mapping[str, set[Layout]]
-) -> Iterator[tuple[str, Layout]]:
-    """Yields (value, layout) of each sharded result of a strategy that shards an operand as given."""
+    call: Call, options: Iterable[Strategy], sharded: Sequence[Collection[Layout]]
+) -> Iterator[tuple[int, Layout]]:
+    """Yields (position, layout) of each sharded result of a strategy that shards an operand as given."""
     for strategy in options:
-        pairs = zip(call.operands, strategy.operands, strict=True)
-        if any(layout in sharded.get(value.name, ()) for value, layout in pairs):
-            for value, layout in zip(call.results, strategy.results, strict=True):
+        if any(layout in own for layout, own in zip(strategy.operands, sharded, strict=True)):
+            for place, layout in enumerate(strategy.results):
                 if layout.dim is not None:
-                    yield value.name, layout
+                    yield place, layout
