@@ -40,3 +40,11 @@ def format_seconds(seconds: float) -> str:
         if abs(seconds) >= size:
             return f"{seconds / size:.3g} {unit}" if abs(seconds) / size < 1000 else f"{seconds / size:.0f} {unit}"
     return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+
+
+def format_count(count: float) -> str:
+    """A count in decimal units with three significant digits: 8.03 B, 12.7 M, 812."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count / size < 1000 else f"{count / size:.0f} {unit}"
+    return f"{count:.3g}" if count < 100 else f"{count:.0f}"

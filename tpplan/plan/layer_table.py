@@ -111,6 +111,12 @@ def layer_rows(plan: Plan, shows: Callable[[str], bool], width: int) -> list[str
     return [line.plain for line in _side_by_side(entries, width) or _nested(entries)] if rows else []
 
 
+def layer_entries(plan: Plan) -> tuple["LayerEntry", ...]:
+    """The table's rows as data, for a page; a member of a block is indented by two spaces under the block's heading."""
+    rows = _rows(plan)
+    return tuple(_entries(plan, rows, _dtypes(rows)))
+
+
 def _dtypes(rows: list[_Row]) -> list[str]:
     """The dtypes in which tensors cross, without those of ids, the commonest first."""
     counts = Counter(crossing.dtype for row in rows for _, crossing in row.crossings if crossing.dtype not in _IDS)
@@ -118,7 +124,7 @@ def _dtypes(rows: list[_Row]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
+class LayerEntry:
     """A row as text: label, style, placements, and (conversion, steps) of each tensor at the boundary."""
 
     label: str
@@ -127,14 +133,14 @@ class _Entry:
     conversions: tuple[tuple[str, str], ...] = ()
 
 
-def _entries(plan: Plan, rows: list[_Row], dtypes: list[str]) -> Iterator[_Entry]:
+def _entries(plan: Plan, rows: list[_Row], dtypes: list[str]) -> Iterator[LayerEntry]:
     """Yields the rows as text, with a heading above the members of a block. Dtypes are named unless usual
     (dtypes[0])."""
     heading = None
     for row in rows:
         pattern = _generic(plan, row.key)[0]
         if pattern is not None and pattern != heading and row.key != pattern:
-            yield _Entry(label=f"{pattern} x{_num_members(plan, pattern)}")
+            yield LayerEntry(label=f"{pattern} x{_num_members(plan, pattern)}")
         heading = pattern
         conversions = tuple(
             (
@@ -145,12 +151,12 @@ def _entries(plan: Plan, rows: list[_Row], dtypes: list[str]) -> Iterator[_Entry
         )
         if row.is_exception and not conversions:
             conversions = (("none", ""),)
-        yield _Entry(
+        yield LayerEntry(
             label=_label(plan, row, pattern), style=row.style, weights=tuple(row.weights), conversions=conversions
         )
 
 
-def _without_tp(plan: Plan, entries: list[_Entry]) -> Iterator[Text]:
+def _without_tp(plan: Plan, entries: list[LayerEntry]) -> Iterator[Text]:
     """The lines of a plan with tp 1, in which FSDP alone shards the weights."""
     style = f"FSDP over {plan.mesh.shard} ranks" if plan.mesh.shard > 1 else "whole"
     lines = [_TITLES[:2], *((entry.label, style if entry.style else "") for entry in entries)]
@@ -158,7 +164,7 @@ def _without_tp(plan: Plan, entries: list[_Entry]) -> Iterator[Text]:
     yield Text("tp 1: every module computes whole, nothing is converted.", style="dim")
 
 
-def _side_by_side(entries: list[_Entry], width: int) -> list[Text]:
+def _side_by_side(entries: list[LayerEntry], width: int) -> list[Text]:
     """One line for each conversion, the module on its first line; empty where that exceeds `width` columns."""
     full = [_TITLES, *(line for entry in entries for line in _lines(entry))]
     short = [(label, style.removesuffix(" parallel"), *rest) for label, style, *rest in full]
@@ -169,13 +175,13 @@ def _side_by_side(entries: list[_Entry], width: int) -> list[Text]:
     return []
 
 
-def _lines(entry: _Entry) -> Iterator[tuple[str, ...]]:
+def _lines(entry: LayerEntry) -> Iterator[tuple[str, ...]]:
     modules = [(entry.label, entry.style)]
     for module, weight, conversion in itertools.zip_longest(modules, entry.weights, entry.conversions):
         yield (*(module or ("", "")), weight or "", *(conversion or ("", "")))
 
 
-def _nested(entries: list[_Entry]) -> Iterator[Text]:
+def _nested(entries: list[LayerEntry]) -> Iterator[Text]:
     """One line for each module, its conversions on lines below."""
     modules = [_TITLES[:3], *((entry.label, entry.style, ", ".join(entry.weights)) for entry in entries)]
     every = [conversion for entry in entries for conversion in entry.conversions]

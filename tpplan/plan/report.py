@@ -18,7 +18,7 @@ from tpplan.core.errors import PlanError
 from tpplan.core.escapes import escaped_data
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT, format_ranges
-from tpplan.core.units import DTYPE_BYTES, GIB, format_bytes, format_seconds
+from tpplan.core.units import DTYPE_BYTES, GIB, format_bytes, format_count, format_seconds
 from tpplan.plan.layer_table import layer_lines
 from tpplan.plan.parts import SLACK
 from tpplan.plan.plan import (
@@ -85,7 +85,7 @@ def render(plan: Plan, *, width: int = DEFAULT_WIDTH, color: bool = False) -> st
 def as_data(plan: Plan) -> dict[str, object]:
     """The plan's JSON data, with numbers that the report computes under "derived"."""
     num_parameters, num_bytes = _model_size(plan)
-    tokens_per_s = _tokens_per_s(plan)
+    tokens_per_s = tokens_per_s_of(plan)
     return plan.to_dict() | {
         "derived": {
             "hash": plan.hash,
@@ -102,13 +102,13 @@ def as_data(plan: Plan) -> dict[str, object]:
 
 def _report(plan: Plan, width: int, unproven: str) -> RenderableType:
     return Group(
-        *_section("Plan", _facts(_header(plan))),
+        *_section("Plan", _facts(header_facts(plan))),
         *_section("Layers", *layer_lines(plan, width - _INDENT)),
         *_section("Predicted step", *_time(plan)),
         *_tp_section(plan),
         *_section("Predicted peak memory per GPU", *_memory(plan)),
         *_section("Collectives of a step on one rank", *_collectives(plan.collectives)),
-        *_section("Why this plan", _facts(_provenance(plan, unproven)), last=True),
+        *_section("Why this plan", _facts(provenance_facts(plan, unproven)), last=True),
     )
 
 
@@ -129,7 +129,8 @@ def _facts(rows: Iterator[tuple[str, str]]) -> Table:
 # The section "Plan"
 
 
-def _header(plan: Plan) -> Iterator[tuple[str, str]]:
+def header_facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yields (name, text) of what the plan is for and what it does; a name is "" where a line goes on."""
     cluster, batch, mesh = plan.cluster, plan.batch, plan.mesh
     yield "model", _model_line(plan)
     used = "" if mesh.num_gpus == cluster.gpus else f"{mesh.num_gpus} of "
@@ -165,8 +166,8 @@ def _header(plan: Plan) -> Iterator[tuple[str, str]]:
 def _model_line(plan: Plan) -> str:
     count, num_bytes = _model_size(plan)
     frozen = sum(prod(p.shape) for p in plan.parameter_plans().values() if not p.trainable)
-    suffix = f", of which {_format_count(frozen)} frozen" if frozen else ""
-    return f"{_format_count(count)} parameters, {format_bytes(num_bytes)}{suffix}"
+    suffix = f", of which {format_count(frozen)} frozen" if frozen else ""
+    return f"{format_count(count)} parameters, {format_bytes(num_bytes)}{suffix}"
 
 
 def _axis_line(plan: Plan, axis: Axis) -> str:
@@ -227,11 +228,11 @@ def _model_size(plan: Plan) -> tuple[int, int]:
 def _time(plan: Plan) -> Iterator[RenderableType]:
     predicted, batch = plan.predicted, plan.batch
     step = f"{format_seconds(predicted.step_time_s)} +/- {format_seconds(predicted.step_time_error_s)}"
-    tokens_per_s = _tokens_per_s(plan)
+    tokens_per_s = tokens_per_s_of(plan)
     if tokens_per_s is not None:
         what = "tokens" if batch.seq_len > 1 else "samples"
         step += (
-            f", {_format_count(tokens_per_s)} {what}/s, {_format_count(tokens_per_s / plan.mesh.num_gpus)} per GPU "
+            f", {format_count(tokens_per_s)} {what}/s, {format_count(tokens_per_s / plan.mesh.num_gpus)} per GPU "
             f"({_samples(batch)} a step)"
         )
     yield Text(step)
@@ -258,12 +259,12 @@ def _memory(plan: Plan) -> Iterator[RenderableType]:
     limit, peak, slack = predicted.memory_limit_bytes, predicted.peak_memory_bytes, predicted.slack_bytes
     share = (peak + slack) / limit if limit else 0.0
     held = f"{gib(peak)} predicted + {gib(slack)} slack" if slack else gib(peak)
-    yield Text(f"{held} of {gib(limit)}: {share:.1%}, {gib(limit - peak - slack)} free; {_moment(predicted)}")
+    yield Text(f"{held} of {gib(limit)}: {share:.1%}, {gib(limit - peak - slack)} free; {peak_moment(predicted)}")
     parts = {**predicted.memory_bytes, **({SLACK: slack} if slack else {})}
     yield _parts(parts, limit, "of limit", gib)
 
 
-def _moment(predicted: Prediction) -> str:
+def peak_moment(predicted: Prediction) -> str:
     """The pass and the module of the peak."""
     if predicted.peak_during is Pass.STEP:
         return "most during the optimizer's step"
@@ -293,25 +294,31 @@ def _collectives(collectives: tuple[CollectivePlan, ...]) -> Iterator[Renderable
     if not collectives:
         yield Text("none")
         return
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for title, justify in (("axis", "left"), ("during", "left"), ("collective", "left"), ("count", "right")):
+        table.add_column(title, justify=justify, overflow="fold")  # type: ignore[arg-type]  # a literal of the tuple
+    table.add_column("bytes of the whole values", justify="right")
+    for axis, during, kind, count, num_bytes in collective_totals(collectives):
+        table.add_row(axis, during, kind.replace("_", "-"), str(count), format_bytes(num_bytes))
+    yield table
+
+
+def collective_totals(collectives: Iterable[CollectivePlan]) -> list[tuple[Axis, Pass, str, int, int]]:
+    """(axis, pass, kind, count, bytes of the whole values) of a rank's step, ordered by axis, pass and kind."""
     totals: dict[tuple[int, int, str], tuple[int, int]] = {}
     axes, passes = list(Axis), list(Pass)
     for entry in collectives:
         key = (axes.index(entry.axis), passes.index(entry.during), entry.kind)
         count, num_bytes = totals.get(key, (0, 0))
         totals[key] = (count + entry.count, num_bytes + entry.count * entry.num_bytes)
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for title, justify in (("axis", "left"), ("during", "left"), ("collective", "left"), ("count", "right")):
-        table.add_column(title, justify=justify, overflow="fold")  # type: ignore[arg-type]  # a literal of the tuple
-    table.add_column("bytes of the whole values", justify="right")
-    for (axis, during, kind), (count, num_bytes) in sorted(totals.items()):
-        table.add_row(axes[axis], passes[during], kind.replace("_", "-"), str(count), format_bytes(num_bytes))
-    yield table
+    return [(axes[axis], passes[during], kind, *total) for (axis, during, kind), total in sorted(totals.items())]
 
 
 # The section "Why this plan"
 
 
-def _provenance(plan: Plan, unproven: str) -> Iterator[tuple[str, str]]:
+def provenance_facts(plan: Plan, unproven: str) -> Iterator[tuple[str, str]]:
+    """Yields (name, text) of solver, proof and notes. `unproven` says why the plan is unproven; "" where it is not."""
     solver, proof = plan.solver, plan.proof
     yield (
         "solver",
@@ -370,17 +377,9 @@ def _tokens(plan: Plan) -> int:
     return plan.batch.global_batch * plan.batch.seq_len
 
 
-def _tokens_per_s(plan: Plan) -> float | None:
+def tokens_per_s_of(plan: Plan) -> float | None:
     """Tokens per second; None where the predicted time is 0."""
     return _tokens(plan) / plan.predicted.step_time_s if plan.predicted.step_time_s else None
-
-
-def _format_count(count: float) -> str:
-    """A count in decimal units with three significant digits: 8.03 B, 12.7 M, 812."""
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}" if count / size < 1000 else f"{count / size:.0f} {unit}"
-    return f"{count:.3g}" if count < 100 else f"{count:.0f}"
 
 
 def gib(num_bytes: float) -> str:
