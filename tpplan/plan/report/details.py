@@ -125,14 +125,12 @@ def time_parts(plan: Plan) -> RenderableType:
 def memory_parts(plan: Plan) -> Iterator[RenderableType]:
     """Yields a line on when memory peaks, and a table of the peak's bytes by part, the slack among them."""
     predicted, slack = plan.predicted, plan.predicted.slack_bytes
-    yield Text(
-        f"{_moment(predicted)}; the slack is for the framework and its allocator" if slack else _moment(predicted)
-    )
+    yield Text(f"{moment(predicted)}; the slack is for the framework and its allocator" if slack else moment(predicted))
     parts = {**predicted.memory_bytes, **({SLACK: slack} if slack else {})}
     yield _parts(parts, predicted.memory_limit_bytes, "of limit", gib)
 
 
-def _moment(predicted: Prediction) -> str:
+def moment(predicted: Prediction) -> str:
     """The pass and the module of the peak."""
     if predicted.peak_during is Pass.STEP:
         return "most during the optimizer's step"
@@ -158,23 +156,28 @@ def _bar(share: float) -> str:
     return "#" * min(_BAR_WIDTH, max(round(share * _BAR_WIDTH), int(share >= 0.01)))
 
 
-def collective_rows(collectives: tuple[CollectivePlan, ...]) -> Iterator[RenderableType]:
-    """Yields a table of the collectives of a step on one rank, by axis, pass and kind."""
-    if not collectives:
-        yield Text("none")
-        return
+def collective_totals(collectives: Iterable[CollectivePlan]) -> list[tuple[Axis, Pass, str, int, int]]:
+    """(axis, pass, kind, count, bytes of the whole values) of a rank's step, ordered by axis, pass and kind."""
     totals: dict[tuple[int, int, str], tuple[int, int]] = {}
     axes, passes = list(Axis), list(Pass)
     for entry in collectives:
         key = (axes.index(entry.axis), passes.index(entry.during), entry.kind)
         count, num_bytes = totals.get(key, (0, 0))
         totals[key] = (count + entry.count, num_bytes + entry.count * entry.num_bytes)
+    return [(axes[axis], passes[during], kind, *total) for (axis, during, kind), total in sorted(totals.items())]
+
+
+def collective_rows(collectives: tuple[CollectivePlan, ...]) -> Iterator[RenderableType]:
+    """Yields a table of the collectives of a step on one rank, by axis, pass and kind."""
+    if not collectives:
+        yield Text("none")
+        return
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for title, justify in (("axis", "left"), ("during", "left"), ("collective", "left"), ("count", "right")):
         table.add_column(title, justify=justify, overflow="fold")  # type: ignore[arg-type]  # a literal of the tuple
     table.add_column("bytes of the whole values", justify="right")
-    for (axis, during, kind), (count, num_bytes) in sorted(totals.items()):
-        table.add_row(axes[axis], passes[during], kind.replace("_", "-"), str(count), format_bytes(num_bytes))
+    for axis, during, kind, count, num_bytes in collective_totals(collectives):
+        table.add_row(axis, during, kind.replace("_", "-"), str(count), format_bytes(num_bytes))
     yield table
 
 

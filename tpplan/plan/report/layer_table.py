@@ -124,6 +124,13 @@ def layer_rows(plan: Plan, shows: Callable[[str], bool], width: int) -> list[str
     return [line.plain for line in _side_by_side(entries, width)[0] or _nested(entries)] if rows else []
 
 
+def layer_entries(plan: Plan) -> tuple["LayerEntry", ...]:
+    """The table's rows as data, siblings that say the same under one label; a member of a block is indented by two
+    spaces under the block's heading."""
+    rows = module_rows(plan)
+    return tuple(_folded(list(_entries(plan, rows, _dtypes(rows)))))
+
+
 def _dtypes(rows: list[ModuleRow]) -> list[str]:
     """The dtypes in which tensors cross, without those of ids, the commonest first."""
     counts = Counter(crossing.dtype for row in rows for _, crossing in row.crossings if crossing.dtype not in _IDS)
@@ -131,7 +138,7 @@ def _dtypes(rows: list[ModuleRow]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
+class LayerEntry:
     """A row as text: label, style, placements, and (conversion, steps) of each tensor at the boundary."""
 
     label: str
@@ -140,14 +147,14 @@ class _Entry:
     conversions: tuple[tuple[str, str], ...] = ()
 
 
-def _entries(plan: Plan, rows: list[ModuleRow], dtypes: list[str]) -> Iterator[_Entry]:
+def _entries(plan: Plan, rows: list[ModuleRow], dtypes: list[str]) -> Iterator[LayerEntry]:
     """Yields the rows as text, with a heading above the members of a block. Dtypes are named unless usual
     (dtypes[0])."""
     heading = None
     for row in rows:
         pattern = generic(plan, row.key)[0]
         if pattern is not None and pattern != heading and row.key != pattern:
-            yield _Entry(label=f"{pattern} x{_num_members(plan, pattern)}")
+            yield LayerEntry(label=f"{pattern} x{_num_members(plan, pattern)}")
         heading = pattern
         conversions = tuple(
             (
@@ -158,14 +165,14 @@ def _entries(plan: Plan, rows: list[ModuleRow], dtypes: list[str]) -> Iterator[_
         )
         if row.is_exception and not conversions:
             conversions = (("none", ""),)
-        yield _Entry(
+        yield LayerEntry(
             label=_label(plan, row, pattern), style=row.style, weights=tuple(row.weights), conversions=conversions
         )
 
 
-def _folded(entries: list[_Entry]) -> list[_Entry]:
+def _folded(entries: list[LayerEntry]) -> list[LayerEntry]:
     """The entries with siblings that say the same under one label, `attention.{k,q,v}_proj`, where the first stands."""
-    groups: dict[tuple[object, ...], list[_Entry]] = {}
+    groups: dict[tuple[object, ...], list[LayerEntry]] = {}
     block = 0
     for number, entry in enumerate(entries):
         is_heading = re.search(r" x\d+$", entry.label) is not None
@@ -207,7 +214,7 @@ def _without_tp(plan: Plan) -> Iterator[Text]:
         )
 
 
-def _side_by_side(entries: list[_Entry], width: int) -> tuple[list[Text], bool]:
+def _side_by_side(entries: list[LayerEntry], width: int) -> tuple[list[Text], bool]:
     """One line for each conversion, the module on its first line, and whether steps are written short; no lines where
     they exceed `width` columns."""
     folded = _folded(entries)
@@ -233,7 +240,7 @@ def _brief(style: str) -> str:
     return re.sub(r"^on | parallel$| to .*| dim\b|(?<=vocab)ulary", "", style)
 
 
-def _shortened(entry: _Entry) -> _Entry:
+def _shortened(entry: LayerEntry) -> LayerEntry:
     """An entry for a table of few columns: collectives by initials, an argument without a name where it is the only."""
     is_only = sum(name.startswith("in ") for name, _ in entry.conversions) == 1
     conversions = []
@@ -244,13 +251,13 @@ def _shortened(entry: _Entry) -> _Entry:
     return replace(entry, style=_brief(entry.style), conversions=tuple(conversions))
 
 
-def _lines(entry: _Entry) -> Iterator[tuple[str, ...]]:
+def _lines(entry: LayerEntry) -> Iterator[tuple[str, ...]]:
     modules = [(entry.label, entry.style)]
     for module, weight, conversion in itertools.zip_longest(modules, entry.weights, entry.conversions):
         yield (*(module or ("", "")), weight or "", *(conversion or ("", "")))
 
 
-def _nested(entries: list[_Entry]) -> Iterator[Text]:
+def _nested(entries: list[LayerEntry]) -> Iterator[Text]:
     """One line for each module, its conversions on lines below."""
     modules = [_TITLES[:3], *((entry.label, entry.style, ", ".join(entry.weights)) for entry in entries)]
     every = [conversion for entry in entries for conversion in entry.conversions]

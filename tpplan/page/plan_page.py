@@ -1,0 +1,73 @@
+"""A plan as one HTML page: `plan_page(plan)`. Its numbers are the plan's, in the words of `tpplan show`.
+
+Texts of a plan may be hostile: the template escapes every one, and control characters are escaped before.
+"""
+
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+
+from tpplan.core.escapes import escaped_data
+from tpplan.core.units import format_bytes, format_seconds
+from tpplan.page.bars import bars
+from tpplan.page.mesh_drawing import drawings
+from tpplan.plan.parts import SLACK
+from tpplan.plan.plan import Plan
+from tpplan.plan.proof_hash import why_unproven
+from tpplan.plan.report.answer import warnings
+from tpplan.plan.report.details import collective_totals, moment, provenance, setting
+from tpplan.plan.report.layer_table import layer_entries
+from tpplan.plan.report.words import format_count, gib, tokens_per_s
+
+_TEMPLATE = Path(__file__).with_name("plan_page.html.j2")
+
+
+def plan_page(plan: Plan, *, title: str) -> str:
+    """The text of the page, titled `title`. Raises PlanError for a dtype of unknown size."""
+    unproven, shown = why_unproven(plan), escaped_data(plan)
+    predicted = shown.predicted
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    held = {**predicted.memory_bytes, SLACK: predicted.slack_bytes}
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        title=escaped_data(title),
+        plan=shown,
+        is_proven=not unproven,
+        answer=_answer(shown),
+        warnings=tuple(warnings(shown, unproven)),
+        time_bars=bars(predicted.time_s, predicted.step_time_s, format_seconds),
+        step=format_seconds(predicted.step_time_s),
+        error=format_seconds(predicted.step_time_error_s),
+        memory_bars=bars(held, predicted.memory_limit_bytes, gib),
+        moment=moment(predicted),
+        drawings=drawings(shown),
+        layers=layer_entries(shown),
+        collectives=[
+            (axis, during, kind.replace("_", "-"), count, format_bytes(num_bytes))
+            for axis, during, kind, count, num_bytes in collective_totals(shown.collectives)
+        ],
+        facts=tuple(setting(shown)),
+        provenance=tuple(provenance(shown, unproven)),
+    )
+
+
+def _answer(plan: Plan) -> tuple[tuple[str, str, str], ...]:
+    """(name, value, what is to be known of it) of the numbers at the top of the page."""
+    predicted, mesh = plan.predicted, plan.mesh
+    rate = tokens_per_s(plan)
+    unit = "tokens/s" if plan.batch.seq_len > 1 else "samples/s"
+    limit, total = predicted.memory_limit_bytes, predicted.peak_memory_bytes + predicted.slack_bytes
+    sizes = ((mesh.replicate, "replicas"), (mesh.shard, "FSDP shards"), (mesh.tp, "tensor-parallel ranks"))
+    return (
+        ("step", format_seconds(predicted.step_time_s), f"± {format_seconds(predicted.step_time_error_s)}, predicted"),
+        (
+            unit,
+            format_count(rate) if rate is not None else "unknown",
+            f"{format_count(rate / mesh.num_gpus)} per GPU" if rate is not None else "the predicted step is 0 s",
+        ),
+        (
+            "memory per GPU",
+            gib(total),
+            f"{total / limit:.0%} of {gib(limit)}" if limit else "no limit is known",
+        ),
+        ("GPUs", str(mesh.num_gpus), " x ".join(f"{size} {name}" for size, name in sizes)),
+    )
