@@ -53,15 +53,21 @@ class _Finder:
             if not any(any(own) for own in given):
                 continue
             if isinstance(node, Boundary):
-                self.layouts[node.result] = given[0]
+                self._add(node.result, given[0])
                 continue
             call = Call.of(self.graph, node)
             like = call.anonymous()
             key = like, repr((like.args, like.kwargs)), given
             if key not in self.known:
                 self.known[key] = self._handed_on(like, given)
-            self.layouts.update(zip(node.results, self.known[key], strict=True))
+            for name, found in zip(node.results, self.known[key], strict=True):
+                self._add(name, found)
         return {name: stacked for name, (_, stacked) in self.layouts.items() if stacked}
+
+    def _add(self, name: str, found: Found) -> None:
+        """Adds layouts to those that a value has: a part of a weight has some from the start."""
+        made, stacked = self.layouts.get(name, _NONE)
+        self.layouts[name] = made | found[0], stacked | found[1]
 
     def _handed_on(self, call: Call, given: tuple[Found, ...]) -> tuple[Found, ...]:
         """The layouts of a call's results, from those of its operands."""

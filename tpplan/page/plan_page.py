@@ -69,5 +69,5 @@ def _answer(plan: Plan) -> tuple[tuple[str, str, str], ...]:
             gib(total),
             f"{total / limit:.0%} of {gib(limit)}" if limit else "no limit is known",
         ),
-        ("GPUs", str(mesh.num_gpus), " x ".join(f"{size} {name}" for size, name in sizes)),
+        ("GPUs", str(mesh.num_gpus), " x ".join(f"{size} {name}" for size, name in sizes if size > 1) or "one rank"),
     )

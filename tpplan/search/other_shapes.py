@@ -140,7 +140,7 @@ class _Search:
     def first_proven(self, batches: tuple[int, ...], lengths: tuple[int, ...]) -> _Attempt:
         """The first attempt that proves the plan, else the last: first the least demanding sizes, then sizes that tp
         divides where something is sharded along them."""
-        first = attempt = self.attempt(batches[0], lengths[0])
+        first = attempt = self.foreseen(batches[0], lengths[0]) or self.attempt(batches[0], lengths[0])
         rest = [(batch, length) for length in lengths for batch in batches][1:]
         for batch, length in sorted(rest, key=lambda pair: pair[0] != batches[0] and BATCH not in first.sharded):
             divides = {BATCH: batch % self.plan.mesh.tp == 0, LENGTH: length % self.plan.mesh.tp == 0}
@@ -177,6 +177,20 @@ class _Search:
             else:
                 found.append(Multiples(reason=self.reason or (reason if kind in self.grows_with else None) or None))
         return OtherShapes(inputs=self.dims, batch=found[0], length=found[1])
+
+    def foreseen(self, batch: int, length: int) -> _Attempt | None:
+        """The attempt at a batch and a length where it fails at the planned length already, for the batch alone, which
+        a graph that is grown from smaller batches shows without a trace; else None."""
+        if batch == self.planned[0]:
+            return None
+        graph = self.traces.foreseen(batch)
+        implied = assignment_of(graph, self.plan, layers=self.traced.units) if graph is not None else None
+        sharded = self.sharded(graph, batch, self.planned[1]) if graph is not None else frozenset()
+        if not isinstance(implied, Mistyped) or BATCH not in sharded:
+            return None
+        logger.info("at batch %d, by the grown graph: %s", batch, implied.message)
+        problem = f"at batch {batch}, length {self.planned[1]}: {implied.message}"
+        return _Attempt(batch=batch, length=length, problem=problem, sharded=sharded)
 
     def attempt(self, batch: int, length: int) -> _Attempt:
         """Tries to prove the plan at a batch and a length."""

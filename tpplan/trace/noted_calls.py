@@ -191,11 +191,15 @@ def _is_code_of_modules() -> bool:
 
 
 def _is_in_compiled_code(frame: FrameType | None) -> bool:
-    """True in a function that the module's code has compiled: a trace runs it as it is written, training does not."""
+    """True in a function that the module's code has compiled: a trace runs it as it is written, training does not.
+
+    Where tpplan is the caller, it keeps code from being compiled (tpplan.trace.hooks.call_rewriting).
+    """
     while frame is not None and frame.f_code.co_filename != __file__:
-        if frame.f_code.co_filename == _COMPILED:
+        caller = frame.f_back
+        if frame.f_code.co_filename == _COMPILED and not (caller and is_ours(caller.f_code.co_filename)):
             return True
-        frame = frame.f_back
+        frame = caller
     return False
 
 

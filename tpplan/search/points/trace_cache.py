@@ -195,6 +195,12 @@ class TraceCache:
             self.reuse.grown[key] = found
         return self.reuse.grown[key]
 
+    def foreseen(self, micro_batch: int) -> ModelGraph | None:
+        """The graph at a micro-batch as far as it is known without another trace: traced before, or grown from smaller
+        ones."""
+        known = self.reuse.traces.get(self.key(micro_batch)) or self._grown(micro_batch)
+        return known.graph if known is not None else None
+
     def really_traced(self, micro_batch: int) -> Traced:
         """The model traced at a micro-batch, never grown."""
         key = self.key(micro_batch)
