@@ -6,7 +6,9 @@ called them. torch.export does so too, but code may take other branches under it
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ _TRACERS = (TorchFunctionMetadataMode, PreDispatchTorchFunctionMode)
 HIGHER_ORDER_OPS = "torch._higher_order_ops."
 #: the one of these functions that torch.cond uses
 COND = "_cond_op_wrapper"
+#: the file of torch's that calls compiled functions, from a function named compile_wrapper
+_CALLS_COMPILED = "_dynamo/eval_frame.py"
 #: the function of torch.nn.attention.flex_attention that torch compiles
 FLEX = "_flex_attention_hop_wrapper"
 #: torch's function that describes each result a second time, as meta["tensor_meta"]
@@ -57,6 +61,12 @@ def _compiled_as_written() -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
     found: contextlib.AbstractContextManager[object] = compiler.config.patch(error_on_nested_fx_trace=False)
     return found
+
+
+def calls_compiled_code(frame: FrameType) -> bool:
+    """True for the frame in which torch.compile calls a function that it has compiled; code that is kept from being
+    compiled has a frame in the same file."""
+    return frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename.endswith(_CALLS_COMPILED)
 
 
 def recorder() -> Any:
@@ -257,9 +267,19 @@ def _cond() -> bool:
 
 
 def _compiled() -> bool:
-    compiled = torch.compile(torch.sin, backend="eager")
-    graph = recorded(compiled, (torch.empty(2, device="meta"),)).graph
-    return "aten.sin.default" in [str(node.target) for node in graph.nodes]
+    callers: list[bool] = []
+
+    def sine(x: Tensor) -> Tensor:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not calls_compiled_code(frame):
+            frame = frame.f_back
+        callers.append(frame is not None)
+        return x.sin()
+
+    x = torch.empty(2, device="meta")
+    graph = recorded(torch.compile(sine, backend="eager"), (x,)).graph
+    recorded(torch.compiler.disable(sine), (x,))  # type: ignore[no-untyped-call]
+    return "aten.sin.default" in [str(node.target) for node in graph.nodes] and callers == [True, False]
 
 
 def _flex() -> bool:
@@ -270,7 +290,8 @@ def _flex() -> bool:
         return lambda query, *_: (query, query, query)
 
     x = torch.ones(1, 1, 2, 2)
-    with higher_order_ops_by(call):
+    with higher_order_ops_by(call), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch advises to compile it
         found = flex.flex_attention(x, x, x)
     return seen == ["flex_attention"] and found is x
 
@@ -313,7 +334,7 @@ PROBES = (
     ),
     Probe(
         name="recording compiled functions",
-        uses="torch._dynamo.config.error_on_nested_fx_trace",
+        uses="torch._dynamo.config.error_on_nested_fx_trace, compile_wrapper in torch._dynamo.eval_frame",
         needed_for="models with functions that torch.compile compiles",
         works=_compiled,
     ),

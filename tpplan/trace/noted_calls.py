@@ -21,7 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tpplan.torch_internals import pytree
-from tpplan.torch_internals.recording import is_function_mode_on, without_function_mode
+from tpplan.torch_internals.recording import calls_compiled_code, is_function_mode_on, without_function_mode
 from tpplan.torch_internals.tensors import is_of_functorch
 from tpplan.trace.answers.concrete_values import DESCRIPTIONS, QUESTIONS
 from tpplan.trace.answers.own_failure import is_layer
@@ -54,8 +54,6 @@ _BETWEEN = frozenset(
     str(Path(torch.__file__).parent / file)
     for file in ("overrides.py", "_tensor.py", "functional.py", "autograd/grad_mode.py", "utils/_contextlib.py")
 )
-#: the file of torch's that calls compiled functions
-_COMPILED = str(Path(torch.__file__).parent / "_dynamo/eval_frame.py")
 #: functions that are not noted: those that are replaced, and those that compute nothing
 _UNNOTED = _REPLACED | QUESTIONS | DESCRIPTIONS | {""}
 #: device types that code may name
@@ -191,15 +189,11 @@ def _is_code_of_modules() -> bool:
 
 
 def _is_in_compiled_code(frame: FrameType | None) -> bool:
-    """True in a function that the module's code has compiled: a trace runs it as it is written, training does not.
-
-    Where tpplan is the caller, it keeps code from being compiled (tpplan.trace.hooks.call_rewriting).
-    """
+    """True in a function that the module's code has compiled: a trace runs it as it is written, training does not."""
     while frame is not None and frame.f_code.co_filename != __file__:
-        caller = frame.f_back
-        if frame.f_code.co_filename == _COMPILED and not (caller and is_ours(caller.f_code.co_filename)):
+        if calls_compiled_code(frame):
             return True
-        frame = caller
+        frame = frame.f_back
     return False
 
 
