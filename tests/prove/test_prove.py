@@ -641,8 +641,8 @@ def without_f(self: local_modules.BoundaryConversion, x: Tensor, frames: list[lo
         ),
         (
             parameter_reads.ParameterReads,
-            "local",
-            lambda self, parameter, readers: parameter.full_tensor(),
+            "converted",
+            lambda self, parameter, converter: parameter.full_tensor(),
             "cannot run",
         ),
         (redistribute, "_reduce_scatter", lambda x, dim, group: x.chunk(2, dim)[0].clone(), "is converted by"),

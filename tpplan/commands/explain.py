@@ -70,14 +70,15 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("explain: expected modules by pattern, such as 'layers.*.mlp', or --shadow-prices")
     if spec is None and (args.why_not is not None or args.shadow_prices):
         raise UsageError("explain: --why-not and --shadow-prices need model.py, because they solve again")
-    profile = load_profile(args.profile or plan.cluster.profile)
     data: dict[str, object] = {}
     lines: list[str] = []
+    shown, rows = escaped_data(plan), list[str]()
     if pattern is not None:
-        shown = escaped_data(plan)
         rows = layer_rows(shown, lambda module: _matches(shown, pattern, module), terminal_width() - 2)
         if not rows:
             raise UsageError(f"{args.plan}: no module {pattern!r} owns parameters or converts tensors at its boundary")
+    profile = load_profile(args.profile or plan.cluster.profile)
+    if pattern is not None:
         data["modules"] = [" ".join(row.split()) for row in rows[1:]]
         said = list(sentences(shown, lambda module: _matches(shown, pattern, module), _seconds_of(plan, profile)))
         data["sentences"] = said

@@ -134,7 +134,7 @@ def _lines(paths: Sequence[str], tried: "Sequence[Tried]") -> Iterator[str]:
         yield f"fastest: {paths[fastest]}"
     for path, one in zip(paths, tried, strict=True):
         yield ""
-        yield f"{path}: a step by part, on the first rank"
+        yield f"{os.path.basename(path)}: a step by part, on the first rank"
         measured, predicted_parts = one.measured_parts, one.predicted_parts
         parts = [("part", "measured", "predicted")]
         parts += [
