@@ -12,8 +12,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import tpplan
 from tpplan.core.layout import S
+from tpplan.layouts.rules.attention import FLEX_ATTENTION
 from tpplan.plan.plan import Plan
 from tpplan.torch_internals.fakes import flex_attention_anywhere
+from tpplan.trace.trace import trace
 
 DIM, VOCAB, HEADS, LENGTH, BATCH = 32, 64, 4, 7, 2
 
@@ -136,3 +138,44 @@ def test_a_function_that_names_head_and_batch_keeps_attention_whole() -> None:
     assert plan.tp_shares is not None
     assert "whose functions or mask name the batch and the head" in str(plan.tp_shares.modules["1"].reason)
     check_ranks(build, plan)
+
+
+def written_into(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    changed = torch.zeros_like(score)
+    changed[...] = h
+    return score + changed * (j - i)
+
+
+def written_through_a_view(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    changed = torch.zeros_like(h)
+    changed.view(()).copy_(h)
+    return score + changed * (j - i)
+
+
+def largest(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score + torch.stack([h, i]).max(0).values
+
+
+#: functions whose result depends on the head, by ways around an operator that takes it and returns one tensor
+HIDDEN: tuple[Callable[..., Tensor], ...] = (
+    lambda score, b, h, i, j: score + torch.stack([h, h]).unbind()[0] * (j - i),
+    lambda score, b, h, i, j: score + score.new_tensor(h) * (j - i),
+    lambda score, b, h, i, j: score + torch.stack([h, h]).chunk(2)[1].reshape(()),
+    lambda score, b, h, i, j: score + torch.broadcast_tensors(h, i)[0] * (j - i),
+    lambda score, b, h, i, j: score + torch.mul(h, (j - i).float(), out=torch.zeros_like(score)),
+    largest,
+    written_into,
+    written_through_a_view,
+)
+
+
+@pytest.mark.parametrize("function", HIDDEN)
+def test_a_function_that_hides_the_head_is_not_divided_by_heads(function: Callable[..., Tensor]) -> None:
+    class Hiding(Attending):
+        def attend(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return flex_attention(query, key, value, function)
+
+    with torch.device("meta"):
+        graph = trace(around(Hiding)(), {"input": torch.zeros(BATCH, LENGTH, dtype=torch.long)})
+    (op,) = (op for op in graph.ops if op.target == FLEX_ATTENTION)
+    assert op.args[6] is False

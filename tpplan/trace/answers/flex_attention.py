@@ -17,6 +17,8 @@ from tpplan.torch_internals.recording import untraced
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.call_rewriting import is_own_code_running
 
+#: functions that make a tensor of another's dtype and device
+_NEW = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"})
 _SCORE, _BATCH, _HEAD, _QUERY, _KEY = "score", "batch", "head", "query", "key"
 
 
@@ -50,14 +52,15 @@ def mask_of(
 
 
 def followed_mask(mask_mod: Callable[..., Any]) -> "_Followed":
-    """What a function computes that says which keys a query sees."""
+    """Follows a function that says which keys a query sees: mask_mod(batch, head, query, key)."""
     return _Followed.of(mask_mod, (_BATCH, _HEAD, _QUERY, _KEY))
 
 
 class _Followed(TorchFunctionMode):
     """Follows a function from its arguments, numbers of one element each, to its result.
 
-    `read`: the tensors that it reads besides. `named`: the arguments that its result depends on. As text, its calls.
+    `read`: the tensors that it reads besides. `named`: the arguments that its result depends on; all of them where it
+    writes into a tensor, which others may view. As text, its calls.
     """
 
     def __init__(self) -> None:
@@ -65,6 +68,7 @@ class _Followed(TorchFunctionMode):
         self.read: list[Tensor] = []
         self.named: frozenset[str] = frozenset()
         self._calls: list[str] = []
+        self._writes = False
         #: (tensor, its name, what it depends on, itself without values) by the tensor's id; the tensor keeps its id
         self._known: dict[int, tuple[Tensor, str, frozenset[str], Tensor]] = {}
 
@@ -80,6 +84,8 @@ class _Followed(TorchFunctionMode):
         with found:
             result = function(*given)
         found.named = found._known[id(result)][2] if id(result) in found._known else frozenset()
+        if found._writes:
+            found.named = frozenset(names)
         if isinstance(result, Tensor) and id(result) not in found._known:  # a tensor that is read as it is
             found._operand(result)
         return found
@@ -103,11 +109,14 @@ class _Followed(TorchFunctionMode):
         shown = pytree.tree_map(self._shown, (args, kwargs))
         args, kwargs = pytree.tree_map(self._without_values, (args, kwargs))
         result = _element(*args) if func is Tensor.__getitem__ else func(*args, **kwargs)
-        if isinstance(result, Tensor):
-            is_new = name.startswith("new_") or name.endswith("_like")  # takes no values from its operand
-            depends = frozenset[str]().union(*(self._known[id(tensor)][2] for tensor in given if not is_new))
+        self._writes |= result is None or "out" in kwargs or _is_in_place(name)
+        is_new = name in _NEW or name.endswith("_like")  # takes no values from its first operand
+        depends = frozenset[str]().union(*(self._known[id(tensor)][2] for tensor in given[is_new:]))
+        made = list(_tensors(result))
+        if made:
             self._calls.append(f"{name}{shown}")
-            self._know(result, f"_{len(self._calls)}", depends)
+        for i, tensor in enumerate(made):
+            self._know(tensor, f"_{len(self._calls)}" + (f".{i}" if len(made) > 1 else ""), depends)
         return result
 
     def _know(self, tensor: Tensor, name: str, depends: frozenset[str]) -> None:
@@ -141,6 +150,13 @@ def _element(x: Tensor, index: Any) -> Tensor:
         return x[index]
     found: Tensor = x[tuple(item.reshape(1) if isinstance(item, Tensor) and not item.dim() else item for item in items)]
     return found.reshape(found.shape[1:])
+
+
+def _is_in_place(name: str) -> bool:
+    """True for the name of a function that writes into an operand: `add_`, `__iadd__`, `__setitem__`."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__invert__", "__int__"))
+    return name.endswith("_")
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
