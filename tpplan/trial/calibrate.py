@@ -14,6 +14,7 @@ from statistics import fmean
 from tpplan.core.errors import PlanMismatchError
 from tpplan.costs.step.step_time import step_time
 from tpplan.layouts.typecheck import Mistyped
+from tpplan.machine.fit_tables import rms
 from tpplan.machine.profile import HardwareProfile
 from tpplan.machine.tables import Fitted
 from tpplan.plan.plan import Compile, Plan
@@ -59,8 +60,11 @@ class Calibration:
 def calibrated(
     runs: Sequence[Run], spec: ModelSpec, profile: HardwareProfile, *, name: str, reuse: Reuse | None = None
 ) -> Calibration:
-    """Fits a profile's numbers to runs on the machine. The residual in the profile is the root mean square error of the
-    runs after the fit, or the spread of their measurements where that is larger.
+    """Fits a profile's numbers to runs on the machine.
+
+    The residual that the profile gives them is sqrt(sum of squared log errors / (n - k)) for n runs and k numbers. With
+    no more runs than numbers any can be met, which says nothing of other plans: it is then what the profile was off
+    by before. It is at least the spread of a run's measurements.
 
     Raises PlanMismatchError for a plan that does not fit the model, and ProfileError for what the profile lacks.
     """
@@ -85,14 +89,19 @@ def calibrated(
     slowdown = _least(lambda tried: best(tried)[0])
     error, overlap = best(slowdown)
     numbers = {MATMULS: slowdown} | ({OVERLAP: overlap} if fits_overlap else {})
-    residual = max(math.sqrt(error), *(run.spread for run in runs))
+    before_s = [predicted(profile) for predicted in predictions]
+    if len(runs) > len(numbers):
+        residual = math.sqrt(error * len(runs) / (len(runs) - len(numbers)))
+    else:
+        residual = rms([math.log(before / run.measured_s) for before, run in zip(before_s, runs, strict=True)])
+    residual = max(residual, *(run.spread for run in runs))
     found = _with(profile, numbers, residual=residual, runs=len(runs))
     facts = ", ".join(f"plan {run.plan.hash[:12]} {run.measured_s:.4g} s" for run in runs)
     note = f"Numbers in `fitted` come from steps on the machine itself: {facts}."
     return Calibration(
         profile=replace(found, name=name, notes=(*found.notes, note)),
         is_at_the_end=any(abs(math.log(slowdown / end)) < 0.01 for end in SLOWDOWNS),
-        before_s=tuple(predicted(profile) for predicted in predictions),
+        before_s=tuple(before_s),
         after_s=tuple(predicted(found) for predicted in predictions),
     )
 
@@ -145,8 +154,8 @@ def _least(function: Callable[[float], float]) -> float:
 
 
 def solved_again(plan: Plan, spec: ModelSpec, profile: HardwareProfile, reuse: Reuse | None = None) -> Plan:
-    """The plan that is best with another profile, on the same GPUs with the same batch; unproven, for comparison alone.
-    Raises InfeasibleError where none fits."""
+    """The plan that is best with another profile, on the same GPUs with the same batch and pins; unproven, for
+    comparison alone. Raises InfeasibleError where none fits."""
     length = plan.batch.seq_len if spec.has_length else None
     per_node = min(plan.cluster.gpus_per_node, profile.gpus_per_node)
     return solve(
@@ -162,6 +171,7 @@ def solved_again(plan: Plan, spec: ModelSpec, profile: HardwareProfile, reuse: R
         all_gpus=True,
         compile=plan.compile is not Compile.NONE,
         memory_limit_bytes=plan.predicted.memory_limit_bytes,
+        pins=plan.request.pins if plan.request is not None else {},
         prove=False,
         reuse=reuse,
     )

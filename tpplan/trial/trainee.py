@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpplan.apply.apply import apply_plan, no_sync
+from tpplan.apply.autocast import autocast_of
 from tpplan.plan.plan import Compile, Plan, Precision
 from tpplan.search.points.user_model import ModelSpec
 from tpplan.torch_internals import pytree
@@ -56,9 +57,11 @@ class MadeUpWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainee:
-    """A model under a plan, its optimizer and this rank's micro-batches of one global batch."""
+    """A model under a plan on this rank's device, its optimizer and this rank's micro-batches of one global batch."""
 
     subject: Subject
+    plan: Plan
+    device: torch.device
     model: nn.Module
     optimizer: torch.optim.Optimizer
     micro_batches: tuple[Inputs, ...]
@@ -80,7 +83,7 @@ class Trainee:
         rank = dist.get_rank() if dist.is_initialized() else 0
         steps, first = plan.batch.accumulation_steps, plan.mesh.data_rank(rank) * plan.batch.accumulation_steps
         batches = tuple(_micro_batch(plan, spec, first + i, device) for i in range(steps))
-        return cls(subject=subject, model=model, optimizer=optimizer, micro_batches=batches)
+        return cls(subject=subject, plan=plan, device=device, model=model, optimizer=optimizer, micro_batches=batches)
 
     def step(self) -> None:
         """One step: forwards and backwards of all micro-batches, then the optimizer."""
@@ -88,8 +91,9 @@ class Trainee:
         for i, inputs in enumerate(self.micro_batches):
             with contextlib.nullcontext() if i + 1 == count else no_sync(self.model):
                 accepted = forward_inputs(self.model, inputs)
-                outputs = self.model(**accepted) if isinstance(accepted, Mapping) else self.model(*accepted)
-                loss = self.subject.loss(outputs, inputs) / count
+                with autocast_of(self.plan, self.device.type):
+                    outputs = self.model(**accepted) if isinstance(accepted, Mapping) else self.model(*accepted)
+                    loss = self.subject.loss(outputs, inputs) / count
                 del outputs
                 loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
