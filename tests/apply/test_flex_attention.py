@@ -129,6 +129,7 @@ def test_flex_attention_is_divided_by_heads(attention: Callable[[], nn.Module]) 
     plan = solved(build, pins={"1.to_q": "columns", "1.to_out": "rows"})
     assert plan.parameters["1.to_q.weight"].placement == S(0)
     assert plan.parameters["1.to_out.weight"].placement == S(1)
+    assert any("flex_attention is priced as full attention" in note for note in plan.notes or ())
     check_ranks(build, plan)
 
 

@@ -80,3 +80,11 @@ def test_without_tensor_parallelism_modules_run_whole() -> None:
 def test_the_glossary_fits_and_explains_the_styles(width: int) -> None:
     assert max(map(len, glossary_lines(width))) <= width
     assert {Style.COLUMN, Style.ROW, Style.VOCABULARY, Style.SLICES, Style.REPLICATED} <= GLOSSARY.keys()
+
+
+def test_without_a_machine_sentences_have_no_times(plan: Plan) -> None:
+    place = "layers.*.feed_forward.down_proj"
+    timed = said(plan, place)
+    plain = list(sentences(plan, lambda module: module.startswith(place), lambda entry: None))
+    assert "210 us" in timed[0]
+    assert [text.replace(", 210 us", "") for text in timed] == plain

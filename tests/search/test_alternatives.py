@@ -311,6 +311,17 @@ def test_the_smallest_count_of_a_target_decides_the_exit_code(
     assert "None of the counts tried, up to 2 GPUs" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_plan_of_an_unknown_machine_is_explained_without_times(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "synthetic" in plan.cluster.profile
+    plan.dump(tmp_path / "plan.json")
+    assert commands.main(["explain", str(tmp_path / "plan.json"), "layers.*"]) == 0
+    assert "no times of collectives" in capsys.readouterr().out
+    assert commands.main(["explain", str(tmp_path / "plan.json"), "layers.*", "--profile", "nowhere"]) == 6
+    assert "unknown profile 'nowhere'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tpplan.commands.solve import check_output, count
 from tpplan.commands.terminal.output import aligned, folded, print_lines, write_json, wrote
+from tpplan.commands.terminal.verbs import add_verb
 from tpplan.commands.try_plans import calibration_lines, chosen_lines, profile_of, write_calibrated
 from tpplan.core.units import format_seconds
 from tpplan.plan.plan import Plan
@@ -28,14 +29,7 @@ _NAME_COLUMNS = 46
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the verb."""
-    parser = subparsers.add_parser(
-        "calibrate",
-        help="hold a plan against a profiler's trace",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run)
+    parser = add_verb(subparsers, "calibrate", "hold a plan against a profiler's trace", __doc__, run=run)
     parser.add_argument("plan", metavar="plan.json", help="the plan that was applied")
     parser.add_argument("trace", metavar="trace.json", help="a trace of some steps on one rank; may be gzipped")
     parser.add_argument("model", metavar="model.py", help="model.py, model.py:BUILDER or hf:path/config.json")

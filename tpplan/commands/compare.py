@@ -8,6 +8,7 @@ from tpplan.commands.solve import STAGE_COLUMNS, add_machine, add_search, add_tr
 from tpplan.commands.terminal.comparison import main_terms
 from tpplan.commands.terminal.output import aligned, folded, print_lines, write_json
 from tpplan.commands.terminal.progress import bars
+from tpplan.commands.terminal.verbs import add_verb
 from tpplan.core.errors import ModelError, UsageError
 from tpplan.core.units import format_seconds
 from tpplan.plan.plan import Plan
@@ -36,15 +37,7 @@ models have one), whole weights elsewhere, and FSDP.
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the verb."""
-    parser = subparsers.add_parser(
-        "compare",
-        help="compare the best plan with hand-made ones",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run)
+    parser = add_verb(subparsers, "compare", "compare the best plan with hand-made ones", __doc__, _EPILOG, run=run)
     parser.add_argument("model", metavar="model.py", help="model.py, model.py:BUILDER or hf:path/config.json")
     parser.add_argument("--with", dest="names", default=_ALL, metavar="NAMES", help=f"default: {_ALL}")
     add_machine(parser.add_argument_group("machine"))
@@ -108,7 +101,7 @@ def _cells(name: str, plan: Plan, best: Plan) -> tuple[str, ...]:
 
 
 def _costs(name: str, best: Plan, plan: Plan) -> str:
-    """What a plan costs more, and which modules it lays out otherwise."""
+    """Lines on what a plan costs more, and which modules it lays out otherwise."""
     terms = main_terms(best, plan)
     rows = module_differences(best, plan) if best.mesh.tp > 1 and plan.mesh.tp > 1 else []
     shown = [f"{what} ({theirs or 'as it comes'}; ours: {ours or 'as it comes'})" for what, ours, theirs in rows]

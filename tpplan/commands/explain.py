@@ -15,7 +15,8 @@ from tpplan.commands.solve import count
 from tpplan.commands.terminal.comparison import part_rows, signed, times
 from tpplan.commands.terminal.output import aligned, folded, print_lines, terminal_width, write_json
 from tpplan.commands.terminal.pins import add_pins, pins_of
-from tpplan.core.errors import InfeasibleError, ModelError, UsageError
+from tpplan.commands.terminal.verbs import add_verb
+from tpplan.core.errors import InfeasibleError, ModelError, ProfileError, UsageError
 from tpplan.core.escapes import escaped_data
 from tpplan.core.units import format_seconds
 from tpplan.layouts.pins import parse_pin
@@ -38,15 +39,7 @@ profile is the plan's, by name, unless --profile names another.
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the verb."""
-    parser = subparsers.add_parser(
-        "explain",
-        help="show the cost of other choices",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run)
+    parser = add_verb(subparsers, "explain", "show the cost of other choices", __doc__, _EPILOG, run=run)
     parser.add_argument("plan", metavar="plan.json", help="a plan that `tpplan solve -o` wrote")
     parser.add_argument(
         "words", nargs="*", metavar="MODULE|model.py", help="modules by pattern, such as 'layers.*.mlp'; the model"
@@ -77,14 +70,17 @@ def run(args: argparse.Namespace) -> int:
         rows = layer_rows(shown, lambda module: _matches(shown, pattern, module), terminal_width() - 2)
         if not rows:
             raise UsageError(f"{args.plan}: no module {pattern!r} owns parameters or converts tensors at its boundary")
-    profile = load_profile(args.profile or plan.cluster.profile)
+    profile = _profile_of(plan, args.profile, is_needed=spec is not None)
+    if profile is None:
+        lines += [f"no times of collectives: the profile {plan.cluster.profile!r} is not known; --profile names it", ""]
     if pattern is not None:
         data["modules"] = [" ".join(row.split()) for row in rows[1:]]
-        said = list(sentences(shown, lambda module: _matches(shown, pattern, module), _seconds_of(plan, profile)))
+        times = _seconds_of(plan, profile) if profile is not None else lambda _: None
+        said = list(sentences(shown, lambda module: _matches(shown, pattern, module), times))
         data["sentences"] = said
         lines += [f"{pattern} in the plan", *(f"  {row}" for row in rows), "", *said, ""]
     code = 0
-    if spec is not None:
+    if spec is not None and profile is not None:
         model = load_model_file(spec)
         try:
             code = _solve_again(args, plan, pattern, model, profile, data, lines)
@@ -95,6 +91,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_lines(lambda width: [part for line in lines for part in folded(line, width)])
     return code
+
+
+def _profile_of(plan: Plan, name: str | None, *, is_needed: bool) -> HardwareProfile | None:
+    """The profile of this name, else the plan's, or None where that is not known and nothing is solved again."""
+    try:
+        return load_profile(name or plan.cluster.profile)
+    except ProfileError:
+        if name or is_needed:
+            raise
+        return None
 
 
 def _seconds_of(plan: Plan, profile: HardwareProfile) -> Callable[[CollectivePlan], float]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from tpplan.commands.terminal.output import aligned, print_lines, write, write_json, wrote
 from tpplan.commands.terminal.progress import Report, bars
 from tpplan.commands.terminal.ranks import is_first_rank, own_device
+from tpplan.commands.terminal.verbs import add_verb
 from tpplan.core.errors import ProfileError, UsageError
 from tpplan.core.files import is_written_in_place, unwritable, write_atomically
 from tpplan.core.strict_json import MOST
@@ -43,13 +44,7 @@ _SECTION_COLUMNS = 18
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the verb and its sub-verbs check and show."""
-    parser = subparsers.add_parser(
-        "profile",
-        help="measure this machine, check or show a profile",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = add_verb(subparsers, "profile", "measure this machine, check or show a profile", __doc__)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="measure, and write the profile here")
     parser.add_argument("--name", help="the profile's name (default: the file's, without its ending)")
     parser.add_argument("--budget", type=duration, default=300.0, metavar="TIME", help="such as 90s, 5m (default), 1h")

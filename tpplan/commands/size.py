@@ -14,6 +14,7 @@ from tpplan.commands.solve import STAGE_COLUMNS, add_training, count, gpu_count,
 from tpplan.commands.terminal.output import aligned, folded, print_lines, write_json
 from tpplan.commands.terminal.pins import add_pins, pins_of
 from tpplan.commands.terminal.progress import bars
+from tpplan.commands.terminal.verbs import add_verb
 from tpplan.core.errors import InfeasibleError, ModelError, UsageError
 from tpplan.core.strict_json import MOST
 from tpplan.core.units import format_seconds
@@ -40,15 +41,7 @@ the profile; GPU-hours count every GPU of the cluster. model.py is as for `tppla
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the verb."""
-    parser = subparsers.add_parser(
-        "size",
-        help="find how many GPUs a training needs",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run)
+    parser = add_verb(subparsers, "size", "find how many GPUs a training needs", __doc__, _EPILOG, run=run)
     parser.add_argument("model", metavar="model.py", help="model.py, model.py:BUILDER or hf:path/config.json")
     machine = parser.add_argument_group("machine")
     machine.add_argument(

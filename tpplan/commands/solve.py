@@ -11,6 +11,7 @@ from tpplan.commands.terminal.kinds import kind_lines, print_kinds_as_data
 from tpplan.commands.terminal.output import print_lines, print_plan, wrote
 from tpplan.commands.terminal.pins import add_pins, pins_of
 from tpplan.commands.terminal.progress import Report, bars
+from tpplan.commands.terminal.verbs import add_verb
 from tpplan.core.errors import ModelError, PlanError, UsageError
 from tpplan.core.files import unwritable
 from tpplan.core.mesh import MAX_COUNT, MAX_GPUS, meshes
@@ -42,15 +43,7 @@ hf:path/config.json a Hugging Face model.
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the verb."""
-    parser = subparsers.add_parser(
-        "solve",
-        help="find a plan",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run)
+    parser = add_verb(subparsers, "solve", "find a plan", __doc__, _EPILOG, run=run)
     parser.add_argument("model", metavar="model.py", help="model.py, model.py:BUILDER or hf:path/config.json")
     add_machine(parser.add_argument_group("machine"))
     add_training(parser.add_argument_group("training"))

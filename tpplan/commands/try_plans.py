@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from tpplan.commands.solve import check_output, count
 from tpplan.commands.terminal.output import aligned, folded, print_lines, write, write_json, wrote
 from tpplan.commands.terminal.ranks import is_first_rank, own_device
+from tpplan.commands.terminal.verbs import add_verb
 from tpplan.core.errors import TpplanError, UsageError
 from tpplan.core.units import format_seconds
 from tpplan.machine.profile import HardwareProfile, load_profile
@@ -38,15 +39,7 @@ _MODEL = re.compile(r"\.py(:\w+)?$")
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the verb."""
-    parser = subparsers.add_parser(
-        "try",
-        help="time plans on the real ranks",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run)
+    parser = add_verb(subparsers, "try", "time plans on the real ranks", __doc__, _EPILOG, run=run)
     parser.add_argument("words", nargs="+", metavar="plan.json|model.py", help="plans, and the model that they are for")
     parser.add_argument("--steps", type=count, default=5, metavar="N", help="steps of a plan in a turn (default 5)")
     parser.add_argument("--turns", type=count, default=3, metavar="N", help="turns of each plan (default 3)")
@@ -173,7 +166,7 @@ def write_calibrated(runs: "Sequence[Run]", spec: ModelSpec, profile: HardwarePr
 
 
 def calibration_lines(names: Sequence[str], runs: "Sequence[Run]", found: "Calibration") -> Iterator[str]:
-    """What was fitted, and each run's prediction before and after."""
+    """Yields the fitted numbers, and each run's prediction before and after."""
     for number in found.profile.fitted or ():
         yield f"{number.name} {number.value:.3g}, residual {number.residual:.1%}: {number.what}"
     if found.is_at_the_end:

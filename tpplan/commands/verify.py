@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tpplan.commands.solve import check_output, count
 from tpplan.commands.terminal.output import print_lines, write_json, wrote
+from tpplan.commands.terminal.verbs import add_verb
 from tpplan.core.errors import UsageError, VerificationError
 
 if TYPE_CHECKING:
@@ -25,15 +26,7 @@ proof. On fewer ranks than the plan has, its choices run on a mesh whose degrees
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the verb."""
-    parser = subparsers.add_parser(
-        "verify",
-        help="check a plan by running it",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run)
+    parser = add_verb(subparsers, "verify", "check a plan by running it", __doc__, _EPILOG, run=run)
     parser.add_argument("plan", metavar="plan.json", help="a plan that `tpplan solve -o` wrote")
     parser.add_argument("model", metavar="model.py", help="model.py, model.py:BUILDER or hf:path/config.json")
     parser.add_argument("--ranks", type=count, metavar="N", help="processes to start (default: the plan's, at most 4)")

@@ -19,7 +19,7 @@ from tpplan.core.layout import Layout, R, local_shape
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.costs.gpu_kernels import callable_of, operator_of
 from tpplan.costs.kernels import Kernel, KernelLog, MemoryBound, bytes_of, is_view, tensors_in
-from tpplan.layouts.rules import OPAQUE, Call, Strategy, localized_arguments
+from tpplan.layouts.rules import FLEX_ATTENTION, OPAQUE, Call, Strategy, localized_arguments
 from tpplan.torch_internals.operators import is_op
 from tpplan.torch_internals.tensors import storage_key
 from tpplan.trace.answers.data_dependent_sizes import COUNTING, counting_by
@@ -59,6 +59,8 @@ class Gradient:
 
 #: end of messages about an op whose kernels are not seen
 _BY_BYTES = "priced by bytes alone"
+#: by target: what is guessed of an op whose kernels are seen
+_GUESSES = {FLEX_ATTENTION: ("flex_attention is priced as full attention: blocks that its mask leaves out count too",)}
 
 
 @dataclass(slots=True)
@@ -121,7 +123,7 @@ class Executor:
         key = (function, structure, shapes, flags, carries)
         if key not in self._cache:
             try:
-                self._cache[key] = _run(call, function, args, shapes)
+                self._cache[key] = replace(_run(call, function, args, shapes), guesses=_GUESSES.get(call.target, ()))
             except ModelError as error:
                 self._cache[key] = moved = _by_bytes(call, strategy, tp, str(error).splitlines()[0])
                 warnings.warn(moved.guesses[0], stacklevel=2)

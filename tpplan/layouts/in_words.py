@@ -33,7 +33,7 @@ def placed(graph: ModelGraph, decider: Decider) -> str:
 
 
 def _of_functions(op: Op) -> str:
-    """Of a flex_attention: the numbers that its functions or its mask name, so that it is not divided by them."""
+    """Says which numbers the functions or the mask of a flex_attention name, by which it is therefore not divided."""
     if op.target != FLEX_ATTENTION:
         return ""
     named = [name for name, is_cut in zip(("the batch", "the head"), op.args[5:7], strict=True) if not is_cut]

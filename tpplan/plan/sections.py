@@ -120,8 +120,8 @@ class ClusterPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPlan:
-    """What was asked for: the model as named on the command line, the command, and the pins; model and command are
-    absent where the plan was made from Python."""
+    """The request that a plan answers: the model as named on the command line, the command, and the pins; model and
+    command are absent where the plan was made from Python."""
 
     pins: Mapping[str, str]
     model: str | None = None

@@ -31,7 +31,7 @@ _COUNTED_AS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """What was measured under a plan: seconds of each counted step of the slowest rank, by turn; the most bytes that
+    """The measurements under a plan: seconds of each counted step of the slowest rank, by turn; the most bytes that
     the device's allocator gave to tensors on any rank, None on a CPU; and seconds by part of a step that was profiled
     on this rank, which the profiler makes longer."""
 

@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 
 from tpplan.core.graph import ModelGraph, Op
 from tpplan.core.layout import R
-from tpplan.layouts.rules.attention import draws
+from tpplan.layouts.rules.attention import FLEX_ATTENTION, draws
 from tpplan.layouts.rules.call import (
     OPAQUE,
     Call,
@@ -34,6 +34,7 @@ from tpplan.layouts.rules.pointwise import nonlinear
 from tpplan.layouts.rules.size_literals import groups_divide, localized_arguments, takes_sizes, written_sizes
 
 __all__ = [
+    "FLEX_ATTENTION",
     "OPAQUE",
     "Call",
     "Extra",

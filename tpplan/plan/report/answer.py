@@ -1,4 +1,4 @@
-"""What a report opens with: the mesh, what a step takes, what binds, and what is to be known before training."""
+"""The first lines of a report: the mesh, what a step takes, what binds, and what is to be known before training."""
 
 from collections.abc import Iterator
 
@@ -53,7 +53,7 @@ def _memory(plan: Plan) -> str:
 
 
 def _binding(plan: Plan) -> str:
-    """What takes the step's time, and whether memory is nearly full."""
+    """Says which parts take the step's time, and whether memory is nearly full."""
     predicted = plan.predicted
     step, held = predicted.step_time_s, predicted.peak_memory_bytes + predicted.slack_bytes
     parts = sorted(predicted.time_s.items(), key=lambda item: (-item[1], item[0]))

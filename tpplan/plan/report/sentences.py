@@ -1,4 +1,4 @@
-"""What a plan does in some modules, in sentences with its own numbers, for who never heard of tensor parallelism."""
+"""Says in sentences what a plan does in some modules, with its own numbers, to who never heard of splitting layers."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -10,8 +10,8 @@ from tpplan.plan.report.layer_table import ModuleRow, generic, module_rows
 from tpplan.plan.report.words import plural, ranges
 from tpplan.plan.styles import Style
 
-#: seconds of a collective, alone
-SecondsOf = Callable[[CollectivePlan], float]
+#: seconds of a collective, alone; None where the machine is not known
+SecondsOf = Callable[[CollectivePlan], float | None]
 
 
 def sentences(plan: Plan, shows: Callable[[str], bool], seconds_of: SecondsOf) -> Iterator[str]:
@@ -114,8 +114,9 @@ def _exchanges(plan: Plan, place: str, seconds_of: SecondsOf) -> Iterator[str]:
 def _collective(entry: CollectivePlan, seconds_of: SecondsOf) -> str:
     """`one reduce-scatter of 64.0 MiB, 210 us (32 in a step)`."""
     many = f" ({entry.count} in a step)" if entry.count > 1 else ""
-    name, seconds = entry.kind.replace("_", "-"), format_seconds(seconds_of(entry))
-    return f"one {name} of {format_bytes(entry.num_bytes)}, {seconds}{many}"
+    seconds = seconds_of(entry)
+    time = f", {format_seconds(seconds)}" if seconds is not None else ""
+    return f"one {entry.kind.replace('_', '-')} of {format_bytes(entry.num_bytes)}{time}{many}"
 
 
 def _whole(plan: Plan, shows: Callable[[str], bool]) -> Iterator[str]:

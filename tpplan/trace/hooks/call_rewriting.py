@@ -211,8 +211,8 @@ def _not_a_size(module: nn.Module, name: str, what: str) -> PlanMismatchError:
 
 @dataclass(slots=True)
 class _Copies:
-    """What a forward reads in place of an attribute, all containers copied for it, and the references to their copies
-    before the forward has any."""
+    """The value that a forward reads in place of an attribute, the containers copied for it, and the number of
+    references to each copy before the forward has any."""
 
     module: nn.Module
     value: object

@@ -56,7 +56,7 @@ def integers_within(value: object, path: Path, most_deep: int) -> Iterator[tuple
 
 
 def value_at(value: object, path: Path) -> object:
-    """What stands at a path inside a value; None where nothing does."""
+    """The object at a path inside a value; None where there is none."""
     for step in path:
         value = (_members(value) or {}).get(step)
     return value
@@ -110,7 +110,7 @@ def _are_identical(now: Mapping[Step, object], then: Mapping[Step, object]) -> b
 
 
 def _members(value: object) -> dict[Step, Any] | None:
-    """What stands in a container or plain object, by step; None for anything else.
+    """The members of a container or plain object, by step; None for anything else.
 
     Keys of dicts that are neither strings nor integers are left out of paths, not of copies (_copy).
     """
