@@ -8,7 +8,8 @@ import pytest
 
 from tpplan.commands import main
 from tpplan.core.errors import ModelError, UsageError
-from tpplan.search.points.user_model import load_model_file, trusted
+from tpplan.search.points.hf_model import trusted
+from tpplan.search.points.user_model import load_model_file
 
 pytest.importorskip("transformers")
 

@@ -6,7 +6,6 @@ optimality: --why-not on the plan's mesh with all other choices free, --shadow-p
 """
 
 import argparse
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,8 @@ from tpplan.machine.profile import Collective, HardwareProfile, load_profile
 from tpplan.plan.plan import CollectivePlan, Plan
 from tpplan.plan.report.layer_table import layer_rows
 from tpplan.plan.report.sentences import sentences
-from tpplan.search.points.user_model import HF_PREFIX, HF_TRUSTED_PREFIX, ModelSpec, load_model_file
+from tpplan.search.points.model_spec import ModelSpec, is_model
+from tpplan.search.points.user_model import load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -115,9 +115,7 @@ def _seconds_of(plan: Plan, profile: HardwareProfile) -> Callable[[CollectivePla
 
 def _sorted_words(words: Sequence[str]) -> tuple[str | None, str | None]:
     """(pattern, model) among the words; the model is the word with `.py` or `hf:` in it."""
-    models = [
-        word for word in words if re.search(r"\.py(:\w+)?$", word) or word.startswith((HF_PREFIX, HF_TRUSTED_PREFIX))
-    ]
+    models = [word for word in words if is_model(word)]
     patterns = [word for word in words if word not in models]
     if len(models) > 1 or len(patterns) > 1:
         raise UsageError(f"explain: expected one pattern of modules and one model, got {' '.join(words)}")

@@ -20,7 +20,8 @@ from tpplan.core.units import GIB, KIB, MIB
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.optimizers import OPTIMIZERS, optimizer_named
 from tpplan.plan.plan import Plan, Precision, Recompute, RequestPlan
-from tpplan.search.points.user_model import ModelSpec, load_model_file
+from tpplan.search.points.model_spec import ModelSpec
+from tpplan.search.points.user_model import load_model_file
 from tpplan.solvers import SOLVERS
 
 if TYPE_CHECKING:

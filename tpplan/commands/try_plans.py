@@ -6,7 +6,6 @@ is built anew in each turn. Printed are the measured and predicted time of a ste
 
 import argparse
 import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,8 @@ from tpplan.core.units import format_seconds
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.plan import Plan
 from tpplan.plan.report import gib
-from tpplan.search.points.user_model import HF_PREFIX, HF_TRUSTED_PREFIX, ModelSpec, load_model_file
+from tpplan.search.points.model_spec import ModelSpec, is_model
+from tpplan.search.points.user_model import load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -33,8 +33,6 @@ With --calibrate, the numbers of a profile that no benchmark gives (by how much 
 kernels beside a collective) are fitted to these runs, and the problem of the fastest plan is solved again with them.
 The profile is the plans', by name, unless --profile names another.
 """
-#: what a model is called on the command line
-_MODEL = re.compile(r"\.py(:\w+)?$")
 
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -90,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 def sorted_words(words: Sequence[str]) -> tuple[list[str], str]:
     """The plans and the model among the words. Raises UsageError unless there is one model and a plan."""
-    models = [word for word in words if _MODEL.search(word) or word.startswith((HF_PREFIX, HF_TRUSTED_PREFIX))]
+    models = [word for word in words if is_model(word)]
     paths = [word for word in words if word not in models]
     if len(models) != 1 or not paths:
         raise UsageError(f"try: expected plans and one model (model.py or hf:config.json), got {' '.join(words)}")

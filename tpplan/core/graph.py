@@ -158,6 +158,11 @@ class Boundary:
         """True for an output of the root module."""
         return self.module == "" and self.direction is Direction.OUTPUT
 
+    @property
+    def output_path(self) -> str:
+        """The path of an output of the root module among its outputs: `logits`, `caches.0.1`; "" for the only one."""
+        return self.path.removeprefix("output").removeprefix(".")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedBlock:
@@ -211,6 +216,20 @@ class ModelGraph:
     def parameters(self) -> tuple[Source, ...]:
         """The parameters; a tied parameter is listed once."""
         return tuple(source for source in self.sources if source.kind is SourceKind.PARAMETER)
+
+    @cached_property
+    def returned(self) -> dict[str, str]:
+        """Path -> value of each output of the root module that nothing reads, as its loss does."""
+        leaving = (boundary for boundary in self.boundaries if boundary.leaves_model)
+        return {own.output_path: own.result for own in leaving if not self.consumers.get(own.result)}
+
+    @property
+    def returned_in_passing(self) -> dict[str, str]:
+        """Those of `returned` that stand inside a container (a cache of keys and values, hidden states), in a model
+        with a loss: training can do without them, so they may stay divided."""
+        if self.loss is None:
+            return {}
+        return {path: value for path, value in self.returned.items() if "." in path and value != self.loss}
 
     @cached_property
     def nodes_by_module(self) -> dict[str, tuple[Op | Boundary, ...]]:

@@ -322,31 +322,9 @@ class _Builder:
 def _whole_outputs(graph: ModelGraph, unused: frozenset[str]) -> frozenset[str]:
     """Values that the user can read and did not declare unused: outputs of the step, outputs of the model beside its
     loss, and tensors that forward leaves behind; without outputs in passing."""
-    passing = frozenset(passing_outputs(graph).values())
-    returned = {value for path, value in graph.outputs if path.removeprefix(LEFT_AT) not in unused}
-    for boundary in graph.boundaries:
-        if boundary.leaves_model and not graph.consumers.get(boundary.result) and output_path(boundary) not in unused:
-            returned.add(boundary.result)
-    return frozenset(returned - passing)
-
-
-def passing_outputs(graph: ModelGraph) -> dict[str, str]:
-    """Path -> value of each output in passing: one inside of a container among the outputs (a cache of keys and values,
-    hidden states), in a model with a loss, which does not read it. Training can do without, so it may stay divided."""
-    if graph.loss is None:
-        return {}
-    leaving = (boundary for boundary in graph.boundaries if boundary.leaves_model)
-    unread = (boundary for boundary in leaving if not graph.consumers.get(boundary.result))
-    return {
-        output_path(boundary): boundary.result
-        for boundary in unread
-        if "." in output_path(boundary) and boundary.result != graph.loss
-    }
-
-
-def output_path(boundary: Boundary) -> str:
-    """The path of an output of the model: `logits`, `caches.0.1`."""
-    return boundary.path.removeprefix("output").removeprefix(".")
+    of_step = {value for path, value in graph.outputs if path.removeprefix(LEFT_AT) not in unused}
+    of_model = {value for path, value in graph.returned.items() if path not in unused}
+    return frozenset((of_step | of_model) - set(graph.returned_in_passing.values()))
 
 
 def _fits_the_loss(op: Op, strategy: Strategy) -> bool:

@@ -13,7 +13,6 @@ from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_bytes
 from tpplan.costs.step.step_time import Priced
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.decision_space import output_path, passing_outputs
 from tpplan.layouts.plan_sections import (
     boundary_plans,
     drawing_modules,
@@ -64,7 +63,7 @@ def plan_of(
 ) -> Plan:
     """The plan of an assignment with its price and the search's certificate."""
     mesh, traced, request = assignment.mesh, solver.traces.traced(micro_batch), solver.request
-    graph, unused = traced.graph, request.unused_outputs
+    graph = traced.graph
     parameters = parameter_plans(assignment)
     rows = {name: (plan.shape, plan.trainable) for label, plan in parameters.items() for name in (label, *plan.aliases)}
     return Plan(
@@ -109,16 +108,15 @@ def plan_of(
         opaque=_opaque_plans(traced, priced.opaque_seconds) or None,
         untouched=traced.opaques.untouched or None,
         tp_shares=tp_shares(assignment, solver.traces.reuse.executor, priced.op_seconds),
-        notes=(
-            *traced.notes,
-            *_left_whole(assignment),
-            *_left_divided(assignment, unused),
-            *_returned_whole(assignment, unused),
-            *priced.guesses,
-        )
-        or None,
+        notes=(*traced.notes, *_notes_on_outputs(assignment, request.unused_outputs), *priced.guesses) or None,
         request=RequestPlan(pins={pin.pattern: pin.style_text for pin in request.pins}),
     )
+
+
+def _notes_on_outputs(assignment: Assignment, unused: Collection[str]) -> Iterator[str]:
+    yield from _left_whole(assignment)
+    yield from _left_divided(assignment, unused)
+    yield from _returned_whole(assignment, unused)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -143,14 +141,9 @@ def _left_whole(assignment: Assignment) -> Iterator[str]:
 def _returned_whole(assignment: Assignment, unused: Collection[str]) -> Iterator[str]:
     """Yields a note on tensors that the model returns beside its loss, and that every tp rank therefore has whole."""
     graph = assignment.graph
-    found = {
-        output_path(boundary) or "the output": graph.values[boundary.result]
-        for boundary in graph.boundaries
-        if boundary.leaves_model
-        and not graph.consumers.get(boundary.result)
-        and assignment.layout(boundary.result) == R
-    }
-    whole = {path: value for path, value in found.items() if path not in unused and value.num_elements > 1}
+    found = {path or "the output": value for path, value in graph.returned.items() if path not in unused}
+    values = {path: graph.values[value] for path, value in found.items() if assignment.layout(value) == R}
+    whole = {path: value for path, value in values.items() if value.num_elements > 1}
     if assignment.tp == 1 or not whole:
         return
     size = format_bytes(sum(value.num_bytes for value in whole.values()))
@@ -161,9 +154,9 @@ def _returned_whole(assignment: Assignment, unused: Collection[str]) -> Iterator
     )
 
 
-def _left_divided(assignment: Assignment, unused: frozenset[str]) -> Iterator[str]:
+def _left_divided(assignment: Assignment, unused: Collection[str]) -> Iterator[str]:
     """Yields a note on outputs in passing that stay divided, unless they were declared unused."""
-    found = passing_outputs(assignment.graph).items()
+    found = assignment.graph.returned_in_passing.items()
     divided = [path for path, value in found if path not in unused and assignment.layout(value) != R]
     if divided:
         yield (

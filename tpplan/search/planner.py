@@ -18,6 +18,7 @@ from tpplan.plan.model_fingerprint import check_parameters
 from tpplan.plan.plan import OpaquePlan, Plan, Precision, Recompute, SolverReport
 from tpplan.search.branch_and_bound import search
 from tpplan.search.points.mesh_points import Point, applicable, points_of
+from tpplan.search.points.model_spec import length_of, takes_batch_alone
 from tpplan.search.points.options import (
     Allows,
     Batch,
@@ -30,7 +31,6 @@ from tpplan.search.points.options import (
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.search.points.request import Request
 from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache
-from tpplan.search.points.user_model import length_of, takes_batch_alone
 from tpplan.search.tp_shares import counted_again
 from tpplan.solvers.problem import Status
 from tpplan.trace.trace import Loss

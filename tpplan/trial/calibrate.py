@@ -19,9 +19,9 @@ from tpplan.machine.profile import HardwareProfile
 from tpplan.machine.tables import Fitted
 from tpplan.plan.plan import Compile, Plan
 from tpplan.search.planner import solve
+from tpplan.search.points.model_spec import ModelSpec
 from tpplan.search.points.options import Cluster
 from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache
-from tpplan.search.points.user_model import ModelSpec
 
 MATMULS, OVERLAP = "matmul_slowdown", "overlap_slowdown"
 #: name of a fitted number -> what it is

@@ -30,8 +30,8 @@ from tpplan.plan.plan import Plan, Precision
 from tpplan.prove.apply_as_rank import copied
 from tpplan.search.points.grown_graph import grown
 from tpplan.search.points.meta_model import Built, built_on_meta
+from tpplan.search.points.model_spec import takes_batch_alone
 from tpplan.search.points.options import BuildModel, ExampleInputs
-from tpplan.search.points.user_model import takes_batch_alone
 from tpplan.torch_internals import pytree
 from tpplan.trace.answers.planned_device import PlannedDevice, planning_for
 from tpplan.trace.forward_arguments import Inputs

@@ -15,32 +15,27 @@ Where the user's own code fails, UserCodeError carries the traceback from their 
 import contextlib
 import difflib
 import importlib.util
-import inspect
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from tpplan.core.errors import ModelError, UsageError
-from tpplan.core.files import PACKAGE
-from tpplan.core.strict_json import read_json
+from tpplan.core.errors import ModelError
+from tpplan.search.points.hf_model import config_file, load_hf
+from tpplan.search.points.model_spec import (
+    HF_PREFIX,
+    HF_TRUSTED_PREFIX,
+    ModelSpec,
+    UserCodeError,
+    takes_batch_alone,
+)
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    pass
 
-    from tpplan.trace.forward_arguments import Inputs
-
-HF_PREFIX = "hf:"
-#: the prefix for a configuration whose own code may run; --trust-remote-code turns the plain prefix into this one
-HF_TRUSTED_PREFIX = "hf+remote-code:"
-TRUST_FLAG = "--trust-remote-code"
 BUILDER = "build_model"
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 #: lines that a file which lacks a name is told to add; {model} and {argument} are read off its classes
 _SNIPPET = {
@@ -53,53 +48,6 @@ _SNIPPET = {
 }
 
 
-class UserCodeError(ModelError):
-    """The user's code raised an error; `user_traceback` starts at the user's file."""
-
-    def __init__(self, message: str, user_traceback: str) -> None:
-        super().__init__(message)
-        self.user_traceback = user_traceback
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """The arguments of tpplan.solve for a model. `source` is what the user wrote on the command line.
-
-    `example_inputs` takes a batch and a length; without `has_length` it ignores the length. `folder` is the folder of
-    the user's code; None for a model that transformers builds.
-    """
-
-    build_model: "Callable[[], nn.Module]"
-    example_inputs: "Callable[[int, int], Inputs]"
-    loss: "Callable[[Any, Any], Tensor] | None"
-    unused_outputs: tuple[str, ...]
-    source: str
-    folder: Path | None
-    has_length: bool = True
-
-    def length_of(self, asked: int | None) -> int:
-        """The sequence length to plan for (length_of)."""
-        return length_of(asked, has_length=self.has_length, source=self.source, option="--seq-len")
-
-    def locate(self, error: ModelError) -> ModelError:
-        """The error as a UserCodeError with the frames of its cause in the user's folder; unchanged if none is."""
-        cause = error.__cause__
-        if self.folder is None or cause is None or isinstance(error, UserCodeError):
-            return error
-        frames = [
-            frame for frame in traceback.extract_tb(cause.__traceback__) if _is_below(frame.filename, self.folder)
-        ]
-        shown = "".join(["In your files:\n", *traceback.format_list(frames)]).rstrip()
-        return UserCodeError(str(error), shown) if frames else error
-
-
-def _is_below(filename: str, folder: Path) -> bool:
-    """True for a file of the user's own: not of a package installed below their folder, nor of tpplan."""
-    path = Path(filename)
-    own = path.is_relative_to(folder) and "site-packages" not in path.parts
-    return own and not path.is_relative_to(PACKAGE)
-
-
 def load_model_file(source: str) -> ModelSpec:
     """Loads the model that `path/model.py`, `path/model.py:BUILDER` or `hf:path/config.json` names.
 
@@ -108,7 +56,7 @@ def load_model_file(source: str) -> ModelSpec:
     for prefix in (HF_PREFIX, HF_TRUSTED_PREFIX):
         if source.startswith(prefix):
             path = config_file(source.removeprefix(prefix))
-            return _load_hf(path, source, is_trusted=prefix == HF_TRUSTED_PREFIX)
+            return load_hf(path, source, is_trusted=prefix == HF_TRUSTED_PREFIX)
     path, builder = _split(source)
     module = import_file(path)
     functions: dict[str, Any] = {name: getattr(module, name, None) for name in (builder, "example_inputs", "loss")}
@@ -213,26 +161,6 @@ def _guarded(path: Path, name: str, function: Callable[..., Any]) -> Callable[..
     return call
 
 
-def length_of(asked: int | None, *, has_length: bool, source: str, option: str) -> int:
-    """The sequence length to plan for, 1 where samples have none. Raises UsageError where a length is asked for that
-    samples do not have, or where none is and they have one. `source` and `option` name these to the user."""
-    if asked is None and has_length:
-        raise UsageError(
-            f"{source}: expected {option}, the length that example_inputs takes; where samples have none, define "
-            "example_inputs(batch)"
-        )
-    if asked is not None and not has_length:
-        raise UsageError(f"{option} {asked}: example_inputs(batch) of {source} takes no length: leave it out")
-    return 1 if asked is None else asked
-
-
-def takes_batch_alone(example_inputs: Callable[..., object]) -> bool:
-    """True for a function of one positional argument: samples that have no length."""
-    kinds = [parameter.kind for parameter in inspect.signature(example_inputs).parameters.values()]
-    num_positional = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, _POSITIONAL) for kind in kinds)
-    return num_positional == 1 and inspect.Parameter.VAR_POSITIONAL not in kinds
-
-
 def _checked_inputs(path: Path, function: Callable[..., Any]) -> Callable[[int, int], Any]:
     """The user's example_inputs as a function of batch and length, with a ModelError where it returns neither a mapping
     nor a tuple."""
@@ -278,136 +206,3 @@ def _traceback_from(path: Path, error: BaseException) -> str:
     while start is not None and start.tb_frame.f_code.co_filename != file:
         start = start.tb_next
     return "".join(traceback.format_exception(type(error), error, start or error.__traceback__)).rstrip()
-
-
-# Hugging Face configurations
-
-
-def trusted(source: str) -> str:
-    """The source with the prefix that lets the configuration's own code run. Raises UsageError for a model file."""
-    if not source.startswith((HF_PREFIX, HF_TRUSTED_PREFIX)):
-        raise UsageError(f"{TRUST_FLAG} goes with {HF_PREFIX}path/config.json alone, got {source!r}")
-    return source if source.startswith(HF_TRUSTED_PREFIX) else HF_TRUSTED_PREFIX + source.removeprefix(HF_PREFIX)
-
-
-def config_file(name: str) -> Path:
-    """The config.json that a path, its folder, or a name on the hub with a local copy stands for. Nothing is loaded
-    from the network."""
-    path = Path(name)
-    if path.is_dir():
-        return path / "config.json"
-    if path.exists() or path.suffix == ".json" or not _HUB_NAME.fullmatch(name):
-        return path
-    try:
-        from huggingface_hub import try_to_load_from_cache
-    except ImportError:
-        return path
-    found = try_to_load_from_cache(name, "config.json")
-    return Path(found) if isinstance(found, str) else path
-
-
-def _load_hf(path: Path, source: str, *, is_trusted: bool) -> ModelSpec:
-    """A Hugging Face model from a local config.json, with random weights in float32.
-
-    Code that the configuration names (auto_map, kernels from elsewhere) runs only where `is_trusted`. Raises ModelError
-    where the file cannot be used.
-    """
-    data = _config(path)
-    if not is_trusted and (kernels := _kernels_of_others(data)):
-        raise ModelError(f"{path}: attn_implementation {kernels!r:.80} names code from elsewhere: {_HOW_TO_TRUST}")
-    config = _hf_config(path, source, data, is_trusted=is_trusted)
-    config.use_cache = False
-    text_config = config.get_text_config()
-    text_config.use_cache = False
-
-    def example_inputs(batch: int, seq_len: int) -> "dict[str, Tensor]":
-        import torch
-
-        tokens = torch.randint(text_config.vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(0))
-        return {"input_ids": tokens, "labels": tokens.clone()}
-
-    return ModelSpec(
-        build_model=_hf_builder(path, data, config, is_trusted=is_trusted),
-        example_inputs=example_inputs,
-        loss=None,
-        unused_outputs=("logits",),
-        source=source,
-        folder=None,
-    )
-
-
-def _hf_config(path: Path, source: str, data: Mapping[str, Any], *, is_trusted: bool) -> Any:
-    """transformers' configuration of a config.json, `data` its content. Raises ModelError where transformers is missing
-    or cannot read the file."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ModelError(f"{source}: needs the extra `hf`: pip install 'tpplan[hf]' ({error})") from None
-    try:
-        # The configuration's own code is in files beside config.json.
-        where = str(path.parent if is_trusted and path.name == "config.json" else path)
-        return transformers.AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=is_trusted)
-    except Exception as error:
-        if "auto_map" in data and not is_trusted:
-            raise ModelError(f"{path}: its auto_map names code of its own: {_HOW_TO_TRUST}") from error
-        raise ModelError(f"{path}: transformers cannot read it: {type(error).__name__}: {error}") from error
-
-
-def _hf_builder(path: Path, data: Mapping[str, Any], config: Any, *, is_trusted: bool) -> "Callable[[], nn.Module]":
-    """A function that builds a configuration's model with random weights in float32. It raises ModelError where
-    transformers fails."""
-    import transformers
-
-    architectures = [name for name in data.get("architectures") or () if isinstance(name, str)]
-    classes = [getattr(transformers, name, None) for name in architectures]
-    model_class = next((found for found in classes if hasattr(found, "_from_config")), None)
-
-    def build_model() -> "nn.Module":
-        import torch
-
-        # transformers chooses the attention: scaled_dot_product_attention where the model supports it.
-        options = {"dtype": torch.float32}
-        try:
-            if model_class is not None:
-                model: nn.Module = model_class._from_config(config, **options)
-            else:
-                from_config: Callable[..., nn.Module] = transformers.AutoModelForCausalLM.from_config
-                model = from_config(config, trust_remote_code=is_trusted, **options)
-        except Exception as error:
-            if "auto_map" in data and not is_trusted:
-                raise ModelError(f"{path}: its auto_map names code of its own: {_HOW_TO_TRUST}") from error
-            raise ModelError(
-                f"{path}: {type(error).__name__} while building {architectures or 'it'}: {error}"
-            ) from error
-        return model
-
-    return build_model
-
-
-_HOW_TO_TRUST = f"it is not run; if you have read it and trust it, give {TRUST_FLAG}"
-
-
-def _config(path: Path) -> dict[str, Any]:
-    """The configuration in a file. Raises ModelError where the file is missing or no JSON object."""
-    if not path.exists():
-        raise ModelError(
-            f"{path}: no such config.json, folder, or model in the local cache of the hub; save one with "
-            "`config.save_pretrained(folder)`, or download it first"
-        )
-    data = read_json(path, origin=str(path), error=ModelError)
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: expected an object, as `config.save_pretrained(folder)` writes it")
-    return data
-
-
-def _kernels_of_others(value: object) -> str:
-    """The first repository of attention kernels that a configuration or a part of it names; "" where none."""
-    members = list(value.items()) if isinstance(value, dict) else []
-    for key, member in members:
-        if str(key).endswith("attn_implementation"):
-            named = member.values() if isinstance(member, dict) else (member,)
-            if found := next((name for name in named if isinstance(name, str) and "/" in name), ""):
-                return found
-        if found := _kernels_of_others(member):
-            return found
-    return ""
