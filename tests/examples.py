@@ -3,9 +3,12 @@
 import functools
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from torch import nn
 
 import tpplan
 from profiles import synthetic_profile
@@ -38,6 +41,17 @@ def eager_to_shard(**settings: Any) -> HardwareProfile:
     """A machine on which sharding pays even for tiny models: slow kernels, links that cost next to nothing."""
     rates = {"flop_per_s": 1e9, "hbm_bytes_per_s": 1e9, "launch_s": 1e-9, "intra_bytes_per_s": 1e10, "latency_s": 1e-9}
     return machine(**{**rates, **settings})
+
+
+def solve_eagerly(
+    build: Callable[[], nn.Module], inputs: Callable[..., Any], *, batch: int, seq_len: int, tp: int = 2, **options: Any
+) -> Plan:
+    """A plan of one micro-batch on tp ranks of a machine on which sharding pays, in float32 unless told."""
+    cluster = tpplan.Cluster(gpus=tp, gpus_per_node=tp, profile=eager_to_shard())
+    defaults = {"micro_batch": batch, "precision": "fp32"}
+    return tpplan.solve(
+        build, inputs, cluster=cluster, global_batch=batch, seq_len=seq_len, tp=tp, **{**defaults, **options}
+    )
 
 
 def solve_example(name: str, profile: HardwareProfile, *, gpus: int, builder: Any = None, **options: Any) -> Plan:

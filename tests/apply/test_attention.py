@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from examples import eager_to_shard
+from examples import solve_eagerly
 from one_process import gradients, relative_errors
 from ranks import RankError, run_ranks
 from torch import Tensor, nn
@@ -119,18 +119,7 @@ def losses_and_gradients(
 
 def by_heads(build: Callable[[], nn.Module], tp: int, batch: int = 1, **options: object) -> Plan:
     """A plan; at a batch of one and an odd length nothing but heads divides."""
-    return tpplan.solve(
-        build,
-        text,
-        loss=loss,
-        cluster=tpplan.Cluster(gpus=tp, gpus_per_node=tp, profile=eager_to_shard()),
-        global_batch=batch,
-        micro_batch=batch,
-        seq_len=LENGTH,
-        tp=tp,
-        precision="fp32",
-        **options,
-    )
+    return solve_eagerly(build, text, loss=loss, batch=batch, seq_len=LENGTH, tp=tp, **options)
 
 
 @pytest.mark.parametrize(("name", "tp"), [*((name, 2) for name in MODELS), ("with weights", 4)])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from examples import eager_to_shard
+from examples import solve_eagerly
 from one_process import gradients, relative_errors
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -91,18 +91,7 @@ def loss(outputs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def solved(build: Callable[[], nn.Module], **options: object) -> Plan:
-    return tpplan.solve(
-        build,
-        text,
-        loss=loss,
-        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
-        global_batch=BATCH,
-        micro_batch=BATCH,
-        seq_len=LENGTH,
-        tp=2,
-        precision="fp32",
-        **options,
-    )
+    return solve_eagerly(build, text, loss=loss, batch=BATCH, seq_len=LENGTH, **options)
 
 
 def loss_and_gradients(build: Callable[[], nn.Module], plan: Plan | None) -> tuple[float, dict[str, Tensor]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from examples import eager_to_shard
+from examples import eager_to_shard, solve_eagerly
 from one_process import relative_errors
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -300,18 +300,7 @@ def run(
 def solve_for_two(
     build: Callable[[], nn.Module], inputs: Callable[[int, int], dict[str, Tensor]], **options: object
 ) -> Plan:
-    return tpplan.solve(
-        build,
-        inputs,
-        loss=loss,
-        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
-        global_batch=BATCH,
-        micro_batch=BATCH,
-        seq_len=LENGTH,
-        tp=2,
-        precision="fp32",
-        **options,
-    )
+    return solve_eagerly(build, inputs, loss=loss, batch=BATCH, seq_len=LENGTH, **options)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from examples import eager_to_shard
+from examples import solve_eagerly
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -89,18 +89,7 @@ def loss(outputs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def solve(model: Callable[[], nn.Module], **pins: str) -> Plan:
-    return tpplan.solve(
-        model,
-        text,
-        loss=loss,
-        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
-        global_batch=BATCH,
-        micro_batch=BATCH,
-        seq_len=LENGTH,
-        tp=2,
-        precision="fp32",
-        pins=PINS | pins,
-    )
+    return solve_eagerly(model, text, loss=loss, batch=BATCH, seq_len=LENGTH, pins=PINS | pins)
 
 
 def outcome(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from examples import eager_to_shard
+from examples import solve_eagerly
 from one_process import gradients, relative_errors
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -56,16 +56,7 @@ def loss(outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> Tensor:
 
 
 def solved() -> Plan:
-    return tpplan.solve(
-        Caching,
-        text,
-        loss=loss,
-        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
-        global_batch=1,
-        seq_len=LENGTH,
-        tp=2,
-        precision="fp32",
-    )
+    return solve_eagerly(Caching, text, loss=loss, batch=1, seq_len=LENGTH)
 
 
 def ran(plan: Plan | None) -> tuple[float, dict[str, Tensor], Tensor, bool]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 import torch.nn.functional as F
-from examples import eager_to_shard
+from examples import solve_eagerly
 from one_process import relative_errors
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -108,17 +108,7 @@ def inputs(batch: int) -> dict[str, Tensor]:
 
 def solve(build: Callable[[], nn.Module], **options: object) -> Plan:
     """On two ranks that shard what they can."""
-    return tpplan.solve(
-        build,
-        lambda batch, seq_len: inputs(batch),
-        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
-        global_batch=ROWS,
-        micro_batch=ROWS,
-        seq_len=LENGTH,
-        tp=2,
-        precision="fp32",
-        **options,  # type: ignore[arg-type]
-    )
+    return solve_eagerly(build, lambda batch, seq_len: inputs(batch), batch=ROWS, seq_len=LENGTH, **options)
 
 
 def step(build: Callable[[], nn.Module], plan: Plan | None) -> tuple[float, dict[str, Tensor]]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from examples import eager_to_shard
+from examples import solve_eagerly
 from one_process import gradients, relative_errors
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -47,17 +47,7 @@ def loss(outputs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def solved(precision: str, pins: dict[str, str] | None = None) -> Plan:
-    return tpplan.solve(
-        build,
-        text,
-        loss=loss,
-        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
-        global_batch=1,
-        seq_len=LENGTH,
-        tp=2,
-        precision=precision,
-        pins=pins,
-    )
+    return solve_eagerly(build, text, loss=loss, batch=1, seq_len=LENGTH, precision=precision, pins=pins)
 
 
 def ran(plan: Plan, *, is_applied: bool) -> tuple[float, dict[str, Tensor]]:
