@@ -87,13 +87,15 @@ class SourceKind(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """An input, parameter, buffer or constant. `label` is the parameter's name or the input's path. A tied weight is
-    one source, whose other names are `aliases`."""
+    one source, whose other names are `aliases`. `ep` is the number of ranks among which the experts of a weight are
+    divided (dim 0, tpplan.experts): the graph has one rank's."""
 
     kind: SourceKind
     result: str
     label: str
     aliases: tuple[str, ...] = ()
     trainable: bool = False
+    ep: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +218,16 @@ class ModelGraph:
     def parameters(self) -> tuple[Source, ...]:
         """The parameters; a tied parameter is listed once."""
         return tuple(source for source in self.sources if source.kind is SourceKind.PARAMETER)
+
+    @cached_property
+    def ep(self) -> int:
+        """The number of ranks among which experts are divided; 1 where none are."""
+        return max((source.ep for source in self.sources), default=1)
+
+    def whole_shape(self, source: Source) -> tuple[int, ...]:
+        """The shape of a parameter with the experts of all ranks."""
+        shape = self.values[source.result].shape
+        return (shape[0] * source.ep, *shape[1:]) if source.ep > 1 else shape
 
     @cached_property
     def returned(self) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """The device mesh replicate x shard x tp, and how many ranks of each axis share a node.
 
 Ranks are numbered row-major with tp innermost, as in torch's init_device_mesh: ranks of a tp group are adjacent, those
-of a shard group have stride tp, those of a replicate group stride shard * tp.
+of a shard group have stride tp, those of a replicate group stride shard * tp. Where experts are divided over ranks
+(tpplan.experts), neighbours on the shard axis form groups of ep ranks: ep is laid out inside shard, next to tp.
 """
 
 import math
@@ -18,11 +19,19 @@ MAX_COUNT = 2**32
 
 
 class Axis(StrEnum):
-    """A mesh axis: replicas of the model, FSDP shards, or tensor parallelism."""
+    """A mesh axis: replicas of the model, FSDP shards, or tensor parallelism (AXES); and the two parts of the shard
+    axis of a model whose experts are divided: groups with different experts, and ranks with the same experts, over
+    which FSDP shards them."""
 
     REPLICATE = "replicate"
     SHARD = "shard"
     TP = "tp"
+    EP = "ep"
+    EXPERT_SHARD = "expert_shard"
+
+
+#: the axes whose sizes multiply to the number of GPUs, outermost first
+AXES = (Axis.REPLICATE, Axis.SHARD, Axis.TP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,20 +49,34 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Sizes of the three axes; their product is the number of GPUs. Raises UsageError for a size below 1."""
+    """Sizes of the three axes; their product is the number of GPUs. `ep` is the number of ranks of a shard group that
+    divide experts among them; it divides shard. Raises UsageError for a size below 1, and for an ep that does not."""
 
     replicate: int = 1
     shard: int = 1
     tp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        for axis in Axis:
+        for axis in (*AXES, Axis.EP):
             if self.size(axis) < 1:
                 raise UsageError(f"mesh: {axis} must be at least 1, got {self.size(axis)}")
+        if self.shard % self.ep:
+            raise UsageError(f"mesh: ep {self.ep} does not divide shard {self.shard}, inside which it is laid out")
 
     def size(self, axis: Axis) -> int:
         """Number of ranks along one axis."""
-        return {Axis.REPLICATE: self.replicate, Axis.SHARD: self.shard, Axis.TP: self.tp}[axis]
+        match axis:
+            case Axis.REPLICATE:
+                return self.replicate
+            case Axis.SHARD:
+                return self.shard
+            case Axis.TP:
+                return self.tp
+            case Axis.EP:
+                return self.ep
+            case Axis.EXPERT_SHARD:
+                return self.shard // self.ep
 
     @property
     def num_gpus(self) -> int:
@@ -69,19 +92,32 @@ class Mesh:
         """Index of the batch slice that a global rank reads; all ranks of a tp group read the same slice."""
         return rank // self.tp
 
+    def stride(self, axis: Axis) -> int:
+        """Distance of neighbours along an axis, in ranks."""
+        match axis:
+            case Axis.TP:
+                return 1
+            case Axis.SHARD | Axis.EP:
+                return self.tp
+            case Axis.EXPERT_SHARD:
+                return self.tp * self.ep
+            case Axis.REPLICATE:
+                return self.tp * self.shard
+
     def group(self, axis: Axis, gpus_per_node: int) -> GroupShape:
         """The shape of the axis's process groups on nodes of `gpus_per_node` GPUs.
 
         Where groups are spread differently, this is the group with the fewest ranks on some node: all data of the group
         passes through that node's few network ports.
         """
-        stride = {Axis.TP: 1, Axis.SHARD: self.tp, Axis.REPLICATE: self.tp * self.shard}[axis]
+        stride = self.stride(axis)
         ranks = self.size(axis)
         num_blocks = self.num_gpus // (stride * ranks)
         return GroupShape(ranks=ranks, ranks_per_node=_fewest_on_a_node(ranks, stride, num_blocks, gpus_per_node))
 
     def __str__(self) -> str:
-        return f"replicate {self.replicate} x shard {self.shard} x tp {self.tp}"
+        experts = f", experts over {self.ep} of the shard ranks" if self.ep > 1 else ""
+        return f"replicate {self.replicate} x shard {self.shard} x tp {self.tp}{experts}"
 
 
 def _fewest_on_a_node(ranks: int, stride: int, num_blocks: int, gpus_per_node: int) -> int:

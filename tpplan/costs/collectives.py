@@ -1,13 +1,15 @@
 """Prices conversions: the collectives of their steps, and the local kernels around them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
 from tpplan.core.graph import Boundary, ModelGraph, Op, Value
 from tpplan.core.layout import COLLECTIVE_STEPS, Conversion, LayoutKind, Step
-from tpplan.core.mesh import GroupShape
+from tpplan.core.mesh import Axis, GroupShape
 from tpplan.layouts.decision_space import CROSS_ENTROPY, Decider, reading_conversion
 from tpplan.layouts.rules import Call, Strategy
+from tpplan.layouts.rules.experts import EXCHANGES
 from tpplan.machine.profile import Collective, Estimate, HardwareProfile
 from tpplan.plan.plan import Pass
 
@@ -84,12 +86,15 @@ def _local(profile: HardwareProfile, num_bytes: float) -> Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """A collective on the tp axis: num_bytes is that of the whole value."""
+    """A collective on the tp axis, or among the `ranks` ranks that divide experts: num_bytes is that of the whole
+    value, of all ranks together."""
 
     kind: Collective
     during: Pass
     num_bytes: int
     dtype: str
+    axis: Axis = Axis.TP
+    ranks: int = 0
 
 
 def transfers_of(graph: ModelGraph, decider: Decider, strategy: Strategy) -> tuple[Transfer, ...]:
@@ -116,7 +121,10 @@ def conversion_transfers(conversion: Conversion, value: Value) -> tuple[Transfer
 
 def op_transfers(call: Call, strategy: Strategy) -> tuple[Transfer, ...]:
     """The collectives of an op: a cross entropy over sharded classes reduces the maxima, then the sums of exponentials
-    beside the targets' logits, in float32 per row. No other op issues any."""
+    beside the targets' logits, in float32 per row. Rows that go to their experts, and their gradients, are exchanged.
+    No other op issues any."""
+    if call.target in EXCHANGES:
+        return tuple(_exchanges(call))
     if call.target != CROSS_ENTROPY or strategy.operands[0].kind is not LayoutKind.SHARD:
         return ()
     logits = call.operands[0]
@@ -127,3 +135,19 @@ def op_transfers(call: Call, strategy: Strategy) -> tuple[Transfer, ...]:
         Transfer(kind=Collective.ALL_REDUCE, during=Pass.FORWARD, num_bytes=columns * rows * width, dtype=dtype)
         for columns in (1, 2)
     )
+
+
+def _exchanges(call: Call) -> Iterator[Transfer]:
+    """The all-to-alls of rows to their experts or back, in forward and of their gradients in backward."""
+    ranks = call.integer(2, "ep")
+    rows = max(call.operands[0], call.results[0], key=lambda value: value.num_elements)
+    for during in (Pass.FORWARD, Pass.BACKWARD):
+        if during is Pass.FORWARD or call.operands[0].carries_gradient:
+            yield Transfer(
+                kind=Collective.ALL_TO_ALL,
+                during=during,
+                num_bytes=rows.num_bytes * ranks,
+                dtype=rows.dtype,
+                axis=Axis.EP,
+                ranks=ranks,
+            )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from tpplan.core.graph import Boundary, Op, Value
 from tpplan.core.layout import Conversion, Layout
-from tpplan.core.mesh import GroupShape
+from tpplan.core.mesh import Axis, GroupShape
 from tpplan.costs.collectives import Transfer, conversion_time, conversion_transfers, op_transfers
 from tpplan.costs.error_bars import NONE, Residuals
 from tpplan.costs.execute import Execution, Executor
@@ -105,6 +105,8 @@ class Pricing:
 
     profile: HardwareProfile
     group: GroupShape
+    #: the group of ranks that divide experts
+    experts: GroupShape
     executor: Executor
     #: by decision: the share of its bytes that fusion leaves
     shares: Mapping[str, float]
@@ -132,6 +134,7 @@ def time_table(
     space: Space,
     profile: HardwareProfile,
     group: GroupShape,
+    experts: GroupShape,
     executor: Executor,
     *,
     is_compiled: bool = False,
@@ -140,6 +143,7 @@ def time_table(
     pricing = Pricing(
         profile=profile,
         group=group,
+        experts=experts,
         executor=executor,
         shares=moved_shares(space.graph) if is_compiled else {},
         additions=additions(space),
@@ -183,28 +187,35 @@ def _added(
 
 
 def _op_time(call: Call, strategy: Strategy, pricing: Pricing, moved: float, added: Work) -> StrategyTime:
-    """Returns the time of an op; its collectives are sums over ranks."""
-    profile, group = pricing.profile, pricing.group
-    execution = pricing.executor.execute(call, strategy, group.ranks)
+    """Returns the time of an op; its collectives are sums over ranks, or exchanges of experts' rows."""
+    execution = pricing.executor.execute(call, strategy, pricing.group.ranks)
     transfers = op_transfers(call, strategy)
     forward, backward, again = pricing.works_of(execution, moved)
     backward = backward + added if added.kernels else backward
-    collectives = sum((profile.collective(t.kind, group, t.num_bytes) for t in transfers), ZERO)
+    collectives, sent_back = (_sent(pricing, transfers, during) for during in (Pass.FORWARD, Pass.BACKWARD))
     sent = Residuals(tp_collectives=collectives.error_s)
+    number = sum(transfer.during is Pass.FORWARD for transfer in transfers)
     if transfers:
-        summed = Work(collectives=collectives, kernels=float(len(transfers)), residuals=sent)
+        summed = Work(collectives=collectives, kernels=float(number), residuals=sent)
         again = {mode: work if WorkKind.SUM in mode.keeps else work + summed for mode, work in again.items()}
     return StrategyTime(
         forward=forward.compute,
         backward=backward.compute,
         forward_collectives=collectives,
-        backward_collectives=ZERO,
+        backward_collectives=sent_back,
         transfers=transfers,
         again=again,
-        forward_kernels=forward.kernels + len(transfers),
-        backward_kernels=backward.kernels,
-        residuals=forward.residuals + backward.residuals + sent,
+        forward_kernels=forward.kernels + number,
+        backward_kernels=backward.kernels + len(transfers) - number,
+        residuals=forward.residuals + backward.residuals + sent + Residuals(tp_collectives=sent_back.error_s),
     )
+
+
+def _sent(pricing: Pricing, transfers: Sequence[Transfer], during: Pass) -> Estimate:
+    """Returns the time of an op's collectives in forward or in backward."""
+    groups = {Axis.TP: pricing.group, Axis.EP: pricing.experts}
+    own = (transfer for transfer in transfers if transfer.during is during)
+    return sum((pricing.profile.collective(t.kind, groups[t.axis], t.num_bytes) for t in own), ZERO)
 
 
 def _conversion_time(

@@ -12,7 +12,7 @@ from typing import Any
 
 from tpplan.apply.recompute import KEPT_OPS
 from tpplan.core.graph import within
-from tpplan.core.mesh import Axis
+from tpplan.core.mesh import AXES, Axis
 from tpplan.core.name_patterns import parse_ranges
 from tpplan.exporters._pytorch_styles import Entering, Leaving, OnWhole, keep_results, sum_gradients
 from tpplan.plan.plan import Plan, Precision, uses_fsdp
@@ -155,8 +155,8 @@ def _import_lines(code: str) -> Iterator[str]:
 
 
 def _mesh_lines(plan: Plan) -> Iterator[str]:
-    degrees = ", ".join(str(plan.mesh.size(axis)) for axis in Axis)
-    names = ", ".join(f'"{axis}"' for axis in Axis)
+    degrees = ", ".join(str(plan.mesh.size(axis)) for axis in AXES)
+    names = ", ".join(f'"{axis}"' for axis in AXES)
     yield f"mesh = init_device_mesh(device_type, ({degrees}), mesh_dim_names=({names}))"
     if plan.precision is Precision.BF16:
         yield "for parameter in model.parameters():"

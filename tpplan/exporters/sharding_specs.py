@@ -12,7 +12,7 @@ first dims of every input, its samples. The layouts say how weights rest; a comp
 import json
 
 from tpplan.core.errors import ExportError
-from tpplan.core.mesh import Axis
+from tpplan.core.mesh import AXES, Axis
 from tpplan.exporters import LaidOut
 from tpplan.plan.plan import ParameterPlan, Plan, uses_fsdp
 
@@ -29,7 +29,7 @@ def specs_of(plan: Plan) -> dict[str, object]:
         for name, parameter in plan.parameter_plans().items()
         for label in (name, *parameter.aliases)
     }
-    mesh = {str(axis): plan.mesh.size(axis) for axis in Axis}
+    mesh = {str(axis): plan.mesh.size(axis) for axis in AXES}
     return {"mesh": mesh, "inputs": [[str(Axis.REPLICATE), str(Axis.SHARD)]], "parameters": parameters}
 
 

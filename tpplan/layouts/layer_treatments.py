@@ -104,6 +104,12 @@ class FsdpUnit:
     parameters: tuple[Source, ...]
     hides: tuple[str, ...]
 
+    @property
+    def divisions(self) -> tuple[int, ...]:
+        """The numbers of ranks that divide the experts of its parameters: 1, and ep where it has experts. FSDP gathers
+        the parameters of each by themselves, over other ranks."""
+        return tuple(dict.fromkeys(source.ep for source in self.parameters))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:

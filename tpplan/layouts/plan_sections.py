@@ -22,7 +22,7 @@ def parameter_plans(assignment: Assignment) -> dict[str, ParameterPlan]:
         found[source.label] = ParameterPlan(
             placement=assignment.placement(source),
             reads={reading.op.module: assignment.strategy(reading.name).results[0] for reading in readings},
-            shape=assignment.graph.values[source.result].shape,
+            shape=assignment.graph.whole_shape(source),
             dtype=assignment.master_dtype(source),
             trainable=source.trainable,
             aliases=source.aliases,

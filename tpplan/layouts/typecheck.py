@@ -162,7 +162,7 @@ class _Checker:
                 yield Mistyped(message=f"{region or ROOT} is recomputed selectively: {obstacle}", place=("recompute",))
 
     def _parameter(self, source: Source, plan: ParameterPlan) -> Iterator[str]:
-        shape = self.graph.values[source.result].shape
+        shape = self.graph.whole_shape(source)
         if (plan.shape, plan.trainable) != (shape, source.trainable):
             yield f"{plan.shape}, trainable {plan.trainable} in the plan; {shape}, trainable {source.trainable} here"
         if set(plan.aliases) != set(source.aliases):

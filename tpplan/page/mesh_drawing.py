@@ -6,7 +6,7 @@ A node is a row of its GPUs in the order of their ranks. Clusters larger than MO
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tpplan.core.mesh import Axis
+from tpplan.core.mesh import AXES, Axis
 from tpplan.core.units import format_bytes
 from tpplan.plan.plan import Plan
 
@@ -41,13 +41,13 @@ class AxisDrawing:
 
 def drawings(plan: Plan) -> tuple[AxisDrawing, ...]:
     """A drawing of each axis of the plan's mesh that has more than one rank, outermost first."""
-    return tuple(_drawing(plan, axis) for axis in Axis if plan.mesh.size(axis) > 1)
+    return tuple(_drawing(plan, axis) for axis in AXES if plan.mesh.size(axis) > 1)
 
 
 def group_of_first(plan: Plan, axis: Axis) -> range:
     """The ranks of rank 0's group along an axis; tp is innermost."""
     mesh = plan.mesh
-    stride = {Axis.TP: 1, Axis.SHARD: mesh.tp, Axis.REPLICATE: mesh.tp * mesh.shard}[axis]
+    stride = mesh.stride(axis)
     return range(0, stride * mesh.size(axis), stride)
 
 

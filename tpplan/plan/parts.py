@@ -2,6 +2,8 @@
 
 # Parts of the time: kernels; collectives of tensor parallelism; collectives of FSDP and replicas that no compute hides
 COMPUTE, TENSOR_PARALLEL, DATA_PARALLEL = "compute", "tensor-parallel collectives", "exposed data-parallel collectives"
+#: rows of experts sent and returned
+EXPERT_PARALLEL = "expert-parallel exchange"
 TP_REDUCTION, OPTIMIZER = "tensor-parallel gradient reduction", "optimizer"
 FSDP_COPIES = "copies of FSDP"
 ACCUMULATION, ISSUE = "gradient accumulation", "waiting for the CPU"

@@ -29,6 +29,8 @@ from tpplan.plan.sections import (
     Compile,
     Count,
     CrossingPlan,
+    ExpertCall,
+    ExpertsPlan,
     Fingerprints,
     FsdpPlan,
     LayoutText,
@@ -61,6 +63,8 @@ __all__ = [
     "CollectivePlan",
     "Compile",
     "CrossingPlan",
+    "ExpertCall",
+    "ExpertsPlan",
     "Fingerprints",
     "FsdpPlan",
     "LayoutText",
@@ -104,7 +108,7 @@ class Plan:
     plan compiles nothing. `unruled_ops` are ops without a rule, which run whole, with their seconds per step; `opaque`
     are modules that run whole. `outputs` are the model's outputs that are returned sharded, by path. `untouched` is the
     reason why parameters must stay plain tensors: each rank then has all of them, and gradients are averaged over
-    data-parallel ranks. `tp_shares` say what tensor parallelism divides; absent where tp is 1. `notes` tell the reader
+    data-parallel ranks. `experts` says how experts are divided over ranks, where they are. `tp_shares` say what tensor parallelism divides; absent where tp is 1. `notes` tell the reader
     how the plan was made: changes to the request, and costs that are guesses. `request` is what was asked for.
     """
 
@@ -137,11 +141,13 @@ class Plan:
     tp_shares: TpShares | None = None
     notes: tuple[str, ...] | None = None
     request: RequestPlan | None = None
+    experts: ExpertsPlan | None = None
 
     @property
     def mesh(self) -> Mesh:
         """The mesh on which the plan runs."""
-        return Mesh(replicate=self.mesh_degrees.replicate, shard=self.mesh_degrees.shard, tp=self.mesh_degrees.tp)
+        degrees, ep = self.mesh_degrees, self.experts.ep if self.experts is not None else 1
+        return Mesh(replicate=degrees.replicate, shard=degrees.shard, tp=degrees.tp, ep=ep)
 
     def batch_for(self, rank: int) -> BatchShare:
         """The rows of each global batch that a rank reads, by micro-batch; all ranks of a tp group read the same rows.
@@ -234,6 +240,11 @@ class Plan:
         """Names of modules ("" for the root) that run whole, with patterns expanded."""
         return tuple("" if name == ROOT else name for name in self._expanded(self.opaque or {}))
 
+    def expert_calls(self) -> dict[str, ExpertCall]:
+        """Module name -> how it is called, of modules whose experts are divided over ranks, with patterns expanded."""
+        found = self._expanded(self.experts.modules) if self.experts is not None else {}
+        return {name: call for name, (call, _) in found.items()}
+
     def scalars_beside_fsdp(self) -> dict[str, ParameterPlan]:
         """Name -> plan of parameters without dims, which FSDP2 cannot hold; empty where FSDP2 is not used."""
         if not uses_fsdp(self.mesh, self.precision) or self.untouched is not None:
@@ -282,7 +293,12 @@ class Plan:
 
     def _check(self, origin: str) -> None:
         """Raises PlanError where products, patterns or ranges are inconsistent, which types cannot express."""
-        batch = self.batch
+        batch, degrees = self.batch, self.mesh_degrees
+        if self.experts is not None and degrees.shard % self.experts.ep:
+            raise PlanError(
+                f"{origin}: experts.ep: {self.experts.ep} does not divide mesh_degrees.shard, {degrees.shard}, inside "
+                "which it is laid out"
+            )
         ranks = self.mesh.data_parallel
         if self.cluster.gpus > MAX_GPUS:
             raise PlanError(f"{origin}: cluster.gpus: expected at most {MAX_GPUS}, got {self.cluster.gpus}")

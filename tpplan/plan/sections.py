@@ -138,6 +138,29 @@ class MeshPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertCall:
+    """How a module of `experts` experts is called: the names of its arguments rows [T, D], index [T, K] into the
+    experts, and weight [T, K]. It returns [T, D']."""
+
+    experts: Count
+    rows: str
+    index: str
+    weight: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsPlan:
+    """The modules whose experts are divided among `ep` ranks of a shard group, each with experts / ep of them, and the
+    `imbalance` planned for: rows that the busiest rank gets, over those that it would get of an even routing. `check`
+    says how it is known that the modules compute row by row."""
+
+    ep: Count
+    imbalance: Annotated[float, AtLeast(1)]
+    modules: Mapping[str, ExpertCall]
+    check: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
     """global_batch = micro_batch * accumulation_steps * data-parallel ranks, in samples of seq_len tokens; seq_len is 1
     where samples have no length (images, tables, graphs)."""

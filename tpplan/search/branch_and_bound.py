@@ -61,7 +61,7 @@ class Stage(IntEnum):
 
 
 @dataclass
-class _Progress:
+class Progress:
     """The state of a search: each point's optimum or lower bound in seconds, its next stage, or why it is left out."""
 
     solved: dict[Point, Candidate] = field(default_factory=dict)
@@ -75,6 +75,8 @@ class _Progress:
     undecided: dict[Point, SolverError] = field(default_factory=dict)
     #: optima of points under a memory limit that their plans did not keep, before it was lowered
     lowered: dict[Point, float] = field(default_factory=dict)
+    #: seconds of a plan from elsewhere: slower ones are not looked for
+    limit: float = math.inf
 
     def best(self) -> Candidate | None:
         """The fastest candidate; of equal ones that of the least point."""
@@ -83,9 +85,10 @@ class _Progress:
 
     @property
     def ceiling(self) -> float:
-        """Seconds of the fastest candidate: no point with a bound above is looked at."""
+        """Seconds of the fastest plan that is known: no point with a bound above is looked at."""
         best = self.best()
-        return math.inf if best is None or best.solution.objective is None else best.solution.objective
+        found = math.inf if best is None or best.solution.objective is None else best.solution.objective
+        return min(found, self.limit)
 
     def is_too_large(self, point: Point) -> bool:
         """True where a smaller micro-batch on the same mesh does not fit, for a larger one keeps as much or more."""
@@ -96,9 +99,27 @@ class _Progress:
         )
 
 
-def search(solver: PointSolver, points: list[Point], unsearched: tuple[str, ...], *, prove: bool) -> Plan:
-    """The fastest plan over all points; with `prove` the fastest that no counterexample refutes."""
-    known = _Progress()
+def explored(solver: PointSolver, points: list[Point], known: Progress) -> Candidate | None:
+    """The fastest candidate, unproven; None where it is slower than known.limit. Raises as `search` does."""
+    try:
+        return _explore(solver, points, known)
+    except SolverError:
+        if known.limit < math.inf and any(bound > known.limit for bound in known.bounds.values()):
+            return None
+        raise
+
+
+def search(
+    solver: PointSolver,
+    points: list[Point],
+    unsearched: tuple[str, ...],
+    *,
+    prove: bool,
+    known: Progress | None = None,
+) -> Plan:
+    """The fastest plan over all points; with `prove` the fastest that no counterexample refutes. `known` is what was
+    found out about the points before."""
+    known = Progress() if known is None else known
     rounds = 1
     while rounds <= MAX_ROUNDS:
         best = _settled(solver, _explore(solver, points, known))
@@ -108,7 +129,7 @@ def search(solver: PointSolver, points: list[Point], unsearched: tuple[str, ...]
         traced = solver.traces.really_traced(best.point.micro_batch)
         if traced.graph != best.formulation.space.graph:
             solver.distrust_grown()
-            known = _Progress()
+            known = Progress()
             continue
         num_averages = traced.opaques.num_averages(best.formulation.setting.accumulation_steps)
         assignment = best.formulation.assignment(choice, num_averages=num_averages)
@@ -137,7 +158,7 @@ def search(solver: PointSolver, points: list[Point], unsearched: tuple[str, ...]
             return proven
         if (culprit := culprit_of(checked)) is not None:
             solver.run_whole(culprit, checked.message)
-            points, known = applicable(points, solver.request, solver.traces), _Progress()
+            points, known = applicable(points, solver.request, solver.traces), Progress()
         else:
             forbid(solver, checked, assignment, best.formulation, traced, plan)
             _forget_cut(solver, known)
@@ -156,7 +177,7 @@ def _priced(solver: PointSolver, assignment: Assignment, best: Candidate) -> Pri
     return priced
 
 
-def _lower_limit(solver: PointSolver, known: _Progress, best: Candidate, excess: float) -> None:
+def _lower_limit(solver: PointSolver, known: Progress, best: Candidate, excess: float) -> None:
     """Lowers the limit at a point by the bytes that its plan needs beyond it: the ILP's rows miss the plan's peak. The
     certificate's bound remains the optimum before."""
     point, objective = best.point, best.solution.objective
@@ -167,7 +188,7 @@ def _lower_limit(solver: PointSolver, known: _Progress, best: Candidate, excess:
     del known.solved[point]
 
 
-def _explore(solver: PointSolver, points: list[Point], known: _Progress) -> Candidate:
+def _explore(solver: PointSolver, points: list[Point], known: Progress) -> Candidate:
     """The fastest candidate: solves every point that may be it, one micro-batch (and trace) after the other.
 
     Raises InfeasibleError where nothing fits, and where the pins leave a decision no layout.
@@ -203,7 +224,7 @@ def _explore(solver: PointSolver, points: list[Point], known: _Progress) -> Cand
     raise no_layout(solver, size, {tp: found for (own, tp), found in known.without.items() if own == size})
 
 
-def _explore_size(solver: PointSolver, own: list[Point], points: list[Point], known: _Progress) -> None:
+def _explore_size(solver: PointSolver, own: list[Point], points: list[Point], known: Progress) -> None:
     """Solves points of one micro-batch that may be the fastest: tp inside nodes first, then across, by degree."""
     size, per_node = own[0].micro_batch, solver.request.cluster.gpus_per_node
     done, total = sum(point.micro_batch < size for point in points), len(points)
@@ -218,7 +239,7 @@ def _explore_size(solver: PointSolver, own: list[Point], points: list[Point], kn
         before = tp
 
 
-def _explore_some(solver: PointSolver, own: list[Point], size: int, done: int, total: int, known: _Progress) -> None:
+def _explore_some(solver: PointSolver, own: list[Point], size: int, done: int, total: int, known: Progress) -> None:
     """Prices points of one micro-batch and solves those that may be the fastest."""
     for tp in sorted({point.tp for point in own}):
         solver.request.report("costs", done, total)
@@ -232,7 +253,7 @@ def _explore_some(solver: PointSolver, own: list[Point], size: int, done: int, t
     _best_first(solver, own, known, partial(_report_left, solver, done + len(own), total))
 
 
-def _is_slow(solver: PointSolver, own: list[Point], known: _Progress) -> bool:
+def _is_slow(solver: PointSolver, own: list[Point], known: Progress) -> bool:
     """True where compute and collectives alone make a tp degree too slow. Larger degrees are then left out: a rank
     computes no less of a step, and more of the group's traffic crosses nodes."""
     left = [point for point in own if (point.micro_batch, point.tp) not in known.without]
@@ -244,7 +265,7 @@ def _report_left(solver: PointSolver, end: int, total: int, left: int) -> None:
     solver.request.report("solve", end - left, total)
 
 
-def _best_first(solver: PointSolver, points: list[Point], known: _Progress, report: Callable[[int], None]) -> None:
+def _best_first(solver: PointSolver, points: list[Point], known: Progress, report: Callable[[int], None]) -> None:
     """Looks at the point with the least bound until no point may be the fastest; before the first plan at points of
     one tp degree after the other."""
     waiting: list[tuple[float, Point]] = []
@@ -295,7 +316,7 @@ def _looked_at(solver: PointSolver, point: Point, stage: Stage, ceiling: float) 
 
 
 def _certificate(
-    best: Candidate, known: _Progress, num_points: int, num_without: int, unsearched: tuple[str, ...]
+    best: Candidate, known: Progress, num_points: int, num_without: int, unsearched: tuple[str, ...]
 ) -> SolverReport:
     """The certificate: the best objective, the least bound of any point, and the points that were not solved."""
     objective = best.solution.objective or 0.0
@@ -324,7 +345,7 @@ def _certificate(
     )
 
 
-def _unsearched(solver: PointSolver, points: list[Point], known: _Progress) -> tuple[str, ...]:
+def _unsearched(solver: PointSolver, points: list[Point], known: Progress) -> tuple[str, ...]:
     """Lines on points that were left out, or priced, under an assumption."""
     found = []
     if known.too_wide:
@@ -366,7 +387,7 @@ def _without_guesses(solver: PointSolver, points: list[Point], certificate: Solv
         return certificate
     solver.request.report("solve", 0, len(points))
     sound = solver.without_guesses()
-    known = _Progress()
+    known = Progress()
     try:
         bound = _certificate(_explore(sound, points, known), known, len(points), 0, ()).bound_s
     except SolverError as error:
@@ -381,7 +402,7 @@ def _without_guesses(solver: PointSolver, points: list[Point], certificate: Solv
     )
 
 
-def _forget_cut(solver: PointSolver, known: _Progress) -> None:
+def _forget_cut(solver: PointSolver, known: Progress) -> None:
     """Forgets the optima that chose what is now forbidden; other optima, and all bounds, still hold."""
     solver.forget(solver.cuts.degrees)
     for point, candidate in list(known.solved.items()):

@@ -12,6 +12,8 @@ from tpplan.core.layout import Layout, R
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_bytes
 from tpplan.costs.step.step_time import Priced
+from tpplan.experts.expert_share import Division
+from tpplan.experts.row_wise import ROW_WISE
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.plan_sections import (
     boundary_plans,
@@ -30,6 +32,7 @@ from tpplan.plan.plan import (
     BoundaryPlan,
     ClusterPlan,
     Compile,
+    ExpertsPlan,
     Fingerprints,
     MeshPlan,
     OpaquePlan,
@@ -110,7 +113,16 @@ def plan_of(
         tp_shares=tp_shares(assignment, solver.traces.reuse.executor, priced.op_seconds),
         notes=(*traced.notes, *_notes_on_outputs(assignment, request.unused_outputs), *priced.guesses) or None,
         request=RequestPlan(pins={pin.pattern: pin.style_text for pin in request.pins}),
+        experts=_experts(graph, request.subject.experts),
     )
+
+
+def _experts(graph: ModelGraph, division: Division | None) -> ExpertsPlan | None:
+    """The section on modules whose experts are divided."""
+    if division is None:
+        return None
+    calls = by_pattern(graph, dict(division.calls), lambda call, rename: call)
+    return ExpertsPlan(ep=division.ep, imbalance=division.imbalance, modules=calls, check=ROW_WISE)
 
 
 def _notes_on_outputs(assignment: Assignment, unused: Collection[str]) -> Iterator[str]:

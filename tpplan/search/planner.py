@@ -12,11 +12,12 @@ from tpplan.core.name_patterns import ROOT
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.memory_replay import memory
 from tpplan.costs.step.step_time import price as price_assignment
+from tpplan.experts.expert_share import whole_shape
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.model_fingerprint import check_parameters
 from tpplan.plan.plan import OpaquePlan, Plan, Precision, Recompute, SolverReport
-from tpplan.search.branch_and_bound import search
+from tpplan.search.expert_degrees import search_degrees
 from tpplan.search.points.mesh_points import Point, applicable, points_of
 from tpplan.search.points.model_spec import length_of, takes_batch_alone
 from tpplan.search.points.options import (
@@ -52,6 +53,8 @@ def solve(
     unused_outputs: Sequence[str] = (),
     tp: int | None = None,
     fsdp: int | None = None,
+    ep: int | None = None,
+    expert_imbalance: float = 1.0,
     precision: Precision | str | None = None,
     optimizer: str = "adamw",
     recompute: Recompute | str | None = None,
@@ -73,7 +76,8 @@ def solve(
     inputs; where samples have no length, example_inputs(micro_batch) does, and seq_len is left out. Decided together:
     the mesh, on at most the given GPUs; layouts; per layer what backward recomputes, and whether FSDP reshards it after
     forward; the micro-batch and so the accumulation, unless a number pins it. An option that is None is decided. `tp`
-    and `fsdp` pin a degree, all_gpus=True uses all GPUs, `recompute` ("none", "selective", "full") and
+    and `fsdp` pin a degree, and so does `ep`, the number of ranks that divide experts among them (1: every rank has all);
+    expert_imbalance is the rows that the busiest of them gets, over those of an even routing. all_gpus=True uses all GPUs, `recompute` ("none", "selective", "full") and
     reshard_after_forward (True is ZeRO-3, False ZeRO-2) hold for every layer. `precision` defaults to bf16-mixed on a
     GPU profile and fp32 else. compile=True prices elementwise ops as torch.compile fuses them. time_limit_s holds for
     each ILP. `pins` hold modules to a style, {"model.layers.*.mlp": "megatron"} (tpplan.layouts.pins). `allows`, given
@@ -86,6 +90,8 @@ def solve(
         unused_outputs=tuple(unused_outputs),
         tp=tp,
         fsdp=fsdp,
+        ep=ep,
+        expert_imbalance=expert_imbalance,
         precision=precision,
         optimizer=optimizer,
         recompute=recompute,
@@ -102,7 +108,7 @@ def solve(
     batch = Batch(global_batch, None if micro_batch == "auto" else micro_batch, length)
     request = Request.of(build_model, example_inputs, cluster, batch, options, progress)
     point_solver, points, unsearched = prepare(request, options, reuse)
-    return search(point_solver, points, unsearched, prove=prove)
+    return search_degrees(point_solver, points, unsearched, options, prove=prove)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +178,8 @@ def price(
     traces = TraceCache(subject, Reuse())
     traced = traces.traced(loaded.batch.micro_batch)
     named = traced.model.named_parameters(remove_duplicate=False)
-    check_parameters(loaded, {name: (tuple(weight.shape), weight.requires_grad) for name, weight in named})
+    rows = {name: (whole_shape(traced.model, name, weight), weight.requires_grad) for name, weight in named}
+    check_parameters(loaded, rows)
     assignment = traced.assignment_of(loaded)
     if isinstance(assignment, Mistyped):
         raise PlanMismatchError(f"the plan does not fit the model: {assignment.message}")

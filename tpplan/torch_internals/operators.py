@@ -144,14 +144,21 @@ def _has(name: str) -> bool:
 
 @contextlib.contextmanager
 def meta_kernels(kernels: Kernels) -> Iterator[None]:
-    """Makes ops of aten run on meta tensors by these kernels, in place of any that they have."""
-    library: Any = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
+    """Makes ops of aten, and of other namespaces ("tpplan::arriving"), run on meta tensors by these kernels, in place of
+    any that they have."""
+    namespaces = dict.fromkeys(name.rpartition("::")[0] or "aten" for name in kernels)
+    libraries: dict[str, Any] = {
+        namespace: torch.library.Library(namespace, "IMPL", "Meta")  # type: ignore[no-untyped-call]
+        for namespace in namespaces
+    }
     try:
         for name, kernel in kernels.items():
-            library.impl(name, kernel, allow_override=True)
+            namespace, _, own = name.rpartition("::")
+            libraries[namespace or "aten"].impl(own, kernel, allow_override=True)
         yield
     finally:
-        library._destroy()
+        for library in libraries.values():
+            library._destroy()
 
 
 # ---- functions in Python, whose first step is to ask modes to run them

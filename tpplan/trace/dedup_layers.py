@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from tpplan.core.errors import ModelError
+from tpplan.experts.expert_share import SHARE, share_of
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.tensors import plain_calls
 from tpplan.trace.answers.concrete_values import ConcreteValues
@@ -262,8 +263,11 @@ def _modules_alike(first: nn.Module, second: nn.Module, met: _Pairs) -> bool:
     ours, theirs = vars(first), vars(second)
     if any(module.get(name) for module in (ours, theirs) for name in _HOOKS) or "forward" in ours:
         return False
-    return list(ours) == list(theirs) and all(
-        are_alike(ours[name], theirs[name], met) for name in ours if name not in _HOOKS and name != BINDING
+    compared = (name for name in ours if name not in _HOOKS and name not in (BINDING, SHARE))
+    return (
+        list(ours) == list(theirs)
+        and share_of(first) == share_of(second)
+        and all(are_alike(ours[name], theirs[name], met) for name in compared)
     )
 
 

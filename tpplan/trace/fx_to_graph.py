@@ -28,6 +28,7 @@ from tpplan.core.graph import (
 )
 from tpplan.core.repeated_blocks import find_repeated_blocks
 from tpplan.core.units import FLOATING_DTYPES
+from tpplan.experts.expert_share import share_of
 from tpplan.layouts.rules import base_target
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.autograd import AUTOCAST_ENDS, SET_GRAD_ENABLED
@@ -156,7 +157,18 @@ class GraphReader:
             if given.kind is SourceKind.PARAMETER:
                 canonical[label] = name
             self._add_value(name, value, carries_gradient=trainable)
-            self.sources.append(Source(kind=given.kind, result=name, label=label, aliases=aliases, trainable=trainable))
+            is_parameter = given.kind is SourceKind.PARAMETER
+            share = share_of(self.model.get_submodule(label.rpartition(".")[0])) if is_parameter else None
+            self.sources.append(
+                Source(
+                    kind=given.kind,
+                    result=name,
+                    label=label,
+                    aliases=aliases,
+                    trainable=trainable,
+                    ep=share.ep if share is not None else 1,
+                )
+            )
             names[given.placeholder] = Ref(name)
         return names
 

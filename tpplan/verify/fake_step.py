@@ -25,7 +25,7 @@ from tpplan.apply.autocast import autocast_of
 from tpplan.apply.collectives.dp_gradients import Averager
 from tpplan.apply.model_match import plan_name
 from tpplan.apply.modules import dropout_rng
-from tpplan.core.mesh import Axis
+from tpplan.core.mesh import AXES, Axis
 from tpplan.costs.gpu_kernels import fused_attention, fused_rms_norm
 from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.plan import Pass, Plan, Precision
@@ -97,7 +97,7 @@ def fake_step(
     DTensor has met every operator (at the first call of one it makes fake results as large as the full tensor).
     Raises what apply_plan raises.
     """
-    degrees = tuple(plan.mesh.size(axis) for axis in Axis)
+    degrees = tuple(plan.mesh.size(axis) for axis in AXES)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # Parameters that must stay as they are may be captured when the model is built, so they are built as fakes.
     with fake_group(plan.mesh.num_gpus), gpu_kernels():

@@ -19,6 +19,7 @@ from tpplan.core.name_patterns import ROOT, holders
 from tpplan.costs.step.collectives_of_step import collectives
 from tpplan.costs.step.memory_replay import memory
 from tpplan.costs.step.step_time import with_peak
+from tpplan.experts.expert_share import whole_shape
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.plan_sections import boundary_plans, parameter_plans
 from tpplan.layouts.typecheck import Mistyped
@@ -106,7 +107,9 @@ def _refuse(problems: Iterator[str]) -> None:
 def _fingerprints(traced: Traced) -> Fingerprints:
     rows = traced.model.named_parameters(remove_duplicate=False)
     return Fingerprints(
-        parameters=parameters_fingerprint({name: (tuple(w.shape), w.requires_grad) for name, w in rows}),
+        parameters=parameters_fingerprint(
+            {name: (whole_shape(traced.model, name, w), w.requires_grad) for name, w in rows}
+        ),
         graph=traced.graph.fingerprint,
         inputs=input_shapes(traced.inputs),
     )

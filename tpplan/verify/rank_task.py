@@ -26,7 +26,7 @@ from tpplan.apply.autocast import autocast_of
 from tpplan.apply.model_match import plan_name
 from tpplan.apply.modules.dropout_rng import WithoutDropout
 from tpplan.core.errors import ModelError, UsageError
-from tpplan.core.mesh import Axis
+from tpplan.core.mesh import AXES, Axis
 from tpplan.plan.plan import Pass, Plan, Precision
 from tpplan.search.points.model_spec import ModelSpec
 from tpplan.search.points.user_model import load_model_file
@@ -266,7 +266,7 @@ def check_on_rank(task: Task) -> Findings:
 
 def mesh_of(plan: Plan, device_type: str) -> DeviceMesh:
     """The plan's mesh over all ranks."""
-    degrees = tuple(plan.mesh.size(axis) for axis in Axis)
+    degrees = tuple(plan.mesh.size(axis) for axis in AXES)
     return init_device_mesh(device_type, degrees, mesh_dim_names=tuple(map(str, Axis)))
 
 

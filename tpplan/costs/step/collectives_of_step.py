@@ -54,7 +54,7 @@ def _tp_collectives(assignment: Assignment) -> _Counts:
     for name, decider in assignment.deciders.items():
         where = _where(assignment, _module_of(decider))
         for transfer in transfers_of(assignment.graph, decider, assignment.strategy(name)):
-            key = where, str(transfer.kind), Axis.TP, transfer.during, transfer.dtype, transfer.num_bytes
+            key = where, str(transfer.kind), transfer.axis, transfer.during, transfer.dtype, transfer.num_bytes
             found[key] += assignment.accumulation_steps
     return found
 
@@ -70,7 +70,7 @@ def _repeats(assignment: Assignment, executor: Executor) -> _Counts:
             where = _where(assignment, decider.module)
             for transfer in transfers_of(assignment.graph, decider, assignment.strategy(name)):
                 if transfer.during is Pass.FORWARD:
-                    key = where, str(transfer.kind), Axis.TP, Pass.BACKWARD, transfer.dtype, transfer.num_bytes
+                    key = where, str(transfer.kind), transfer.axis, Pass.BACKWARD, transfer.dtype, transfer.num_bytes
                     found[key] += assignment.accumulation_steps
     return found
 
@@ -101,21 +101,23 @@ def _fsdp_collectives(assignment: Assignment) -> _Counts:
     gather, scatter, reduce = map(str, kinds)
     for unit in assignment.units if mesh.data_parallel > 1 else ():
         where = _where(assignment, unit.name)
-        held = [source for source in unit.parameters if not _is_beside_fsdp(assignment, source)]
-        trained = [source for source in held if assignment.has_gradient(source)]
-        gathered, reduced = _unit_bytes(assignment, held, trained)
-        if mesh.shard > 1 and held:
-            dtype = _gathered_dtype(assignment, held)
-            found[where, gather, Axis.SHARD, Pass.FORWARD, dtype, gathered] += steps
-            if unit.name and treatments[unit.name].reshard:
-                found[where, gather, Axis.SHARD, Pass.BACKWARD, dtype, gathered] += steps
-        if not trained:
-            continue
-        dtype = assignment.master_dtype(trained[0])
-        if mesh.shard > 1:
-            found[where, scatter, Axis.SHARD, Pass.BACKWARD, dtype, reduced] += steps
-        if mesh.replicate > 1:
-            found[where, reduce, Axis.REPLICATE, Pass.BACKWARD, dtype, reduced // mesh.shard] += 1
+        for ep in unit.divisions:
+            axis, ranks = (Axis.SHARD if ep == 1 else Axis.EXPERT_SHARD), mesh.shard // ep
+            held = [source for source in unit.parameters if source.ep == ep and not _is_beside_fsdp(assignment, source)]
+            trained = [source for source in held if assignment.has_gradient(source)]
+            gathered, reduced = _unit_bytes(assignment, held, trained)
+            if ranks > 1 and held:
+                dtype = _gathered_dtype(assignment, held)
+                found[where, gather, axis, Pass.FORWARD, dtype, gathered] += steps
+                if unit.name and treatments[unit.name].reshard:
+                    found[where, gather, axis, Pass.BACKWARD, dtype, gathered] += steps
+            if not trained:
+                continue
+            dtype = assignment.master_dtype(trained[0])
+            if ranks > 1:
+                found[where, scatter, axis, Pass.BACKWARD, dtype, reduced] += steps
+            if mesh.replicate > 1:
+                found[where, reduce, Axis.REPLICATE, Pass.BACKWARD, dtype, reduced // ranks] += 1
     return found
 
 

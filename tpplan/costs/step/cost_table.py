@@ -172,12 +172,14 @@ def price_space(
 ) -> PricedSpace:
     """The space with the times of every decision on a tp group, with `num_gpus` on the slowest group of so many GPUs.
     Takes the frame of one of `others` with the same decisions, if there is one."""
-    group = Mesh(replicate=max(1, (num_gpus or 1) // space.tp), tp=space.tp).group(Axis.TP, gpus_per_node)
+    ep = space.graph.ep
+    mesh = Mesh(replicate=max(1, (num_gpus or 1) // space.tp // ep), shard=ep, tp=space.tp, ep=ep)
+    group, experts = (mesh.group(axis, gpus_per_node) for axis in (Axis.TP, Axis.EP))
     frame = next((other.frame for other in others if decides_like(space, other.space)), None)
     return PricedSpace(
         space=space,
         frame=frame or Frame(),
-        times=time_table(space, profile, group, executor, is_compiled=is_compiled),
+        times=time_table(space, profile, group, experts, executor, is_compiled=is_compiled),
         executor=executor,
         is_compiled=is_compiled,
     )

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import islice
 
 from tpplan.core.gradient_buckets import BUCKET_BYTES
-from tpplan.core.graph import Boundary
+from tpplan.core.graph import Boundary, Op
 from tpplan.core.layout import R
 from tpplan.core.mesh import Axis, Mesh
 from tpplan.costs.cpu_launch_lag import LaunchLag, repeated, waiting
@@ -36,11 +36,13 @@ from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import Space, has_partial_gradient
 from tpplan.layouts.layer_treatments import TREATMENTS, LayerGroup, Treatment
 from tpplan.layouts.rules import Strategy
+from tpplan.layouts.rules.experts import EXCHANGES
 from tpplan.machine.profile import Collective, Estimate
 from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.parts import (
     ACCUMULATION,
     COMPUTE,
+    EXPERT_PARALLEL,
     ISSUE,
     OPTIMIZER,
     RECOMPUTATION,
@@ -64,7 +66,7 @@ from tpplan.solvers.problem import (
 #: relative difference of two prices below which they count as equal
 TIE_TOLERANCE = 1e-9
 #: parts of a step that are work, though communication may hide behind it
-_WORK = frozenset({COMPUTE, RECOMPUTATION, TENSOR_PARALLEL, TP_REDUCTION})
+_WORK = frozenset({COMPUTE, RECOMPUTATION, TENSOR_PARALLEL, TP_REDUCTION, EXPERT_PARALLEL})
 #: seconds that a conversion counts in a tie: less than anything that takes time
 CONVERSION_S = 1e-9
 
@@ -221,9 +223,11 @@ class Formulation:
         """Seconds of kernels and of tp collectives of a micro-batch."""
         for name, members in self.space.members.items():
             times = self.table[name]
+            own = self.space.deciders[name]
+            is_exchange = isinstance(own, Op) and own.target in EXCHANGES
             for part, seconds in (
                 (COMPUTE, [(t.forward + t.backward).seconds for t in times]),
-                (TENSOR_PARALLEL, [(t.forward_collectives + t.backward_collectives).seconds for t in times]),
+                (EXPERT_PARALLEL if is_exchange else TENSOR_PARALLEL, [(t.forward_collectives + t.backward_collectives).seconds for t in times]),
             ):
                 if any(seconds):
                     yield linear_term(part, name, seconds, float(len(members)))

@@ -92,27 +92,32 @@ class FsdpCommunication:
     def _collectives_of(self, unit: FsdpUnit) -> tuple[Expression, Expression, Expression]:
         """Seconds of a unit's gather, of its reduce-scatter, and of the all-reduce among replicas."""
         gathered, reduced = self.parameter_bytes.computed, self.parameter_bytes.gradients
-        return (
-            self._transfer(unit, Collective.ALL_GATHER, Axis.SHARD, (1.0, gathered)),
-            self._transfer(unit, Collective.REDUCE_SCATTER, Axis.SHARD, (1.0, reduced)),
-            self._transfer(unit, Collective.ALL_REDUCE, Axis.REPLICATE, (1 / self.mesh.shard, reduced)),
-        )
+        gathers, scatters, reductions = [], [], []
+        for ep in unit.divisions or (1,):
+            axis, ranks = Axis.SHARD if ep == 1 else Axis.EXPERT_SHARD, self.mesh.shard // ep
+            gathers.append(self._transfer(unit, ep, Collective.ALL_GATHER, axis, (1.0, gathered)))
+            scatters.append(self._transfer(unit, ep, Collective.REDUCE_SCATTER, axis, (1.0, reduced)))
+            reductions.append(self._transfer(unit, ep, Collective.ALL_REDUCE, Axis.REPLICATE, (1 / ranks, reduced)))
+        return added(*gathers), added(*scatters), added(*reductions)
 
-    def _transfer(self, unit: FsdpUnit, kind: Collective, axis: Axis, share: tuple[float, BytesOf]) -> Expression:
-        """Seconds of a collective over a unit's parameters, linear in their bytes between all and none sharded by tp.
+    def _transfer(
+        self, unit: FsdpUnit, ep: int, kind: Collective, axis: Axis, share: tuple[float, BytesOf]
+    ) -> Expression:
+        """Seconds of a collective over those of a unit's parameters whose experts `ep` ranks divide, linear in their bytes between all and none sharded by tp.
 
         T(x) = T(n/t) + (T(n) - T(n/t)) (x - n/t) / (n - n/t): exact at both ends.
         """
         group = self.mesh.group(axis, self.setting.gpus_per_node)
         own = self.parameter_bytes
-        whole = share[0] * sum(own.filled(source, share[1], R) for source in unit.parameters)
+        parameters = (source for source in unit.parameters if source.ep == ep)
+        whole = share[0] * sum(own.filled(source, share[1], R) for source in parameters)
         least = whole / self.mesh.tp
         profile = self.setting.profile
         low = profile.collective(kind, group, least).seconds
         if self.mesh.tp == 1 or not whole:
             return Expression(constant=low)
         slope = (profile.collective(kind, group, whole).seconds - low) / (whole - least)
-        local = own.of(unit, share)
+        local = own.of(unit, share, ep=ep)
         return added(scaled(local, slope), Expression(constant=low - slope * least))
 
     @property
@@ -141,14 +146,19 @@ class FsdpCommunication:
         """
         rate = self.setting.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
         steps = self.setting.accumulation_steps
-        is_alone = self.mesh.shard == 1
-        copies_in = 0.0 if is_alone and self.setting.precision is not Precision.BF16_MIXED else 1 / self.mesh.shard
         own, timed = self.parameter_bytes, self.groups.timed
-        gathered = ((2.0 + copies_in, own.computed), (copies_in, own.resting))
-        reduced = ((1.0, own.trained), (3.0 if is_alone else 1.0, own.gradients))
         every = [(unit, Count(constant=1)) for unit in self.groups.root] + [(kind.unit, kind.count()) for kind in timed]
         again = [(kind.unit, kind.count(reshard=True)) for kind in timed]
-        for units, shares in ((every, (*gathered, *reduced)), (again, gathered)):
+        for units, is_again in ((every, False), (again, True)):
             for unit, count in units:
-                expression = own.of(unit, *shares)
-                yield from count.times(Term(name=FSDP_COPIES, expressions=(expression,), weight=rate * steps))
+                for ep in unit.divisions or (1,):
+                    gathered, reduced = self._copied(self.mesh.shard // ep)
+                    expression = own.of(unit, *(gathered if is_again else (*gathered, *reduced)), ep=ep)
+                    yield from count.times(Term(name=FSDP_COPIES, expressions=(expression,), weight=rate * steps))
+
+    def _copied(self, ranks: int) -> tuple[tuple[tuple[float, BytesOf], ...], tuple[tuple[float, BytesOf], ...]]:
+        """The shares of parameters' bytes that a gather among some ranks reads and writes, and that a reduction does."""
+        is_alone, own = ranks == 1, self.parameter_bytes
+        copies_in = 0.0 if is_alone and self.setting.precision is not Precision.BF16_MIXED else 1 / ranks
+        gathered = ((2.0 + copies_in, own.computed), (copies_in, own.resting))
+        return gathered, ((1.0, own.trained), (3.0 if is_alone else 1.0, own.gradients))

@@ -189,11 +189,12 @@ def _unit_bytes(weights: Weights, parameters: tuple[Source, ...]) -> UnitBytes:
     trained = [source for source in parameters if source.trainable]
     widths = {source.label: weights.compute_width(source) for source in parameters}
     is_cast = any(weights.master_width(source) != widths[source.label] for source in parameters)
-    gathered = sum(widths[source.label] * weights.padded_elements(source) for source in parameters)
+    filled = [widths[source.label] * weights.padded_elements(source) for source in parameters]
+    gathered = sum(filled)
     return UnitBytes(
         labels=tuple(source.label for source in parameters),
         gathered=float(gathered),
-        cast=gathered / weights.assignment.mesh.shard if is_cast else 0.0,
+        cast=sum(own / weights.fsdp_ranks(source) for source, own in zip(parameters, filled, strict=True)) * is_cast,
         largest=float(max(widths[s.label] * weights.elements(s) for s in parameters)) if is_cast else 0.0,
         reduced=float(sum(weights.master_width(source) * weights.padded_elements(source) for source in trained)),
         sharded_gradients=weights.resting(weights.master_width, trained),

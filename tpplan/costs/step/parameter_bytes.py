@@ -30,18 +30,19 @@ from tpplan.solvers.problem import Expression, added, merged, scaled
 
 @dataclass(frozen=True, slots=True)
 class _Parameter:
-    """A parameter: its first reading's decision (None where nothing reads it), its whole shape, and an amount: bytes of
-    the whole, or per element."""
+    """A parameter: its first reading's decision (None where nothing reads it), its whole shape, an amount, bytes of the
+    whole or per element, and the number of ranks that divide its experts."""
 
     decision: str | None
     shape: tuple[int, ...]
     amount: float
+    ep: int
 
 
 def _parameter(space: Space, source: Source, amount: Callable[[Source], float]) -> _Parameter:
     readings = space.readings[source.label]
     decision = space.classes[readings[0].name] if readings else None
-    return _Parameter(decision, space.graph.values[source.result].shape, amount(source))
+    return _Parameter(decision, space.graph.values[source.result].shape, amount(source), source.ep)
 
 
 def _by_placement(
@@ -104,26 +105,36 @@ class ParameterBytes:
         for term in whole.terms:
             yield Expression(terms=(term,))
 
-    def of(self, unit: FsdpUnit | None, *shares: tuple[float, BytesOf]) -> Expression:
-        """Bytes of a unit's parameters, of all where it is None: the sum of share times bytes over `shares`."""
-        found = [scaled(self._once(unit, bytes_of), share) for share, bytes_of in shares]
+    def of(self, unit: FsdpUnit | None, *shares: tuple[float, BytesOf], ep: int = 1) -> Expression:
+        """Bytes of those parameters of a unit whose experts `ep` ranks divide, the sum of share times bytes over
+        `shares`. Where the unit is None, of all parameters with the experts of all ranks."""
+        found = [scaled(self._once(unit, bytes_of, ep), share) for share, bytes_of in shares]
         return found[0] if len(found) == 1 else merged(added(*found))
 
-    def _once(self, unit: FsdpUnit | None, bytes_of: BytesOf) -> Expression:
+    def _once(self, unit: FsdpUnit | None, bytes_of: BytesOf, ep: int) -> Expression:
         """Bytes by one function, computed once per function name, unit and setting, on which alone they depend."""
         setting, space, ranks = self.setting, self.priced.space, self.ranks
         name = unit.name if unit is not None else None
-        key = bytes_of.__name__, name, setting.units, setting.precision, setting.optimizer
-        parameters = unit.parameters if unit is not None else space.graph.parameters
+        key = bytes_of.__name__, name, ep, setting.units, setting.precision, setting.optimizer
+        if unit is None:
+            alike = self.priced.once((*key, "alike"), lambda: self._of_all_ranks(bytes_of))
+            return self.priced.once((*key, ranks), lambda: _by_placement(space, alike, partial(self._padded, ranks)))
+        parameters = [source for source in unit.parameters if source.ep == ep]
         alike = self.priced.once((*key, "alike"), lambda: Counter(_parameter(space, s, bytes_of) for s in parameters))
         return self.priced.once((*key, ranks), lambda: _by_placement(space, alike, partial(self._padded, ranks)))
+
+    def _of_all_ranks(self, bytes_of: BytesOf) -> Counter[_Parameter]:
+        """All parameters with the experts of all ranks, equal ones counted."""
+        parameters = self.priced.space.graph.parameters
+        own = (_parameter(self.priced.space, source, lambda s: s.ep * bytes_of(s)) for source in parameters)
+        return Counter(own)
 
     def filled(self, source: Source, bytes_of: BytesOf, placement: Layout) -> float:
         """Bytes of one parameter on a tp rank under a placement, padded as in FSDP's buffers."""
         return self._padded(self.ranks, _parameter(self.priced.space, source, bytes_of), placement)
 
     def _padded(self, ranks: int, weight: _Parameter, placement: Layout) -> float:
-        tp = self.priced.space.tp
+        tp, ranks = self.priced.space.tp, max(1, ranks // weight.ep)
         if ranks == 1 or 0 in weight.shape or not weight.shape:
             return weight.amount / (tp if placement.kind is LayoutKind.SHARD else 1)
         first, *others = local_shape(weight.shape, placement, tp)
@@ -136,16 +147,21 @@ class ParameterBytes:
         parts = self.shard * space.tp
 
         def divides_all() -> bool:
-            shapes = (space.graph.values[source.result].shape for source in space.graph.parameters)
-            return not any(shape and shape[0] % parts for shape in shapes)
+            values, parameters = space.graph.values, space.graph.parameters
+            shapes = ((values[source.result].shape, parts // source.ep) for source in parameters)
+            return not any(shape and shape[0] % own for shape, own in shapes)
 
         return 1 if self.shard == 1 or self.priced.once(("all divide", parts), divides_all) else self.shard
 
 
 #: bytes per element of a parameter
 Width = Callable[[Source], float]
-#: elements of a parameter's part on a rank that count, by the part's shape
-Elements = Callable[[tuple[int, ...]], int]
+#: elements of a parameter's part on a rank that count, by the part's shape and the ranks that divide its experts
+Elements = Callable[[tuple[int, ...], int], int]
+
+
+def _elements(shape: tuple[int, ...], _ep: int) -> int:
+    return prod(shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,13 +192,13 @@ class RowBytes:
         """Bytes per element of the optimizer's states; 0 for a frozen parameter."""
         return self.optimizer.bytes_per_element(int(self.master_width(source))) * source.trainable
 
-    def shard(self, shape: tuple[int, ...]) -> int:
+    def shard(self, shape: tuple[int, ...], ep: int) -> int:
         """Elements of the largest FSDP shard."""
-        return shard_elements(shape, self.mesh.shard)
+        return shard_elements(shape, self.mesh.shard // ep)
 
-    def padded(self, shape: tuple[int, ...]) -> int:
+    def padded(self, shape: tuple[int, ...], ep: int) -> int:
         """Elements in FSDP's flat buffers."""
-        return padded_elements(shape, self.mesh.shard)
+        return padded_elements(shape, self.mesh.shard // ep)
 
     def parameters(self, parameters: Iterable[Source]) -> Expression:
         """Bytes of the FSDP shards, at rest."""
@@ -211,7 +227,7 @@ class RowBytes:
 
     def unsharded_gradients(self, parameters: Iterable[Source]) -> Expression:
         """Bytes of the gradients as backward makes them, before FSDP reduces them."""
-        return self._of([source for source in parameters if source.trainable], self.compute_width, prod)
+        return self._of([source for source in parameters if source.trainable], self.compute_width, _elements)
 
     def _of(self, parameters: Iterable[Source], width: Width, elements: Elements) -> Expression:
         """Bytes of parameters on a rank. `width` is one of the methods above."""
@@ -219,7 +235,7 @@ class RowBytes:
 
     def _sum(self, numbers: Mapping[_Parameter, int], elements: Elements) -> Expression:
         def num_bytes(own: _Parameter, placement: Layout) -> float:
-            return own.amount * elements(local_shape(own.shape, placement, self.mesh.tp))
+            return own.amount * elements(local_shape(own.shape, placement, self.mesh.tp), own.ep)
 
         return _by_placement(self.space, {own: number for own, number in numbers.items() if own.amount}, num_bytes)
 
@@ -250,11 +266,15 @@ class Weights:
 
     def padded_elements(self, source: Source) -> int:
         """Elements with dim 0 padded to a multiple of the FSDP ranks, as FSDP2's flat buffers hold it."""
-        return padded_elements(self.shape(source), self.assignment.mesh.shard)
+        return padded_elements(self.shape(source), self.fsdp_ranks(source))
 
     def shard_elements(self, source: Source) -> int:
         """Elements of the largest FSDP shard, which the first ranks have."""
-        return shard_elements(self.shape(source), self.assignment.mesh.shard)
+        return shard_elements(self.shape(source), self.fsdp_ranks(source))
+
+    def fsdp_ranks(self, source: Source) -> int:
+        """The ranks over which FSDP shards a parameter: for experts those that have the same ones."""
+        return self.assignment.mesh.shard // source.ep
 
     def compute_width(self, source: Source) -> int:
         """Bytes per element in forward."""

@@ -34,6 +34,7 @@ from tpplan.plan.compress_names import pattern_of
 from tpplan.plan.parts import (
     ACCUMULATION,
     DATA_PARALLEL,
+    EXPERT_PARALLEL,
     FSDP_COPIES,
     ISSUE,
     OPTIMIZER,
@@ -261,7 +262,7 @@ def _error(formulation: Formulation, time: Mapping[str, float]) -> tuple[float, 
             error = time[part] * bucket.relative_error
             residuals += Residuals(tp_collectives=error) if axis is Axis.TP else Residuals(data_collectives=error)
             extrapolated |= bucket.extrapolated
-    tp_s = time.get(TENSOR_PARALLEL, 0.0) + time.get(TP_REDUCTION, 0.0)
+    tp_s = sum(time.get(part, 0.0) for part in (TENSOR_PARALLEL, TP_REDUCTION, EXPERT_PARALLEL))
     return residuals.combined(profile, sum(time.values()) - tp_s), extrapolated
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tpplan.core.mesh import Axis
+from tpplan.core.mesh import AXES, Axis
 from tpplan.core.units import format_seconds
 from tpplan.plan.parts import RECOMPUTATION
 from tpplan.plan.plan import Plan, ProofStatus
@@ -21,7 +21,7 @@ def answer(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yields (name, text): the mesh, the step with its error, throughput, memory, and what takes the time."""
     predicted, mesh, cluster = plan.predicted, plan.mesh, plan.cluster
     used = f"{mesh.num_gpus}" if mesh.num_gpus == cluster.gpus else f"{mesh.num_gpus} of {cluster.gpus}"
-    sizes = " x ".join(f"{mesh.size(axis)} {_AXES[axis]}" for axis in Axis if mesh.size(axis) > 1)
+    sizes = " x ".join(f"{mesh.size(axis)} {_AXES[axis]}" for axis in AXES if mesh.size(axis) > 1)
     yield "mesh", f"{sizes or 'one GPU'}: {used} GPUs, {cluster.gpus_per_node} per node, {cluster.profile}"
     beyond = ", extrapolated: some sizes lie beyond the profile's" if predicted.is_extrapolated else ""
     yield "step", f"{format_seconds(predicted.step_time_s)} +/- {format_seconds(predicted.step_time_error_s)}{beyond}"

@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tpplan.core.mesh import Axis
+from tpplan.core.mesh import AXES, Axis
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_bytes, format_seconds
 from tpplan.plan.parts import SLACK
@@ -57,7 +57,7 @@ def setting(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "cluster", f"{used}{cluster.gpus} GPUs, {cluster.gpus_per_node} per node, {plural(nodes, 'node')}"
     yield "profile", f"{cluster.profile} ({short_hash(cluster.profile_fingerprint)})"
     yield "mesh", str(mesh)
-    for axis in Axis:
+    for axis in AXES:
         if mesh.size(axis) > 1:
             yield "", _axis_line(plan, axis)
     if plan.fsdp.units:

@@ -1,6 +1,6 @@
 """The points to search: meshes with micro-batches on which the model can be laid out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,16 +26,17 @@ class Point:
     tp: int
     shard: int
     micro_batch: int
+    ep: int = 1
 
     @classmethod
     def of(cls, mesh: Mesh, micro_batch: int) -> "Point":
         """The point of a mesh and a micro-batch."""
-        return cls(mesh.num_gpus, mesh.tp, mesh.shard, micro_batch)
+        return cls(mesh.num_gpus, mesh.tp, mesh.shard, micro_batch, mesh.ep)
 
     @property
     def mesh(self) -> Mesh:
         """The mesh of the point."""
-        return Mesh(replicate=self.num_gpus // (self.tp * self.shard), shard=self.shard, tp=self.tp)
+        return Mesh(replicate=self.num_gpus // (self.tp * self.shard), shard=self.shard, tp=self.tp, ep=self.ep)
 
 
 def points_of(request: Request, *, tp: int | None, fsdp: int | None) -> tuple[list[Point], tuple[str, ...]]:
@@ -55,6 +56,9 @@ def points_of(request: Request, *, tp: int | None, fsdp: int | None) -> tuple[li
             every += (mesh for mesh in found_on if mesh.tp in own)
     if not all_gpus:
         unsearched += tuple(unsearched_counts(request.cluster))
+    division = request.subject.experts
+    if division is not None:
+        every = [replace(mesh, ep=division.ep) for mesh in every if mesh.shard % division.ep == 0]
     found = [Point.of(mesh, m) for mesh in every for m in batch.micro_batches(mesh)]
     if not found:
         degrees = sorted({mesh.data_parallel for mesh in every})

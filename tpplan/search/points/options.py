@@ -64,6 +64,8 @@ class Options:
     unused_outputs: tuple[str, ...] = ()
     tp: int | None = None
     fsdp: int | None = None
+    ep: int | None = None
+    expert_imbalance: float = 1.0
     precision: Precision | str | None = None
     optimizer: str = "adamw"
     recompute: Recompute | str | None = None

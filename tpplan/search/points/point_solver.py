@@ -170,7 +170,7 @@ class PointSolver:
         micro-batches, without FSDP, optimizer, recomputation and memory limit."""
         key = point.micro_batch, point.tp
         if key not in self._floors:
-            formulation = self.formulate(replace(point, num_gpus=point.tp, shard=1))
+            formulation = self.formulate(replace(point, num_gpus=point.tp * point.ep, shard=point.ep))
             try:
                 self._floors[key] = self.solver_of(formulation.alone).bound or 0.0
             except SolverError:

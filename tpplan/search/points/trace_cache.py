@@ -12,7 +12,7 @@ import logging
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from tpplan.core.graph import Direction, ModelGraph
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.execute import Executor
 from tpplan.costs.step.cost_table import PricedSpace
+from tpplan.experts.expert_share import Division, with_shares
 from tpplan.layouts.assignment import Assignment, assignment_of
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile, load_profile
@@ -47,8 +48,8 @@ STAND_IN = "h100-sxm"
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A caller's model, and all else that its traces depend on: the sequence length, the precision of compute, and the
-    device that its code is told to run on."""
+    """A caller's model, and all else that its traces depend on: the sequence length, the precision of compute, the
+    device that its code is told to run on, and how its experts are divided (None: every rank has all)."""
 
     build_model: BuildModel
     example_inputs: ExampleInputs
@@ -56,6 +57,7 @@ class Subject:
     seq_len: int
     precision: Precision
     device: PlannedDevice
+    experts: Division | None = None
 
     @classmethod
     def of_plan(
@@ -77,6 +79,7 @@ class Subject:
             seq_len=plan.batch.seq_len,
             precision=plan.precision,
             device=PlannedDevice.parse(device) if device else PlannedDevice.of(profile or _profile_of(plan)),
+            experts=Division.of(plan),
         )
 
     def planning(self) -> contextlib.AbstractContextManager[None]:
@@ -87,7 +90,7 @@ class Subject:
     def key(self) -> tuple[Hashable, ...]:
         """Equal for subjects with one model, on whatever device."""
         functions = map(hashable, (self.build_model, self.example_inputs, self.loss))
-        return *functions, self.seq_len, self.precision
+        return *functions, self.seq_len, self.precision, self.experts
 
     def made_inputs(self, micro_batch: int, seq_len: int) -> Inputs:
         """The example inputs as the caller's function makes them."""
@@ -251,7 +254,10 @@ class TraceCache:
     def _built(self) -> Built:
         if self.subject.key not in self.reuse.models:
             is_half = self.subject.precision.makes_half
-            self.reuse.models[self.subject.key] = built_on_meta(self.subject.build_model, is_half=is_half)
+            build = self.subject.build_model
+            if (experts := self.subject.experts) is not None:
+                build = partial(with_shares, build, experts)
+            self.reuse.models[self.subject.key] = built_on_meta(build, is_half=is_half)
         return self.reuse.models[self.subject.key]
 
     def _trace(self, micro_batch: int) -> Traced:

@@ -7,6 +7,7 @@ sharded.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from tpplan.torch_internals.operators import meta_kernels
 from tpplan.trace.answers.concrete_values import ConcreteValues
 from tpplan.trace.answers.planned_device import asking_line
 from tpplan.trace.answers.unbacked_int import UnknownValueError
+from tpplan.trace.hooks import custom_ops  # noqa: F401  # registers tpplan's operators
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +27,13 @@ class CountingOp:
     """An op whose results have as many elements as it finds.
 
     results(count, *args): the results as meta tensors. most(*args): the most that the op can find. dim(*args): the dim
-    of the first result whose size is the count.
+    of the first result whose size is the count. is_stated: `most` is what the user has said to plan for.
     """
 
     results: Callable[..., Any]
     most: Callable[..., int]
     dim: Callable[..., int] = lambda *_, **__: 0
+    is_stated: bool = False
 
 
 #: how many elements a call finds, by (op, its CountingOp, args, kwargs)
@@ -51,6 +54,9 @@ class Counts:
     varies: bool = False
 
     def __call__(self, op: Any, counting: CountingOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        if counting.is_stated:
+            self.varies = True
+            return counting.most(*args, **kwargs) + self.extra
         try:
             count, varies = self.known.count(op, args, kwargs, counting.dim(*args, **kwargs))
         except UnknownValueError:
@@ -72,8 +78,9 @@ def counting_by(counter: Counter) -> Iterator[None]:
 
 
 def _op(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+    namespace, _, own = name.rpartition("::")
+    packet, _, overload = own.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace or "aten"), packet), overload or "default")
 
 
 def _elements(x: Tensor, *_: Any, **__: Any) -> int:
@@ -136,6 +143,11 @@ _OPS = {
     "unique_dim": CountingOp(_unique_along, lambda x, dim, *_: _along(x, dim), lambda x, dim, *_: dim),
     # minlength where it is given: code that gives it expects no larger number.
     "bincount": CountingOp(_occurrences, lambda x, weights=None, minlength=0: minlength or x.numel()),
+    "tpplan::arriving": CountingOp(
+        lambda count, chosen, _experts, _imbalance: chosen.new_empty((count,)),
+        lambda chosen, _experts, imbalance: math.ceil(chosen.numel() * imbalance),
+        is_stated=True,
+    ),
     # How often each element is repeated is not known; once is taken.
     "repeat_interleave.Tensor": CountingOp(_repeated, _elements),
 }

@@ -7,6 +7,7 @@ opaque    a call of a module that runs whole: gives tensors like the outputs obs
 whole     an operand or result of an autograd.Function, which must be whole on every rank; a view
 cross_entropy  F.cross_entropy as one operator
 flex_attention, flex_mask  torch's flex_attention, and the mask of which its blocks are made
+arriving, send_rows, return_rows  the exchange of rows among ranks that have different experts (tpplan.experts)
 """
 
 import inspect
@@ -70,6 +71,30 @@ def flex_mask(others: list[Tensor], code: str, sizes: list[int]) -> Tensor:
     return mask
 
 
+def arriving(chosen: Tensor, experts: int, imbalance: float) -> Tensor:
+    """Of each row that arrives on a rank, which of its `experts` experts computes it [rows]; `chosen` are the experts
+    of the rows that the rank sends. How many arrive data decides: `imbalance` times as many as are sent are taken."""
+    found: Tensor = torch.ops.tpplan.arriving(chosen, experts, imbalance)
+    return found
+
+
+def send_rows(rows: Tensor, arrived: Tensor, ep: int) -> Tensor:
+    """The rows that arrive on a rank, one for each of `arrived`, where `ep` ranks send theirs."""
+    found: Tensor = torch.ops.tpplan.send_rows(rows, arrived, ep)
+    return found
+
+
+def return_rows(rows: Tensor, chosen: Tensor, ep: int) -> Tensor:
+    """The computed rows that come back to a rank, one for each of `chosen`, from `ep` ranks."""
+    found: Tensor = torch.ops.tpplan.return_rows(rows, chosen, ep)
+    return found
+
+
+def _as_many(rows: Tensor, like: Tensor, ep: int) -> Tensor:
+    """As many rows as `like` has, in memory of their own."""
+    return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, like.shape[0] - rows.shape[0]))
+
+
 def _flex_attention(
     query: Tensor, key: Tensor, value: Tensor, others: list[Tensor], code: str, batch: bool, heads: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,6 +152,12 @@ _LIBRARY.define(
     "float scale) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.impl("flex_attention", _flex_attention, "CompositeImplicitAutograd")
+_LIBRARY.define("arriving(Tensor chosen, int experts, float imbalance) -> Tensor")
+_LIBRARY.impl("arriving", lambda chosen, experts, imbalance: torch.empty_like(chosen), "CompositeExplicitAutograd")
+_LIBRARY.define("send_rows(Tensor rows, Tensor arrived, int ep) -> Tensor")
+_LIBRARY.impl("send_rows", _as_many, "CompositeImplicitAutograd")
+_LIBRARY.define("return_rows(Tensor rows, Tensor chosen, int ep) -> Tensor")
+_LIBRARY.impl("return_rows", _as_many, "CompositeImplicitAutograd")
 _LIBRARY.define("flex_mask(Tensor[] others, str code, int[] sizes, Device device) -> Tensor")
 _LIBRARY.impl(
     "flex_mask",

@@ -1,0 +1,63 @@
+"""Finds the modules of experts in a graph, by how they are called and what weights they have.
+
+Such a module is called once, with rows [T, D], an index [T, K] of integers and a weight [T, K], and returns [T, D'];
+it has weights of its own, all with as many slices along dim 0 as there are experts, and none below it. That it computes
+row by row is seen by running it (tpplan.experts.row_wise).
+"""
+
+from collections.abc import Mapping
+
+from tpplan.core.graph import Boundary, Direction, ModelGraph, Value
+from tpplan.plan.plan import ExpertCall
+
+
+def find_experts(graph: ModelGraph) -> dict[str, ExpertCall]:
+    """How each module of experts is called, by its name. `graph` is traced with all experts on each rank."""
+    crossings: dict[str, list[Boundary]] = {}
+    for boundary in graph.boundaries:
+        crossings.setdefault(boundary.module, []).append(boundary)
+    numbers = _experts_by_module(graph)
+    found = {}
+    for module, experts in numbers.items():
+        call = _call(crossings.get(module, []), graph.values, experts)
+        if call is not None:
+            found[module] = call
+    return found
+
+
+def _experts_by_module(graph: ModelGraph) -> dict[str, int]:
+    """The number of slices along dim 0 that all weights of a module have, by module; without modules that have weights
+    of several lengths, of one slice, or below them."""
+    lengths: dict[str, set[int]] = {}
+    for source in graph.parameters:
+        shape = graph.values[source.result].shape
+        owner = source.label.rpartition(".")[0]
+        lengths.setdefault(owner, set()).add(shape[0] if len(shape) > 1 and not source.aliases else 0)
+        while owner:
+            owner = owner.rpartition(".")[0]
+            lengths.setdefault(owner, set()).add(0)
+    return {module: max(own) for module, own in lengths.items() if len(own) == 1 and max(own) > 1}
+
+
+def _call(crossings: list[Boundary], values: Mapping[str, Value], experts: int) -> ExpertCall | None:
+    """How a module is called whose tensors cross at these boundaries; None where it is not called as experts are."""
+    given = [boundary for boundary in crossings if boundary.direction is Direction.INPUT]
+    returned = [boundary for boundary in crossings if boundary.direction is Direction.OUTPUT]
+    if len(given) != 3 or len(returned) != 1:
+        return None
+    by_kind: dict[str, list[Boundary]] = {"integers": [], "numbers": []}
+    for boundary in given:
+        value = values[boundary.result]
+        by_kind["integers" if value.dtype.startswith(("int", "uint")) else "numbers"].append(boundary)
+    if len(by_kind["integers"]) != 1:
+        return None
+    (index,) = by_kind["integers"]
+    shape = values[index.result].shape
+    weights = [own for own in by_kind["numbers"] if values[own.result].shape == shape]
+    rows = [own for own in by_kind["numbers"] if own not in weights[:1]]
+    if len(shape) != 2 or shape[1] > experts or not weights or len(rows) != 1:
+        return None
+    shapes = [values[boundary.result].shape for boundary in (*rows, *returned)]
+    if any(len(own) != 2 or own[0] != shape[0] for own in shapes):
+        return None
+    return ExpertCall(experts=experts, rows=rows[0].path, index=index.path, weight=weights[0].path)

@@ -1,0 +1,144 @@
+"""Whether a module of experts computes row by row: seen by running its own code on real values, whole and divided.
+
+A rank with a share of the experts runs the module on other rows than one process does: on rows of several ranks, each
+with one expert. The module allows that where its result for a token is the sum, over the token's experts, of what it
+gives for the token and that expert alone, by that expert's weights alone. Both are computed here on random numbers, in a
+copy of the module whose weights are small: results and all gradients must agree.
+"""
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.core.errors import TpplanError
+from tpplan.experts.expert_share import counted
+from tpplan.plan.plan import ExpertCall
+from tpplan.torch_internals.modules import own_parameters
+
+#: the check of a plan's experts, in the plan's words
+ROW_WISE = "the modules' own code ran on random numbers, whole and divided: equal results and gradients"
+#: relative difference of results and gradients in float32 that rounding explains
+TOLERANCE = 1e-4
+#: largest number of elements of a copy's weights
+MOST_ELEMENTS = 2**22
+#: elements of the shortest row of the copy's weights, where the weights' own divide by it
+_ROW = 16
+#: rows that the module is run on, for each expert
+_ROWS_PER_EXPERT = 2
+
+
+def why_not_row_wise(module: nn.Module, call: ExpertCall, top_k: int, width: int, ep: int) -> str:
+    """Why a module cannot be divided among ep ranks, "" where it can. `width` is that of its rows, `top_k` the number
+    of experts of each. The module may be on the meta device."""
+    if call.experts % ep:
+        return f"{call.experts} experts do not divide among {ep} ranks"
+    factor = _shrinking(module, call, width)
+    elements = sum(weight.numel() for weight in module.parameters()) // factor**2
+    if elements > MOST_ELEMENTS:
+        return f"its weights cannot be made small enough to run it: {elements:,} elements of at most {MOST_ELEMENTS:,}"
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return _difference(_small(module, call, factor), call, top_k, width // factor, ep)
+    except TpplanError:
+        raise
+    except Exception as error:  # the module's own code on other sizes than it was written for may raise anything
+        return f"its code fails on fewer experts: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+
+
+def _shrinking(module: nn.Module, call: ExpertCall, width: int) -> int:
+    """A number by which all dims but the experts' can be divided, so that their proportions stay, and rows that kernels
+    take (grouped products want multiples of 16 bytes)."""
+    sizes = {size for weight in module.parameters() for size in weight.shape[1:]} | {width}
+    common = math.gcd(*sizes)
+    return 1 if call.experts in sizes else common // math.gcd(common, _ROW)
+
+
+def _small(module: nn.Module, call: ExpertCall, factor: int) -> nn.Module:
+    """A copy of the module on the CPU, with random weights, whose dims but the experts' are divided by a factor, and so
+    are its integers that are such dims."""
+    sizes = {size for weight in module.parameters() for size in weight.shape[1:]}
+    replaced: dict[int, Any] = {}
+    for weight in module.parameters():
+        shape = (call.experts, *(size // factor for size in weight.shape[1:]))
+        small = torch.randn(shape, device="cpu") / math.sqrt(max(shape[1:]))
+        replaced[id(weight)] = nn.Parameter(small, requires_grad=weight.requires_grad)
+    found = copy.deepcopy(module, replaced)
+    for name, value in vars(found).items():
+        if type(value) is int and value in sizes and value != call.experts:
+            vars(found)[name] = value // factor
+    return found
+
+
+def _difference(module: nn.Module, call: ExpertCall, top_k: int, width: int, ep: int) -> str:
+    """Where results or gradients of the module divided among ep ranks differ from the whole module's; "" if nowhere."""
+    tokens = _ROWS_PER_EXPERT * call.experts
+    rows = torch.randn(tokens, width, device="cpu").requires_grad_()
+    index = torch.rand(tokens, call.experts, device="cpu").topk(top_k).indices
+    weight = torch.rand(tokens, top_k, device="cpu").requires_grad_()
+    whole = module(**{call.rows: rows, call.index: index, call.weight: weight})
+    given = torch.randn_like(whole)
+    expected = _gradients(whole, given, module, rows, weight)
+    parts = _divided(module, call, rows, index, weight, ep)
+    found = _gradients(parts, given, module, rows, weight)
+    compared = [("results", whole, parts), *((name, expected[name], found[name]) for name in expected)]
+    for name, one, other in compared:
+        scale = max(float(one.detach().abs().max()), 1e-6)
+        if not float((one - other).detach().abs().max()) <= TOLERANCE * scale:
+            return f"divided by experts, its {name} differ: it does not compute row by row"
+    return ""
+
+
+def _gradients(
+    results: Tensor, given: Tensor, module: nn.Module, rows: Tensor, weight: Tensor
+) -> dict[str, Tensor]:
+    named = {f"gradients of {name}": own for name, own in module.named_parameters() if own.requires_grad}
+    named |= {"gradients of rows": rows, "gradients of weights of rows": weight}
+    found = torch.autograd.grad(results, list(named.values()), given, allow_unused=True)
+    return {
+        name: torch.zeros_like(own) if gradient is None else gradient
+        for (name, own), gradient in zip(named.items(), found, strict=True)
+    }
+
+
+def _divided(module: nn.Module, call: ExpertCall, rows: Tensor, index: Tensor, weight: Tensor, ep: int) -> Tensor:
+    """What ep ranks compute together, whose tokens are all given."""
+    own = call.experts // ep
+    top_k = index.shape[1]
+    flat, weights = index.reshape(-1), weight.reshape(-1)
+    total: Tensor | None = None
+    for rank in range(ep):
+        picked = (flat // own == rank).nonzero().squeeze(1).flip(0)  # no order is promised
+        token = picked // top_k
+        given = {
+            call.rows: rows[token],
+            call.index: (flat[picked] - rank * own).unsqueeze(1),
+            call.weight: weights[picked].unsqueeze(1),
+        }
+        part = _with_own(module, call, slice(rank * own, (rank + 1) * own), given)
+        place = torch.zeros(rows.shape[0], part.shape[1], device="cpu", dtype=part.dtype).index_add(0, token, part)
+        total = place if total is None else total + place
+    assert total is not None
+    return total
+
+
+def _with_own(module: nn.Module, call: ExpertCall, own: slice, given: dict[str, Tensor]) -> Tensor:
+    """The module's result with some of its experts."""
+    parameters = own_parameters(module)
+    before, numbers = dict(parameters), counted(module, call.experts)
+    try:
+        for name, weight in before.items():
+            if weight is not None:
+                del parameters[name]
+                vars(module)[name] = weight[own]
+        vars(module).update(dict.fromkeys(numbers, own.stop - own.start))
+        found: Tensor = module(**given)
+        return found
+    finally:
+        for name in before:
+            vars(module).pop(name, None)
+        parameters.update(before)
+        vars(module).update(numbers)
