@@ -28,6 +28,7 @@ from tpplan.apply.collectives.cross_entropy import ShardedClasses
 from tpplan.apply.collectives.dp_gradients import Averager
 from tpplan.apply.collectives.redistribute import TpGroup
 from tpplan.apply.collectives.tp_gradients import Reducer, Slot
+from tpplan.apply.expert_parallel import broadcast_experts, divide_experts, experts_mesh, shard_experts
 from tpplan.apply.first_forward_check import check_calls
 from tpplan.apply.model_match import (
     check_filled,
@@ -99,17 +100,22 @@ def apply_plan(
     is_untouched = loaded.untouched is not None
     _move(model, device_type, with_parameters=loaded.mesh.tp == 1 or is_untouched)
     if is_untouched:
-        _leave_untouched(model, mesh)
+        _leave_untouched(model, loaded, mesh)
         keep_mesh(model, mesh)
         return model
     fold_forwards(model)
     _keep_hooks(model, loaded)
-    lay_out(model, loaded, mesh[Axis.TP])
+    of_experts = experts_mesh(loaded, device_type)
+    if of_experts is not None:
+        divide_experts(model, loaded, of_experts)
+    lay_out(model, loaded, mesh[Axis.TP], of_experts)
     _recompute_planned(model, loaded)
-    _broadcast_replicas(model, mesh)
+    _broadcast_replicas(model, loaded, mesh)
+    if of_experts is not None:
+        broadcast_experts(model, loaded, of_experts)
     if compile:
         _compile_layers(model, loaded)
-    _shard_data(model, loaded, mesh)
+    _shard_data(model, loaded, mesh, of_experts)
     keep_mesh(model, mesh)
     check_shapes(model, loaded, OnMismatch(check))
     check_calls(model, loaded, mesh.device_type, OnMismatch(check))
@@ -117,14 +123,15 @@ def apply_plan(
     return model
 
 
-def lay_out(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+def lay_out(model: nn.Module, plan: Plan, mesh: DeviceMesh, of_experts: DeviceMesh | None = None) -> None:
     """Applies a plan's tensor parallelism in place: distributes parameters, adds conversions and rewrites calls.
 
-    `mesh` is the one-dimensional mesh of the tp axis. The plan must fit the model (check_model).
+    `mesh` is the one-dimensional mesh of the tp axis. `of_experts` is the mesh on which weights of divided experts are
+    cut; without it the model has one rank's already. The plan must fit the model (check_model).
     """
     modules = modules_by_name(model)
     rewrite_calls(_rewriters(plan, modules, TpGroup.of(mesh.get_group())))
-    for name, style in module_styles(plan).items():
+    for name, style in module_styles(plan, of_experts=of_experts).items():
         style._apply(module_called(modules, name), mesh)
     if plan.mesh.tp > 1:
         leave_fast_path(model)
@@ -316,9 +323,9 @@ def _keep_hooks(model: nn.Module, plan: Plan) -> None:
                 module.__class__ = opaque_class(type(module))  # type: ignore[arg-type]
 
 
-def _leave_untouched(model: nn.Module, mesh: DeviceMesh) -> None:
+def _leave_untouched(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """Gives every rank the unchanged model with the same values, and averages its gradients over replicas."""
-    _broadcast_replicas(model, mesh, (Axis.REPLICATE, Axis.TP))
+    _broadcast_replicas(model, plan, mesh, (Axis.REPLICATE, Axis.TP))
     averager = Averager(groups=(TpGroup.of(mesh[Axis.REPLICATE].get_group()),))
     averager.watch(model)
     model.__dict__[AVERAGER] = averager
@@ -326,19 +333,22 @@ def _leave_untouched(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def _broadcast_replicas(
-    model: nn.Module, mesh: DeviceMesh, axes: Sequence[Axis] = (Axis.REPLICATE, Axis.SHARD)
+    model: nn.Module, plan: Plan, mesh: DeviceMesh, axes: Sequence[Axis] = (Axis.REPLICATE, Axis.SHARD)
 ) -> None:
-    """Broadcasts parameters from the first rank of each axis: by default over replicate, then over shard."""
+    """Broadcasts parameters from the first rank of each axis: by default over replicate, then over shard. Leaves out
+    experts that are divided over ranks."""
+    modules = modules_by_name(model)
+    divided = {id(weight) for name in plan.expert_calls() for weight in modules[name].parameters()}
     for axis in axes:
         if mesh[axis].size() > 1 and dist.get_backend() != "fake":
-            for parameter in model.parameters():
+            for parameter in (own for own in model.parameters() if id(own) not in divided):
                 local = local_part(parameter) if isinstance(parameter, DTensor) else parameter
                 if not local.is_meta:
                     dist.broadcast(local.detach(), group=mesh.get_group(axis), group_src=0)
 
 
-def _shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Applies fully_shard over the data-parallel axes to each planned unit, the root last.
+def _shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh, of_experts: DeviceMesh | None) -> None:
+    """Applies fully_shard over the data-parallel axes to each planned unit, divided experts first and the root last.
 
     FSDP averages gradients over the data-parallel ranks.
     """
@@ -349,6 +359,8 @@ def _shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     axes = mesh[Axis.SHARD] if plan.mesh.replicate == 1 else mesh[Axis.REPLICATE, Axis.SHARD]
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = mixed if is_mixed else MixedPrecisionPolicy()
+    if of_experts is not None:
+        shard_experts(model, plan, of_experts, policy)
     outermost = outermost_by_name(model)
     scalars = {model.get_parameter(name) for name in _real_names(model, plan.scalars_beside_fsdp())}
     resharded = plan.resharded_units()

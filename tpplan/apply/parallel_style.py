@@ -13,7 +13,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tpplan.apply.collectives.redistribute import TpGroup
@@ -30,6 +30,7 @@ from tpplan.apply.modules.parameter_reads import ParameterReads, check_reads, pl
 from tpplan.core.errors import PlanError, PlanMismatchError
 from tpplan.core.graph import LEFT_AT, within
 from tpplan.core.layout import ROWS, LayoutKind, S, fits
+from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
 from tpplan.plan.plan import BoundaryPlan, ParameterPlan, Plan
 from tpplan.torch_internals.modules import own_parameters
@@ -47,6 +48,9 @@ class Application:
 
     plan: Plan
     on_mesh: TensorParallel | None = None
+    #: axes ep and tp of the mesh on which weights of divided experts are cut, and the names of these weights' modules
+    of_experts: DeviceMesh | None = None
+    divided: frozenset[str] = frozenset()
     #: by the original parameter's id: the original, held so that its id is not reused, and the distributed parameter
     distributed: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
     #: by the parameter's canonical name
@@ -74,8 +78,10 @@ class Application:
         """
         if id(parameter) in self.distributed:
             return self.distributed[id(parameter)][1]
-        placement = placement_of(plan.placement, path=f"parameters.{name}.placement")
-        distributed: Tensor = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=src_data_rank)
+        placements = [placement_of(plan.placement, path=f"parameters.{name}.placement")]
+        if self.of_experts is not None and name.rpartition(".")[0] in self.divided:
+            mesh, placements = self.of_experts, [Shard(0), *placements]
+        distributed: Tensor = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=src_data_rank)
         if src_data_rank is None and plan.placement.dim is not None:
             distributed = distributed.clone()  # a view of the whole tensor would keep its storage alive
         result = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
@@ -219,13 +225,21 @@ def styles(plan: Plan) -> dict[str, ParallelStyle]:
     return dict(module_styles(plan))
 
 
-def module_styles(plan: Plan, *, even_alone: bool = False) -> dict[str, ModuleStyle]:
+def module_styles(
+    plan: Plan, *, even_alone: bool = False, of_experts: DeviceMesh | None = None
+) -> dict[str, ModuleStyle]:
     """Returns the ModuleStyle of each module by name, as `styles` does.
 
-    even_alone=True gives all styles for tp = 1 too, where they change no value.
+    even_alone=True gives all styles for tp = 1 too, where they change no value. `of_experts` is the mesh of divided
+    experts, whose axes ep and tp cut their weights.
     """
-    application = Application(plan)
-    parameters = plan.parameter_plans() if plan.mesh.tp > 1 or even_alone else plan.scalars_beside_fsdp()
+    divided = frozenset(plan.expert_calls())
+    axes = of_experts[str(Axis.EP), str(Axis.TP)] if of_experts is not None else None
+    application = Application(plan, of_experts=axes, divided=divided)
+    parameters = plan.parameter_plans()
+    if plan.mesh.tp == 1 and not even_alone:
+        own = {name: own for name, own in parameters.items() if of_experts is not None and name.rpartition(".")[0] in divided}
+        parameters = plan.scalars_beside_fsdp() | own
     if not parameters and plan.mesh.tp == 1:
         return {}
     boundaries = {"" if name == ROOT else name: boundary for name, boundary in plan.boundary_plans().items()}

@@ -1,0 +1,68 @@
+"""Divides experts over ranks: each rank of a group keeps its experts, and FSDP shards these over the other groups.
+
+The shard axis of the mesh is taken apart in two: `ep`, ranks with different experts, next to the tp axis, and
+`expert_shard`, ranks with the same ones. A weight of experts is a DTensor on (replicate, expert_shard, ep, tp), all
+other weights are on (replicate, shard, tp): torch's clip_grad_norm_ takes one mesh, tpplan.clip_grad_norm_ both.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from tpplan.apply.model_match import module_called, modules_by_name, outermost_by_name
+from tpplan.core.graph import within
+from tpplan.core.mesh import Axis
+from tpplan.experts.exchange import EpGroup
+from tpplan.experts.expert_share import ExpertShare, take_share
+from tpplan.plan.plan import Plan
+from tpplan.torch_internals.tensors import local_part
+
+_AXES = (Axis.REPLICATE, Axis.EXPERT_SHARD, Axis.EP, Axis.TP)
+
+
+def experts_mesh(plan: Plan, device_type: str) -> DeviceMesh | None:
+    """The mesh of experts' weights, of all ranks; None for a plan that divides no experts."""
+    if plan.experts is None:
+        return None
+    return init_device_mesh(
+        device_type, tuple(plan.mesh.size(axis) for axis in _AXES), mesh_dim_names=tuple(map(str, _AXES))
+    )
+
+
+def divide_experts(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Makes each module that the plan divides exchange rows over this rank's ep group of the experts' mesh."""
+    modules = modules_by_name(model)
+    group = mesh.get_group(str(Axis.EP))
+    assert plan.experts is not None
+    for name, call in plan.expert_calls().items():
+        own = EpGroup(group.group_name, group.size())
+        take_share(module_called(modules, name), ExpertShare(call, plan.experts.ep, plan.experts.imbalance, own))
+
+
+@torch.no_grad()
+def broadcast_experts(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Gives ranks with the same experts the values of the first of them."""
+    modules = modules_by_name(model)
+    for axis in (Axis.REPLICATE, Axis.EXPERT_SHARD):
+        if mesh[str(axis)].size() == 1 or dist.get_backend() == "fake":
+            continue
+        for name in plan.expert_calls():
+            for weight in modules[name].parameters():
+                local = local_part(weight)
+                if not local.is_meta:
+                    dist.broadcast(local.detach(), group=mesh.get_group(str(axis)), group_src=0)
+
+
+def shard_experts(model: nn.Module, plan: Plan, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Applies fully_shard to each divided module, over the ranks that have its experts."""
+    axes = mesh[str(Axis.EXPERT_SHARD)]
+    if plan.mesh.replicate > 1:
+        axes = mesh[str(Axis.REPLICATE), str(Axis.EXPERT_SHARD)]
+    # Rows come in the dtype of the layer, the router's weights may come in another on purpose.
+    own = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+    outermost, resharded = outermost_by_name(model), plan.resharded_units()
+    for name in plan.expert_calls():
+        reshard = next((does for unit, does in resharded.items() if within(name, unit)), False)
+        fully_shard(module_called(outermost, name), mesh=axes, reshard_after_forward=reshard, mp_policy=own)
