@@ -69,6 +69,8 @@ def hugging_face(name: str, implementation: str = "grouped_mm") -> Callable[[], 
     }  # fmt: skip
     config_class: Any = getattr(transformers, f"{name}Config")
     known = vars(config_class())
+    if "kv_lora_rank" in known:
+        sizes["num_key_value_heads"] = 4
     config = config_class(**{key: value for key, value in sizes.items() if key in known or hasattr(config_class(), key)})
 
     def build() -> nn.Module:

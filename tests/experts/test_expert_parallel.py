@@ -74,3 +74,20 @@ def test_own_module_of_experts(gpus: int, ep: int, fsdp: int) -> None:
     plan = solved(OwnMoe, gpus=gpus, ep=ep, fsdp=fsdp)
     assert plan.mesh == Mesh(shard=fsdp, tp=gpus // fsdp, ep=ep)
     assert_as_one_process(OwnMoe, plan)
+
+
+ARCHITECTURES = ("Qwen3Moe", "Mixtral", "Qwen2Moe", "DeepseekV3", "GptOss", "Olmoe", "Glm4Moe", "Dots1", "Ernie4_5_Moe")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_transformers(name: str) -> None:
+    pytest.importorskip("transformers")
+    build = hugging_face(name)
+    assert_as_one_process(build, solved(build, gpus=2, ep=2, fsdp=2))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_implementations(implementation: str) -> None:
+    pytest.importorskip("transformers")
+    build = hugging_face("Qwen3Moe", implementation)
+    assert_as_one_process(build, solved(build, gpus=2, ep=2, fsdp=2))

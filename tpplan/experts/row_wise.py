@@ -7,6 +7,7 @@ copy of the module whose weights are small: results and all gradients must agree
 """
 
 import copy
+import inspect
 import math
 from typing import Any
 
@@ -79,7 +80,7 @@ def _difference(module: nn.Module, call: ExpertCall, top_k: int, width: int, ep:
     rows = torch.randn(tokens, width, device="cpu").requires_grad_()
     index = torch.rand(tokens, call.experts, device="cpu").topk(top_k).indices
     weight = torch.rand(tokens, top_k, device="cpu").requires_grad_()
-    whole = module(**{call.rows: rows, call.index: index, call.weight: weight})
+    whole = _called(module, call, rows, index, weight)
     given = torch.randn_like(whole)
     expected = _gradients(whole, given, module, rows, weight)
     parts = _divided(module, call, rows, index, weight, ep)
@@ -113,11 +114,7 @@ def _divided(module: nn.Module, call: ExpertCall, rows: Tensor, index: Tensor, w
     for rank in range(ep):
         picked = (flat // own == rank).nonzero().squeeze(1).flip(0)  # no order is promised
         token = picked // top_k
-        given = {
-            call.rows: rows[token],
-            call.index: (flat[picked] - rank * own).unsqueeze(1),
-            call.weight: weights[picked].unsqueeze(1),
-        }
+        given = rows[token], (flat[picked] - rank * own).unsqueeze(1), weights[picked].unsqueeze(1)
         part = _with_own(module, call, slice(rank * own, (rank + 1) * own), given)
         place = torch.zeros(rows.shape[0], part.shape[1], device="cpu", dtype=part.dtype).index_add(0, token, part)
         total = place if total is None else total + place
@@ -125,7 +122,15 @@ def _divided(module: nn.Module, call: ExpertCall, rows: Tensor, index: Tensor, w
     return total
 
 
-def _with_own(module: nn.Module, call: ExpertCall, own: slice, given: dict[str, Tensor]) -> Tensor:
+def _called(module: nn.Module, call: ExpertCall, rows: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    """The module's result. Arguments are given by position: what a forward calls may name them otherwise."""
+    named = {call.rows: rows, call.index: index, call.weight: weight}
+    given = inspect.signature(module.forward).bind(**named)
+    found: Tensor = module(*given.args, **given.kwargs)
+    return found
+
+
+def _with_own(module: nn.Module, call: ExpertCall, own: slice, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """The module's result with some of its experts."""
     parameters = own_parameters(module)
     before, numbers = dict(parameters), counted(module, call.experts)
@@ -135,8 +140,7 @@ def _with_own(module: nn.Module, call: ExpertCall, own: slice, given: dict[str, 
                 del parameters[name]
                 vars(module)[name] = weight[own]
         vars(module).update(dict.fromkeys(numbers, own.stop - own.start))
-        found: Tensor = module(**given)
-        return found
+        return _called(module, call, *given)
     finally:
         for name in before:
             vars(module).pop(name, None)
