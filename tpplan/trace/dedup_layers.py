@@ -267,8 +267,14 @@ def _modules_alike(first: nn.Module, second: nn.Module, met: _Pairs) -> bool:
     return (
         list(ours) == list(theirs)
         and share_of(first) == share_of(second)
-        and all(are_alike(ours[name], theirs[name], met) for name in compared)
+        and all(_is_number(ours[name], theirs[name]) or are_alike(ours[name], theirs[name], met) for name in compared)
     )
+
+
+def _is_number(first: object, second: object) -> bool:
+    """True for two integers that a layer may be numbered by. Where its code computes with them, or decides by them,
+    the trial of the layer shows that."""
+    return type(first) is int and type(second) is int
 
 
 def _modes() -> object:
