@@ -9,7 +9,7 @@ an object that is no plain value, equals itself alone. In doubt two logs differ.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -23,6 +23,7 @@ from tpplan.torch_internals.checkpoints import is_reentrant_checkpoint, keeps_in
 from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.torch_internals.tensors import local_part, plain_calls
 from tpplan.trace.answers.concrete_values import QUESTIONS, ConcreteValues
+from tpplan.trace.answers.planned_device import as_planned
 from tpplan.trace.hooks.call_rewriting import is_own_code_running
 from tpplan.trace.noted_calls import CallNotes
 
@@ -281,7 +282,9 @@ class CallLog(TorchFunctionMode):
         return "other", id(value)
 
 
-def untraced() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
     """A context in which ops run beside the running trace: they are neither recorded, nor noted as calls, nor answered
-    with concrete values."""
-    return recording.untraced((ConcreteValues, CallNotes))
+    with concrete values. Tensors answer as on the planned device, as in the trace."""
+    with recording.untraced((ConcreteValues, CallNotes)), as_planned("meta", lambda _problem: None):
+        yield
