@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from examples import machine
 from moe_models import LENGTH, OwnMoe, hugging_face, loss, text
-from one_process import gradients, mean_over_replicas, part, relative_errors
+from one_process import gradients, mean_over_replicas, part, relative_errors, whole
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -19,7 +19,7 @@ TOLERANCE = 2e-5
 
 
 def solved(build: Callable[[], nn.Module], *, gpus: int, ep: int, fsdp: int, batch: int = 8, **options: object) -> Plan:
-    defaults = {"micro_batch": 1, "precision": "fp32", "recompute": "none"}
+    defaults = {"micro_batch": 1, "precision": "fp32", "recompute": "none", "tp": gpus // fsdp}
     return tpplan.solve(
         build,
         text,
@@ -29,7 +29,6 @@ def solved(build: Callable[[], nn.Module], *, gpus: int, ep: int, fsdp: int, bat
         loss=loss,
         ep=ep,
         fsdp=fsdp,
-        tp=gpus // fsdp if "replicate" not in options else None,
         all_gpus=True,
         **{**defaults, **options},
     )
@@ -91,3 +90,53 @@ def test_implementations(implementation: str) -> None:
     pytest.importorskip("transformers")
     build = hugging_face("Qwen3Moe", implementation)
     assert_as_one_process(build, solved(build, gpus=2, ep=2, fsdp=2))
+
+
+def test_replicas_of_divided_experts() -> None:
+    plan = solved(OwnMoe, gpus=4, ep=2, fsdp=2, tp=1)
+    assert plan.mesh == Mesh(replicate=2, shard=2, ep=2)
+    assert_as_one_process(OwnMoe, plan)
+
+
+def test_recomputed_layers_and_accumulation() -> None:
+    plan = solved(OwnMoe, gpus=2, ep=2, fsdp=2, recompute="full")
+    assert plan.batch.accumulation_steps == 4
+    assert plan.recomputed_modules()
+    assert_as_one_process(OwnMoe, plan)
+
+
+def trained(build: Callable[[], nn.Module], plan: Plan | None, steps: int = 20) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and norms of AdamW steps with clipping, and the parameters after them."""
+    torch.manual_seed(0)
+    model = build()
+    if plan is not None:
+        model = tpplan.apply_plan(model, plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        inputs = {name: torch.randint(64, (8, LENGTH), generator=generator) for name in ("input_ids", "targets")}
+        parts = 1
+        if plan is not None:
+            inputs = part(inputs, plan.mesh.data_rank(dist.get_rank()), plan.mesh.data_parallel)
+            parts = plan.batch.accumulation_steps
+        total = torch.zeros(())
+        for index in range(parts):
+            micro = part(inputs, index, parts)
+            value = loss(model(micro["input_ids"]), micro) / parts
+            value.backward()
+            total += value.detach()
+        norm = tpplan.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [mean_over_replicas(total) if plan is not None else total.item(), norm.item()]
+    return found, {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+def test_twenty_steps_of_adamw_with_clipping() -> None:
+    plan = solved(OwnMoe, gpus=4, ep=2, fsdp=4)
+    expected, weights = trained(OwnMoe, None)
+    for found, own in run_ranks(4, trained, OwnMoe, plan, timeout_s=120):
+        assert found == pytest.approx(expected, rel=2e-4)
+        for name, weight in weights.items():
+            torch.testing.assert_close(own[name], weight, rtol=1e-2, atol=2e-3)

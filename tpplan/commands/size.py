@@ -59,6 +59,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     search = parser.add_argument_group("search")
     search.add_argument("--tp", type=count, metavar="N", help="pin the tensor-parallel degree")
     search.add_argument("--fsdp", type=count, metavar="N", help="pin the degree that FSDP shards over")
+    search.add_argument("--ep", type=count, metavar="N", help="pin the number of ranks that divide experts")
     add_pins(search)
     parser.add_argument("--json", action="store_true", help="print the table and the plans as JSON")
 
@@ -86,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
         "unused_outputs": model.unused_outputs,
         "tp": args.tp,
         "fsdp": args.fsdp,
+        "ep": args.ep,
         "memory_limit_bytes": args.memory_limit,
         "pins": pins,
     }

@@ -110,6 +110,13 @@ def add_training(group: "argparse._ArgumentGroup") -> None:
     )
     group.add_argument("--compile", action="store_true", help="price elementwise ops as fused by torch.compile")
     group.add_argument(
+        "--expert-imbalance",
+        type=imbalance,
+        default=1.0,
+        metavar="X",
+        help="where experts are divided: rows that the busiest rank gets over those of an even routing (default: 1)",
+    )
+    group.add_argument(
         "--optimizer",
         type=optimizer,
         default="adamw",
@@ -122,6 +129,9 @@ def add_search(group: "argparse._ArgumentGroup") -> None:
     """Adds the options on the search: pinned degrees and styles, the solver, the proof."""
     group.add_argument("--tp", type=count, metavar="N", help="pin the tensor-parallel degree")
     group.add_argument("--fsdp", type=count, metavar="N", help="pin the degree that FSDP shards over")
+    group.add_argument(
+        "--ep", type=count, metavar="N", help="pin the number of ranks that divide experts among them (1: none do)"
+    )
     add_pins(group)
     group.add_argument("--solver", choices=[entry.name for entry in SOLVERS], help="default: the first one installed")
     group.add_argument("--time-limit", type=seconds, metavar="S", help="seconds for each ILP; the gap is reported")
@@ -188,6 +198,7 @@ def problem_of(args: argparse.Namespace, model: ModelSpec, profile: HardwareProf
             "unused_outputs": model.unused_outputs,
             "tp": args.tp,
             "fsdp": args.fsdp,
+            "ep": args.ep,
             "all_gpus": args.all_gpus,
             "memory_limit_bytes": args.memory_limit,
             "solver": args.solver,
@@ -216,6 +227,7 @@ def training_options(args: argparse.Namespace, model: ModelSpec) -> dict[str, An
         "recompute": args.recompute,
         "reshard_after_forward": None if args.zero is None else args.zero == 3,
         "compile": args.compile,
+        "expert_imbalance": args.expert_imbalance,
     }
 
 
@@ -250,6 +262,17 @@ def _check_degrees(args: argparse.Namespace) -> None:
 
 
 # Values of options
+
+
+def imbalance(text: str) -> float:
+    """A number from 1 to 1000."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 1 <= number <= 1000:
+        raise argparse.ArgumentTypeError(f"expected a number from 1, the even routing, to 1000, got {text!r:.80}")
+    return number
 
 
 def count(text: str) -> int:

@@ -6,9 +6,11 @@ gives for the token and that expert alone, by that expert's weights alone. Both 
 copy of the module whose weights are small: results and all gradients must agree.
 """
 
+import contextlib
 import copy
 import inspect
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,13 +43,24 @@ def why_not_row_wise(module: nn.Module, call: ExpertCall, top_k: int, width: int
     if elements > MOST_ELEMENTS:
         return f"its weights cannot be made small enough to run it: {elements:,} elements of at most {MOST_ELEMENTS:,}"
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _one_thread():
             torch.manual_seed(0)
             return _difference(_small(module, call, factor), call, top_k, width // factor, ep)
     except TpplanError:
         raise
     except Exception as error:  # the module's own code on other sizes than it was written for may raise anything
         return f"its code fails on fewer experts: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Runs kernels in this thread alone: a process with a pool of threads cannot be forked by whoever plans in it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _shrinking(module: nn.Module, call: ExpertCall, width: int) -> int:

@@ -77,6 +77,7 @@ def options_of(plan: Plan) -> dict[str, Any]:
         "optimizer": plan.optimizer,
         "compile": plan.compile is Compile.BLOCKS,
         "memory_limit_bytes": plan.predicted.memory_limit_bytes,
+        "expert_imbalance": plan.experts.imbalance if plan.experts is not None else 1.0,
     }
     decisions = {
         "micro_batch": plan.batch.micro_batch,
@@ -93,7 +94,7 @@ def why_not(problem: Problem, plan: Plan, pattern: str, style: str) -> Alternati
     """The best plan on the plan's mesh in which the modules of a name have a style; all else is decided again."""
     pins = {**problem.options.get("pins", {}), pattern: style}
     degrees, cluster = plan.mesh_degrees, replace(problem.cluster, gpus=plan.mesh.num_gpus)
-    mesh = {"tp": degrees.tp, "fsdp": degrees.shard, "cluster": cluster, "all_gpus": True}
+    mesh = {"tp": degrees.tp, "fsdp": degrees.shard, "ep": plan.mesh.ep, "cluster": cluster, "all_gpus": True}
     try:
         return Alternative(name=style, plan=problem.solve(pins=pins, **mesh))
     except (InfeasibleError, NoLayoutError, VerificationError) as error:

@@ -25,6 +25,9 @@ from tpplan.search.points.trace_cache import Traced
 
 logger = logging.getLogger(__name__)
 
+#: what a plan says of degrees that are not looked at unless asked for
+ACROSS = "experts over more ranks than a node has"
+
 
 @dataclass
 class _Degree:
@@ -42,8 +45,11 @@ def search_degrees(
 ) -> Plan:
     """The fastest plan over all points and degrees. `solver` and `points` are those of models whose ranks have all
     experts. Raises UsageError for an asked degree that no module of experts allows, and what `search` raises."""
-    first = [_Degree(solver, points, unsearched)] if options.ep in (None, 1) else []
-    degrees = first + list(_divided(solver, points, options)) if options.ep != 1 else first
+    degrees = _divided(solver, points, options) if options.ep != 1 else []
+    if options.ep is None and degrees:
+        unsearched = (*unsearched, ACROSS)
+    if options.ep in (None, 1):
+        degrees.append(_Degree(solver, points, unsearched))
     if len(degrees) == 1:
         return search(degrees[0].solver, degrees[0].points, degrees[0].unsearched, prove=prove)
     failures: list[InfeasibleError] = []
@@ -82,12 +88,14 @@ def _certified(plan: Plan, degrees: Sequence[_Degree], left: Sequence[_Degree]) 
 
 
 def _divided(solver: PointSolver, points: list[Point], options: Options) -> list[_Degree]:
-    """A search for each degree that the model's experts allow, the smallest first. Raises UsageError where `options`
-    asks for one that they do not."""
+    """A search for each degree inside a node that the model's experts allow, the largest first. Raises UsageError where
+    `options` asks for one that they do not."""
     traced = solver.traces.traced(min(point.micro_batch for point in points))
     calls = find_experts(traced.graph)
     most = max(point.shard for point in points)
-    asked = (options.ep,) if options.ep is not None else divisors(math.gcd(*(c.experts for c in calls.values()), 0))
+    per_node = solver.request.cluster.gpus_per_node
+    shared = math.gcd(per_node, *(call.experts for call in calls.values())) if calls else 1
+    asked = (options.ep,) if options.ep is not None else tuple(reversed(divisors(shared)))
     if options.ep is not None and not calls:
         raise UsageError(
             f"--ep {options.ep}: no module is called as experts are (rows [T, D], an index [T, K] of integers and "

@@ -89,6 +89,7 @@ def _options(recipe: Recipe, problem: Problem, graph: ModelGraph, model: nn.Modu
     options: dict[str, Any] = {
         "tp": tp,
         "fsdp": problem.cluster.gpus // tp if recipe.is_sharded else 1,
+        "ep": 1,
         "all_gpus": True,
     }
     if recipe.reshards is not None:

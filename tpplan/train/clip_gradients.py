@@ -1,0 +1,41 @@
+"""Gradient clipping for models whose parameters lie on several meshes: divided experts have one of their own."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_ over parameters on any number of meshes; returns the norm of all gradients, whole.
+
+    The norm of norms is taken over meshes. Every rank must call it. Raises RuntimeError for a norm that is not finite
+    where error_if_nonfinite.
+    """
+    own = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    groups: dict[object, list[Tensor]] = {}
+    for parameter in own:
+        if parameter.grad is not None:
+            groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    norms = []
+    for group in groups.values():
+        gradients = [parameter.grad for parameter in group if parameter.grad is not None]
+        norm = get_total_norm(gradients, norm_type, foreach=foreach)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if not norms:
+        return torch.tensor(0.0)
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(f"the norm of order {norm_type} of all gradients is {total.item()}: it cannot be clipped")
+    for group in groups.values():
+        clip_grads_with_norm_(group, max_norm, total, foreach)
+    return total
