@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tpplan.apply.apply import apply_plan as apply_plan
     from tpplan.apply.apply import no_sync as no_sync
     from tpplan.apply.autocast import autocast_of as autocast_of
+    from tpplan.apply.clip_gradients import clip_grad_norm_ as clip_grad_norm_
     from tpplan.apply.collectives.cross_entropy import cross_entropy as cross_entropy
     from tpplan.apply.parallel_style import styles as styles
     from tpplan.core.mesh import Mesh as Mesh
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from tpplan.train.checkpoint import load_checkpoint as load_checkpoint
     from tpplan.train.checkpoint import save_checkpoint as save_checkpoint
     from tpplan.train.checkpoint_folder import latest_checkpoint as latest_checkpoint
-    from tpplan.train.clip_gradients import clip_grad_norm_ as clip_grad_norm_
     from tpplan.train.guard import guard as guard
     from tpplan.train.load_weights import init_weights as init_weights
     from tpplan.train.load_weights import load_safetensors as load_safetensors
@@ -59,7 +59,7 @@ _HOME = {
     "apply_plan": "apply.apply",
     "autocast_of": "apply.autocast",
     "by_step": "train.sampler",
-    "clip_grad_norm_": "train.clip_gradients",
+    "clip_grad_norm_": "apply.clip_gradients",
     "cross_entropy": "apply.collectives.cross_entropy",
     "export": "exporters",
     "forward_inputs": "trace.forward_arguments",

@@ -71,7 +71,9 @@ def hugging_face(name: str, implementation: str = "grouped_mm") -> Callable[[], 
     known = vars(config_class())
     if "kv_lora_rank" in known:
         sizes["num_key_value_heads"] = 4
-    config = config_class(**{key: value for key, value in sizes.items() if key in known or hasattr(config_class(), key)})
+    config = config_class(
+        **{key: value for key, value in sizes.items() if key in known or hasattr(config_class(), key)}
+    )
 
     def build() -> nn.Module:
         model: Any = getattr(transformers, f"{name}ForCausalLM")(config)

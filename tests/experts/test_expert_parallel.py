@@ -105,7 +105,9 @@ def test_recomputed_layers_and_accumulation() -> None:
     assert_as_one_process(OwnMoe, plan)
 
 
-def trained(build: Callable[[], nn.Module], plan: Plan | None, steps: int = 20) -> tuple[list[float], dict[str, Tensor]]:
+def trained(
+    build: Callable[[], nn.Module], plan: Plan | None, steps: int = 20
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and norms of AdamW steps with clipping, and the parameters after them."""
     torch.manual_seed(0)
     model = build()

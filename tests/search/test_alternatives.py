@@ -21,7 +21,7 @@ from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Plan
 from tpplan.plan.report.differences import memory_differences, time_differences
 from tpplan.plan.styles import Style
-from tpplan.search.alternatives import (
+from tpplan.search.comparisons.alternatives import (
     PlanKind,
     Problem,
     Without,
@@ -31,7 +31,7 @@ from tpplan.search.alternatives import (
     top,
     why_not,
 )
-from tpplan.search.cluster_sizing import counts_up_to, size, smallest
+from tpplan.search.comparisons.cluster_sizing import counts_up_to, size, smallest
 from tpplan.search.points.options import Cluster
 from tpplan.search.points.trace_cache import Reuse
 

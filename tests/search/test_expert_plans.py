@@ -14,8 +14,8 @@ from tpplan.core.errors import UsageError
 from tpplan.core.layout import R_STAR, R, S
 from tpplan.plan.plan import Plan
 from tpplan.plan.report.differences import module_differences, setting_differences
-from tpplan.search.alternatives import Problem
-from tpplan.search.expert_plans import RECIPES, expert_plan
+from tpplan.search.comparisons.alternatives import Problem
+from tpplan.search.comparisons.expert_plans import RECIPES, expert_plan
 from tpplan.search.points.options import Cluster
 from tpplan.search.points.trace_cache import Reuse
 

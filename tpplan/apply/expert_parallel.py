@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from tpplan.apply.model_match import module_called, modules_by_name, outermost_by_name
 from tpplan.core.graph import within
@@ -50,6 +51,7 @@ def broadcast_experts(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
             continue
         for name in plan.expert_calls():
             for weight in modules[name].parameters():
+                assert isinstance(weight, DTensor)
                 local = local_part(weight)
                 if not local.is_meta:
                     dist.broadcast(local.detach(), group=mesh.get_group(str(axis)), group_src=0)

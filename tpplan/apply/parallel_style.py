@@ -238,7 +238,11 @@ def module_styles(
     application = Application(plan, of_experts=axes, divided=divided)
     parameters = plan.parameter_plans()
     if plan.mesh.tp == 1 and not even_alone:
-        own = {name: own for name, own in parameters.items() if of_experts is not None and name.rpartition(".")[0] in divided}
+        own = {
+            name: own
+            for name, own in parameters.items()
+            if of_experts is not None and name.rpartition(".")[0] in divided
+        }
         parameters = plan.scalars_beside_fsdp() | own
     if not parameters and plan.mesh.tp == 1:
         return {}

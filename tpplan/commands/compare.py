@@ -21,7 +21,7 @@ from tpplan.search.points.user_model import load_model_file
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from tpplan.search.alternatives import Alternative
+    from tpplan.search.comparisons.alternatives import Alternative
 
 _ALL = "ddp,fsdp,megatron,megatron+sp,torchtitan,hf"
 #: most modules that are named where a plan lays them out otherwise
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if unknown := [name for name in names if name not in _ALL.split(",")]:
         raise UsageError(f"--with {unknown[0]}: unknown; known: {_ALL.replace(',', ', ')}")
     profile, model = machine_of(args), load_model_file(args.model)
-    from tpplan.search.expert_plans import expert_plan
+    from tpplan.search.comparisons.expert_plans import expert_plan
 
     try:
         with bars(STAGE_COLUMNS) as progress:

@@ -29,7 +29,7 @@ from tpplan.search.points.user_model import load_model_file
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from tpplan.search.alternatives import Alternative, Problem
+    from tpplan.search.comparisons.alternatives import Alternative, Problem
 
 _EPILOG = """\
 model.py (or model.py:BUILDER, hf:path/config.json) is the plan's model. Pins are the plan's, and those given here. The
@@ -139,7 +139,7 @@ def _solve_again(
     data: dict[str, object],
     lines: list[str],
 ) -> int:
-    from tpplan.search.alternatives import Problem, options_of, shadow_prices, why_not
+    from tpplan.search.comparisons.alternatives import Problem, options_of, shadow_prices, why_not
     from tpplan.search.points.options import Cluster
     from tpplan.search.points.trace_cache import Reuse
 

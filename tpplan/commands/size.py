@@ -26,7 +26,7 @@ from tpplan.search.points.user_model import load_model_file
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from tpplan.search.cluster_sizing import Sized
+    from tpplan.search.comparisons.cluster_sizing import Sized
 
 #: most GPUs that are tried without --max-gpus
 _MOST = 1024
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     profiles = [load_profile(name) for name in args.profile]
     pins = pins_of(args)
     model = load_model_file(args.model)
-    from tpplan.search.cluster_sizing import counts_up_to, size
+    from tpplan.search.comparisons.cluster_sizing import counts_up_to, size
     from tpplan.search.points.options import Cluster
 
     clusters = []
@@ -135,7 +135,7 @@ def _groups(rows: Sequence["Sized"]) -> "dict[str, list[Sized]]":
 
 def _answers(rows: Sequence["Sized"], target: float | None) -> "list[Sized]":
     """The row with the fewest GPUs that meets the target, for each profile that has one."""
-    from tpplan.search.cluster_sizing import smallest
+    from tpplan.search.comparisons.cluster_sizing import smallest
 
     return [best for group in _groups(rows).values() if (best := smallest(group, target)) is not None]
 

@@ -27,7 +27,7 @@ from tpplan.solvers import SOLVERS
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from tpplan.search.alternatives import PlanKind, Problem
+    from tpplan.search.comparisons.alternatives import PlanKind, Problem
 
 #: columns of the longest name of a stage of planning
 STAGE_COLUMNS = 6
@@ -174,7 +174,7 @@ def _files(args: argparse.Namespace, plan: Plan, kinds: "Sequence[PlanKind]") ->
 
 def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile) -> "tuple[Plan, list[PlanKind]]":
     """The best plan, and with --top the best plans of each kind, the best plan first."""
-    from tpplan.search.alternatives import top
+    from tpplan.search.comparisons.alternatives import top
 
     with bars(STAGE_COLUMNS) as progress:
         problem = problem_of(args, model, profile, progress)
@@ -185,7 +185,7 @@ def _solve(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile)
 
 def problem_of(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile, progress: Report) -> "Problem":
     """The problem that the options of add_machine, add_training and add_search pose."""
-    from tpplan.search.alternatives import Problem
+    from tpplan.search.comparisons.alternatives import Problem
     from tpplan.search.points.options import Cluster
     from tpplan.search.points.trace_cache import Reuse
 

@@ -9,7 +9,7 @@ from tpplan.core.layout import COLLECTIVE_STEPS, Conversion, LayoutKind, Step
 from tpplan.core.mesh import Axis, GroupShape
 from tpplan.layouts.decision_space import CROSS_ENTROPY, Decider, reading_conversion
 from tpplan.layouts.rules import Call, Strategy
-from tpplan.layouts.rules.experts import EXCHANGES
+from tpplan.layouts.rules.indexing import EXCHANGES
 from tpplan.machine.profile import Collective, Estimate, HardwareProfile
 from tpplan.plan.plan import Pass
 

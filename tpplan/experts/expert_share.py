@@ -52,7 +52,7 @@ def share_of(module: nn.Module) -> ExpertShare | None:
 def take_share(module: nn.Module, share: ExpertShare) -> None:
     """Makes a module compute as one that has a share of its experts. Its weights are the caller's to cut (dim 0)."""
     module.__dict__[SHARE] = share
-    module.__class__ = experts_class(type(module))
+    module.__class__ = experts_class(type(module))  # type: ignore[arg-type]
 
 
 @final

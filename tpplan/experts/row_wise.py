@@ -2,8 +2,8 @@
 
 A rank with a share of the experts runs the module on other rows than one process does: on rows of several ranks, each
 with one expert. The module allows that where its result for a token is the sum, over the token's experts, of what it
-gives for the token and that expert alone, by that expert's weights alone. Both are computed here on random numbers, in a
-copy of the module whose weights are small: results and all gradients must agree.
+gives for the token and that expert alone, by that expert's weights alone. Both are computed here on random numbers, in
+a copy of the module whose weights are small: results and all gradients must agree.
 """
 
 import contextlib
@@ -106,10 +106,8 @@ def _difference(module: nn.Module, call: ExpertCall, top_k: int, width: int, ep:
     return ""
 
 
-def _gradients(
-    results: Tensor, given: Tensor, module: nn.Module, rows: Tensor, weight: Tensor
-) -> dict[str, Tensor]:
-    named = {f"gradients of {name}": own for name, own in module.named_parameters() if own.requires_grad}
+def _gradients(results: Tensor, given: Tensor, module: nn.Module, rows: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    named: dict[str, Tensor] = {f"gradients of {name}": p for name, p in module.named_parameters() if p.requires_grad}
     named |= {"gradients of rows": rows, "gradients of weights of rows": weight}
     found = torch.autograd.grad(results, list(named.values()), given, allow_unused=True)
     return {

@@ -12,7 +12,7 @@ from typing import Any
 
 from tpplan.apply.recompute import KEPT_OPS
 from tpplan.core.graph import within
-from tpplan.core.mesh import AXES, Axis
+from tpplan.core.mesh import AXES
 from tpplan.core.name_patterns import parse_ranges
 from tpplan.exporters._pytorch_styles import Entering, Leaving, OnWhole, keep_results, sum_gradients
 from tpplan.plan.plan import Plan, Precision, uses_fsdp

@@ -108,8 +108,9 @@ class Plan:
     plan compiles nothing. `unruled_ops` are ops without a rule, which run whole, with their seconds per step; `opaque`
     are modules that run whole. `outputs` are the model's outputs that are returned sharded, by path. `untouched` is the
     reason why parameters must stay plain tensors: each rank then has all of them, and gradients are averaged over
-    data-parallel ranks. `experts` says how experts are divided over ranks, where they are. `tp_shares` say what tensor parallelism divides; absent where tp is 1. `notes` tell the reader
-    how the plan was made: changes to the request, and costs that are guesses. `request` is what was asked for.
+    data-parallel ranks. `experts` says how experts are divided over ranks, where they are. `tp_shares` say what tensor
+    parallelism divides; absent where tp is 1. `notes` tell the reader how the plan was made: changes to the request,
+    and costs that are guesses. `request` is what was asked for.
     """
 
     schema_version: Count

@@ -1,4 +1,4 @@
-"""The search over the number of ranks that divide experts: each degree is a search of its own, under the others' ceiling.
+"""The search over the number of ranks that divide experts: each degree is a search of its own.
 
 A model whose experts are divided among ep ranks is traced as one of them runs it (tpplan.experts), so that each degree
 has its own graphs. The fastest plan of each is found without its proof; the fastest of all is proven. Where its proof
@@ -122,7 +122,9 @@ def _divided(solver: PointSolver, points: list[Point], options: Options) -> list
             continue
         found.append(_Degree(own, applicable(of_degree, request, traces), unsearched))
     if options.ep is not None and not found and options.ep != 1:
-        raise UsageError(f"--ep {options.ep}: at most {most} ranks shard the model here; experts are divided among them")
+        raise UsageError(
+            f"--ep {options.ep}: at most {most} ranks shard the model here; experts are divided among them"
+        )
     return found
 
 

@@ -76,12 +76,12 @@ def solve(
     inputs; where samples have no length, example_inputs(micro_batch) does, and seq_len is left out. Decided together:
     the mesh, on at most the given GPUs; layouts; per layer what backward recomputes, and whether FSDP reshards it after
     forward; the micro-batch and so the accumulation, unless a number pins it. An option that is None is decided. `tp`
-    and `fsdp` pin a degree, and so does `ep`, the number of ranks that divide experts among them (1: every rank has all);
-    expert_imbalance is the rows that the busiest of them gets, over those of an even routing. all_gpus=True uses all GPUs, `recompute` ("none", "selective", "full") and
-    reshard_after_forward (True is ZeRO-3, False ZeRO-2) hold for every layer. `precision` defaults to bf16-mixed on a
-    GPU profile and fp32 else. compile=True prices elementwise ops as torch.compile fuses them. time_limit_s holds for
-    each ILP. `pins` hold modules to a style, {"model.layers.*.mlp": "megatron"} (tpplan.layouts.pins). `allows`, given
-    the graph, says which strategies of a decision may be chosen.
+    and `fsdp` pin a degree; `ep` the number of ranks that divide experts (1: each has all), of which the busiest gets
+    expert_imbalance times the rows of an even routing. all_gpus=True uses all GPUs, `recompute` ("none", "selective",
+    "full") and reshard_after_forward (True is ZeRO-3, False ZeRO-2) hold for every layer. `precision` defaults to
+    bf16-mixed on a GPU profile and fp32 else. compile=True prices elementwise ops as torch.compile fuses them.
+    time_limit_s holds for each ILP. `pins` hold modules to a style, {"model.layers.*.mlp": "megatron"}
+    (tpplan.layouts.pins). `allows`, given the graph, says which strategies of a decision may be chosen.
     `reuse` is what several calls for one model share (tpplan.search.points.trace_cache). Raises ModelError,
     ProfileError, UsageError, SolverError, and InfeasibleError with what would fit.
     """

@@ -144,7 +144,7 @@ def _has(name: str) -> bool:
 
 @contextlib.contextmanager
 def meta_kernels(kernels: Kernels) -> Iterator[None]:
-    """Makes ops of aten, and of other namespaces ("tpplan::arriving"), run on meta tensors by these kernels, in place of
+    """Makes ops of aten, and of other namespaces ("tpplan::arriving"), run on meta tensors by these kernels, instead of
     any that they have."""
     namespaces = dict.fromkeys(name.rpartition("::")[0] or "aten" for name in kernels)
     libraries: dict[str, Any] = {

@@ -11,7 +11,7 @@ from tpplan.plan.report import as_data, gib
 from tpplan.plan.styles import Style
 
 if TYPE_CHECKING:
-    from tpplan.search.alternatives import PlanKind
+    from tpplan.search.comparisons.alternatives import PlanKind
 
 _SHORT = {
     Style.COLUMN: "columns",

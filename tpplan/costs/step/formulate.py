@@ -36,7 +36,7 @@ from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import Space, has_partial_gradient
 from tpplan.layouts.layer_treatments import TREATMENTS, LayerGroup, Treatment
 from tpplan.layouts.rules import Strategy
-from tpplan.layouts.rules.experts import EXCHANGES
+from tpplan.layouts.rules.indexing import EXCHANGES
 from tpplan.machine.profile import Collective, Estimate
 from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.parts import (
@@ -227,7 +227,10 @@ class Formulation:
             is_exchange = isinstance(own, Op) and own.target in EXCHANGES
             for part, seconds in (
                 (COMPUTE, [(t.forward + t.backward).seconds for t in times]),
-                (EXPERT_PARALLEL if is_exchange else TENSOR_PARALLEL, [(t.forward_collectives + t.backward_collectives).seconds for t in times]),
+                (
+                    EXPERT_PARALLEL if is_exchange else TENSOR_PARALLEL,
+                    [(t.forward_collectives + t.backward_collectives).seconds for t in times],
+                ),
             ):
                 if any(seconds):
                     yield linear_term(part, name, seconds, float(len(members)))

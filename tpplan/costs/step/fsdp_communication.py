@@ -103,7 +103,8 @@ class FsdpCommunication:
     def _transfer(
         self, unit: FsdpUnit, ep: int, kind: Collective, axis: Axis, share: tuple[float, BytesOf]
     ) -> Expression:
-        """Seconds of a collective over those of a unit's parameters whose experts `ep` ranks divide, linear in their bytes between all and none sharded by tp.
+        """Seconds of a collective over those of a unit's parameters whose experts `ep` ranks divide, linear in their
+        bytes between all and none sharded by tp.
 
         T(x) = T(n/t) + (T(n) - T(n/t)) (x - n/t) / (n - n/t): exact at both ends.
         """
@@ -157,7 +158,8 @@ class FsdpCommunication:
                     yield from count.times(Term(name=FSDP_COPIES, expressions=(expression,), weight=rate * steps))
 
     def _copied(self, ranks: int) -> tuple[tuple[tuple[float, BytesOf], ...], tuple[tuple[float, BytesOf], ...]]:
-        """The shares of parameters' bytes that a gather among some ranks reads and writes, and that a reduction does."""
+        """The shares of parameters' bytes that a gather among some ranks reads and writes, and that a reduction
+        does."""
         is_alone, own = ranks == 1, self.parameter_bytes
         copies_in = 0.0 if is_alone and self.setting.precision is not Precision.BF16_MIXED else 1 / ranks
         gathered = ((2.0 + copies_in, own.computed), (copies_in, own.resting))

@@ -112,6 +112,17 @@ def _sizes_by_letter(letters: Letters, call: Call) -> dict[str, int]:
     return dict(zip(letters, call.operands[0].shape, strict=True))
 
 
+#: operators in which each rank sends rows to the ranks that have their experts, or gets them back (tpplan.experts)
+EXCHANGES = frozenset({"tpplan.send_rows.default", "tpplan.return_rows.default"})
+
+
+@op_rule(*sorted(EXCHANGES))
+def exchanged(call: Call) -> Iterable[Strategy]:
+    """Whole rows travel. Linear in them: summands may travel, and be added up where they arrive."""
+    rows, like = ((NEVER,) * len(value.shape) for value in call.operands)
+    return Equation(operands=(rows, like), results=(rows,), linear_in=_FIRST).strategies()
+
+
 @op_rule("aten.masked_select.default")
 def masked_select(call: Call) -> Iterable[Strategy]:
     """Picks elements by a mask into one dim, which stays whole."""

@@ -28,7 +28,7 @@ from tpplan.layouts.pins import Pinned, matrix_ops, parse_pin
 from tpplan.plan.compress_names import pattern_of
 from tpplan.plan.plan import Plan
 from tpplan.plan.styles import Style
-from tpplan.search.alternatives import Alternative, Problem
+from tpplan.search.comparisons.alternatives import Alternative, Problem
 
 #: the style of a module under each word of a model's own `tp_plan` that a pin can say
 _WORDS = {
