@@ -318,6 +318,8 @@ def _picks() -> list[Sample]:
         _named(index, x(6, 4), [mask(6, 4)]),
         _named("aten.masked_select.default", x(6, 4), mask(6, 4)),
         _named("aten.masked_select.default", x(6, 4), mask(4)),
+        _named("tpplan.send_rows.default", x(6, 4), ids(3, 6), 2),
+        _named("tpplan.return_rows.default", x(6, 4), ids(3, 6), 2),
         _named("aten.index_add.default", x(6, 4), 0, ids(6, 4), x(4, 4)),
         _named("aten.index_add.default", x(2, 6, 4), -1, ids(4, 6), x(2, 6, 6), alpha=2),
         _named("aten.index_add.default", const(6, 4), 1, ids(4, 6), x(6, 6)),

@@ -41,7 +41,8 @@ class AxisDrawing:
 
 def drawings(plan: Plan) -> tuple[AxisDrawing, ...]:
     """A drawing of each axis of the plan's mesh that has more than one rank, outermost first."""
-    return tuple(_drawing(plan, axis) for axis in AXES if plan.mesh.size(axis) > 1)
+    axes = (*AXES, Axis.EP, Axis.EXPERT_SHARD) if plan.mesh.ep > 1 else AXES
+    return tuple(_drawing(plan, axis) for axis in axes if plan.mesh.size(axis) > 1)
 
 
 def group_of_first(plan: Plan, axis: Axis) -> range:

@@ -152,12 +152,15 @@ class ExpertCall:
 class ExpertsPlan:
     """The modules whose experts are divided among `ep` ranks of a shard group, each with experts / ep of them, and the
     `imbalance` planned for: rows that the busiest rank gets, over those that it would get of an even routing. `check`
-    says how it is known that the modules compute row by row."""
+    says how it is known that the modules compute row by row. `rows` are those that a rank gets for a call, as planned;
+    `seconds_of_rows` are the seconds of a step that grow with them, of kernels and exchanges."""
 
     ep: Count
     imbalance: Annotated[float, AtLeast(1)]
     modules: Mapping[str, ExpertCall]
     check: str
+    rows: Size
+    seconds_of_rows: Amount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

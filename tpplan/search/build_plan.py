@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from tpplan.core.graph import LEFT_AT, ModelGraph
+from tpplan.core.graph import LEFT_AT, ModelGraph, enclosing
 from tpplan.core.layout import Layout, R
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_bytes
@@ -24,8 +24,10 @@ from tpplan.layouts.plan_sections import (
     sharded_losses,
 )
 from tpplan.layouts.rules import OPAQUE
+from tpplan.layouts.rules.indexing import SENT
 from tpplan.plan.compress_names import blocks_table, by_pattern, names_written, rename_parameter
 from tpplan.plan.model_fingerprint import parameters_fingerprint
+from tpplan.plan.parts import EXPERT_PARALLEL
 from tpplan.plan.plan import (
     SCHEMA_VERSION,
     BatchPlan,
@@ -113,16 +115,26 @@ def plan_of(
         tp_shares=tp_shares(assignment, solver.traces.reuse.executor, priced.op_seconds),
         notes=(*traced.notes, *_notes_on_outputs(assignment, request.unused_outputs), *priced.guesses) or None,
         request=RequestPlan(pins={pin.pattern: pin.style_text for pin in request.pins}),
-        experts=_experts(graph, request.subject.experts),
+        experts=_experts(assignment, priced, request.subject.experts),
     )
 
 
-def _experts(graph: ModelGraph, division: Division | None) -> ExpertsPlan | None:
+def _experts(assignment: Assignment, priced: Priced, division: Division | None) -> ExpertsPlan | None:
     """The section on modules whose experts are divided."""
     if division is None:
         return None
-    calls = by_pattern(graph, dict(division.calls), lambda call, rename: call)
-    return ExpertsPlan(ep=division.ep, imbalance=division.imbalance, modules=calls, check=ROW_WISE)
+    graph, modules = assignment.graph, dict(division.calls)
+    own = [op for op in graph.ops if any(module in modules for module in enclosing(op.module))]
+    growing = [op for op in own if any(graph.values[name].varying for name in (*op.operands, *op.results))]
+    kernels = sum(priced.op_seconds[op.name] for op in growing)
+    return ExpertsPlan(
+        ep=division.ep,
+        imbalance=division.imbalance,
+        modules=by_pattern(graph, modules, lambda call, rename: call),
+        check=ROW_WISE,
+        rows=max(graph.values[op.results[0]].shape[0] for op in own if op.target == SENT),
+        seconds_of_rows=kernels + priced.predicted.time_s.get(EXPERT_PARALLEL, 0.0),
+    )
 
 
 def _notes_on_outputs(assignment: Assignment, unused: Collection[str]) -> Iterator[str]:

@@ -223,12 +223,10 @@ class Formulation:
         """Seconds of kernels and of tp collectives of a micro-batch."""
         for name, members in self.space.members.items():
             times = self.table[name]
-            own = self.space.deciders[name]
-            is_exchange = isinstance(own, Op) and own.target in EXCHANGES
             for part, seconds in (
                 (COMPUTE, [(t.forward + t.backward).seconds for t in times]),
                 (
-                    EXPERT_PARALLEL if is_exchange else TENSOR_PARALLEL,
+                    self._part_of_collectives(name),
                     [(t.forward_collectives + t.backward_collectives).seconds for t in times],
                 ),
             ):
@@ -266,12 +264,26 @@ class Formulation:
                 if not (count.constant or count.parts):
                     continue
                 compute, collectives, issued = self.priced.recomputed_forward(self.setting.units, kind.unit.name, mode)
-                for part, expression in ((RECOMPUTATION, compute), (TENSOR_PARALLEL, collectives)):
+                parts = (RECOMPUTATION, compute), *self._by_part(collectives)
+                for part, expression in parts:
                     if expression.terms:
                         yield from count.times(Term(name=part, expressions=(expression,), weight=steps))
                 if issue_s is not None and issued.terms:
                     behind = merged(minus(minus(scaled(issued, issue_s), compute), collectives))
                     yield from count.times(Term(name=ISSUE, expressions=(Expression(), behind), weight=steps))
+
+    def _by_part(self, collectives: Expression) -> Iterator[tuple[str, Expression]]:
+        """Yields those collectives that are of tensor parallelism, and those that exchange rows of experts."""
+        found: dict[str, list[tuple[str, tuple[float, ...]]]] = {TENSOR_PARALLEL: [], EXPERT_PARALLEL: []}
+        for name, vector in collectives.terms:
+            found[self._part_of_collectives(name)].append((name, vector))
+        yield from ((part, Expression(terms=tuple(terms))) for part, terms in found.items())
+
+    def _part_of_collectives(self, decision: str) -> str:
+        """The part of the step that the collectives of a decision belong to."""
+        decider = self.space.deciders[decision]
+        is_exchange = isinstance(decider, Op) and decider.target in EXCHANGES
+        return EXPERT_PARALLEL if is_exchange else TENSOR_PARALLEL
 
     def repeats(self) -> list[Work]:
         """Recomputed work of a micro-batch, where every decision has one strategy and every layer one treatment."""

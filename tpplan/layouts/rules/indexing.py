@@ -113,7 +113,8 @@ def _sizes_by_letter(letters: Letters, call: Call) -> dict[str, int]:
 
 
 #: operators in which each rank sends rows to the ranks that have their experts, or gets them back (tpplan.experts)
-EXCHANGES = frozenset({"tpplan.send_rows.default", "tpplan.return_rows.default"})
+SENT, RETURNED = "tpplan.send_rows.default", "tpplan.return_rows.default"
+EXCHANGES = frozenset({SENT, RETURNED})
 
 
 @op_rule(*sorted(EXCHANGES))

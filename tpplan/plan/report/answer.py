@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from tpplan.core.mesh import AXES, Axis
 from tpplan.core.units import format_seconds
 from tpplan.plan.parts import RECOMPUTATION
-from tpplan.plan.plan import Plan, ProofStatus
+from tpplan.plan.plan import ExpertsPlan, Plan, ProofStatus
 from tpplan.plan.proof_hash import MEND
 from tpplan.plan.report.words import format_count, gib, mfu, samples, tokens_per_s
 from tpplan.plan.tp_shares import percent, rows, summary
@@ -14,6 +14,8 @@ from tpplan.plan.tp_shares import percent, rows, summary
 _NAMED_SHARE, _NAMED_PARTS = 0.03, 3
 #: of the limit: a peak above it is called nearly full
 _FULL_SHARE = 0.9
+#: rows that the busiest rank gets over those of an even routing, for which the step is told
+_IMBALANCES = (1.5, 2.0, 4.0)
 _AXES = {Axis.REPLICATE: "replicas", Axis.SHARD: "FSDP shards", Axis.TP: "tensor-parallel ranks"}
 
 
@@ -27,10 +29,24 @@ def answer(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "step", f"{format_seconds(predicted.step_time_s)} +/- {format_seconds(predicted.step_time_error_s)}{beyond}"
     if (speed := tokens_per_s(plan)) is not None:
         yield "speed", _speed(plan, speed)
+    if plan.experts is not None:
+        yield "experts", _experts(plan, plan.experts)
     yield "memory", _memory(plan)
     yield "why", _binding(plan)
     if plan.tp_shares is not None:
         yield "divided", summary(plan.tp_shares)
+
+
+def _experts(plan: Plan, experts: ExpertsPlan) -> str:
+    """How experts are divided, the rows that a rank gets, and the step under more unequal routings than planned."""
+    own = sorted({call.experts // experts.ep for call in experts.modules.values()})
+    step, even = plan.predicted.step_time_s, experts.seconds_of_rows / experts.imbalance
+    worse = [factor for factor in _IMBALANCES if factor > experts.imbalance]
+    times = (f"{factor:g} x: {format_seconds(step + (factor - experts.imbalance) * even)}" for factor in worse)
+    return (
+        f"{experts.ep} ranks divide them, {' or '.join(map(str, own))} on each; {experts.rows:,} rows to a rank a call"
+        + (f"; the step where one gets more, {', '.join(times)}" if worse else "")
+    )
 
 
 def _speed(plan: Plan, speed: float) -> str:

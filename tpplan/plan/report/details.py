@@ -35,7 +35,12 @@ _AXES = {
     Axis.REPLICATE: "{ranks} replicas split the batch; gradients are all-reduced",
     Axis.SHARD: "{ranks} ranks split the batch; FSDP shards parameters, gradients and optimizer states",
     Axis.TP: "{ranks} ranks read the same batch and split the layers",
+    Axis.EP: "{ranks} neighbours on the shard axis divide experts; rows go to the rank that has theirs",
+    Axis.EXPERT_SHARD: "{ranks} ranks have the same experts; FSDP shards these among them",
 }
+
+
+_OF_EXPERTS = (Axis.EP, Axis.EXPERT_SHARD)
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> Table:
@@ -57,7 +62,7 @@ def setting(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "cluster", f"{used}{cluster.gpus} GPUs, {cluster.gpus_per_node} per node, {plural(nodes, 'node')}"
     yield "profile", f"{cluster.profile} ({short_hash(cluster.profile_fingerprint)})"
     yield "mesh", str(mesh)
-    for axis in AXES:
+    for axis in (*AXES, *_OF_EXPERTS) if mesh.ep > 1 else AXES:
         if mesh.size(axis) > 1:
             yield "", _axis_line(plan, axis)
     if plan.fsdp.units:

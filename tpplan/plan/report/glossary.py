@@ -10,6 +10,9 @@ GLOSSARY = {
     "shard": "Ranks along this axis read other parts of the batch and hold a slice each of weights, gradients and "
     "optimizer states. FSDP gathers the weights of a unit, mostly a layer, before it runs.",
     "tp": "Tensor parallelism: ranks along this axis read the same batch and compute a part of each layer.",
+    "ep": "Expert parallelism: ranks next to each other on the shard axis have different experts each. A row goes "
+    "to the rank that has its expert, and its result comes back, by all-to-alls whose sizes the routing decides. FSDP "
+    "shards a rank's experts over the ranks that have the same ones (expert_shard).",
     "rank": "One process with one GPU.",
     "micro-batch": "Samples that a rank computes at once. A step adds up the gradients of several (accumulation).",
     "ZeRO-3, ZeRO-2": "Whether FSDP drops a unit's gathered weights after forward and gathers them again for backward "

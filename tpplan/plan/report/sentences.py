@@ -37,6 +37,7 @@ def sentences(plan: Plan, shows: Callable[[str], bool], seconds_of: SecondsOf) -
         if text:
             yield f"{_names(own)}: {'; '.join(text)}."
     yield from _whole(plan, shows)
+    yield from _experts(plan, shows, seconds_of)
     yield from _fsdp(plan, shows, seconds_of)
     yield from _recomputed(plan, shows)
 
@@ -125,6 +126,19 @@ def _whole(plan: Plan, shows: Callable[[str], bool]) -> Iterator[str]:
         if own.reason and shows(module):
             seconds = format_seconds(own.whole_seconds)
             yield f"{module} runs an op whole on every GPU, {seconds} of the step: {own.reason}."
+
+
+def _experts(plan: Plan, shows: Callable[[str], bool], seconds_of: SecondsOf) -> Iterator[str]:
+    """Yields how the experts of modules are divided, and what their rows cost."""
+    for module, call in plan.experts.modules.items() if plan.experts is not None else ():
+        if not shows(module):
+            continue
+        ep, own = plan.mesh.ep, [e for e in plan.collectives if e.where == module and e.axis is Axis.EP]
+        sent = "; ".join(f"{entry.during}, {_collective(entry, seconds_of)}" for entry in own)
+        yield (
+            f"{module} has {call.experts} experts, {call.experts // ep} on each of {ep} ranks: a row goes to the rank "
+            f"that has its expert, and comes back ({sent})."
+        )
 
 
 def _fsdp(plan: Plan, shows: Callable[[str], bool], seconds_of: SecondsOf) -> Iterator[str]:
