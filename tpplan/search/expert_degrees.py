@@ -132,6 +132,8 @@ def _why_not(traced: Traced, calls: Mapping[str, ExpertCall], ep: int) -> str:
     """Why the modules of experts cannot be divided among ep ranks, "" where they can. Like modules are run once."""
     ran: dict[object, str] = {}
     for name, call in calls.items():
+        if name in traced.opaques.reasons:
+            return f"module {name} runs whole, by its own code: {traced.opaques.reasons[name]}"
         module = traced.model.get_submodule(name)
         top_k, width = _sizes(traced.graph, name, call)
         key = type(module), call, top_k, width, tuple(weight.shape for weight in module.parameters())

@@ -1,0 +1,140 @@
+"""Modules of experts are found by how they are called, and divided only where they compute row by row."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from moe_models import LENGTH, Experts, OwnMoe, loss, text
+from test_expert_parallel import solved
+from torch import Tensor, nn
+
+import tpplan
+from tpplan.core.errors import UsageError
+from tpplan.experts.find_experts import find_experts
+from tpplan.experts.row_wise import why_not_row_wise
+from tpplan.plan.plan import ExpertCall
+from tpplan.trace.trace import trace
+
+CALL = ExpertCall(experts=4, rows="x", index="index", weight="weight")
+
+
+class OverTokens(Experts):
+    """Subtracts the mean over tokens, which a rank with other tokens does not know."""
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0), index, weight)
+
+
+class Neighbour(Experts):
+    """Uses the weights of the next expert too."""
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        return super().forward(x, (index + 1) % self.experts, weight)
+
+
+class Normalizing(Experts):
+    """Normalizes the weights of a token's experts, which are on several ranks."""
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        return super().forward(x, index, weight / weight.sum(1, keepdim=True))
+
+
+class Residual(Experts):
+    """Adds its input, which each of the experts' ranks would."""
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        return x + super().forward(x, index, weight)
+
+
+class Twice(Experts):
+    """Applies the weights twice where there are several experts."""
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        return super().forward(x, index, weight if index.shape[1] == 1 else weight * weight)
+
+
+class FixedNumber(Experts):
+    """Has the number of experts written down, so that a rank's own cannot replace it."""
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        chosen = F.one_hot(index, 4).to(x.dtype)
+        hidden = F.silu(torch.einsum("td,ehd->teh", x, self.up))
+        return torch.einsum("teh,edh,tke,tk->td", hidden, self.down, chosen, weight)
+
+
+class NoGradient(Experts):
+    """Right results, and gradients that stop."""
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        scale = weight if index.shape[1] > 1 else weight.detach()
+        return super().forward(x, index, scale)
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_experts_on_rows_are_row_wise(ep: int) -> None:
+    assert why_not_row_wise(Experts(4, 16, 32), CALL, top_k=2, width=16, ep=ep) == ""
+
+
+@pytest.mark.parametrize("kind", [OverTokens, Neighbour, Normalizing, Residual, Twice, FixedNumber, NoGradient])
+def test_what_is_not_row_wise_is_refused(kind: type[Experts]) -> None:
+    assert why_not_row_wise(kind(4, 16, 32), CALL, top_k=2, width=16, ep=2)
+
+
+def test_an_uneven_division_is_refused() -> None:
+    assert "do not divide among 3" in why_not_row_wise(Experts(4, 16, 32), CALL, top_k=2, width=16, ep=3)
+
+
+def test_the_check_leaves_the_module_and_random_numbers_as_they_were() -> None:
+    module = Experts(4, 16, 32)
+    before, state = {name: id(p) for name, p in module.named_parameters()}, torch.get_rng_state()
+    assert why_not_row_wise(module, CALL, top_k=2, width=16, ep=2) == ""
+    assert {name: id(p) for name, p in module.named_parameters()} == before
+    assert torch.equal(torch.get_rng_state(), state)
+    assert module.experts == 4
+
+
+def test_a_module_on_meta_is_checked_in_a_small_copy() -> None:
+    with torch.device("meta"):
+        module = Experts(8, 4096, 1024)
+    call = ExpertCall(experts=8, rows="x", index="index", weight="weight")
+    assert why_not_row_wise(module, call, top_k=2, width=4096, ep=4) == ""
+
+
+def test_modules_of_experts_are_found_by_their_call() -> None:
+    with torch.device("meta"):
+        model = OwnMoe(experts=4)
+    graph = trace(model, {"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)})
+    assert find_experts(graph) == {f"layers.{i}.experts": CALL for i in range(2)}
+
+
+class Dense(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.embedding(input_ids))
+
+
+def test_a_model_without_experts_refuses_a_degree() -> None:
+    with pytest.raises(UsageError, match="no module is called as experts are"):
+        solved(Dense, gpus=2, ep=2, fsdp=2)
+
+
+class NotRowWise(OwnMoe):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.experts = Residual(4, 16, 32)
+
+
+def test_a_degree_that_the_code_does_not_allow_names_the_module() -> None:
+    with pytest.raises(UsageError, match=r"layers\.0\.experts: .*row by row"):
+        solved(NotRowWise, gpus=2, ep=2, fsdp=2)
+
+
+def test_experts_are_left_whole_where_they_cannot_be_divided() -> None:
+    cluster = tpplan.Cluster(gpus=2, gpus_per_node=2, profile="h100-sxm")
+    plan = tpplan.solve(
+        NotRowWise, text, cluster=cluster, global_batch=2, seq_len=LENGTH, loss=loss, fsdp=2, all_gpus=True
+    )
+    assert plan.experts is None
