@@ -602,7 +602,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="plan the tiny twin, not the published width")
     parser.add_argument("--profile", metavar="NAME", help="instead of the made-up machine where sharding pays")
     parser.add_argument("--precision", choices=list(Precision), default=Precision.BF16_MIXED)
-    parser.add_argument("--budget", type=float, default=300.0, metavar="SECONDS", help="for each model type")
+    parser.add_argument("--budget", type=float, default=300.0, metavar="CPU_SECONDS", help="for each model type")
     parser.add_argument("--out", type=Path, metavar="FILE.csv")
     arguments = parser.parse_args()
     options = Options(

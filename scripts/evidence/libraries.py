@@ -477,7 +477,7 @@ def main() -> int:
     parser.add_argument("--heads", type=int, help="of model files: the least number of heads; none without attention")
     parser.add_argument("--batch", type=int, default=1, help="of model files")
     parser.add_argument("--seq-len", type=int, default=16, help="of model files")
-    parser.add_argument("--budget", type=float, default=300.0, metavar="SECONDS", help="for each model")
+    parser.add_argument("--budget", type=float, default=300.0, metavar="CPU_SECONDS", help="for each model")
     parser.add_argument("--list", action="store_true", help="only print their names")
     parser.add_argument("--out", type=Path, metavar="FILE.csv")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A row of a table per subject, found in a process of its own that is ended when its budget is spent."""
+"""A row of a table per subject, found in a process of its own that is ended when its budget of CPU seconds is spent."""
 
 import contextlib
 import multiprocessing
@@ -8,11 +8,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from gloo_ranks import described
 
 DONE = "done"
+#: wall seconds per CPU second of a budget, after which a process that waits for good is ended
+WALL_PER_CPU_S = 10.0
+#: wall seconds between two looks at what has been spent
+LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +77,7 @@ class Reporter(Generic[AnyRow]):
 
 def in_own_process(row: AnyRow, live: Callable[[Reporter[AnyRow]], None], budget_s: float) -> AnyRow:
     """The row that live(reporter) has reported, begun with `row`, and its CPU seconds; as far as it came where the
-    process dies or the budget is spent."""
+    process dies or it and its children have spent budget_s CPU seconds, or WALL_PER_CPU_S times that by the clock."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_live, args=(row, live, theirs))
@@ -82,7 +87,7 @@ def in_own_process(row: AnyRow, live: Callable[[Reporter[AnyRow]], None], budget
     assert group is not None
     theirs.close()
     try:
-        row = _last_row(row, ours, budget_s)
+        row = _last_row(row, ours, group, budget_s)
     finally:
         process.kill()
         with contextlib.suppress(ProcessLookupError):  # there is no such group where no session was started
@@ -98,17 +103,37 @@ def _live(row: AnyRow, live: Callable[[Reporter[AnyRow]], None], connection: Con
     reporter.at(DONE)
 
 
-def _last_row(row: AnyRow, connection: Connection, budget_s: float) -> AnyRow:
-    deadline = time.monotonic() + budget_s
+def _last_row(row: AnyRow, connection: Connection, group: int, budget_s: float) -> AnyRow:
+    deadline = time.monotonic() + WALL_PER_CPU_S * budget_s
     while row.stage != DONE:
-        if not connection.poll(max(0.0, deadline - time.monotonic())):
-            problem = f"{row.stage}: not done in {budget_s:.0f} s"
-            return replace(row, failed="timeout", problems=(*row.problems, problem))
+        if not connection.poll(LOOK_S):
+            if spent := _over_budget(group, budget_s, deadline):
+                return replace(row, failed="timeout", problems=(*row.problems, f"{row.stage}: not done in {spent}"))
+            continue
         try:
             row = connection.recv()
         except EOFError:
             return replace(row, failed=row.stage, problems=(*row.problems, f"{row.stage}: the process died"))
     return row
+
+
+def _over_budget(group: int, budget_s: float, deadline: float) -> str:
+    """What the processes of a group have spent too much of, in words; empty while they may go on."""
+    if group_cpu_s(group) > budget_s:
+        return f"{budget_s:g} CPU s"
+    return f"{WALL_PER_CPU_S * budget_s:g} s by the clock" if time.monotonic() > deadline else ""
+
+
+def group_cpu_s(group: int) -> float:
+    """CPU seconds of the processes of a group and of their children that have ended; 0 where /proc does not tell."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            # proc(5): the fields after the name, which may hold anything: state, parent, group; 11 to 14 are times
+            fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _children_cpu_s() -> float:

@@ -6,12 +6,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from forks import in_fork
+from torch.overrides import TorchFunctionMode
 
 from tpplan.torch_internals import probes
+from tpplan.torch_internals.operators import hides_sizes, seen_by
 from tpplan.torch_internals.versions import NEWEST, OLDEST, TESTED, complaint, is_too_old
 
 PACKAGE = Path(__file__).resolve().parents[2] / "tpplan"
@@ -175,3 +178,35 @@ tpplan.apply_plan, tpplan.solve
     assert ran.stdout.startswith("torch 2.10.0 is too old")
     assert ran.stderr.count("torch 9.9.9 is newer") == 1, ran.stderr
     assert "2.10.0" not in ran.stderr
+
+
+class _Named(TorchFunctionMode):
+    """Notes the names of the functions that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.__name__)
+        return func(*args, **kwargs or {})
+
+
+class _Opening(_Named):
+    """Sees also what a function calls that hands itself to modes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.__name__)
+        return seen_by(self, func)(*args, **kwargs or {}) if hides_sizes(func) else func(*args, **kwargs or {})
+
+
+def test_each_mode_around_sees_an_opened_function_as_one_call() -> None:
+    outermost, around, opening = _Named(), _Named(), _Opening()
+    attention = torch.nn.MultiheadAttention(4, 2)
+    x = torch.zeros(3, 1, 4)
+    with outermost, around, opening:
+        attention(x, x, x, need_weights=False)
+    name = "multi_head_attention_forward"
+    assert outermost.seen.count(name) == around.seen.count(name) == 1
+    assert "linear" in opening.seen
+    assert "linear" not in outermost.seen + around.seen

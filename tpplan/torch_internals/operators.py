@@ -174,17 +174,15 @@ def hides_sizes(function: object) -> bool:
 
 
 def seen_by(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under its own name, so that modes around take it for one call, with all that it calls handed to the
-    mode. To be called while the mode is off."""
+    """The function under its own name, so that modes around, one after the other, take it for one call, with all that
+    it calls handed to the mode. To be called while the mode is off."""
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if has_torch_function((None,)):  # of what is no tensor's class it asks whether a mode is on
+            return handle_torch_function(call, (), *args, **kwargs)
         with mode:
             return _body(function)(*args, **kwargs)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        is_on = has_torch_function((None,))  # of what is no tensor's class it asks whether a mode is on
-        return handle_torch_function(run, (), *args, **kwargs) if is_on else run(*args, **kwargs)
 
     return call
 

@@ -29,6 +29,7 @@ from tpplan.torch_internals.tensors import local_part, plain_calls
 from tpplan.trace.answers.concrete_values import ConcreteValues, Question
 from tpplan.trace.answers.cond import higher_order_ops_traced
 from tpplan.trace.answers.data_dependent_sizes import Counts, counting_by
+from tpplan.trace.answers.one_dtype import check_one_dtype
 from tpplan.trace.answers.planned_device import is_foreign, line_of, machine_as_planned
 from tpplan.trace.answers.saved_tensor_hooks import check_saved_hooks
 from tpplan.trace.hooks import custom_ops
@@ -215,8 +216,14 @@ def _local(value: Any) -> Any:
 
 
 def _answers(known: ConcreteValues) -> Callable[[Any, tuple[Any, ...]], Any]:
-    """Answers aten.item, by which torch itself asks a tensor given as a size for its value, from the known values."""
-    return lambda func, args: known.item(args[0]) if func is torch.ops.aten.item.default else NotImplemented
+    """Answers aten.item, by which torch itself asks a tensor given as a size for its value, from the known values.
+    Refuses ops whose dtypes a device refuses."""
+
+    def answer(func: Any, args: tuple[Any, ...]) -> Any:
+        check_one_dtype(func, args)
+        return known.item(args[0]) if func is torch.ops.aten.item.default else NotImplemented
+
+    return answer
 
 
 @contextlib.contextmanager

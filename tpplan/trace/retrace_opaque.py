@@ -16,6 +16,7 @@ from tpplan.core.graph import Boundary, ModelGraph, Op, within
 from tpplan.layouts.rules import OPAQUE
 from tpplan.torch_internals.modules import has_backward_hooks, has_forward_hooks
 from tpplan.torch_internals.tensors import gradient_hooks
+from tpplan.trace.answers.one_dtype import MixedDtypesError
 from tpplan.trace.answers.own_failure import own_failure
 from tpplan.trace.dedup_layers import alike_layers
 from tpplan.trace.forward_arguments import Inputs
@@ -59,6 +60,8 @@ def trace_marking(
     try:
         return traced("")
     except ModelError as error:
+        if isinstance(error.__cause__, MixedDtypesError):
+            raise  # fake tensors would let it pass
         try:
             return traced(_first_line(error))
         except ModelError:
@@ -88,6 +91,8 @@ def _trace_marking(
         try:
             graph = trace(build(), inputs, loss=loss, cast=cast, opaques=marks.opaques, fresh=build, notes_calls=True)
         except TraceError as error:
+            if isinstance(error.__cause__, MixedDtypesError):
+                raise
             if isinstance(error.__cause__, UnobservedError):
                 _observe(marks, build, error.__cause__)
             elif (failure := own_failure(error.__cause__, has_run=False)) is not None:

@@ -10,6 +10,8 @@ from torch import nn
 from tpplan.core.errors import ModelError
 from tpplan.torch_internals.tensors import storage_key
 from tpplan.trace.answers.concrete_values import raising_line
+from tpplan.trace.answers.one_dtype import MixedDtypesError
+from tpplan.trace.answers.planned_device import planned_precision
 from tpplan.trace.answers.unbacked_int import UnknownValueError
 from tpplan.trace.forward_arguments import Inputs, forward_inputs
 from tpplan.trace.record_fx import StoppedError
@@ -61,7 +63,10 @@ def explained(
 
 def _advice(error: BaseException, reason: str) -> str:
     """A line with the next thing to try; "" where the error says it itself."""
+    precision = planned_precision()
     match error:
+        case MixedDtypesError():
+            return _cast_one(precision)
         case ModelError():
             return ""
         case UnknownValueError():
@@ -77,14 +82,20 @@ def _advice(error: BaseException, reason: str) -> str:
         case _ if "out of meta tensor" in reason or "numpy" in reason:
             return "\nTensors have no values while a model is planned: compute this with torch ops."
         case RuntimeError() if "dtype" in reason or "scalar type" in reason:
-            return (
-                "\nTwo dtypes meet here: parameters and floating inputs have that of --precision, and what the code "
-                "makes or keeps in buffers has its own. Cast it to the other's (x.to(y.dtype)), or plan with "
-                "--precision bf16-autocast or fp32."
-            )
+            return _cast_one(precision)
     return (
         "\nRun one forward on the example inputs without tpplan: where that fails too, the model or its example inputs "
         "are to be mended first."
+    )
+
+
+def _cast_one(precision: str) -> str:
+    """A line that says what has which dtype, and what to do where two meet."""
+    under = f"--precision {precision}" if precision else "--precision"
+    others = " or ".join(other for other in ("bf16-autocast", "fp32") if other != precision)
+    return (
+        f"\nTwo dtypes meet here: parameters and floating inputs have that of {under}, and what the code makes or "
+        f"keeps in buffers has its own. Cast it to the other's (x.to(y.dtype)), or plan with --precision {others}."
     )
 
 

@@ -84,7 +84,8 @@ class Subject:
 
     def planning(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the model is traced as it will run: on the planned device, under the planned autocast."""
-        return planning_for(self.device, autocast=self.precision is Precision.BF16_AUTOCAST)
+        is_autocast = self.precision is Precision.BF16_AUTOCAST
+        return planning_for(self.device, autocast=is_autocast, precision=str(self.precision))
 
     @cached_property
     def key(self) -> tuple[Hashable, ...]:

@@ -100,23 +100,31 @@ class PlannedDevice:
 
 _planned: ContextVar[PlannedDevice | None] = ContextVar("planned", default=None)
 _autocast: ContextVar[bool] = ContextVar("autocast", default=False)
+_precision: ContextVar[str] = ContextVar("precision", default="")
 
 
 @contextlib.contextmanager
-def planning_for(device: PlannedDevice, *, autocast: bool = False) -> Iterator[None]:
-    """Makes models traced inside see this device, and run under autocast in bfloat16 where `autocast`."""
-    token, casting = _planned.set(device), _autocast.set(autocast)
+def planning_for(device: PlannedDevice, *, autocast: bool = False, precision: str = "") -> Iterator[None]:
+    """Makes models traced inside see this device, and run under autocast in bfloat16 where `autocast`. Errors name the
+    `precision`."""
+    token, casting, named = _planned.set(device), _autocast.set(autocast), _precision.set(precision)
     try:
         yield
     finally:
         _planned.reset(token)
         _autocast.reset(casting)
+        _precision.reset(named)
 
 
 def autocast_device() -> str | None:
     """The type of the device for which models run under autocast; None where they do not."""
     planned = _planned.get()
     return planned.type if planned is not None and _autocast.get() else None
+
+
+def planned_precision() -> str:
+    """The precision that the enclosing planning_for names; "" where it names none."""
+    return _precision.get()
 
 
 def planned_device() -> PlannedDevice | None:
