@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tpplan"
 WITHOUT_TORCH = ("core", "solvers", "plan", "plan/report", "page", "machine", "layouts/rules", "layouts")
 WITH_TORCH = (
     *("torch_internals", "trace/hooks", "trace/answers", "trace", "apply/collectives", "apply/modules", "apply"),
-    *("train", "costs", "costs/step", "measure", "prove", "search/points", "search", "verify", "trial"),
+    *("train", "costs", "costs/step", "measure", "prove", "search/points", "search", "anatomy", "verify", "trial"),
     *("exporters", "commands/terminal", "commands"),
 )
 ROOMS = WITHOUT_TORCH + WITH_TORCH
