@@ -17,6 +17,8 @@ The second goes on at step 10 under another plan, with the losses that one run o
     loss(outputs, inputs)                   the scalar to minimize, given that dict
 
 Where the inputs are `tokens` and `targets`, the bytes of Python's own documentation and library replace the examples.
+`hf:path/config.json` names a Hugging Face model, as for `tpplan solve`: it minimizes its own loss on those bytes, or on
+random tokens where it has fewer than 256.
 """
 
 import argparse
@@ -43,6 +45,8 @@ from torch.distributed.tensor import DTensor
 import tpplan
 from tpplan.core.units import format_seconds
 from tpplan.plan.batch_share import BatchShare
+from tpplan.search.points.model_spec import HF_PREFIX, HF_TRUSTED_PREFIX
+from tpplan.search.points.user_model import load_model_file as load_model
 
 Inputs = dict[str, Tensor]
 
@@ -50,6 +54,7 @@ Inputs = dict[str, Tensor]
 TEXT_FILES = ("pydoc_data/topics.py", "argparse.py", "inspect.py", "subprocess.py", "typing.py")
 #: the part of the text that is trained on; the rest is left for evaluation
 TRAIN_FRACTION = 0.9
+NUM_BYTES = 256
 DEFAULT_BATCH = 16
 DEFAULT_SEQ_LEN = 64
 
@@ -98,7 +103,9 @@ Report = Callable[[int, float], None]
 
 
 def load_model_file(spec: str) -> ModelFile:
-    """The model file at `path.py` or `path.py:builder`. Raises SystemExit where a name is missing."""
+    """The model at `path.py`, `path.py:builder` or `hf:path/config.json`. Raises SystemExit where a name is missing."""
+    if spec.startswith((HF_PREFIX, HF_TRUSTED_PREFIX)):
+        return load_hugging_face(spec)
     path, _, builder = spec.partition(".py")
     path, builder = path + ".py", builder.removeprefix(":") or "build_model"
     module_spec = importlib.util.spec_from_file_location("model_file", path)
@@ -109,6 +116,25 @@ def load_model_file(spec: str) -> ModelFile:
     if missing:
         raise SystemExit(f"{path} does not define {', '.join(missing)}")
     return ModelFile(build_model=getattr(module, builder), example_inputs=module.example_inputs, loss=module.loss)
+
+
+def load_hugging_face(source: str) -> ModelFile:
+    """The model of a Hugging Face configuration, with text for its inputs where its tokens are at least the bytes."""
+    spec = load_model(source)
+    with torch.device("meta"):
+        num_tokens = spec.build_model().get_input_embeddings().num_embeddings
+    text = train_text() if num_tokens >= NUM_BYTES else None
+
+    def example_inputs(batch: int, seq_len: int, seed: int = 0) -> Inputs:
+        if text is not None:
+            tokens = text_batch(text, batch, seq_len, seed)["tokens"]
+        else:
+            tokens = torch.randint(num_tokens, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+    return ModelFile(
+        build_model=spec.build_model, example_inputs=example_inputs, loss=lambda outputs, _inputs: outputs.loss
+    )
 
 
 def train_text() -> Tensor:
@@ -286,7 +312,7 @@ def process_group(device: torch.device) -> Iterator[None]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked. Exits with 2 where it contradicts itself."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="model.py or model.py:builder")
+    parser.add_argument("model", help="model.py, model.py:builder or hf:path/config.json")
     parser.add_argument("--plan", type=Path, help="plan.json; needs torchrun")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, help=f"global batch; a plan sets it, else {DEFAULT_BATCH}")

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tpplan.trace.forward_arguments import forward_inputs as forward_inputs
     from tpplan.train.checkpoint import load_checkpoint as load_checkpoint
     from tpplan.train.checkpoint import save_checkpoint as save_checkpoint
+    from tpplan.train.checkpoint import save_checkpoint_async as save_checkpoint_async
     from tpplan.train.checkpoint_folder import latest_checkpoint as latest_checkpoint
     from tpplan.train.guard import guard as guard
     from tpplan.train.load_weights import init_weights as init_weights
@@ -75,6 +76,7 @@ _HOME = {
     "price": "search.planner",
     "prove_plan": "verify.prove_plan",
     "save_checkpoint": "train.checkpoint",
+    "save_checkpoint_async": "train.checkpoint",
     "save_safetensors": "train.save_weights",
     "solve": "search.planner",
     "styles": "apply.parallel_style",

@@ -14,11 +14,16 @@ from tpplan.commands import main
 from tpplan.core.mesh import Axis, Mesh
 from tpplan.core.units import format_seconds
 from tpplan.page.bars import bars
+from tpplan.page.curve_drawing import curve_drawing
+from tpplan.page.memory_drawing import HEIGHT, memory_drawing
 from tpplan.page.mesh_drawing import MOST_GPUS, MOST_NODES, drawings, group_of_first
 from tpplan.page.plan_page import plan_page
-from tpplan.plan.plan import MeshPlan, Plan
+from tpplan.page.step_drawing import HIDDEN, WIDTH, Shape, step_drawing
+from tpplan.plan.parts import COMPUTE, DATA_PARALLEL, PARAMETERS, SAVED, TENSOR_PARALLEL
+from tpplan.plan.plan import MeshPlan, Pass, Plan
 from tpplan.plan.report.details import collective_totals
 from tpplan.plan.report.words import gib
+from tpplan.plan.step_anatomy import Anatomy, Curve, Moment, Outcome, Segment, Stream, Timeline
 
 VOID = {"meta", "link", "br"}
 HOSTILE = "</style></title><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x1b[31m"
@@ -40,6 +45,9 @@ class Page(HTMLParser):
         self.elements.append((tag, dict(attrs)))
         if tag not in VOID:
             self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -72,6 +80,116 @@ def test_the_page_says_the_numbers_of_the_plan() -> None:
         assert f"{axis} {during} {kind.replace('_', '-')} {count}" in text
 
 
+def segment(stream: Stream, part: str, module: str, start_s: float, end_s: float, during: Pass) -> Segment:
+    return Segment(stream=stream, part=part, module=module, during=during, start_s=start_s, seconds=end_s - start_s)
+
+
+#: one earlier micro-batch of 10 s, then 2 s of forward in two layers, and 6 s of backward with a gather beside it
+STEP = Timeline(
+    earlier=1,
+    earlier_s={COMPUTE: 10.0},
+    segments=(
+        segment(Stream.COMPUTE, COMPUTE, "layers.0.up", 10.0, 11.0, Pass.FORWARD),
+        segment(Stream.COMPUTE, COMPUTE, "layers.1.up", 11.0, 11.5, Pass.FORWARD),
+        segment(Stream.TENSOR, TENSOR_PARALLEL, "layers.1.down", 11.5, 12.0, Pass.FORWARD),
+        segment(Stream.DATA, "", "layers.1", 12.0, 13.0, Pass.BACKWARD),
+        segment(Stream.COMPUTE, COMPUTE, "layers.1.down", 12.0, 17.0, Pass.BACKWARD),
+        segment(Stream.DATA, DATA_PARALLEL, "layers.1", 17.0, 18.0, Pass.BACKWARD),
+    ),
+)
+MOMENTS = tuple(
+    Moment(memory_bytes={PARAMETERS: 4e9, SAVED: saved}, during=during, module=HOSTILE)
+    for saved, during in ((0.0, Pass.FORWARD), (5e9, Pass.FORWARD), (7e9, Pass.BACKWARD), (1e9, Pass.BACKWARD))
+)
+CURVE = Curve(
+    name="GPUs",
+    now=4,
+    outcomes=(
+        Outcome(value=2, problem=HOSTILE),
+        Outcome(value=4, step_time_s=2.0, samples_per_s=4.0, mesh="replicate 4 x shard 1 x tp 1"),
+        Outcome(value=8, step_time_s=1.0, samples_per_s=8.0, mesh="replicate 8 x shard 1 x tp 1"),
+    ),
+)
+ANATOMY = Anatomy(timeline=STEP, moments=MOMENTS, curves=(CURVE,))
+
+
+def rectangles(shape: Shape) -> list[tuple[float, float]]:
+    """(left, right) of each rectangle of a lane's shape, in seconds of STEP's 8 s from 10 s on."""
+    found = re.findall(r"M([\d.]+) 0h([\d.]+)v10h-([\d.]+)z", shape.path)
+    assert "".join(f"M{left} 0h{width}v10h-{back}z" for left, width, back in found) == shape.path
+    return [(10 + 8 * float(left) / WIDTH, 10 + 8 * (float(left) + float(width)) / WIDTH) for left, width, _ in found]
+
+
+def test_lanes_hold_the_segments_at_their_times() -> None:
+    whole = step_drawing(STEP, make_plan()).windows[0]
+    drawn = {(stream, shape.title): rectangles(shape) for stream, shapes in whole.lanes for shape in shapes}
+    assert drawn == {
+        ("compute", f"{COMPUTE}: 6.5 s"): [(10, 11), (11, 11.5), (12, 17)],
+        ("tensor-parallel", f"{TENSOR_PARALLEL}: 500 ms"): [(11.5, 12)],
+        ("data-parallel", f"{HIDDEN}: 1 s"): [(12, 13)],
+        ("data-parallel", f"{DATA_PARALLEL}: 1 s"): [(17, 18)],
+    }
+    assert [(span.name, span.left, span.width) for span in whole.spans] == [("forward", 0, 25), ("backward", 25, 75)]
+
+
+def test_the_layer_in_the_middle_is_drawn_in_both_passes() -> None:
+    plan = replace(make_plan(), blocks={"layers.*": "0-1"})
+    _, forward, backward = step_drawing(STEP, plan).windows
+    assert [forward.title, backward.title] == ["layers.1 in forward", "layers.1 in backward"]
+    assert [text for text, _ in forward.ticks] == ["11 s", "11.2 s", "11.5 s", "11.8 s", "12 s"]
+    assert [span.name for span in forward.spans] == ["up", "down"]
+
+
+def test_sentences_say_what_hides_and_what_waits() -> None:
+    said = " ".join(step_drawing(STEP, make_plan()).sentences)
+    assert "1 micro-batch before it, 10 s, not drawn" in said
+    assert "Kernels run for 6.5 s (81.2%)" in said
+    assert "Data-parallel collectives take 2 s: 1 s runs beside kernels; 1 s is waited for." in said
+
+
+def areas_by_column(shape: Shape, columns: int) -> list[float]:
+    """The height of a closed path of upright and level lines, in each of the equal columns of its width."""
+    x, y, found = 0.0, float(HEIGHT), [0.0] * columns
+    start = re.match(r"M0 (\d+)", shape.path)
+    assert start
+    assert shape.path.endswith("H0z")
+    for axis, text in re.findall(r"([HV])([\d.]+)", shape.path[start.end() :]):
+        if axis == "V":
+            y = float(text)
+            continue
+        for column in range(columns):
+            low, high = column * WIDTH / columns, (column + 1) * WIDTH / columns
+            to = float(text)
+            covered = max(0.0, min(high, max(x, to)) - max(low, min(x, to))) / (high - low)
+            found[column] += (HEIGHT - y) * covered * (1 if to > x else -1)
+        x = float(text)
+    return found
+
+
+def test_areas_are_the_bytes_of_each_moment() -> None:
+    drawing = memory_drawing(MOMENTS, 0.0, 0.0)
+    top = 1.06 * 11e9
+    for shape, part in zip(drawing.areas, (PARAMETERS, SAVED), strict=True):
+        expected = [HEIGHT * moment.memory_bytes[part] / top for moment in MOMENTS]
+        assert areas_by_column(shape, len(MOMENTS)) == pytest.approx(expected, abs=0.2)
+    assert drawing.peak == pytest.approx((62.5, 100 / 1.06))
+    assert drawing.limit is None
+
+
+def test_a_limit_close_to_the_peak_is_drawn_beside_its_slack() -> None:
+    drawing = memory_drawing(MOMENTS, 13e9, 1e9)
+    assert drawing.limit == pytest.approx(100 / 1.06)
+    assert memory_drawing(MOMENTS, 80e9, 1e9).limit is None
+
+
+def test_a_curve_breaks_where_there_is_no_plan() -> None:
+    drawing = curve_drawing(CURVE, make_plan())
+    assert [point.height for point in drawing.points] == [None, pytest.approx(50 / 1.1), pytest.approx(100 / 1.1)]
+    assert [point.is_now for point in drawing.points] == [False, True, False]
+    assert drawing.path.count("M") == 1
+    assert drawing.path.count("L") == 1
+
+
 def test_bars_of_a_step_end_at_the_whole() -> None:
     found = bars({"b": 1.0, "a": 1.0, "none": 0.0, "most": 2.0}, 4.0, str)
     assert [(bar.name, bar.starts_at, bar.percent) for bar in found] == [("most", 0, 50), ("a", 50, 25), ("b", 75, 25)]
@@ -79,25 +197,33 @@ def test_bars_of_a_step_end_at_the_whole() -> None:
 
 
 def test_the_page_loads_nothing_and_runs_nothing() -> None:
-    page = Page(plan_page(make_plan(), title="a plan"))
+    page = Page(plan_page(make_plan(), title="a plan", anatomy=ANATOMY))
     assert "script" not in {tag for tag, _ in page.elements}
     links = [value for _, attributes in page.elements for name, value in attributes.items() if name in ("src", "href")]
     assert links == ["data:,"]  # no icon is asked for
     assert not re.search(r"url\(|@import", "".join(page.texts))
 
 
+def test_without_the_model_the_page_says_how_to_draw_the_step() -> None:
+    text = Page(plan_page(make_plan(), title="a plan")).text
+    assert text.count("tpplan report plan.json model.py draws it") == 2
+    assert "What would change the plan" not in text
+
+
 def test_hostile_texts_stay_texts() -> None:
     plan = make_plan()
-    plain = Page(plan_page(plan, title="a plan"))
+    plain = Page(plan_page(plan, title="a plan", anatomy=ANATOMY))
     cluster = replace(plan.cluster, profile=HOSTILE)
     predicted = replace(plan.predicted, peak_module=HOSTILE, time_s={HOSTILE: plan.predicted.step_time_s})
     hostile = replace(plan, cluster=cluster, notes=(HOSTILE,), predicted=predicted)
-    text = plan_page(hostile, title=HOSTILE)
+    text = plan_page(hostile, title=HOSTILE, anatomy=replace(ANATOMY, problem=HOSTILE))
     page = Page(text)
     tags = {tag for tag, _ in page.elements}
     assert tags == {tag for tag, _ in plain.elements}
     assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
-    assert page.text.count("<script>alert(1)</script>") == 7  # title twice, profile twice, peak module and part, note
+    assert (
+        page.text.count("<script>alert(1)</script>") == 10
+    )  # title twice, profile twice, peak module and part, note; of the anatomy peak, outcome, problem
     assert "\x1b" not in text
 
 
@@ -140,7 +266,7 @@ def test_the_verb_writes_the_page(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here")
 def test_chromium_opens_the_page_without_errors(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    page.write_text(plan_page(make_plan(), title="a plan"), encoding="utf-8")
+    page.write_text(plan_page(make_plan(), title="a plan", anatomy=ANATOMY), encoding="utf-8")
     options = [
         "--headless",
         "--no-sandbox",

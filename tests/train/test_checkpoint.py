@@ -4,6 +4,7 @@ import itertools
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed.tensor
 from fused_model import batch, build_model, loss_of, plan_for
 from ranks import RankError, run_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 import tpplan
@@ -276,6 +278,93 @@ def test_the_latest_is_the_last_saved_and_whole(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == tmp_path / "step-00000020"
     tpplan.save_checkpoint(tmp_path, model, step=11, keep=2)  # the step says nothing of age
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000010-2", "step-00000011"]
+
+
+# ---- saves while training goes on
+
+
+def hold_writers() -> threading.Event:
+    """Makes this process's writers wait until the event that is returned is set."""
+    write, may_write = FileSystemWriter.write_data, threading.Event()
+
+    def held(*arguments: Any, **options: Any) -> Any:
+        assert may_write.wait(timeout=60)
+        return write(*arguments, **options)
+
+    FileSystemWriter.write_data = held
+    return may_write
+
+
+def save_while_training(folder: Path, mesh: Mesh) -> tuple[Whole, Whole]:
+    """Two steps while a checkpoint is written: what there was to save, and what there is after them."""
+    model = build_model()
+    tpplan.init_weights(model, build_model, seed=1)
+    apply_plan(model, plan_for(model, mesh))
+    optimizer = make_optimizer(model)
+    parts = mesh.data_parallel, mesh.data_rank(dist.get_rank())
+    step_of(model, optimizer, 0, *parts)
+    first = tpplan.save_checkpoint(folder, model, optimizer, step=1)
+    step_of(model, optimizer, 1, *parts)
+    before, may_write = contents(model, optimizer), hold_writers()
+    saving = tpplan.save_checkpoint_async(folder, model, optimizer, step=2, extras={"samples": 24}, keep=1)
+    for step in (2, 3):
+        step_of(model, optimizer, step, *parts)
+    assert not saving.is_done()
+    assert latest_checkpoint(folder) == first
+    for save in (tpplan.save_checkpoint, tpplan.save_checkpoint_async):
+        with pytest.raises((UsageError, WeightsError), match=r"still being saved there: wait\(\) for it first"):
+            save(folder, model, optimizer, step=4)
+    dist.barrier()
+    may_write.set()
+    assert saving.wait() == saving.wait() == latest_checkpoint(folder)
+    assert saving.is_done()
+    dist.barrier()
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000002"]
+    return before, contents(model, optimizer)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(shard=2, tp=2), Mesh(shard=3)])
+def test_a_save_in_flight_is_of_the_step_at_which_it_began(mesh: Mesh, tmp_path: Path) -> None:
+    before, after = run_ranks(mesh.num_gpus, save_while_training, tmp_path, mesh)[0]
+    step, found = loaded(tmp_path)
+    assert step == 2
+    assert_equal(found, before)
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
+def save_where_a_disk_refuses(folder: Path) -> list[str]:
+    model = build_model()
+    apply_plan(model, plan_for(model, Mesh(shard=2)))
+    if dist.get_rank() == 1:
+        write = FileSystemWriter.write_data
+
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise OSError("no space left")
+
+        FileSystemWriter.write_data = refuse
+    saving = tpplan.save_checkpoint_async(folder, model, step=1)
+    with pytest.raises(WeightsError, match="no space left"):
+        saving.wait()
+    assert latest_checkpoint(folder) is None
+    if dist.get_rank() == 1:
+        FileSystemWriter.write_data = write
+    tpplan.save_checkpoint_async(folder, model, step=2).wait()
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_where_a_disk_refuses_all_ranks_hear_of_it_and_may_save_again(tmp_path: Path) -> None:
+    for names in run_ranks(2, save_where_a_disk_refuses, tmp_path):
+        assert names == ["latest", "step-00000002"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_one_process_saves_while_it_trains(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    before = contents(model, optimizer)
+    saving = tpplan.save_checkpoint_async(tmp_path, model, optimizer, step=1)
+    step_of(model, optimizer, 2)
+    assert saving.wait().name == "step-00000001"
+    assert_equal(loaded(tmp_path)[1], before)
 
 
 # ---- optimizers

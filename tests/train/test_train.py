@@ -1,6 +1,7 @@
 """scripts/train.py: on real text, plans that shard train as one process does, in losses and every first gradient."""
 
 import importlib.util
+import json
 import logging
 import math
 import os
@@ -19,6 +20,7 @@ from ranks import run_ranks
 
 import tpplan
 from tpplan.plan.plan import Plan
+from tpplan.search.points.user_model import load_model_file
 
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
@@ -226,3 +228,37 @@ def test_a_run_of_one_process_is_interrupted_and_resumed(tmp_path: Path, capsys:
     with pytest.raises(SystemExit):
         train.main([*options, "--resume"])
     assert "--resume and --save-every need --checkpoints" in capsys.readouterr().err
+
+
+def test_a_hugging_face_model_trains_on_two_ranks_as_on_one(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    source = f"hf:{tmp_path / 'config.json'}"
+    plan, recorded = tmp_path / "plan.json", tmp_path / "alone.pt"
+    spec = load_model_file(source)
+    tpplan.solve(
+        spec.build_model,
+        spec.example_inputs,
+        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
+        unused_outputs=spec.unused_outputs,
+        global_batch=4,
+        micro_batch=4,
+        seq_len=16,
+        tp=2,
+        precision="fp32",
+    ).dump(plan)
+    options = [source, "--steps", "2", "--device", "cpu"]
+    train.main([*options, "--batch", "4", "--seq-len", "16", "--record", str(recorded)])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(TRAIN), *options, "--plan", str(plan), "--against", str(recorded)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "gradients of step 0, relative: largest difference" in done.stdout

@@ -59,6 +59,13 @@ def test_a_right_plan_passes_on_real_ranks(gpt_plan: Plan, tmp_path: Path, capsy
     assert names == ["proof", "parameters", "loss", "gradients", "collectives", "memory"]
 
 
+def test_a_dry_run_tells_of_each_stage(gpt_plan: Plan) -> None:
+    told: list[tuple[str, int, int]] = []
+    report = verify_plan(gpt_plan, str(GPT), dry=True, progress=lambda *stage: told.append(stage))
+    assert report.is_right
+    assert told == [("prove", 0, 1), ("prove", 1, 1), ("fakes", 0, 1), ("fakes", 1, 1)]
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_plan_for_512_ranks_is_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ imported by the `run` that needs it.
 
 In: a command line. Out: text for people, or JSON, and an exit code.
 
-Imports: core, exporters, layouts, machine, measure, page, plan, search, solvers, trace, trial, verify.
+Imports: anatomy, core, exporters, layouts, machine, measure, page, plan, search, solvers, trace, trial, verify.
 """
 
 import argparse

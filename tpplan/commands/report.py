@@ -1,26 +1,46 @@
-"""`tpplan report plan.json -o report.html`: writes a plan as one HTML page that loads nothing from the network."""
+"""`tpplan report plan.json model.py -o report.html`: writes a plan as one HTML page that loads nothing.
+
+With the plan's model the page also draws the step, stream by stream, and its memory from start to end; --what-if solves
+for other numbers of GPUs, batches, lengths and memory limits, about 18 times, and draws what that gives.
+"""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.commands.solve import check_output
+from tpplan.commands.solve import STAGE_COLUMNS, check_output
 from tpplan.commands.terminal.output import wrote
+from tpplan.commands.terminal.progress import bars
+from tpplan.commands.terminal.verbs import add_verb
+from tpplan.core.errors import ModelError, UsageError
 from tpplan.core.files import write_atomically
+from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.plan import Plan
+from tpplan.plan.step_anatomy import Anatomy
+from tpplan.search.points.model_spec import ModelSpec
+from tpplan.search.points.user_model import load_model_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
+    from tpplan.search.alternatives import Problem
+    from tpplan.search.points.trace_cache import Reuse
+
+_EPILOG = """\
+model.py (or model.py:BUILDER, hf:path/config.json) is the plan's model. The profile is the plan's, by name, unless
+--profile names another.
+"""
+
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the verb."""
-    parser = subparsers.add_parser(
-        "report", help="write a plan as an HTML page", description=__doc__, allow_abbrev=False
-    )
-    parser.set_defaults(run=run)
+    parser = add_verb(subparsers, "report", "write a plan as an HTML page", __doc__, _EPILOG, run=run)
     parser.add_argument("plan", metavar="plan.json", help="a plan that `tpplan solve -o` wrote")
+    parser.add_argument("model", metavar="model.py", nargs="?", help="the plan's model, as given to `tpplan solve`")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help="where to write the page")
+    parser.add_argument("--what-if", action="store_true", help="draw curves of what would change the plan (it solves)")
+    parser.add_argument("--profile", metavar="NAME", help="default: the plan's, by its name")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,6 +48,44 @@ def run(args: argparse.Namespace) -> int:
     from tpplan.page.plan_page import plan_page
 
     check_output(args.output)
-    write_atomically(args.output, plan_page(Plan.load(args.plan), title=Path(args.plan).name))
+    if args.model is None and (args.what_if or args.profile):
+        raise UsageError("report: --what-if and --profile need model.py, because they price the plan's model")
+    plan = Plan.load(args.plan)
+    anatomy = None if args.model is None else _anatomy(args, plan)
+    write_atomically(args.output, plan_page(plan, title=Path(args.plan).name, anatomy=anatomy))
     wrote(args.output)
     return 0
+
+
+def _anatomy(args: argparse.Namespace, plan: Plan) -> Anatomy:
+    """The plan's step pulled apart, with curves where they are asked for."""
+    profile, model = load_profile(args.profile or plan.cluster.profile), load_model_file(args.model)
+    from tpplan.anatomy.anatomy import anatomy
+    from tpplan.anatomy.what_if import curves
+    from tpplan.search.points.trace_cache import Reuse
+
+    reuse = Reuse()
+    try:
+        found = anatomy(plan, model.build_model, model.example_inputs, profile=profile, loss=model.loss, reuse=reuse)
+        if not args.what_if:
+            return found
+        with bars(STAGE_COLUMNS) as progress:
+            return replace(found, curves=tuple(curves(_problem(plan, model, profile, reuse), plan, progress)))
+    except ModelError as error:
+        raise model.locate(error) from error
+
+
+def _problem(plan: Plan, model: ModelSpec, profile: HardwareProfile, reuse: "Reuse") -> "Problem":
+    """What the plan answers, with its pins."""
+    from tpplan.search.alternatives import Problem, options_of
+    from tpplan.search.points.options import Cluster
+
+    own = {"loss": model.loss, "unused_outputs": model.unused_outputs}
+    pins = dict(plan.request.pins) if plan.request is not None else {}
+    return Problem(
+        build_model=model.build_model,
+        example_inputs=model.example_inputs,
+        cluster=Cluster(gpus=plan.cluster.gpus, gpus_per_node=plan.cluster.gpus_per_node, profile=profile),
+        options={**options_of(plan), **own, "pins": pins},
+        reuse=reuse,
+    )

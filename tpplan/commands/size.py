@@ -154,15 +154,16 @@ def _lines(rows: Sequence["Sized"], target: float | None, tokens: float | None, 
     shows_recompute = any(row.plan is not None and row.plan.recompute for row in rows)
     for name, group in _groups(rows).items():
         lines.append(name)
-        cells = [_TITLES, *(_cells(row, is_answer=row in answers) for row in group)]
+        cells = [_TITLES, *(_cells(row, is_answer=row in answers) for row in group if row.divides)]
         if not shows_recompute or max(map(len, aligned(cells, ()))) > width:
             cells = [(*row[:4], *row[5:]) for row in cells]
         left = [i for i, title in enumerate(cells[0]) if title in _LEFT]
-        lines += aligned(cells, left)
+        lines += aligned(cells, left) if len(cells) > 1 else []
         best = next((row for row in answers if row.profile.name == name), None)
-        lines += [*folded(_answer(best, group, target, tokens), width), ""]
+        lines += folded(_answer(best, group, target, tokens), width)
+        lines += [*(folded(text, width) if (text := _left_out(group)) else []), ""]
     for row in rows:
-        if row.plan is None:
+        if row.plan is None and row.divides:
             lines += folded(f"{row.cluster.gpus} x {row.profile.name}: {row.problem.split(' (')[0]}.", width)
     lines += folded(
         "mesh: replicas x FSDP shards x tensor-parallel ranks. micro: sequences at once x accumulation steps. MFU: the "
@@ -171,6 +172,15 @@ def _lines(rows: Sequence["Sized"], target: float | None, tokens: float | None, 
         width,
     )
     return lines
+
+
+def _left_out(group: Sequence["Sized"]) -> str:
+    """A line on the counts of a table that the batch or a pinned degree does not divide; "" without such."""
+    counts = [str(row.cluster.gpus) for row in group if not row.divides]
+    if not counts:
+        return ""
+    first = next(row.problem for row in group if not row.divides)
+    return f"Left out: {', '.join(counts)} GPUs, which the batch or a pinned degree does not divide ({first})."
 
 
 def _cells(row: "Sized", *, is_answer: bool) -> tuple[str, ...]:

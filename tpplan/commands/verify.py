@@ -7,8 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpplan.commands.solve import check_output, count
+from tpplan.commands.solve import STAGE_COLUMNS, check_output, count
 from tpplan.commands.terminal.output import print_lines, write_json, wrote
+from tpplan.commands.terminal.progress import bars
 from tpplan.commands.terminal.verbs import add_verb
 from tpplan.core.errors import UsageError, VerificationError
 
@@ -46,15 +47,17 @@ def run(args: argparse.Namespace) -> int:
     if args.dry and args.ranks is not None:
         raise UsageError("verify: --dry starts no ranks: leave out --ranks")
     check_output(args.output)
-    report = verify_plan(
-        args.plan,
-        args.model,
-        ranks=args.ranks,
-        layers=args.layers,
-        dry=args.dry,
-        mend=args.output is not None,
-        timeout_s=args.timeout,
-    )
+    with bars(STAGE_COLUMNS) as progress:
+        report = verify_plan(
+            args.plan,
+            args.model,
+            ranks=args.ranks,
+            layers=args.layers,
+            dry=args.dry,
+            mend=args.output is not None,
+            timeout_s=args.timeout,
+            progress=progress,
+        )
     if args.json:
         data = {
             "ran": report.ran,

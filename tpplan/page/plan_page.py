@@ -5,12 +5,15 @@ Texts of a plan may be hostile: the template escapes every one, and control char
 
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from tpplan.core.escapes import escaped_data
 from tpplan.core.units import format_bytes, format_seconds
 from tpplan.page.bars import bars
+from tpplan.page.curve_drawing import curve_drawing, throughput_unit
+from tpplan.page.memory_drawing import memory_drawing
 from tpplan.page.mesh_drawing import drawings
+from tpplan.page.step_drawing import step_drawing
 from tpplan.plan.parts import SLACK
 from tpplan.plan.plan import Plan
 from tpplan.plan.proof_hash import why_unproven
@@ -18,17 +21,27 @@ from tpplan.plan.report.answer import warnings
 from tpplan.plan.report.details import collective_totals, moment, provenance, setting
 from tpplan.plan.report.layer_table import layer_entries
 from tpplan.plan.report.words import format_count, gib, tokens_per_s
+from tpplan.plan.step_anatomy import Anatomy
 
-_TEMPLATE = Path(__file__).with_name("plan_page.html.j2")
+_FOLDER = Path(__file__).parent
 
 
-def plan_page(plan: Plan, *, title: str) -> str:
-    """The text of the page, titled `title`. Raises PlanError for a dtype of unknown size."""
+def plan_page(plan: Plan, *, title: str, anatomy: Anatomy | None = None) -> str:
+    """The text of the page, titled `title`; without an anatomy of its step the page says how to have it drawn.
+
+    Raises PlanError for a dtype of unknown size.
+    """
     unproven, shown = why_unproven(plan), escaped_data(plan)
-    predicted = shown.predicted
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    predicted, taken_apart = shown.predicted, escaped_data(anatomy)
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     held = {**predicted.memory_bytes, SLACK: predicted.slack_bytes}
-    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+    return environment.get_template("plan_page.html.j2").render(
         title=escaped_data(title),
         plan=shown,
         is_proven=not unproven,
@@ -39,6 +52,7 @@ def plan_page(plan: Plan, *, title: str) -> str:
         error=format_seconds(predicted.step_time_error_s),
         memory_bars=bars(held, predicted.memory_limit_bytes, gib),
         moment=moment(predicted),
+        **_step_parts(shown, taken_apart),
         drawings=drawings(shown),
         layers=layer_entries(shown),
         collectives=[
@@ -48,6 +62,20 @@ def plan_page(plan: Plan, *, title: str) -> str:
         facts=tuple(setting(shown)),
         provenance=tuple(provenance(shown, unproven)),
     )
+
+
+def _step_parts(plan: Plan, anatomy: Anatomy | None) -> dict[str, object]:
+    """The drawings of an anatomy, by their names in the template; None without one."""
+    if anatomy is None:
+        return {"timeline": None, "memory": None, "curves": (), "differs": "", "throughput_unit": ""}
+    predicted = plan.predicted
+    return {
+        "timeline": step_drawing(anatomy.timeline, plan),
+        "memory": memory_drawing(anatomy.moments, predicted.memory_limit_bytes, predicted.slack_bytes),
+        "curves": [curve_drawing(curve, plan) for curve in anatomy.curves],
+        "differs": anatomy.problem,
+        "throughput_unit": throughput_unit(plan),
+    }
 
 
 def _answer(plan: Plan) -> tuple[tuple[str, str, str], ...]:

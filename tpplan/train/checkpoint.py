@@ -7,12 +7,17 @@ A checkpoint is a folder with torch's files and `state.pt`. In torch's files eac
 and optimizer states with their offsets in the whole tensors. `state.pt` has the step, the optimizer's groups and
 scalars, and the extras. Names are those of state_dict. A fused weight is stored in its own order on every mesh
 (tpplan.apply.modules.parameter_reads). A killed writer leaves no broken checkpoint (tpplan.train.checkpoint_folder).
+
+    saving = tpplan.save_checkpoint_async("checkpoints", model, optimizer, step=100)     # copies, and writes meanwhile
+    ...                                                                                  # steps
+    path = saving.wait()
 """
 
 import io
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +29,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
 from tpplan.apply.model_match import plan_name
@@ -33,15 +39,23 @@ from tpplan.core.errors import UsageError, WeightsError
 from tpplan.train.checkpoint_folder import (
     atomic_write,
     begin_checkpoint,
+    begin_saving,
     commit_checkpoint,
+    end_saving,
     keep_last,
     latest_checkpoint,
 )
-from tpplan.train.checkpoint_metadata import CheckpointReader, read_metadata, tensors_in
+from tpplan.train.checkpoint_metadata import (
+    MODEL_PREFIX,
+    CheckpointReader,
+    check_model,
+    check_optimizer,
+    read_metadata,
+    tensors_in,
+)
 from tpplan.train.load_weights import BuildModel, make_memory, prepare_buffers
-from tpplan.train.materialize import all_ranks, listed, raise_together, targets_of
+from tpplan.train.materialize import all_ranks, raise_together, targets_of
 from tpplan.train.optimizer_state import (
-    STATE_PREFIX,
     empty_states,
     load_optimizer,
     parameter_names,
@@ -51,8 +65,6 @@ from tpplan.train.optimizer_state import (
 
 _FORMAT = 1
 _STATE = "state.pt"
-#: prefix of parameters and buffers among the tensors of a checkpoint
-_MODEL = "model."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,35 +92,108 @@ def save_checkpoint(
     all is on the disk, the previous checkpoint is the latest. Raises UsageError for extras or optimizer states that
     cannot be saved, and WeightsError where the disk refuses, on all ranks.
     """
+    place, tensors, blob = _begun("save_checkpoint", folder, model, optimizer, step, extras, keep)
+    _write(place, tensors)
+    return Path(_from_first(lambda: _finish(place, blob, keep)))
+
+
+def save_checkpoint_async(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int,
+    extras: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+) -> "SavingCheckpoint":
+    """Copies what save_checkpoint saves to the CPU, and writes it while training goes on (torch's dcp.async_save).
+
+    Call it on all ranks. Each rank needs memory for its shards once more. The checkpoint is complete as soon as all
+    ranks have written it; wait() says so, and is to be called on all ranks before the next checkpoint in this folder,
+    and before the process group is destroyed. Raises the errors of save_checkpoint, and UsageError where the last one
+    was not waited for.
+    """
+    place, tensors, blob = _begun("save_checkpoint_async", folder, model, optimizer, step, extras, keep)
+    # Of its own: the writing thread's collectives must not mix with those of training.
+    group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+    written = _write_meanwhile(place, tensors, group)
+    finished: Future[str] = Future()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        written.add_done_callback(lambda _: _settle(written, finished, lambda: _finish(place, blob, keep)))
+    saving = SavingCheckpoint(place=place, written=written, finished=finished, group=group)
+    _from_first(lambda: begin_saving(place.parent))
+    return saving
+
+
+@dataclass(slots=True, kw_only=True)
+class SavingCheckpoint:
+    """A checkpoint that is being written, at first into the folder `place`. `finished` is rank 0's alone."""
+
+    place: Path
+    written: "Future[Any]"
+    finished: "Future[str]"
+    group: dist.ProcessGroup | None
+    path: Path | None = None
+
+    def is_done(self) -> bool:
+        """True where wait() of this rank would not wait for the disk."""
+        return self.written.done()
+
+    def wait(self) -> Path:
+        """Waits on all ranks until the checkpoint is complete; its path. Raises WeightsError where the disk refused, on
+        all ranks."""
+        if self.path is None:
+            error = self.written.exception()
+            try:
+                raise_together(None if error is None else WeightsError(f"{self.place}: {error}"))
+                self.path = Path(_from_first(self.finished.result))
+            finally:
+                _from_first(lambda: end_saving(self.place.parent))
+                if self.group is not None:
+                    dist.destroy_process_group(self.group)
+                    self.group = None
+        return self.path
+
+
+def _settle(written: "Future[Any]", finished: "Future[str]", finish: Callable[[], str]) -> None:
+    """Finishes what is written; for what is not, wait() raises the error of writing."""
+    try:
+        finished.set_result("" if written.exception() else finish())
+    except Exception as error:
+        finished.set_exception(error)
+
+
+def _begun(
+    verb: str,
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    step: int,
+    extras: Mapping[str, Any] | None,
+    keep: int | None,
+) -> tuple[Path, dict[str, Tensor], bytes]:
+    """The folder to write into, which all ranks see, and _gathered; `verb` is named in errors."""
     tensors: dict[str, Tensor] = {}
     error: Exception | None = None
     blob = b""
     try:
         if step < 0 or (keep is not None and keep < 1):
-            raise UsageError(f"save_checkpoint: expected step >= 0 and keep >= 1 or None, got step={step}, keep={keep}")
+            raise UsageError(f"{verb}: expected step >= 0 and keep >= 1 or None, got step={step}, keep={keep}")
         tensors, blob = _gathered(model, optimizer, step, extras or {})
     except Exception as found:
         error = found
     raise_together(error)
     place = Path(_from_first(lambda: str(begin_checkpoint(Path(folder), step))))
-    is_here = place.is_dir()
-    raise_together(
-        None
-        if is_here
-        else WeightsError(
-            f"{place}: rank 0 made this folder, and this rank does not see it: pass a "
-            "folder on a file system that all ranks share"
-        )
-    )
-    _write(place, tensors)
-    return Path(_from_first(lambda: _finish(place, blob, keep)))
+    unseen = f"{place}: rank 0 made this folder, and this rank does not see it: pass a folder that all ranks share"
+    raise_together(None if place.is_dir() else WeightsError(unseen))
+    return place, tensors, blob
 
 
 def _gathered(
     model: nn.Module, optimizer: Optimizer | None, step: int, extras: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], bytes]:
     """Returns the tensors whose shards each rank writes, by name, and the content of rank 0's `state.pt`."""
-    tensors = {_MODEL + name: tensor for name, tensor in _model_tensors(model).items()}
+    tensors = {MODEL_PREFIX + name: tensor for name, tensor in _model_tensors(model).items()}
     state: dict[str, Any] = {"format": _FORMAT, "step": step, "extras": dict(extras), "optimizer": None}
     if optimizer is not None:
         saved = saved_optimizer(_names(model), optimizer)
@@ -158,7 +243,7 @@ def load_checkpoint(
         error = found
     raise_together(error)
     make_memory(model, recording)
-    tensors = {_MODEL + name: tensor for name, tensor in _model_tensors(model).items()}
+    tensors = {MODEL_PREFIX + name: tensor for name, tensor in _model_tensors(model).items()}
     states = empty_states(metadata, _names(model), optimizer) if optimizer is not None else {}
     tensors |= {state_key(name, key): value for name, entry in states.items() for key, value in entry.items()}
     _read(place, tensors, metadata)
@@ -236,6 +321,17 @@ def _write(place: Path, tensors: Mapping[str, Tensor]) -> None:
         save(dict(tensors), storage_writer=FileSystemWriter(place, sync_files=True))
 
 
+def _write_meanwhile(place: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> "Future[Any]":
+    """Copies the tensors, and writes the copies in a thread whose collectives are those of `group`."""
+    writer = FileSystemWriter(place, sync_files=True)
+    with _torch_checkpoint(place):
+        written = async_save(
+            dict(tensors), storage_writer=writer, process_group=group, async_stager=BlockingAsyncStager()
+        )
+    assert isinstance(written, Future)
+    return written
+
+
 def _read(place: Path, tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
     with _torch_checkpoint(place), torch.no_grad():
         load(dict(tensors), storage_reader=CheckpointReader(place, metadata))
@@ -267,67 +363,13 @@ def _check(
 ) -> None:
     """Raises WeightsError for a checkpoint of another model or optimizer, with the names that differ."""
     stored = {name: tuple(found.size) for name, found in tensors_in(metadata).items()}
-    own = {_MODEL + name: tuple(tensor.shape) for name, tensor in _model_tensors(model).items()}
-    _check_model(place, own, stored)
+    own = {MODEL_PREFIX + name: tuple(tensor.shape) for name, tensor in _model_tensors(model).items()}
+    check_model(place, own, stored)
     if optimizer is None:
         return
     if state["optimizer"] is None:
         raise WeightsError(f"{place} was saved without an optimizer: load it without one")
-    _check_optimizer(place, parameter_names(_names(model), optimizer), state["optimizer"], own, stored)
-
-
-def _check_model(place: Path, own: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises WeightsError where the model's names and shapes (`own`) are not the checkpoint's (`stored`)."""
-    there = {name: shape for name, shape in stored.items() if name.startswith(_MODEL)}
-    problems = [
-        f"{what}: {listed([name.removeprefix(_MODEL) for name in names])}"
-        for what, names in (
-            ("missing there", sorted(own.keys() - there.keys())),
-            ("not in the model", sorted(there.keys() - own.keys())),
-            ("of another shape", [name for name in sorted(own.keys() & there.keys()) if own[name] != there[name]]),
-        )
-        if names
-    ]
-    if problems:
-        raise WeightsError(f"{place} is of another model: {'; '.join(problems)}")
-
-
-def _check_optimizer(
-    place: Path,
-    of_groups: list[list[str]],
-    saved: Mapping[str, Any],
-    own: Mapping[str, tuple[int, ...]],
-    stored: Mapping[str, tuple[int, ...]],
-) -> None:
-    """Raises WeightsError where the optimizer's parameter groups (`of_groups`, names) or states are not the saved ones.
-
-    `own` and `stored` are shapes by name, of the model's and of the checkpoint's tensors.
-    """
-    groups = [sorted(group["params"]) for group in saved["groups"]]
-    own_groups = [sorted(group) for group in of_groups]
-    if len(groups) != len(own_groups):
-        raise WeightsError(
-            f"{place}: the optimizer had {len(groups)} groups of parameters, this one has {len(own_groups)}: make it "
-            "with the same groups"
-        )
-    for number, (theirs, ours) in enumerate(zip(groups, own_groups, strict=True)):
-        if theirs != ours:
-            differing = sorted({*theirs} ^ {*ours})
-            raise WeightsError(
-                f"{place}: the optimizer's group {number} held other parameters: {listed(differing)}: make it with the "
-                "same groups"
-            )
-    shapes = {name: own[_MODEL + name] for group in own_groups for name in group if _MODEL + name in own}
-    states = {
-        full: full.removeprefix(STATE_PREFIX).rpartition("/")[0] for full in stored if full.startswith(STATE_PREFIX)
-    }
-    others = [full for full, name in states.items() if stored[full] != shapes.get(name)]
-    others += [str(name) for name in saved["scalars"] if name not in shapes]
-    if others:
-        raise WeightsError(
-            f"{place}: the checkpoint has states of parameters that this optimizer does not hold, or in another shape: "
-            f"{listed(others)}"
-        )
+    check_optimizer(place, parameter_names(_names(model), optimizer), state["optimizer"], own, stored)
 
 
 def _from_first(function: Callable[[], str]) -> str:

@@ -5,6 +5,7 @@
       step-00000200-2/              the second checkpoint that was saved at step 200
       step-00000300.incomplete/     being written, or left by a killed writer; the next save removes it
       latest                        the name of the checkpoint saved last
+      saving                        the process that writes one while it trains, until it has waited for it
 
 A checkpoint gets its name by one rename after all its files have been synced to the disk; `latest` is replaced
 afterwards in the same way. Where `latest` is missing or names no checkpoint, the one with the highest step counts.
@@ -13,13 +14,16 @@ afterwards in the same way. Where `latest` is missing or names no checkpoint, th
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tpplan.core.errors import WeightsError
+from tpplan.core.errors import UsageError, WeightsError
 
-_POINTER = "latest"
+_POINTER, _SAVING = "latest", "saving"
+#: this process, on whatever machine
+_PROCESS = uuid.uuid4().hex
 _COMPLETE = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _INCOMPLETE, _REMOVED = ".incomplete", ".removed"
 
@@ -50,10 +54,12 @@ def _order(path: Path) -> tuple[int, int]:
 def begin_checkpoint(folder: Path, step: int) -> Path:
     """Returns a new empty folder to write a checkpoint of a step into; removes what killed writers left.
 
-    Raises WeightsError where the disk refuses.
+    Raises WeightsError where the disk refuses, and UsageError while this process still saves one there (begin_saving).
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if _is_saving(folder):
+            raise UsageError(f"{folder}: a checkpoint is still being saved there: wait() for it first")
         for path in folder.iterdir():
             if path.suffix in (_INCOMPLETE, _REMOVED) and _COMPLETE.fullmatch(path.stem):
                 _remove(path)
@@ -69,6 +75,27 @@ def begin_checkpoint(folder: Path, step: int) -> Path:
 def _free_name(folder: Path, step: int) -> str:
     numbers = [number for found, number in map(_order, complete_checkpoints(folder)) if found == step]
     return f"step-{step:08}" + (f"-{max(numbers) + 1}" if numbers else "")
+
+
+def begin_saving(folder: Path) -> str:
+    """Notes that this process writes a checkpoint there while it goes on, until end_saving; the name of the note."""
+    with atomic_write(folder / _SAVING) as path:
+        path.write_text(_PROCESS, encoding="utf-8")
+    return _SAVING
+
+
+def end_saving(folder: Path) -> str:
+    """Takes back begin_saving; the name of the note."""
+    (folder / _SAVING).unlink(missing_ok=True)
+    return _SAVING
+
+
+def _is_saving(folder: Path) -> bool:
+    """True where this process saves; what another one noted is of a killed one."""
+    try:
+        return (folder / _SAVING).read_text(encoding="utf-8") == _PROCESS
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def commit_checkpoint(place: Path) -> Path:

@@ -32,8 +32,11 @@ from torch.futures import Future
 from tpplan.core.errors import WeightsError
 from tpplan.core.files import read_regular
 from tpplan.torch_internals.checkpoint_files import MEMORY_FORMATS, StorageInfo, layout_named
+from tpplan.train.materialize import listed
 
 METADATA = ".metadata"
+#: prefixes of parameters and buffers, and of optimizer states, among the tensors of a checkpoint
+MODEL_PREFIX, STATE_PREFIX = "model.", "optimizer."
 #: dataclasses that a file may build, and the fields that it may set
 _RECORDS: dict[type, frozenset[str]] = {
     kind: frozenset(field.name for field in dataclasses.fields(kind))
@@ -248,3 +251,57 @@ class CheckpointReader(FileSystemReader):
             if not file.is_file():
                 raise WeightsError(f"{file}: no such file, or not a regular one: the checkpoint is incomplete")
         return super().read_data(plan, planner)
+
+
+def check_model(place: Path, own: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises WeightsError where the model's names and shapes (`own`) are not the checkpoint's (`stored`)."""
+    there = {name: shape for name, shape in stored.items() if name.startswith(MODEL_PREFIX)}
+    problems = [
+        f"{what}: {listed([name.removeprefix(MODEL_PREFIX) for name in names])}"
+        for what, names in (
+            ("missing there", sorted(own.keys() - there.keys())),
+            ("not in the model", sorted(there.keys() - own.keys())),
+            ("of another shape", [name for name in sorted(own.keys() & there.keys()) if own[name] != there[name]]),
+        )
+        if names
+    ]
+    if problems:
+        raise WeightsError(f"{place} is of another model: {'; '.join(problems)}")
+
+
+def check_optimizer(
+    place: Path,
+    of_groups: list[list[str]],
+    saved: Mapping[str, Any],
+    own: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Raises WeightsError where the optimizer's parameter groups (`of_groups`, names) or states are not the saved ones.
+
+    `own` and `stored` are shapes by name, of the model's and of the checkpoint's tensors.
+    """
+    groups = [sorted(group["params"]) for group in saved["groups"]]
+    own_groups = [sorted(group) for group in of_groups]
+    if len(groups) != len(own_groups):
+        raise WeightsError(
+            f"{place}: the optimizer had {len(groups)} groups of parameters, this one has {len(own_groups)}: make it "
+            "with the same groups"
+        )
+    for number, (theirs, ours) in enumerate(zip(groups, own_groups, strict=True)):
+        if theirs != ours:
+            differing = sorted({*theirs} ^ {*ours})
+            raise WeightsError(
+                f"{place}: the optimizer's group {number} held other parameters: {listed(differing)}: make it with the "
+                "same groups"
+            )
+    shapes = {name: own[MODEL_PREFIX + name] for group in own_groups for name in group if MODEL_PREFIX + name in own}
+    states = {
+        full: full.removeprefix(STATE_PREFIX).rpartition("/")[0] for full in stored if full.startswith(STATE_PREFIX)
+    }
+    others = [full for full, name in states.items() if stored[full] != shapes.get(name)]
+    others += [str(name) for name in saved["scalars"] if name not in shapes]
+    if others:
+        raise WeightsError(
+            f"{place}: the checkpoint has states of parameters that this optimizer does not hold, or in another shape: "
+            f"{listed(others)}"
+        )

@@ -16,10 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tpplan.core.errors import UsageError
-from tpplan.train.checkpoint_metadata import tensors_in
-
-#: prefix of optimizer states among the tensors of a checkpoint
-STATE_PREFIX = "optimizer."
+from tpplan.train.checkpoint_metadata import STATE_PREFIX, tensors_in
 
 
 def state_key(name: str, key: str) -> str:

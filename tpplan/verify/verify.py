@@ -18,7 +18,8 @@ Collectives are counted in a step of the plan's own precision.
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -102,6 +103,7 @@ def verify_plan(
     dry: bool = False,
     mend: bool = False,
     timeout_s: float = TIMEOUT_S,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Report:
     """Verifies a plan for the model that `model` names (model.py, model.py:BUILDER, hf:config.json).
 
@@ -110,6 +112,7 @@ def verify_plan(
     layers: how many layers of each repeated block to keep, all by default.
     dry: whether to run one rank of the plan's own mesh on fake tensors, in place of real ranks.
     mend: whether to prove the whole plan, also where a smaller one runs, and put it with that proof into the report.
+    progress: hears of each stage ("prove", "ranks", "fakes") as it begins and ends, with 0 or 1 of 1 done.
 
     Raises PlanError, ModelError, UsageError for what cannot be run at all; wrong results are in the report.
     """
@@ -119,7 +122,7 @@ def verify_plan(
     subject = Subject(spec=spec, dropped=dropped_layers(loaded, layers) if layers is not None else frozenset())
     ran = _what_ran(loaded, shrunk, dry=dry, layers=layers)
     try:
-        with quiet():
+        with quiet(), _stage(progress, "prove"):
             is_whole = shrunk is loaded
             proven = prove_plan(shrunk, subject.build, spec.example_inputs, loss=spec.loss, is_as_solved=is_whole)
             whole = proven
@@ -133,9 +136,19 @@ def verify_plan(
     checks = [Check(name="proof", outcome=Outcome.PASS, detail=detail)]
     task = Task(plan=shrunk.dumps(), source=spec.source, dropped=subject.dropped)
     if not dry:
-        checks += _on_real_ranks(task, shrunk, subject, timeout_s)
-    checks += _on_fakes(task, shrunk, timeout_s, is_alone=dry)
+        with _stage(progress, "ranks"):
+            checks += _on_real_ranks(task, shrunk, subject, timeout_s)
+    with _stage(progress, "fakes"):
+        checks += _on_fakes(task, shrunk, timeout_s, is_alone=dry)
     return Report(ran=ran, checks=tuple(checks), mended=whole.plan if mend else None)
+
+
+@contextmanager
+def _stage(progress: Callable[[str, int, int], None], name: str) -> Iterator[None]:
+    """Tells that a stage begins, and that it ends."""
+    progress(name, 0, 1)
+    yield
+    progress(name, 1, 1)
 
 
 def _shrunk(plan: Plan, ranks: int | None, layers: int | None) -> Plan:

@@ -71,25 +71,25 @@ class FsdpCommunication:
         """FSDP's collectives, each with the compute that it runs beside; nothing runs beside the root's."""
         steps = float(self.setting.accumulation_steps)
         for unit in self.groups.root:
-            gather, scatter, reduce = self._collectives_of(unit)
+            gather, scatter, reduce = self.collectives_of(unit)
             once = Count(constant=1)
             yield OverlappedCollective(transfer=added(gather, scatter), compute=None, weight=steps, count=once)
             yield OverlappedCollective(transfer=reduce, compute=None, weight=1.0, count=once)
         for kind in self.groups.timed:
-            gather, scatter, reduce = self._collectives_of(kind.unit)
-            forward, backward = self._hiding_compute(kind.unit)
+            gather, scatter, reduce = self.collectives_of(kind.unit)
+            forward, backward = self.hiding_compute(kind.unit)
             yield OverlappedCollective(transfer=gather, compute=forward, weight=steps, count=kind.count())
             for treatment, count in kind.numbers.counts.items():
                 repeated = added(gather, scatter) if treatment.reshard else scatter
                 beside = backward
-                if self._hides:
+                if self.hides:
                     again = self.priced.recomputed_forward(self.setting.units, kind.unit.name, treatment.recompute)
                     beside = merged(added(backward, again[0]))
                 if steps > 1:
                     yield OverlappedCollective(transfer=repeated, compute=beside, weight=steps - 1, count=count)
                 yield OverlappedCollective(transfer=added(repeated, reduce), compute=beside, weight=1.0, count=count)
 
-    def _collectives_of(self, unit: FsdpUnit) -> tuple[Expression, Expression, Expression]:
+    def collectives_of(self, unit: FsdpUnit) -> tuple[Expression, Expression, Expression]:
         """Seconds of a unit's gather, of its reduce-scatter, and of the all-reduce among replicas."""
         gathered, reduced = self.parameter_bytes.computed, self.parameter_bytes.gradients
         gathers, scatters, reductions = [], [], []
@@ -122,14 +122,14 @@ class FsdpCommunication:
         return added(scaled(local, slope), Expression(constant=low - slope * least))
 
     @property
-    def _hides(self) -> bool:
+    def hides(self) -> bool:
         """True where collectives run beside kernels: on streams, which a CPU does not have."""
         return self.setting.profile.device_type != "cpu"
 
-    def _hiding_compute(self, unit: FsdpUnit) -> tuple[Expression, Expression]:
+    def hiding_compute(self, unit: FsdpUnit) -> tuple[Expression, Expression]:
         """Seconds of a unit's kernels in forward and in backward. Collectives of the tp axis hide nothing: both use the
         same links."""
-        if not self._hides:
+        if not self.hides:
             return Expression(), Expression()
         return self.priced.once(("hidden", self.setting.units, unit.name), lambda: self._compute_of(unit))
 
@@ -139,14 +139,33 @@ class FsdpCommunication:
         backward = tuple((name, tuple(n * t.backward.seconds for t in times[name])) for name, n in counts.items())
         return Expression(terms=forward), Expression(terms=backward)
 
-    def _copies(self) -> Iterator[Term]:
+    def copies_of(self, unit: FsdpUnit) -> tuple[Expression, Expression]:
+        """Seconds of copies of one gather of a unit and of one reduction (_copied)."""
+        own, rate = self.parameter_bytes, self._seconds_per_copied_byte
+        found: tuple[list[Expression], list[Expression]] = ([], [])
+        for ep in unit.divisions or (1,):
+            for expressions, shares in zip(found, self._copied(self.mesh.shard // ep), strict=True):
+                expressions.append(scaled(own.of(unit, *shares, ep=ep), rate))
+        return added(*found[0]), added(*found[1])
+
+    @property
+    def _seconds_per_copied_byte(self) -> float:
+        return self.setting.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
+
+    def _copied(self, ranks: int) -> tuple[tuple[tuple[float, BytesOf], ...], tuple[tuple[float, BytesOf], ...]]:
         """FSDP2 gathers and reduces in flat buffers, into which and out of which it copies, one rank's shard too.
 
-        A gather: in from a rank's own shard, which it casts, and out. A reduction: in from a unit's gradients; a single
-        rank's are copied where several's are scattered. [torch 2.13, fsdp/_fully_shard/_fsdp_collectives.py]
+        A gather among `ranks` ranks: in from a rank's own shard, which it casts, and out. A reduction: in from a unit's
+        gradients; a single rank's are copied where several's are scattered.
+        [torch 2.13, fsdp/_fully_shard/_fsdp_collectives.py]
         """
-        rate = self.setting.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
-        steps = self.setting.accumulation_steps
+        is_alone, own = ranks == 1, self.parameter_bytes
+        copies_in = 0.0 if is_alone and self.setting.precision is not Precision.BF16_MIXED else 1 / ranks
+        gathered = ((2.0 + copies_in, own.computed), (copies_in, own.resting))
+        return gathered, ((1.0, own.trained), (3.0 if is_alone else 1.0, own.gradients))
+
+    def _copies(self) -> Iterator[Term]:
+        rate, steps = self._seconds_per_copied_byte, self.setting.accumulation_steps
         own, timed = self.parameter_bytes, self.groups.timed
         every = [(unit, Count(constant=1)) for unit in self.groups.root] + [(kind.unit, kind.count()) for kind in timed]
         again = [(kind.unit, kind.count(reshard=True)) for kind in timed]
@@ -156,11 +175,3 @@ class FsdpCommunication:
                     gathered, reduced = self._copied(self.mesh.shard // ep)
                     expression = own.of(unit, *(gathered if is_again else (*gathered, *reduced)), ep=ep)
                     yield from count.times(Term(name=FSDP_COPIES, expressions=(expression,), weight=rate * steps))
-
-    def _copied(self, ranks: int) -> tuple[tuple[tuple[float, BytesOf], ...], tuple[tuple[float, BytesOf], ...]]:
-        """The shares of parameters' bytes that a gather among some ranks reads and writes, and that a reduction
-        does."""
-        is_alone, own = ranks == 1, self.parameter_bytes
-        copies_in = 0.0 if is_alone and self.setting.precision is not Precision.BF16_MIXED else 1 / ranks
-        gathered = ((2.0 + copies_in, own.computed), (copies_in, own.resting))
-        return gathered, ((1.0, own.trained), (3.0 if is_alone else 1.0, own.gradients))

@@ -71,11 +71,30 @@ class Ledger:
         """Counts `extra` bytes by part for a moment, beside what lives, and notes a new peak."""
         total = self.live_bytes + sum(extra.values())
         if total > self.peak_bytes:
-            parts = Counter(self.live)
-            parts.update(extra)
             self.peak_bytes = total
-            self.peak = Peak(
-                memory_bytes={name: float(count) for name, count in parts.items() if count > 0},
-                during=self.during,
-                module=self.module,
-            )
+            self.peak = Peak(memory_bytes=self._held(extra), during=self.during, module=self.module)
+
+    def _held(self, extra: Mapping[str, float]) -> dict[str, float]:
+        """Bytes by part of what lives and of `extra`."""
+        parts = Counter(self.live)
+        parts.update(extra)
+        return {name: float(count) for name, count in parts.items() if count > 0}
+
+
+@dataclass(slots=True)
+class Course(Ledger):
+    """A ledger that also notes the course of memory: while a module runs in a pass, the most bytes at once."""
+
+    moments: list[Peak] = field(default_factory=list)
+
+    def pass_by(self, extra: Mapping[str, float]) -> None:
+        """Notes a new peak, and a moment that is above the others of its module."""
+        Ledger.pass_by(self, extra)
+        last = self.moments[-1] if self.moments else None
+        is_same = last is not None and (last.during, last.module) == (self.during, self.module)
+        if last is not None and is_same and self.live_bytes + sum(extra.values()) <= last.num_bytes:
+            return
+        moment = Peak(memory_bytes=self._held(extra), during=self.during, module=self.module)
+        if is_same:
+            self.moments.pop()
+        self.moments.append(moment)

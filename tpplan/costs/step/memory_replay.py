@@ -13,7 +13,7 @@ from tpplan.costs.execute import Executor
 from tpplan.costs.saved_tensors import local_bytes
 from tpplan.costs.step.activation_lifetimes import Lifetimes, Run, Storage
 from tpplan.costs.step.fsdp_memory import Shards
-from tpplan.costs.step.memory_ledger import Ledger, Peak, Piece
+from tpplan.costs.step.memory_ledger import Course, Ledger, Peak, Piece
 from tpplan.costs.step.parameter_bytes import Weights
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import has_partial_gradient, reading_name
@@ -26,6 +26,14 @@ def memory(assignment: Assignment, executor: Executor) -> Peak:
     return _Replay(assignment, Lifetimes(assignment, executor)).peak()
 
 
+def course(assignment: Assignment, executor: Executor) -> tuple[Peak, ...]:
+    """The most that a rank holds in bytes while each module runs, from the first node of a step to its end; of several
+    micro-batches, those that the peak is looked for in. The largest of them is that of `memory`."""
+    ledger = Course()
+    _Replay(assignment, Lifetimes(assignment, executor), ledger).peak()
+    return tuple(ledger.moments)
+
+
 def kept_bytes(assignment: Assignment, executor: Executor) -> float:
     """Bytes of activations that a rank holds between a micro-batch's forward and its backward."""
     replay = _Replay(assignment, Lifetimes(assignment, executor))
@@ -36,12 +44,12 @@ def kept_bytes(assignment: Assignment, executor: Executor) -> float:
 class _Replay:
     """The live memory of a step that is replayed: activations by storage, gradients by value."""
 
-    def __init__(self, assignment: Assignment, lifetimes: Lifetimes) -> None:
+    def __init__(self, assignment: Assignment, lifetimes: Lifetimes, ledger: Ledger | None = None) -> None:
         self.assignment = assignment
         self.lifetimes = lifetimes
         self.graph = assignment.graph
         self.nodes = self.graph.nodes
-        self.ledger = Ledger()
+        self.ledger = ledger or Ledger()
         self.weights = Weights(assignment=assignment)
         self.parameters = {source.result: source for source in self.graph.parameters}
         self.is_averaged = assignment.num_averages is not None

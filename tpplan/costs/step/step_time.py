@@ -81,7 +81,7 @@ def price(
     """Everything that an assignment costs on a machine. The limit, by default the profile's memory, changes nothing but
     the prediction's own limit. Raises ProfileError for what the profile does not cover."""
     formulation = formulated(assignment, profile, gpus_per_node, executor, memory_limit_bytes=memory_limit_bytes)
-    step, peak = _step_time(assignment, formulation), memory(assignment, executor)
+    step, peak = time_of(assignment, formulation), memory(assignment, executor)
     seconds = _OpSeconds(formulation)
     predicted = Prediction(
         step_time_s=float(sum(step.time_s.values())),
@@ -136,7 +136,7 @@ def with_peak(predicted: Prediction, peak: Peak) -> Prediction:
 
 def step_time(assignment: Assignment, profile: HardwareProfile, gpus_per_node: int, executor: Executor) -> StepTime:
     """Seconds of a step of an assignment by part. Raises ProfileError for what the profile does not cover."""
-    return _step_time(assignment, formulated(assignment, profile, gpus_per_node, executor))
+    return time_of(assignment, formulated(assignment, profile, gpus_per_node, executor))
 
 
 def formulated(
@@ -177,7 +177,8 @@ def guesses(assignment: Assignment, executor: Executor) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _step_time(assignment: Assignment, formulation: Formulation) -> StepTime:
+def time_of(assignment: Assignment, formulation: Formulation) -> StepTime:
+    """Seconds of a step by part; `formulation` is that of the assignment alone (formulated)."""
     everything = dict.fromkeys(assignment.strategies, 0)
     assert formulation.unlimited.is_consistent(everything), "the assignment's layouts disagree along an edge"
     time: Counter[str] = Counter()
@@ -193,7 +194,7 @@ def _with_rerun(step: StepTime, assignment: Assignment, formulation: Formulation
     """The time plus that of modules recomputed beside layers, with the same relative error."""
     lifetimes = Lifetimes(assignment, formulation.priced.executor)
     times = {name: own[0] for name, own in formulation.table.items()}
-    again = _rerun(lifetimes, times, formulation.setting.profile.issue_s, assignment.recomputed_within)
+    again = rerun(lifetimes, times, formulation.setting.profile.issue_s, assignment.recomputed_within)
     steps, time_s = assignment.accumulation_steps, dict(step.time_s)
     time_s[RECOMPUTATION] = time_s.get(RECOMPUTATION, 0.0) + steps * again.compute.seconds
     time_s[TENSOR_PARALLEL] = time_s.get(TENSOR_PARALLEL, 0.0) + steps * again.collectives.seconds
@@ -207,7 +208,7 @@ def _with_rerun(step: StepTime, assignment: Assignment, formulation: Formulation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rerun:
+class Rerun:
     """Time that recomputation adds to a micro-batch on a rank: kernels and collectives of the forward that runs again,
     and seconds that a GPU waits for the CPU to issue them."""
 
@@ -216,14 +217,14 @@ class _Rerun:
     waited_s: float
 
 
-def _rerun(
+def rerun(
     lifetimes: Lifetimes, times: Mapping[str, StrategyTime], issue_s: float | None, modules: Collection[str]
-) -> _Rerun:
+) -> Rerun:
     """The time of recomputing those of the recomputed modules that are in `modules`. `times` are by decision; `issue_s`
     are seconds that the CPU takes to issue a kernel, None where nothing waits for it."""
     calls = [[times[name] for name in names] for run, names in lifetimes.run_again() if run.module in modules]
     every = [time for call in calls for time in call]
-    return _Rerun(
+    return Rerun(
         compute=sum((time.forward for time in every), Estimate.zero()),
         collectives=sum((time.forward_collectives for time in every), Estimate.zero()),
         waited_s=sum(_waited_s(call, issue_s) for call in calls),

@@ -19,12 +19,13 @@ from tpplan.search.points.trace_cache import Reuse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sized:
-    """A cluster with its best plan, or with `problem`, why there is none."""
+    """A cluster with its best plan, or with `problem`, why there is none: without `divides` as no mesh divides it."""
 
     cluster: Cluster
     profile: HardwareProfile
     plan: Plan | None
     problem: str = ""
+    divides: bool = True
 
     @property
     def tokens_per_s(self) -> float:
@@ -73,7 +74,8 @@ def size(
         try:
             plan = solve(build_model, example_inputs, cluster=cluster, prove=False, reuse=reuse, **options)
         except (InfeasibleError, IndivisibleError) as error:
-            return Sized(cluster=cluster, profile=profile, plan=None, problem=str(error))
+            divides = not isinstance(error, IndivisibleError)
+            return Sized(cluster=cluster, profile=profile, plan=None, problem=str(error), divides=divides)
         return Sized(cluster=cluster, profile=profile, plan=plan)
 
     for cluster in clusters:

@@ -1,0 +1,106 @@
+"""What would change the plan: the best plans for other numbers of GPUs, batches, lengths and memory limits.
+
+Each point is solved anew, all but the one thing decided as for the plan, and not proven: a curve says what to ask for.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tpplan.core.errors import InfeasibleError, TpplanError, UsageError, VerificationError
+from tpplan.layouts.decision_space import NoLayoutError
+from tpplan.plan.plan import Plan
+from tpplan.plan.step_anatomy import GLOBAL_BATCH, GPUS, MEMORY_LIMIT, SEQUENCE_LENGTH, Curve, Outcome
+from tpplan.search.alternatives import Problem
+
+#: what a value is multiplied with
+FACTORS = (0.25, 0.5, 1, 2, 4)
+MEMORY_FACTORS = (0.5, 0.75, 1, 1.25, 1.5)
+#: errors that say that there is no plan for a value
+_NONE = (InfeasibleError, UsageError, NoLayoutError, VerificationError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """One thing to change: its name, its value in the plan, other values in ascending order, and the options of solve
+    and the samples of a batch for each."""
+
+    name: str
+    now: float
+    values: tuple[float, ...]
+    options: Callable[[float], dict[str, Any]]
+    batch: Callable[[float], int]
+
+
+def curves(
+    problem: Problem, plan: Plan, progress: Callable[[str, int, int], None] = lambda *_: None
+) -> Iterator[Curve]:
+    """Yields a curve for each thing that can be changed; `problem` is as the plan was asked for. `progress` hears after
+    each solve what is changed, and how many of how many values are solved.
+
+    Raises the errors of solve that do not say that a plan is missing.
+    """
+    free = replace(problem, options={**problem.options, "micro_batch": "auto"})
+    for change in _changes(problem, plan):
+        outcomes = []
+        for value in change.values:
+            outcomes.append(_outcome(free, change, value))
+            progress(change.name, len(outcomes), len(change.values))
+        yield Curve(name=change.name, now=change.now, outcomes=tuple(outcomes))
+
+
+def _changes(problem: Problem, plan: Plan) -> Iterator[_Change]:
+    """What there is to change. A batch or length that the problem fixes otherwise (a pinned degree) stays fixed."""
+    batch, cluster, per_node = plan.batch, problem.cluster, problem.cluster.load_profile().gpus_per_node
+
+    def with_gpus(value: float) -> dict[str, Any]:
+        gpus = int(value)
+        nodes = replace(cluster, gpus=gpus, gpus_per_node=min(gpus, max(cluster.gpus_per_node, min(per_node, gpus))))
+        return {"cluster": nodes}
+
+    whole = [value for factor in FACTORS if (value := cluster.gpus * factor) == int(value) and value >= 1]
+    yield _Change(
+        name=GPUS,
+        now=cluster.gpus,
+        values=tuple(whole),
+        options=with_gpus,
+        batch=lambda _: batch.global_batch,
+    )
+    batches = [value for factor in FACTORS if (value := batch.global_batch * factor) == int(value) and value >= 1]
+    yield _Change(
+        name=GLOBAL_BATCH,
+        now=batch.global_batch,
+        values=tuple(batches),
+        options=lambda value: {"global_batch": int(value)},
+        batch=int,
+    )
+    if batch.seq_len > 1:
+        lengths = [value for factor in FACTORS if (value := batch.seq_len * factor) == int(value) and value >= 1]
+        yield _Change(
+            name=SEQUENCE_LENGTH,
+            now=batch.seq_len,
+            values=tuple(lengths),
+            options=lambda value: {"seq_len": int(value)},
+            batch=lambda _: batch.global_batch,
+        )
+    limit = plan.predicted.memory_limit_bytes
+    if limit:
+        yield _Change(
+            name=MEMORY_LIMIT,
+            now=limit,
+            values=tuple(limit * factor for factor in MEMORY_FACTORS),
+            options=lambda value: {"memory_limit_bytes": value},
+            batch=lambda _: batch.global_batch,
+        )
+
+
+def _outcome(problem: Problem, change: _Change, value: float) -> Outcome:
+    try:
+        plan = problem.solve(**change.options(value), prove=False)
+    except TpplanError as error:
+        if not isinstance(error, _NONE):
+            raise
+        return Outcome(value=value, problem=str(error).splitlines()[0])
+    seconds = plan.predicted.step_time_s
+    rate = change.batch(value) / seconds if seconds else None
+    return Outcome(value=value, step_time_s=seconds, samples_per_s=rate, mesh=str(plan.mesh))

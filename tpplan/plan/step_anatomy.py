@@ -1,0 +1,119 @@
+"""What a step is drawn from: when each of its parts runs on one rank, what memory holds meanwhile, and what would
+change. Seconds and bytes are predicted, as those of a plan.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tpplan.plan.plan import Pass
+
+# Names of what curves change
+GPUS, GLOBAL_BATCH, SEQUENCE_LENGTH, MEMORY_LIMIT = "GPUs", "global batch", "sequence length", "memory limit"
+
+
+class Stream(StrEnum):
+    """Where work runs. Kernels and collectives of tp wait for each other; those of the data axes run beside kernels."""
+
+    COMPUTE = "compute"
+    TENSOR = "tensor-parallel"
+    DATA = "data-parallel"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Work on a stream from `start_s` on, in seconds from the start of the step, of a module ("" is the root).
+
+    `part` is the part of the step's time that it adds to; "" for a collective that runs beside kernels, and so adds
+    nothing. The segments with a part follow on each other without gaps.
+    """
+
+    stream: Stream
+    part: str
+    module: str
+    during: Pass
+    start_s: float
+    seconds: float
+
+    @property
+    def end_s(self) -> float:
+        """Seconds from the start of the step to its end."""
+        return self.start_s + self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """The last micro-batch of a step, and what follows it; `earlier` micro-batches, alike, come before it and take
+    `earlier_s` seconds by part."""
+
+    earlier: int
+    earlier_s: Mapping[str, float]
+    segments: tuple[Segment, ...]
+
+    @property
+    def start_s(self) -> float:
+        """Seconds of the earlier micro-batches."""
+        return sum(self.earlier_s.values())
+
+    @property
+    def end_s(self) -> float:
+        """Seconds of the step."""
+        return max((segment.end_s for segment in self.segments), default=self.start_s)
+
+    def seconds_by_part(self) -> dict[str, float]:
+        """Seconds of the whole step by part; they add up to its time."""
+        found = Counter(self.earlier_s)
+        for segment in self.segments:
+            if segment.part:
+                found[segment.part] += segment.seconds  # type: ignore[assignment]
+        return {part: float(seconds) for part, seconds in found.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """The most that a rank holds while a module runs in a pass, in bytes by part; the next one follows in the order of
+    the step."""
+
+    memory_bytes: Mapping[str, float]
+    during: Pass
+    module: str
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of all parts."""
+        return sum(self.memory_bytes.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What solving again gave for a value of what was changed: seconds of the step, samples per second and the mesh;
+    where no plan was found, `problem` says why and the rest is None."""
+
+    value: float
+    step_time_s: float | None = None
+    samples_per_s: float | None = None
+    mesh: str | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """The best plans where one thing, `name`, has other values, in ascending order; `now` is its value in the plan."""
+
+    name: str
+    now: float
+    outcomes: tuple[Outcome, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anatomy:
+    """A step pulled apart: its timeline, its memory from start to end, and curves, where they were asked for.
+
+    `problem` says in what the numbers differ from those of the plan; "" where they are the same.
+    """
+
+    timeline: Timeline
+    moments: tuple[Moment, ...]
+    curves: tuple[Curve, ...] = ()
+    problem: str = ""
