@@ -37,7 +37,7 @@ _NONE: Found = (frozenset(), frozenset())
 
 @dataclass
 class _Finder:
-    """One walk over a graph. Ops at the same place of like blocks whose operands have equal layouts are looked at once."""
+    """One walk over a graph. Ops at one place of like blocks, whose operands have equal layouts, are looked at once."""
 
     graph: ModelGraph
     strategies: Callable[[Call], Iterable[Strategy]]

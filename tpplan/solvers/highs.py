@@ -101,8 +101,9 @@ def _relax(highs: highspy.Highs, program: Program, known: dict[Hashable, object]
     the same decisions. HiGHS's presolve takes longer than it saves here."""
     shape = program.num_columns, program.num_rows
     highs.setOptionValue("presolve", "off")
-    if shape in known:
-        highs.setBasis(known[shape])
+    basis = known.get(shape)
+    if isinstance(basis, highspy.HighsBasis):
+        highs.setBasis(basis)
     _execute(highs)
     if highs.getModelStatus() == highspy.HighsModelStatus.kOptimal:
         known[shape] = highs.getBasis()

@@ -127,8 +127,8 @@ class Conflict:
 
 @dataclass(slots=True)
 class Shared:
-    """A cache for problems with the same nodes and edges: solvers' results, what they found of the last relaxations, and
-    what was last validated."""
+    """A cache for problems with the same nodes and edges: solvers' results, what they keep of relaxations, and what was
+    last validated."""
 
     edges: tuple[Edge, ...] = ()
     found: dict[tuple[Node, ...], object] = field(default_factory=dict)
