@@ -1,9 +1,10 @@
 """Do two checkouts of tpplan make the same plans, and at what cost? For changes that are to leave plans as they are.
 
-    python scripts/evidence/same_plans.py OTHER_CHECKOUT [SETTING ...] [--out table.json]
+    python scripts/evidence/same_plans.py OTHER_CHECKOUT [SETTING ...] [--but-counts] [--out table.json]
 
 Solves each setting below with this checkout and with the other one, each in a process of its own, and compares the plan
-files byte for byte, versions and the seconds that solving took left out. Printed are CPU seconds and peak memory of
+files byte for byte, versions and the seconds that solving took left out; with --but-counts also how many points were
+tried and skipped, for changes to the search. Printed are CPU seconds and peak memory of
 both. Exit code 1 where a plan differs; the first line that does is printed.
 
 Settings: examples, Hugging Face models, experts, images; tp 1 to 16; memory binding and not; pins; micro-batch decided
@@ -74,6 +75,10 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 
 
+#: what a plan's certificate says of the search and not of the plan
+_COUNTS = ("meshes_tried", "skipped")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
     """What one checkout made of a setting: the lines of its plan, or what it said instead; CPU seconds, peak GB."""
@@ -83,7 +88,7 @@ class Made:
     gb: float
 
 
-def solve(checkout: Path, arguments: tuple[str, ...], folder: Path) -> Made:
+def solve(checkout: Path, arguments: tuple[str, ...], folder: Path, *, with_counts: bool) -> Made:
     """Solves one setting with one checkout, in a process of its own."""
     model, *options = arguments
     place = f"hf:{folder / model.removeprefix('hf:')}" if model.startswith("hf:") else str(EXAMPLES / model)
@@ -94,12 +99,18 @@ def solve(checkout: Path, arguments: tuple[str, ...], folder: Path) -> Made:
     ran = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     *said, used = ran.stdout.splitlines()
     cpu_s, gb = map(float, used.split())
-    lines = _lines(json.loads(out.read_text())) if out.exists() else (*said, *ran.stderr.splitlines())
+    lines = (
+        _lines(json.loads(out.read_text()), with_counts=with_counts)
+        if out.exists()
+        else (*said, *ran.stderr.splitlines())
+    )
     return Made(lines=lines, cpu_s=cpu_s, gb=gb)
 
 
-def _lines(plan: dict[str, Any]) -> tuple[str, ...]:
+def _lines(plan: dict[str, Any], *, with_counts: bool) -> tuple[str, ...]:
     """A plan's text without its versions."""
+    if not with_counts:
+        plan["solver"] = {key: value for key, value in plan["solver"].items() if key not in _COUNTS}
     return tuple(json.dumps({key: plan[key] for key in plan if key != "versions"}, indent=1).splitlines())
 
 
@@ -120,6 +131,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="a checkout of tpplan to compare with")
     parser.add_argument("settings", nargs="*", metavar="SETTING", help="default: all")
+    parser.add_argument("--but-counts", action="store_true", help="points that were tried and skipped may differ")
     parser.add_argument("--out", type=Path, help="write the table here as JSON")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.settings if name not in SETTINGS]:
@@ -132,7 +144,10 @@ def main() -> int:
             (folder / name).mkdir()
             (folder / name / "config.json").write_text(json.dumps(config))
         for name in arguments.settings or SETTINGS:
-            now, before = (solve(root, SETTINGS[name], folder) for root in (ROOT, arguments.other.resolve()))
+            now, before = (
+                solve(root, SETTINGS[name], folder, with_counts=not arguments.but_counts)
+                for root in (ROOT, arguments.other.resolve())
+            )
             is_like = now.lines == before.lines
             num_unlike += not is_like
             sums = f"{now.cpu_s:8.1f}{before.cpu_s:8.1f}{now.gb:7.2f}{before.gb:8.2f}"

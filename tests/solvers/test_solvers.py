@@ -22,6 +22,7 @@ from tpplan.solvers.problem import (
     Node,
     Problem,
     Resource,
+    Shared,
     Solution,
     Split,
     Status,
@@ -215,6 +216,53 @@ def test_ilp_matches_brute_force(solver: str, batch: int) -> None:
         assert_truthful(problem, actual)
         assert actual.objective == pytest.approx(expected.objective, rel=1e-9, abs=1e-30), f"seed {seed}"
         assert actual.bound == pytest.approx(expected.objective, rel=1e-9, abs=1e-30), f"seed {seed}"
+
+
+@pytest.mark.parametrize("solver", ILP_SOLVERS)
+def test_a_cutoff_leaves_the_optimum_or_a_bound_below_it(solver: str) -> None:
+    """Above the optimum it changes nothing; below it there is a bound between both, or still the optimum."""
+    num_bounded = 0
+    for seed in range(0, NUM_RANDOM_PROBLEMS, 2 if solver == "highs" else 20):
+        problem = random_problem(seed)
+        expected = solvers.solve(problem, solver="brute-force")
+        for share in (2.0, 1.01, 1 + 1e-8, 0.99, 0.5):
+            cutoff = 1.0 if expected.objective is None else share * expected.objective
+            actual = solvers.solve(problem, solver=solver, cutoff=cutoff)
+            if actual.status is Status.BOUNDED:
+                assert expected.objective is None or share < 1, f"seed {seed}"
+                assert actual.bound is not None
+                assert cutoff < actual.bound, f"seed {seed}"
+                if expected.objective is not None:
+                    assert actual.bound <= expected.objective * (1 + 1e-9), f"seed {seed}"
+                num_bounded += 1
+                continue
+            assert actual.status is expected.status, f"seed {seed}"
+            if expected.objective is not None:
+                assert_truthful(problem, actual)
+                assert actual.objective == pytest.approx(expected.objective, rel=1e-9, abs=1e-30), f"seed {seed}"
+    assert num_bounded >= 10
+
+
+def test_a_relaxation_that_starts_at_another_ones_end_bounds_the_optimum() -> None:
+    """Problems with the same nodes and edges share the basis: each with other prices, and a last one as at first."""
+    num_bounded = 0
+    for seed in range(0, NUM_RANDOM_PROBLEMS, 2):
+        problem, rng = random_problem(seed), random.Random(seed)
+        parts = tuple(problem.parts)
+        dearer = tuple(random_term(rng, problem.nodes, 1.0, parts) for _ in range(3)) if problem.objective else ()
+        alone = solvers.solve(replace(problem, shared=Shared()), solver="highs", is_relaxed=True)
+        for own in (problem, replace(problem, objective=dearer), problem):
+            expected = solvers.solve(own, solver="brute-force")
+            actual = solvers.solve(own, solver="highs", is_relaxed=True)
+            if expected.objective is None or actual.bound is None:
+                assert expected.objective is None, f"seed {seed}"
+                continue
+            assert actual.bound <= expected.objective * (1 + 1e-9) + 1e-30, f"seed {seed}"
+            num_bounded += actual.status is Status.BOUNDED
+        assert (actual.bound is None) == (alone.bound is None), f"seed {seed}"
+        if actual.bound is not None:
+            assert actual.bound == pytest.approx(alone.bound, rel=1e-5, abs=1e-30), f"seed {seed}"
+    assert num_bounded >= 10
 
 
 def random_conflicts(rng: random.Random, problem: Problem, choice: Choice) -> tuple[Conflict, ...]:

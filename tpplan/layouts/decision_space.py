@@ -178,7 +178,7 @@ def build_space(
     found: dict[str, tuple[Strategy, ...]] = {}
     for representative, names in members.items():
         options = builder.options(builder.deciders[representative])
-        for name in names:
+        for name in filter(builder.bound.__contains__, names):
             options = builder.keeping_contract(builder.deciders[name], options)
         if tp == 1:
             options = tuple(s for s in options if {*s.operands, *s.results} <= {R})
@@ -221,10 +221,12 @@ class _Builder:
         self.fixed = {source.result for source in graph.sources if source.kind is not SourceKind.PARAMETER}
         self.whole_outputs = _whole_outputs(graph, unused_outputs)
         self.left = {value for path, value in graph.outputs if path.startswith(LEFT_AT)}
-        self.converting = _converting_boundaries(graph)
+        self.converting = graph.once(_converting_boundaries, lambda: _converting_boundaries(graph))
         self.extra = find_extra_layouts(graph, tp) if tp > 1 else {}
         self.written_later = crossings_before_writes(graph)
         self.deciders = deciders_of(graph)
+        #: names of the decisions of which the contract with the user forbids strategies
+        self.bound = graph.once(("bound", unused_outputs), lambda: frozenset(self._bound()))
 
     def options(self, decider: Decider) -> tuple[Strategy, ...]:
         """The decision's strategies that its rule allows."""
@@ -241,17 +243,25 @@ class _Builder:
         """The strategies that read inputs, buffers and constants as R and give outputs as R."""
         if isinstance(decider, Reading):
             return options
-        fixed = [i for i, name in enumerate(decider.operands) if name in self.fixed]
-        whole = [i for i, name in enumerate(decider.results) if name in self.whole_outputs]
-        leaves = isinstance(decider, Boundary) and decider.leaves_model
-        given = [i for i, name in enumerate(decider.results) if name in self.left or leaves]
-        if not (fixed or whole or given):
-            return options
+        fixed, whole, given = self._kept(decider)
         # Outputs that reach the user are whole or slices; a summand would be wrong silently.
         options = tuple(s for s in options if all(s.results[i].is_plain for i in given))
         return tuple(
             s for s in options if all(s.operands[i] == R for i in fixed) and all(s.results[i] == R for i in whole)
         )
+
+    def _kept(self, node: Op | Boundary) -> tuple[list[int], list[int], list[int]]:
+        """The positions of operands that are read as R, of results that are given as R, and of results that reach the
+        user or stay behind on a module."""
+        leaves = isinstance(node, Boundary) and node.leaves_model
+        return (
+            [i for i, name in enumerate(node.operands) if name in self.fixed],
+            [i for i, name in enumerate(node.results) if name in self.whole_outputs],
+            [i for i, name in enumerate(node.results) if name in self.left or leaves],
+        )
+
+    def _bound(self) -> Iterator[str]:
+        return (node.name for node in self.graph.nodes if any(self._kept(node)))
 
     def _boundary_options(self, boundary: Boundary) -> tuple[Strategy, ...]:
         value = self.graph.values[boundary.operand]

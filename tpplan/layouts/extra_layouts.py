@@ -10,12 +10,17 @@ from tpplan.layouts.stacked_dims import stacked_dims
 
 def find_extra_layouts(graph: ModelGraph, tp: int) -> Extra:
     """Value name -> its S(d; parts) and S(d)/m layouts, for the values of the graph that may have any on tp ranks."""
-    fused = graph.once(fused_dims, lambda: fused_dims(graph, lambda call: call_strategies(call, 1)))
+    by_parts = graph.once(_layouts_by_parts, lambda: _layouts_by_parts(graph))
     copied = copied_dims(graph, lambda call: call_strategies(call, tp))
-    by_parts = {
-        name: frozenset(S(dim, *parts) for dim, found in dims.items() for parts in found)
-        for name, dims in fused.items()
+    return {**by_parts, **{name: by_parts.get(name, frozenset()) | layouts for name, layouts in copied.items()}}
+
+
+def _layouts_by_parts(graph: ModelGraph) -> Extra:
+    """Value name -> its layouts S(d; parts) of a fused or stacked dim, on any number of ranks."""
+    fused = fused_dims(graph, lambda call: call_strategies(call, 1))
+    found = {
+        name: frozenset(S(dim, *parts) for dim, own in dims.items() for parts in own) for name, dims in fused.items()
     }
-    found = (by_parts, copied, stacked_dims(graph, lambda call: call_strategies(call, 1)))
-    names = dict.fromkeys(name for layouts in found for name in layouts)
-    return {name: frozenset().union(*(layouts.get(name, ()) for layouts in found)) for name in names}
+    for name, layouts in stacked_dims(graph, lambda call: call_strategies(call, 1)).items():
+        found[name] = found.get(name, frozenset()) | layouts
+    return found

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from tpplan.core.graph import Boundary, ModelGraph
 from tpplan.core.layout import Layout, S
+from tpplan.core.repeated_blocks import like_ops
 from tpplan.layouts.fused_dims import matrices
 from tpplan.layouts.rules.call import Call, Strategy
 from tpplan.layouts.rules.views import RESHAPES, regrouped
@@ -36,7 +37,7 @@ _NONE: Found = (frozenset(), frozenset())
 
 @dataclass
 class _Finder:
-    """One walk over a graph. Like calls whose operands have like layouts, as in repeated layers, are looked at once."""
+    """One walk over a graph. Ops at one place of like blocks, whose operands have equal layouts, are looked at once."""
 
     graph: ModelGraph
     strategies: Callable[[Call], Iterable[Strategy]]
@@ -48,6 +49,7 @@ class _Finder:
         for name in matrices(self.graph):
             dims = range(len(self.graph.values[name].shape))
             self.layouts[name] = frozenset(map(S, dims)), frozenset()
+        like = like_ops(self.graph)
         for node in self.graph.nodes:
             given = tuple(self.layouts.get(name, _NONE) for name in node.operands)
             if not any(any(own) for own in given):
@@ -55,11 +57,9 @@ class _Finder:
             if isinstance(node, Boundary):
                 self._add(node.result, given[0])
                 continue
-            call = Call.of(self.graph, node)
-            like = call.anonymous()
-            key = like, repr((like.args, like.kwargs)), given
+            key = like[node.name], given
             if key not in self.known:
-                self.known[key] = self._handed_on(like, given)
+                self.known[key] = self._handed_on(Call.of(self.graph, node), given)
             for name, found in zip(node.results, self.known[key], strict=True):
                 self._add(name, found)
         return {name: stacked for name, (_, stacked) in self.layouts.items() if stacked}

@@ -56,8 +56,9 @@ def solve(
     """The cheapest feasible choice, found by the named solver or else by the first installed one.
 
     `time_limit_s` limits the solver's time; when it expires, the status is FEASIBLE and the bound tells how far off the
-    choice may be. A resource may exceed its limit by a relative 1e-9. Where every choice costs more than `cutoff`, the
-    status may be BOUNDED with a bound above it. With is_relaxed, a BOUNDED solution of the linear relaxation is enough.
+    choice may be. A resource may exceed its limit by a relative 1e-9. Where every choice costs more than `cutoff`, or
+    none is feasible, the status may be BOUNDED with a bound above it. With is_relaxed, a BOUNDED solution of the linear
+    relaxation is enough.
 
     Raises UsageError for an unknown solver or a time limit that is not positive, SolverError where no solver is
     installed or no feasible choice was found in time.

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from collections.abc import Hashable
 
 import numpy as np
 import pulp
@@ -32,9 +33,14 @@ def solve(
 
 
 def _run(
-    program: Program, time_limit_s: float | None, *, cutoff: float = math.inf, is_relaxed: bool = False
+    program: Program,
+    time_limit_s: float | None,
+    *,
+    cutoff: float = math.inf,
+    is_relaxed: bool = False,
+    known: dict[Hashable, object] | None = None,
 ) -> milp.Outcome:
-    """Runs CBC on the integer program, ignoring cutoff and is_relaxed.
+    """Runs CBC on the integer program, ignoring cutoff, is_relaxed and known.
 
     CBC does not report its bound; where it is stopped early, the bound is the optimum of the linear relaxation.
     """

@@ -26,7 +26,7 @@ solved again in a unit that fits.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
@@ -48,6 +48,9 @@ PRICE_TOLERANCE = 1e-6
 
 #: error of a solver's bound, in the units above: a sum of as many tolerances as there are rows
 BOUND_MARGIN = 1e-7
+
+#: relative excess over a cutoff of choices that are still looked at: equal optima of two problems differ by less
+CUTOFF_TOLERANCE = 1e-6
 
 #: largest ratio of the objective's coefficients to its unit
 MAX_OBJECTIVE_RANGE = 1e3
@@ -89,10 +92,16 @@ class Model:
 
 class Run(Protocol):
     """Runs a program for at most time_limit_s seconds. Solutions above `cutoff` may be missed; with is_relaxed, the
-    linear relaxation is enough."""
+    linear relaxation is enough, and it may start where the one before ended, which `known` is for."""
 
     def __call__(
-        self, program: Program, time_limit_s: float | None, *, cutoff: float = math.inf, is_relaxed: bool = False
+        self,
+        program: Program,
+        time_limit_s: float | None,
+        *,
+        cutoff: float = math.inf,
+        is_relaxed: bool = False,
+        known: dict[Hashable, object] | None = None,
     ) -> Outcome: ...
 
 
@@ -107,11 +116,26 @@ def solve(
 ) -> Solution:
     """Presolves, builds, runs and checks. `solver` is the name in the Solution.
 
+    Columns of choices that cost more than the cutoff are dropped, unless the relaxation is enough: it is to tell
+    whether anything fits at all.
+
     Raises SolverError where time_limit_s was too short to find a feasible choice.
     """
-    started = time.monotonic()
     task = _Task(problem=problem, solver=solver, run=run, cutoff=cutoff, is_relaxed=is_relaxed)
-    first, unit = task.attempt(time_limit_s, ceiling=math.inf)
+    found = _solved(task, time_limit_s)
+    if found.bound is None or task.ceiling == math.inf:
+        return found
+    # A choice with a dropped column costs more than the ceiling.
+    bound = min(found.bound, task.ceiling)
+    if bound > cutoff:
+        return Solution(status=Status.BOUNDED, solver=solver, bound=bound)
+    return replace(found, bound=bound)
+
+
+def _solved(task: "_Task", time_limit_s: float | None) -> Solution:
+    """The solution among the choices up to the task's ceiling."""
+    started, solver = time.monotonic(), task.solver
+    first, unit = task.attempt(time_limit_s, ceiling=task.ceiling)
     if first is None:
         raise SolverError(
             f"{solver}: found no feasible choice in {time_limit_s} s, and no proof that there is none; "
@@ -139,22 +163,34 @@ class _Task:
     cutoff: float
     is_relaxed: bool
 
+    @property
+    def ceiling(self) -> float:
+        """The objective above which no choice matters."""
+        if self.is_relaxed:
+            return math.inf
+        return self.cutoff + CUTOFF_TOLERANCE * abs(self.cutoff)
+
     def attempt(self, time_limit_s: float | None, *, ceiling: float) -> tuple[Solution | None, float]:
         """(solution, unit of the objective) of one run among choices up to `ceiling`; (None, unit) when out of time."""
         solver = self.solver
         reduced = reduce(self.problem, ceiling=ceiling)
         if reduced is None:
+            if ceiling < math.inf and reduce(self.problem) is not None:
+                return Solution(status=Status.BOUNDED, solver=solver, bound=ceiling), 0.0
             return Solution(status=Status.INFEASIBLE, solver=solver), 0.0
         if reduced.objective.low > self.cutoff:
             return Solution(status=Status.BOUNDED, solver=solver, bound=reduced.objective.low), 0.0
         model = build(reduced)
         outcome = Outcome(status=Status.OPTIMAL, objective=0.0, values=np.zeros(0))
         if model.program.num_columns:
+            known = self.problem.shared.relaxed
             scaled = (self.cutoff - model.offset) / model.unit if model.unit else math.inf
-            outcome = self.run(model.program, time_limit_s, cutoff=scaled, is_relaxed=self.is_relaxed)
+            outcome = self.run(model.program, time_limit_s, cutoff=scaled, is_relaxed=self.is_relaxed, known=known)
         match outcome.status:
             case None:
                 return None, model.unit
+            case Status.INFEASIBLE if ceiling < math.inf:
+                return Solution(status=Status.BOUNDED, solver=solver, bound=ceiling), model.unit
             case Status.INFEASIBLE:
                 return Solution(status=Status.INFEASIBLE, solver=solver), model.unit
             case Status.BOUNDED:

@@ -14,7 +14,7 @@ it exactly. c is 1, or the number n_q of a part, for costs that count once per m
 of its maximum depending on which parts are empty.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -127,10 +127,12 @@ class Conflict:
 
 @dataclass(slots=True)
 class Shared:
-    """A cache for problems with the same nodes and edges: solvers' results, and what was last validated."""
+    """A cache for problems with the same nodes and edges: solvers' results, what they keep of relaxations, and what was
+    last validated."""
 
     edges: tuple[Edge, ...] = ()
     found: dict[tuple[Node, ...], object] = field(default_factory=dict)
+    relaxed: dict[Hashable, object] = field(default_factory=dict)
     valid: tuple[tuple[Node, ...], tuple[Edge, ...], tuple[Term, ...], tuple[Split, ...]] = ((), (), (), ())
 
 

@@ -301,25 +301,25 @@ class Formulation:
         if not rate:
             return
         key = "summands", self.setting.precision, self.parameter_bytes.ranks
-        summands = self.priced.once(key, lambda: Counter(self._summands()))
-        for expressions, number in summands.items():
+        for expressions, number in self.priced.once(key, lambda: tuple(self._summands())):
             yield Term(name=TP_REDUCTION, expressions=expressions, weight=rate / self.mesh.shard * number)
 
-    def _summands(self) -> Iterator[tuple[Expression, ...]]:
-        """Bytes of each parameter's gradient where any of its readings, of which the largest counts, is R*."""
-        for readings in self.space.readings.values():
-            if not readings:
-                continue
-            own = self.parameter_bytes
-            gradient = own.filled(readings[0].parameter, own.gradients, R)
+    def _summands(self) -> Iterator[tuple[tuple[Expression, ...], int]]:
+        """Bytes of a parameter's gradient where any of its readings, of which the largest counts, is R*; with the
+        number of equal parameters."""
+        own = self.parameter_bytes
+        alike: Counter[tuple[tuple[str, ...], float]] = Counter()
+        for readings in filter(None, self.space.readings.values()):
             # Once for a parameter, if any of its readings is R*.
-            names = dict.fromkeys(self.space.classes[reading.name] for reading in readings)
-            vectors = {
-                name: tuple(gradient if has_partial_gradient(s) else 0.0 for s in self.space.strategies[name])
+            names = tuple(dict.fromkeys(self.space.classes[reading.name] for reading in readings))
+            alike[names, own.filled(readings[0].parameter, own.gradients, R)] += 1
+        for (names, gradient), number in alike.items():
+            vectors = [
+                tuple(gradient if has_partial_gradient(s) else 0.0 for s in self.space.strategies[name])
                 for name in names
-            }
-            if any(any(vector) for vector in vectors.values()):
-                yield tuple(Expression(terms=(item,)) for item in vectors.items())
+            ]
+            if any(map(any, vectors)):
+                yield tuple(Expression(terms=(item,)) for item in zip(names, vectors, strict=True)), number
 
     def _accumulation(self) -> Iterator[Term]:
         """Seconds of adding each micro-batch's gradients to the earlier ones', on every rank its shard."""
