@@ -25,7 +25,7 @@ from tpplan.plan.parts import (
 )
 from tpplan.plan.plan import Pass, Plan, Recompute
 from tpplan.plan.step_anatomy import Anatomy, Stream
-from tpplan.search.alternatives import Problem, options_of
+from tpplan.search.comparisons.alternatives import Problem, options_of
 from tpplan.search.points.options import Cluster
 from tpplan.search.points.trace_cache import Reuse
 

@@ -11,7 +11,7 @@ from tpplan.core.errors import InfeasibleError, TpplanError, UsageError, Verific
 from tpplan.layouts.decision_space import NoLayoutError
 from tpplan.plan.plan import Plan
 from tpplan.plan.step_anatomy import GLOBAL_BATCH, GPUS, MEMORY_LIMIT, SEQUENCE_LENGTH, Curve, Outcome
-from tpplan.search.alternatives import Problem
+from tpplan.search.comparisons.alternatives import Problem
 
 #: what a value is multiplied with
 FACTORS = (0.25, 0.5, 1, 2, 4)

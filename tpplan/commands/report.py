@@ -24,7 +24,7 @@ from tpplan.search.points.user_model import load_model_file
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from tpplan.search.alternatives import Problem
+    from tpplan.search.comparisons.alternatives import Problem
     from tpplan.search.points.trace_cache import Reuse
 
 _EPILOG = """\
@@ -77,7 +77,7 @@ def _anatomy(args: argparse.Namespace, plan: Plan) -> Anatomy:
 
 def _problem(plan: Plan, model: ModelSpec, profile: HardwareProfile, reuse: "Reuse") -> "Problem":
     """What the plan answers, with its pins."""
-    from tpplan.search.alternatives import Problem, options_of
+    from tpplan.search.comparisons.alternatives import Problem, options_of
     from tpplan.search.points.options import Cluster
 
     own = {"loss": model.loss, "unused_outputs": model.unused_outputs}
