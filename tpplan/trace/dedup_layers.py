@@ -12,7 +12,6 @@ differ, layers get classes by what they did, and the model is traced anew, one l
 """
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +23,7 @@ from tpplan.core.errors import ModelError
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.tensors import plain_calls
 from tpplan.trace.answers.concrete_values import ConcreteValues
+from tpplan.trace.forward_arguments import signature_of
 from tpplan.trace.fx_to_graph import NotAlikeError
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.generated_class import BINDING
@@ -147,7 +147,7 @@ class _LikeLayers:
     def forward_of(self, layer: nn.Module, name: str, key: object) -> Callable[..., Any]:
         """The forward for a layer of the group. Layers are alike only where their keys are equal."""
         forward = type(layer).forward
-        own_signature = inspect.signature(layer.forward)
+        own_signature = signature_of(layer)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = pytree.tree_flatten((args, kwargs))

@@ -77,6 +77,17 @@ class _Frame:
     end: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The sources as a traced layer sees them: its own, with what of their labels follows its name; those of all
+    others; the source of each label; and how many there are."""
+
+    own: list[tuple[str, str]]
+    outside: dict[str, None]
+    labels: dict[str, str]
+    count: int
+
+
 @dataclass
 class GraphReader:
     """Turns a program of the model into a ModelGraph. For one use."""
@@ -89,6 +100,8 @@ class GraphReader:
     lines: dict[str, str] = field(default_factory=dict)
     storages: dict[int, str] = field(default_factory=dict)
     frames: dict[str, _Frame] = field(default_factory=dict)
+    #: by the name of a traced layer
+    given: dict[str, _Given] = field(default_factory=dict)
     with_gradient: bool = True
     #: for each tensor with a gradient that is no parameter of the model, an entry of ModelGraph.questions: the trace
     #: takes it for a constant
@@ -100,6 +113,20 @@ class GraphReader:
         first: dict[int, str] = {}
         named = self.model.named_modules(remove_duplicate=False)
         return {name: first.setdefault(id(module), name) for name, module in named}
+
+    def given_to(self, layer: str) -> "_Given":
+        """The sources as a layer sees them."""
+        known = self.given.get(layer)
+        if known is None or known.count != len(self.sources):
+            own = [s for s in self.sources if s.label.startswith(layer + ".")]
+            inside = {source.result for source in own}
+            known = self.given[layer] = _Given(
+                own=[(source.result, source.label.removeprefix(layer)) for source in own],
+                outside={source.result: None for source in self.sources if source.result not in inside},
+                labels={label: source.result for source in self.sources for label in (source.label, *source.aliases)},
+                count=len(self.sources),
+            )
+        return known
 
     def read(self) -> ModelGraph:
         """The graph of the whole program. Raises UnreadableError, ModelError, NotAlikeError."""
@@ -365,27 +392,28 @@ class _Images:
         self.like = like
         self.module = module
         self.made: set[str] = set()
-        self._images: dict[str, str] = {}
-        labels = {label: s.result for s in reader.sources for label in (s.label, *s.aliases)}
-        for source in reader.sources:
-            if source.label.startswith(like + "."):
-                self._images[source.result] = labels[module + source.label.removeprefix(like)]
-            else:
-                self._images[source.result] = source.result
+        given = reader.given_to(like)
+        #: sources outside of the layer, which are their own images
+        self._outside = given.outside
+        self._images = {result: given.labels[module + below] for result, below in given.own}
+        self._storages: dict[str, str] = {}
 
     def bind(self, original: str, image: str) -> None:
         """Maps an input of the traced layer to one of the sibling. Raises NotAlikeError where the two differ."""
         first, second = self.reader.values[original], self.reader.values[image]
         if (first.shape, first.dtype, first.carries_gradient) != (second.shape, second.dtype, second.carries_gradient):
             raise NotAlikeError(f"{self.module} is given other tensors than {self.like}")
-        if self._images.setdefault(original, image) != image:
+        known = original if original in self._outside else self._images.setdefault(original, image)
+        if known != image:
             raise NotAlikeError(f"{self.like} is given one tensor twice, {self.module} two")
 
     def of(self, name: str) -> str:
         """The sibling's value for one of the traced layer. Raises NotAlikeError for a value from outside the layer."""
-        if name not in self._images:
+        if name in self._images:
+            return self._images[name]
+        if name not in self._outside:
             raise NotAlikeError(f"{self.like} reads {name}, which is neither an argument nor its own")
-        return self._images[name]
+        return name
 
     def copy(self, node: Op | Boundary) -> Op | Boundary:
         """The sibling's copy of a node; adds the values of its results. Raises NotAlikeError."""
@@ -397,25 +425,50 @@ class _Images:
             self._images[result] = image
             self.made.add(result)
             value = self.reader.values[result]
-            self.reader.values[image] = replace(value, name=image, storage=self._storage(value.storage))
+            self.reader.values[image] = Value(
+                name=image,
+                shape=value.shape,
+                dtype=value.dtype,
+                carries_gradient=value.carries_gradient,
+                storage=self._storage(value.storage),
+                varying=value.varying,
+                is_read=value.is_read,
+            )
         module = node.module
         if within(module, self.like):
             module = self.reader.first_name(self.module + module.removeprefix(self.like))
         if isinstance(node, Boundary):
-            return replace(node, name=name, module=module, operand=self.of(node.operand), result=name)
+            operand = self.of(node.operand)
+            return Boundary(
+                name=name, module=module, direction=node.direction, path=node.path, operand=operand, result=name
+            )
         args, kwargs = self._arguments(node.args), self._arguments(node.kwargs)
         results = tuple(self.of(result) for result in node.results)
         if node.name in self.reader.lines:
             self.reader.lines[name] = self.reader.lines[node.name]
-        return replace(node, name=name, args=args, kwargs=kwargs, results=results, module=module)
+        return Op(
+            name=name,
+            target=node.target,
+            args=args,
+            kwargs=kwargs,
+            results=results,
+            module=module,
+            is_pointwise=node.is_pointwise,
+        )
 
     def _storage(self, storage: str) -> str:
         """The storage in the sibling for one in the traced layer."""
-        image = self.of(storage) if storage in self._images else None
-        if image is None:
+        if storage not in self._storages:
+            self._storages[storage] = self._image_of_storage(storage)
+        return self._storages[storage]
+
+    def _image_of_storage(self, storage: str) -> str:
+        if storage in self._images or storage in self._outside:
+            image = self.of(storage)
+        else:
             # A view of an argument's storage: the argument itself may be a view.
-            owners = [k for k in self._images if self.reader.values[k].storage == storage]
-            image = self.of(owners[0]) if owners else storage
+            owners = (k for k in (*self._outside, *self._images) if self.reader.values[k].storage == storage)
+            image = next(map(self.of, owners), storage)
         return self.reader.values[image].storage if image in self.reader.values else image
 
     def _arguments(self, argument: Any) -> Any:

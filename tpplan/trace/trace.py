@@ -26,7 +26,14 @@ from tpplan.trace.answers.autocast import autocast_on
 from tpplan.trace.answers.planned_device import autocast_device, is_foreign
 from tpplan.trace.answers.unbacked_int import UnknownValueError
 from tpplan.trace.dedup_layers import PlanDigest, like_layers_once
-from tpplan.trace.forward_arguments import Inputs, convert_arguments, forward_inputs, named_tensors, path_of
+from tpplan.trace.forward_arguments import (
+    Inputs,
+    bound_arguments,
+    forward_inputs,
+    is_flat,
+    path_of,
+    tensors_of_call,
+)
 from tpplan.trace.fx_to_graph import GraphReader, NotAlikeError
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.call_rewriting import is_own_code_running, own_code
@@ -106,8 +113,9 @@ class _BoundaryMarks:
 
     cast: BoundaryHook
     running: list[str]
-    #: by module name, for each of its calls that runs: the arguments, and their structure when the call began
-    given: dict[str, list[tuple[Any, pytree.TreeSpec]]] = field(default_factory=dict)
+    #: by module name, for each of its calls that runs: the arguments, and their structure when the call began; None
+    #: where no argument is a container
+    given: dict[str, list[tuple[Any, pytree.TreeSpec | None]]] = field(default_factory=dict)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any, name: str) -> Any:
         """A forward pre-hook: the arguments, their tensors marked. One given several times is marked once, as code may
@@ -125,17 +133,19 @@ class _BoundaryMarks:
                 marked[id(tensor)] = self._mark(name, Direction.INPUT, path, tensor)
             return marked[id(tensor)]
 
-        convert_arguments(module, args, kwargs, note)
-        changed = convert_arguments(module, args, kwargs, mark)
-        self.given.setdefault(name, []).append((changed, pytree.tree_structure(changed)))
+        bound = bound_arguments(module, args, kwargs)
+        tensors_of_call(bound, note, is_given=True)
+        values = list(tensors_of_call(bound, mark, is_given=True).values())
+        changed = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+        self.given.setdefault(name, []).append((changed, None if is_flat(bound) else pytree.tree_structure(changed)))
         return changed
 
     def leave(self, output: Any, name: str) -> Any:
         """A forward hook: the output, its tensors marked. Raises ModelError where the arguments have changed."""
         changed, structure = self.given[name].pop()
-        if pytree.tree_structure(changed) != structure:
+        if structure is not None and pytree.tree_structure(changed) != structure:
             raise ModelError(f"module {name or 'the root'} changes a list or dict that it is given: return it instead")
-        return named_tensors({"output": output}, functools.partial(self._mark, name, Direction.OUTPUT))["output"]
+        return tensors_of_call({"output": output}, functools.partial(self._mark, name, Direction.OUTPUT))["output"]
 
     def _mark(self, name: str, direction: Direction, path: str, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):  # an output that an applied plan leaves sharded

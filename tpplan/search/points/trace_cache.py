@@ -103,9 +103,10 @@ class Subject:
     def cast(self, units: tuple[str, ...]) -> BoundaryHook:
         """A hook that casts tensors that enter the root or a unit, as FSDP's mixed precision does."""
 
+        cast_at = frozenset(("", *units)) if self.precision is Precision.BF16_MIXED else frozenset()
+
         def cast(tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
-            enters_unit = direction is Direction.INPUT and (module == "" or module in units)
-            casts = enters_unit and self.precision is Precision.BF16_MIXED
+            casts = direction is Direction.INPUT and module in cast_at
             return _to_bfloat16(tensor) if casts else tensor
 
         return cast
