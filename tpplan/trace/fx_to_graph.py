@@ -128,8 +128,9 @@ class GraphReader:
             )
         return known
 
-    def read(self) -> ModelGraph:
-        """The graph of the whole program. Raises UnreadableError, ModelError, NotAlikeError."""
+    def read(self, *, is_compared: bool = False) -> ModelGraph:
+        """The graph of the whole program. is_compared: it is only compared with another node by node, and says neither
+        which values are read nor which blocks repeat. Raises UnreadableError, ModelError, NotAlikeError."""
         names = self._placeholders()
         outputs = self._walk(self.program.graph_module, names)
         num_returned = len(outputs) - len(self.program.left)
@@ -148,6 +149,8 @@ class GraphReader:
             questions=(*((q.where, q.answer, q.is_choice) for q in self.program.questions), *self.unregistered),
             lines=self.lines,
         )
+        if is_compared:
+            return graph
         unread = unread_values(graph)
         values = {name: replace(value, is_read=name not in unread) for name, value in self.values.items()}
         return find_repeated_blocks(replace(graph, values=values) if unread else graph)

@@ -198,6 +198,7 @@ def trace(
     opaques: Opaques | None = None,
     fresh: Callable[[], nn.Module] | None = None,
     notes_calls: bool = False,
+    is_compared: bool = False,
 ) -> ModelGraph:
     """The graph of one training forward, loss included, at the shapes of `inputs`.
 
@@ -209,6 +210,8 @@ def trace(
     opaques: the modules that run whole, each as one operator.
     fresh: gives another copy of the model, in which nothing has run yet, for each further run.
     notes_calls: whether what modules call goes into the graph's `calls`.
+    is_compared: whether the graph is only compared with another one, node by node; then it has no `blocks`, and all its
+        values are said to be read.
 
     Raises TraceError where the forward raises, naming the module that was running and the original error; ReplacedError
     where the forward replaced a module or parameter; ModelError where forward does not take the inputs.
@@ -221,6 +224,7 @@ def trace(
         otherwise=otherwise,
         opaques=opaques or Opaques(),
         notes_calls=notes_calls,
+        is_compared=is_compared,
     )
     copies = itertools.chain([lambda: model], itertools.repeat(fresh or (lambda: model)))
     graph, program = _run_deduplicated(request, copies, extra=0)
@@ -245,6 +249,7 @@ class _TraceArguments:
     otherwise: frozenset[int]
     opaques: Opaques
     notes_calls: bool
+    is_compared: bool
 
 
 def _run_deduplicated(
@@ -382,7 +387,7 @@ def _run(
             error = explained(stopped, model, request.inputs, running, has_loss=request.loss is not None)
             raise error from stopped.__cause__
         check_modules(model, modules, parameters)
-        graph = GraphReader(model, program).read()
+        graph = GraphReader(model, program).read(is_compared=request.is_compared)
         return replace(graph, calls=_digests(calling)) if calling is not None else graph, program
 
 

@@ -233,8 +233,9 @@ class TraceCache:
         """The dtypes in which the model's parameters were built, by name."""
         return self._built().dtypes
 
-    def trace_of(self, model: nn.Module, inputs: Inputs) -> tuple[ModelGraph, Opaques]:
-        """The graph of a built model on some inputs, and its opaque modules, which are one op in it."""
+    def trace_of(self, model: nn.Module, inputs: Inputs, *, notes_calls: bool = True) -> tuple[ModelGraph, Opaques]:
+        """The graph of a built model on some inputs, with its calls where `notes_calls`, and its opaque modules, which
+        are one op in it."""
         untouched, cast = accumulated_hooks(model), self.subject.cast(repeated_children(model))
         # A forward may leave tensors of the trace on its module; the proof copies a model that has none.
         graph, opaques = trace_marking(
@@ -245,6 +246,7 @@ class TraceCache:
             cast=cast,
             untouched=untouched,
             whole=self.whole,
+            notes_calls=notes_calls,
         )
         opaques.is_hooked = bool(untouched)
         return graph, opaques
