@@ -24,10 +24,10 @@ from tpplan.torch_internals import pytree
 from tpplan.torch_internals.tensors import plain_calls
 from tpplan.trace.answers.concrete_values import ConcreteValues
 from tpplan.trace.forward_arguments import signature_of
-from tpplan.trace.fx_to_graph import NotAlikeError
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.generated_class import BINDING
 from tpplan.trace.layer_calls import CallLog, contents, untraced
+from tpplan.trace.layer_images import NotAlikeError
 
 #: gives for a module's name what an applied plan does inside the module, as a hashable value to compare
 PlanDigest = Callable[[str], object]

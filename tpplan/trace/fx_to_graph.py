@@ -24,7 +24,6 @@ from tpplan.core.graph import (
     SourceKind,
     Value,
     unread_values,
-    within,
 )
 from tpplan.core.repeated_blocks import find_repeated_blocks
 from tpplan.core.units import FLOATING_DTYPES
@@ -35,6 +34,7 @@ from tpplan.torch_internals.operators import is_higher_order, is_pointwise
 from tpplan.torch_internals.tensors import is_of_functorch, storage_key
 from tpplan.trace.forward_arguments import path_of
 from tpplan.trace.hooks.parameter_names import registered_name
+from tpplan.trace.layer_images import Given, LayerImages, NotAlikeError
 from tpplan.trace.record_fx import CONSTANT, DIFFERENTIATED, LINE, SCOPE, Program
 
 #: ops at which autocast begins and ends; they need no node, as dtypes of results say what autocast did
@@ -55,18 +55,6 @@ class CapturedError(UnreadableError):
     """Code reads a parameter of the model past the module that has it, so that it would miss what a plan puts there."""
 
 
-class NotAlikeError(Exception):
-    """A sibling is not like the layer that was traced for it.
-
-    `classes` gives layers a class by name: layers of one class did the same, and so did those that are not listed.
-    Where it is empty, every layer must be traced.
-    """
-
-    def __init__(self, message: str, classes: Mapping[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.classes = dict(classes or {})
-
-
 @dataclass(slots=True)
 class _Frame:
     """The nodes of a traced layer's forward, nodes[start:end], and the values that enter and leave it."""
@@ -75,17 +63,6 @@ class _Frame:
     start: int
     outputs: list[str] = field(default_factory=list)
     end: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """The sources as a traced layer sees them: its own, with what of their labels follows its name; those of all
-    others; the source of each label; and how many there are."""
-
-    own: list[tuple[str, str]]
-    outside: dict[str, None]
-    labels: dict[str, str]
-    count: int
 
 
 @dataclass
@@ -101,7 +78,7 @@ class GraphReader:
     storages: dict[int, str] = field(default_factory=dict)
     frames: dict[str, _Frame] = field(default_factory=dict)
     #: by the name of a traced layer
-    given: dict[str, _Given] = field(default_factory=dict)
+    given: dict[str, Given] = field(default_factory=dict)
     with_gradient: bool = True
     #: for each tensor with a gradient that is no parameter of the model, an entry of ModelGraph.questions: the trace
     #: takes it for a constant
@@ -113,20 +90,6 @@ class GraphReader:
         first: dict[int, str] = {}
         named = self.model.named_modules(remove_duplicate=False)
         return {name: first.setdefault(id(module), name) for name, module in named}
-
-    def given_to(self, layer: str) -> "_Given":
-        """The sources as a layer sees them."""
-        known = self.given.get(layer)
-        if known is None or known.count != len(self.sources):
-            own = [s for s in self.sources if s.label.startswith(layer + ".")]
-            inside = {source.result for source in own}
-            known = self.given[layer] = _Given(
-                own=[(source.result, source.label.removeprefix(layer)) for source in own],
-                outside={source.result: None for source in self.sources if source.result not in inside},
-                labels={label: source.result for source in self.sources for label in (source.label, *source.aliases)},
-                count=len(self.sources),
-            )
-        return known
 
     def read(self, *, is_compared: bool = False) -> ModelGraph:
         """The graph of the whole program. is_compared: it is only compared with another node by node, and says neither
@@ -306,7 +269,10 @@ class GraphReader:
         """Copies the nodes of a traced layer for a sibling, under the sibling's names. Raises NotAlikeError."""
         inputs, module, like = node.args
         frame = self.frames[like]
-        images = _Images(self, like, module)
+        known = self.given.get(like)
+        if known is None or known.count != len(self.sources):
+            known = self.given[like] = Given.of(like, self.sources)
+        images = LayerImages(known, self.values, self.lines, self._fresh, self.first_name, like=like, module=module)
         for original, given in zip(frame.inputs, inputs, strict=True):
             operand = names[given.name]
             assert isinstance(operand, Ref)
@@ -385,99 +351,6 @@ class GraphReader:
             number += 1
             candidate = f"{name}__{number}"
         return candidate
-
-
-class _Images:
-    """Maps values of a traced layer's forward (`like`) to values of its sibling's (`module`)."""
-
-    def __init__(self, reader: GraphReader, like: str, module: str) -> None:
-        self.reader = reader
-        self.like = like
-        self.module = module
-        self.made: set[str] = set()
-        given = reader.given_to(like)
-        #: sources outside of the layer, which are their own images
-        self._outside = given.outside
-        self._images = {result: given.labels[module + below] for result, below in given.own}
-        self._storages: dict[str, str] = {}
-
-    def bind(self, original: str, image: str) -> None:
-        """Maps an input of the traced layer to one of the sibling. Raises NotAlikeError where the two differ."""
-        first, second = self.reader.values[original], self.reader.values[image]
-        if (first.shape, first.dtype, first.carries_gradient) != (second.shape, second.dtype, second.carries_gradient):
-            raise NotAlikeError(f"{self.module} is given other tensors than {self.like}")
-        known = original if original in self._outside else self._images.setdefault(original, image)
-        if known != image:
-            raise NotAlikeError(f"{self.like} is given one tensor twice, {self.module} two")
-
-    def of(self, name: str) -> str:
-        """The sibling's value for one of the traced layer. Raises NotAlikeError for a value from outside the layer."""
-        if name in self._images:
-            return self._images[name]
-        if name not in self._outside:
-            raise NotAlikeError(f"{self.like} reads {name}, which is neither an argument nor its own")
-        return name
-
-    def copy(self, node: Op | Boundary) -> Op | Boundary:
-        """The sibling's copy of a node; adds the values of its results. Raises NotAlikeError."""
-        if isinstance(node, Op) and base_target(node.target) != node.target and node.operands[0] not in self.made:
-            raise NotAlikeError(f"{self.like} writes to one of its arguments")
-        name = self.reader._fresh(f"{node.name}@{self.module}")
-        for i, result in enumerate(node.results):
-            image = name if result == node.name else f"{name}.{i}"
-            self._images[result] = image
-            self.made.add(result)
-            value = self.reader.values[result]
-            self.reader.values[image] = Value(
-                name=image,
-                shape=value.shape,
-                dtype=value.dtype,
-                carries_gradient=value.carries_gradient,
-                storage=self._storage(value.storage),
-                varying=value.varying,
-                is_read=value.is_read,
-            )
-        module = node.module
-        if within(module, self.like):
-            module = self.reader.first_name(self.module + module.removeprefix(self.like))
-        if isinstance(node, Boundary):
-            operand = self.of(node.operand)
-            return Boundary(
-                name=name, module=module, direction=node.direction, path=node.path, operand=operand, result=name
-            )
-        args, kwargs = self._arguments(node.args), self._arguments(node.kwargs)
-        results = tuple(self.of(result) for result in node.results)
-        if node.name in self.reader.lines:
-            self.reader.lines[name] = self.reader.lines[node.name]
-        return Op(
-            name=name,
-            target=node.target,
-            args=args,
-            kwargs=kwargs,
-            results=results,
-            module=module,
-            is_pointwise=node.is_pointwise,
-        )
-
-    def _storage(self, storage: str) -> str:
-        """The storage in the sibling for one in the traced layer."""
-        if storage not in self._storages:
-            self._storages[storage] = self._image_of_storage(storage)
-        return self._storages[storage]
-
-    def _image_of_storage(self, storage: str) -> str:
-        if storage in self._images or storage in self._outside:
-            image = self.of(storage)
-        else:
-            # A view of an argument's storage: the argument itself may be a view.
-            owners = (k for k in (*self._outside, *self._images) if self.reader.values[k].storage == storage)
-            image = next(map(self.of, owners), storage)
-        return self.reader.values[image].storage if image in self.reader.values else image
-
-    def _arguments(self, argument: Any) -> Any:
-        if isinstance(argument, Ref):
-            return Ref(self.of(argument.name))
-        return tuple(map(self._arguments, argument)) if isinstance(argument, tuple) else argument
 
 
 def _stops(node: torch.fx.Node) -> bool:

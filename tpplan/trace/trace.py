@@ -34,9 +34,10 @@ from tpplan.trace.forward_arguments import (
     path_of,
     tensors_of_call,
 )
-from tpplan.trace.fx_to_graph import GraphReader, NotAlikeError
+from tpplan.trace.fx_to_graph import GraphReader
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.call_rewriting import is_own_code_running, own_code
+from tpplan.trace.layer_images import NotAlikeError
 from tpplan.trace.left_behind import held_tensors, left_behind
 from tpplan.trace.noted_calls import CallNotes, digest
 from tpplan.trace.opaque import Opaques, recording
