@@ -328,11 +328,11 @@ def _hands_rows_on(name: str, boundaries: Mapping[str, BoundaryPlan]) -> bool:
     A module around this one converts them then.
     """
     inputs = boundaries[name].inputs.values() if name in boundaries else ()
-    enters = any(crossing.conversion.target == ROWS for crossing in inputs)
-    leaves = any(
+    if not any(crossing.conversion.target == ROWS for crossing in inputs):
+        return False
+    return not any(
         crossing.conversion.source == ROWS
         for other, boundary in boundaries.items()
         if within(other, name)
         for crossing in boundary.outputs.values()
     )
-    return enters and not leaves

@@ -137,10 +137,14 @@ def _is_needless(assignment: Assignment, original: Op | Boundary, found: str) ->
     graph = assignment.graph
     if original.target == ALIAS:
         return any(source.result == original.operands[0] for source in graph.parameters)
-    written = {graph.values[name].storage for op in graph.ops for name in written_operands(op)}
+    written = graph.once(_written_storages, lambda: _written_storages(graph))
     return original.target == CONTIGUOUS and written.isdisjoint(
         graph.values[name].storage for name in (*original.operands, *original.results)
     )
+
+
+def _written_storages(graph: ModelGraph) -> frozenset[str]:
+    return frozenset(graph.values[name].storage for op in graph.ops for name in written_operands(op))
 
 
 def _gives_back(graph: ModelGraph, op: Op) -> bool:

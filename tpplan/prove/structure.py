@@ -146,7 +146,16 @@ def _difference_on(
 
     local = fresh()
     try:
-        applied = trace(local, inputs, loss=loss, cast=cast, plan_digest=_digest_of(plan), opaques=opaques, fresh=fresh)
+        applied = trace(
+            local,
+            inputs,
+            loss=loss,
+            cast=cast,
+            plan_digest=_digest_of(plan),
+            opaques=opaques,
+            fresh=fresh,
+            is_compared=True,
+        )
     except TraceError as error:
         at = f", at {error.line}" if error.line else ""
         reason = f"the applied model cannot run: {error.reason}{at}"

@@ -200,7 +200,7 @@ class _Search:
         try:
             inputs = self.traces.subject.inputs(batch, length)
             with self.traces.subject.planning():
-                graph, opaques = self.traces.trace_of(self.traced.model, inputs)
+                graph, opaques = self.traces.trace_of(self.traced.model, inputs, notes_calls=False)
                 problem = self.difference(graph, inputs, opaques)
         except TpplanError as error:
             problem = _line(error)

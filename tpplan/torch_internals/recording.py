@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.attention.flex_attention as flex
 from torch import Tensor
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (
     PreDispatchTorchFunctionMode,
@@ -51,7 +52,8 @@ def recorded(run: Callable[..., Any], tensors: Sequence[Tensor]) -> torch.fx.Gra
     Functions that code has compiled run as they are written. Where `run` raises, unfinished checkpoints are ended
     (checkpoints.unfinished_ended).
     """
-    with unfinished_ended(), _compiled_as_written():
+    # A graph module writes itself down as code, which nobody runs, unless it is lazy.
+    with unfinished_ended(), _compiled_as_written(), _use_lazy_graph_module(True):
         return make_fx(run, pre_dispatch=True)(*tensors)
 
 

@@ -12,7 +12,6 @@ differ, layers get classes by what they did, and the model is traced anew, one l
 """
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,10 +24,11 @@ from tpplan.experts.expert_share import SHARE, share_of
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.tensors import plain_calls
 from tpplan.trace.answers.concrete_values import ConcreteValues
-from tpplan.trace.fx_to_graph import NotAlikeError
+from tpplan.trace.forward_arguments import signature_of
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.generated_class import BINDING
 from tpplan.trace.layer_calls import CallLog, contents, untraced
+from tpplan.trace.layer_images import NotAlikeError
 
 #: gives for a module's name what an applied plan does inside the module, as a hashable value to compare
 PlanDigest = Callable[[str], object]
@@ -148,7 +148,7 @@ class _LikeLayers:
     def forward_of(self, layer: nn.Module, name: str, key: object) -> Callable[..., Any]:
         """The forward for a layer of the group. Layers are alike only where their keys are equal."""
         forward = type(layer).forward
-        own_signature = inspect.signature(layer.forward)
+        own_signature = signature_of(layer)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = pytree.tree_flatten((args, kwargs))

@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from types import FunctionType, MethodType, NoneType
 from typing import Any
 
 import torch
@@ -13,13 +15,15 @@ from tpplan.torch_internals import pytree
 
 #: what example_inputs gives: keyword arguments by name, or a tuple of positional arguments
 Inputs = Mapping[str, Any] | tuple[Any, ...]
+#: types of leaves that hold nothing else
+_LEAVES = frozenset({torch.Tensor, nn.Parameter, NoneType, bool, int, float, str})
 
 
 def forward_inputs(model: nn.Module, inputs: Inputs) -> Inputs:
     """The inputs that the model's forward takes. Other entries of a mapping (targets) are for the loss alone."""
     if not isinstance(inputs, Mapping):
         return inputs
-    parameters = inspect.signature(model.forward).parameters.values()
+    parameters = signature_of(model).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return inputs
     accepted = {parameter.name for parameter in parameters}
@@ -42,6 +46,25 @@ def named_tensors(tree: Any, change: Callable[[str, torch.Tensor], torch.Tensor]
     return pytree.tree_unflatten([_changed(path_of(path), leaf, change, is_given) for path, leaf in leaves], spec)
 
 
+def is_flat(tree: Any) -> bool:
+    """True for a dict by text of tensors and plain values: most calls are given nothing else."""
+    return (
+        type(tree) is dict
+        and all(type(leaf) in _LEAVES for leaf in tree.values())
+        and all(type(name) is str for name in tree)
+    )
+
+
+def tensors_of_call(
+    tree: dict[str, Any], change: Callable[[str, torch.Tensor], torch.Tensor], *, is_given: bool = False
+) -> dict[str, Any]:
+    """What named_tensors gives, without torch's walk over trees where the values are tensors and plain values."""
+    if is_flat(tree):
+        return {name: change(name, leaf) if isinstance(leaf, torch.Tensor) else leaf for name, leaf in tree.items()}
+    changed: dict[str, Any] = named_tensors(tree, change, is_given=is_given)
+    return changed
+
+
 def _changed(path: str, leaf: Any, change: Callable[[str, torch.Tensor], torch.Tensor], is_given: bool) -> Any:
     if isinstance(leaf, torch.Tensor):
         return change(path, leaf)
@@ -59,11 +82,24 @@ def _changed(path: str, leaf: Any, change: Callable[[str, torch.Tensor], torch.T
     return result
 
 
+def signature_of(module: nn.Module) -> inspect.Signature:
+    """The signature of the module's forward, without `self`."""
+    function = type(module).forward
+    if "forward" in module.__dict__ or type(function) is not FunctionType:
+        return inspect.signature(module.forward)
+    return _signature_of_method(function)
+
+
+@functools.lru_cache(maxsize=1024)
+def _signature_of_method(function: FunctionType) -> inspect.Signature:
+    return inspect.signature(MethodType(function, object()))
+
+
 def positional_names(module: nn.Module) -> tuple[str, ...]:
     """Names of the parameters of the module's forward that may be given by position, in order."""
     return tuple(
         parameter.name
-        for parameter in inspect.signature(module.forward).parameters.values()
+        for parameter in signature_of(module).parameters.values()
         if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     )
 
@@ -76,15 +112,3 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     positional = positional_names(module)
     names = [positional[i] if i < len(positional) else f"args{i}" for i in range(len(args))]
     return dict(zip(names, args, strict=True)) | kwargs
-
-
-def convert_arguments(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    change: Callable[[str, torch.Tensor], torch.Tensor],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The (args, kwargs) of a forward with each tensor replaced by change(path, tensor)."""
-    changed = named_tensors(bound_arguments(module, args, kwargs), change, is_given=True)
-    values = list(changed.values())
-    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))

@@ -24,7 +24,6 @@ from tpplan.core.graph import (
     SourceKind,
     Value,
     unread_values,
-    within,
 )
 from tpplan.core.repeated_blocks import find_repeated_blocks
 from tpplan.core.units import FLOATING_DTYPES
@@ -36,6 +35,7 @@ from tpplan.torch_internals.operators import is_higher_order, is_pointwise
 from tpplan.torch_internals.tensors import is_of_functorch, storage_key
 from tpplan.trace.forward_arguments import path_of
 from tpplan.trace.hooks.parameter_names import registered_name
+from tpplan.trace.layer_images import Given, LayerImages, NotAlikeError
 from tpplan.trace.record_fx import CONSTANT, DIFFERENTIATED, LINE, SCOPE, Program
 
 #: ops at which autocast begins and ends; they need no node, as dtypes of results say what autocast did
@@ -54,18 +54,6 @@ class UnreadableError(ModelError):
 
 class CapturedError(UnreadableError):
     """Code reads a parameter of the model past the module that has it, so that it would miss what a plan puts there."""
-
-
-class NotAlikeError(Exception):
-    """A sibling is not like the layer that was traced for it.
-
-    `classes` gives layers a class by name: layers of one class did the same, and so did those that are not listed.
-    Where it is empty, every layer must be traced.
-    """
-
-    def __init__(self, message: str, classes: Mapping[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.classes = dict(classes or {})
 
 
 @dataclass(slots=True)
@@ -90,6 +78,8 @@ class GraphReader:
     lines: dict[str, str] = field(default_factory=dict)
     storages: dict[int, str] = field(default_factory=dict)
     frames: dict[str, _Frame] = field(default_factory=dict)
+    #: by the name of a traced layer
+    given: dict[str, Given] = field(default_factory=dict)
     with_gradient: bool = True
     #: for each tensor with a gradient that is no parameter of the model, an entry of ModelGraph.questions: the trace
     #: takes it for a constant
@@ -102,8 +92,9 @@ class GraphReader:
         named = self.model.named_modules(remove_duplicate=False)
         return {name: first.setdefault(id(module), name) for name, module in named}
 
-    def read(self) -> ModelGraph:
-        """The graph of the whole program. Raises UnreadableError, ModelError, NotAlikeError."""
+    def read(self, *, is_compared: bool = False) -> ModelGraph:
+        """The graph of the whole program. is_compared: it is only compared with another node by node, and says neither
+        which values are read nor which blocks repeat. Raises UnreadableError, ModelError, NotAlikeError."""
         names = self._placeholders()
         outputs = self._walk(self.program.graph_module, names)
         num_returned = len(outputs) - len(self.program.left)
@@ -122,6 +113,8 @@ class GraphReader:
             questions=(*((q.where, q.answer, q.is_choice) for q in self.program.questions), *self.unregistered),
             lines=self.lines,
         )
+        if is_compared:
+            return graph
         unread = unread_values(graph)
         values = {name: replace(value, is_read=name not in unread) for name, value in self.values.items()}
         return find_repeated_blocks(replace(graph, values=values) if unread else graph)
@@ -288,7 +281,10 @@ class GraphReader:
         """Copies the nodes of a traced layer for a sibling, under the sibling's names. Raises NotAlikeError."""
         inputs, module, like = node.args
         frame = self.frames[like]
-        images = _Images(self, like, module)
+        known = self.given.get(like)
+        if known is None or known.count != len(self.sources):
+            known = self.given[like] = Given.of(like, self.sources)
+        images = LayerImages(known, self.values, self.lines, self._fresh, self.first_name, like=like, module=module)
         for original, given in zip(frame.inputs, inputs, strict=True):
             operand = names[given.name]
             assert isinstance(operand, Ref)
@@ -367,73 +363,6 @@ class GraphReader:
             number += 1
             candidate = f"{name}__{number}"
         return candidate
-
-
-class _Images:
-    """Maps values of a traced layer's forward (`like`) to values of its sibling's (`module`)."""
-
-    def __init__(self, reader: GraphReader, like: str, module: str) -> None:
-        self.reader = reader
-        self.like = like
-        self.module = module
-        self.made: set[str] = set()
-        self._images: dict[str, str] = {}
-        labels = {label: s.result for s in reader.sources for label in (s.label, *s.aliases)}
-        for source in reader.sources:
-            if source.label.startswith(like + "."):
-                self._images[source.result] = labels[module + source.label.removeprefix(like)]
-            else:
-                self._images[source.result] = source.result
-
-    def bind(self, original: str, image: str) -> None:
-        """Maps an input of the traced layer to one of the sibling. Raises NotAlikeError where the two differ."""
-        first, second = self.reader.values[original], self.reader.values[image]
-        if (first.shape, first.dtype, first.carries_gradient) != (second.shape, second.dtype, second.carries_gradient):
-            raise NotAlikeError(f"{self.module} is given other tensors than {self.like}")
-        if self._images.setdefault(original, image) != image:
-            raise NotAlikeError(f"{self.like} is given one tensor twice, {self.module} two")
-
-    def of(self, name: str) -> str:
-        """The sibling's value for one of the traced layer. Raises NotAlikeError for a value from outside the layer."""
-        if name not in self._images:
-            raise NotAlikeError(f"{self.like} reads {name}, which is neither an argument nor its own")
-        return self._images[name]
-
-    def copy(self, node: Op | Boundary) -> Op | Boundary:
-        """The sibling's copy of a node; adds the values of its results. Raises NotAlikeError."""
-        if isinstance(node, Op) and base_target(node.target) != node.target and node.operands[0] not in self.made:
-            raise NotAlikeError(f"{self.like} writes to one of its arguments")
-        name = self.reader._fresh(f"{node.name}@{self.module}")
-        for i, result in enumerate(node.results):
-            image = name if result == node.name else f"{name}.{i}"
-            self._images[result] = image
-            self.made.add(result)
-            value = self.reader.values[result]
-            self.reader.values[image] = replace(value, name=image, storage=self._storage(value.storage))
-        module = node.module
-        if within(module, self.like):
-            module = self.reader.first_name(self.module + module.removeprefix(self.like))
-        if isinstance(node, Boundary):
-            return replace(node, name=name, module=module, operand=self.of(node.operand), result=name)
-        args, kwargs = self._arguments(node.args), self._arguments(node.kwargs)
-        results = tuple(self.of(result) for result in node.results)
-        if node.name in self.reader.lines:
-            self.reader.lines[name] = self.reader.lines[node.name]
-        return replace(node, name=name, args=args, kwargs=kwargs, results=results, module=module)
-
-    def _storage(self, storage: str) -> str:
-        """The storage in the sibling for one in the traced layer."""
-        image = self.of(storage) if storage in self._images else None
-        if image is None:
-            # A view of an argument's storage: the argument itself may be a view.
-            owners = [k for k in self._images if self.reader.values[k].storage == storage]
-            image = self.of(owners[0]) if owners else storage
-        return self.reader.values[image].storage if image in self.reader.values else image
-
-    def _arguments(self, argument: Any) -> Any:
-        if isinstance(argument, Ref):
-            return Ref(self.of(argument.name))
-        return tuple(map(self._arguments, argument)) if isinstance(argument, tuple) else argument
 
 
 def _stops(node: torch.fx.Node) -> bool:

@@ -5,8 +5,9 @@ one that carries a gradient counts as an output of the model: whole on every ran
 """
 
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
+from types import NoneType
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from tpplan.trace.answers.planned_device import is_foreign
 #: top-level packages whose objects are not searched
 _OF_LIBRARIES = frozenset({"torch", "tpplan", "builtins", "typing", "types", "functools", "re", "logging", "numpy"})
 _CONTAINERS = (list, tuple, set, frozenset, deque)
+#: types of which an empty value holds no tensor, and those of which none does: most attributes of most modules are such
+_EMPTY = frozenset({list, tuple, dict, set, OrderedDict})
+_CLOSED = frozenset({NoneType, bool, int, float, str})
 #: levels of nested containers and objects that are searched, below an attribute or a global name
 MOST_DEEP = 6
 
@@ -29,6 +33,8 @@ def held_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, module in model.named_modules():
         classes[type(module)] = None
         for key, value in vars(module).items():
+            if type(value) in _CLOSED or (type(value) in _EMPTY and not value):
+                continue
             if key in ("_buffers", "_parameters"):
                 _collect(value, name, seen, found, 0)
             elif key != "_modules":
@@ -79,7 +85,8 @@ def _collect(value: Any, path: str, seen: set[int], found: dict[str, Tensor], de
         return
     seen.add(id(value))
     for key, inner in _members(value):
-        _collect(inner, _within(path, str(key)), seen, found, depth + 1)
+        if type(inner) not in _CLOSED:
+            _collect(inner, _within(path, str(key)), seen, found, depth + 1)
 
 
 def _members(value: Any) -> Iterable[tuple[object, Any]]:

@@ -9,7 +9,6 @@ counts (the model's, a library's, torch's layers), and only inside of forwards, 
 import contextlib
 import functools
 import hashlib
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from tpplan.torch_internals.tensors import is_of_functorch
 from tpplan.trace.answers.concrete_values import DESCRIPTIONS, QUESTIONS
 from tpplan.trace.answers.own_failure import is_layer
 from tpplan.trace.answers.planned_device import is_foreign, is_ours
+from tpplan.trace.forward_arguments import signature_of
 from tpplan.trace.hooks.call_rewriting import is_own_code_running
 
 #: names of functions that a trace or an applied plan replaces by others
@@ -147,7 +147,7 @@ class CallNotes(TorchFunctionMode):
             with self.forward_of(self.names[id(module)]):
                 return forward(*args, **kwargs)
 
-        noted.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+        noted.__signature__ = signature_of(module)  # type: ignore[attr-defined]
         module.__dict__["forward"] = noted
         try:
             yield

@@ -42,6 +42,10 @@ from tpplan.trace.noted_calls import CallNotes
 SCOPE, CONSTANT, DIFFERENTIATED = "tpplan_scope", "tpplan_constant", "tpplan_differentiated"
 LINE = "tpplan_line"
 
+#: ops that hooks put around the model's code, which have no line of it
+_MARKS = frozenset(
+    {torch.ops.tpplan.boundary.default, torch.ops.tpplan.frame.default, torch.ops.tpplan.sibling.default}
+)
 _EMPTY = torch.ops.aten.empty.memory_format
 #: held while recording, as a tracer's modes, and what is changed in torch meanwhile, belong to the whole process
 _ONE_AT_A_TIME = threading.RLock()
@@ -229,7 +233,7 @@ def _answers(known: ConcreteValues) -> Callable[[Any, tuple[Any, ...]], Any]:
 @contextlib.contextmanager
 def _nodes_noted(tracer: Any, scope: Callable[[], str], known: ConcreteValues) -> Iterator[None]:
     """Puts into the meta of each node that the tracer creates what is running then (SCOPE, CONSTANT,
-    DIFFERENTIATED, LINE)."""
+    DIFFERENTIATED, and LINE except for the marks of hooks)."""
     create_node = tracer.create_node
 
     def create(*args: Any, **kwargs: Any) -> torch.fx.Node:
@@ -237,7 +241,8 @@ def _nodes_noted(tracer: Any, scope: Callable[[], str], known: ConcreteValues) -
         node.meta[SCOPE] = scope()
         node.meta[CONSTANT] = known.constant
         node.meta[DIFFERENTIATED] = torch.is_grad_enabled()
-        node.meta[LINE] = _running_line()
+        if node.target not in _MARKS:
+            node.meta[LINE] = _running_line()
         return node
 
     tracer.create_node = create

@@ -42,18 +42,21 @@ def trace_marking(
     cast: BoundaryHook = unchanged,
     untouched: str = "",
     whole: Sequence[tuple[str, str]] = (),
+    notes_calls: bool = True,
 ) -> tuple[ModelGraph, Opaques]:
     """The graph of a model, as tpplan.trace.trace.trace gives it, and the modules that are one operator in it.
 
     build: gives a copy of the model without its hooks; each trace needs its own, as a forward may leave tensors behind.
     untouched: why parameters must stay as they are; the whole model is one operator then. So it is as the last resort.
     whole: (module, reason) to mark from the start; of a module that is marked already, the one around it.
+    notes_calls: whether what modules call goes into the graph's `calls`.
 
     Raises ModelError, with the error of the first trace, where the model cannot run on fake tensors as a whole either.
     """
 
     def traced(untouched: str) -> tuple[ModelGraph, Opaques]:
-        return _trace_marking(model, build, inputs, loss, cast, untouched, () if untouched else whole)
+        given = () if untouched else whole
+        return _trace_marking(model, build, inputs, loss, cast, untouched, given, notes_calls=notes_calls)
 
     if untouched:
         return traced(untouched)
@@ -76,6 +79,8 @@ def _trace_marking(
     cast: BoundaryHook,
     untouched: str,
     whole: Sequence[tuple[str, str]],
+    *,
+    notes_calls: bool,
 ) -> tuple[ModelGraph, Opaques]:
     """Does the work of trace_marking: marks the root where `untouched`, else each module that cannot be traced."""
     marks = _Marks(model)
@@ -89,7 +94,9 @@ def _trace_marking(
         marks.add(name, reason, ModelError(reason))
     while True:
         try:
-            graph = trace(build(), inputs, loss=loss, cast=cast, opaques=marks.opaques, fresh=build, notes_calls=True)
+            graph = trace(
+                build(), inputs, loss=loss, cast=cast, opaques=marks.opaques, fresh=build, notes_calls=notes_calls
+            )
         except TraceError as error:
             if isinstance(error.__cause__, MixedDtypesError):
                 raise

@@ -26,10 +26,18 @@ from tpplan.trace.answers.autocast import autocast_on
 from tpplan.trace.answers.planned_device import autocast_device, is_foreign
 from tpplan.trace.answers.unbacked_int import UnknownValueError
 from tpplan.trace.dedup_layers import PlanDigest, like_layers_once
-from tpplan.trace.forward_arguments import Inputs, convert_arguments, forward_inputs, named_tensors, path_of
-from tpplan.trace.fx_to_graph import GraphReader, NotAlikeError
+from tpplan.trace.forward_arguments import (
+    Inputs,
+    bound_arguments,
+    forward_inputs,
+    is_flat,
+    path_of,
+    tensors_of_call,
+)
+from tpplan.trace.fx_to_graph import GraphReader
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.call_rewriting import is_own_code_running, own_code
+from tpplan.trace.layer_images import NotAlikeError
 from tpplan.trace.left_behind import held_tensors, left_behind
 from tpplan.trace.noted_calls import CallNotes, digest
 from tpplan.trace.opaque import Opaques, recording
@@ -106,8 +114,9 @@ class _BoundaryMarks:
 
     cast: BoundaryHook
     running: list[str]
-    #: by module name, for each of its calls that runs: the arguments, and their structure when the call began
-    given: dict[str, list[tuple[Any, pytree.TreeSpec]]] = field(default_factory=dict)
+    #: by module name, for each of its calls that runs: the arguments, and their structure when the call began; None
+    #: where no argument is a container
+    given: dict[str, list[tuple[Any, pytree.TreeSpec | None]]] = field(default_factory=dict)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any, name: str) -> Any:
         """A forward pre-hook: the arguments, their tensors marked. One given several times is marked once, as code may
@@ -125,17 +134,19 @@ class _BoundaryMarks:
                 marked[id(tensor)] = self._mark(name, Direction.INPUT, path, tensor)
             return marked[id(tensor)]
 
-        convert_arguments(module, args, kwargs, note)
-        changed = convert_arguments(module, args, kwargs, mark)
-        self.given.setdefault(name, []).append((changed, pytree.tree_structure(changed)))
+        bound = bound_arguments(module, args, kwargs)
+        tensors_of_call(bound, note, is_given=True)
+        values = list(tensors_of_call(bound, mark, is_given=True).values())
+        changed = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+        self.given.setdefault(name, []).append((changed, None if is_flat(bound) else pytree.tree_structure(changed)))
         return changed
 
     def leave(self, output: Any, name: str) -> Any:
         """A forward hook: the output, its tensors marked. Raises ModelError where the arguments have changed."""
         changed, structure = self.given[name].pop()
-        if pytree.tree_structure(changed) != structure:
+        if structure is not None and pytree.tree_structure(changed) != structure:
             raise ModelError(f"module {name or 'the root'} changes a list or dict that it is given: return it instead")
-        return named_tensors({"output": output}, functools.partial(self._mark, name, Direction.OUTPUT))["output"]
+        return tensors_of_call({"output": output}, functools.partial(self._mark, name, Direction.OUTPUT))["output"]
 
     def _mark(self, name: str, direction: Direction, path: str, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor):  # an output that an applied plan leaves sharded
@@ -188,6 +199,7 @@ def trace(
     opaques: Opaques | None = None,
     fresh: Callable[[], nn.Module] | None = None,
     notes_calls: bool = False,
+    is_compared: bool = False,
 ) -> ModelGraph:
     """The graph of one training forward, loss included, at the shapes of `inputs`.
 
@@ -199,6 +211,8 @@ def trace(
     opaques: the modules that run whole, each as one operator.
     fresh: gives another copy of the model, in which nothing has run yet, for each further run.
     notes_calls: whether what modules call goes into the graph's `calls`.
+    is_compared: whether the graph is only compared with another one, node by node; then it has no `blocks`, and all its
+        values are said to be read.
 
     Raises TraceError where the forward raises, naming the module that was running and the original error; ReplacedError
     where the forward replaced a module or parameter; ModelError where forward does not take the inputs.
@@ -211,6 +225,7 @@ def trace(
         otherwise=otherwise,
         opaques=opaques or Opaques(),
         notes_calls=notes_calls,
+        is_compared=is_compared,
     )
     copies = itertools.chain([lambda: model], itertools.repeat(fresh or (lambda: model)))
     graph, program = _run_deduplicated(request, copies, extra=0)
@@ -235,6 +250,7 @@ class _TraceArguments:
     otherwise: frozenset[int]
     opaques: Opaques
     notes_calls: bool
+    is_compared: bool
 
 
 def _run_deduplicated(
@@ -372,7 +388,7 @@ def _run(
             error = explained(stopped, model, request.inputs, running, has_loss=request.loss is not None)
             raise error from stopped.__cause__
         check_modules(model, modules, parameters)
-        graph = GraphReader(model, program).read()
+        graph = GraphReader(model, program).read(is_compared=request.is_compared)
         return replace(graph, calls=_digests(calling)) if calling is not None else graph, program
 
 

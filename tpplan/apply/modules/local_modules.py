@@ -32,7 +32,7 @@ from tpplan.core.name_patterns import ROOT
 from tpplan.torch_internals.autograd import NO_BACKWARD, running_backward
 from tpplan.torch_internals.modules import own_parameters
 from tpplan.trace.answers.own_failure import as_internal
-from tpplan.trace.forward_arguments import named_tensors
+from tpplan.trace.forward_arguments import named_tensors, signature_of
 from tpplan.trace.hooks.call_rewriting import own_code
 from tpplan.trace.hooks.generated_class import BINDING, subclass
 
@@ -274,7 +274,7 @@ def argument_positions(module: nn.Module, crossings: Mapping[str, BoundaryConver
 
     Raises PlanMismatchError for an argument that forward does not take.
     """
-    parameters = list(inspect.signature(module.forward).parameters.values())
+    parameters = list(signature_of(module).parameters.values())
     kinds = {parameter.kind for parameter in parameters}
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

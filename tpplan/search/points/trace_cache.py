@@ -107,9 +107,10 @@ class Subject:
     def cast(self, units: tuple[str, ...]) -> BoundaryHook:
         """A hook that casts tensors that enter the root or a unit, as FSDP's mixed precision does."""
 
+        cast_at = frozenset(("", *units)) if self.precision is Precision.BF16_MIXED else frozenset()
+
         def cast(tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
-            enters_unit = direction is Direction.INPUT and (module == "" or module in units)
-            casts = enters_unit and self.precision is Precision.BF16_MIXED
+            casts = direction is Direction.INPUT and module in cast_at
             return _to_bfloat16(tensor) if casts else tensor
 
         return cast
@@ -236,8 +237,9 @@ class TraceCache:
         """The dtypes in which the model's parameters were built, by name."""
         return self._built().dtypes
 
-    def trace_of(self, model: nn.Module, inputs: Inputs) -> tuple[ModelGraph, Opaques]:
-        """The graph of a built model on some inputs, and its opaque modules, which are one op in it."""
+    def trace_of(self, model: nn.Module, inputs: Inputs, *, notes_calls: bool = True) -> tuple[ModelGraph, Opaques]:
+        """The graph of a built model on some inputs, with its calls where `notes_calls`, and its opaque modules, which
+        are one op in it."""
         untouched, cast = accumulated_hooks(model), self.subject.cast(repeated_children(model))
         # A forward may leave tensors of the trace on its module; the proof copies a model that has none.
         graph, opaques = trace_marking(
@@ -248,6 +250,7 @@ class TraceCache:
             cast=cast,
             untouched=untouched,
             whole=self.whole,
+            notes_calls=notes_calls,
         )
         opaques.is_hooked = bool(untouched)
         return graph, opaques

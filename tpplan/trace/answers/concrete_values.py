@@ -53,6 +53,8 @@ _ATTRIBUTES = frozenset({*ADDRESSES, vars(Tensor)["__cuda_array_interface__"].__
 _ONLY_HERE = ("meta tensor", "'Meta' backend", "Meta tensors", "meta device", "meta and", "and meta")
 #: how messages of UnknownValueError begin
 _ASKED = "the code asks a tensor for its values"
+#: types of arguments that nobody changes, or that are remembered as they are
+_KEPT = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device})
 #: dtypes whose numbers may be sizes
 _COUNTS = frozenset({torch.int64, torch.int32})
 
@@ -159,8 +161,9 @@ class ConcreteValues(TorchFunctionMode):
 
     def note_made(self, results: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remembers a call for each tensor that it made."""
-        call = pytree.tree_map(_kept, (args, kwargs))
-        for place, result in enumerate(pytree.tree_leaves(results)):
+        is_plain = all(type(argument) in _KEPT for argument in (*args, *kwargs.values()))
+        call = (tuple(args), dict(kwargs)) if is_plain else pytree.tree_map(_kept, (args, kwargs))
+        for place, result in enumerate((results,) if type(results) is Tensor else pytree.tree_leaves(results)):
             if isinstance(result, Tensor) and id(result) not in self._made:
                 self._made[id(result)] = (result, place, func, *call)
                 self._versions.setdefault(id(result), _version(result))
