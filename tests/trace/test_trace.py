@@ -107,6 +107,24 @@ def test_a_path_does_not_depend_on_how_a_call_is_written():
     assert crossings(trace(Calls(True), (meta(B, D),))) == crossings(trace(Calls(False), {"x": meta(B, D)}))
 
 
+def test_arguments_of_a_static_forward_have_their_own_names():
+    class Scaled(nn.Module):
+        @staticmethod
+        def forward(hidden: Tensor, scale: Tensor) -> Tensor:
+            return hidden * scale
+
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaled = Scaled()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.scaled(x, y) + self.scaled(x, scale=y)
+
+    found = crossings(trace(Calls(), {"x": meta(B, D), "y": meta(B, D)}))
+    assert [path for module, side, path in found if (module, side) == ("scaled", "input")] == ["hidden", "scale"] * 2
+
+
 def test_what_is_inside_reads_the_boundary_and_its_module_is_named():
     graph = trace(Outer(), {"x": meta(B, D)})
     linear = next(op for op in graph.ops if op.target == "aten.linear.default")

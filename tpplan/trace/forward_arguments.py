@@ -84,10 +84,10 @@ def _changed(path: str, leaf: Any, change: Callable[[str, torch.Tensor], torch.T
 
 def signature_of(module: nn.Module) -> inspect.Signature:
     """The signature of the module's forward, without `self`."""
-    function = type(module).forward
-    if "forward" in module.__dict__ or type(function) is not FunctionType:
-        return inspect.signature(module.forward)
-    return _signature_of_method(function)
+    forward = module.forward
+    if type(forward) is not MethodType or forward.__self__ is not module or type(forward.__func__) is not FunctionType:
+        return inspect.signature(forward)  # a static method, or a function that the module holds
+    return _signature_of_method(forward.__func__)
 
 
 @functools.lru_cache(maxsize=1024)
