@@ -18,7 +18,7 @@ from tpplan.layouts.rules import Call, Strategy
 from tpplan.machine.profile import AttentionSizes, HardwareProfile
 from tpplan.plan.plan import Plan
 from tpplan.plan.report import render
-from tpplan.trace.opaque import OpaqueTrace, OpRecord
+from tpplan.trace.whole.opaque import OpaqueTrace, OpRecord
 
 X = (2, 8, 12, 12)
 #: target, arguments after the tensors, the weight's shape

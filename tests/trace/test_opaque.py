@@ -27,10 +27,10 @@ from tpplan.layouts.typecheck import typecheck
 from tpplan.plan.plan import Plan, ProofStatus
 from tpplan.plan.report import render
 from tpplan.prove.apply_as_rank import applied_as, copied
-from tpplan.trace.opaque import Opaques
 from tpplan.trace.retrace_opaque import trace_marking
 from tpplan.trace.stopped_trace import TraceError
 from tpplan.trace.trace import trace
+from tpplan.trace.whole.opaque import Opaques
 
 DIM, HIDDEN, VOCAB, LENGTH, BATCH, RANKS = 16, 64, 32, 8, 2, 4
 

@@ -59,7 +59,7 @@ from tpplan.trace.hooks.call_rewriting import Rewriter, rewrite_calls
 from tpplan.trace.hooks.checkpoint_context import leave_reentry
 from tpplan.trace.hooks.encoder_fast_path import leave_fast_path
 from tpplan.trace.hooks.generated_class import BINDING, fold_forwards, is_generated
-from tpplan.trace.opaque import HOOKS, opaque_class
+from tpplan.trace.whole.opaque import HOOKS, opaque_class
 
 #: key in the root module's __dict__ of the Averager, which averages the gradients that FSDP does not hold
 AVERAGER = "_tpplan_averager"

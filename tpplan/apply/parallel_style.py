@@ -35,7 +35,7 @@ from tpplan.core.name_patterns import ROOT
 from tpplan.plan.plan import BoundaryPlan, ParameterPlan, Plan
 from tpplan.torch_internals.modules import own_parameters
 from tpplan.trace.hooks.generated_class import BINDING
-from tpplan.trace.opaque import opaque_class
+from tpplan.trace.whole.opaque import opaque_class
 
 _NO_CONVERSIONS = BoundaryPlan(inputs={}, outputs={})
 _NO_GROUP = TpGroup(name="", size=1, rank=0)

@@ -23,7 +23,7 @@ from tpplan.layouts.rules import FLEX_ATTENTION, OPAQUE, Call, Strategy, localiz
 from tpplan.torch_internals.operators import is_op
 from tpplan.torch_internals.tensors import storage_key
 from tpplan.trace.answers.data_dependent_sizes import COUNTING, counting_by
-from tpplan.trace.opaque import OpaqueTrace, OpRecord
+from tpplan.trace.whole.opaque import OpaqueTrace, OpRecord
 
 T = TypeVar("T")
 

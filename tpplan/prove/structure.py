@@ -30,9 +30,9 @@ from tpplan.trace.answers.concrete_values import AtRestError
 from tpplan.trace.answers.own_failure import own_failure
 from tpplan.trace.dedup_layers import PlanDigest
 from tpplan.trace.forward_arguments import Inputs
-from tpplan.trace.opaque import Opaques
 from tpplan.trace.stopped_trace import TraceError
 from tpplan.trace.trace import BoundaryHook, Loss, trace
+from tpplan.trace.whole.opaque import Opaques
 
 
 def check_structure(

@@ -27,7 +27,7 @@ from tpplan.prove.structure import find_difference
 from tpplan.search.points.trace_cache import TraceCache, Traced
 from tpplan.torch_internals import pytree
 from tpplan.trace.forward_arguments import Inputs, path_of
-from tpplan.trace.opaque import Opaques
+from tpplan.trace.whole.opaque import Opaques
 
 logger = logging.getLogger(__name__)
 

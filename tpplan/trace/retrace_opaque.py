@@ -1,6 +1,6 @@
 """Finds the modules that must run whole: traces again with more of them marked, until a trace goes through.
 
-Where a trace stops, the innermost module whose forward was running is marked (tpplan.trace.opaque). Where that module
+Where a trace stops, the innermost module whose forward was running is marked (tpplan.trace.whole.opaque). Where that module
 cannot be one operator, the module around it is marked, up to the model itself. A mark only ever moves outwards, so this
 ends.
 """
@@ -21,11 +21,11 @@ from tpplan.trace.answers.own_failure import own_failure
 from tpplan.trace.dedup_layers import alike_layers
 from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.fx_to_graph import CapturedError, UnreadableError
-from tpplan.trace.opaque import OpaqueCall, Opaques, UnobservedError
-from tpplan.trace.opaque_fakes import UnobservableError
-from tpplan.trace.opaque_run import observe
 from tpplan.trace.stopped_trace import ReplacedError, TraceError
 from tpplan.trace.trace import BoundaryHook, Loss, quiet, trace, training, unchanged
+from tpplan.trace.whole.opaque import OpaqueCall, Opaques, UnobservedError
+from tpplan.trace.whole.opaque_fakes import UnobservableError
+from tpplan.trace.whole.opaque_run import observe
 
 logger = logging.getLogger(__name__)
 

@@ -40,9 +40,9 @@ from tpplan.trace.hooks.call_rewriting import is_own_code_running, own_code
 from tpplan.trace.layer_images import NotAlikeError
 from tpplan.trace.left_behind import held_tensors, left_behind
 from tpplan.trace.noted_calls import CallNotes, digest
-from tpplan.trace.opaque import Opaques, recording
 from tpplan.trace.record_fx import Program, StoppedError, naming_modules, on_meta, record
 from tpplan.trace.stopped_trace import TraceError, check_modules, explained
+from tpplan.trace.whole.opaque import Opaques, recording
 
 logger = logging.getLogger(__name__)
 

@@ -36,9 +36,9 @@ from tpplan.search.points.options import BuildModel, ExampleInputs
 from tpplan.torch_internals import pytree
 from tpplan.trace.answers.planned_device import PlannedDevice, planning_for
 from tpplan.trace.forward_arguments import Inputs
-from tpplan.trace.opaque import Opaques
 from tpplan.trace.retrace_opaque import trace_marking
 from tpplan.trace.trace import BoundaryHook, Loss, accumulated_hooks, assumptions, repeated_children
+from tpplan.trace.whole.opaque import Opaques
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Fake tensors in place of a module's real ones, for one observed call of the module (tpplan.trace.opaque_run)."""
+"""Fake tensors in place of a module's real ones, for one observed call of the module (tpplan.trace.whole.opaque_run)."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from tpplan.torch_internals import pytree
 from tpplan.torch_internals.fakes import FakeTensor
 from tpplan.torch_internals.modules import tensors_in_place
 from tpplan.trace.hooks.parameter_names import registered_name
-from tpplan.trace.opaque import OpaqueCall
+from tpplan.trace.whole.opaque import OpaqueCall
 
 
 class UnobservableError(ModelError):

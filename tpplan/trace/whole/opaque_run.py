@@ -35,8 +35,8 @@ from tpplan.trace.answers.own_failure import own_failure
 from tpplan.trace.answers.planned_device import as_planned, machine_as_planned
 from tpplan.trace.hooks.checkpoint_context import ContextFactory, in_checkpoint_replay
 from tpplan.trace.hooks.live_storages import Storages
-from tpplan.trace.opaque import PLAIN, OpaqueCall, OpaqueTrace, OpRecord, described
-from tpplan.trace.opaque_fakes import ForeignReads, UnobservableError, fake, modes_of, on_fakes
+from tpplan.trace.whole.opaque import PLAIN, OpaqueCall, OpaqueTrace, OpRecord, described
+from tpplan.trace.whole.opaque_fakes import ForeignReads, UnobservableError, fake, modes_of, on_fakes
 
 #: elements counted for a dim whose size data decides, where nothing bounds it
 UNKNOWN_SIZE = 1

@@ -1,7 +1,7 @@
 """Modules that run whole: a module whose code a trace cannot follow is one operator of the graph.
 
 A marked module gets a class whose forward, in a trace, is `tpplan::opaque`: tensors and weights in, tensors out. The
-outputs are found by running the module once on fake tensors (tpplan.trace.opaque_run), as torch.export would; the
+outputs are found by running the module once on fake tensors (tpplan.trace.whole.opaque_run), as torch.export would; the
 operators of that run are also what the module is priced by. Where a plan was applied, the module's code runs as it is
 written, on plain tensors in place of its weights, and the modules inside keep their own classes, so that torch can
 compile such code.
