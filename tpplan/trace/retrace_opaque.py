@@ -1,8 +1,8 @@
 """Finds the modules that must run whole: traces again with more of them marked, until a trace goes through.
 
-Where a trace stops, the innermost module whose forward was running is marked (tpplan.trace.whole.opaque). Where that module
-cannot be one operator, the module around it is marked, up to the model itself. A mark only ever moves outwards, so this
-ends.
+Where a trace stops, the innermost module whose forward was running is marked (tpplan.trace.whole.opaque). Where that
+module cannot be one operator, the module around it is marked, up to the model itself. A mark only ever moves outwards,
+so this ends.
 """
 
 import logging

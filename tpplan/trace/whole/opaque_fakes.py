@@ -1,4 +1,4 @@
-"""Fake tensors in place of a module's real ones, for one observed call of the module (tpplan.trace.whole.opaque_run)."""
+"""Fake tensors in place of a module's own, for one observed call of the module (tpplan.trace.whole.opaque_run)."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
