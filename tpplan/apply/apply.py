@@ -116,7 +116,7 @@ def apply_plan(
     if compile:
         _compile_layers(model, loaded)
     _shard_data(model, loaded, mesh, of_experts)
-    keep_mesh(model, mesh)
+    keep_mesh(model, mesh, of_experts)
     check_shapes(model, loaded, OnMismatch(check))
     check_calls(model, loaded, mesh.device_type, OnMismatch(check))
     check_first_step(model, mesh, originals)

@@ -7,9 +7,10 @@ from math import prod
 from tpplan.core.graph import Boundary, ModelGraph, Op, Value
 from tpplan.core.layout import COLLECTIVE_STEPS, Conversion, LayoutKind, Step
 from tpplan.core.mesh import Axis, GroupShape
+from tpplan.core.units import DTYPE_BYTES
 from tpplan.layouts.decision_space import CROSS_ENTROPY, Decider, reading_conversion
 from tpplan.layouts.rules import Call, Strategy
-from tpplan.layouts.rules.indexing import EXCHANGES
+from tpplan.layouts.rules.indexing import COUNTED, EXCHANGES
 from tpplan.machine.profile import Collective, Estimate, HardwareProfile
 from tpplan.plan.plan import Pass
 
@@ -125,6 +126,19 @@ def op_transfers(call: Call, strategy: Strategy) -> tuple[Transfer, ...]:
     No other op issues any."""
     if call.target in EXCHANGES:
         return tuple(_exchanges(call))
+    if call.target == COUNTED:
+        experts, ranks = call.integer(1, "experts"), call.integer(2, "ep")
+        num_bytes = DTYPE_BYTES["int64"] * experts * ranks * ranks
+        return (
+            Transfer(
+                kind=Collective.ALL_TO_ALL,
+                during=Pass.FORWARD,
+                num_bytes=num_bytes,
+                dtype="int64",
+                axis=Axis.EP,
+                ranks=ranks,
+            ),
+        )
     if call.target != CROSS_ENTROPY or strategy.operands[0].kind is not LayoutKind.SHARD:
         return ()
     logits = call.operands[0]

@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from tpplan.torch_internals.fakes import FakeTensor
 from tpplan.torch_internals.operators import collectives
 from tpplan.trace.hooks.call_rewriting import own_code
 
@@ -41,7 +42,11 @@ def exchanged_counts(chosen: Tensor, experts: int, group: EpGroup) -> tuple[Tens
     own = experts // group.ranks
     sent = torch.bincount(chosen, minlength=experts)
     got = _all_to_all(sent, (own,) * group.ranks, (own,) * group.ranks, group)
-    by_rank = torch.stack((sent.view(group.ranks, own).sum(1), got.view(group.ranks, own).sum(1))).tolist()
+    totals = torch.stack((sent.view(group.ranks, own).sum(1), got.view(group.ranks, own).sum(1)))
+    if isinstance(totals, FakeTensor):  # no values: an even routing stands for any
+        even = (chosen.shape[0] // group.ranks,) * group.ranks
+        return chosen.new_empty(sum(even)), Counts(group, even, even)
+    by_rank = totals.tolist()
     arrived = torch.arange(own, device=chosen.device).repeat(group.ranks).repeat_interleave(got)
     return arrived, Counts(group, tuple(by_rank[0]), tuple(by_rank[1]))
 

@@ -160,7 +160,7 @@ def _dispatch(rows: Tensor, index: Tensor, weight: Tensor, share: ExpertShare) -
     each = rows.index_select(0, order // index.shape[1])
     weights = weight.reshape(-1).index_select(0, order).unsqueeze(1)
     if share.group is None:
-        arrived = custom_ops.arriving(chosen, share.own, share.imbalance)
+        arrived = custom_ops.arriving(chosen, share.own, share.ep, share.imbalance)
         found = custom_ops.send_rows(each, arrived, share.ep), custom_ops.send_rows(weights, arrived, share.ep)
         return _Sent(found[0], arrived, found[1], order, chosen, None)
     arrived, counts = exchanged_counts(chosen, share.call.experts, share.group)

@@ -9,7 +9,7 @@ module whose forward runs, or to the loss.
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,9 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpplan.apply.collectives.dp_gradients import Averager
 from tpplan.apply.collectives.redistribute import Converter
 from tpplan.apply.collectives.tp_gradients import Reducer
+from tpplan.apply.modules.applied_mesh import mesh_of_experts
 from tpplan.apply.modules.local_modules import ModuleBinding
 from tpplan.core.graph import LOSS_SCOPE
-from tpplan.core.mesh import Axis
+from tpplan.core.mesh import AXES, Axis
 from tpplan.core.name_patterns import ROOT
 from tpplan.machine.profile import Collective
 from tpplan.plan.compress_names import pattern_in
@@ -75,7 +76,9 @@ class CollectiveLog(TorchDispatchMode):
         self._during = Pass.FORWARD
         self._running: list[str] = []
         self._model = model
-        self._groups = {str(mesh.get_group(axis).group_name): (axis, mesh[axis].size()) for axis in map(str, Axis)}
+        self._groups = _groups(mesh, AXES)
+        if (of_experts := mesh_of_experts(model)) is not None:
+            self._groups = _groups(of_experts, (Axis.EP, Axis.EXPERT_SHARD)) | self._groups
         self._modules = dict(_converters(model))
 
     def begin(self, during: Pass) -> None:
@@ -131,6 +134,11 @@ class CollectiveLog(TorchDispatchMode):
                 return ROOT
             case _:
                 return (self._running[-1] or ROOT) if self._running else LOSS_SCOPE
+
+
+def _groups(mesh: DeviceMesh, axes: Iterable[Axis]) -> dict[str, tuple[str, int]]:
+    """(axis, number of ranks) by the name of this rank's group along the axis."""
+    return {str(mesh.get_group(str(axis)).group_name): (str(axis), mesh[str(axis)].size()) for axis in axes}
 
 
 def _owner() -> object:
@@ -191,14 +199,19 @@ def listed(plan: Plan) -> Counter[Issued]:
             dtype=row.dtype,
             num_bytes=row.num_bytes,
         )
-        found[key] += row.count
+        found[_of_any_routing(key)] += row.count
     return found
+
+
+def _of_any_routing(one: Issued) -> Issued:
+    """A collective without the bytes that the routing of rows to experts decides."""
+    return replace(one, num_bytes=0) if one.axis == Axis.EP else one
 
 
 def differences(plan: Plan, planned: Mapping[Issued, int], issued: Sequence[Issued]) -> list[Difference]:
     """The collectives whose number is not as planned, modules by pattern, sorted, those of "<root>" and "<loss>"
     last."""
-    found = Counter(replace(one, where=pattern_in(plan, one.where)) for one in issued)
+    found = Counter(_of_any_routing(replace(one, where=pattern_in(plan, one.where))) for one in issued)
     return [
         Difference(collective=one, planned=planned.get(one, 0), issued=found[one])
         for one in sorted({*planned, *found}, key=lambda one: (one.where.startswith("<"), one))

@@ -25,7 +25,7 @@ from tpplan.apply.autocast import autocast_of
 from tpplan.apply.collectives.dp_gradients import Averager
 from tpplan.apply.model_match import plan_name
 from tpplan.apply.modules import dropout_rng
-from tpplan.core.mesh import AXES, Axis
+from tpplan.core.mesh import AXES
 from tpplan.costs.gpu_kernels import fused_attention, fused_rms_norm
 from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.plan import Pass, Plan, Precision
@@ -104,7 +104,7 @@ def fake_step(
         with mode if plan.untouched is not None else torch.device("meta"):
             model = build_model()
         answers = answers_of(model, inputs, loss)
-        mesh = init_device_mesh("cpu", degrees, mesh_dim_names=tuple(map(str, Axis)))
+        mesh = init_device_mesh("cpu", degrees, mesh_dim_names=tuple(map(str, AXES)))
         model = apply_plan(model, plan, mesh=mesh)
         log = CollectiveLog(model, mesh)
         with mode:

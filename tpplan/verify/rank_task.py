@@ -267,7 +267,7 @@ def check_on_rank(task: Task) -> Findings:
 def mesh_of(plan: Plan, device_type: str) -> DeviceMesh:
     """The plan's mesh over all ranks."""
     degrees = tuple(plan.mesh.size(axis) for axis in AXES)
-    return init_device_mesh(device_type, degrees, mesh_dim_names=tuple(map(str, Axis)))
+    return init_device_mesh(device_type, degrees, mesh_dim_names=tuple(map(str, AXES)))
 
 
 def applied(subject: Subject, plan: Plan, mesh: DeviceMesh) -> nn.Module:

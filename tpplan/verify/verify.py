@@ -298,11 +298,13 @@ def _on_fakes(task: Task, plan: Plan, timeout_s: float, *, is_alone: bool) -> It
 
 def _shape_check(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> Check:
     """Compares local shapes on rank 0 with the placements: sharded over tp as placed, then along dim 0 by FSDP."""
-    lines = []
+    lines, divided = [], plan.expert_calls().keys()
     for name, parameter in plan.parameter_plans().items():
-        expected = local_shape(parameter.shape, parameter.placement if plan.mesh.tp > 1 else R, plan.mesh.tp)
+        ep = plan.mesh.ep if name.rpartition(".")[0] in divided else 1
+        own = (parameter.shape[0] // ep, *parameter.shape[1:]) if parameter.shape else ()
+        expected = local_shape(own, parameter.placement if plan.mesh.tp > 1 else R, plan.mesh.tp)
         if uses_fsdp(plan.mesh, plan.precision):
-            expected = (-(-expected[0] // plan.mesh.shard), *expected[1:])
+            expected = (-(-expected[0] // (plan.mesh.shard // ep)), *expected[1:])
         if shapes.get(name) != expected:
             lines.append(f"{name}: {list(shapes.get(name, ()))} on rank 0, expected {list(expected)}")
     right = f"{len(shapes)} parameters have the local shapes of their placements"

@@ -18,6 +18,7 @@ from tpplan.costs.step.activation_lifetimes import Lifetimes
 from tpplan.costs.step.parameter_bytes import Weights
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import Decider, has_partial_gradient
+from tpplan.layouts.layer_treatments import FsdpUnit
 from tpplan.machine.profile import Collective
 from tpplan.plan.compress_names import pattern_of
 from tpplan.plan.plan import CollectivePlan, Pass
@@ -100,10 +101,10 @@ def _fsdp_collectives(assignment: Assignment) -> _Counts:
     kinds = Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE
     gather, scatter, reduce = map(str, kinds)
     for unit in assignment.units if mesh.data_parallel > 1 else ():
-        where = _where(assignment, unit.name)
-        for ep in unit.divisions:
+        for (name, ep), own in _by_fsdp_module(unit).items():
+            where = _where(assignment, name)
             axis, ranks = (Axis.SHARD if ep == 1 else Axis.EXPERT_SHARD), mesh.shard // ep
-            held = [source for source in unit.parameters if source.ep == ep and not _is_beside_fsdp(assignment, source)]
+            held = [source for source in own if not _is_beside_fsdp(assignment, source)]
             trained = [source for source in held if assignment.has_gradient(source)]
             gathered, reduced = _unit_bytes(assignment, held, trained)
             if ranks > 1 and held:
@@ -118,6 +119,16 @@ def _fsdp_collectives(assignment: Assignment) -> _Counts:
                 found[where, scatter, axis, Pass.BACKWARD, dtype, reduced] += steps
             if mesh.replicate > 1:
                 found[where, reduce, Axis.REPLICATE, Pass.BACKWARD, dtype, reduced // ranks] += 1
+    return found
+
+
+def _by_fsdp_module(unit: FsdpUnit) -> dict[tuple[str, int], list[Source]]:
+    """The parameters of a unit by the module that FSDP gathers them for, and the ranks that divide their experts: a
+    module of divided experts is gathered by itself."""
+    found: dict[tuple[str, int], list[Source]] = {}
+    for source in unit.parameters:
+        name = source.label.rpartition(".")[0] if source.ep > 1 else unit.name
+        found.setdefault((name, source.ep), []).append(source)
     return found
 
 

@@ -36,7 +36,7 @@ from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import Space, has_partial_gradient
 from tpplan.layouts.layer_treatments import TREATMENTS, LayerGroup, Treatment
 from tpplan.layouts.rules import Strategy
-from tpplan.layouts.rules.indexing import EXCHANGES
+from tpplan.layouts.rules.indexing import COUNTED, EXCHANGES
 from tpplan.machine.profile import Collective, Estimate
 from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.parts import (
@@ -282,7 +282,7 @@ class Formulation:
     def _part_of_collectives(self, decision: str) -> str:
         """The part of the step that the collectives of a decision belong to."""
         decider = self.space.deciders[decision]
-        is_exchange = isinstance(decider, Op) and decider.target in EXCHANGES
+        is_exchange = isinstance(decider, Op) and decider.target in (COUNTED, *EXCHANGES)
         return EXPERT_PARALLEL if is_exchange else TENSOR_PARALLEL
 
     def repeats(self) -> list[Work]:

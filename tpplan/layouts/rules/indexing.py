@@ -112,6 +112,8 @@ def _sizes_by_letter(letters: Letters, call: Call) -> dict[str, int]:
     return dict(zip(letters, call.operands[0].shape, strict=True))
 
 
+#: the operator in which ranks tell each other how many rows they send
+COUNTED = "tpplan.arriving.default"
 #: operators in which each rank sends rows to the ranks that have their experts, or gets them back (tpplan.experts)
 SENT, RETURNED = "tpplan.send_rows.default", "tpplan.return_rows.default"
 EXCHANGES = frozenset({SENT, RETURNED})

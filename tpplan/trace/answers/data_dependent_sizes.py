@@ -144,8 +144,8 @@ _OPS = {
     # minlength where it is given: code that gives it expects no larger number.
     "bincount": CountingOp(_occurrences, lambda x, weights=None, minlength=0: minlength or x.numel()),
     "tpplan::arriving": CountingOp(
-        lambda count, chosen, _experts, _imbalance: chosen.new_empty((count,)),
-        lambda chosen, _experts, imbalance: math.ceil(chosen.numel() * imbalance),
+        lambda count, chosen, *_: chosen.new_empty((count,)),
+        lambda chosen, _experts, _ep, imbalance: math.ceil(chosen.numel() * imbalance),
         is_stated=True,
     ),
     # How often each element is repeated is not known; once is taken.

@@ -71,10 +71,11 @@ def flex_mask(others: list[Tensor], code: str, sizes: list[int]) -> Tensor:
     return mask
 
 
-def arriving(chosen: Tensor, experts: int, imbalance: float) -> Tensor:
+def arriving(chosen: Tensor, experts: int, ep: int, imbalance: float) -> Tensor:
     """Of each row that arrives on a rank, which of its `experts` experts computes it [rows]; `chosen` are the experts
-    of the rows that the rank sends. How many arrive data decides: `imbalance` times as many as are sent are taken."""
-    found: Tensor = torch.ops.tpplan.arriving(chosen, experts, imbalance)
+    of the rows that the rank sends. `ep` ranks tell each other how many rows they send. How many arrive data decides:
+    `imbalance` times as many as are sent are taken."""
+    found: Tensor = torch.ops.tpplan.arriving(chosen, experts, ep, imbalance)
     return found
 
 
@@ -152,8 +153,8 @@ _LIBRARY.define(
     "float scale) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.impl("flex_attention", _flex_attention, "CompositeImplicitAutograd")
-_LIBRARY.define("arriving(Tensor chosen, int experts, float imbalance) -> Tensor")
-_LIBRARY.impl("arriving", lambda chosen, experts, imbalance: torch.empty_like(chosen), "CompositeExplicitAutograd")
+_LIBRARY.define("arriving(Tensor chosen, int experts, int ep, float imbalance) -> Tensor")
+_LIBRARY.impl("arriving", lambda chosen, *_: torch.empty_like(chosen), "CompositeExplicitAutograd")
 _LIBRARY.define("send_rows(Tensor rows, Tensor arrived, int ep) -> Tensor")
 _LIBRARY.impl("send_rows", _as_many, "CompositeImplicitAutograd")
 _LIBRARY.define("return_rows(Tensor rows, Tensor chosen, int ep) -> Tensor")
