@@ -167,7 +167,7 @@ def test_a_value_without_a_plan_says_why() -> None:
         build_model=module.build_model,
         example_inputs=module.example_inputs,
         cluster=cluster,
-        options=options_of(tight) | {"loss": module.loss},
+        options=options_of(plan) | {"loss": module.loss, "tp": 1, "fsdp": 1, "recompute": "none"},
         reuse=Reuse(),
     )
     (curve,) = (curve for curve in curves(problem, tight) if curve.name.startswith("memory"))
