@@ -92,3 +92,7 @@ def text(batch: int, seq_len: int) -> dict[str, Tensor]:
 def loss(outputs: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Mean cross entropy."""
     return tpplan.cross_entropy(getattr(outputs, "logits", outputs), inputs["targets"])
+
+
+#: what a model file defines
+build_model, example_inputs = OwnMoe, text

@@ -7,6 +7,7 @@ from tpplan.apply.recompute import check_recomputable
 from tpplan.core.errors import PlanError, PlanMismatchError, UsageError
 from tpplan.core.graph import within
 from tpplan.core.name_patterns import ROOT
+from tpplan.experts.expert_share import whole_shape
 from tpplan.plan.model_fingerprint import check_parameters
 from tpplan.plan.plan import Plan, Precision, uses_fsdp
 from tpplan.torch_internals.tensors import accumulated_hooks, gradient_hooks
@@ -46,7 +47,7 @@ def check_model(model: nn.Module, plan: Plan) -> None:
     check_parameters(
         plan,
         {
-            plan_name(name): (tuple(parameter.shape), parameter.requires_grad)
+            plan_name(name): (whole_shape(model, name, parameter), parameter.requires_grad)
             for name, parameter in model.named_parameters(remove_duplicate=False)
         },
     )

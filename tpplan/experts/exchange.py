@@ -40,12 +40,13 @@ def exchanged_counts(chosen: Tensor, experts: int, group: EpGroup) -> tuple[Tens
     """The expert, among a rank's own, of each row that arrives [rows], and the counts; `chosen` [rows] are the experts
     of the rows to send, ascending, of `experts` in all. Waits for the device, as sizes on the host depend on it."""
     own = experts // group.ranks
-    sent = torch.bincount(chosen, minlength=experts)
+    is_fake = isinstance(chosen, FakeTensor)  # without values: an even routing stands for any
+    sent = chosen.new_zeros(experts) if is_fake else torch.bincount(chosen, minlength=experts)
     got = _all_to_all(sent, (own,) * group.ranks, (own,) * group.ranks, group)
-    totals = torch.stack((sent.view(group.ranks, own).sum(1), got.view(group.ranks, own).sum(1)))
-    if isinstance(totals, FakeTensor):  # no values: an even routing stands for any
+    if is_fake:
         even = (chosen.shape[0] // group.ranks,) * group.ranks
         return chosen.new_empty(sum(even)), Counts(group, even, even)
+    totals = torch.stack((sent.view(group.ranks, own).sum(1), got.view(group.ranks, own).sum(1)))
     by_rank = totals.tolist()
     arrived = torch.arange(own, device=chosen.device).repeat(group.ranks).repeat_interleave(got)
     return arrived, Counts(group, tuple(by_rank[0]), tuple(by_rank[1]))

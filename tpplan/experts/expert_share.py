@@ -75,8 +75,16 @@ class Division:
 def with_shares(build_model: Callable[[], nn.Module], division: Division) -> nn.Module:
     """The model that a builder makes on the meta device, in which each divided module has one rank's experts."""
     model = build_model()
+    modules = dict(model.named_modules())
     for name, call in division.calls:
-        cut_on_meta(model.get_submodule(name), ExpertShare(call, division.ep, division.imbalance))
+        module = modules.get(name)
+        named = inspect.signature(module.forward).parameters if module is not None else {}
+        if module is None or not {call.rows, call.index, call.weight} <= named.keys() or call.experts % division.ep:
+            raise PlanMismatchError(
+                f"{call.experts} experts are divided among {division.ep} ranks in module {name}, called with "
+                f"{call.rows}, {call.index} and {call.weight}: the model has no such module; solve again for this one"
+            )
+        cut_on_meta(module, ExpertShare(call, division.ep, division.imbalance))
     return model
 
 

@@ -10,14 +10,15 @@ import contextlib
 import copy
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tpplan.core.errors import TpplanError
-from tpplan.experts.expert_share import counted
+from tpplan.core.graph import ModelGraph
+from tpplan.experts.expert_share import SHARE, counted
 from tpplan.plan.plan import ExpertCall
 from tpplan.torch_internals.modules import own_parameters
 
@@ -31,6 +32,24 @@ MOST_ELEMENTS = 2**22
 _ROW = 16
 #: rows that the module is run on, for each expert
 _ROWS_PER_EXPERT = 2
+
+
+def why_not_divided(model: nn.Module, graph: ModelGraph, calls: Mapping[str, ExpertCall], ep: int) -> str:
+    """Why modules of experts cannot be divided among ep ranks, "" where they can; like modules are run once. `graph` is
+    a trace of the model, whose modules may have shares of their experts already."""
+    ran: dict[object, str] = {}
+    for name, call in calls.items():
+        module = model.get_submodule(name)
+        shapes = {b.path: graph.values[b.result].shape for b in graph.boundaries if b.module == name}
+        if missing := {call.rows, call.index, call.weight} - shapes.keys():
+            return f"module {name}: no tensor enters it as {sorted(missing)[0]!r}"
+        top_k, width = shapes[call.index][-1], shapes[call.rows][-1]
+        key = type(module), call, top_k, width, tuple(weight.shape for weight in module.parameters())
+        if key not in ran:
+            ran[key] = why_not_row_wise(module, call, top_k, width, ep)
+        if ran[key]:
+            return f"module {name}: {ran[key]}"
+    return ""
 
 
 def why_not_row_wise(module: nn.Module, call: ExpertCall, top_k: int, width: int, ep: int) -> str:
@@ -81,6 +100,7 @@ def _small(module: nn.Module, call: ExpertCall, factor: int) -> nn.Module:
         small = torch.randn(shape, device="cpu") / math.sqrt(max(shape[1:]))
         replaced[id(weight)] = nn.Parameter(small, requires_grad=weight.requires_grad)
     found = copy.deepcopy(module, replaced)
+    vars(found).pop(SHARE, None)
     for name, value in vars(found).items():
         if type(value) is int and value in sizes and value != call.experts:
             vars(found)[name] = value // factor

@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError
-from tpplan.core.graph import ModelGraph
 from tpplan.core.mesh import divisors
 from tpplan.experts.expert_share import Division
 from tpplan.experts.find_experts import find_experts
-from tpplan.experts.row_wise import why_not_row_wise
+from tpplan.experts.row_wise import why_not_divided
 from tpplan.plan.plan import ExpertCall, Plan
 from tpplan.search.branch_and_bound import BOUNDED, Progress, explored, search
 from tpplan.search.points.mesh_points import Point, applicable, points_of
@@ -129,22 +128,8 @@ def _divided(solver: PointSolver, points: list[Point], options: Options) -> list
 
 
 def _why_not(traced: Traced, calls: Mapping[str, ExpertCall], ep: int) -> str:
-    """Why the modules of experts cannot be divided among ep ranks, "" where they can. Like modules are run once."""
-    ran: dict[object, str] = {}
-    for name, call in calls.items():
+    """Why the modules of experts cannot be divided among ep ranks, "" where they can."""
+    for name in calls:
         if name in traced.opaques.reasons:
             return f"module {name} runs whole, by its own code: {traced.opaques.reasons[name]}"
-        module = traced.model.get_submodule(name)
-        top_k, width = _sizes(traced.graph, name, call)
-        key = type(module), call, top_k, width, tuple(weight.shape for weight in module.parameters())
-        if key not in ran:
-            ran[key] = why_not_row_wise(module, call, top_k, width, ep)
-        if ran[key]:
-            return f"module {name}: {ran[key]}"
-    return ""
-
-
-def _sizes(graph: ModelGraph, name: str, call: ExpertCall) -> tuple[int, int]:
-    """The number of experts of a token, and the width of its row."""
-    shapes = {b.path: graph.values[b.result].shape for b in graph.boundaries if b.module == name}
-    return shapes[call.index][1], shapes[call.rows][1]
+    return why_not_divided(traced.model, traced.graph, calls, ep)

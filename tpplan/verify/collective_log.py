@@ -26,6 +26,7 @@ from tpplan.apply.modules.local_modules import ModuleBinding
 from tpplan.core.graph import LOSS_SCOPE
 from tpplan.core.mesh import AXES, Axis
 from tpplan.core.name_patterns import ROOT
+from tpplan.experts.exchange import Counts
 from tpplan.machine.profile import Collective
 from tpplan.plan.compress_names import pattern_in
 from tpplan.plan.plan import Pass, Plan
@@ -80,6 +81,8 @@ class CollectiveLog(TorchDispatchMode):
         if (of_experts := mesh_of_experts(model)) is not None:
             self._groups = _groups(of_experts, (Axis.EP, Axis.EXPERT_SHARD)) | self._groups
         self._modules = dict(_converters(model))
+        #: (counts, module) of exchanges of experts' rows, by the counts' id, which backward has too
+        self._exchanges: dict[int, tuple[Counts, str]] = {}
 
     def begin(self, during: Pass) -> None:
         """Begins a pass. Forgets modules whose forward recomputation stopped early."""
@@ -132,8 +135,13 @@ class CollectiveLog(TorchDispatchMode):
                 return unit_name(owner) or ROOT
             case Reducer() | Averager():
                 return ROOT
+            case Counts():
+                return self._exchanges.setdefault(id(owner), (owner, self._running_module()))[1]
             case _:
-                return (self._running[-1] or ROOT) if self._running else LOSS_SCOPE
+                return self._running_module()
+
+    def _running_module(self) -> str:
+        return (self._running[-1] or ROOT) if self._running else LOSS_SCOPE
 
 
 def _groups(mesh: DeviceMesh, axes: Iterable[Axis]) -> dict[str, tuple[str, int]]:
@@ -142,13 +150,13 @@ def _groups(mesh: DeviceMesh, axes: Iterable[Axis]) -> dict[str, tuple[str, int]
 
 
 def _owner() -> object:
-    """The innermost conversion, FSDP unit or reducer whose code is running; None where there is none."""
+    """The innermost conversion, FSDP unit, reducer or exchange whose code is running; None where there is none."""
     frame = sys._getframe(2)
     while frame is not None:
         for name in ("self", "ctx"):
             held = frame.f_locals.get(name)
-            found = getattr(held, "converter", held) if name == "ctx" else held
-            if isinstance(found, Converter | FSDPParamGroup | Reducer | Averager):
+            found = getattr(held, "converter", getattr(held, "counts", held)) if name == "ctx" else held
+            if isinstance(found, Converter | FSDPParamGroup | Reducer | Averager | Counts):
                 return found
         frame = frame.f_back  # type: ignore[assignment]
     return None
@@ -199,7 +207,7 @@ def listed(plan: Plan) -> Counter[Issued]:
             dtype=row.dtype,
             num_bytes=row.num_bytes,
         )
-        found[_of_any_routing(key)] += row.count
+        found[key] += row.count
     return found
 
 
@@ -212,10 +220,13 @@ def differences(plan: Plan, planned: Mapping[Issued, int], issued: Sequence[Issu
     """The collectives whose number is not as planned, modules by pattern, sorted, those of "<root>" and "<loss>"
     last."""
     found = Counter(_of_any_routing(replace(one, where=pattern_in(plan, one.where))) for one in issued)
+    wanted: Counter[Issued] = Counter()
+    for one, number in planned.items():
+        wanted[_of_any_routing(one)] += number
     return [
-        Difference(collective=one, planned=planned.get(one, 0), issued=found[one])
-        for one in sorted({*planned, *found}, key=lambda one: (one.where.startswith("<"), one))
-        if planned.get(one, 0) != found[one]
+        Difference(collective=one, planned=wanted[one], issued=found[one])
+        for one in sorted({*wanted, *found}, key=lambda one: (one.where.startswith("<"), one))
+        if wanted[one] != found[one]
     ]
 
 

@@ -20,6 +20,7 @@ from tpplan.costs.step.collectives_of_step import collectives
 from tpplan.costs.step.memory_replay import memory
 from tpplan.costs.step.step_time import with_peak
 from tpplan.experts.expert_share import whole_shape
+from tpplan.experts.row_wise import why_not_divided
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.plan_sections import boundary_plans, parameter_plans
 from tpplan.layouts.typecheck import Mistyped
@@ -69,6 +70,7 @@ def prove_plan(
     traces = TraceCache(Subject.of_plan(plan, build_model, example_inputs, loss), reuse or Reuse())
     traced = traces.traced(plan.batch.micro_batch)
     prints = _fingerprints(traced)
+    _refuse(_experts_problems(plan, traced))
     _refuse(_static_problems(plan, traced, prints if is_as_solved else None))
     assignment = traced.assignment_of(plan)
     if isinstance(assignment, Mistyped):
@@ -102,6 +104,12 @@ def _refuse(problems: Iterator[str]) -> None:
     """Raises VerificationError for the first problem, if there is one."""
     for problem in problems:
         raise VerificationError(problem)
+
+
+def _experts_problems(plan: Plan, traced: Traced) -> Iterator[str]:
+    """Yields why modules whose experts the plan divides do not allow that."""
+    if why := why_not_divided(traced.model, traced.graph, plan.expert_calls(), plan.mesh.ep):
+        yield f"experts: {why}"
 
 
 def _fingerprints(traced: Traced) -> Fingerprints:
