@@ -217,7 +217,7 @@ def train(
         if step == 0 and keep_gradients:
             history.first_gradients = whole_gradients(model)
         if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            tpplan.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
         if device.type == "cuda":

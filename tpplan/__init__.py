@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tpplan.apply.collectives.cross_entropy import cross_entropy as cross_entropy
     from tpplan.apply.parallel_style import styles as styles
     from tpplan.core.mesh import Mesh as Mesh
+    from tpplan.experts.expert_share import expert_load as expert_load
     from tpplan.exporters import export as export
     from tpplan.machine.profile import HardwareProfile as HardwareProfile
     from tpplan.machine.profile import load_profile as load_profile
@@ -62,6 +63,7 @@ _HOME = {
     "by_step": "train.sampler",
     "clip_grad_norm_": "apply.clip_gradients",
     "cross_entropy": "apply.collectives.cross_entropy",
+    "expert_load": "experts.expert_share",
     "export": "exporters",
     "forward_inputs": "trace.forward_arguments",
     "guard": "train.guard",

@@ -145,3 +145,29 @@ def test_twenty_steps_of_adamw_with_clipping() -> None:
         assert found == pytest.approx(expected, rel=2e-4)
         for name, weight in weights.items():
             torch.testing.assert_close(own[name], weight, rtol=1e-2, atol=2e-3)
+
+
+def loads_of_a_forward(plan: Plan) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = tpplan.apply_plan(OwnMoe(), plan)
+    assert tpplan.expert_load(model) == {}
+    inputs = part(text(8, LENGTH), plan.mesh.data_rank(dist.get_rank()), plan.mesh.data_parallel)
+    model(inputs["input_ids"])
+    return tpplan.expert_load(model)
+
+
+def test_the_load_of_experts_counts_every_row() -> None:
+    plan = solved(OwnMoe, gpus=4, ep=2, fsdp=4, micro_batch=2)
+    found = run_ranks(4, loads_of_a_forward, plan)
+    torch.manual_seed(0)
+    model, chosen = OwnMoe(), {}
+    for name, layer in model.named_modules():
+        if name.endswith("experts"):
+            layer.register_forward_pre_hook(lambda _m, args, name=name: chosen.update({name: args[1]}))
+    model(text(8, LENGTH)["input_ids"])
+    for name, index in chosen.items():
+        every = torch.bincount(index.flatten(), minlength=4)
+        groups = (found[0][name], found[2][name])  # ranks 0 and 1 divide experts, and 2 and 3 do
+        assert found[0][name].shape == (2, 2)
+        assert torch.equal(found[0][name], found[1][name])
+        assert torch.equal(sum(own.flatten() for own in groups), every)

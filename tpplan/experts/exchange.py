@@ -26,13 +26,15 @@ class EpGroup:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Counts:
-    """Numbers of rows that this rank sends to, and gets from, each rank of a group."""
+    """Numbers of rows that this rank sends to, and gets from, each rank of a group; `load` [experts] is on the device
+    what each of its experts gets."""
 
     group: EpGroup
     sent: tuple[int, ...]
     got: tuple[int, ...]
+    load: Tensor
 
 
 @own_code
@@ -45,11 +47,10 @@ def exchanged_counts(chosen: Tensor, experts: int, group: EpGroup) -> tuple[Tens
     got = _all_to_all(sent, (own,) * group.ranks, (own,) * group.ranks, group)
     if is_fake:
         even = (chosen.shape[0] // group.ranks,) * group.ranks
-        return chosen.new_empty(sum(even)), Counts(group, even, even)
-    totals = torch.stack((sent.view(group.ranks, own).sum(1), got.view(group.ranks, own).sum(1)))
-    by_rank = totals.tolist()
+        return chosen.new_empty(sum(even)), Counts(group, even, even, got[:own])
+    by_rank = torch.stack((sent.view(group.ranks, own).sum(1), got.view(group.ranks, own).sum(1))).tolist()
     arrived = torch.arange(own, device=chosen.device).repeat(group.ranks).repeat_interleave(got)
-    return arrived, Counts(group, tuple(by_rank[0]), tuple(by_rank[1]))
+    return arrived, Counts(group, tuple(by_rank[0]), tuple(by_rank[1]), got.view(group.ranks, own).sum(0))
 
 
 @own_code
@@ -64,6 +65,14 @@ def send_back(rows: Tensor, counts: Counts) -> Tensor:
     """The rows that come back, in the order in which they were sent; `rows` [got, ...] as they arrived."""
     found: Tensor = _SendBack.apply(rows, counts)  # type: ignore[no-untyped-call]
     return found
+
+
+@torch.no_grad()
+def loads(load: Tensor, group: EpGroup) -> Tensor:
+    """The rows of all experts of a group [ranks, experts of a rank], from what this rank's got [experts of a rank]."""
+    ops = collectives()
+    found: Tensor = ops.wait_tensor.default(ops.all_gather_into_tensor.default(load, group.ranks, group.name))
+    return found.view(group.ranks, -1)
 
 
 def _all_to_all(rows: Tensor, given: tuple[int, ...], taken: tuple[int, ...], group: EpGroup) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.core.errors import PlanMismatchError
-from tpplan.experts.exchange import Counts, EpGroup, exchanged_counts, send, send_back
+from tpplan.experts.exchange import Counts, EpGroup, exchanged_counts, loads, send, send_back
 from tpplan.plan.plan import ExpertCall, Plan
 from tpplan.torch_internals.modules import own_parameters
 from tpplan.trace.hooks import custom_ops
@@ -24,6 +24,8 @@ from tpplan.trace.hooks.generated_class import subclass
 
 #: key of a module's __dict__ for its share of experts
 SHARE = "_tpplan_expert_share"
+#: key of a module's __dict__ for the rows that each of its experts got in the last forward
+_LOAD = "_tpplan_expert_load"
 
 
 @final
@@ -94,6 +96,21 @@ def whole_shape(model: nn.Module, name: str, weight: Tensor) -> tuple[int, ...]:
     return tuple(weight.shape) if share is None else (share.call.experts, *weight.shape[1:])
 
 
+def expert_load(model: nn.Module) -> dict[str, Tensor]:
+    """The rows that each expert got in the last forward, on the ranks that this rank shares experts with: by module a
+    tensor [ranks, experts of a rank] on the model's device. Its row sums over their mean are the imbalance of ranks.
+
+    Every rank must call it, after a forward; it is one small all-gather a module, and waits for nothing. Empty for a
+    model whose experts are not divided.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        share, load = share_of(module), module.__dict__.get(_LOAD)
+        if share is not None and share.group is not None and load is not None:
+            found[name] = loads(load, share.group)
+    return found
+
+
 def cut_on_meta(module: nn.Module, share: ExpertShare) -> None:
     """take_share for a module on the meta device, whose weights are cut too."""
     parameters = own_parameters(module)
@@ -128,6 +145,8 @@ def _exchanging(
     rows, index = named[call.rows], named[call.index]
     sent = _dispatch(rows, index, named[call.weight], share)
     named[call.rows], named[call.index], named[call.weight] = sent.rows, sent.arrived.unsqueeze(1), sent.weight
+    if sent.counts is not None:
+        module.__dict__[_LOAD] = sent.counts.load
     before = counted(module, call.experts)
     vars(module).update(dict.fromkeys(before, share.own))
     try:
