@@ -30,7 +30,7 @@ from testbed_parts.ranks import FEWEST_STEPS, REFERENCE_BYTES, REFERENCE_SIZE
 
 from tpplan.core.errors import TpplanError, UsageError
 from tpplan.core.files import write_atomically
-from tpplan.core.mesh import Axis, GroupShape
+from tpplan.core.mesh import AXES, GroupShape
 from tpplan.core.strict_json import decode, encode, read_json
 from tpplan.machine.profile import Collective, HardwareProfile, load_profile
 from tpplan.plan.plan import Plan
@@ -221,7 +221,7 @@ def row_of(names: tuple[str, ...], plan: Plan, steps: dict[str, object]) -> Row:
     mesh = plan.mesh
     return Row(
         names=names,
-        mesh=" x ".join(f"{axis} {mesh.size(axis)}" for axis in Axis if mesh.size(axis) > 1),
+        mesh=" x ".join(f"{axis} {mesh.size(axis)}" for axis in AXES if mesh.size(axis) > 1),
         micro_batch=plan.batch.micro_batch,
         predicted_s=plan.predicted.step_time_s,
         predicted_error_s=plan.predicted.step_time_error_s,

@@ -13,7 +13,7 @@ from ranks import run_ranks
 
 from tpplan.commands import main
 from tpplan.core.errors import PlanError, UsageError
-from tpplan.core.mesh import Axis, GroupShape, meshes
+from tpplan.core.mesh import AXES, GroupShape, meshes
 from tpplan.machine.profile import Collective, HardwareProfile, load_profile
 from tpplan.measure import session
 from tpplan.measure.attention import AttentionShape
@@ -40,7 +40,7 @@ BUDGET_S = 0.1
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 4), (2, 2), (4, 8)])
 def test_every_group_of_every_mesh_is_measured(nodes: int, per_node: int) -> None:
     world = nodes * per_node
-    axes = {mesh.group(axis, per_node) for mesh in meshes(world, per_node) for axis in Axis}
+    axes = {mesh.group(axis, per_node) for mesh in meshes(world, per_node) for axis in AXES}
     assert {shape for shape in axes if shape.ranks > 1} == set(group_shapes(world, per_node))
 
 

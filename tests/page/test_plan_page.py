@@ -11,7 +11,7 @@ import pytest
 from test_report import make_plan
 
 from tpplan.commands import main
-from tpplan.core.mesh import Axis, Mesh
+from tpplan.core.mesh import AXES, Axis, Mesh
 from tpplan.core.units import format_seconds
 from tpplan.page.bars import bars
 from tpplan.page.curve_drawing import curve_drawing
@@ -236,13 +236,13 @@ def test_groups_of_rank_0_are_those_of_its_coordinates(mesh: Mesh) -> None:
         for j in range(mesh.shard)
         for k in range(mesh.tp)
     ]
-    for axis in Axis:
+    for axis in AXES:
         in_group = [
-            rank for rank, at in enumerate(coordinates) if not any(at[other] for other in Axis if other != axis)
+            rank for rank, at in enumerate(coordinates) if not any(at[other] for other in AXES if other != axis)
         ]
         assert list(group_of_first(plan, axis)) == in_group
     drawn = {drawing.axis: drawing for drawing in drawings(plan)}
-    assert set(drawn) == {axis for axis in Axis if mesh.size(axis) > 1}
+    assert set(drawn) == {axis for axis in AXES if mesh.size(axis) > 1}
     for axis, drawing in drawn.items():
         cells = [cell for node in drawing.nodes for cell in node]
         assert [cell.rank for cell in cells] == list(range(8))

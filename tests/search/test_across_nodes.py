@@ -9,7 +9,7 @@ from examples import machine, solve_example
 from torch import Tensor, nn
 
 import tpplan
-from tpplan.core.mesh import Axis, Mesh, divisors, tp_degrees
+from tpplan.core.mesh import AXES, Axis, Mesh, divisors, tp_degrees
 from tpplan.machine.profile import Collective, HardwareProfile
 from tpplan.plan.plan import Plan
 from tpplan.plan.report import render
@@ -21,7 +21,7 @@ NUM_TABLES, ROWS, WIDTH = 4, 2**22, 128
 def groups_of(mesh: Mesh, axis: Axis) -> list[list[int]]:
     """The ranks of each group of an axis, from the numbers of ranks alone."""
     ranks = torch.arange(mesh.num_gpus).reshape(mesh.replicate, mesh.shard, mesh.tp)
-    return ranks.movedim(list(Axis).index(axis), -1).reshape(-1, mesh.size(axis)).tolist()
+    return ranks.movedim(list(AXES).index(axis), -1).reshape(-1, mesh.size(axis)).tolist()
 
 
 @pytest.mark.parametrize("gpus_per_node", [1, 2, 3, 4, 6, 8])
@@ -31,7 +31,7 @@ def test_a_group_is_priced_by_the_node_that_has_fewest_of_it(gpus: int, gpus_per
     for tp in divisors(gpus):
         for shard in divisors(gpus // tp):
             mesh = Mesh(replicate=gpus // tp // shard, shard=shard, tp=tp)
-            for axis in Axis:
+            for axis in AXES:
                 nodes = [Counter(rank // gpus_per_node for rank in group) for group in groups_of(mesh, axis)]
                 found = mesh.group(axis, gpus_per_node)
                 assert found.ranks == mesh.size(axis)

@@ -512,9 +512,13 @@ def test_what_fsdp_cannot_hold_is_refused_by_name_and_other_meshes_taken(build: 
         return tpplan.solve(build, lambda rows, _: {"x": torch.randn(rows, 8)}, cluster=cluster, **given)
 
     assert solve().mesh.tp == 2
-    for options in ({"tp": 1, "all_gpus": True}, {"fsdp": 2}, {"tp": 2, "precision": "bf16-mixed"}):
+    for options in ({"tp": 1, "all_gpus": True}, {"fsdp": 2}):
         with pytest.raises(UsageError, match=why):
             solve(**options)
+    # In bfloat16 the layer in float64 gives a float32 that the next one does not take.
+    mixed = "linear gets float32 and bfloat16" if build is OfTwoDtypes else why
+    with pytest.raises((UsageError, ModelError), match=mixed):
+        solve(tp=2, precision="bf16-mixed")
 
 
 def test_out_of_time_the_incumbent_is_feasible_with_its_gap() -> None:

@@ -6,7 +6,7 @@ eval "$(tpplan completion bash)"        # in ~/.bashrc; for zsh, `tpplan complet
 import argparse
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from tpplan.commands.terminal.output import write
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, verbs: "_SubParsersAction[argparse.ArgumentPar
 
 def script(verbs: "_SubParsersAction[argparse.ArgumentParser]") -> str:
     """The script for bash that completes these verbs and those below them."""
-    places = dict(_places("", verbs))
+    places = dict(_places("", verbs.choices))
     words = {"": [*verbs.choices, "-h", "--help", "--version", "-v", "--verbose"]}
     values = dict[str, list[str]]()
     for place, parser in places.items():
@@ -71,16 +71,14 @@ def script(verbs: "_SubParsersAction[argparse.ArgumentParser]") -> str:
     }
 
 
-def _places(
-    above: str, verbs: "_SubParsersAction[argparse.ArgumentParser]"
-) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+def _places(above: str, verbs: Mapping[str, argparse.ArgumentParser]) -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """Yields (verbs so far, each after a space, parser), also of verbs below verbs."""
-    for name, parser in verbs.choices.items():
+    for name, parser in verbs.items():
         place = f"{above} {name}"
         yield place, parser
         for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                yield from _places(place, action)
+            if isinstance(action.choices, Mapping):  # verbs below this one
+                yield from _places(place, action.choices)
 
 
 def _words(parser: argparse.ArgumentParser) -> Iterator[str]:
