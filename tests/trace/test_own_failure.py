@@ -13,8 +13,9 @@ from tpplan.apply.collectives import redistribute
 from tpplan.apply.modules import local_modules, parameter_reads
 from tpplan.core.errors import InternalError
 from tpplan.plan.plan import Plan
+from tpplan.trace import record_fx
 from tpplan.trace.answers import own_failure, planned_device
-from tpplan.trace.whole import opaque_run, record_fx
+from tpplan.trace.whole import opaque_run
 
 CLUSTER = tpplan.Cluster(gpus=2, gpus_per_node=2, profile="cpu-gloo")
 
