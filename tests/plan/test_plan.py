@@ -185,7 +185,7 @@ def strategy_of(hint: object) -> st.SearchStrategy[object]:
             case AtLeast(bound=bound) if arguments[0] is int:
                 return st.integers(int(bound), 2**62)
             case AtLeast(bound=bound):
-                return st.just(0.0) | st.floats(max(bound, 1e-30), 1e30) | st.integers(1, 9)
+                return st.just(float(bound)) | st.floats(max(bound, 1e-30), 1e30) | st.integers(1, 9)
     if origin in (Union, types.UnionType):
         return st.none() | strategy_of(arguments[0])
     if origin is tuple:
@@ -208,10 +208,11 @@ def plans(draw: Callable[[st.SearchStrategy[object]], object]) -> Plan:
     """Any plan whose products and patterns agree."""
     plan = draw(strategy_of(Plan))
     assert isinstance(plan, Plan)
-    degrees = MeshPlan(replicate=2, shard=1, tp=4)
+    degrees = MeshPlan(replicate=2, shard=2, tp=2)
+    experts = plan.experts and dataclasses.replace(plan.experts, ep=draw(st.sampled_from([1, 2])))
     micro_batch, steps = plan.batch.micro_batch % 2**20 + 1, plan.batch.accumulation_steps % 2**20 + 1
     batch = dataclasses.replace(
-        plan.batch, micro_batch=micro_batch, accumulation_steps=steps, global_batch=micro_batch * steps * 2
+        plan.batch, micro_batch=micro_batch, accumulation_steps=steps, global_batch=micro_batch * steps * 4
     )
     entries = [
         dataclasses.replace(entry, aliases=(), shape=tuple(size % 2**20 for size in entry.shape))
@@ -221,6 +222,7 @@ def plans(draw: Callable[[st.SearchStrategy[object]], object]) -> Plan:
         plan,
         schema_version=1,
         mesh_degrees=degrees,
+        experts=experts,
         cluster=dataclasses.replace(plan.cluster, gpus=8),
         batch=batch,
         blocks={"layers.*": "0-2,5"},
