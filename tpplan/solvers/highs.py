@@ -56,6 +56,8 @@ def _run(
     elif is_relaxed:
         return milp.Outcome(status=Status.BOUNDED)
     highs.setOptionValue("presolve", "choose")
+    # From the relaxation's basis, 1.16 may report a wrong objective.
+    highs.clearSolver()
     integers = np.flatnonzero(program.is_integer).astype(np.int32)
     kinds = np.full(len(integers), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
     highs.changeColsIntegrality(len(integers), integers, kinds)
@@ -65,9 +67,17 @@ def _run(
     return _outcome(highs)
 
 
+class _Silent(highspy.Highs):
+    """HiGHS that prints nothing: from 1.16 on it prints its version while callbacks are set, in its constructor."""
+
+    def enableCallbacks(self) -> None:  # noqa: N802
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()  # type: ignore[no-untyped-call]
+
+
 def _loaded(program: Program, time_limit_s: float | None) -> highspy.Highs:
     """HiGHS with its options and the linear relaxation of the program."""
-    highs = highspy.Highs()  # type: ignore[no-untyped-call]
+    highs = _Silent()  # type: ignore[no-untyped-call]
     for name, value in (
         ("output_flag", False),
         ("threads", 1),
