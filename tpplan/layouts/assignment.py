@@ -31,7 +31,8 @@ class Assignment:
     `strategies` are by name of a decision: an op, a boundary or a reading of a parameter. `layers` are the repeated
     modules, which become FSDP units. `resharded` says of each layer whether FSDP reshards it after forward,
     `recomputed` has the modes of recomputed modules. `num_averages` is the number of backwards of a step that average
-    all gradients where parameters stay plain tensors; None where FSDP averages.
+    all gradients where parameters stay plain tensors; None where FSDP averages. `in_flight` is the number of
+    micro-batches whose activations a rank keeps at once.
     """
 
     graph: ModelGraph
@@ -45,6 +46,7 @@ class Assignment:
     accumulation_steps: int
     is_compiled: bool
     num_averages: int | None = None
+    in_flight: int = 1
 
     @property
     def tp(self) -> int:
@@ -198,4 +200,5 @@ def assignment_of(
         accumulation_steps=plan.batch.accumulation_steps,
         is_compiled=plan.compile is Compile.BLOCKS,
         num_averages=num_averages,
+        in_flight=plan.stage.in_flight if plan.stage is not None else 1,
     )

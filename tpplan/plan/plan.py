@@ -48,6 +48,8 @@ from tpplan.plan.sections import (
     RequestPlan,
     SizePlan,
     SolverReport,
+    StagePlan,
+    TensorPlan,
     WorkKind,
     uses_fsdp,
 )
@@ -83,6 +85,8 @@ __all__ = [
     "RequestPlan",
     "SizePlan",
     "SolverReport",
+    "StagePlan",
+    "TensorPlan",
     "WorkKind",
     "uses_fsdp",
 ]
@@ -110,7 +114,8 @@ class Plan:
     reason why parameters must stay plain tensors: each rank then has all of them, and gradients are averaged over
     data-parallel ranks. `experts` says how experts are divided over ranks, where they are. `tp_shares` say what tensor
     parallelism divides; absent where tp is 1. `notes` tell the reader how the plan was made: changes to the request,
-    and costs that are guesses. `request` is what was asked for.
+    and costs that are guesses. `request` is what was asked for. `stage` says which stage of a pipeline the plan is for,
+    where it is for one (tpplan.plan.pipeline_plan).
     """
 
     schema_version: Count
@@ -143,6 +148,7 @@ class Plan:
     notes: tuple[str, ...] | None = None
     request: RequestPlan | None = None
     experts: ExpertsPlan | None = None
+    stage: StagePlan | None = None
 
     @property
     def mesh(self) -> Mesh:

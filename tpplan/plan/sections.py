@@ -164,6 +164,33 @@ class ExpertsPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlan:
+    """The shape and dtype of a tensor that one stage sends to the next, for one micro-batch."""
+
+    shape: tuple[Size, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """What stage `index` of `count` (from 0) has of a model. Modules in `absent` are those of other stages; `blank` are
+    parameters that only other stages read. The tensors that layer `received` gives on the stage before come in
+    (`receives`); those that layer `last` gives go out. A stage keeps the activations of up to `in_flight` micro-batches
+    at once. `micro_batch` is the batch that these shapes are for."""
+
+    index: Size
+    count: Count
+    absent: tuple[str, ...]
+    blank: tuple[str, ...]
+    received: str | None
+    last: str | None
+    receives: tuple[TensorPlan, ...]
+    sends: tuple[TensorPlan, ...]
+    in_flight: Count
+    micro_batch: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
     """global_batch = micro_batch * accumulation_steps * data-parallel ranks, in samples of seq_len tokens; seq_len is 1
     where samples have no length (images, tables, graphs)."""

@@ -116,6 +116,7 @@ def plan_of(
         notes=(*traced.notes, *_notes_on_outputs(assignment, request.unused_outputs), *priced.guesses) or None,
         request=RequestPlan(pins={pin.pattern: pin.style_text for pin in request.pins}),
         experts=_experts(assignment, priced, request.subject.experts),
+        stage=request.subject.stage,
     )
 
 

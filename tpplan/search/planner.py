@@ -107,6 +107,11 @@ def solve(
     length = length_of(seq_len, has_length=not takes_batch_alone(example_inputs), source="solve", option="seq_len")
     batch = Batch(global_batch, None if micro_batch == "auto" else micro_batch, length)
     request = Request.of(build_model, example_inputs, cluster, batch, options, progress)
+    return solve_request(request, options, reuse, prove=prove)
+
+
+def solve_request(request: Request, options: Options, reuse: Reuse | None, *, prove: bool) -> Plan:
+    """The fastest plan of a request, as `solve` gives it."""
     point_solver, points, unsearched = prepare(request, options, reuse)
     return search_degrees(point_solver, points, unsearched, options, prove=prove)
 

@@ -149,7 +149,8 @@ class GraphReader:
             name = self._fresh(f"{given.kind}:{label}")
             if given.kind is SourceKind.PARAMETER:
                 canonical[label] = name
-            self._add_value(name, value, carries_gradient=trainable)
+            is_differentiated = given.kind is SourceKind.INPUT and value.requires_grad
+            self._add_value(name, value, carries_gradient=trainable or is_differentiated)
             is_parameter = given.kind is SourceKind.PARAMETER
             share = share_of(self.model.get_submodule(label.rpartition(".")[0])) if is_parameter else None
             self.sources.append(

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import LOSS_SCOPE, OWN_SCOPE, SAME_TENSOR, Direction, ModelGraph, within
+from tpplan.stages.stage_model import Stub
 from tpplan.torch_internals import pytree, tensors
 from tpplan.torch_internals.tensors import storage_key
 from tpplan.trace.answers.autocast import autocast_on
@@ -80,7 +81,8 @@ def repeated_children(model: nn.Module) -> tuple[str, ...]:
             for child_name, child in container.named_children()
             if child_name.isdecimal() and any(True for _ in child.children()) and any(True for _ in child.parameters())
         ]
-        classes = [type(child) for _, child in layers]
+        stubs = [child.absent_class for child in container.children() if isinstance(child, Stub)]
+        classes = [type(child) for _, child in layers] + stubs
         found += [child_name for child_name, child in layers if classes.count(type(child)) > 1]
     return tuple(found)
 

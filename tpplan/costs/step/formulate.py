@@ -160,6 +160,7 @@ class Formulation:
             accumulation_steps=self.setting.accumulation_steps,
             is_compiled=self.priced.is_compiled,
             num_averages=num_averages,
+            in_flight=self.setting.in_flight,
         )
 
     def tie_break(self, objective_s: float) -> Problem:
@@ -384,6 +385,7 @@ class Formulation:
             optimizer=optimizer,
             precision=setting.precision,
             steps=setting.accumulation_steps,
+            in_flight=setting.in_flight,
             slack_bytes=setting.slack_bytes,
             limit=setting.memory_limit_bytes,
             uses_fsdp=self.uses_fsdp,

@@ -86,6 +86,8 @@ class _Replay:
             (SOURCES, sum(self.graph.values[source.result].num_bytes for source in sources)),
         ):
             self.ledger.hold(Piece(part, float(num_bytes)))
+        if others := self.assignment.in_flight - 1:
+            self.ledger.hold(Piece(SAVED, others * kept_bytes(self.assignment, self.lifetimes.executor)))
 
     def _micro_batch(self) -> None:
         everything = range(len(self.nodes))

@@ -19,7 +19,7 @@ of the layer after it, which has freed its activations by then.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from typing import Any
@@ -41,7 +41,7 @@ from tpplan.solvers.undominated import undominated
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
     """The rows of one mesh: `kinds` are its layer groups, `root` FSDP's root unit, `steps` the micro-batches of a
-    step."""
+    step, `in_flight` those whose activations are kept at once."""
 
     space: Space
     mesh: Mesh
@@ -53,6 +53,7 @@ class Peaks:
     optimizer: Optimizer
     precision: Precision
     steps: int
+    in_flight: int
     slack_bytes: float
     limit: float
     uses_fsdp: bool
@@ -89,6 +90,9 @@ class Peaks:
         yield Term(name=PARAMETERS, expressions=(self.sizes.parameters(everything),))
         yield Term(name=STATES, expressions=(self.sizes.states(everything),))
         yield self.activations.inputs
+        if others := self.in_flight - 1:
+            for term in (*self._kept_by_layers(), *self.activations.kept_outside()):
+                yield replace(term, weight=term.weight * others)
 
     def _kept_by_layers(self, families: Sequence[Family] | None = None) -> Iterator[Term]:
         """Activations that layers keep from forward to backward: all layers, or those of some families."""

@@ -20,6 +20,8 @@ class Setting:
     memory_limit_bytes: float
     accumulation_steps: int
     units: tuple[str, ...]
+    #: micro-batches whose activations a rank keeps at once; several in a stage of a pipeline
+    in_flight: int = 1
     #: bytes of the limit that a model never gets
     slack_bytes: float = 0.0
     #: recomputation of every unit but the root; None: the ILP decides for each

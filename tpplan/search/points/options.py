@@ -11,7 +11,7 @@ from tpplan.core.graph import ModelGraph
 from tpplan.core.mesh import MAX_COUNT, MAX_GPUS, Mesh, divisors
 from tpplan.layouts.rules import Strategy
 from tpplan.machine.profile import HardwareProfile, load_profile
-from tpplan.plan.plan import Precision, Recompute
+from tpplan.plan.plan import Precision, Recompute, StagePlan
 from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.trace import Loss
 
@@ -77,6 +77,7 @@ class Options:
     time_limit_s: float | None = None
     allows: Callable[[ModelGraph], Allows] | None = None
     pins: Mapping[str, str] = field(default_factory=dict)
+    stage: StagePlan | None = None
 
 
 @dataclass(frozen=True, slots=True)

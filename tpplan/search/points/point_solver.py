@@ -159,6 +159,7 @@ class PointSolver:
                 slack_bytes=request.profile.slack_bytes,
                 accumulation_steps=request.batch.accumulation_steps(mesh, point.micro_batch),
                 units=units,
+                in_flight=request.subject.stage.in_flight if request.subject.stage is not None else 1,
                 recompute=request.recompute,
                 reshard_after_forward=request.reshard_after_forward,
                 treatments=dict.fromkeys(units, treatment) if treatment is not None else None,

@@ -73,6 +73,7 @@ class Request:
             seq_len=batch.seq_len,
             precision=parse_precision(precision),
             device=PlannedDevice.of(profile),
+            stage=options.stage,
         )
         return cls(
             subject=subject,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpplan.core.errors import ProfileError
+from tpplan.core.errors import ModelError, ProfileError
 from tpplan.core.graph import Direction, ModelGraph
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.execute import Executor
@@ -27,12 +27,13 @@ from tpplan.experts.expert_share import Division, with_shares
 from tpplan.layouts.assignment import Assignment, assignment_of
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile, load_profile
-from tpplan.plan.plan import Plan, Precision
+from tpplan.plan.plan import Plan, Precision, StagePlan
 from tpplan.prove.apply_as_rank import copied
 from tpplan.search.points.grown_graph import grown
 from tpplan.search.points.meta_model import Built, built_on_meta
 from tpplan.search.points.model_spec import takes_batch_alone
 from tpplan.search.points.options import BuildModel, ExampleInputs
+from tpplan.stages.stage_model import RECEIVED, received_on_meta, with_stage
 from tpplan.torch_internals import pytree
 from tpplan.trace.answers.planned_device import PlannedDevice, planning_for
 from tpplan.trace.forward_arguments import Inputs
@@ -49,7 +50,8 @@ STAND_IN = "h100-sxm"
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """A caller's model, and all else that its traces depend on: the sequence length, the precision of compute, the
-    device that its code is told to run on, and how its experts are divided (None: every rank has all)."""
+    device that its code is told to run on, how its experts are divided (None: every rank has all), and which stage of
+    it is planned (None: the whole model)."""
 
     build_model: BuildModel
     example_inputs: ExampleInputs
@@ -58,6 +60,7 @@ class Subject:
     precision: Precision
     device: PlannedDevice
     experts: Division | None = None
+    stage: StagePlan | None = None
 
     @classmethod
     def of_plan(
@@ -80,6 +83,7 @@ class Subject:
             precision=plan.precision,
             device=PlannedDevice.parse(device) if device else PlannedDevice.of(profile or _profile_of(plan)),
             experts=Division.of(plan),
+            stage=plan.stage,
         )
 
     def planning(self) -> contextlib.AbstractContextManager[None]:
@@ -91,13 +95,19 @@ class Subject:
     def key(self) -> tuple[Hashable, ...]:
         """Equal for subjects with one model, on whatever device."""
         functions = map(hashable, (self.build_model, self.example_inputs, self.loss))
-        return *functions, self.seq_len, self.precision, self.experts
+        return *functions, self.seq_len, self.precision, self.experts, self.stage
 
     def made_inputs(self, micro_batch: int, seq_len: int) -> Inputs:
-        """The example inputs as the caller's function makes them."""
-        if takes_batch_alone(self.example_inputs):
-            return self.example_inputs(micro_batch)
-        return self.example_inputs(micro_batch, seq_len)
+        """The example inputs as the caller's function makes them, with what a stage receives. Raises ModelError for a
+        stage at another length than planned."""
+        own = self.example_inputs(micro_batch, *(() if takes_batch_alone(self.example_inputs) else (seq_len,)))
+        if self.stage is None or not self.stage.receives:
+            return own
+        if not isinstance(own, Mapping):
+            raise ModelError("a model in stages takes its inputs by name: let example_inputs give a dict")
+        if (micro_batch, seq_len) != (self.stage.micro_batch, self.seq_len):
+            raise ModelError("a stage receives tensors of the planned shapes alone")
+        return {**own, RECEIVED: received_on_meta(self.stage)}
 
     def inputs(self, micro_batch: int, seq_len: int) -> Inputs:
         """The example inputs, in the dtype of compute."""
@@ -261,6 +271,8 @@ class TraceCache:
             build = self.subject.build_model
             if (experts := self.subject.experts) is not None:
                 build = partial(with_shares, build, experts)
+            if self.subject.stage is not None:
+                build = partial(with_stage, build, self.subject.stage)
             self.reuse.models[self.subject.key] = built_on_meta(build, is_half=is_half)
         return self.reuse.models[self.subject.key]
 

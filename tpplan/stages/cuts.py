@@ -1,0 +1,205 @@
+"""Where a model may be cut into stages, and what of it each stage has, found on its graph.
+
+A cut stands after a layer. What is computed from weights before it, and read after it, must be what that layer gives:
+it is sent. All else that is read after a cut is made again there from the inputs: masks, positions, rotary tables.
+"""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from tpplan.core.graph import Argument, Boundary, Direction, ModelGraph, Op, Ref, SourceKind, enclosing, within
+from tpplan.plan.sections import StagePlan, TensorPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A place between stages: after the layer `unit`, which gives the values that are `sent`, before the node at
+    `position`. Without `why_not` stages may meet here."""
+
+    unit: str
+    position: int
+    sent: tuple[str, ...] = ()
+    why_not: str = ""
+
+
+def cuts_of(graph: ModelGraph, units: Sequence[str]) -> list[Cut]:
+    """The cuts after each unit but the last, in the order in which units run."""
+    weighed = _computed_from_weights(graph)
+    last = {unit: position for position, unit in _ends(graph, units)}
+    ordered = sorted(last, key=last.__getitem__)
+    return [_cut(graph, unit, last[unit] + 1, weighed) for unit in ordered[:-1]]
+
+
+def stages_of(
+    graph: ModelGraph, cuts: Sequence[Cut], in_flight: Sequence[int], micro_batch: int
+) -> list[StagePlan]:
+    """What each stage has, for cuts in order, in a graph traced at a micro-batch; `in_flight` are the micro-batches that
+    each keeps at once."""
+    ends = [0, *(cut.position for cut in cuts), len(graph.nodes)]
+    return [
+        replace(_stage(graph, cuts, index, range(start, stop)), in_flight=in_flight[index], micro_batch=micro_batch)
+        for index, (start, stop) in enumerate(pairwise(ends))
+    ]
+
+
+def tensors_of(graph: ModelGraph, unit: str) -> tuple[TensorPlan, ...]:
+    """The tensors that a unit gives, in the order of its outputs."""
+    leaving = (graph.values[name] for name in _given_by(graph, unit))
+    return tuple(TensorPlan(shape=value.shape, dtype=value.dtype) for value in leaving)
+
+
+def _given_by(graph: ModelGraph, unit: str) -> tuple[str, ...]:
+    """The values that a unit gives, each once."""
+    own = graph.nodes_by_module[unit]
+    leaving = (node.result for node in own if isinstance(node, Boundary) and _is_output(node, unit))
+    return tuple(dict.fromkeys(leaving))
+
+
+def _is_output(node: Op | Boundary, unit: str) -> bool:
+    return isinstance(node, Boundary) and node.module == unit and node.direction is Direction.OUTPUT
+
+
+def _ends(graph: ModelGraph, units: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Yields (position of a unit's last node, unit)."""
+    known = set(units)
+    for position, node in enumerate(graph.nodes):
+        for unit in known.intersection(enclosing(node.module)):
+            yield position, unit
+
+
+def _computed_from_weights(graph: ModelGraph) -> frozenset[str]:
+    """Values that depend on a parameter, through what is written to a storage too."""
+    found = {source.result for source in graph.sources if source.kind is SourceKind.PARAMETER}
+    storages = {graph.values[name].storage for name in found}
+    for node in graph.nodes:
+        if any(name in found or graph.values[name].storage in storages for name in node.operands):
+            found.update(node.results)
+            storages.update(graph.values[name].storage for name in node.results)
+            if isinstance(node, Op) and node.target.rpartition(".")[0].endswith("_"):
+                storages.add(graph.values[node.operands[0]].storage)
+    return frozenset(found)
+
+
+def _cut(graph: ModelGraph, unit: str, position: int, weighed: frozenset[str]) -> Cut:
+    sent = _given_by(graph, unit)
+    before = {name for node in graph.nodes[:position] for name in node.results}
+    for node in graph.nodes[position:]:
+        for name in node.operands:
+            if name in before and name in weighed and name not in sent:
+                made = graph.producers[name]
+                where = made.module or "the root"
+                line = graph.lines.get(made.name, "")
+                return Cut(
+                    unit=unit,
+                    position=position,
+                    why_not=f"{node.module or 'the root'} reads what {where} made before it{f' ({line})' if line else ''}",
+                )
+    shared = _shared(graph, position)
+    if shared:
+        return Cut(unit=unit, position=position, why_not=f"parameter {shared} is read on both sides")
+    if not sent:
+        return Cut(unit=unit, position=position, why_not=f"{unit} gives no tensor")
+    if any(not graph.values[name].carries_gradient for name in sent):
+        return Cut(unit=unit, position=position, why_not=f"{unit} gives a tensor without a gradient")
+    if any(graph.values[name].varying for name in sent):
+        return Cut(unit=unit, position=position, why_not=f"data decides the shape of what {unit} gives")
+    if sum(within(node.module, unit) for node in graph.nodes[position:]):
+        return Cut(unit=unit, position=position, why_not=f"{unit} runs again after it")
+    return Cut(unit=unit, position=position, sent=sent)
+
+
+def _shared(graph: ModelGraph, position: int) -> str:
+    """A parameter that is read before and after a position, "" where none is."""
+    first, rest = _read_in(graph, range(position)), _read_in(graph, range(position, len(graph.nodes)))
+    return next((s.label for s in graph.parameters if s.result in first and s.result in rest), "")
+
+
+def _read_in(graph: ModelGraph, positions: range) -> set[str]:
+    """Values that nodes at some positions read."""
+    return {name for position in positions for name in graph.nodes[position].operands}
+
+
+def _stage(graph: ModelGraph, cuts: Sequence[Cut], index: int, own: range) -> StagePlan:
+    received = cuts[index - 1].unit if index else None
+    last = cuts[index].unit if index < len(cuts) else None
+    absent = _absent(graph, own)
+    return StagePlan(
+        index=index,
+        count=len(cuts) + 1,
+        absent=absent,
+        blank=_blank(graph, own, absent),
+        received=received,
+        last=last,
+        receives=tensors_of(graph, received) if received is not None else (),
+        sends=tensors_of(graph, last) if last is not None else (),
+        in_flight=1,
+        micro_batch=1,
+    )
+
+
+def _absent(graph: ModelGraph, own: range) -> tuple[str, ...]:
+    """The outermost modules that are called, have parameters, and run nowhere in a stage."""
+    present = {module for position in own for module in enclosing(graph.nodes[position].module)}
+    called = dict.fromkeys(boundary.module for boundary in graph.boundaries if boundary.module)
+    weighted = {module for s in graph.parameters for label in (s.label, *s.aliases) for module in enclosing(label)}
+    found: list[str] = []
+    for module in called:
+        if module not in present and module in weighted and not any(within(module, other) for other in found):
+            found.append(module)
+    return tuple(found)
+
+
+def _blank(graph: ModelGraph, own: range, absent: Sequence[str]) -> tuple[str, ...]:
+    """Parameters of modules that a stage has, which only other stages read."""
+    inside = _read_in(graph, own)
+    everywhere = _read_in(graph, range(len(graph.nodes)))
+    return tuple(
+        name
+        for source in graph.parameters
+        if source.result in everywhere and source.result not in inside
+        for name in (source.label, *source.aliases)
+        if not any(within(name, module) for module in absent)
+    )
+
+
+def difference(whole: ModelGraph, stage: ModelGraph, plan: StagePlan, own: range) -> str:
+    """The first way in which a stage's graph does not run the nodes `own` of the whole model's on the same values; ""
+    where it does, and gives what the whole gives there.
+
+    Values are matched from the sources, and from what is received, on: a node of the stage runs what one of the whole
+    does where operator, module and literals are the same, and it reads the matching values. What the stage runs
+    besides, on stubs, matches nothing.
+    """
+    labelled = {(source.kind, source.label): source.result for source in stage.sources}
+    matched = {s.result: labelled[s.kind, s.label] for s in whole.sources if (s.kind, s.label) in labelled}
+    if plan.received is not None:
+        matched.update(zip(_given_by(whole, plan.received), _given_by(stage, plan.received), strict=True))
+    left: dict[Hashable, list[Op | Boundary]] = {}
+    for node in reversed(stage.nodes):
+        left.setdefault(_done(node, {name: name for name in node.operands}), []).append(node)
+    for position, node in enumerate(whole.nodes):
+        alike = left.get(_done(node, matched)) if all(name in matched for name in node.operands) else None
+        if alike:
+            other = alike.pop()
+            matched.update((a, b) for a, b in zip(node.results, other.results, strict=True) if a not in matched)
+        elif position in own:
+            return f"{node.name} of {node.module or 'the root'} does not run on the same values in stage {plan.index}"
+    if plan.last is None:
+        ends = [value for _, value in whole.outputs], [value for _, value in stage.outputs]
+    else:
+        ends = list(_given_by(whole, plan.last)), list(_given_by(stage, plan.last))
+    return "" if [matched.get(name) for name in ends[0]] == ends[1] else f"stage {plan.index} gives other values"
+
+
+def _done(node: Op | Boundary, named: Mapping[str, str]) -> Hashable:
+    """What a node does, to values under other names."""
+    if isinstance(node, Boundary):
+        return node.module, node.direction, node.path, named[node.operand]
+
+    def renamed(argument: Argument) -> Argument:
+        if isinstance(argument, Ref):
+            return Ref(named[argument.name])
+        return tuple(map(renamed, argument)) if isinstance(argument, tuple) else argument
+
+    return node.target, node.module, renamed(node.args), tuple((key, renamed(value)) for key, value in node.kwargs)
