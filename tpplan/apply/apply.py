@@ -46,13 +46,16 @@ from tpplan.apply.modules.local_modules import ModuleBinding
 from tpplan.apply.modules.local_sizes import LocalSizes, check_attributes, is_inside_an_attribute
 from tpplan.apply.modules.stale_references import Originals
 from tpplan.apply.parallel_style import module_styles
+from tpplan.apply.pipeline import STAGES, check_everywhere, check_stages, run_in_stages
 from tpplan.apply.rank_agreement import check_ranks_agree
 from tpplan.apply.recompute import recompute
 from tpplan.core.errors import PlanError, PlanMismatchError, TpplanError, UsageError
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
+from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import Plan, Precision, uses_fsdp
 from tpplan.plan.proof_hash import MEND, why_unproven
+from tpplan.stages.stage_model import as_stage
 from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.torch_internals.tensors import gradient_hooks, local_part
 from tpplan.trace.hooks.call_rewriting import Rewriter, rewrite_calls
@@ -68,7 +71,7 @@ _AXES = tuple(str(axis) for axis in (Axis.REPLICATE, Axis.SHARD, Axis.TP))
 
 def apply_plan(
     model: nn.Module,
-    plan: Plan | str | os.PathLike[str],
+    plan: Plan | PipelinePlan | str | os.PathLike[str],
     *,
     mesh: DeviceMesh | None = None,
     compile: bool = False,
@@ -81,20 +84,55 @@ def apply_plan(
     the first training forward also for other calls; check="warn" warns instead, check=False skips both checks.
 
     Parameters get rank 0's values on every rank; parameters on the meta device stay there, in their local shape. A
-    given `mesh` must have the axes replicate, shard and tp. Raises UsageError without a process group or for a model
+    given `mesh` must have the axes replicate, shard and tp. Under a plan of stages the model becomes this rank's stage,
+    and trains by `model.step` (tpplan.apply.pipeline.Pipeline.step). Raises UsageError without a process group or for a model
     that a plan was applied to before, PlanError for a plan that cannot be read, and PlanMismatchError for a model, a
     number of ranks or ranks that the plan does not fit. An error on one rank is raised on all ranks.
     """
     _check_ready(model)
     loaded = _agreed_plan(model, plan)
     originals = Originals(model)
-    if (why := why_unproven(loaded)) and dist.get_rank() == 0:
+    plans = (loaded,) if isinstance(loaded, Plan) else loaded.stages
+    if (why := next(filter(None, map(why_unproven, plans)), "")) and dist.get_rank() == 0:
         warnings.warn(
             f"the plan is unproven: {why}, so the applied model may compute something else than the model; {MEND}",
             stacklevel=2,
         )
     device_type = mesh.device_type if mesh is not None else _device_type(model)
-    mesh = _checked(mesh, loaded) if mesh is not None else _new_mesh(loaded, device_type)
+    if isinstance(loaded, Plan):
+        mesh = _checked(mesh, loaded) if mesh is not None else _new_mesh(loaded, device_type)
+        return _applied(model, loaded, mesh, originals, compile=compile, check=OnMismatch(check))
+    if mesh is not None:
+        raise UsageError("a plan of stages makes its own mesh: leave `mesh` out")
+    everywhere = _mesh_of_stages(loaded, device_type)
+    own = loaded.stage(dist.get_rank())
+    assert own.stage is not None
+    error: TpplanError | None = None
+    try:
+        as_stage(model, own.stage)
+        check_model(model, own)
+        check_filled(model, own)
+    except TpplanError as found:
+        error = found
+    check_everywhere(error)
+    group = everywhere[_AXES]._flatten().get_group() if own.mesh.num_gpus > 1 else everywhere[Axis.TP].get_group()
+    _applied(model, own, everywhere[_AXES], originals, compile=compile, check=OnMismatch(check), group=group)
+    run_in_stages(model, loaded, everywhere)
+    return model
+
+
+def _applied(
+    model: nn.Module,
+    loaded: Plan,
+    mesh: DeviceMesh,
+    originals: Originals,
+    *,
+    compile: bool,
+    check: OnMismatch,
+    group: dist.ProcessGroup | None = None,
+) -> nn.Module:
+    """The model, laid out in place on the mesh, whose ranks are those of `group`: all ranks by default."""
+    device_type = mesh.device_type
     if loaded.precision is Precision.BF16:
         _cast_parameters(model, torch.bfloat16)
     is_untouched = loaded.untouched is not None
@@ -117,9 +155,9 @@ def apply_plan(
         _compile_layers(model, loaded)
     _shard_data(model, loaded, mesh, of_experts)
     keep_mesh(model, mesh, of_experts)
-    check_shapes(model, loaded, OnMismatch(check))
-    check_calls(model, loaded, mesh.device_type, OnMismatch(check))
-    check_first_step(model, mesh, originals)
+    check_shapes(model, loaded, check)
+    check_calls(model, loaded, mesh.device_type, check, group)
+    check_first_step(model, mesh, originals, group)
     return model
 
 
@@ -204,12 +242,12 @@ def _check_ready(model: nn.Module) -> None:
         raise UsageError("the model is sharded already: apply a plan once, to a newly built model")
 
 
-def _agreed_plan(model: nn.Module, plan: Plan | str | os.PathLike[str]) -> Plan:
+def _agreed_plan(model: nn.Module, plan: Plan | PipelinePlan | str | os.PathLike[str]) -> Plan | PipelinePlan:
     """Returns the plan after all ranks agreed on it and on the model. Raises any rank's error on every rank."""
-    loaded: Plan | None = None
+    loaded: Plan | PipelinePlan | None = None
     error: TpplanError | None = None
     try:
-        loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
+        loaded = plan if isinstance(plan, Plan | PipelinePlan) else load_plan(plan)
         _check_fits(model, loaded)
     except TpplanError as found:
         error = found
@@ -218,12 +256,21 @@ def _agreed_plan(model: nn.Module, plan: Plan | str | os.PathLike[str]) -> Plan:
     return loaded
 
 
-def _check_fits(model: nn.Module, plan: Plan) -> None:
+def _check_fits(model: nn.Module, plan: Plan | PipelinePlan) -> None:
     ranks = dist.get_world_size()
-    if ranks != plan.mesh.num_gpus:
+    expected = plan.mesh.num_gpus if isinstance(plan, Plan) else plan.num_gpus
+    mesh = plan.mesh if isinstance(plan, Plan) else f"{len(plan.stages)} stages of {plan.stages[0].mesh}"
+    if ranks != expected:
         raise PlanMismatchError(
-            f"the plan is for {plan.mesh.num_gpus} GPUs ({plan.mesh}), and {ranks} ranks are running: start "
-            f"{plan.mesh.num_gpus}, or solve again with --gpus {ranks}"
+            f"the plan is for {expected} GPUs ({mesh}), and {ranks} ranks are running: start {expected}, or solve again "
+            f"with --gpus {ranks}"
+        )
+    if isinstance(plan, PipelinePlan):
+        check_stages(model, plan)
+        return
+    if plan.stage is not None:
+        raise PlanMismatchError(
+            f"the plan is for stage {plan.stage.index} of {plan.stage.count} alone: apply the plan of all stages"
         )
     check_model(model, plan)
     check_filled(model, plan)
@@ -265,6 +312,12 @@ def _device_type(model: nn.Module) -> str:
 
 def _new_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(plan.mesh.size(Axis(axis)) for axis in _AXES), mesh_dim_names=_AXES)
+
+
+def _mesh_of_stages(plan: PipelinePlan, device_type: str) -> DeviceMesh:
+    """Returns the mesh of all stages: the axis of stages outermost, then those of a stage's mesh."""
+    sizes = (len(plan.stages), *(plan.stages[0].mesh.size(Axis(axis)) for axis in _AXES))
+    return init_device_mesh(device_type, sizes, mesh_dim_names=(STAGES, *_AXES))
 
 
 def _checked(mesh: DeviceMesh, plan: Plan) -> DeviceMesh:

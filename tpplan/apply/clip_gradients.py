@@ -1,11 +1,14 @@
-"""Gradient clipping for models whose parameters lie on several meshes: divided experts have one of their own."""
+"""Gradient clipping for models whose parameters lie on several meshes: divided experts and stages have their own."""
 
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from tpplan.apply.pipeline import OF_STAGES
 
 
 @torch.no_grad()
@@ -18,7 +21,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """torch.nn.utils.clip_grad_norm_ over parameters on any number of meshes; returns the norm of all gradients, whole.
 
-    The norm of norms is taken over meshes. Every rank must call it. Raises RuntimeError for a norm that is not finite
+    The norm of norms is taken over meshes, and over stages. Every rank must call it. Raises RuntimeError for a norm that is not finite
     where error_if_nonfinite.
     """
     own = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -31,9 +34,15 @@ def clip_grad_norm_(
         gradients = [parameter.grad for parameter in group if parameter.grad is not None]
         norm = get_total_norm(gradients, norm_type, foreach=foreach)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if not norms:
+    stages = next((parameter.__dict__[OF_STAGES] for parameter in own if OF_STAGES in parameter.__dict__), None)
+    if not norms and stages is None:
         return torch.tensor(0.0)
+    norms = norms or [torch.zeros((), device=own[0].device)]
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    if stages is not None:
+        of_stages = [torch.empty_like(total) for _ in range(stages.size())]
+        dist.all_gather(of_stages, total, group=stages)
+        total = torch.linalg.vector_norm(torch.stack(of_stages), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"the norm of order {norm_type} of all gradients is {total.item()}: it cannot be clipped")
     for group in groups.values():

@@ -33,11 +33,13 @@ from tpplan.trace.noted_calls import CallNotes, Calls, digest, first_difference
 _SHOWN = 3
 
 
-def check_calls(model: nn.Module, plan: Plan, device_type: str, check: OnMismatch) -> None:
+def check_calls(
+    model: nn.Module, plan: Plan, device_type: str, check: OnMismatch, group: dist.ProcessGroup | None = None
+) -> None:
     """Installs hooks that compare the first training forward with the calls that the plan was proven for.
 
     Where a module calls something else on any rank, that forward raises PlanMismatchError on all ranks, or warns
-    (`check`). The comparison also holds on a device type other than the planned one, unless code asks for its device.
+    (`check`). `group` has the ranks that the plan is for: all ranks by default. The comparison also holds on a device type other than the planned one, unless code asks for its device.
     """
     planned = plan.called()
     if check is OnMismatch.NOTHING or plan.proof.status is not ProofStatus.PROVEN or not planned:
@@ -46,7 +48,7 @@ def check_calls(model: nn.Module, plan: Plan, device_type: str, check: OnMismatc
         return
     proven_device = (plan.proof.device or "").partition(" ")[0]
     is_autocast = plan.precision is Precision.BF16_AUTOCAST
-    first = _FirstCalls(planned, frozenset(plan.opaque_modules()), proven_device, device_type, check, is_autocast)
+    first = _FirstCalls(planned, frozenset(plan.opaque_modules()), proven_device, device_type, check, is_autocast, group)
     first.handles = (
         model.register_forward_pre_hook(first.before),
         model.register_forward_hook(first.after, prepend=True, always_call=True),
@@ -69,7 +71,9 @@ class _FirstCalls:
         device_type: str,
         check: OnMismatch,
         is_autocast: bool,
+        group: dist.ProcessGroup | None,
     ) -> None:
+        self.group = group
         self.is_autocast = is_autocast
         self.planned, self.whole, self.check = planned, whole, check
         self.proven_device, self.device_type = proven_device, device_type
@@ -125,13 +129,13 @@ class _FirstCalls:
         """Returns, on all ranks, the message of the first rank that has one; "" where none has. One all-reduce."""
         with torch.no_grad(), without_modes():
             differs = torch.tensor([bool(problem)], device=self.device_type, dtype=torch.int32)
-            dist.all_reduce(differs, dist.ReduceOp.MAX)
+            dist.all_reduce(differs, dist.ReduceOp.MAX, group=self.group)
             if not differs.item():
                 return ""
-            everyone: list[Any] = [""] * dist.get_world_size()
-            dist.all_gather_object(everyone, problem)
-        rank = next(rank for rank, one in enumerate(everyone) if one)
-        return f"rank {rank}: {everyone[rank]}"
+            ranks = dist.get_process_group_ranks(self.group)
+            everyone: list[Any] = [""] * len(ranks)
+            dist.all_gather_object(everyone, problem, group=self.group)
+        return next(f"rank {rank}: {one}" for rank, one in zip(ranks, everyone, strict=True) if one)
 
 
 def _difference(name: str, calls: Calls, planned: tuple[str, ...]) -> str:

@@ -63,15 +63,17 @@ END_OF_FORWARD = "the end of the forward"
 Checksums = dict[str, dict[str, int]]
 
 
-def check_first_step(model: nn.Module, mesh: DeviceMesh, originals: Originals) -> None:
+def check_first_step(
+    model: nn.Module, mesh: DeviceMesh, originals: Originals, group: dist.ProcessGroup | None = None
+) -> None:
     """Installs hooks for the first forward with gradients, which raises UsageError on all ranks where tp ranks differ.
 
     That forward also raises for gradient hooks that FSDP2 never calls, and makes optimizers of the model's original
-    parameters raise when they step.
+    parameters raise when they step. `group` has the ranks of the mesh: all ranks by default.
     """
     if dist.get_backend() == "fake" or (mesh[Axis.TP].size() == 1 and not isinstance(model, FSDPModule)):
         return
-    check = _FirstStep(Applied(mesh), originals)
+    check = _FirstStep(Applied(mesh), originals, group)
     check.handles = (
         model.register_forward_pre_hook(check.before, prepend=True, with_kwargs=True),
         model.register_forward_hook(check.after),
@@ -82,7 +84,8 @@ def check_first_step(model: nn.Module, mesh: DeviceMesh, originals: Originals) -
 class _FirstStep:
     """The forward pre-hook and forward hook of the model, and their state."""
 
-    def __init__(self, applied: Applied, originals: Originals) -> None:
+    def __init__(self, applied: Applied, originals: Originals, group: dist.ProcessGroup | None) -> None:
+        self.group = group
         self.applied = applied
         self.originals = originals
         self.has_begun = self.is_watching = False
@@ -109,7 +112,7 @@ class _FirstStep:
                 **self.states,
                 "parameters": {name: checksum(tensor) for name, tensor in _replicated(model).items()},
             }
-            complaints = _complaints(found, mesh)
+            complaints = _complaints(found, mesh, self.group)
         self.complaints = {what: complaints.pop(what) for what in self.states if what in complaints}
         for complaint in complaints.values():
             raise UsageError(complaint)
@@ -158,13 +161,17 @@ def _set_witness(model: nn.Module, witness: Callable[[str], None] | None) -> Non
             converter.witness = witness
 
 
-def _complaints(found: Checksums, mesh: DeviceMesh) -> dict[str, str]:
+def _complaints(found: Checksums, mesh: DeviceMesh, group: dist.ProcessGroup | None) -> dict[str, str]:
     """Returns error messages by what differs (a key of `found`), the same ones on every rank."""
     device = mesh.device_type
     mine = torch.tensor([zlib.crc32(repr(sorted(named.items())).encode()) for named in found.values()], device=device)
-    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_ranks, mine)
-    sums = dict(zip(found, torch.stack(of_ranks).T.tolist(), strict=True))
+    ranks = dist.get_process_group_ranks(group)
+    of_ranks = [torch.empty_like(mine) for _ in ranks]
+    dist.all_gather(of_ranks, mine, group=group)
+    sums = {
+        what: dict(zip(ranks, sums, strict=True))
+        for what, sums in zip(found, torch.stack(of_ranks).T.tolist(), strict=True)
+    }
     groups: list[list[int]] = mesh.mesh.flatten(0, -2).tolist()
     pairs = {
         what: [(group[0], rank) for group in groups for rank in group if of_rank[rank] != of_rank[group[0]]]
@@ -172,12 +179,13 @@ def _complaints(found: Checksums, mesh: DeviceMesh) -> dict[str, str]:
     }
     if not any(pairs.values()):
         return {}
-    everything: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everything, found)
+    gathered: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(gathered, found, group=group)
+    everything = dict(zip(ranks, gathered, strict=True))
     return {what: _complaint(what, different, everything) for what, different in pairs.items() if different}
 
 
-def _complaint(what: str, pairs: Sequence[tuple[int, int]], everything: Sequence[Checksums]) -> str:
+def _complaint(what: str, pairs: Sequence[tuple[int, int]], everything: Mapping[int, Checksums]) -> str:
     first, other = pairs[0]
     here, there = everything[first][what], everything[other][what]
     names = [name for name in {**here, **there} if here.get(name) != there.get(name)]

@@ -1,0 +1,197 @@
+"""Training and evaluating a model in stages: micro-batches go through the stages by a schedule of torch's.
+
+    model = tpplan.apply_plan(build_model(), "plan.json")       # this rank's stage, with its parameters alone
+    share = plan.batch_for(rank)
+    loss = model.step(share.micro_batches(batch), loss_function)        # forward and backward of all micro-batches
+    optimizer.step(); optimizer.zero_grad()
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from tpplan.core.errors import PlanMismatchError, TpplanError, UsageError
+from tpplan.plan.pipeline_plan import PipelinePlan
+from tpplan.plan.sections import StagePlan, TensorPlan
+from tpplan.stages.stage_model import RECEIVED
+from tpplan.trace.forward_arguments import Inputs, forward_inputs
+
+#: the name of the mesh axis of stages
+STAGES = "stage"
+#: key of a parameter's __dict__ for the group of ranks that hold the other stages' parameters
+OF_STAGES = "_tpplan_stages"
+#: what the last stage gives: the schedule joins what micro-batches give along dim 0
+_LOSS = TensorPlan(shape=(1,), dtype="float32")
+#: a loss of a micro-batch: of the model's outputs and all inputs
+Loss = Callable[[Any, Any], Tensor]
+
+
+def run_in_stages(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> None:
+    """Gives an applied stage its methods `step` and `evaluate`. `mesh` is that of all stages."""
+    pipeline = Pipeline(model, plan, mesh)
+    model.__dict__["step"], model.__dict__["evaluate"] = pipeline.step, pipeline.evaluate
+    for parameter in model.parameters():
+        parameter.__dict__[OF_STAGES] = pipeline.group
+
+
+def check_stages(model: nn.Module, plan: PipelinePlan) -> None:
+    """Raises PlanMismatchError unless each parameter of the model is in some stage, with the planned shape."""
+    planned = {name: own for stage in plan.stages for name, own in stage.parameter_plans().items()}
+    planned |= {alias: own for own in list(planned.values()) for alias in own.aliases}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    if missing := sorted(planned.keys() ^ named.keys()):
+        where = "model" if missing[0] in planned else "plan"
+        raise PlanMismatchError(f"parameter {missing[0]} is not in the {where}: solve again for this model")
+    for name, parameter in named.items():
+        if tuple(parameter.shape) != planned[name].shape:
+            raise PlanMismatchError(
+                f"parameter {name} has shape {list(parameter.shape)}, the plan {list(planned[name].shape)}: solve again"
+            )
+
+
+def check_everywhere(error: TpplanError | None) -> None:
+    """Raises an error of any rank on all ranks; every rank must call it."""
+    messages: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, str(error) if error is not None else "")
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message:
+            raise PlanMismatchError(f"rank {rank}: {message}")
+
+
+@final
+class Pipeline:
+    """This rank's stage with the schedule that all stages run."""
+
+    def __init__(self, model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> None:
+        stage = plan.stage(dist.get_rank()).stage
+        assert stage is not None
+        self.stage: StagePlan = stage
+        self.group = mesh.get_group(STAGES)
+        self.device = torch.device(mesh.device_type)
+        if mesh.device_type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.model = model
+        self.steps = plan.batch.accumulation_steps
+        self.runner = _Runner(model, stage, self.steps)
+        self.schedule: Schedule1F1B | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """True on the stage that computes the loss."""
+        return self.stage.index == self.stage.count - 1
+
+    def step(self, micro_batches: Iterable[Inputs], loss: Loss) -> Tensor:
+        """Forward and backward of a step's micro-batches. Gradients are those of the mean of their losses, which is
+        returned on every rank, for the micro-batches of its replica.
+
+        micro_batches: this rank's, as many as planned, the same on all stages (PipelinePlan.batch_for). loss(outputs,
+        inputs) runs on the last stage. Raises UsageError for another number of micro-batches.
+        """
+        self.runner.begin(micro_batches, loss)
+        schedule = self._schedule()
+        index = torch.arange(self.steps)
+        losses: list[Tensor] = []
+        schedule.step(index=index, **({"target": index, "losses": losses} if self.is_last else {}))
+        self.runner.micro_batches = []
+        return self._everywhere(losses)
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Iterable[Inputs], loss: Loss) -> Tensor:
+        """The mean loss of micro-batches of the planned shapes, without a backward; on every rank. Any number of them,
+        the same on all stages."""
+        rank, given = dist.get_rank(self.group), list(micro_batches)
+        total = torch.zeros((), device=self.device)
+        for micro_batch in given:
+            received = tuple(map(self._buffer, self.stage.receives))
+            for tensor in received:
+                dist.recv(tensor, group=self.group, group_src=rank - 1)
+            outputs = self.model(**_named(self.model, micro_batch, received))
+            if self.is_last:
+                total += loss(outputs, micro_batch)
+                continue
+            for tensor in outputs:
+                dist.send(tensor.contiguous(), group=self.group, group_dst=rank + 1)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # no backward does
+        return self._everywhere([total / max(1, len(given))])
+
+    def _buffer(self, one: TensorPlan) -> Tensor:
+        return torch.empty(one.shape, dtype=getattr(torch, one.dtype), device=self.device)
+
+    def _schedule(self) -> Schedule1F1B:
+        if self.schedule is None:
+            stage = self.stage
+            sent = tuple(map(_on_meta, stage.sends)) or (_on_meta(_LOSS),)
+            of_rank = PipelineStage(
+                self.runner,
+                stage.index,
+                stage.count,
+                self.device,
+                input_args=tuple(map(_on_meta, stage.receives)),
+                output_args=sent,
+                group=self.group,
+            )
+            # The loss is divided by the number of micro-batches where it is computed.
+            self.schedule = Schedule1F1B(of_rank, self.steps, loss_fn=lambda found, _: found.sum(), scale_grads=False)
+        return self.schedule
+
+    def _everywhere(self, losses: list[Tensor]) -> Tensor:
+        """The sum of the last stage's losses, on the ranks of all stages."""
+        total = torch.zeros((), device=self.device)
+        for value in losses if self.is_last else ():
+            total += value.detach().float()
+        dist.broadcast(total, group=self.group, group_src=self.stage.count - 1)
+        return total
+
+
+@final
+class _Runner(nn.Module):
+    """A stage as torch's schedules call it: of what it received and the number of the micro-batch, to what it sends, or
+    to the loss over the number of micro-batches."""
+
+    def __init__(self, model: nn.Module, stage: StagePlan, steps: int) -> None:
+        super().__init__()
+        self.model = model
+        self.stage = stage
+        self.steps = steps
+        self.micro_batches: list[Inputs] = []
+        self.loss: Loss | None = None
+
+    def begin(self, micro_batches: Iterable[Inputs], loss: Loss) -> None:
+        """Takes the micro-batches and the loss of a step."""
+        self.micro_batches, self.loss = list(micro_batches), loss
+        if len(self.micro_batches) != self.steps:
+            raise UsageError(
+                f"a step of this plan has {self.steps} micro-batches, and {len(self.micro_batches)} are given: give "
+                "those of plan.batch_for(rank)"
+            )
+
+    def forward(self, *received: Tensor, index: Tensor) -> Any:
+        micro_batch = self.micro_batches[int(index)]
+        found = self.model(**_named(self.model, micro_batch, received))
+        if self.stage.last is not None:
+            return found
+        assert self.loss is not None
+        return (self.loss(found, micro_batch).float() / self.steps).reshape(1)
+
+
+def _named(model: nn.Module, micro_batch: Inputs, received: tuple[Tensor, ...]) -> dict[str, Any]:
+    """A stage's arguments. Raises UsageError for inputs without names."""
+    if not isinstance(micro_batch, Mapping):
+        raise UsageError("a model in stages takes its inputs by name: give each micro-batch as a dict")
+    given = dict(forward_inputs(model, micro_batch))  # type: ignore[arg-type]
+    return given | ({RECEIVED: received} if received else {})
+
+
+def _on_meta(one: TensorPlan) -> Tensor:
+    """A tensor between stages without memory: a gradient for it comes back."""
+    return torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta", requires_grad=True)

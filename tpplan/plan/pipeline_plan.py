@@ -1,0 +1,139 @@
+"""The plan of a model in stages: a plan for each stage, on as many ranks each, and the schedule that joins them.
+
+Ranks are numbered stage by stage: with n ranks a stage, rank r is in stage r // n, and rank r % n of that stage's mesh.
+Rank r sends to rank r + n. All stages read the same rows of the batch at the same rank of their meshes.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from tpplan.core.errors import PlanError, UsageError
+from tpplan.core.files import format_json, write_atomically
+from tpplan.core.strict_json import decode, encode, read_json
+from tpplan.plan.batch_share import BatchShare
+from tpplan.plan.plan import SCHEMA_VERSION, BatchPlan, Plan
+from tpplan.plan.sections import Amount, Count, SolverReport
+
+
+class Schedule(StrEnum):
+    """In which order the stages run forwards and backwards of micro-batches. 1f1b: a stage runs ahead by as many
+    forwards as there are stages behind it, and then one backward and one forward in turns."""
+
+    ONE_F_ONE_B = "1f1b"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePrediction:
+    """Seconds of a step: of the slowest stage alone, of waiting while the pipeline fills and drains (`bubble_s`), and
+    of sending between stages that nothing hides (`send_s`)."""
+
+    step_time_s: Amount
+    stage_s: Amount
+    bubble_s: Amount
+    send_s: Amount
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePlan:
+    """Plans of all stages in order, each for the ranks of one stage, their schedule and what a step takes."""
+
+    schema_version: Count
+    schedule: Schedule
+    predicted: PipelinePrediction
+    solver: SolverReport
+    stages: tuple[Plan, ...]
+    notes: tuple[str, ...] | None = None
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of GPUs of all stages."""
+        return sum(plan.mesh.num_gpus for plan in self.stages)
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Number of GPUs of a stage."""
+        return self.stages[0].mesh.num_gpus
+
+    @property
+    def hash(self) -> str:
+        """sha256 of the plan's text, which all ranks compare before the first collective."""
+        return "sha256:" + hashlib.sha256(self.dumps().encode()).hexdigest()
+
+    @property
+    def batch(self) -> BatchPlan:
+        """The batch, which is that of every stage."""
+        return self.stages[0].batch
+
+    def stage(self, rank: int) -> Plan:
+        """The plan of a rank's stage. Raises UsageError for a rank outside the plan."""
+        if not 0 <= rank < self.num_gpus:
+            raise UsageError(f"rank {rank}: expected 0 to {self.num_gpus - 1}, the ranks of {len(self.stages)} stages")
+        return self.stages[rank // self.ranks_per_stage]
+
+    def batch_for(self, rank: int) -> BatchShare:
+        """The rows of each global batch that a rank reads, by micro-batch; every stage reads them, for positions, masks
+        and targets. Raises UsageError for a rank outside the plan."""
+        return self.stage(rank).batch_for(rank % self.ranks_per_stage)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "PipelinePlan":
+        """The plan in a file. Raises PlanError that names the file and the path of the first wrong key."""
+        return cls.from_dict(read_json(Path(path), origin=str(path), error=PlanError), origin=str(path))
+
+    @classmethod
+    def from_dict(cls, data: object, *, origin: str = "plan") -> "PipelinePlan":
+        """The plan from parsed JSON. Raises PlanError that names `origin` and the path of the first wrong key."""
+        stages = data.get("stages") if isinstance(data, Mapping) else None
+        if isinstance(stages, list):
+            for index, stage in enumerate(stages):  # each is checked as a plan
+                Plan.from_dict(stage, origin=f"{origin}: stages[{index}]")
+        plan = decode(cls, data, origin=origin, error=PlanError)
+        plan._check(origin)
+        return plan
+
+    def dumps(self) -> str:
+        """The text of the plan's file: sorted keys; an object or list of scalars on one line."""
+        data = encode(self)
+        assert isinstance(data, dict)
+        return format_json(data) + "\n"
+
+    def dump(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan's file atomically."""
+        write_atomically(Path(path), self.dumps())
+
+    def _check(self, origin: str) -> None:
+        """Raises PlanError where the stages do not fit together."""
+        if self.schema_version != SCHEMA_VERSION:
+            raise PlanError(f"{origin}: schema_version: this tpplan reads version {SCHEMA_VERSION}; solve again")
+        count = len(self.stages)
+        if count < 2:
+            raise PlanError(f"{origin}: stages: expected at least 2, got {count}")
+        for index, plan in enumerate(self.stages):
+            where = f"{origin}: stages[{index}]"
+            stage = plan.stage
+            if stage is None or (stage.index, stage.count) != (index, count):
+                raise PlanError(f"{where}.stage: expected index {index} of {count}")
+            first = self.stages[0]
+            if (plan.batch, plan.precision) != (first.batch, first.precision):
+                raise PlanError(f"{where}: batch or precision differ from those of stages[0]")
+            if plan.mesh != first.mesh:
+                raise PlanError(f"{where}.mesh_degrees: {plan.mesh} is not that of stages[0], {first.mesh}")
+            before = self.stages[index - 1].stage if index else None
+            if before is not None and (before.sends, before.last) != (stage.receives, stage.received):
+                raise PlanError(f"{where}.stage.receives: not what stages[{index - 1}] sends")
+        if self.batch.accumulation_steps < count:
+            raise PlanError(
+                f"{origin}: {self.batch.accumulation_steps} micro-batches are fewer than {count} stages: the schedule "
+                f"{self.schedule} needs as many"
+            )
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan | PipelinePlan:
+    """The plan in a file, of a whole model or of a model in stages. Raises PlanError as both do."""
+    data = read_json(Path(path), origin=str(path), error=PlanError)
+    kind = PipelinePlan if isinstance(data, Mapping) and "stages" in data else Plan
+    return kind.from_dict(data, origin=str(path))
