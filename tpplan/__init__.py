@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from tpplan.machine.profile import HardwareProfile as HardwareProfile
     from tpplan.machine.profile import load_profile as load_profile
     from tpplan.plan.batch_share import BatchShare as BatchShare
+    from tpplan.plan.pipeline_plan import PipelinePlan as PipelinePlan
     from tpplan.plan.plan import Plan as Plan
     from tpplan.plan.plan import Precision as Precision
     from tpplan.search.planner import price as price
     from tpplan.search.planner import solve as solve
     from tpplan.search.points.options import Cluster as Cluster
     from tpplan.search.points.trace_cache import Reuse as Reuse
+    from tpplan.search.stage_plans import solve_stages as solve_stages
     from tpplan.trace.forward_arguments import forward_inputs as forward_inputs
     from tpplan.train.checkpoint import load_checkpoint as load_checkpoint
     from tpplan.train.checkpoint import save_checkpoint as save_checkpoint
@@ -54,6 +56,7 @@ _HOME = {
     "Cluster": "search.points.options",
     "HardwareProfile": "machine.profile",
     "Mesh": "core.mesh",
+    "PipelinePlan": "plan.pipeline_plan",
     "Plan": "plan.plan",
     "PlanSampler": "train.sampler",
     "Precision": "plan.plan",
@@ -81,6 +84,7 @@ _HOME = {
     "save_checkpoint_async": "train.checkpoint",
     "save_safetensors": "train.save_weights",
     "solve": "search.planner",
+    "solve_stages": "search.stage_plans",
     "styles": "apply.parallel_style",
     "verify_plan": "verify.verify",
 }

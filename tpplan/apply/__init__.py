@@ -3,5 +3,5 @@
 In: a model, on the meta device or with values, and a `Plan`. Out: the same model object. Its parameters are DTensors,
 its modules convert the layouts of their inputs and outputs, planned modules recompute, and its first step is checked.
 
-Imports: core, experts, plan, torch_internals, trace.
+Imports: core, experts, plan, stages, torch_internals, trace.
 """

@@ -85,9 +85,9 @@ def apply_plan(
 
     Parameters get rank 0's values on every rank; parameters on the meta device stay there, in their local shape. A
     given `mesh` must have the axes replicate, shard and tp. Under a plan of stages the model becomes this rank's stage,
-    and trains by `model.step` (tpplan.apply.pipeline.Pipeline.step). Raises UsageError without a process group or for a model
-    that a plan was applied to before, PlanError for a plan that cannot be read, and PlanMismatchError for a model, a
-    number of ranks or ranks that the plan does not fit. An error on one rank is raised on all ranks.
+    and trains by `model.step` (tpplan.apply.pipeline.Pipeline.step). Raises UsageError without a process group or for a
+    model that a plan was applied to before, PlanError for a plan that cannot be read, and PlanMismatchError for a
+    model, a number of ranks or ranks that the plan does not fit. An error on one rank is raised on all ranks.
     """
     _check_ready(model)
     loaded = _agreed_plan(model, plan)
@@ -262,8 +262,8 @@ def _check_fits(model: nn.Module, plan: Plan | PipelinePlan) -> None:
     mesh = plan.mesh if isinstance(plan, Plan) else f"{len(plan.stages)} stages of {plan.stages[0].mesh}"
     if ranks != expected:
         raise PlanMismatchError(
-            f"the plan is for {expected} GPUs ({mesh}), and {ranks} ranks are running: start {expected}, or solve again "
-            f"with --gpus {ranks}"
+            f"the plan is for {expected} GPUs ({mesh}), and {ranks} ranks are running: start {expected}, or solve "
+            f"again with --gpus {ranks}"
         )
     if isinstance(plan, PipelinePlan):
         check_stages(model, plan)

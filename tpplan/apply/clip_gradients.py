@@ -21,8 +21,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """torch.nn.utils.clip_grad_norm_ over parameters on any number of meshes; returns the norm of all gradients, whole.
 
-    The norm of norms is taken over meshes, and over stages. Every rank must call it. Raises RuntimeError for a norm that is not finite
-    where error_if_nonfinite.
+    The norm of norms is taken over meshes, and over stages. Every rank must call it. Raises RuntimeError for a norm
+    that is not finite where error_if_nonfinite.
     """
     own = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     groups: dict[object, list[Tensor]] = {}

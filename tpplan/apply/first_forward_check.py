@@ -39,7 +39,8 @@ def check_calls(
     """Installs hooks that compare the first training forward with the calls that the plan was proven for.
 
     Where a module calls something else on any rank, that forward raises PlanMismatchError on all ranks, or warns
-    (`check`). `group` has the ranks that the plan is for: all ranks by default. The comparison also holds on a device type other than the planned one, unless code asks for its device.
+    (`check`). The comparison also holds on a device type other than the planned one, unless code asks for its device.
+    `group` has the ranks that the plan is for: all ranks by default.
     """
     planned = plan.called()
     if check is OnMismatch.NOTHING or plan.proof.status is not ProofStatus.PROVEN or not planned:
@@ -48,7 +49,9 @@ def check_calls(
         return
     proven_device = (plan.proof.device or "").partition(" ")[0]
     is_autocast = plan.precision is Precision.BF16_AUTOCAST
-    first = _FirstCalls(planned, frozenset(plan.opaque_modules()), proven_device, device_type, check, is_autocast, group)
+    first = _FirstCalls(
+        planned, frozenset(plan.opaque_modules()), proven_device, device_type, check, is_autocast, group
+    )
     first.handles = (
         model.register_forward_pre_hook(first.before),
         model.register_forward_hook(first.after, prepend=True, always_call=True),

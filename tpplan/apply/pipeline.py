@@ -1,9 +1,9 @@
 """Training and evaluating a model in stages: micro-batches go through the stages by a schedule of torch's.
 
-    model = tpplan.apply_plan(build_model(), "plan.json")       # this rank's stage, with its parameters alone
-    share = plan.batch_for(rank)
-    loss = model.step(share.micro_batches(batch), loss_function)        # forward and backward of all micro-batches
-    optimizer.step(); optimizer.zero_grad()
+model = tpplan.apply_plan(build_model(), "plan.json")       # this rank's stage, with its parameters alone
+share = plan.batch_for(rank)
+loss = model.step(share.micro_batches(batch), loss_function)        # forward and backward of all micro-batches
+optimizer.step(); optimizer.zero_grad()
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from tpplan.core.errors import PlanMismatchError, TpplanError, UsageError
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.sections import StagePlan, TensorPlan
-from tpplan.stages.stage_model import RECEIVED
+from tpplan.stages.stub import RECEIVED
 from tpplan.trace.forward_arguments import Inputs, forward_inputs
 
 #: the name of the mesh axis of stages
@@ -99,7 +99,10 @@ class Pipeline:
         schedule = self._schedule()
         index = torch.arange(self.steps)
         losses: list[Tensor] = []
-        schedule.step(index=index, **({"target": index, "losses": losses} if self.is_last else {}))
+        if self.is_last:
+            schedule.step(index=index, target=index, losses=losses)
+        else:
+            schedule.step(index=index)
         self.runner.micro_batches = []
         return self._everywhere(losses)
 
@@ -188,7 +191,7 @@ def _named(model: nn.Module, micro_batch: Inputs, received: tuple[Tensor, ...]) 
     """A stage's arguments. Raises UsageError for inputs without names."""
     if not isinstance(micro_batch, Mapping):
         raise UsageError("a model in stages takes its inputs by name: give each micro-batch as a dict")
-    given = dict(forward_inputs(model, micro_batch))  # type: ignore[arg-type]
+    given = dict(forward_inputs(model, micro_batch))
     return given | ({RECEIVED: received} if received else {})
 
 

@@ -3,9 +3,9 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from tpplan.commands.terminal.output import print_lines, print_plan
+from tpplan.commands.terminal.output import print_any, print_lines
 from tpplan.core.errors import UsageError
-from tpplan.plan.plan import Plan
+from tpplan.plan.pipeline_plan import load_plan
 from tpplan.plan.report.glossary import glossary_lines
 
 if TYPE_CHECKING:
@@ -28,5 +28,5 @@ def run(args: argparse.Namespace) -> int:
     if args.glossary:
         print_lines(lambda width: list(glossary_lines(width)))
     else:
-        print_plan(Plan.load(args.plan), as_json=args.json)
+        print_any(load_plan(args.plan), as_json=args.json)
     return 0

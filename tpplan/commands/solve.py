@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpplan.commands.terminal.kinds import kind_lines, print_kinds_as_data
-from tpplan.commands.terminal.output import print_lines, print_plan, wrote
+from tpplan.commands.terminal.output import print_any, print_lines, print_plan, wrote
 from tpplan.commands.terminal.pins import add_pins, pins_of
 from tpplan.commands.terminal.progress import Report, bars
 from tpplan.commands.terminal.verbs import add_verb
@@ -50,6 +50,13 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     add_training(parser.add_argument_group("training"))
     search = parser.add_argument_group("search")
     add_search(search)
+    search.add_argument(
+        "--pp",
+        type=count,
+        default=1,
+        metavar="N",
+        help="cut the model into N pipeline stages (default: 1, none)",
+    )
     search.add_argument(
         "--top", type=count, default=1, metavar="N", help="also print the best plans of other kinds, N in all"
     )
@@ -146,6 +153,8 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.top_dir / "plan-2.json" if args.top_dir is not None else None)
     profile = machine_of(args)
     model = load_model_file(args.model)
+    if args.pp > 1:
+        return _run_stages(args, model, profile)
     try:
         plan, kinds = _solve(args, model, profile)
     except ModelError as error:
@@ -161,6 +170,49 @@ def run(args: argparse.Namespace) -> int:
         print_lines(lambda width: ["", *kind_lines(kinds, width)])
     for path in written:
         wrote(path)
+    return 0
+
+
+def _run_stages(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile) -> int:
+    """Solves for a model in stages, writes and prints."""
+    from tpplan.search.points.options import Cluster, Options
+    from tpplan.search.stage_plans import solve_stages
+
+    if args.top > 1 or args.ep not in (None, 1):
+        raise UsageError("--pp: --top and --ep are for models in one stage; leave them out")
+    batch = ("global_batch", "seq_len", "micro_batch")
+    training = training_options(args, model)
+    with bars(STAGE_COLUMNS) as progress:
+        try:
+            plan = solve_stages(
+                model.build_model,
+                model.example_inputs,
+                stages=args.pp,
+                cluster=Cluster(gpus=args.gpus, gpus_per_node=args.gpus_per_node, profile=profile),
+                global_batch=args.global_batch,
+                seq_len=training["seq_len"],
+                micro_batch=None if args.micro_batch == "auto" else args.micro_batch,
+                options=Options(
+                    loss=model.loss,
+                    unused_outputs=tuple(model.unused_outputs),
+                    tp=args.tp,
+                    fsdp=args.fsdp,
+                    memory_limit_bytes=args.memory_limit,
+                    solver=args.solver,
+                    time_limit_s=args.time_limit,
+                    pins=pins_of(args),
+                    **{name: value for name, value in training.items() if name not in batch},
+                ),
+                prove=args.prove,
+                progress=progress,
+            )
+        except ModelError as error:
+            raise model.locate(error) from error
+    if args.output is not None:
+        plan.dump(args.output)
+    print_any(plan, as_json=args.json)
+    if args.output is not None:
+        wrote(args.output)
     return 0
 
 

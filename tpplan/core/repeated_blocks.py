@@ -1,22 +1,24 @@
 """Finds repeated blocks: sibling modules with equal structure, shapes and order of ops."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from tpplan.core.graph import Argument, Boundary, ModelGraph, Op, Ref, RepeatedBlock, within
 
 
-def find_repeated_blocks(graph: ModelGraph) -> ModelGraph:
+def find_repeated_blocks(graph: ModelGraph, without: Collection[str] = ()) -> ModelGraph:
     """A copy of the graph with its outermost repeated blocks set.
 
-    Siblings are the modules `prefix.0`, `prefix.1`, ...; siblings with equal labelled nodes form one RepeatedBlock.
+    Siblings are the modules `prefix.0`, `prefix.1`, ...; siblings with equal labelled nodes form one
+    RepeatedBlock. Modules named in `without` belong to none.
     """
     prefixes: dict[str, set[int]] = defaultdict(set)
+    left_out = frozenset(without)
     for node in graph.nodes:
         parts = node.module.split(".")
         for depth, part in enumerate(parts):
-            if part.isdecimal():
+            if part.isdecimal() and ".".join(parts[: depth + 1]) not in left_out:
                 prefixes[".".join(parts[:depth])].add(int(part))
     found: list[RepeatedBlock] = []
     for prefix in sorted(prefixes, key=lambda name: (name.count("."), name)):

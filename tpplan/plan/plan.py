@@ -182,6 +182,11 @@ class Plan:
     @classmethod
     def from_dict(cls, data: object, *, origin: str = "plan") -> "Plan":
         """The plan from parsed JSON. Raises PlanError that names `origin` and the path of the first wrong key."""
+        if isinstance(data, Mapping) and "stages" in data:
+            raise PlanError(
+                f"{origin}: a plan of stages, where one of a whole model is expected: `tpplan show` prints it, "
+                "tpplan.apply_plan applies it"
+            )
         version = data.get("schema_version") if isinstance(data, Mapping) else None
         if isinstance(version, int) and version != SCHEMA_VERSION:
             raise PlanError(

@@ -4,11 +4,11 @@ A cut stands after a layer. What is computed from weights before it, and read af
 it is sent. All else that is read after a cut is made again there from the inputs: masks, positions, rotary tables.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from tpplan.core.graph import Argument, Boundary, Direction, ModelGraph, Op, Ref, SourceKind, enclosing, within
+from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, SourceKind, enclosing, within
 from tpplan.plan.sections import StagePlan, TensorPlan
 
 
@@ -31,11 +31,9 @@ def cuts_of(graph: ModelGraph, units: Sequence[str]) -> list[Cut]:
     return [_cut(graph, unit, last[unit] + 1, weighed) for unit in ordered[:-1]]
 
 
-def stages_of(
-    graph: ModelGraph, cuts: Sequence[Cut], in_flight: Sequence[int], micro_batch: int
-) -> list[StagePlan]:
-    """What each stage has, for cuts in order, in a graph traced at a micro-batch; `in_flight` are the micro-batches that
-    each keeps at once."""
+def stages_of(graph: ModelGraph, cuts: Sequence[Cut], in_flight: Sequence[int], micro_batch: int) -> list[StagePlan]:
+    """What each stage has, for cuts in order, in a graph traced at a micro-batch; `in_flight` are the micro-batches
+    that each keeps at once."""
     ends = [0, *(cut.position for cut in cuts), len(graph.nodes)]
     return [
         replace(_stage(graph, cuts, index, range(start, stop)), in_flight=in_flight[index], micro_batch=micro_batch)
@@ -45,11 +43,11 @@ def stages_of(
 
 def tensors_of(graph: ModelGraph, unit: str) -> tuple[TensorPlan, ...]:
     """The tensors that a unit gives, in the order of its outputs."""
-    leaving = (graph.values[name] for name in _given_by(graph, unit))
+    leaving = (graph.values[name] for name in given_by(graph, unit))
     return tuple(TensorPlan(shape=value.shape, dtype=value.dtype) for value in leaving)
 
 
-def _given_by(graph: ModelGraph, unit: str) -> tuple[str, ...]:
+def given_by(graph: ModelGraph, unit: str) -> tuple[str, ...]:
     """The values that a unit gives, each once."""
     own = graph.nodes_by_module[unit]
     leaving = (node.result for node in own if isinstance(node, Boundary) and _is_output(node, unit))
@@ -82,19 +80,15 @@ def _computed_from_weights(graph: ModelGraph) -> frozenset[str]:
 
 
 def _cut(graph: ModelGraph, unit: str, position: int, weighed: frozenset[str]) -> Cut:
-    sent = _given_by(graph, unit)
+    sent = given_by(graph, unit)
     before = {name for node in graph.nodes[:position] for name in node.results}
     for node in graph.nodes[position:]:
         for name in node.operands:
             if name in before and name in weighed and name not in sent:
                 made = graph.producers[name]
-                where = made.module or "the root"
-                line = graph.lines.get(made.name, "")
-                return Cut(
-                    unit=unit,
-                    position=position,
-                    why_not=f"{node.module or 'the root'} reads what {where} made before it{f' ({line})' if line else ''}",
-                )
+                line = f" ({graph.lines[made.name]})" if made.name in graph.lines else ""
+                where = f"{made.module or 'the root'} made before it{line}"
+                return Cut(unit=unit, position=position, why_not=f"{node.module or 'the root'} reads what {where}")
     shared = _shared(graph, position)
     if shared:
         return Cut(unit=unit, position=position, why_not=f"parameter {shared} is read on both sides")
@@ -161,45 +155,3 @@ def _blank(graph: ModelGraph, own: range, absent: Sequence[str]) -> tuple[str, .
         for name in (source.label, *source.aliases)
         if not any(within(name, module) for module in absent)
     )
-
-
-def difference(whole: ModelGraph, stage: ModelGraph, plan: StagePlan, own: range) -> str:
-    """The first way in which a stage's graph does not run the nodes `own` of the whole model's on the same values; ""
-    where it does, and gives what the whole gives there.
-
-    Values are matched from the sources, and from what is received, on: a node of the stage runs what one of the whole
-    does where operator, module and literals are the same, and it reads the matching values. What the stage runs
-    besides, on stubs, matches nothing.
-    """
-    labelled = {(source.kind, source.label): source.result for source in stage.sources}
-    matched = {s.result: labelled[s.kind, s.label] for s in whole.sources if (s.kind, s.label) in labelled}
-    if plan.received is not None:
-        matched.update(zip(_given_by(whole, plan.received), _given_by(stage, plan.received), strict=True))
-    left: dict[Hashable, list[Op | Boundary]] = {}
-    for node in reversed(stage.nodes):
-        left.setdefault(_done(node, {name: name for name in node.operands}), []).append(node)
-    for position, node in enumerate(whole.nodes):
-        alike = left.get(_done(node, matched)) if all(name in matched for name in node.operands) else None
-        if alike:
-            other = alike.pop()
-            matched.update((a, b) for a, b in zip(node.results, other.results, strict=True) if a not in matched)
-        elif position in own:
-            return f"{node.name} of {node.module or 'the root'} does not run on the same values in stage {plan.index}"
-    if plan.last is None:
-        ends = [value for _, value in whole.outputs], [value for _, value in stage.outputs]
-    else:
-        ends = list(_given_by(whole, plan.last)), list(_given_by(stage, plan.last))
-    return "" if [matched.get(name) for name in ends[0]] == ends[1] else f"stage {plan.index} gives other values"
-
-
-def _done(node: Op | Boundary, named: Mapping[str, str]) -> Hashable:
-    """What a node does, to values under other names."""
-    if isinstance(node, Boundary):
-        return node.module, node.direction, node.path, named[node.operand]
-
-    def renamed(argument: Argument) -> Argument:
-        if isinstance(argument, Ref):
-            return Ref(named[argument.name])
-        return tuple(map(renamed, argument)) if isinstance(argument, tuple) else argument
-
-    return node.target, node.module, renamed(node.args), tuple((key, renamed(value)) for key, value in node.kwargs)

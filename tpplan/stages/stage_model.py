@@ -12,20 +12,18 @@ layer gives is sent, and what the code behind it makes of stubs is dropped. Name
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tpplan.core.errors import ModelError, PlanMismatchError
+from tpplan.core.errors import PlanMismatchError
 from tpplan.plan.sections import StagePlan
+from tpplan.stages.stub import RECEIVED, Stub, without_memory
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_parameters
-from tpplan.torch_internals.recording import untraced
 from tpplan.trace.hooks.generated_class import subclass
 
-#: name of the argument by which a stage is given the tensors of the one before
-RECEIVED = "received"
 #: key of the root's __dict__ for its stage
 STAGE = "_tpplan_stage"
 #: key of a module's __dict__ for what it gave in the call that runs
@@ -54,7 +52,7 @@ def as_stage(model: nn.Module, stage: StagePlan) -> nn.Module:
         if weight is None:
             raise PlanMismatchError(f"the plan names parameter {name}, which the model does not have: solve again")
         del own_parameters(parent)[child]
-        parent.register_buffer(child, _without_memory(weight, weight.shape, weight.dtype), persistent=False)
+        parent.register_buffer(child, without_memory(weight, weight.shape, weight.dtype), persistent=False)
     if stage.received is not None:
         stub = model.get_submodule(stage.received)
         assert isinstance(stub, Stub)
@@ -62,7 +60,7 @@ def as_stage(model: nn.Module, stage: StagePlan) -> nn.Module:
     if stage.last is not None:
         model.get_submodule(stage.last).register_forward_hook(_keep_output)
     model.__dict__[STAGE] = stage
-    model.__class__ = _stage_class(type(model))  # type: ignore[assignment]
+    model.__class__ = _stage_class(type(model))  # type: ignore[arg-type]
     return model
 
 
@@ -77,79 +75,6 @@ def received_on_meta(stage: StagePlan) -> tuple[Tensor, ...]:
         torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta", requires_grad=True)
         for one in stage.receives
     )
-
-
-@final
-class Stub(nn.Module):
-    """Stands for a module of another stage. A call gives tensors of the shapes that the module would give: zeros that
-    share one element of memory, or what was received. Plain attributes are read from the module; its tensors are on the
-    meta device."""
-
-    def __init__(self, name: str, module: nn.Module) -> None:
-        super().__init__()
-        self.name = name
-        self.receives = False
-        #: the tensors that the call that runs gives, where the stub stands for the layer before a stage
-        self.received: tuple[Tensor, ...] | None = None
-        # Not registered: the module has no part in the stage's parameters, hooks or state.
-        self.__dict__["_absent"] = (module.to("meta"),)
-        self.__dict__["_known"] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        absent = self.__dict__.get("_absent")
-        if absent is None or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(absent[0], name)
-
-    @property
-    def absent_class(self) -> type[nn.Module]:
-        """The class of the module that the stub stands for."""
-        cls: type[nn.Module] = type(self.__dict__["_absent"][0])
-        return cls
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        like = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
-        if like is None:
-            raise ModelError(f"module {self.name}, which is in another stage, is called without a tensor")
-        found, made = self._shapes(leaves, spec)
-        if self.receives:
-            given = iter(self._taken(sum(isinstance(leaf, tuple) for leaf in found)))
-            return pytree.tree_unflatten([next(given) if isinstance(x, tuple) else x for x in found], made)
-        with torch.no_grad():
-            results = [_without_memory(like, *leaf) if isinstance(leaf, tuple) else leaf for leaf in found]
-        return pytree.tree_unflatten(results, made)
-
-    def _taken(self, count: int) -> tuple[Tensor, ...]:
-        if self.received is None or len(self.received) != count:
-            given = "none" if self.received is None else len(self.received)
-            raise ModelError(f"a stage takes the {count} tensors of {self.name} as `{RECEIVED}`, and was given {given}")
-        return self.received
-
-    def _shapes(self, leaves: list[Any], spec: pytree.TreeSpec) -> tuple[list[Any], pytree.TreeSpec]:
-        """The leaves of what the module gives, (shape, dtype) for a tensor, and their structure."""
-        key = tuple(_described(leaf) for leaf in leaves), spec
-        if key not in self._known:
-            with untraced(), torch.no_grad():
-                given = [
-                    torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
-                    for x in leaves
-                ]
-                args, kwargs = pytree.tree_unflatten(given, spec)
-                outputs = self.__dict__["_absent"][0](*args, **kwargs)
-            found, made = pytree.tree_flatten(outputs)
-            self._known[key] = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in found], made
-        known: tuple[list[Any], pytree.TreeSpec] = self._known[key]
-        return known
-
-
-def _described(leaf: Any) -> object:
-    return (tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
-
-
-def _without_memory(like: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
-    """Zeros of a shape that share one element, on the device of another tensor."""
-    return like.new_zeros((), dtype=dtype).expand(shape)
 
 
 def _keep_output(module: nn.Module, _args: Any, output: Any) -> None:

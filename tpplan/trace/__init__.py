@@ -3,5 +3,5 @@
 In: a model, example inputs, a loss. Out: a `ModelGraph`; `Opaques`, the modules that run whole, each as one operator;
 what each module's forward calls, to compare ranks by; tensors that a forward leaves behind for others to read.
 
-Imports: core, experts, layouts, torch_internals.
+Imports: core, experts, layouts, stages, torch_internals.
 """

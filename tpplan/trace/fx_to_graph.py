@@ -29,6 +29,7 @@ from tpplan.core.repeated_blocks import find_repeated_blocks
 from tpplan.core.units import FLOATING_DTYPES
 from tpplan.experts.expert_share import share_of
 from tpplan.layouts.rules import base_target
+from tpplan.stages.stub import Stub
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.autograd import AUTOCAST_ENDS, SET_GRAD_ENABLED
 from tpplan.torch_internals.operators import is_higher_order, is_pointwise
@@ -117,7 +118,8 @@ class GraphReader:
             return graph
         unread = unread_values(graph)
         values = {name: replace(value, is_read=name not in unread) for name, value in self.values.items()}
-        return find_repeated_blocks(replace(graph, values=values) if unread else graph)
+        stubs = [name for name, module in self.model.named_modules() if isinstance(module, Stub)]
+        return find_repeated_blocks(replace(graph, values=values) if unread else graph, stubs)
 
     def _placeholders(self) -> dict[str, Argument]:
         """The argument that each placeholder node is, by node name. Adds the sources; a tied parameter is one

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import LOSS_SCOPE, OWN_SCOPE, SAME_TENSOR, Direction, ModelGraph, within
-from tpplan.stages.stage_model import Stub
+from tpplan.stages.stub import Stub
 from tpplan.torch_internals import pytree, tensors
 from tpplan.torch_internals.tensors import storage_key
 from tpplan.trace.answers.autocast import autocast_on

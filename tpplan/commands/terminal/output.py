@@ -8,8 +8,10 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from tpplan.core.escapes import escaped_lines
+from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.plan import Plan
 from tpplan.plan.report import DEFAULT_WIDTH, as_data, render
+from tpplan.plan.report.stages import stage_lines
 
 #: widest and narrowest report, in columns: longer lines are hard to read, shorter ones break the tables
 _MAX_WIDTH = 120
@@ -65,6 +67,16 @@ def terminal_width() -> int:
     """Columns to print for: the terminal's, between _MIN_WIDTH and _MAX_WIDTH."""
     columns = shutil.get_terminal_size(fallback=(DEFAULT_WIDTH, 0)).columns
     return max(_MIN_WIDTH, min(columns, _MAX_WIDTH))
+
+
+def print_any(plan: Plan | PipelinePlan, *, as_json: bool) -> None:
+    """Writes a plan, of a whole model or of stages, to stdout: as JSON, or as its report."""
+    if isinstance(plan, Plan):
+        print_plan(plan, as_json=as_json)
+    elif as_json:
+        write(plan.dumps())
+    else:
+        print_lines(lambda width: [part for line in stage_lines(plan) for part in folded(line, width)])
 
 
 def print_plan(plan: Plan, *, as_json: bool) -> None:

@@ -33,7 +33,8 @@ from tpplan.search.points.grown_graph import grown
 from tpplan.search.points.meta_model import Built, built_on_meta
 from tpplan.search.points.model_spec import takes_batch_alone
 from tpplan.search.points.options import BuildModel, ExampleInputs
-from tpplan.stages.stage_model import RECEIVED, received_on_meta, with_stage
+from tpplan.stages.stage_model import received_on_meta, with_stage
+from tpplan.stages.stub import RECEIVED
 from tpplan.torch_internals import pytree
 from tpplan.trace.answers.planned_device import PlannedDevice, planning_for
 from tpplan.trace.forward_arguments import Inputs

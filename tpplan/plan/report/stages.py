@@ -1,0 +1,65 @@
+"""The report of a plan of stages: what a step takes, a line for each stage, and what was not searched."""
+
+from collections.abc import Iterator
+
+from tpplan.core.units import format_seconds
+from tpplan.plan.pipeline_plan import PipelinePlan
+from tpplan.plan.plan import Plan, Recompute
+from tpplan.plan.proof_hash import why_unproven
+from tpplan.plan.report.words import format_count, gib, samples, tokens
+
+
+def stage_lines(plan: PipelinePlan) -> list[str]:
+    """The report, a line each; rows of the table are indented."""
+    first, predicted = plan.stages[0], plan.predicted
+    speed = tokens(first) / predicted.step_time_s
+    limit = max(own.predicted.memory_limit_bytes for own in plan.stages)
+    held = max(map(_held, plan.stages))
+    unproven = next(filter(None, map(why_unproven, plan.stages)), "")
+    facts = [
+        ("stages", f"{len(plan.stages)}, each on {first.mesh}: {plan.num_gpus} GPUs, {first.cluster.profile}"),
+        (
+            "step",
+            f"{format_seconds(predicted.step_time_s)}: {format_seconds(predicted.stage_s)} in the slowest stage, "
+            f"{format_seconds(predicted.bubble_s)} to fill and drain, {format_seconds(predicted.send_s)} sending",
+        ),
+        ("speed", f"{format_count(speed)} tokens/s, {format_count(speed / plan.num_gpus)} per GPU"),
+        ("memory", f"{gib(held)} of {gib(limit)} on the fullest GPU"),
+        (
+            "schedule",
+            f"{plan.schedule}, {plan.batch.accumulation_steps} micro-batches of {plan.batch.micro_batch} a rank; "
+            f"{samples(plan.batch)} a step",
+        ),
+        ("proof", f"unproven: {unproven}" if unproven else "proven: every stage, and that stages run the whole model"),
+        *(("not searched", line) for line in plan.solver.unsearched or ()),
+    ]
+    width = max(len(name) for name, _ in facts)
+    lines = [f"{name.ljust(width)}  {text}" for name, text in facts]
+    rows = [("stage", "layers", "step", "memory", "recomputed", "kept", "sends"), *map(_row, plan.stages)]
+    columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines += ["", *("  " + "  ".join(c.ljust(n) for c, n in zip(row, columns, strict=True)).rstrip() for row in rows)]
+    return lines
+
+
+def _held(plan: Plan) -> float:
+    return plan.predicted.peak_memory_bytes + plan.predicted.slack_bytes
+
+
+def _row(plan: Plan) -> tuple[str, ...]:
+    """The cells of a stage: its number, layers, seconds, memory, recomputed layers, micro-batches kept, bytes sent."""
+    stage = plan.stage
+    assert stage is not None
+    return (
+        str(stage.index),
+        ", ".join(f"{pattern.removesuffix('.*')} {ranges}" for pattern, ranges in plan.blocks.items()) or "one",
+        format_seconds(plan.predicted.step_time_s),
+        gib(_held(plan)),
+        ", ".join(_recomputed(plan)) or "none",
+        str(stage.in_flight),
+        ", ".join(f"{one.dtype}{list(one.shape)}" for one in stage.sends) or "-",
+    )
+
+
+def _recomputed(plan: Plan) -> Iterator[str]:
+    modes = list(plan.recomputed_modules().values())
+    yield from (f"{modes.count(mode)} {mode}" for mode in Recompute if mode in modes)

@@ -1,0 +1,88 @@
+"""A stub: what stands in a stage's model for a module of another stage."""
+
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from tpplan.core.errors import ModelError
+from tpplan.torch_internals import pytree
+from tpplan.torch_internals.recording import untraced
+
+#: name of the argument by which a stage is given the tensors of the one before
+RECEIVED = "received"
+
+
+@final
+class Stub(nn.Module):
+    """Stands for a module of another stage. A call gives tensors of the shapes that the module would give: zeros that
+    share one element of memory, or what was received. Plain attributes are read from the module; its tensors are on the
+    meta device."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__()
+        self.name = name
+        self.receives = False
+        #: the tensors that the call that runs gives, where the stub stands for the layer before a stage
+        self.received: tuple[Tensor, ...] | None = None
+        # Not registered: the module has no part in the stage's parameters, hooks or state.
+        self.__dict__["_absent"] = (module.to("meta"),)
+        self.__dict__["_known"] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        absent = self.__dict__.get("_absent")
+        if absent is None or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(absent[0], name)
+
+    @property
+    def absent_class(self) -> type[nn.Module]:
+        """The class of the module that the stub stands for."""
+        cls: type[nn.Module] = type(self.__dict__["_absent"][0])
+        return cls
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        like = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+        if like is None:
+            raise ModelError(f"module {self.name}, which is in another stage, is called without a tensor")
+        found, made = self._shapes(leaves, spec)
+        if self.receives:
+            given = iter(self._taken(sum(isinstance(leaf, tuple) for leaf in found)))
+            return pytree.tree_unflatten([next(given) if isinstance(x, tuple) else x for x in found], made)
+        with torch.no_grad():
+            results = [without_memory(like, *leaf) if isinstance(leaf, tuple) else leaf for leaf in found]
+        return pytree.tree_unflatten(results, made)
+
+    def _taken(self, count: int) -> tuple[Tensor, ...]:
+        if self.received is None or len(self.received) != count:
+            given = "none" if self.received is None else len(self.received)
+            raise ModelError(f"a stage takes the {count} tensors of {self.name} as `{RECEIVED}`, and was given {given}")
+        return self.received
+
+    def _shapes(self, leaves: list[Any], spec: pytree.TreeSpec) -> tuple[list[Any], pytree.TreeSpec]:
+        """The leaves of what the module gives, (shape, dtype) for a tensor, and their structure."""
+        key = tuple(_described(leaf) for leaf in leaves), spec
+        if key not in self._known:
+            with untraced(), torch.no_grad():
+                args, kwargs = pytree.tree_unflatten([_on_meta(leaf) for leaf in leaves], spec)
+                outputs = self.__dict__["_absent"][0](*args, **kwargs)
+            found, made = pytree.tree_flatten(outputs)
+            self._known[key] = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in found], made
+        known: tuple[list[Any], pytree.TreeSpec] = self._known[key]
+        return known
+
+
+def _described(leaf: Any) -> object:
+    return (tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def _on_meta(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+def without_memory(like: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
+    """Zeros of a shape that share one element, on the device of another tensor."""
+    return like.new_zeros((), dtype=dtype).expand(shape)
