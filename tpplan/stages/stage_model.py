@@ -36,6 +36,15 @@ def stage_of(model: nn.Module) -> StagePlan | None:
     return found
 
 
+def names_elsewhere(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters and buffers that other stages have; none of a whole model."""
+    stage = stage_of(model)
+    if stage is None:
+        return frozenset()
+    stubs = ((name, module) for name, module in model.named_modules() if isinstance(module, Stub))
+    return frozenset(stage.blank) | {f"{name}.{own}" for name, stub in stubs for own in stub.absent_names()}
+
+
 def as_stage(model: nn.Module, stage: StagePlan) -> nn.Module:
     """Makes a model one of its stages, in place: modules of other stages become stubs, their weights are dropped.
 

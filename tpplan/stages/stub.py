@@ -41,6 +41,11 @@ class Stub(nn.Module):
         cls: type[nn.Module] = type(self.__dict__["_absent"][0])
         return cls
 
+    def absent_names(self) -> tuple[str, ...]:
+        """Names of the parameters and buffers of the module that the stub stands for."""
+        absent: nn.Module = self.__dict__["_absent"][0]
+        return tuple(dict((*absent.named_parameters(remove_duplicate=False), *absent.named_buffers())))
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         like = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)

@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 
 from tpplan.apply.model_match import plan_name
 from tpplan.core.errors import UsageError, WeightsError
+from tpplan.stages.stage_model import names_elsewhere
 from tpplan.train.checkpoint_folder import (
     atomic_write,
     begin_checkpoint,
@@ -57,7 +58,9 @@ from tpplan.train.load_weights import BuildModel, make_memory, prepare_buffers
 from tpplan.train.materialize import all_ranks, raise_together, targets_of
 from tpplan.train.optimizer_state import (
     empty_states,
+    leave_out,
     load_optimizer,
+    of_all_stages,
     parameter_names,
     saved_optimizer,
     state_key,
@@ -198,7 +201,7 @@ def _gathered(
     if optimizer is not None:
         saved = saved_optimizer(_names(model), optimizer)
         tensors |= saved.tensors
-        state["optimizer"] = {"groups": saved.groups, "scalars": saved.scalars}
+        state["optimizer"] = of_all_stages(model, {"groups": saved.groups, "scalars": saved.scalars})
     return tensors, _serialized(state)
 
 
@@ -237,6 +240,7 @@ def load_checkpoint(
     metadata = Metadata(state_dict_metadata={})
     try:
         state, metadata = _read_state(place), read_metadata(place)
+        leave_out(names_elsewhere(model), state, metadata)
         _check(place, model, optimizer, state, metadata)
         recording = prepare_buffers(model, None, build_model)
     except Exception as found:

@@ -13,7 +13,7 @@ in place. Tensors that are missing, left over, or of another shape are named, on
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.core.errors import ModelError, WeightsError
+from tpplan.stages.stage_model import names_elsewhere
 from tpplan.train.deferred_init import Recording, record
 from tpplan.train.materialize import (
     Target,
@@ -116,7 +117,8 @@ def fill(
     wanted: dict[str, Target] = {}
     error: Exception | None = None
     try:
-        wanted = _matched(targets_of(model), source, rename or str, ignore)
+        elsewhere = frozenset(map(rename or str, names_elsewhere(model)))
+        wanted = _matched(targets_of(model), source, rename or str, ignore, elsewhere)
         recording = prepare_buffers(model, recording, build_model)
     except Exception as found:
         error = found
@@ -177,8 +179,11 @@ def make_memory(model: nn.Module, recording: Recording | None) -> None:
             tensor.copy_(values[id(tensor)])
 
 
-def _matched(targets: list[Target], source: TensorSource, rename: Rename, ignore: Sequence[str]) -> dict[str, Target]:
-    """Returns the target that each tensor of the source fills. Raises WeightsError with all names that do not match."""
+def _matched(
+    targets: list[Target], source: TensorSource, rename: Rename, ignore: Sequence[str], elsewhere: Collection[str]
+) -> dict[str, Target]:
+    """Returns the target that each tensor of the source fills. Raises WeightsError with all names that do not match;
+    those `elsewhere` are of other stages, and are left out."""
     shapes = source.shapes()
     found: dict[str, Target] = {}
     missing, misshapen = [], []
@@ -192,7 +197,8 @@ def _matched(targets: list[Target], source: TensorSource, rename: Rename, ignore
             if shapes[name] != tuple(target.tensor.shape)
         ]
         found |= dict.fromkeys(present, target)
-    left = [name for name in shapes if name not in found and not any(fnmatchcase(name, known) for known in ignore)]
+    unmatched = [name for name in shapes if name not in found and name not in elsewhere]
+    left = [name for name in unmatched if not any(fnmatchcase(name, known) for known in ignore)]
     problems = [
         f"{what}: {listed(names)}"
         for what, names in (("missing there", missing), ("not in the model", left), ("of another shape", misshapen))

@@ -1,22 +1,25 @@
 """Reads an optimizer's state by parameter name for a checkpoint, and loads it back.
 
 States in the shape and layout of their parameter are tensors of their own, of which each rank saves its shards. All
-other states and the options of the parameter groups are the same on all ranks and are saved by rank 0.
+other states and the options of the parameter groups are the same on all ranks of a stage and are saved by rank 0, those
+of all stages together; a stage loads what it has.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from tpplan.apply.pipeline import OF_STAGES
 from tpplan.core.errors import UsageError
-from tpplan.train.checkpoint_metadata import STATE_PREFIX, tensors_in
+from tpplan.train.checkpoint_metadata import MODEL_PREFIX, STATE_PREFIX, tensors_in
 
 
 def state_key(name: str, key: str) -> str:
@@ -119,3 +122,41 @@ def load_optimizer(
     in_order = zip(saved["groups"], of_groups, strict=True)
     groups = [group | {"params": [numbers[name] for name in own]} for group, own in in_order]
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
+
+
+# ---- of stages
+
+
+def of_all_stages(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
+    """What an optimizer's groups and scalars are of all stages together. Raises UsageError where stages have other
+    numbers of groups."""
+    group = next((p.__dict__[OF_STAGES] for p in model.parameters() if OF_STAGES in p.__dict__), None)
+    if group is None:
+        return saved
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, saved, group=group)
+    if len({len(own["groups"]) for own in every}) > 1:
+        raise UsageError("the optimizers of stages have different numbers of groups: give each the same groups")
+    together = zip(*(own["groups"] for own in every), strict=True)
+    groups = [{**own[0], "params": [name for one in own for name in one["params"]]} for own in together]
+    return {"groups": groups, "scalars": {name: entry for own in every for name, entry in own["scalars"].items()}}
+
+
+def leave_out(elsewhere: Collection[str], state: dict[str, Any], metadata: Metadata) -> None:
+    """Takes what other stages have out of a checkpoint's contents."""
+    if not elsewhere:
+        return
+    for full in list(metadata.state_dict_metadata):
+        own = full.removeprefix(MODEL_PREFIX)
+        if own in elsewhere or (full.startswith(STATE_PREFIX) and _name_in(full) in elsewhere):
+            del metadata.state_dict_metadata[full]
+    if state["optimizer"] is not None:
+        for group in state["optimizer"]["groups"]:
+            group["params"] = [name for name in group["params"] if name not in elsewhere]
+        scalars = state["optimizer"]["scalars"]
+        state["optimizer"]["scalars"] = {name: own for name, own in scalars.items() if name not in elsewhere}
+
+
+def _name_in(full: str) -> str:
+    """The parameter's name in the key of a saved state of it."""
+    return full.removeprefix(STATE_PREFIX).rpartition("/")[0]

@@ -1,0 +1,163 @@
+"""Where models may be cut, and that a stage which is not its part of the model is seen."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from stage_models import LENGTH, WIDTH, Skipping, Stack, Tied, loss, text
+from torch import Tensor, nn
+
+import tpplan
+from profiles import synthetic_profile
+from tpplan.core.errors import InfeasibleError, UsageError
+from tpplan.core.graph import ModelGraph
+from tpplan.machine.profile import HardwareProfile
+from tpplan.plan.plan import Precision
+from tpplan.search.points.options import Batch, Cluster, Options
+from tpplan.search.points.request import Request
+from tpplan.search.points.trace_cache import Reuse, Subject, TraceCache
+from tpplan.stages.cut_proof import difference
+from tpplan.stages.cuts import cuts_of, stages_of
+from tpplan.stages.stage_model import as_stage
+from tpplan.trace.trace import repeated_children
+
+MACHINE = HardwareProfile.from_dict(synthetic_profile(), origin="synthetic")
+
+
+def subject_of(build: Callable[[], nn.Module]) -> Subject:
+    options = Options(loss=loss, precision=Precision.FP32)
+    cluster = Cluster(gpus=2, gpus_per_node=2, profile=MACHINE)
+    return Request.of(build, text, cluster, Batch(4, 2, LENGTH), options, None).subject
+
+
+def sum_of(outputs: tuple[Tensor, ...], _inputs: object) -> Tensor:
+    return torch.stack([tensor.sum() for tensor in outputs]).sum()
+
+
+def traced(subject: Subject) -> ModelGraph:
+    return TraceCache(subject, Reuse()).really_traced(2).graph
+
+
+def test_every_layer_may_end_a_stage() -> None:
+    graph = traced(subject_of(Stack))
+    cuts = cuts_of(graph, [f"layers.{i}" for i in range(4)])
+    assert [(cut.unit, cut.why_not) for cut in cuts] == [(f"layers.{i}", "") for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [(Tied, "parameter embedding.weight is read on both sides"), (Skipping, "reads what layers.0")],
+)
+def test_why_not(build: Callable[[], nn.Module], reason: str) -> None:
+    with pytest.raises(UsageError, match=f"can be cut at 0 places.*{reason}" if build is Tied else reason):
+        tpplan.solve_stages(
+            build,
+            text,
+            stages=3,
+            cluster=Cluster(gpus=3, gpus_per_node=3, profile=MACHINE),
+            global_batch=6,
+            seq_len=LENGTH,
+            options=Options(loss=loss, precision=Precision.FP32),
+        )
+
+
+def test_stages_together_hold_each_parameter_once() -> None:
+    graph = traced(subject_of(Stack))
+    cuts = cuts_of(graph, [f"layers.{i}" for i in range(4)])
+    names: list[str] = []
+    for stage in stages_of(graph, [cuts[0], cuts[2]], [3, 2, 1], 2):
+        model = as_stage(Stack(), stage)
+        names += [name for name, _ in model.named_parameters()]
+        assert [name for name in repeated_children(model) if name] == [
+            f"layers.{i}" for i in range(4) if any(n.startswith(f"layers.{i}.") for n, _ in model.named_parameters())
+        ]
+    assert sorted(names) == sorted(name for name, _ in Stack().named_parameters())
+
+
+class OtherPath(Stack):
+    """A model whose code asks what its layers are."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            scale = 2.0 if type(layer).__name__ == "Stub" else 1.0
+            x = self.half(layer(x), scale)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def half(self, x: Tensor, scale: float) -> Tensor:
+        return x * scale
+
+
+def test_code_that_takes_another_path_beside_stubs_is_seen() -> None:
+    subject = subject_of(OtherPath)
+    whole = traced(subject)
+    cut = cuts_of(whole, [f"layers.{i}" for i in range(4)])[1]
+    _, last = stages_of(whole, [cut], [2, 1], 2)
+    graph = traced(replace(subject, stage=last))
+    own = range(cut.position, len(whole.nodes))
+    assert "does not run on the same values in stage 1" in difference(whole, graph, last, own)
+    honest = subject_of(Stack)
+    whole = traced(honest)
+    cut = cuts_of(whole, [f"layers.{i}" for i in range(4)])[1]
+    stages = stages_of(whole, [cut], [2, 1], 2)
+    parts = (range(cut.position), range(cut.position, len(whole.nodes)))
+    for stage, part in zip(stages, parts, strict=True):
+        of_stage = replace(honest, stage=stage, loss=loss if stage.last is None else sum_of)
+        assert difference(whole, traced(of_stage), stage, part) == ""
+
+
+def test_gradients_of_inputs_are_priced_and_reduced() -> None:
+    """A model of which an input carries a gradient adds that up over tensor-parallel ranks."""
+
+    def inputs(batch: int, length: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(batch, length, WIDTH, requires_grad=True)}
+
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 64 * WIDTH), nn.Linear(64 * WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.down(F_relu(self.up(x)))
+            return y
+
+    F_relu = torch.relu  # noqa: N806
+    plan = tpplan.solve(
+        Mlp,
+        inputs,
+        cluster=Cluster(gpus=2, gpus_per_node=2, profile=MACHINE),
+        global_batch=8,
+        seq_len=LENGTH,
+        tp=2,
+        loss=lambda outputs, _: outputs.sum(),
+        precision=Precision.FP32,
+        pins={"<root>": "megatron"},
+    )
+    assert any(own.during == "backward" and own.kind == "all_reduce" for own in plan.collectives)
+
+
+def test_what_a_stage_keeps_in_flight_counts() -> None:
+    """Of a plan in two stages the first keeps two micro-batches: with less memory than that nothing fits."""
+
+    def planned(**more: object) -> "tpplan.PipelinePlan":
+        return tpplan.solve_stages(
+            Stack,
+            text,
+            stages=2,
+            cluster=Cluster(gpus=2, gpus_per_node=2, profile=MACHINE),
+            global_batch=8,
+            seq_len=LENGTH,
+            micro_batch=2,
+            options=Options(loss=loss, precision=Precision.FP32, recompute="none", **more),  # type: ignore[arg-type]
+        )
+
+    free = planned()
+    first, last = (plan.predicted for plan in free.stages)
+    saved = "saved activations"
+    assert first.memory_bytes[saved] > 1.5 * last.memory_bytes[saved] * 0.9
+    needed = max(own.peak_memory_bytes + own.slack_bytes for own in (first, last))
+    assert planned(memory_limit_bytes=1.1 * needed).predicted == free.predicted
+    with pytest.raises(InfeasibleError, match="activations of 2 micro-batches"):
+        planned(memory_limit_bytes=0.5 * needed)

@@ -1,0 +1,241 @@
+"""A model in stages on real ranks against one process: losses, gradients, training, checkpoints."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_process import gradients, relative_errors, whole
+from ranks import run_ranks
+from stage_models import LENGTH, VOCABULARY, Stack, Vision, hugging_face, images, loss, text, vision_loss
+from torch import Tensor, nn
+
+import tpplan
+from profiles import synthetic_profile
+from tpplan.core.errors import PlanError, UsageError
+from tpplan.machine.profile import HardwareProfile
+from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
+from tpplan.plan.plan import Plan, Precision
+from tpplan.plan.proof_hash import why_unproven
+from tpplan.search.points.options import Options
+
+TOLERANCE = 2e-5
+MACHINE = HardwareProfile.from_dict({**synthetic_profile(), "device_type": "cpu"}, origin="synthetic")
+
+
+def solved(
+    build: Callable[[], nn.Module], *, stages: int, gpus: int, batch: int = 8, **options: object
+) -> PipelinePlan:
+    is_vision = build is Vision
+    own = {"loss": vision_loss if is_vision else loss, "precision": Precision.FP32, "recompute": "none", **options}
+    return tpplan.solve_stages(
+        build,
+        images if is_vision else text,
+        stages=stages,
+        cluster=tpplan.Cluster(gpus=gpus, gpus_per_node=gpus, profile=MACHINE),
+        global_batch=batch,
+        seq_len=1 if is_vision else LENGTH,
+        micro_batch=1,
+        options=Options(**own),  # type: ignore[arg-type]
+    )
+
+
+def given(build: Callable[[], nn.Module], batch: int = 8) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return images(batch) if build is Vision else text(batch, LENGTH)
+
+
+def loss_of(build: Callable[[], nn.Module]) -> Callable[[object, dict[str, Tensor]], Tensor]:
+    return vision_loss if build is Vision else loss
+
+
+def one_process(build: Callable[[], nn.Module]) -> tuple[float, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model, inputs = build(), given(build)
+    value = loss_of(build)(model(**tpplan.forward_inputs(model, inputs)), inputs)
+    value.backward()
+    return value.item(), gradients(model)
+
+
+def on_ranks(build: Callable[[], nn.Module], plan: PipelinePlan) -> tuple[float, float, dict[str, Tensor]]:
+    """(loss of a step, loss without a backward, gradients of this rank's stage)."""
+    torch.manual_seed(0)
+    model = tpplan.apply_plan(build(), plan)
+    share = plan.batch_for(dist.get_rank())
+    value = model.step(share.micro_batches(given(build)), loss_of(build))  # type: ignore[operator]
+    again = model.evaluate(share.micro_batches(given(build)), loss_of(build))  # type: ignore[operator]
+    return value.item(), again.item(), gradients(model)
+
+
+def assert_as_one_process(build: Callable[[], nn.Module], plan: PipelinePlan) -> None:
+    assert not any(map(why_unproven, plan.stages))
+    expected_loss, expected = run_ranks(1, one_process, build)[0]
+    results = run_ranks(plan.num_gpus, on_ranks, build, plan, timeout_s=120)
+    losses = {found[0] for found in results}
+    assert sum(found[0] for found in results) / len(results) == pytest.approx(expected_loss, rel=1e-5)
+    assert sum(found[1] for found in results) / len(results) == pytest.approx(expected_loss, rel=1e-5)
+    assert len(losses) <= plan.stages[0].mesh.data_parallel  # every stage is told the loss of its replica
+    everything: dict[str, Tensor] = {}
+    for number, (_, _, found) in enumerate(results):
+        if number % plan.ranks_per_stage == 0:
+            assert not everything.keys() & found.keys()
+        everything |= found
+    assert everything.keys() == expected.keys()
+    errors = relative_errors(everything, expected)
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] < TOLERANCE, f"{worst}: {errors[worst]:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("stages", "gpus", "options"),
+    [
+        (2, 2, {}),
+        (4, 4, {"recompute": "full"}),
+        (3, 3, {}),
+        (2, 4, {"tp": 2}),
+        (2, 4, {"fsdp": 2, "tp": 1}),
+        (2, 4, {"fsdp": 1, "tp": 1}),
+        (2, 8, {"fsdp": 2, "tp": 2}),
+    ],
+)
+def test_own_model(stages: int, gpus: int, options: dict[str, object]) -> None:
+    plan = solved(Stack, stages=stages, gpus=gpus, **options)
+    assert len(plan.stages) == stages
+    assert_as_one_process(Stack, plan)
+
+
+def test_images() -> None:
+    """A class token and positions that the root holds are read by the first stage alone."""
+    plan = solved(Vision, stages=2, gpus=2)
+    assert "positions" in (plan.stages[1].stage.blank if plan.stages[1].stage is not None else ())
+    assert_as_one_process(Vision, plan)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral", "GPTNeoX", "Olmo2", "Phi3", "StableLm", "Starcoder2"])
+def test_transformers(name: str) -> None:
+    pytest.importorskip("transformers")
+    build = hugging_face(name)
+    assert_as_one_process(build, solved(build, stages=2, gpus=2))
+
+
+def test_mixed_precision_sends_half_as_many_bytes() -> None:
+    plan = solved(Stack, stages=2, gpus=2, precision=Precision.BF16_MIXED)
+    stage = plan.stages[0].stage
+    assert stage is not None
+    assert [tensor.dtype for tensor in stage.sends] == ["bfloat16"]
+    expected, _ = run_ranks(1, one_process, Stack)[0]
+    for value, again, found in run_ranks(2, on_ranks, Stack, plan, timeout_s=120):
+        assert value == pytest.approx(expected, rel=2e-2)
+        assert again == pytest.approx(expected, rel=2e-2)
+        assert found
+
+
+def trained(plan: PipelinePlan | None, steps: int = 20) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and norms of AdamW steps with clipping, and the parameters after them."""
+    torch.manual_seed(0)
+    model: nn.Module = Stack()
+    if plan is not None:
+        model = tpplan.apply_plan(model, plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        drawn = torch.randint(VOCABULARY, (8, LENGTH + 1), generator=generator)
+        inputs = {"tokens": drawn[:, :-1], "targets": drawn[:, 1:]}
+        if plan is not None:
+            share = plan.batch_for(dist.get_rank())
+            value = model.step(share.micro_batches(inputs), loss)  # type: ignore[operator]
+        else:
+            value = loss(model(inputs["tokens"]), inputs)
+            value.backward()
+        norm = tpplan.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [value.item(), norm.item()]
+    return seen, {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+def test_twenty_steps() -> None:
+    plan = solved(Stack, stages=2, gpus=4, tp=2)
+    expected, parameters = run_ranks(1, trained, None)[0]
+    found: dict[str, Tensor] = {}
+    for seen, own in run_ranks(4, trained, plan, timeout_s=120):
+        assert seen == pytest.approx(expected, rel=1e-3)
+        found |= own
+    assert found.keys() == parameters.keys()
+    for name, value in parameters.items():
+        assert torch.allclose(found[name], value, atol=2e-3), name
+
+
+def saved(plan: PipelinePlan, folder: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = tpplan.apply_plan(Stack(), plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model.step(plan.batch_for(dist.get_rank()).micro_batches(given(Stack)), loss)  # type: ignore[operator]
+    optimizer.step()
+    tpplan.save_checkpoint(folder, model, optimizer, step=1)
+    return held(model, optimizer)
+
+
+def loaded(plan: PipelinePlan | Plan, folder: str) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    model = tpplan.apply_plan(Stack(), plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tpplan.load_checkpoint(folder, model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    return held(model, optimizer)
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Parameters, and the optimizer's first moments of them."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        found[name] = whole(parameter.detach()).clone()
+        found[f"moment of {name}"] = whole(optimizer.state[parameter]["exp_avg"]).clone()
+    return found
+
+
+def test_checkpoints_of_two_stages_load_in_one_and_in_three(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    expected: dict[str, Tensor] = {}
+    for own in run_ranks(2, saved, solved(Stack, stages=2, gpus=2), folder):
+        expected |= own
+    found: dict[str, Tensor] = {}
+    for own in run_ranks(3, loaded, solved(Stack, stages=3, gpus=3), folder):
+        found |= own
+    plain = tpplan.solve(
+        Stack,
+        text,
+        cluster=tpplan.Cluster(gpus=1, profile=MACHINE),
+        global_batch=8,
+        seq_len=LENGTH,
+        loss=loss,
+    )
+    for result in (found, run_ranks(1, loaded, plain, folder)[0]):
+        assert result.keys() == expected.keys()
+        assert all(torch.equal(result[name], value) for name, value in expected.items())
+
+
+def wrong_number(plan: PipelinePlan) -> str:
+    model = tpplan.apply_plan(Stack(), plan)
+    micro_batches = list(plan.batch_for(dist.get_rank()).micro_batches(text(8, LENGTH)))
+    with pytest.raises(UsageError, match="8 micro-batches, and 7 are given") as error:
+        model.step(micro_batches[:-1], loss)  # type: ignore[operator]
+    return str(error.value)
+
+
+def test_another_number_of_micro_batches_is_refused_before_anything_runs() -> None:
+    assert len(set(run_ranks(2, wrong_number, solved(Stack, stages=2, gpus=2)))) == 1
+
+
+def test_file_is_read_as_it_was_written_and_checked(tmp_path: Path) -> None:
+    plan, path = solved(Stack, stages=2, gpus=2), tmp_path / "plan.json"
+    plan.dump(path)
+    assert load_plan(path) == plan
+    with pytest.raises(PlanError, match="a plan of stages"):
+        Plan.load(path)
+    text_of = path.read_text()
+    path.write_text(text_of.replace('"last": "layers.1"', '"last": "layers.0"'))
+    with pytest.raises(PlanError, match=r"stages\[1\]\.stage\.receives"):
+        load_plan(path)
