@@ -12,7 +12,7 @@ from torch import nn
 
 import tpplan
 from profiles import synthetic_profile
-from tpplan.core.errors import InfeasibleError
+from tpplan.core.errors import InfeasibleError, UsageError
 from tpplan.costs.step.formulate import Formulation
 from tpplan.layouts.assignment import Assignment
 from tpplan.machine.profile import HardwareProfile
@@ -149,3 +149,20 @@ def test_where_nothing_of_a_degree_can_be_proven_the_next_is_taken(monkeypatch: 
     assert plan.solver.status is Status.OPTIMAL
     assert plan.solver.skipped[NO_LAYOUT] == 1
     assert num_points(plan.solver) == 6
+
+
+def hooked() -> nn.Module:
+    """Parameters with hooks stay as they are: they are not sharded, so experts are not divided."""
+    model = OwnMoe()
+    for weight in model.parameters():
+        weight.register_hook(lambda gradient: gradient)
+    return model
+
+
+def test_where_no_division_can_be_laid_out_experts_stay_whole() -> None:
+    case = Case(build=hooked, options={"all_gpus": True, "micro_batch": 1})
+    plan = case.solved(None)
+    assert plan.untouched is not None
+    assert plan.experts is None
+    with pytest.raises(UsageError, match="cannot be sharded"):
+        case.solved(2)

@@ -54,8 +54,9 @@ def _divided(solver: PointSolver, points: list[Point], options: Options) -> dict
     asked = (options.ep,) if options.ep is not None else tuple(divisors(shared))
     if options.ep is not None and not calls:
         raise UsageError(
-            f"--ep {options.ep}: no module is called as experts are (rows [T, D], an index [T, K] of integers and "
-            "a weight [T, K], with weights of its own of as many slices): leave --ep out"
+            f"--ep {options.ep}: no module is called as experts are (once a forward with rows [T, D], an index [T, K] of "
+            "integers and a weight [T, K]; all its weights have a slice for each expert, and no other module has them): "
+            "leave --ep out"
         )
     found = {}
     for ep in asked:

@@ -118,11 +118,26 @@ def _written(points: list[Point], request: Request, traced: Traced) -> list[Poin
 def _within_fsdp(points: list[Point], request: Request, traces: TraceCache, traced: Traced) -> list[Point]:
     """Points without FSDP, or all where FSDP2 can hold the model's parameters. Raises UsageError where none is left."""
     held = [point for point in points if uses_fsdp(point.mesh, request.precision)]
-    obstacle = (_several_dtypes(request, traces, traced) or _sparse_gradient(traced.graph)) if held else ""
+    found = (_shared_by_units(traced), _several_dtypes(request, traces, traced), _sparse_gradient(traced.graph))
+    obstacle = next(filter(None, found), "") if held else ""
     kept = [point for point in points if point not in held] if obstacle else points
     if not kept:
         raise UsageError(f"{obstacle}, or plan with as many GPUs as --tp, in fp32 or bf16")
     return kept
+
+
+def _shared_by_units(traced: Traced) -> str:
+    """Why FSDP2 cannot hold a unit: a parameter inside is one outside too. "" where none is."""
+    for source in traced.graph.parameters:
+        for unit in traced.units:
+            inside = [name for name in (source.label, *source.aliases) if within(name, unit)]
+            outside = [name for name in (source.label, *source.aliases) if not within(name, unit)]
+            if inside and outside:
+                return (
+                    f"FSDP2 gathers {unit} by itself, and its {inside[0]} is {outside[0]} too: give each layer weights "
+                    "of its own"
+                )
+    return ""
 
 
 def _several_dtypes(request: Request, traces: TraceCache, traced: Traced) -> str:
