@@ -54,8 +54,8 @@ def _divided(solver: PointSolver, points: list[Point], options: Options) -> dict
     asked = (options.ep,) if options.ep is not None else tuple(divisors(shared))
     if options.ep is not None and not calls:
         raise UsageError(
-            f"--ep {options.ep}: no module is called as experts are (once a forward with rows [T, D], an index [T, K] of "
-            "integers and a weight [T, K]; all its weights have a slice for each expert, and no other module has them): "
+            f"--ep {options.ep}: no module is called as experts are (once a forward, with rows [T, D], an index [T, K] "
+            "of integers and a weight [T, K]; its weights have a slice for each expert, and are no other module's): "
             "leave --ep out"
         )
     found = {}
