@@ -232,6 +232,7 @@ def print_untied(name: str, time_limit_s: float) -> bool:
     from tpplan.search.planner import prepare
     from tpplan.search.points.mesh_points import Point
     from tpplan.search.points.options import Batch, Options
+    from tpplan.search.points.point_solver import Solvers
     from tpplan.search.points.request import Request
     from tpplan.search.points.user_model import load_model_file
 
@@ -246,7 +247,7 @@ def print_untied(name: str, time_limit_s: float) -> bool:
     is_same = True
     most = max(point.tp for point in points)
     for own in (points, [point for point in points if point.tp == most]):
-        mesh = search(solver, own, unsearched, prove=False).mesh
+        mesh = search(Solvers({1: solver}), own, unsearched, prove=False).mesh
         print(f"{name} on {mesh}\n" + "".join(f"{column:>12}" for column in columns))
         for row in compare(solver, Point.of(mesh, 1), time_limit_s):
             seconds = ("-" if s is None else f"{s:.6f}" for s in (row.tied, row.untied, row.bound))

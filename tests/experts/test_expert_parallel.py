@@ -22,8 +22,10 @@ TOLERANCE = 2e-5
 MACHINE = HardwareProfile.from_dict({**synthetic_profile(), "device_type": "cpu"}, origin="synthetic")
 
 
-def solved(build: Callable[[], nn.Module], *, gpus: int, ep: int, fsdp: int, batch: int = 8, **options: object) -> Plan:
-    defaults = {"micro_batch": 1, "precision": "fp32", "recompute": "none", "tp": gpus // fsdp}
+def solved(
+    build: Callable[[], nn.Module], *, gpus: int, ep: int | None, fsdp: int | None, batch: int = 8, **options: object
+) -> Plan:
+    defaults = {"micro_batch": 1, "precision": "fp32", "recompute": "none", "tp": gpus // fsdp if fsdp else None}
     return tpplan.solve(
         build,
         text,
@@ -38,27 +40,32 @@ def solved(build: Callable[[], nn.Module], *, gpus: int, ep: int, fsdp: int, bat
     )
 
 
-def one_process(build: Callable[[], nn.Module], batch: int = 8) -> tuple[float, dict[str, Tensor]]:
-    torch.manual_seed(0)
-    model, inputs = build(), text(batch, LENGTH)
-    value = loss(model(inputs["input_ids"]), inputs)
-    value.backward()
-    return value.item(), gradients(model)
-
-
-def on_ranks(build: Callable[[], nn.Module], plan: Plan, batch: int = 8) -> tuple[float, dict[str, Tensor]]:
-    """A step with the plan's accumulation, on this rank."""
-    torch.manual_seed(0)
-    model = tpplan.apply_plan(build(), plan)
-    inputs = part(text(batch, LENGTH), plan.mesh.data_rank(dist.get_rank()), plan.mesh.data_parallel)
-    steps = plan.batch.accumulation_steps
+def backwards(model: nn.Module, inputs: dict[str, Tensor], plan: Plan | None = None) -> Tensor:
+    """The loss of a batch, after the backwards of the plan's micro-batches on this rank; of one without a plan."""
+    steps = 1
+    if plan is not None:
+        inputs = part(inputs, plan.mesh.data_rank(dist.get_rank()), plan.mesh.data_parallel)
+        steps = plan.batch.accumulation_steps
     total = torch.zeros(())
     for step in range(steps):
         micro = part(inputs, step, steps)
         value = loss(model(micro["input_ids"]), micro) / steps
         value.backward()
         total += value.detach()
-    return mean_over_replicas(total), gradients(model)
+    return total
+
+
+def one_process(build: Callable[[], nn.Module], batch: int = 8) -> tuple[float, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = build()
+    return backwards(model, text(batch, LENGTH)).item(), gradients(model)
+
+
+def on_ranks(build: Callable[[], nn.Module], plan: Plan, batch: int = 8) -> tuple[float, dict[str, Tensor]]:
+    """A step with the plan's accumulation, on this rank."""
+    torch.manual_seed(0)
+    model = tpplan.apply_plan(build(), plan)
+    return mean_over_replicas(backwards(model, text(batch, LENGTH), plan)), gradients(model)
 
 
 def assert_as_one_process(build: Callable[[], nn.Module], plan: Plan) -> None:
@@ -121,16 +128,7 @@ def trained(
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         inputs = {name: torch.randint(64, (8, LENGTH), generator=generator) for name in ("input_ids", "targets")}
-        parts = 1
-        if plan is not None:
-            inputs = part(inputs, plan.mesh.data_rank(dist.get_rank()), plan.mesh.data_parallel)
-            parts = plan.batch.accumulation_steps
-        total = torch.zeros(())
-        for index in range(parts):
-            micro = part(inputs, index, parts)
-            value = loss(model(micro["input_ids"]), micro) / parts
-            value.backward()
-            total += value.detach()
+        total = backwards(model, inputs, plan)
         norm = tpplan.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()

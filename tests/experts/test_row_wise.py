@@ -1,5 +1,7 @@
 """Modules of experts are found by how they are called, and divided only where they compute row by row."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -77,6 +79,70 @@ def test_experts_on_rows_are_row_wise(ep: int) -> None:
 @pytest.mark.parametrize("kind", [OverTokens, Neighbour, Normalizing, Residual, Twice, FixedNumber, NoGradient])
 def test_what_is_not_row_wise_is_refused(kind: type[Experts]) -> None:
     assert why_not_row_wise(kind(4, 16, 32), CALL, top_k=2, width=16, ep=2)
+
+
+class Buffered(Experts):
+    """Has a buffer with a number for each expert, which is not divided."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("bias", torch.zeros(sizes[0]))
+
+
+class Dropping(Experts):
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        return F.dropout(super().forward(x, index, weight), 0.1, self.training)
+
+
+class Keeping(Experts):
+    """Copies the number of experts, as which a rank's own would stay."""
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        self.kept = self.experts
+        return super().forward(x, index, weight)
+
+
+class NeedsRows(Experts):
+    """Fails on a rank that gets no rows."""
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        return super().forward(x, index, weight) + 0 * x.max()
+
+
+class NeedsEach(Experts):
+    """Right only where each of several experts gets a row: it scales by how many do."""
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        reached = F.one_hot(index.flatten(), self.experts).amax(0) if len(index) else index.new_ones(self.experts)
+        return super().forward(x, index, weight * reached.float().mean())
+
+
+class UndroppedInTraining(Experts):
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        return F.dropout(super().forward(x, index, weight), 0.0, self.training)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Buffered, "it has a buffer, bias"),
+        (Dropping, "draws random numbers"),
+        (Keeping, r"keeps the number of experts at self\.kept"),
+        (NeedsRows, "fails on fewer experts or rows"),
+        (NeedsEach, "does not compute row by row"),
+    ],
+)
+def test_what_a_rank_cannot_do_is_named(kind: type[Experts], said: str) -> None:
+    assert re.search(said, why_not_row_wise(kind(4, 16, 32), CALL, top_k=2, width=16, ep=2))
+
+
+def test_dropout_that_drops_nothing_is_fine() -> None:
+    assert why_not_row_wise(UndroppedInTraining(4, 16, 32), CALL, top_k=2, width=16, ep=2) == ""
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 4])
+def test_any_number_of_experts_a_row(top_k: int) -> None:
+    assert why_not_row_wise(Experts(4, 16, 32), CALL, top_k=top_k, width=16, ep=4) == ""
 
 
 def test_an_uneven_division_is_refused() -> None:

@@ -22,7 +22,7 @@ from tpplan.search import branch_and_bound, counterexamples
 from tpplan.search.points.mesh_points import Point
 from tpplan.search.points.model_spec import ModelSpec
 from tpplan.search.points.options import Allows
-from tpplan.search.points.point_solver import Candidate, PointSolver
+from tpplan.search.points.point_solver import Candidate, Solvers
 from tpplan.search.points.user_model import load_model_file
 from tpplan.solvers.problem import Status
 
@@ -222,11 +222,12 @@ def test_out_of_time_the_bound_without_what_was_cut_is_a_floor(monkeypatch: pyte
     """The proven plan is kept."""
     explore = branch_and_bound._explore
 
-    def once(solver: PointSolver, points: list[Point], known: Any) -> Candidate:
+    def once(solvers: Solvers, points: list[Point], known: Any) -> Candidate:
+        (solver,) = solvers.by_ep.values()
         if not solver.cuts.guesses and solver.cuts.messages:
             known.bounds = {point: solver.floor(point) for point in points}
             raise SolverError("out of time")
-        return explore(solver, points, known)
+        return explore(solvers, points, known)
 
     monkeypatch.setattr(counterexamples, "PATIENCE", 1)
     monkeypatch.setattr(branch_and_bound, "_explore", once)

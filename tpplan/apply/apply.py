@@ -84,10 +84,13 @@ def apply_plan(
     the first training forward also for other calls; check="warn" warns instead, check=False skips both checks.
 
     Parameters get rank 0's values on every rank; parameters on the meta device stay there, in their local shape. A
-    given `mesh` must have the axes replicate, shard and tp. Under a plan of stages the model becomes this rank's stage,
-    and trains by `model.step` (tpplan.apply.pipeline.Pipeline.step). Raises UsageError without a process group or for a
-    model that a plan was applied to before, PlanError for a plan that cannot be read, and PlanMismatchError for a
-    model, a number of ranks or ranks that the plan does not fit. An error on one rank is raised on all ranks.
+    given `mesh` must have the axes replicate, shard and tp. Under FSDP, and where experts are divided, every rank must
+    run as many forwards, in evaluation too: one that is out of batches runs one again and leaves its result out. Under
+    a plan of stages the model becomes this rank's stage, and trains by `model.step` (tpplan.apply.pipeline).
+
+    Raises UsageError without a process group or for a model that a plan was applied to before, PlanError for a plan
+    that cannot be read, and PlanMismatchError for a model, a number of ranks or ranks that the plan does not fit. An
+    error on one rank is raised on all ranks.
     """
     _check_ready(model)
     loaded = _agreed_plan(model, plan)

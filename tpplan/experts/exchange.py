@@ -5,13 +5,17 @@ of them sums over the rows of all `ep` ranks of a group. So a gradient is divide
 multiplied by ep where it leaves them to the rows: weights get the mean over all data-parallel ranks, rows their own.
 """
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from tpplan.torch_internals.fakes import FakeTensor
+from tpplan.core.errors import RankFailedError
 from tpplan.torch_internals.operators import collectives
 from tpplan.trace.hooks.call_rewriting import own_code
 
@@ -40,30 +44,57 @@ class Counts:
 @own_code
 def exchanged_counts(chosen: Tensor, experts: int, group: EpGroup) -> tuple[Tensor, Counts]:
     """The expert, among a rank's own, of each row that arrives [rows], and the counts; `chosen` [rows] are the experts
-    of the rows to send, ascending, of `experts` in all. Waits for the device, as sizes on the host depend on it."""
+    of the rows to send, ascending, of `experts` in all. Waits for the device, as sizes on the host depend on it. Raises
+    RankFailedError on all ranks of the group where some rank has rows for no expert."""
     own = experts // group.ranks
-    is_fake = isinstance(chosen, FakeTensor)  # without values: an even routing stands for any
-    sent = chosen.new_zeros(experts) if is_fake else torch.bincount(chosen, minlength=experts)
-    got = _all_to_all(sent, (own,) * group.ranks, (own,) * group.ranks, group)
-    if is_fake:
-        even = (chosen.shape[0] // group.ranks,) * group.ranks
-        return chosen.new_empty(sum(even)), Counts(group, even, even, got[:own])
-    by_rank = torch.stack((sent.view(group.ranks, own).sum(1), got.view(group.ranks, own).sum(1))).tolist()
-    arrived = torch.arange(own, device=chosen.device).repeat(group.ranks).repeat_interleave(got)
-    return arrived, Counts(group, tuple(by_rank[0]), tuple(by_rank[1]), got.view(group.ranks, own).sum(0))
+    edges = torch.searchsorted(chosen.long(), torch.arange(experts + 1, device=chosen.device))
+    sent = edges.diff()
+    lost = chosen.shape[0] - sent.sum()
+    told = torch.where(lost > 0, -lost, sent)  # a rank that has rows for no expert tells their number, negative
+    got = _all_to_all(told, (own,) * group.ranks, (own,) * group.ranks, group).view(group.ranks, own)
+    given, taken = _on_host(torch.stack((sent.view(group.ranks, own).sum(1), got.sum(1))), chosen.shape[0])
+    for rank, number in enumerate(taken):
+        if number < 0:
+            raise RankFailedError(
+                f"rank {rank} of the {group.ranks} that divide {experts} experts has {-number // own} rows whose index "
+                f"is below 0 or above {experts - 1}: each index must be an expert's; for a row without one take any "
+                "expert and weight 0, or plan with --ep 1"
+            )
+    experts_of_rank = torch.arange(own, device=chosen.device, dtype=chosen.dtype).repeat(group.ranks)
+    arrived = experts_of_rank.repeat_interleave(got.flatten(), output_size=sum(taken))
+    return arrived, Counts(group, given, taken, got.sum(0))
+
+
+def _on_host(by_rank: Tensor, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Numbers of rows that are sent to, and come from, each rank [2, ranks], of a rank that sends so many."""
+    given, taken = by_rank.tolist()
+    return tuple(given), tuple(taken)
+
+
+@contextlib.contextmanager
+def even_routing() -> Iterator[None]:
+    """Makes every rank send each rank as many rows, for tensors without values."""
+
+    def even(by_rank: Tensor, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        ranks = by_rank.shape[1]
+        each = tuple(rows // ranks + (rank < rows % ranks) for rank in range(ranks))
+        return each, each
+
+    with patch.object(sys.modules[__name__], "_on_host", even):
+        yield
 
 
 @own_code
 def send(rows: Tensor, counts: Counts) -> Tensor:
     """The rows that arrive, for rows [sent, ...] in the order of their experts."""
-    found: Tensor = _Send.apply(rows, counts)  # type: ignore[no-untyped-call]
+    found: Tensor = _Exchange.apply(rows, counts, False)  # type: ignore[no-untyped-call]
     return found
 
 
 @own_code
 def send_back(rows: Tensor, counts: Counts) -> Tensor:
     """The rows that come back, in the order in which they were sent; `rows` [got, ...] as they arrived."""
-    found: Tensor = _SendBack.apply(rows, counts)  # type: ignore[no-untyped-call]
+    found: Tensor = _Exchange.apply(rows, counts, True)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -83,25 +114,22 @@ def _all_to_all(rows: Tensor, given: tuple[int, ...], taken: tuple[int, ...], gr
     return waited
 
 
-class _Send(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: Counts) -> Tensor:
-        ctx.counts = counts
-        return _all_to_all(rows, counts.sent, counts.got, counts.group)
+def _moved(rows: Tensor, counts: Counts, is_back: bool) -> Tensor:
+    given, taken = (counts.got, counts.sent) if is_back else (counts.sent, counts.got)
+    return _all_to_all(rows, given, taken, counts.group)
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows go to the ranks of their experts, or back; their gradients take the other way."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def forward(ctx: Any, rows: Tensor, counts: Counts, is_back: bool) -> Tensor:
+        ctx.counts, ctx.is_back = counts, is_back
+        return _moved(rows, counts, is_back)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         counts: Counts = ctx.counts
-        return _all_to_all(gradient * counts.group.ranks, counts.got, counts.sent, counts.group), None
-
-
-class _SendBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: Counts) -> Tensor:
-        ctx.counts = counts
-        return _all_to_all(rows, counts.got, counts.sent, counts.group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        counts: Counts = ctx.counts
-        return _all_to_all(gradient / counts.group.ranks, counts.sent, counts.got, counts.group), None
+        ranks = counts.group.ranks
+        scaled = gradient / ranks if ctx.is_back else gradient * ranks
+        return _moved(scaled, counts, not ctx.is_back), None, None

@@ -80,14 +80,21 @@ def with_shares(build_model: Callable[[], nn.Module], division: Division) -> nn.
     modules = dict(model.named_modules())
     for name, call in division.calls:
         module = modules.get(name)
-        named = inspect.signature(module.forward).parameters if module is not None else {}
-        if module is None or not {call.rows, call.index, call.weight} <= named.keys() or call.experts % division.ep:
+        if module is None or not _is_called_so(module, call) or call.experts % division.ep:
             raise PlanMismatchError(
                 f"{call.experts} experts are divided among {division.ep} ranks in module {name}, called with "
                 f"{call.rows}, {call.index} and {call.weight}: the model has no such module; solve again for this one"
             )
         cut_on_meta(module, ExpertShare(call, division.ep, division.imbalance))
     return model
+
+
+def _is_called_so(module: nn.Module, call: ExpertCall) -> bool:
+    """True where the module's forward has the call's arguments, and all its weights a slice for each expert."""
+    lengths = {weight.shape[:1] for weight in module.parameters()}
+    return lengths == {(call.experts,)} and {call.rows, call.index, call.weight} <= (
+        inspect.signature(module.forward).parameters.keys()
+    )
 
 
 def whole_shape(model: nn.Module, name: str, weight: Tensor) -> tuple[int, ...]:
@@ -176,6 +183,10 @@ class _Sent:
 
 
 def _dispatch(rows: Tensor, index: Tensor, weight: Tensor, share: ExpertShare) -> _Sent:
+    if index.is_floating_point() or index.dtype is torch.bool:
+        raise PlanMismatchError(
+            f"a module of experts was planned for an index of integers, and is called with {index.dtype}: solve again"
+        )
     if index.dim() != 2 or rows.dim() != 2 or index.shape != weight.shape or index.shape[0] != rows.shape[0]:
         raise PlanMismatchError(
             f"a module of experts was planned for rows [T, D], index [T, K] and weight [T, K], and is called with "

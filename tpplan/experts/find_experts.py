@@ -27,15 +27,16 @@ def find_experts(graph: ModelGraph) -> dict[str, ExpertCall]:
 
 def _experts_by_module(graph: ModelGraph) -> dict[str, int]:
     """The number of slices along dim 0 that all weights of a module have, by module; without modules that have weights
-    of several lengths, of one slice, or below them."""
+    of several lengths, of one slice, below them, or shared with another module."""
     lengths: dict[str, set[int]] = {}
     for source in graph.parameters:
         shape = graph.values[source.result].shape
-        owner = source.label.rpartition(".")[0]
-        lengths.setdefault(owner, set()).add(shape[0] if len(shape) > 1 and not source.aliases else 0)
-        while owner:
-            owner = owner.rpartition(".")[0]
-            lengths.setdefault(owner, set()).add(0)
+        for label in (source.label, *source.aliases):
+            owner = label.rpartition(".")[0]
+            lengths.setdefault(owner, set()).add(shape[0] if len(shape) > 1 and not source.aliases else 0)
+            while owner:
+                owner = owner.rpartition(".")[0]
+                lengths.setdefault(owner, set()).add(0)
     return {module: max(own) for module, own in lengths.items() if len(own) == 1 and max(own) > 1}
 
 

@@ -3,7 +3,8 @@
 A rank with a share of the experts runs the module on other rows than one process does: on rows of several ranks, each
 with one expert. The module allows that where its result for a token is the sum, over the token's experts, of what it
 gives for the token and that expert alone, by that expert's weights alone. Both are computed here on random numbers, in
-a copy of the module whose weights are small: results and all gradients must agree.
+a copy of the module whose weights are small: results and all gradients must agree, also where some experts, and some
+ranks, get no rows. Modules that draw random numbers, have buffers, or keep a number of experts are refused.
 """
 
 import contextlib
@@ -57,6 +58,8 @@ def why_not_row_wise(module: nn.Module, call: ExpertCall, top_k: int, width: int
     of experts of each. The module may be on the meta device."""
     if call.experts % ep:
         return f"{call.experts} experts do not divide among {ep} ranks"
+    if buffer := next((name for name, _ in module.named_buffers()), ""):
+        return f"it has a buffer, {buffer}, and only parameters are divided by experts: make it none of its own"
     factor = _shrinking(module, call, width)
     elements = sum(weight.numel() for weight in module.parameters()) // factor**2
     if elements > MOST_ELEMENTS:
@@ -68,7 +71,8 @@ def why_not_row_wise(module: nn.Module, call: ExpertCall, top_k: int, width: int
     except TpplanError:
         raise
     except Exception as error:  # the module's own code on other sizes than it was written for may raise anything
-        return f"its code fails on fewer experts: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return f"its code fails on fewer experts or rows: {why}"
 
 
 @contextlib.contextmanager
@@ -109,21 +113,36 @@ def _small(module: nn.Module, call: ExpertCall, factor: int) -> nn.Module:
 
 def _difference(module: nn.Module, call: ExpertCall, top_k: int, width: int, ep: int) -> str:
     """Where results or gradients of the module divided among ep ranks differ from the whole module's; "" if nowhere."""
-    tokens = _ROWS_PER_EXPERT * call.experts
-    rows = torch.randn(tokens, width, device="cpu").requires_grad_()
-    index = torch.rand(tokens, call.experts, device="cpu").topk(top_k).indices
-    weight = torch.rand(tokens, top_k, device="cpu").requires_grad_()
-    whole = _called(module, call, rows, index, weight)
-    given = torch.randn_like(whole)
-    expected = _gradients(whole, given, module, rows, weight)
-    parts = _divided(module, call, rows, index, weight, ep)
-    found = _gradients(parts, given, module, rows, weight)
-    compared = [("results", whole, parts), *((name, expected[name], found[name]) for name in expected)]
-    for name, one, other in compared:
-        scale = max(float(one.detach().abs().max()), 1e-6)
-        if not float((one - other).detach().abs().max()) <= TOLERANCE * scale:
-            return f"divided by experts, its {name} differ: it does not compute row by row"
+    for index in _routings(call.experts, top_k):
+        rows = torch.randn(index.shape[0], width, device="cpu").requires_grad_()
+        weight = torch.rand(index.shape, device="cpu").requires_grad_()
+        state, numbers = torch.get_rng_state(), counted(module, call.experts)
+        whole = _called(module, call, rows, index, weight)
+        if left := counted(module, call.experts).keys() - numbers.keys():
+            return f"its forward keeps the number of experts at self.{min(left)}, where a rank's own would stay"
+        if not torch.equal(torch.get_rng_state(), state):
+            return "it draws random numbers (dropout?), and a rank draws others for the same row: apply dropout outside"
+        given = torch.randn_like(whole)
+        expected = _gradients(whole, given, module, rows, weight)
+        parts = _divided(module, call, rows, index, weight, ep)
+        found = _gradients(parts, given, module, rows, weight)
+        compared = [("results", whole, parts), *((name, expected[name], found[name]) for name in expected)]
+        for name, one, other in compared:
+            scale = max(float(one.detach().abs().max()), 1e-6)
+            if not float((one - other).detach().abs().max()) <= TOLERANCE * scale:
+                return f"divided by experts, its {name} differ: it does not compute row by row"
     return ""
+
+
+def _routings(experts: int, top_k: int) -> Iterator[Tensor]:
+    """Yields indices [T, K] of experts: at random, at random with one expert a row, all rows to the same experts (the
+    others, and ranks that have no more, get none), and all rows to the last expert alone."""
+    tokens = _ROWS_PER_EXPERT * experts
+    drawn = torch.rand(tokens, experts, device="cpu").topk(top_k).indices
+    yield drawn
+    yield drawn[:, :1]
+    yield torch.arange(top_k, device="cpu").repeat(tokens, 1)
+    yield torch.full((tokens, 1), experts - 1, device="cpu")
 
 
 def _gradients(results: Tensor, given: Tensor, module: nn.Module, rows: Tensor, weight: Tensor) -> dict[str, Tensor]:

@@ -1,13 +1,15 @@
 """Branch and bound over all points, which are meshes with micro-batches; the best plan is proven.
 
-The answer is the optimum over every point. A counterexample to its proof forbids the choices that together make it
-(tpplan.search.conflicts), and the search goes on. Best first: the point with the least lower bound is looked at more
-closely, until the least bound is that of a plan. An early plan excludes most points by their first bounds; so, until
-there is one, points of one tp degree after the other are looked at. A point's bounds are its floor
-(tpplan.search.points.point_solver.PointSolver.floor), its optimum without a memory limit, and that of the relaxation of
-its ILP. A point is left out before it is traced or priced where a smaller micro-batch on its mesh does not fit, and
-where its GPUs at the best rates of the profile would take too long (tpplan.search.points.best_rates). Guesses, which
-forbid more than a counterexample shows, may hide a faster plan: the bound is then that of the problem without them.
+The answer is the optimum over every point, whatever the number of ranks that divide experts: a point names it, and the
+solver of that number has its graphs (tpplan.search.expert_degrees). A counterexample to its proof forbids the choices
+that together make it (tpplan.search.conflicts), and the search goes on. Best first: the point with the least lower
+bound is looked at more closely, until the least bound is that of a plan. An early plan excludes most points by their
+first bounds; so, until there is one, points of one tp degree after the other are looked at. A point's bounds are its
+floor (tpplan.search.points.point_solver.PointSolver.floor), its optimum without a memory limit, and that of the
+relaxation of its ILP. A point is left out before it is traced or priced where a smaller micro-batch on its mesh does
+not fit, and where its GPUs at the best rates of the profile would take too long (tpplan.search.points.best_rates).
+Guesses, which forbid more than a counterexample shows, may hide a faster plan: the bound is then that of the problem
+without them.
 
 The search assumes two things, and the plan notes where it did: that graphs at other micro-batches grow as from the
 smallest to the next (tpplan.search.points.grown_graph; the answer's graph is traced and compared), and that across
@@ -17,13 +19,14 @@ nodes more tp ranks are no faster where compute and collectives alone make fewer
 import heapq
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
-from typing import assert_never
+from typing import NoReturn, assert_never
 
-from tpplan.core.errors import SolverError
+from tpplan.core.errors import SolverError, UsageError
 from tpplan.costs.step.step_time import Priced, price
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import NoLayoutError
@@ -34,7 +37,7 @@ from tpplan.search.counterexamples import culprit_of, forbid, put_to_proof
 from tpplan.search.diagnose import infeasible, no_layout, unkept, unproven
 from tpplan.search.other_shapes import with_other_shapes
 from tpplan.search.points.mesh_points import Point, applicable
-from tpplan.search.points.point_solver import Candidate, PointSolver
+from tpplan.search.points.point_solver import Candidate, PointSolver, Solvers
 from tpplan.search.why_whole import with_reasons
 from tpplan.solvers.problem import Status
 
@@ -49,7 +52,7 @@ _PROOF_PARTS = 4
 SAME = 1e-6
 #: reasons why points are not solved, as the plan's certificate counts them
 BOUNDED, NO_LAYOUT, TOO_LARGE = "slower by a bound", "without a layout", "larger than what does not fit"
-TOO_WIDE = "of more tp ranks than are too slow"
+TOO_WIDE, UNDECIDED = "of more tp ranks than are too slow", "undecided within the time limit"
 
 
 class Stage(IntEnum):
@@ -70,13 +73,12 @@ class Progress:
     too_large: set[Point] = field(default_factory=set)
     #: points across nodes with more tp ranks than a degree that is too slow at their micro-batch
     too_wide: set[Point] = field(default_factory=set)
-    without: dict[tuple[int, int], NoLayoutError] = field(default_factory=dict)
+    #: by Point.space
+    without: dict[tuple[int, int, int], NoLayoutError] = field(default_factory=dict)
     #: points of which the time limit left a bound alone
     undecided: dict[Point, SolverError] = field(default_factory=dict)
     #: optima of points under a memory limit that their plans did not keep, before it was lowered
     lowered: dict[Point, float] = field(default_factory=dict)
-    #: seconds of a plan from elsewhere: slower ones are not looked for
-    limit: float = math.inf
 
     def best(self) -> Candidate | None:
         """The fastest candidate; of equal ones that of the least point."""
@@ -87,8 +89,7 @@ class Progress:
     def ceiling(self) -> float:
         """Seconds of the fastest plan that is known: no point with a bound above is looked at."""
         best = self.best()
-        found = math.inf if best is None or best.solution.objective is None else best.solution.objective
-        return min(found, self.limit)
+        return math.inf if best is None or best.solution.objective is None else best.solution.objective
 
     def is_too_large(self, point: Point) -> bool:
         """True where a smaller micro-batch on the same mesh does not fit, for a larger one keeps as much or more."""
@@ -99,31 +100,14 @@ class Progress:
         )
 
 
-def explored(solver: PointSolver, points: list[Point], known: Progress) -> Candidate | None:
-    """The fastest candidate, unproven; None where it is slower than known.limit. Raises as `search` does."""
-    try:
-        return _explore(solver, points, known)
-    except SolverError:
-        if known.limit < math.inf and any(bound > known.limit for bound in known.bounds.values()):
-            return None
-        raise
-
-
-def search(
-    solver: PointSolver,
-    points: list[Point],
-    unsearched: tuple[str, ...],
-    *,
-    prove: bool,
-    known: Progress | None = None,
-) -> Plan:
-    """The fastest plan over all points; with `prove` the fastest that no counterexample refutes. `known` is what was
-    found out about the points before."""
-    known = Progress() if known is None else known
-    rounds = 1
+def search(solvers: Solvers, points: list[Point], unsearched: tuple[str, ...], *, prove: bool) -> Plan:
+    """The fastest plan over all points; with `prove` the fastest that no counterexample refutes."""
+    known = Progress()
+    rounds, last = 1, ""
     while rounds <= MAX_ROUNDS:
-        best = _settled(solver, _explore(solver, points, known))
-        known.solved[best.point] = best
+        best = _explore(solvers, points, known)
+        solver = solvers.of(best.point)
+        best = known.solved[best.point] = _settled(solver, best)
         choice = best.solution.choice
         assert choice is not None
         traced = solver.traces.really_traced(best.point.micro_batch)
@@ -138,10 +122,7 @@ def search(
         if excess > SAME * solver.request.limit:
             _lower_limit(solver, known, best, excess)
             continue
-        num_without = sum((point.micro_batch, point.tp) in known.without for point in points)
-        certificate = _certificate(
-            best, known, len(points), num_without, (*unsearched, *_unsearched(solver, points, known))
-        )
+        certificate = _certificate(best, known, points, (*unsearched, *_unsearched(solvers, points, known)))
         if not prove:
             plan = plan_of(solver, assignment, priced, micro_batch, certificate, ProofStatus.UNPROVEN, rounds)
             return with_reasons(plan, solver, best, traced, priced)
@@ -150,7 +131,7 @@ def search(
         checked = put_to_proof(solver, traced, plan, assignment)
         if isinstance(checked, Plan):
             solver.request.report("prove", 1, _PROOF_PARTS)
-            settled = replace(checked, solver=_without_guesses(solver, points, certificate))
+            settled = replace(checked, solver=_without_guesses(solvers, points, certificate))
             settled = with_reasons(settled, solver, best, traced, priced)
             solver.request.report("prove", 2, _PROOF_PARTS)
             proven = as_proven(with_other_shapes(solver.traces, settled, traced))
@@ -158,12 +139,28 @@ def search(
             return proven
         if (culprit := culprit_of(checked)) is not None:
             solver.run_whole(culprit, checked.message)
-            points, known = applicable(points, solver.request, solver.traces), Progress()
+            points, known = _applicable(solvers, points, best.point.ep), Progress()
         else:
             forbid(solver, checked, assignment, best.formulation, traced, plan)
-            _forget_cut(solver, known)
+            _forget_cut(solver, known, best.point.ep)
+        last = solver.cuts.messages[-1]
         rounds += 1
-    raise SolverError(f"no plan could be proven in {MAX_ROUNDS} rounds; the last: {solver.cuts.messages[-1]}")
+    raise SolverError(f"no plan could be proven in {MAX_ROUNDS} rounds; the last: {last}")
+
+
+def _applicable(solvers: Solvers, points: list[Point], ep: int) -> list[Point]:
+    """The points after a module of the graphs with this ep was made to run whole; none with this ep where it then
+    cannot be laid out and others are left."""
+    others = [point for point in points if point.ep != ep]
+    solver = solvers.by_ep[ep]
+    try:
+        own = applicable([point for point in points if point.ep == ep], solver.request, solver.traces)
+    except UsageError as error:
+        if not others:
+            raise
+        logger.info("experts are no longer divided among %d ranks: %s", ep, error)
+        own = []
+    return [*others, *own]
 
 
 def _priced(solver: PointSolver, assignment: Assignment, best: Candidate) -> Priced:
@@ -188,66 +185,72 @@ def _lower_limit(solver: PointSolver, known: Progress, best: Candidate, excess: 
     del known.solved[point]
 
 
-def _explore(solver: PointSolver, points: list[Point], known: Progress) -> Candidate:
+def _explore(solvers: Solvers, points: list[Point], known: Progress) -> Candidate:
     """The fastest candidate: solves every point that may be it, one micro-batch (and trace) after the other.
 
     Raises InfeasibleError where nothing fits, and where the pins leave a decision no layout.
     """
-    sizes = sorted({point.micro_batch for point in points})
+    request = solvers.request
+    groups = sorted({(point.micro_batch, -point.ep) for point in points})
     known.too_wide.clear()
-    for number, size in enumerate(sizes):
-        own = [point for point in points if point.micro_batch == size]
-        known.too_large.update(point for point in own if known.is_too_large(point))
-        own = [point for point in own if point not in known.too_large]
-        pace = solver.pace(sizes)
+    done = 0
+    for number, (size, negative) in enumerate(groups):
+        solver = solvers.by_ep[-negative]
+        every = [point for point in points if point.ep == -negative]
+        members = [point for point in every if point.micro_batch == size]
+        known.too_large.update(point for point in members if known.is_too_large(point))
+        own = [point for point in members if point not in known.too_large]
+        pace = solver.pace(sorted({point.micro_batch for point in every}))
         for point in own:
             known.bounds[point] = max(known.bounds.get(point, 0.0), pace / point.num_gpus)
         own = [point for point in own if known.bounds[point] <= known.ceiling]
-        if not own:
-            continue
-        solver.request.report("trace", number, len(sizes))
-        solver.traces.traced(size)
-        _explore_size(solver, own, points, known)
-    for stage, total in (("trace", len(sizes)), ("costs", len(points)), ("solve", len(points))):
-        solver.request.report(stage, total, total)
-    best = known.best()
-    if best is not None:
-        return best
+        if own:
+            request.report("trace", number, len(groups))
+            solver.traces.traced(size)
+            _explore_size(solver, own, known, done, len(points))
+        done += len(members)
+    for stage, total in (("trace", len(groups)), ("costs", len(points)), ("solve", len(points))):
+        request.report(stage, total, total)
+    return known.best() or _raise_without(solvers, points, known)
+
+
+def _raise_without(solvers: Solvers, points: list[Point], known: Progress) -> NoReturn:
+    """Raises the error where no point has a candidate."""
     if known.undecided:
         raise next(iter(known.undecided.values()))
-    left = [point for point in points if (point.micro_batch, point.tp) not in known.without]
+    left = [point for point in points if point.space not in known.without]
     if left:
-        raise unkept(solver, left) or infeasible(solver, left)
-    (size, _), first = next(iter(known.without.items()))
+        raise unkept(solvers, left) or infeasible(solvers, left)
+    (size, _, ep), first = next(iter(known.without.items()))
+    solver = solvers.by_ep[ep]
     if solver.cuts.wrong:
         raise unproven(solver, size, first)
-    raise no_layout(solver, size, {tp: found for (own, tp), found in known.without.items() if own == size})
+    raise no_layout(solver, size, {tp: e for (own, tp, of), e in known.without.items() if (own, of) == (size, ep)})
 
 
-def _explore_size(solver: PointSolver, own: list[Point], points: list[Point], known: Progress) -> None:
-    """Solves points of one micro-batch that may be the fastest: tp inside nodes first, then across, by degree."""
-    size, per_node = own[0].micro_batch, solver.request.cluster.gpus_per_node
-    done, total = sum(point.micro_batch < size for point in points), len(points)
-    inside = [point for point in own if point.tp <= per_node]
-    _explore_some(solver, inside, size, done, total, known)
+def _explore_size(solver: PointSolver, own: list[Point], known: Progress, done: int, total: int) -> None:
+    """Solves points of one micro-batch that may be the fastest: tp inside nodes first, then across, by degree. `done`
+    of all `total` points were looked at before."""
+    per_node = solver.request.cluster.gpus_per_node
+    _explore_some(solver, [point for point in own if point.tp <= per_node], known, done, total)
     before = per_node
     for tp in sorted({point.tp for point in own if point.tp > per_node}):
         if _is_slow(solver, [point for point in own if point.tp == before], known):
             known.too_wide.update(point for point in own if point.tp >= tp and point not in known.solved)
             return
-        _explore_some(solver, [point for point in own if point.tp == tp], size, done, total, known)
+        _explore_some(solver, [point for point in own if point.tp == tp], known, done, total)
         before = tp
 
 
-def _explore_some(solver: PointSolver, own: list[Point], size: int, done: int, total: int, known: Progress) -> None:
+def _explore_some(solver: PointSolver, own: list[Point], known: Progress, done: int, total: int) -> None:
     """Prices points of one micro-batch and solves those that may be the fastest."""
-    for tp in sorted({point.tp for point in own}):
+    for size, tp, ep in sorted({point.space for point in own}):
         solver.request.report("costs", done, total)
         try:
             solver.priced(size, tp)
         except NoLayoutError as error:
-            known.without[size, tp] = error
-    own = [point for point in own if (size, point.tp) not in known.without]
+            known.without[size, tp, ep] = error
+    own = [point for point in own if point.space not in known.without]
     for point in own:
         known.bounds[point] = max(known.bounds.get(point, 0.0), solver.floor(point))
     _best_first(solver, own, known, partial(_report_left, solver, done + len(own), total))
@@ -256,7 +259,7 @@ def _explore_some(solver: PointSolver, own: list[Point], size: int, done: int, t
 def _is_slow(solver: PointSolver, own: list[Point], known: Progress) -> bool:
     """True where compute and collectives alone make a tp degree too slow. Larger degrees are then left out: a rank
     computes no less of a step, and more of the group's traffic crosses nodes."""
-    left = [point for point in own if (point.micro_batch, point.tp) not in known.without]
+    left = [point for point in own if point.space not in known.without]
     return bool(left) and all(solver.floor(point) > known.ceiling for point in left)
 
 
@@ -285,6 +288,7 @@ def _best_first(solver: PointSolver, points: list[Point], known: Progress, repor
             logger.info("%s stays undecided: %s", point, error)
             known.undecided[point] = error
             continue
+        known.undecided.pop(point, None)
         if isinstance(found, Candidate):
             known.solved[point] = found
             continue
@@ -315,24 +319,16 @@ def _looked_at(solver: PointSolver, point: Point, stage: Stage, ceiling: float) 
             assert_never(stage)
 
 
-def _certificate(
-    best: Candidate, known: Progress, num_points: int, num_without: int, unsearched: tuple[str, ...]
-) -> SolverReport:
+def _certificate(best: Candidate, known: Progress, points: list[Point], unsearched: tuple[str, ...]) -> SolverReport:
     """The certificate: the best objective, the least bound of any point, and the points that were not solved."""
     objective = best.solution.objective or 0.0
     solved = known.solved.values()
-    undecided = {point: known.bounds[point] for point in known.undecided if known.bounds[point] <= objective}
+    skipped = Counter(_why_unsolved(point, known, objective) for point in points if point not in known.solved)
+    undecided = [known.bounds[point] for point in known.undecided if known.bounds[point] <= objective]
     bounds = (c.solution.bound for c in solved if c.solution.bound is not None)
-    bound = min([objective, *undecided.values(), *known.lowered.values(), *bounds])
+    bound = min([objective, *undecided, *known.lowered.values(), *bounds])
     is_solved = all(c.solution.status in (Status.OPTIMAL, Status.INFEASIBLE) for c in solved) and not undecided
     is_proven = is_solved and objective - bound <= SAME * objective
-    left = num_points - len(known.solved) - len(known.too_large) - len(known.too_wide) - len(undecided)
-    reasons = {
-        BOUNDED: left - num_without,
-        NO_LAYOUT: num_without,
-        TOO_LARGE: len(known.too_large),
-        TOO_WIDE: len(known.too_wide),
-    }
     return SolverReport(
         name=best.solution.solver,
         status=Status.OPTIMAL if is_proven else Status.FEASIBLE,
@@ -340,12 +336,23 @@ def _certificate(
         bound_s=bound,
         gap=(objective - bound) / objective if objective else 0.0,
         meshes_tried=len(known.solved),
-        skipped={reason: count for reason, count in reasons.items() if count},
+        skipped=dict(sorted(skipped.items())),
         unsearched=unsearched or None,
     )
 
 
-def _unsearched(solver: PointSolver, points: list[Point], known: Progress) -> tuple[str, ...]:
+def _why_unsolved(point: Point, known: Progress, objective: float) -> str:
+    """Why a point has no candidate, in the certificate's words."""
+    if point.space in known.without:
+        return NO_LAYOUT
+    if point in known.too_large:
+        return TOO_LARGE
+    if point in known.too_wide:
+        return TOO_WIDE
+    return UNDECIDED if point in known.undecided and known.bounds[point] <= objective else BOUNDED
+
+
+def _unsearched(solvers: Solvers, points: list[Point], known: Progress) -> tuple[str, ...]:
     """Lines on points that were left out, or priced, under an assumption."""
     found = []
     if known.too_wide:
@@ -359,8 +366,12 @@ def _unsearched(solver: PointSolver, points: list[Point], known: Progress) -> tu
     if known.lowered:
         shown = ", ".join(f"{point.mesh}, micro-batch {point.micro_batch}" for point in sorted(known.lowered))
         found.append(f"plans that fill memory, as the ILP counts too little of it there: {shown}")
-    if sizes := solver.traces.grown_sizes({point.micro_batch for point in points}):
-        shown = ", ".join(map(str, sizes))
+    if sizes := {
+        size
+        for solver, own in solvers.split(points)
+        for size in solver.traces.grown_sizes({point.micro_batch for point in own})
+    }:
+        shown = ", ".join(map(str, sorted(sizes)))
         found.append(f"micro-batch {shown}: priced as if the code did what it does at smaller ones, on larger tensors")
     return tuple(found)
 
@@ -381,15 +392,15 @@ def _settled(solver: PointSolver, best: Candidate) -> Candidate:
     return replace(best, solution=replace(solution, choice=chosen, objective=price))
 
 
-def _without_guesses(solver: PointSolver, points: list[Point], certificate: SolverReport) -> SolverReport:
+def _without_guesses(solvers: Solvers, points: list[Point], certificate: SolverReport) -> SolverReport:
     """The certificate with the bound of the problem without guesses."""
-    if not solver.cuts.guesses:
+    if not any(solver.cuts.guesses for solver in solvers.by_ep.values()):
         return certificate
-    solver.request.report("solve", 0, len(points))
-    sound = solver.without_guesses()
+    solvers.request.report("solve", 0, len(points))
+    sound = solvers.changed(lambda solver: solver.without_guesses() if solver.cuts.guesses else solver)
     known = Progress()
     try:
-        bound = _certificate(_explore(sound, points, known), known, len(points), 0, ()).bound_s
+        bound = _certificate(_explore(sound, points, known), known, points, ()).bound_s
     except SolverError as error:
         logger.info("without guesses there is a bound and no plan: %s", error)
         bound = min(known.bounds.values(), default=0.0)
@@ -402,12 +413,12 @@ def _without_guesses(solver: PointSolver, points: list[Point], certificate: Solv
     )
 
 
-def _forget_cut(solver: PointSolver, known: Progress) -> None:
-    """Forgets the optima that chose what is now forbidden; other optima, and all bounds, still hold."""
+def _forget_cut(solver: PointSolver, known: Progress, ep: int) -> None:
+    """Forgets the optima with this ep that chose what is now forbidden; other optima, and all bounds, still hold."""
     solver.forget(solver.cuts.degrees)
     for point, candidate in list(known.solved.items()):
         choice, formulation = candidate.solution.choice, candidate.formulation
-        if choice is None:
+        if choice is None or point.ep != ep:
             continue
         is_cut = solver.is_cut(point.micro_batch, point.tp)
         conflicts = solver.cuts.conflicts_in(formulation.space)

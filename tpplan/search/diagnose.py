@@ -14,7 +14,7 @@ from tpplan.layouts.pins import Pin
 from tpplan.plan.plan import Recompute
 from tpplan.search.obstacles import Obstacles
 from tpplan.search.points.mesh_points import Point
-from tpplan.search.points.point_solver import PointSolver
+from tpplan.search.points.point_solver import PointSolver, Solvers
 from tpplan.solvers.problem import Problem, Solution, total
 
 #: factors of more GPUs to try when nothing fits
@@ -23,9 +23,11 @@ LARGER_CLUSTERS = (2, 4, 8, 16, 32, 64)
 LEAST_GAIN = 1e-3
 
 
-def infeasible(solver: PointSolver, points: list[Point]) -> InfeasibleError:
-    """The error with the smallest peak on these GPUs by part, and the changes that fit, the cheapest first."""
-    needed, formulation, solution = _smallest(solver, points)
+def infeasible(solvers: Solvers, points: list[Point]) -> InfeasibleError:
+    """The error with the smallest peak on these GPUs by part, and the changes that fit, the cheapest first: changes to
+    plans of the number of ranks that divide experts with which the least memory is needed."""
+    each = [(_smallest(solver, own), solver, own) for solver, own in solvers.split(points)]
+    (needed, formulation, solution), solver, points = min(each, key=lambda row: row[0][0])
     limit, gpus = solver.request.limit, solver.request.cluster.gpus
     choice = solution.choice
     assert choice is not None
@@ -116,7 +118,7 @@ def _remedies(solver: PointSolver, points: list[Point], mesh: Mesh) -> Iterator[
 def _larger_clusters(solver: PointSolver, mesh: Mesh) -> Iterator[Remedy]:
     """Yields the least number of GPUs on which a plan fits. Raises ProfileError where the profile lacks so many."""
     for factor in LARGER_CLUSTERS:
-        larger = Mesh(replicate=1, shard=mesh.shard * mesh.replicate * factor, tp=mesh.tp)
+        larger = replace(mesh, replicate=1, shard=mesh.shard * mesh.replicate * factor)
         sizes = solver.request.batch.micro_batches(larger)
         batch = replace(solver.request.batch, global_batch=larger.data_parallel)
         own = solver if sizes else solver.changed(replace(solver.request, batch=batch))
@@ -176,28 +178,28 @@ def unproven(solver: PointSolver, micro_batch: int, error: NoLayoutError) -> Tpp
     )
 
 
-def unkept(solver: PointSolver, points: Sequence[Point]) -> InfeasibleError | None:
+def unkept(solvers: Solvers, points: Sequence[Point]) -> InfeasibleError | None:
     """The error where pins are why no mesh has a plan, with each pin to leave out; None where they are not."""
-    pins = solver.request.pins
-    if not pins:
+    request = solvers.request
+    if not (pins := request.pins):
         return None
-    limit, gpus = format_bytes(solver.request.limit), solver.request.cluster.gpus
-    if not _fits(solver, points, is_limited=False):
-        obstacles = dict.fromkeys(filter(None, (_against_pins(solver, point) for point in points)))
+    limit, gpus = format_bytes(request.limit), request.cluster.gpus
+    if not _fits(solvers, points, is_limited=False):
+        obstacles = dict.fromkeys(filter(None, (_against_pins(solvers.of(point), point) for point in points)))
         return InfeasibleError(f"no plan keeps the pins on {gpus} GPUs: {'; '.join(obstacles)}.")
     none_keeps = f"no plan keeps the pins within {limit} per GPU on {gpus} GPUs; one does"
-    guilty = [pin for pin in pins if _fits(_without(solver, {pin}), points)]
+    guilty = [pin for pin in pins if _fits(_without(solvers, {pin}), points)]
     if guilty:
         verb = "it is" if len(guilty) == 1 else "any of these is"
         return InfeasibleError(f"{none_keeps} where {verb} left out: {_quoted(guilty)}.")
-    if _fits(_without(solver, set(pins)), points):
+    if _fits(_without(solvers, set(pins)), points):
         return InfeasibleError(f"{none_keeps} without all of them: {_quoted(pins)}.")
     return None
 
 
-def _without(solver: PointSolver, left_out: set[Pin]) -> PointSolver:
-    pins = tuple(pin for pin in solver.request.pins if pin not in left_out)
-    return solver.changed(replace(solver.request, pins=pins))
+def _without(solvers: Solvers, left_out: set[Pin]) -> Solvers:
+    pins = tuple(pin for pin in solvers.request.pins if pin not in left_out)
+    return solvers.changed(lambda solver: solver.changed(replace(solver.request, pins=pins)))
 
 
 def _against_pins(solver: PointSolver, point: Point) -> str:
@@ -219,9 +221,10 @@ def _against_pins(solver: PointSolver, point: Point) -> str:
     return ""
 
 
-def _fits(solver: PointSolver, points: Sequence[Point], *, is_limited: bool = True) -> bool:
+def _fits(solvers: Solvers, points: Sequence[Point], *, is_limited: bool = True) -> bool:
     """True where some mesh has any plan, by default within the limit."""
     for point in points:
+        solver = solvers.of(point)
         try:
             formulation = solver.formulate(point)
         except NoLayoutError:

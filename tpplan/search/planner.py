@@ -17,7 +17,8 @@ from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.model_fingerprint import check_parameters
 from tpplan.plan.plan import OpaquePlan, Plan, Precision, Recompute, SolverReport
-from tpplan.search.expert_degrees import search_degrees
+from tpplan.search.branch_and_bound import search
+from tpplan.search.expert_degrees import every_degree
 from tpplan.search.points.mesh_points import Point, applicable, points_of
 from tpplan.search.points.model_spec import length_of, takes_batch_alone
 from tpplan.search.points.options import (
@@ -112,8 +113,8 @@ def solve(
 
 def solve_request(request: Request, options: Options, reuse: Reuse | None, *, prove: bool) -> Plan:
     """The fastest plan of a request, as `solve` gives it."""
-    point_solver, points, unsearched = prepare(request, options, reuse)
-    return search_degrees(point_solver, points, unsearched, options, prove=prove)
+    solvers, points, unsearched = every_degree(*prepare(request, options, reuse), options)
+    return search(solvers, points, unsearched, prove=prove)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from tpplan.apply.model_match import plan_name
 from tpplan.apply.modules import dropout_rng
 from tpplan.core.mesh import AXES
 from tpplan.costs.gpu_kernels import fused_attention, fused_rms_norm
+from tpplan.experts.exchange import even_routing
 from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.plan import Pass, Plan, Precision
 from tpplan.torch_internals import pytree
@@ -64,10 +65,10 @@ class FakeStep:
 @contextlib.contextmanager
 def gpu_kernels() -> Iterator[None]:
     """Runs attention and RMS norm as one kernel each. Replaces what needs values, which fake tensors lack: seeds of a
-    rank's own random state, and what other ranks say of their gradients."""
+    rank's own random state, what other ranks say of their gradients, and how rows are routed to experts."""
     attention = patch.object(F, "scaled_dot_product_attention", fused_attention)
     seed, alone = patch.object(dropout_rng, "_next_seed", lambda: 0), patch.object(Averager, "ranks_with", _as_this_one)
-    with attention, patch.object(F, "rms_norm", fused_rms_norm), seed, alone:
+    with attention, patch.object(F, "rms_norm", fused_rms_norm), seed, alone, even_routing():
         yield
 
 

@@ -34,6 +34,11 @@ class Point:
         return cls(mesh.num_gpus, mesh.tp, mesh.shard, micro_batch, mesh.ep)
 
     @property
+    def space(self) -> tuple[int, int, int]:
+        """Equal for points that share decisions and their costs: micro-batch, tp degree, ranks that divide experts."""
+        return self.micro_batch, self.tp, self.ep
+
+    @property
     def mesh(self) -> Mesh:
         """The mesh of the point."""
         return Mesh(replicate=self.num_gpus // (self.tp * self.shard), shard=self.shard, tp=self.tp, ep=self.ep)
@@ -72,8 +77,15 @@ def points_of(request: Request, *, tp: int | None, fsdp: int | None) -> tuple[li
 
 def applicable(points: list[Point], request: Request, traces: TraceCache) -> list[Point]:
     """The points on which the traced model can be laid out: not all where its parameters must stay plain tensors, are
-    written to in forward, or do not suit FSDP2. Raises UsageError where none is left."""
+    written to in forward, or do not suit FSDP2; none where divided experts run by their own code. Raises UsageError
+    where none is left."""
     traced = traces.traced(min(point.micro_batch for point in points))
+    for name, _ in request.subject.experts.calls if request.subject.experts is not None else ():
+        for whole, reason in traced.opaques.reasons.items():
+            if within(name, whole):
+                raise UsageError(
+                    f"experts of {name} are not divided, for {whole or ROOT} runs by its own code: " + reason
+                )
     for unit in traced.units:
         if obstacle := why_not_recomputed(traced.graph, unit, request.recompute or Recompute.NONE):
             raise UsageError(f"{unit} cannot be recomputed selectively: {obstacle}; plan with --recompute full")
@@ -106,11 +118,26 @@ def _written(points: list[Point], request: Request, traced: Traced) -> list[Poin
 def _within_fsdp(points: list[Point], request: Request, traces: TraceCache, traced: Traced) -> list[Point]:
     """Points without FSDP, or all where FSDP2 can hold the model's parameters. Raises UsageError where none is left."""
     held = [point for point in points if uses_fsdp(point.mesh, request.precision)]
-    obstacle = (_several_dtypes(request, traces, traced) or _sparse_gradient(traced.graph)) if held else ""
+    found = (_shared_by_units(traced), _several_dtypes(request, traces, traced), _sparse_gradient(traced.graph))
+    obstacle = next(filter(None, found), "") if held else ""
     kept = [point for point in points if point not in held] if obstacle else points
     if not kept:
         raise UsageError(f"{obstacle}, or plan with as many GPUs as --tp, in fp32 or bf16")
     return kept
+
+
+def _shared_by_units(traced: Traced) -> str:
+    """Why FSDP2 cannot hold a unit: a parameter inside is one outside too. "" where none is."""
+    for source in traced.graph.parameters:
+        for unit in traced.units:
+            inside = [name for name in (source.label, *source.aliases) if within(name, unit)]
+            outside = [name for name in (source.label, *source.aliases) if not within(name, unit)]
+            if inside and outside:
+                return (
+                    f"FSDP2 gathers {unit} by itself, and its {inside[0]} is {outside[0]} too: give each layer weights "
+                    "of its own"
+                )
+    return ""
 
 
 def _several_dtypes(request: Request, traces: TraceCache, traced: Traced) -> str:

@@ -4,8 +4,9 @@ A point is a mesh and a micro-batch. Points with the same micro-batch and tp deg
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import final
 
 from tpplan import solvers
 from tpplan.core.errors import SolverError
@@ -226,3 +227,31 @@ class PointSolver:
         found = found if isinstance(found, Candidate) else self.full(point)
         assert isinstance(found, Candidate), "without a cutoff nothing is bounded away"
         return found
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Solvers:
+    """The solvers of one request by the number of ranks that divide experts: each number has graphs and cuts of its own
+    (tpplan.search.expert_degrees)."""
+
+    by_ep: Mapping[int, PointSolver]
+
+    def of(self, point: Point) -> PointSolver:
+        """The solver of a point."""
+        return self.by_ep[point.ep]
+
+    @property
+    def request(self) -> Request:
+        """The request, of which only the subject differs between the solvers."""
+        return next(iter(self.by_ep.values())).request
+
+    def split(self, points: Sequence[Point]) -> Iterator[tuple[PointSolver, list[Point]]]:
+        """Yields each solver that has some of the points, with these."""
+        for ep, solver in self.by_ep.items():
+            if own := [point for point in points if point.ep == ep]:
+                yield solver, own
+
+    def changed(self, change: Callable[[PointSolver], PointSolver]) -> "Solvers":
+        """Each solver changed."""
+        return Solvers({ep: change(solver) for ep, solver in self.by_ep.items()})
