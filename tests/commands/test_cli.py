@@ -572,7 +572,7 @@ def test_interruptions_and_bugs_have_their_own_exit_codes(
     def fail(path: str) -> Plan:
         raise raised
 
-    monkeypatch.setattr(Plan, "load", fail)
+    monkeypatch.setattr("tpplan.commands.show.load_plan", fail)
     assert main(["show", "plan.json"]) == code
     out, err = capsys.readouterr()
     assert out == ""
