@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from stage_models import LENGTH, WIDTH, Skipping, Stack, Tied, loss, text
+from stage_models import LENGTH, WIDTH, Layer, Skipping, Stack, Tied, loss, text
 from torch import Tensor, nn
 
 import tpplan
@@ -106,6 +106,73 @@ def test_code_that_takes_another_path_beside_stubs_is_seen() -> None:
     for stage, part in zip(stages, parts, strict=True):
         of_stage = replace(honest, stage=stage, loss=loss if stage.last is None else sum_of)
         assert difference(whole, traced(of_stage), stage, part) == ""
+
+
+class Marking(Stack):
+    """A model whose first layer writes through a view into the mask that later layers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = MarkingLayer()
+
+
+class MarkingLayer(Layer):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        assert mask is not None
+        mask[:, 0] = True
+        return super().forward(x, mask)
+
+
+class Buffered(Stack):
+    """A model whose first layer keeps activations in a buffer of the root that the last layer's output is added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(2, LENGTH, WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number == 0:
+                self.kept.copy_(x.detach())
+        logits: Tensor = self.head(self.norm(x + self.kept))
+        return logits
+
+
+@pytest.mark.parametrize("build", [Marking, Buffered])
+def test_writes_that_another_stage_makes_are_seen(build: Callable[[], nn.Module]) -> None:
+    subject = subject_of(build)
+    whole = traced(subject)
+    cut = next(cut for cut in cuts_of(whole, [f"layers.{i}" for i in range(4)]) if cut.unit == "layers.1")
+    if cut.why_not:
+        return
+    _, last = stages_of(whole, [cut], [2, 1], 2)
+    graph = traced(replace(subject, stage=last))
+    assert "writes to what is read" in difference(whole, graph, last, range(cut.position, len(whole.nodes)))
+
+
+class Centred(Stack):
+    """A model with a norm without weights before its layers, which keeps statistics in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre = nn.BatchNorm1d(WIDTH, affine=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.centre(self.embedding(tokens).transpose(1, 2)).transpose(1, 2)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def test_buffers_are_of_the_stage_that_runs_their_module() -> None:
+    graph = traced(subject_of(Centred))
+    cut = cuts_of(graph, [f"layers.{i}" for i in range(4)])[1]
+    first, last = (as_stage(Centred(), stage) for stage in stages_of(graph, [cut], [2, 1], 2))
+    assert "centre.running_mean" in dict(first.named_buffers())
+    assert not dict(last.named_buffers())
 
 
 def test_gradients_of_inputs_are_priced_and_reduced() -> None:

@@ -338,7 +338,7 @@ class _Digests:
             kwargs = [(name, self._argument(value)) for name, value in node.kwargs]
             found = _digest((node.target, node.module, self._argument(node.args), kwargs, results))
         self.of_value.update((result, f"{found}.{i}") for i, result in enumerate(node.results))
-        if isinstance(node, Op) and _may_write(node):
+        if isinstance(node, Op) and may_write(node):
             self.of_writes.update((self.values[operand].storage, found) for operand in node.operands)
         return found
 
@@ -363,14 +363,14 @@ def unread_values(graph: ModelGraph) -> frozenset[str]:
     read |= {boundary.result for boundary in graph.boundaries if boundary.leaves_model}
     unread: set[str] = set()
     for node in reversed(graph.nodes):
-        if (isinstance(node, Op) and _may_write(node)) or not read.isdisjoint(node.results):
+        if (isinstance(node, Op) and may_write(node)) or not read.isdisjoint(node.results):
             read.update(node.operands)
         else:
             unread.update(node.results)
     return frozenset(unread)
 
 
-def _may_write(op: Op) -> bool:
+def may_write(op: Op) -> bool:
     """True where the op may write to an operand: its name says so (`add_`, `add.out`), or it has no results."""
     name, _, overload = op.target.rpartition(".")
     return name.endswith("_") or "out" in overload or not op.results

@@ -1,10 +1,11 @@
 """Whether the stages of a model together run the model: each its own part of the graph, on the same values."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 
-from tpplan.core.graph import Argument, Boundary, ModelGraph, Op, Ref
+from tpplan.core.graph import Argument, Boundary, ModelGraph, Op, Ref, SourceKind, may_write
 from tpplan.plan.sections import StagePlan
 from tpplan.stages.cuts import given_by
+from tpplan.stages.stub import RECEIVED
 
 
 def difference(whole: ModelGraph, stage: ModelGraph, plan: StagePlan, own: range) -> str:
@@ -13,22 +14,34 @@ def difference(whole: ModelGraph, stage: ModelGraph, plan: StagePlan, own: range
 
     Values are matched from the sources, and from what is received, on: a node of the stage runs what one of the whole
     does where operator, module and literals are the same, and it reads the matching values. What the stage runs
-    besides, on stubs, matches nothing.
+    besides, on stubs, matches nothing, and neither it nor what the stage leaves out may write to memory that matching
+    nodes read.
     """
     labelled = {(source.kind, source.label): source.result for source in stage.sources}
     matched = {s.result: labelled[s.kind, s.label] for s in whole.sources if (s.kind, s.label) in labelled}
     if plan.received is not None:
-        matched.update(zip(given_by(whole, plan.received), given_by(stage, plan.received), strict=True))
+        received = given_by(stage, plan.received)
+        inputs = {source.label: source.result for source in stage.sources if source.kind is SourceKind.INPUT}
+        if [_origin(stage, name) for name in received] != [inputs.get(f"{RECEIVED}.{i}") for i in range(len(received))]:
+            return f"the stub of {plan.received} does not give what stage {plan.index} receives"
+        matched.update(zip(given_by(whole, plan.received), received, strict=True))
     left: dict[Hashable, list[Op | Boundary]] = {}
     for node in reversed(stage.nodes):
         left.setdefault(_done(node, {name: name for name in node.operands}), []).append(node)
+    others: set[str] = set()
     for position, node in enumerate(whole.nodes):
         alike = left.get(_done(node, matched)) if all(name in matched for name in node.operands) else None
         if alike:
             other = alike.pop()
+            others.add(other.name)
             matched.update((a, b) for a, b in zip(node.results, other.results, strict=True) if a not in matched)
         elif position in own:
             return f"{node.name} of {node.module or 'the root'} does not run on the same values in stage {plan.index}"
+    # What earlier stages wrote to the tensors that they send has arrived with them.
+    sent = given_by(whole, plan.received) if plan.received is not None else ()
+    problem = _written_to(whole, _matching(whole, matched), range(own.stop), sent)
+    if problem := problem or _written_to(stage, others, range(len(stage.nodes))):
+        return f"{problem} in stage {plan.index}"
     if plan.last is None:
         ends = [value for _, value in whole.outputs], [value for _, value in stage.outputs]
     else:
@@ -36,14 +49,40 @@ def difference(whole: ModelGraph, stage: ModelGraph, plan: StagePlan, own: range
     return "" if [matched.get(name) for name in ends[0]] == ends[1] else f"stage {plan.index} gives other values"
 
 
+def _origin(graph: ModelGraph, name: str) -> str:
+    """The value that crossed boundaries under other names before it is `name`."""
+    while isinstance(made := graph.producers.get(name), Boundary):
+        name = made.operand
+    return name
+
+
+def _matching(graph: ModelGraph, matched: Mapping[str, str]) -> set[str]:
+    """Names of the nodes whose results are matched."""
+    return {node.name for node in graph.nodes if node.results and all(name in matched for name in node.results)}
+
+
+def _written_to(graph: ModelGraph, kept: Collection[str], positions: range, apart: Collection[str] = ()) -> str:
+    """The first write of a node at some positions that is not `kept` to memory that a kept node reads, without the
+    memory of the values `apart`; "" where there is none."""
+    read = {graph.values[name].storage for node in graph.nodes if node.name in kept for name in node.operands}
+    read -= {graph.values[name].storage for name in apart}
+    for node in graph.nodes[: positions.stop]:
+        if not isinstance(node, Op) or not may_write(node) or node.name in kept:
+            continue
+        if not read.isdisjoint(graph.values[name].storage for name in node.operands):
+            return f"{node.name} of {node.module or 'the root'} writes to what is read"
+    return ""
+
+
 def _done(node: Op | Boundary, named: Mapping[str, str]) -> Hashable:
-    """What a node does, to values under other names."""
+    """The operator or crossing, module, literals and operands of a node, its operands under other names: equal for
+    nodes that do the same."""
     if isinstance(node, Boundary):
         return node.module, node.direction, node.path, named[node.operand]
 
     def renamed(argument: Argument) -> Argument:
         if isinstance(argument, Ref):
             return Ref(named[argument.name])
-        return tuple(map(renamed, argument)) if isinstance(argument, tuple) else argument
+        return tuple(map(renamed, argument)) if isinstance(argument, tuple) else (type(argument).__name__, argument)
 
     return node.target, node.module, renamed(node.args), tuple((key, renamed(value)) for key, value in node.kwargs)

@@ -133,13 +133,20 @@ def _stage(graph: ModelGraph, cuts: Sequence[Cut], index: int, own: range) -> St
 
 
 def _absent(graph: ModelGraph, own: range) -> tuple[str, ...]:
-    """The outermost modules that are called, have parameters, and run nowhere in a stage."""
+    """The outermost modules that are called, run nowhere in a stage, and have parameters or compute from weights all
+    that they give: their buffers and draws are of the stage that runs them."""
     present = {module for position in own for module in enclosing(graph.nodes[position].module)}
     called = dict.fromkeys(boundary.module for boundary in graph.boundaries if boundary.module)
     weighted = {module for s in graph.parameters for label in (s.label, *s.aliases) for module in enclosing(label)}
+    weighed = _computed_from_weights(graph)
+
+    def is_of_weights(module: str) -> bool:
+        gives = given_by(graph, module)
+        return module in weighted or (bool(gives) and all(name in weighed for name in gives))
+
     found: list[str] = []
     for module in called:
-        if module not in present and module in weighted and not any(within(module, other) for other in found):
+        if module not in present and is_of_weights(module) and not any(within(module, other) for other in found):
             found.append(module)
     return tuple(found)
 
