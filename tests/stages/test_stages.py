@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import tpplan
 from profiles import synthetic_profile
+from tpplan.apply.collectives.tp_gradients import Reducer
 from tpplan.core.errors import PlanError, UsageError
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
@@ -223,6 +224,50 @@ def wrong_number(plan: PipelinePlan) -> str:
     with pytest.raises(UsageError, match="8 micro-batches, and 7 are given") as error:
         model.step(micro_batches[:-1], loss)  # type: ignore[operator]
     return str(error.value)
+
+
+def other_rows(plan: PipelinePlan) -> str:
+    model = tpplan.apply_plan(Stack(), plan)
+    torch.manual_seed(dist.get_rank())
+    micro_batches = list(plan.batch_for(dist.get_rank()).micro_batches(text(8, LENGTH)))
+    with pytest.raises(UsageError, match="stages 0 and 1 were given other micro-batches") as error:
+        model.step(micro_batches, loss)  # type: ignore[operator]
+    return str(error.value)
+
+
+def test_stages_that_read_other_rows_are_told_before_anything_runs() -> None:
+    assert len(set(run_ranks(2, other_rows, solved(Stack, stages=2, gpus=2)))) == 1
+
+
+def longer(plan: PipelinePlan) -> str:
+    model = tpplan.apply_plan(Stack(), plan)
+    micro_batches = list(plan.batch_for(dist.get_rank()).micro_batches(text(8, LENGTH + 1)))
+    with pytest.raises(UsageError, match=rf"of shape \[1, {LENGTH + 1}\], and the stages are planned") as error:
+        model.step(micro_batches, loss)  # type: ignore[operator]
+    return str(error.value)
+
+
+def test_another_length_is_refused_before_anything_runs() -> None:
+    assert len(set(run_ranks(2, longer, solved(Stack, stages=2, gpus=2)))) == 1
+
+
+def reductions(plan: PipelinePlan) -> int:
+    """How often a step sums gradients over tp ranks."""
+    calls = []
+    torch.manual_seed(0)
+    model = tpplan.apply_plan(Stack(), plan)
+    with pytest.MonkeyPatch.context() as patched:
+        reduce = Reducer.reduce
+        patched.setattr(Reducer, "reduce", lambda own: (calls.append(own), reduce(own)))
+        model.step(plan.batch_for(dist.get_rank()).micro_batches(given(Stack)), loss)  # type: ignore[operator]
+    return len(calls)
+
+
+def test_gradients_are_summed_over_tensor_parallel_ranks_once_a_step() -> None:
+    plan = solved(Stack, stages=2, gpus=4, tp=2, pins={"layers.*": "megatron+sp"})
+    assert plan.batch.accumulation_steps == 8
+    assert run_ranks(4, reductions, plan, timeout_s=120) == [1, 1, 1, 1]
+    assert_as_one_process(Stack, plan)
 
 
 def test_another_number_of_micro_batches_is_refused_before_anything_runs() -> None:

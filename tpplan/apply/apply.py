@@ -120,7 +120,7 @@ def apply_plan(
     check_everywhere(error)
     group = everywhere[_AXES]._flatten().get_group() if own.mesh.num_gpus > 1 else everywhere[Axis.TP].get_group()
     _applied(model, own, everywhere[_AXES], originals, compile=compile, check=OnMismatch(check), group=group)
-    run_in_stages(model, loaded, everywhere)
+    run_in_stages(model, loaded, everywhere, _reduce_gradients)
     return model
 
 
@@ -186,22 +186,23 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     step: it saves collectives and changes no result. FSDP's reduce-scatters go on. Inside, a parameter's `.grad` may
     be one rank's summand, or None.
     """
-    reducers: list[Reducer | Averager] = [*_reducers(model)]
-    if AVERAGER in model.__dict__:
-        reducers.append(model.__dict__[AVERAGER])
-    fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    _set_sync(reducers, fsdp_modules, enabled=False)
+    _reduce_gradients(model, False)
     try:
         yield
     finally:
-        _set_sync(reducers, fsdp_modules, enabled=True)
+        _reduce_gradients(model, True)
 
 
-def _set_sync(reducers: Sequence[Reducer | Averager], fsdp_modules: Sequence[FSDPModule], *, enabled: bool) -> None:
+def _reduce_gradients(model: nn.Module, enabled: bool) -> None:
+    """Says whether the backwards that follow reduce gradients over the tp axis and over replicas."""
+    reducers: list[Reducer | Averager] = [*_reducers(model)]
+    if AVERAGER in model.__dict__:
+        reducers.append(model.__dict__[AVERAGER])
     for reducer in reducers:
         reducer.is_enabled = enabled
-    for module in fsdp_modules:
-        module.set_requires_all_reduce(enabled, recurse=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_all_reduce(enabled, recurse=False)
 
 
 def _reducers(model: nn.Module) -> list[Reducer]:

@@ -6,6 +6,7 @@ loss = model.step(share.micro_batches(batch), loss_function)        # forward an
 optimizer.step(); optimizer.zero_grad()
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
@@ -16,11 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from tpplan.apply.modules.first_step_check import checksum
 from tpplan.core.errors import PlanMismatchError, TpplanError, UsageError
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.sections import StagePlan, TensorPlan
 from tpplan.stages.stub import RECEIVED
-from tpplan.trace.forward_arguments import Inputs, forward_inputs
+from tpplan.torch_internals import pytree
+from tpplan.trace.forward_arguments import Inputs, forward_inputs, path_of
 
 #: the name of the mesh axis of stages
 STAGES = "stage"
@@ -32,9 +35,12 @@ _LOSS = TensorPlan(shape=(1,), dtype="float32")
 Loss = Callable[[Any, Any], Tensor]
 
 
-def run_in_stages(model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> None:
-    """Gives an applied stage its methods `step` and `evaluate`. `mesh` is that of all stages."""
-    pipeline = Pipeline(model, plan, mesh)
+def run_in_stages(
+    model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh, set_sync: Callable[[nn.Module, bool], None]
+) -> None:
+    """Gives an applied stage its methods `step` and `evaluate`. `mesh` is that of all stages; set_sync(model, on) says
+    whether the backwards that follow reduce gradients over tp and replicas."""
+    pipeline = Pipeline(model, plan, mesh, set_sync)
     model.__dict__["step"], model.__dict__["evaluate"] = pipeline.step, pipeline.evaluate
     for parameter in model.parameters():
         parameter.__dict__[OF_STAGES] = pipeline.group
@@ -70,7 +76,13 @@ def check_everywhere(error: TpplanError | None) -> None:
 class Pipeline:
     """This rank's stage with the schedule that all stages run."""
 
-    def __init__(self, model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: PipelinePlan,
+        mesh: DeviceMesh,
+        set_sync: Callable[[nn.Module, bool], None],
+    ) -> None:
         stage = plan.stage(dist.get_rank()).stage
         assert stage is not None
         self.stage: StagePlan = stage
@@ -80,7 +92,9 @@ class Pipeline:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.model = model
         self.steps = plan.batch.accumulation_steps
-        self.runner = _Runner(model, stage, self.steps)
+        self.runner = _Runner(model, stage, self.steps, set_sync)
+        self.shapes = plan.stages[0].fingerprints.inputs
+        self.is_compared = False
         self.schedule: Schedule1F1B | None = None
 
     @property
@@ -93,9 +107,11 @@ class Pipeline:
         returned on every rank, for the micro-batches of its replica.
 
         micro_batches: this rank's, as many as planned, the same on all stages (PipelinePlan.batch_for). loss(outputs,
-        inputs) runs on the last stage. Raises UsageError for another number of micro-batches.
+        inputs) runs on the last stage. Raises UsageError, before anything runs, for another number of micro-batches or
+        other shapes than planned, and in the first step on all stages where theirs differ.
         """
-        self.runner.begin(micro_batches, loss)
+        given = self._checked(micro_batches)
+        self.runner.begin(given, loss)
         schedule = self._schedule()
         index = torch.arange(self.steps)
         losses: list[Tensor] = []
@@ -110,7 +126,7 @@ class Pipeline:
     def evaluate(self, micro_batches: Iterable[Inputs], loss: Loss) -> Tensor:
         """The mean loss of micro-batches of the planned shapes, without a backward; on every rank. Any number of them,
         the same on all stages."""
-        rank, given = dist.get_rank(self.group), list(micro_batches)
+        rank, given = dist.get_rank(self.group), self._checked(micro_batches)
         total = torch.zeros((), device=self.device)
         for micro_batch in given:
             received = tuple(map(self._buffer, self.stage.receives))
@@ -126,6 +142,31 @@ class Pipeline:
             if isinstance(module, FSDPModule):
                 module.reshard()  # no backward does
         return self._everywhere([total / max(1, len(given))])
+
+    def _checked(self, micro_batches: Iterable[Inputs]) -> list[Inputs]:
+        """The micro-batches. Raises UsageError for other shapes than planned, and at the first call where those of the
+        other stages are not the same."""
+        given = list(micro_batches)
+        for micro_batch in given:
+            found = {path_of(path): leaf for path, leaf in pytree.tree_flatten_with_path(micro_batch)[0]}
+            for path, planned in self.shapes.items():
+                leaf = found.get(path)
+                if isinstance(leaf, Tensor) and str(list(leaf.shape)) != planned[planned.index("[") :]:
+                    raise UsageError(
+                        f"a micro-batch has {path} of shape {list(leaf.shape)}, and the stages are planned for "
+                        f"{planned}: give those of plan.batch_for(rank), or solve for this batch and length"
+                    )
+        if not self.is_compared:
+            self.is_compared = True
+            own = [checksum(leaf) for one in given for leaf in pytree.tree_leaves(one) if isinstance(leaf, Tensor)]
+            everyone: list[Any] = [None] * self.group.size()
+            dist.all_gather_object(everyone, own, group=self.group)
+            if other := next((index for index, one in enumerate(everyone) if one != everyone[0]), 0):
+                raise UsageError(
+                    f"stages 0 and {other} were given other micro-batches, and all must read the same rows: give those "
+                    "of plan.batch_for(rank) on each, in one order"
+                )
+        return given
 
     def _buffer(self, one: TensorPlan) -> Tensor:
         return torch.empty(one.shape, dtype=getattr(torch, one.dtype), device=self.device)
@@ -161,17 +202,20 @@ class _Runner(nn.Module):
     """A stage as torch's schedules call it: of what it received and the number of the micro-batch, to what it sends, or
     to the loss over the number of micro-batches."""
 
-    def __init__(self, model: nn.Module, stage: StagePlan, steps: int) -> None:
+    def __init__(
+        self, model: nn.Module, stage: StagePlan, steps: int, set_sync: Callable[[nn.Module, bool], None]
+    ) -> None:
         super().__init__()
+        self.set_sync = set_sync
         self.model = model
         self.stage = stage
         self.steps = steps
         self.micro_batches: list[Inputs] = []
         self.loss: Loss | None = None
 
-    def begin(self, micro_batches: Iterable[Inputs], loss: Loss) -> None:
-        """Takes the micro-batches and the loss of a step."""
-        self.micro_batches, self.loss = list(micro_batches), loss
+    def begin(self, micro_batches: list[Inputs], loss: Loss) -> None:
+        """Takes the micro-batches and the loss of a step. Raises UsageError for another number of them."""
+        self.micro_batches, self.loss = micro_batches, loss
         if len(self.micro_batches) != self.steps:
             raise UsageError(
                 f"a step of this plan has {self.steps} micro-batches, and {len(self.micro_batches)} are given: give "
@@ -181,10 +225,18 @@ class _Runner(nn.Module):
     def forward(self, *received: Tensor, index: Tensor) -> Any:
         micro_batch = self.micro_batches[int(index)]
         found = self.model(**_named(self.model, micro_batch, received))
-        if self.stage.last is not None:
-            return found
-        assert self.loss is not None
-        return (self.loss(found, micro_batch).float() / self.steps).reshape(1)
+        if self.stage.last is None:
+            assert self.loss is not None
+            found = (self.loss(found, micro_batch).float() / self.steps).reshape(1)
+        is_last = int(index) == self.steps - 1
+        for tensor in (
+            (found,) if isinstance(found, Tensor) else found
+        ):  # its gradient arrives as the backward begins; the last one reduces what has accumulated
+            tensor.register_hook(functools.partial(self._begin_backward, is_last))
+        return found
+
+    def _begin_backward(self, is_last: bool, _gradient: Tensor) -> None:
+        self.set_sync(self.model, is_last)
 
 
 def _named(model: nn.Module, micro_batch: Inputs, received: tuple[Tensor, ...]) -> dict[str, Any]:

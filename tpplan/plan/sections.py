@@ -173,7 +173,7 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """What stage `index` of `count` (from 0) has of a model. Modules in `absent` are those of other stages; `blank` are
+    """Stage `index` of `count` (from 0) of a model. Modules in `absent` are those of other stages; `blank` are
     parameters that only other stages read. The tensors that layer `received` gives on the stage before come in
     (`receives`); those that layer `last` gives go out. A stage keeps the activations of up to `in_flight` micro-batches
     at once. `micro_batch` is the batch that these shapes are for."""

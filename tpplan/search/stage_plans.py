@@ -28,7 +28,7 @@ from tpplan.machine.profile import Collective
 from tpplan.plan.parts import DATA_PARALLEL, OPTIMIZER, TP_REDUCTION
 from tpplan.plan.pipeline_plan import PipelinePlan, PipelinePrediction, Schedule
 from tpplan.plan.plan import SCHEMA_VERSION, Plan, SolverReport
-from tpplan.plan.sections import StagePlan, TensorPlan
+from tpplan.plan.sections import StagePlan
 from tpplan.search.planner import solve_request
 from tpplan.search.points.options import Batch, BuildModel, Cluster, ExampleInputs, Options, Progress
 from tpplan.search.points.request import Request
@@ -75,6 +75,12 @@ def solve_stages(
         raise UsageError(
             f"--pp {stages} does not divide {cluster.gpus} GPUs: take one of "
             f"{', '.join(map(str, divisors(cluster.gpus)[1:]))}"
+        )
+    own, per_node = cluster.gpus // stages, cluster.gpus_per_node
+    if own % per_node and per_node % own:
+        raise UsageError(
+            f"--pp {stages}: {own} GPUs a stage are neither a part of a node of {per_node} nor whole nodes: take "
+            "another number of stages"
         )
     if options.loss is None:
         raise UsageError("--pp: a model in stages needs loss(outputs, inputs), which the last stage computes")
@@ -254,12 +260,15 @@ class _Search:
             for stage in stages:
                 self._report("prove", stage.index, self.count)
                 plan = self.solved(degrees, stage, prove=True)
-                assert plan is not None, "what fits without its proof fits with it"
+                if plan is None:
+                    raise InfeasibleError(
+                        f"stage {stage.index} fits unproven, and no plan of it that can be proven does: take a smaller "
+                        "micro-batch, another --tp or fewer stages"
+                    )
                 plans.append(plan)
             self._check_cut(stages, degrees)
             self._report("prove", self.count, self.count)
         predicted = self.predicted(plans, stages)
-        bound = max(plan.solver.bound_s for plan in plans) if len(self.degrees()) == 1 else 0.0
         seconds = predicted.step_time_s
         return PipelinePlan(
             schema_version=SCHEMA_VERSION,
@@ -269,8 +278,8 @@ class _Search:
                 name=plans[0].solver.name,
                 status=Status.FEASIBLE,
                 objective_s=seconds,
-                bound_s=min(bound, seconds),
-                gap=(seconds - bound) / seconds,
+                bound_s=0.0,  # the stages' own bounds hold for these cuts alone
+                gap=1.0,
                 meshes_tried=len(self.degrees()),
                 skipped={},
                 unsearched=UNSEARCHED,
@@ -331,21 +340,21 @@ class _Search:
     # Time
 
     def predicted(self, plans: Sequence[Plan], stages: Sequence[StagePlan]) -> PipelinePrediction:
-        """What a step of these stages takes."""
+        """Seconds of a step of these stages, by the formula above."""
         steps = plans[0].batch.accumulation_steps
         each = [_seconds_of_a_micro_batch(plan, steps) for plan in plans]
         slowest = max(plan.predicted.step_time_s for plan in plans)
         bubble = sum(each) - max(each)
-        crossing = [self.seconds_between(stage.sends) for stage in stages[:-1]]
+        crossing = [self.seconds_between(stage) for stage in stages[:-1]]
         # A micro-batch's activations and gradients wait at one link in each stage, and cross all while it fills.
         send = 2 * (steps * max(crossing) + sum(crossing))
         return PipelinePrediction(step_time_s=slowest + bubble + send, stage_s=slowest, bubble_s=bubble, send_s=send)
 
-    def seconds_between(self, tensors: Sequence[TensorPlan]) -> float:
-        """Seconds of sending tensors to the next stage: of two ranks that gather as much from each other."""
-        crosses = self.gpus >= self.cluster.gpus_per_node
+    def seconds_between(self, stage: StagePlan) -> float:
+        """Seconds of sending a stage's tensors to the next: of two ranks that gather as much from each other."""
+        crosses = (stage.index + 1) * self.gpus % self.cluster.gpus_per_node == 0
         pair = GroupShape(ranks=2, ranks_per_node=1 if crosses else 2)
-        num_bytes = sum(math.prod(one.shape) * DTYPE_BYTES[one.dtype] for one in tensors)
+        num_bytes = sum(math.prod(one.shape) * DTYPE_BYTES[one.dtype] for one in stage.sends)
         return self.request.profile.collective(Collective.ALL_GATHER, pair, 2.0 * num_bytes).seconds
 
     def _report(self, stage: str, done: int, total: int) -> None:

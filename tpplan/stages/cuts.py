@@ -32,8 +32,8 @@ def cuts_of(graph: ModelGraph, units: Sequence[str]) -> list[Cut]:
 
 
 def stages_of(graph: ModelGraph, cuts: Sequence[Cut], in_flight: Sequence[int], micro_batch: int) -> list[StagePlan]:
-    """What each stage has, for cuts in order, in a graph traced at a micro-batch; `in_flight` are the micro-batches
-    that each keeps at once."""
+    """The stages between cuts, in order, of a graph traced at a micro-batch. `in_flight` are the micro-batches that
+    each stage keeps at once."""
     ends = [0, *(cut.position for cut in cuts), len(graph.nodes)]
     return [
         replace(_stage(graph, cuts, index, range(start, stop)), in_flight=in_flight[index], micro_batch=micro_batch)

@@ -128,8 +128,8 @@ def load_optimizer(
 
 
 def of_all_stages(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
-    """What an optimizer's groups and scalars are of all stages together. Raises UsageError where stages have other
-    numbers of groups."""
+    """The groups and scalars of the optimizers of all stages together; every rank must call it. Raises UsageError where
+    stages have other numbers of groups."""
     group = next((p.__dict__[OF_STAGES] for p in model.parameters() if OF_STAGES in p.__dict__), None)
     if group is None:
         return saved
