@@ -5,12 +5,8 @@ of them sums over the rows of all `ep` ranks of a group. So a gradient is divide
 multiplied by ep where it leaves them to the rows: weights get the mean over all data-parallel ranks, rows their own.
 """
 
-import contextlib
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -69,19 +65,6 @@ def _on_host(by_rank: Tensor, rows: int) -> tuple[tuple[int, ...], tuple[int, ..
     """Numbers of rows that are sent to, and come from, each rank [2, ranks], of a rank that sends so many."""
     given, taken = by_rank.tolist()
     return tuple(given), tuple(taken)
-
-
-@contextlib.contextmanager
-def even_routing() -> Iterator[None]:
-    """Makes every rank send each rank as many rows, for tensors without values."""
-
-    def even(by_rank: Tensor, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        ranks = by_rank.shape[1]
-        each = tuple(rows // ranks + (rank < rows % ranks) for rank in range(ranks))
-        return each, each
-
-    with patch.object(sys.modules[__name__], "_on_host", even):
-        yield
 
 
 @own_code

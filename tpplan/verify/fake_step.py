@@ -27,7 +27,7 @@ from tpplan.apply.model_match import plan_name
 from tpplan.apply.modules import dropout_rng
 from tpplan.core.mesh import AXES
 from tpplan.costs.gpu_kernels import fused_attention, fused_rms_norm
-from tpplan.experts.exchange import even_routing
+from tpplan.experts import exchange
 from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.plan import Pass, Plan, Precision
 from tpplan.torch_internals import pytree
@@ -68,7 +68,8 @@ def gpu_kernels() -> Iterator[None]:
     rank's own random state, what other ranks say of their gradients, and how rows are routed to experts."""
     attention = patch.object(F, "scaled_dot_product_attention", fused_attention)
     seed, alone = patch.object(dropout_rng, "_next_seed", lambda: 0), patch.object(Averager, "ranks_with", _as_this_one)
-    with attention, patch.object(F, "rms_norm", fused_rms_norm), seed, alone, even_routing():
+    even = patch.object(exchange, "_on_host", _evenly)
+    with attention, patch.object(F, "rms_norm", fused_rms_norm), seed, alone, even:
         yield
 
 
@@ -76,6 +77,13 @@ def _as_this_one(averager: Averager, flags: list[list[bool]]) -> list[list[int]]
     """Replaces Averager.ranks_with: all ranks have the gradients that this rank has."""
     averager.summed(flags)
     return [list(map(int, row)) for row in flags]
+
+
+def _evenly(by_rank: Tensor, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Replaces exchange._on_host: this rank's rows go to all ranks evenly, and as many come from each."""
+    ranks = by_rank.shape[1]
+    each = tuple(rows // ranks + (rank < rows % ranks) for rank in range(ranks))
+    return each, each
 
 
 def track(build_model: Callable[[], nn.Module], inputs: Inputs, loss: Loss, plan: Plan) -> Tracked:
