@@ -211,7 +211,7 @@ def test_gradients_of_inputs_are_priced_and_reduced() -> None:
 
 
 def test_what_a_stage_keeps_in_flight_counts() -> None:
-    """The first of two stages holds the activations of a second micro-batch throughout, in the replay and in the ILP."""
+    """The first of two stages holds the activations of a second micro-batch all the time, in replay and ILP alike."""
     subject = subject_of(Stack)
     graph = traced(subject)
     cut = cuts_of(graph, [f"layers.{i}" for i in range(4)])[1]
