@@ -444,12 +444,15 @@ def test_layers_that_do_something_else_equal_one_process(model: type[nn.Module])
     _equals_one_process(model, solve(model, {}))
 
 
-def test_a_trace_with_siblings_is_that_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever layers stand for others, the graph is the one that tracing each of them gives."""
+@pytest.mark.parametrize("carries", [False, True])
+def test_a_trace_with_siblings_is_that_of_all_layers(monkeypatch: pytest.MonkeyPatch, carries: bool) -> None:
+    """Whichever layers stand for others, the graph is the one that tracing each of them gives.
+
+    Where the model's input carries a gradient the first layer, which is given a view of it, is like the others."""
     for model in (*MODELS, *OTHERS, Chain):
         with torch.device("meta"):
             few, every = Named(model()), Named(model())
-        inputs = {"x": PLAIN["x"]}
+        inputs = {"x": PLAIN["x"].detach().requires_grad_(carries)}
         graph = trace(few, inputs, fresh=lambda model=model: Named(model()).to("meta"))
         with monkeypatch.context() as patch:
             patch.setattr("tpplan.trace.dedup_layers.alike_layers", lambda _: [])

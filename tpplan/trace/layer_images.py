@@ -71,7 +71,6 @@ class LayerImages:
         #: sources outside of the layer, which are their own images
         self._outside = given.outside
         self._images = {result: given.labels[module + below] for result, below in given.own}
-        self._storages: dict[str, str] = {}
 
     def bind(self, original: str, image: str) -> None:
         """Maps an input of the traced layer to one of the sibling. Raises NotAlikeError where the two differ."""
@@ -105,7 +104,7 @@ class LayerImages:
                 shape=value.shape,
                 dtype=value.dtype,
                 carries_gradient=value.carries_gradient,
-                storage=self._storage(value.storage),
+                storage=self._storage(node, value.storage),
                 varying=value.varying,
                 is_read=value.is_read,
             )
@@ -131,20 +130,10 @@ class LayerImages:
             is_pointwise=node.is_pointwise,
         )
 
-    def _storage(self, storage: str) -> str:
-        """The storage in the sibling for one in the traced layer."""
-        if storage not in self._storages:
-            self._storages[storage] = self._image_of_storage(storage)
-        return self._storages[storage]
-
-    def _image_of_storage(self, storage: str) -> str:
-        if storage in self._images or storage in self._outside:
-            image = self.of(storage)
-        else:
-            # A view of an argument's storage: the argument itself may be a view.
-            owners = (k for k in (*self._outside, *self._images) if self.values[k].storage == storage)
-            image = next(map(self.of, owners), storage)
-        return self.values[image].storage if image in self.values else image
+    def _storage(self, node: Op | Boundary, storage: str) -> str:
+        """The storage in the sibling for that of a result of `node`: a view has that of the operand it views."""
+        viewed = next((operand for operand in node.operands if self.values[operand].storage == storage), None)
+        return self.of(storage) if viewed is None else self.values[self.of(viewed)].storage
 
     def _arguments(self, argument: Any) -> Any:
         if isinstance(argument, Ref):
