@@ -406,7 +406,7 @@ def step(model: Callable[[], nn.Module], inputs: Inputs, plan: Plan | None) -> t
     torch.manual_seed(0)
     built: nn.Module = Named(model())
     built = built if plan is None else tpplan.apply_plan(built, plan)
-    loss = built(**{name: tensor.detach() for name, tensor in inputs.items()})  # a model may write to what it is given
+    loss = built(**{name: tensor.clone() for name, tensor in inputs.items()})  # a model may write to what it is given
     loss.backward()
     gradients = {name: p.grad for name, p in built.named_parameters() if p.grad is not None}
     return loss.item(), {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}

@@ -12,8 +12,6 @@ import tpplan
 from profiles import synthetic_profile
 from tpplan.core.errors import InfeasibleError, UsageError
 from tpplan.core.graph import ModelGraph
-from tpplan.costs.step.memory_replay import kept_bytes
-from tpplan.layouts.assignment import Assignment
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Plan, Precision, StagePlan
 from tpplan.search.planner import solve_request
@@ -210,8 +208,24 @@ def test_gradients_of_inputs_are_priced_and_reduced() -> None:
     assert any(own.during == "backward" and own.kind == "all_reduce" for own in plan.collectives)
 
 
+def saved_bytes(model: nn.Module, inputs: dict[str, Tensor]) -> int:
+    """Bytes of the storages that torch's autograd saves in a forward, without those of parameters."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(inputs["tokens"])
+    return sum(storage.nbytes() for storage in storages.values())
+
+
 def test_what_a_stage_keeps_in_flight_counts() -> None:
-    """The first of two stages holds the activations of a second micro-batch all the time, in replay and ILP alike."""
+    """The first of two stages holds what autograd saves of a second micro-batch too, in replay and ILP alike."""
     subject = subject_of(Stack)
     graph = traced(subject)
     cut = cuts_of(graph, [f"layers.{i}" for i in range(4)])[1]
@@ -225,12 +239,9 @@ def test_what_a_stage_keeps_in_flight_counts() -> None:
         return solve_request(Request.of(Stack, text, cluster, batch, options, None), options, None, prove=False)
 
     two, one = planned(stage), planned(replace(stage, in_flight=1))
-    traces = TraceCache(Subject.of_plan(two, Stack, text, sum_of, profile=MACHINE), Reuse())
-    assignment = traces.traced(2).assignment_of(two)
-    assert isinstance(assignment, Assignment)
-    kept = kept_bytes(assignment, traces.reuse.executor)
-    assert kept > 0
-    assert two.predicted.peak_memory_bytes == one.predicted.peak_memory_bytes + kept
+    kept = two.predicted.peak_memory_bytes - one.predicted.peak_memory_bytes
+    saved = saved_bytes(as_stage(Stack(), stage), text(2, LENGTH))
+    assert saved <= kept <= 1.1 * saved  # a GPU's attention kernels keep a little more than a CPU's
     between = one.predicted.peak_memory_bytes + one.predicted.slack_bytes + kept / 2
     assert planned(replace(stage, in_flight=1), between).predicted.step_time_s == one.predicted.step_time_s
     with pytest.raises(InfeasibleError):

@@ -424,12 +424,51 @@ class TensorsHandedOn(ObjectShared):
         return super().forward(x)
 
 
+class _WritesToItsInput(Residual):
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+        x.view(-1).mul_(2.0)
+        return x + self.down(self.up(x))
+
+
+class WritesToItsInput(Chain):
+    layer = _WritesToItsInput
+
+
+class _ReturnsView(Residual):
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+        return super().forward(x.unsqueeze(0).expand(2, *x.shape)).sum(0).view(-1).view_as(x)
+
+
+class ReturnsView(Chain):
+    layer = _ReturnsView
+
+
+class _WritesToTheSecond(Residual):
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
+        h = self.up(other.view_as(other))
+        other.view(-1).mul_(2.0)
+        return x.view_as(x) + self.down(h)
+
+
+class OneTensorTwice(Chain):
+    """The first layer is given a tensor and a view of it, the others are given two tensors."""
+
+    layer = _WritesToTheSecond
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, other = x * 1.0, x * 1.0
+        for place, layer in enumerate(self.layers):
+            h = layer(h, other * 1.0 if place else h.view(-1).view_as(h))
+        return h.square().mean()
+
+
 #: models whose second layer cannot do on slices what the others can
 MODELS = [
     ObjectGiven, IteratorGiven, ObjectShared, ModuleShared, Closure, ListOfTheFile, TableByIdentity, ClassAttribute,
     MutableDefault, ContextVariable, EnvironmentVariable, GeneratorGiven, FunctionAttribute, PartialShared,
     KnowsItsPlace, OtherLiteral,
 ]  # fmt: skip
+VIEWING = [WritesToItsInput, ReturnsView, OneTensorTwice]
 OTHERS = [OwnBackward, OtherOperand, TensorsLeftInAnObject, LastTensorLeft, TensorsHandedOn]
 
 
@@ -449,7 +488,7 @@ def test_a_trace_with_siblings_is_that_of_all_layers(monkeypatch: pytest.MonkeyP
     """Whichever layers stand for others, the graph is the one that tracing each of them gives.
 
     Where the model's input carries a gradient the first layer, which is given a view of it, is like the others."""
-    for model in (*MODELS, *OTHERS, Chain):
+    for model in (*MODELS, *OTHERS, *VIEWING, Chain):
         with torch.device("meta"):
             few, every = Named(model()), Named(model())
         inputs = {"x": PLAIN["x"].detach().requires_grad_(carries)}

@@ -132,8 +132,9 @@ class LayerImages:
 
     def _storage(self, node: Op | Boundary, storage: str) -> str:
         """The storage in the sibling for that of a result of `node`: a view has that of the operand it views."""
-        viewed = next((operand for operand in node.operands if self.values[operand].storage == storage), None)
-        return self.of(storage) if viewed is None else self.values[self.of(viewed)].storage
+        viewed = (operand for operand in node.operands if self.values[operand].storage == storage)
+        image = self.of(next(viewed, storage))
+        return self.values[image].storage if image in self.values else image
 
     def _arguments(self, argument: Any) -> Any:
         if isinstance(argument, Ref):
