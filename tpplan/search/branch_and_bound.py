@@ -382,7 +382,8 @@ def _settled(solver: PointSolver, best: Candidate) -> Candidate:
     assert solution.objective is not None
     problem = formulation.tie_break(solution.objective)
     try:
-        chosen = solver.solver_of(problem).choice
+        assert solution.choice is not None
+        chosen = solver.solver_of(problem, cutoff=problem.price(solution.choice)).choice
     except SolverError as error:
         logger.info("ties stay unbroken: %s", error)
         return best

@@ -55,16 +55,18 @@ def _run(
             return milp.Outcome(status=Status.BOUNDED, bound=relaxed)
     elif is_relaxed:
         return milp.Outcome(status=Status.BOUNDED)
-    highs.setOptionValue("presolve", "choose")
     # From the relaxation's basis, 1.16 may report a wrong objective.
     highs.clearSolver()
+    # Its presolve takes as long as the search: ours (tpplan.solvers.presolve) has left little.
+    highs.setOptionValue("presolve", "off")
+    highs.setOptionValue("objective_bound", cutoff + 2 * CUTOFF_MARGIN)
     integers = np.flatnonzero(program.is_integer).astype(np.int32)
     kinds = np.full(len(integers), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
     highs.changeColsIntegrality(len(integers), integers, kinds)
     if time_limit_s is not None:
         highs.setOptionValue("time_limit", max(0.0, time_limit_s - (time.monotonic() - started)))
     _execute(highs)
-    return _outcome(highs)
+    return _outcome(highs, cutoff)
 
 
 class _Silent(highspy.Highs):
@@ -133,10 +135,15 @@ def _is_integral(highs: highspy.Highs, program: Program) -> bool:
     return bool(np.all(np.abs(values - np.round(values)) <= milp.SOLVER_TOLERANCE))
 
 
-def _outcome(highs: highspy.Highs) -> milp.Outcome:
-    """The outcome of the integer program. Raises SolverError for a failure of HiGHS."""
+def _outcome(highs: highspy.Highs, cutoff: float) -> milp.Outcome:
+    """The outcome of the integer program, whose solutions above the cutoff HiGHS may leave out. Raises SolverError for
+    a failure of HiGHS."""
     status = highs.getModelStatus()
     info = highs.getInfo()
+    is_cut = status == highspy.HighsModelStatus.kOptimal and info.objective_function_value > cutoff + CUTOFF_MARGIN
+    is_cut |= status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kObjectiveBound)
+    if math.isfinite(cutoff) and is_cut:
+        return milp.Outcome(status=Status.BOUNDED, bound=cutoff + CUTOFF_MARGIN)
     if status == highspy.HighsModelStatus.kInfeasible:
         return milp.Outcome(status=Status.INFEASIBLE)
     has_incumbent = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
