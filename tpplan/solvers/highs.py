@@ -59,7 +59,7 @@ def _run(
     highs.clearSolver()
     # Its presolve takes as long as the search: ours (tpplan.solvers.presolve) has left little.
     highs.setOptionValue("presolve", "off")
-    highs.setOptionValue("objective_bound", cutoff + 2 * CUTOFF_MARGIN)
+    highs.setOptionValue("objective_bound", _search_bound(cutoff))
     integers = np.flatnonzero(program.is_integer).astype(np.int32)
     kinds = np.full(len(integers), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
     highs.changeColsIntegrality(len(integers), integers, kinds)
@@ -135,15 +135,21 @@ def _is_integral(highs: highspy.Highs, program: Program) -> bool:
     return bool(np.all(np.abs(values - np.round(values)) <= milp.SOLVER_TOLERANCE))
 
 
+def _search_bound(cutoff: float) -> float:
+    """The objective above which HiGHS need not search: above the cutoff by more than the margin of a bound."""
+    return cutoff + 2 * milp.BOUND_MARGIN
+
+
 def _outcome(highs: highspy.Highs, cutoff: float) -> milp.Outcome:
     """The outcome of the integer program, whose solutions above the cutoff HiGHS may leave out. Raises SolverError for
     a failure of HiGHS."""
     status = highs.getModelStatus()
     info = highs.getInfo()
+    # Where no solution is left, HiGHS says infeasible, or names the best of those that it met before.
     is_cut = status == highspy.HighsModelStatus.kOptimal and info.objective_function_value > cutoff + CUTOFF_MARGIN
     is_cut |= status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kObjectiveBound)
     if math.isfinite(cutoff) and is_cut:
-        return milp.Outcome(status=Status.BOUNDED, bound=cutoff + CUTOFF_MARGIN)
+        return milp.Outcome(status=Status.BOUNDED, bound=min(_search_bound(cutoff), info.objective_function_value))
     if status == highspy.HighsModelStatus.kInfeasible:
         return milp.Outcome(status=Status.INFEASIBLE)
     has_incumbent = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
