@@ -201,3 +201,15 @@ def test_which_sizes_are_dims_of_the_tensor() -> None:
     assert view_of((16, 32), 2, 8, 32) == {2: (1,)}
     assert view_of((1, 8, 1), 2, 8, 4, target="aten.expand.default") == {1: (1,)}
     assert view_of((8, 1), 2, 8, 4, target="aten.expand.default") == {1: (0,)}
+
+
+def test_a_call_that_looks_like_two_planned_calls_is_refused() -> None:
+    """Scores (heads * batch, length, length) and queries (batch, length, width) are told apart by 8 and by 16; where
+    queries of 8 sequences come, both match, and the two sizes differ."""
+    scores = SizePlan(call="view", of=(8, 0, 0), count=4, position=2, written=2, local=4, dims=(1,))
+    queries = SizePlan(call="view", of=(0, 0, 16), count=4, position=2, written=4, local=2)
+    replaced = LocalSizes((scores, queries))
+    assert replaced(Tensor.view, (torch.zeros(6, 4, 16), 6, 4, 4, 8), {}).shape == (6, 4, 2, 8)
+    assert replaced(Tensor.view, (torch.zeros(8, 5, 5), 4, 2, 5, 5), {}).shape == (4, 2, 5, 5)
+    with pytest.raises(PlanMismatchError, match=r"cannot tell which is meant; solve again"):
+        replaced(Tensor.view, (torch.zeros(8, 4, 16), 8, 4, 4, 8), {})

@@ -138,10 +138,12 @@ class LocalSizes:
         shape = x.shape if isinstance(x, Tensor) else torch.Size()
         if isinstance(size, torch.SymInt):
             size = int(size)  # torch.compile holds the code to this number
+        planned = self.table.get((call, count, position, size), ()) if type(size) is int else ()
         for own in self.by_dims.get((call, count, position), ()) if type(size) is int and size != -1 else ():
             if _is_shape(shape, own.of):
-                return _by_dims(call, x, own, size)
-        planned = self.table.get((call, count, position, size), ()) if type(size) is int else ()
+                found = _by_dims(call, x, own, size)
+                _refuse_another(call, shape, own, found, planned)
+                return found
         local = next((own.local for own in planned if _is_shape(shape, own.of)), size)
         if local is size and type(size) is int:
             for own in self.sizes:
@@ -187,6 +189,19 @@ def _by_dims(call: str, x: Tensor, planned: SizePlan, size: int) -> int:
             "this batch and length"
         )
     return own
+
+
+def _refuse_another(call: str, shape: torch.Size, own: SizePlan, found: int, planned: Iterable[SizePlan]) -> None:
+    """Raises PlanMismatchError where a planned number for a shape that is known in as many dims as that of `own` says
+    another size: at another batch or length, tensors of two calls may look the same."""
+    for other in planned:
+        is_as_known = sum(map(bool, other.of)) >= sum(map(bool, own.of))
+        if is_as_known and other.local != found and _is_shape(shape, other.of):
+            raise PlanMismatchError(
+                f"{call} of a tensor of shape {list(shape)} in place {own.position}: the plan has {found} there for "
+                f"shape {list(own.of)} and {other.local} for shape {list(other.of)} (0: any), and cannot tell which is "
+                "meant; solve again for this batch and length"
+            )
 
 
 def _is_shape(shape: torch.Size, of: tuple[int, ...]) -> bool:
