@@ -163,6 +163,21 @@ def slices(dim: int, *, has_parts: bool = False) -> Allows:
     return allows
 
 
+class Scores(Base):
+    """Attention of heads that are folded into the batch: a length of HEADS looks like the heads in a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def before(self, x: Tensor) -> Tensor:
+        (batch, length, _), width = x.shape, DIM // HEADS
+        q, k, v = (of(x).view(batch, length, HEADS, width).transpose(1, 2) for of in (self.q, self.k, self.v))
+        q, k = (one.reshape(batch * HEADS, length, width) for one in (q, k))
+        scores = torch.bmm(q, k.transpose(1, 2)).view(batch, HEADS, length, length)
+        return x + (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, DIM)
+
+
 def inputs(batch: int, length: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(batch * 100 + length)
     return {"x": torch.randn(batch, length, DIM, generator=generator)}
@@ -246,6 +261,23 @@ def test_other_shapes_are_as_in_one_process_or_an_error(model: type[nn.Module], 
     plan = solve(model, allows=slices(dim))
     assert plan.proof.status is ProofStatus.PROVEN
     assert assert_right_or_refused(steps(model, None), run_ranks(2, steps, model, plan)) > 1
+
+
+def divided_heads(graph: ModelGraph) -> Callable[[str, Strategy], bool]:
+    """Projections in front of the scores are split by columns, and so is what leaves them."""
+    inside = {op.name: op for op in graph.ops if op.module in ("q", "k", "v")}
+    made = {result for op in inside.values() for result in op.results}
+    names = {*inside, *(node.name for node in graph.nodes if isinstance(node, Boundary) and node.operand in made)}
+    return lambda name, strategy: name not in names or strategy.results[0].dim == 2
+
+
+def test_a_length_that_looks_like_the_heads_is_refused() -> None:
+    plan = solve(Scores, allows=divided_heads)
+    assert plan.proof.status is ProofStatus.PROVEN
+    assert any(size.dims is None and not any(size.of) for size in plan.size_plans()[""])
+    expected, ranks = steps(Scores, None), run_ranks(2, steps, Scores, plan)
+    assert assert_right_or_refused(expected, ranks) > 1
+    assert all(isinstance(found[SHAPES.index((TEXTS, HEADS))], str) for found in ranks)
 
 
 def test_a_check_may_warn_or_be_left_out() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tpplan.core.errors import PlanMismatchError
 from tpplan.plan.input_dims import BATCH, BOTH, LENGTH, Dim
-from tpplan.plan.plan import BatchPlan, OtherShapes, Plan, ProofStatus
+from tpplan.plan.plan import OtherShapes, Plan, ProofStatus, SizePlan
 from tpplan.trace.forward_arguments import named_tensors, positional_names
 
 
@@ -39,7 +39,7 @@ def check_shapes(model: nn.Module, plan: Plan, check: OnMismatch) -> None:
     shapes = plan.proof.other_shapes
     if check is not OnMismatch.NOTHING and plan.proof.status is ProofStatus.PROVEN and shapes is not None:
         names = positional_names(model)
-        model.register_forward_pre_hook(_Shapes(shapes, plan.batch, names, check), prepend=True, with_kwargs=True)
+        model.register_forward_pre_hook(_Shapes(shapes, plan, names, check), prepend=True, with_kwargs=True)
 
 
 @final
@@ -49,8 +49,9 @@ class _Shapes:
     A path starts with the argument's name where example inputs were a dict, with its number where they were a tuple.
     """
 
-    def __init__(self, shapes: OtherShapes, batch: BatchPlan, names: tuple[str, ...], check: OnMismatch) -> None:
-        self.shapes, self.batch, self.check = shapes, batch, check
+    def __init__(self, shapes: OtherShapes, plan: Plan, names: tuple[str, ...], check: OnMismatch) -> None:
+        self.shapes, self.batch, self.check = shapes, plan.batch, check
+        batch, self.looks_like = plan.batch, _sizes_that_look_like_a_number(plan)
         planned = (batch.micro_batch, batch.seq_len)
         self.by_path = {path: torch.Size(dim.size(*planned) for dim in dims) for path, dims in shapes.inputs.items()}
         is_tuple = any(path.partition(".")[0].isdecimal() for path in self.by_path)
@@ -101,10 +102,39 @@ class _Shapes:
             if one.multiple is None:
                 return one.reason or f"the plan is proven for no other {dim.grows_with}"
             multiple *= one.multiple
+        if call := self.looks_like.get(count):
+            return f"a {dim.grows_with} of {count} looks like a number that the plan replaces in {call}"
         if count % multiple:
             what = "batch times length" if dim.grows_with == BOTH else dim.grows_with
             return f"a {what} of {count} is no multiple of {multiple}, and the plan is proven for multiples only"
         return ""
+
+
+def _sizes_that_look_like_a_number(plan: Plan) -> dict[int, str]:
+    """The batches and lengths, whole or as a rank's share, that code cannot give in a call without their being taken
+    for a number that the plan replaces there (heads, in a view of scores), with the kind of call."""
+    found: dict[int, str] = {}
+    for size in (size for sizes in plan.size_plans().values() for size in sizes):
+        if size.dims is None and _stands_for_any_size(size):
+            found |= dict.fromkeys((size.written, plan.mesh.tp * size.written), size.call)
+    return found
+
+
+def _stands_for_any_size(size: SizePlan) -> bool:
+    """True where a planned number stands for a dim that the plan knows at no size, so that another call of the same
+    kind may have a batch or a length there. A dim of a known size tells the calls apart."""
+    match size.call:
+        case "new":
+            return True
+        case "view":
+            place = size.position
+        case "expand":
+            place = size.position - (size.count - len(size.of))
+        case "slice" | "narrow":
+            place = size.position // 2
+        case _:
+            return False
+    return 0 <= place < len(size.of) and size.of[place] == 0
 
 
 def _tensors(given: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
