@@ -216,7 +216,7 @@ class _MicroBatches:
         return self._beside(gather, communication.hiding_compute(self._priced_as(unit))[0] if unit.name else None)
 
     def _repeated(self, unit: FsdpUnit, *, is_last: bool) -> _Beside:
-        """What is sent in backward: the gather again, where the unit was resharded, and the reductions."""
+        """The transfers of backward: the gather again, where the unit was resharded, and the reductions."""
         communication, priced_as = self.formulation.fsdp_communication, self._priced_as(unit)
         gather, scatter, reduce = communication.collectives_of(priced_as)
         sent, beside = scatter, None

@@ -1,4 +1,4 @@
-"""What would change the plan: the best plans for other numbers of GPUs, batches, lengths and memory limits.
+"""The best plans for other numbers of GPUs, batches, lengths and memory limits, which the curves of a report draw.
 
 Each point is solved anew, all but the one thing decided as for the plan, and not proven: a curve says what to ask for.
 """
@@ -50,7 +50,7 @@ def curves(
 
 
 def _changes(problem: Problem, plan: Plan) -> Iterator[_Change]:
-    """What there is to change. A batch or length that the problem fixes otherwise (a pinned degree) stays fixed."""
+    """Yields the changes of GPUs, batch, length and memory; what the problem fixes otherwise (by a pin) stays fixed."""
     batch, cluster, per_node = plan.batch, problem.cluster, problem.cluster.load_profile().gpus_per_node
 
     def with_gpus(value: float) -> dict[str, Any]:

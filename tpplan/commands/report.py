@@ -76,7 +76,7 @@ def _anatomy(args: argparse.Namespace, plan: Plan) -> Anatomy:
 
 
 def _problem(plan: Plan, model: ModelSpec, profile: HardwareProfile, reuse: "Reuse") -> "Problem":
-    """What the plan answers, with its pins."""
+    """The problem that the plan answers, with its pins."""
     from tpplan.search.comparisons.alternatives import Problem, options_of
     from tpplan.search.points.options import Cluster
 

@@ -156,7 +156,7 @@ def _gradients(results: Tensor, given: Tensor, module: nn.Module, rows: Tensor, 
 
 
 def _divided(module: nn.Module, call: ExpertCall, rows: Tensor, index: Tensor, weight: Tensor, ep: int) -> Tensor:
-    """What ep ranks compute together, whose tokens are all given."""
+    """The result that ep ranks compute together from the tokens of all of them."""
     own = call.experts // ep
     top_k = index.shape[1]
     flat, weights = index.reshape(-1), weight.reshape(-1)

@@ -39,7 +39,7 @@ class CurveDrawing:
 
 
 def throughput_unit(plan: Plan) -> str:
-    """What throughput counts for this plan."""
+    """The unit of the plan's throughput: tokens/s where its samples are sequences, else samples/s."""
     return "tokens/s" if plan.batch.seq_len > 1 else "samples/s"
 
 

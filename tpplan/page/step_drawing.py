@@ -100,7 +100,7 @@ def _colour(part: str) -> str:
 
 
 def _sentences(timeline: Timeline) -> Iterator[str]:
-    """What is not drawn, and what the streams of the drawn part do."""
+    """Yields sentences on micro-batches that are not drawn, and on how long each stream of the drawn one is busy."""
     drawn_s = timeline.end_s - timeline.start_s
     if timeline.earlier:
         yield (

@@ -1,5 +1,5 @@
-"""What a step is drawn from: when each of its parts runs on one rank, what memory holds meanwhile, and what would
-change. Seconds and bytes are predicted, as those of a plan.
+"""The data of a drawn step: when each of its parts runs on one rank, the memory meanwhile, and the curves of other
+plans. Seconds and bytes are predicted, as those of a plan.
 """
 
 from collections import Counter
@@ -87,8 +87,8 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What solving again gave for a value of what was changed: seconds of the step, samples per second and the mesh;
-    where no plan was found, `problem` says why and the rest is None."""
+    """The best plan for one value of what a curve changes: seconds of the step, samples per second and the mesh; where
+    no plan was found, `problem` says why and the rest is None."""
 
     value: float
     step_time_s: float | None = None
