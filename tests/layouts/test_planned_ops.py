@@ -139,7 +139,7 @@ class AllWays(nn.Module):
 
 def test_attention_whose_keys_are_written_into_a_new_tensor_is_divided_by_heads() -> None:
     heads = [f"ways.{i}.{name}_proj.weight" for i in range(len(WAYS)) for name in ("q", "k", "v", "o")]
-    assert_divided(AllWays, vectors, heads, sizes=((BATCH, LENGTH), (2, 4)))
+    assert_divided(AllWays, vectors, heads, sizes=((BATCH, LENGTH), (2, 6)))
 
 
 def test_latent_attention_of_transformers_is_divided_by_heads() -> None:
