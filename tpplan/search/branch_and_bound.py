@@ -380,9 +380,9 @@ def _settled(solver: PointSolver, best: Candidate) -> Candidate:
     """The best candidate with its ties broken, unchanged where the time limit does not suffice for that."""
     formulation, solution = best.formulation, best.solution
     assert solution.objective is not None
+    assert solution.choice is not None
     problem = formulation.tie_break(solution.objective)
     try:
-        assert solution.choice is not None
         chosen = solver.solver_of(problem, cutoff=problem.price(solution.choice)).choice
     except SolverError as error:
         logger.info("ties stay unbroken: %s", error)

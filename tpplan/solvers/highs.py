@@ -146,10 +146,12 @@ def _outcome(highs: highspy.Highs, cutoff: float) -> milp.Outcome:
     status = highs.getModelStatus()
     info = highs.getInfo()
     # Where no solution is left, HiGHS says infeasible, or names the best of those that it met before.
-    is_cut = status == highspy.HighsModelStatus.kOptimal and info.objective_function_value > cutoff + CUTOFF_MARGIN
-    is_cut |= status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kObjectiveBound)
-    if math.isfinite(cutoff) and is_cut:
-        return milp.Outcome(status=Status.BOUNDED, bound=min(_search_bound(cutoff), info.objective_function_value))
+    if math.isfinite(cutoff):
+        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kObjectiveBound):
+            return milp.Outcome(status=Status.BOUNDED, bound=_search_bound(cutoff))
+        best = info.objective_function_value
+        if status == highspy.HighsModelStatus.kOptimal and best > cutoff + CUTOFF_MARGIN:
+            return milp.Outcome(status=Status.BOUNDED, bound=min(_search_bound(cutoff), best))
     if status == highspy.HighsModelStatus.kInfeasible:
         return milp.Outcome(status=Status.INFEASIBLE)
     has_incumbent = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible

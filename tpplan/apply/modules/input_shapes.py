@@ -17,6 +17,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from tpplan.apply.modules.local_sizes import dim_of
 from tpplan.core.errors import PlanMismatchError
 from tpplan.plan.input_dims import BATCH, BOTH, LENGTH, Dim
 from tpplan.plan.plan import OtherShapes, Plan, ProofStatus, SizePlan
@@ -51,8 +52,8 @@ class _Shapes:
 
     def __init__(self, shapes: OtherShapes, plan: Plan, names: tuple[str, ...], check: OnMismatch) -> None:
         self.shapes, self.batch, self.check = shapes, plan.batch, check
-        batch, self.looks_like = plan.batch, _sizes_that_look_like_a_number(plan)
-        planned = (batch.micro_batch, batch.seq_len)
+        self.looks_like = _sizes_that_look_like_a_number(plan)
+        planned = (plan.batch.micro_batch, plan.batch.seq_len)
         self.by_path = {path: torch.Size(dim.size(*planned) for dim in dims) for path, dims in shapes.inputs.items()}
         is_tuple = any(path.partition(".")[0].isdecimal() for path in self.by_path)
         self.by_number = tuple(str(i) if is_tuple else name for i, name in enumerate(names))
@@ -121,20 +122,10 @@ def _sizes_that_look_like_a_number(plan: Plan) -> dict[int, str]:
 
 
 def _stands_for_any_size(size: SizePlan) -> bool:
-    """True where a planned number stands for a dim that the plan knows at no size, so that another call of the same
-    kind may have a batch or a length there. A dim of a known size tells the calls apart."""
-    match size.call:
-        case "new":
-            return True
-        case "view":
-            place = size.position
-        case "expand":
-            place = size.position - (size.count - len(size.of))
-        case "slice" | "narrow":
-            place = size.position // 2
-        case _:
-            return False
-    return 0 <= place < len(size.of) and size.of[place] == 0
+    """True where a planned number stands for a dim that the plan knows at no size, or for none of the tensor, so that
+    another call of the same kind may have a batch or a length there. A dim of a known size tells the calls apart."""
+    dim = dim_of(size)
+    return size.call in ("view", "expand", "slice", "narrow", "new") and (dim is None or size.of[dim] == 0)
 
 
 def _tensors(given: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:

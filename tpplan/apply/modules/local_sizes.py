@@ -144,8 +144,11 @@ class LocalSizes:
                 found = _by_dims(call, x, own, size)
                 _refuse_another(call, shape, own, found, planned)
                 return found
-        local = next((own.local for own in planned if _is_shape(shape, own.of)), size)
-        if local is size and type(size) is int:
+        number = next((own for own in planned if _is_shape(shape, own.of)), None)
+        if number is not None:
+            _refuse_own_size(shape, number)
+            return number.local
+        if type(size) is int:
             for own in self.sizes:
                 is_here = own.dims is None and (own.call, own.count, own.position) == (call, count, position)
                 if is_here and _is_scaled(shape, size, own):
@@ -154,7 +157,7 @@ class LocalSizes:
                         f"only for {own.written} and shape {list(own.of)} (0: any); solve again for this batch "
                         "and length"
                     )
-        return local
+        return size
 
 
 def is_inside_an_attribute(size: SizePlan) -> bool:
@@ -202,6 +205,32 @@ def _refuse_another(call: str, shape: torch.Size, own: SizePlan, found: int, pla
                 f"shape {list(own.of)} and {other.local} for shape {list(other.of)} (0: any), and cannot tell which is "
                 "meant; solve again for this batch and length"
             )
+
+
+def dim_of(size: SizePlan) -> int | None:
+    """The dim of the call's tensor that stands where the planned size does; None where there is none."""
+    match size.call:
+        case "view":
+            dim = size.position
+        case "expand":
+            dim = size.position - (size.count - len(size.of))
+        case "slice" | "narrow":
+            dim = size.position // 2
+        case _:
+            return None
+    return dim if 0 <= dim < len(size.of) else None
+
+
+def _refuse_own_size(shape: torch.Size, number: SizePlan) -> None:
+    """Raises PlanMismatchError where a planned number is also the tensor's own size there, which another batch or
+    length may have made so: the code may mean either."""
+    dim = dim_of(number)
+    if dim is not None and number.of[dim] == 0 and shape[dim] == number.written:
+        raise PlanMismatchError(
+            f"{number.call} of a tensor of shape {list(shape)} with size {number.written} in place {number.position}: "
+            f"it is the tensor's own size, and {number.local} of {number.written} in the plan, which cannot tell which "
+            "is meant; solve again for this batch and length"
+        )
 
 
 def _is_shape(shape: torch.Size, of: tuple[int, ...]) -> bool:
