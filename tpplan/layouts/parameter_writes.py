@@ -68,6 +68,11 @@ def why_not_recomputed(graph: ModelGraph, region: str, mode: Recompute) -> str:
     """
     if not mode.is_selective:
         return ""
+    return graph.once((why_not_recomputed, region), lambda: _why_not_kept(graph, region))
+
+
+def _why_not_kept(graph: ModelGraph, region: str) -> str:
+    """The reason why results of a module's ops cannot be kept while others are computed again; "" where they can."""
     makers: dict[str, str] = {}
     for op in graph.ops:
         if not within(op.module, region):

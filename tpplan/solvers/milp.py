@@ -38,7 +38,7 @@ from tpplan.solvers.bounded_sums import ALWAYS, BoundedMaximum, BoundedSum, Floa
 from tpplan.solvers.groups import Ints
 from tpplan.solvers.matrix import Builder, Program
 from tpplan.solvers.presolve import Reduced, reduce
-from tpplan.solvers.problem import LIMIT_TOLERANCE, Problem, Solution, Status
+from tpplan.solvers.problem import CUTOFF_TOLERANCE, LIMIT_TOLERANCE, Problem, Solution, Status
 
 #: feasibility tolerance that solvers are set to, in the units above; HiGHS allows down to 1e-10
 SOLVER_TOLERANCE = 1e-9
@@ -48,9 +48,6 @@ PRICE_TOLERANCE = 1e-6
 
 #: error of a solver's bound, in the units above: a sum of as many tolerances as there are rows
 BOUND_MARGIN = 1e-7
-
-#: relative excess over a cutoff of choices that are still looked at: equal optima of two problems differ by less
-CUTOFF_TOLERANCE = 1e-6
 
 #: largest ratio of the objective's coefficients to its unit
 MAX_OBJECTIVE_RANGE = 1e3

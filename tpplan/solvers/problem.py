@@ -14,6 +14,7 @@ it exactly. c is 1, or the number n_q of a part, for costs that count once per m
 of its maximum depending on which parts are empty.
 """
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -22,6 +23,8 @@ from enum import StrEnum
 Choice = Mapping[str, int]
 #: relative excess over a limit that counts as rounding
 LIMIT_TOLERANCE = 1e-9
+#: relative excess over a cutoff of choices that are still looked at: equal optima of two problems differ by less
+CUTOFF_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,11 @@ class Expression:
         """True where the expression counts under a choice."""
         return (self.where is None or choice[self.where] > 0) and not any(choice[part] for part in self.unless)
 
+    @property
+    def least(self) -> float:
+        """A lower bound on the expression's value under any choice: of each vector its least entry."""
+        return self.constant + sum(min(vector) for _, vector in self.terms)
+
     def value(self, choice: Choice) -> float:
         """The expression's value under a choice."""
         return self.constant + sum(vector[choice[node]] for node, vector in self.terms)
@@ -87,6 +95,14 @@ class Term:
     expressions: tuple[Expression, ...]
     weight: float = 1.0
     each: str | None = None
+
+    @property
+    def least(self) -> float:
+        """A lower bound on the term's value under any choice, agreeing or not."""
+        low = self.weight * max(e.least for e in self.expressions if not e.is_guarded)
+        if self.each is None:
+            return low
+        return 0.0 if low >= 0 else -math.inf
 
     def value(self, choice: Choice) -> float:
         """The term's value under a choice."""

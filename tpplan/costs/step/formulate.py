@@ -29,7 +29,7 @@ from tpplan.costs.step.cost_table import PricedSpace
 from tpplan.costs.step.fsdp_communication import FsdpCommunication
 from tpplan.costs.step.layer_groups import Families, LayerGroups
 from tpplan.costs.step.memory_rows import Peaks
-from tpplan.costs.step.parameter_bytes import ParameterBytes, RowBytes
+from tpplan.costs.step.parameter_bytes import Parameter, ParameterBytes, RowBytes
 from tpplan.costs.step.train_config import Setting
 from tpplan.costs.strategy_times import StrategyTime, Work
 from tpplan.layouts.assignment import Assignment
@@ -112,7 +112,7 @@ class Formulation:
         return Problem(
             nodes=self.priced.nodes(),
             edges=self.priced.edges(),
-            objective=tuple(self._objective()),
+            objective=(*self._runs_every_time(), *self._beside),
             splits=tuple(split for kind in self.groups.timed for split in kind.numbers.splits),
             conflicts=self.conflicts,
             shared=self.priced.shared,
@@ -127,6 +127,12 @@ class Formulation:
             objective=self._runs_once(),
             shared=self.priced.shared,
         )
+
+    @property
+    def beside_s(self) -> float:
+        """A lower bound on the seconds of a step beside its kernels and tp collectives, whatever these are: of each term
+        of the objective its least value."""
+        return sum(term.least for term in self._beside)
 
     def strategy(self, choice: Mapping[str, int], decision: str) -> Strategy:
         """The chosen strategy of a decision, deciding or not."""
@@ -195,16 +201,23 @@ class Formulation:
 
     # Objective
 
-    def _objective(self) -> Iterator[Term]:
+    def _runs_every_time(self) -> Iterator[Term]:
+        """Seconds of kernels and of tp collectives of a step's micro-batches."""
         for term in self._runs_once():
             weight = term.weight * self.setting.accumulation_steps
             yield Term(name=term.name, expressions=term.expressions, weight=weight)
-        yield from self._issue()
-        yield from self._repeats()
-        yield from self._tp_gradient_reductions()
-        yield from self._accumulation()
-        yield from self._optimizer()
-        yield from self.fsdp_communication.terms()
+
+    @cached_property
+    def _beside(self) -> tuple[Term, ...]:
+        """The objective's terms beside kernels and tp collectives."""
+        return (
+            *self._issue(),
+            *self._repeats(),
+            *self._tp_gradient_reductions(),
+            *self._accumulation(),
+            *self._optimizer(),
+            *self.fsdp_communication.terms(),
+        )
 
     @property
     def fsdp_communication(self) -> FsdpCommunication:
@@ -309,11 +322,10 @@ class Formulation:
         """Bytes of a parameter's gradient where any of its readings, of which the largest counts, is R*; with the
         number of equal parameters."""
         own = self.parameter_bytes
+        parameters = self.priced.once(("summed parameters", self.setting.precision), self._parameters_by_readings)
         alike: Counter[tuple[tuple[str, ...], float]] = Counter()
-        for readings in filter(None, self.space.readings.values()):
-            # Once for a parameter, if any of its readings is R*.
-            names = tuple(dict.fromkeys(self.space.classes[reading.name] for reading in readings))
-            alike[names, own.filled(readings[0].parameter, own.gradients, R)] += 1
+        for (names, parameter), number in parameters.items():
+            alike[names, own.padded(parameter, R)] += number
         for (names, gradient), number in alike.items():
             vectors = [
                 tuple(gradient if has_partial_gradient(s) else 0.0 for s in self.space.strategies[name])
@@ -321,6 +333,15 @@ class Formulation:
             ]
             if any(map(any, vectors)):
                 yield tuple(Expression(terms=(item,)) for item in zip(names, vectors, strict=True)), number
+
+    def _parameters_by_readings(self) -> Counter[tuple[tuple[str, ...], Parameter]]:
+        """The parameters that are read, equal ones counted, with the deciding decisions of their readings."""
+        own, classes = self.parameter_bytes, self.space.classes
+        return Counter(
+            (tuple(dict.fromkeys(classes[reading.name] for reading in readings)), own.parameter(readings[0].parameter, own.gradients))
+            for readings in self.space.readings.values()
+            if readings
+        )
 
     def _accumulation(self) -> Iterator[Term]:
         """Seconds of adding each micro-batch's gradients to the earlier ones', on every rank its shard."""

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tpplan.core.gradient_buckets import BUCKET_BYTES
-from tpplan.core.layout import R
 from tpplan.core.mesh import Axis, Mesh
 from tpplan.costs.step.cost_table import PricedSpace
 from tpplan.costs.step.layer_groups import LayerGroups
@@ -110,8 +109,7 @@ class FsdpCommunication:
         """
         group = self.mesh.group(axis, self.setting.gpus_per_node)
         own = self.parameter_bytes
-        parameters = (source for source in unit.parameters if source.ep == ep)
-        whole = share[0] * sum(own.filled(source, share[1], R) for source in parameters)
+        whole = share[0] * own.whole(unit, share[1], ep)
         least = whole / self.mesh.tp
         profile = self.setting.profile
         low = profile.collective(kind, group, least).seconds

@@ -29,7 +29,7 @@ from tpplan.solvers.problem import Expression, added, merged, scaled
 
 
 @dataclass(frozen=True, slots=True)
-class _Parameter:
+class Parameter:
     """A parameter: its first reading's decision (None where nothing reads it), its whole shape, an amount, bytes of the
     whole or per element, and the number of ranks that divide its experts."""
 
@@ -39,14 +39,14 @@ class _Parameter:
     ep: int
 
 
-def _parameter(space: Space, source: Source, amount: Callable[[Source], float]) -> _Parameter:
+def _parameter(space: Space, source: Source, amount: Callable[[Source], float]) -> Parameter:
     readings = space.readings[source.label]
     decision = space.classes[readings[0].name] if readings else None
-    return _Parameter(decision, space.graph.values[source.result].shape, amount(source), source.ep)
+    return Parameter(decision, space.graph.values[source.result].shape, amount(source), source.ep)
 
 
 def _by_placement(
-    space: Space, numbers: Mapping[_Parameter, int], bytes_of: Callable[[_Parameter, Layout], float]
+    space: Space, numbers: Mapping[Parameter, int], bytes_of: Callable[[Parameter, Layout], float]
 ) -> Expression:
     """Bytes on a rank, from the number of equal parameters, by the placements that are chosen."""
     constant, vectors = 0.0, dict[str, list[float]]()
@@ -123,17 +123,29 @@ class ParameterBytes:
         alike = self.priced.once((*key, "alike"), lambda: Counter(_parameter(space, s, bytes_of) for s in parameters))
         return self.priced.once((*key, ranks), lambda: _by_placement(space, alike, partial(self._padded, ranks)))
 
-    def _of_all_ranks(self, bytes_of: BytesOf) -> Counter[_Parameter]:
+    def _of_all_ranks(self, bytes_of: BytesOf) -> Counter[Parameter]:
         """All parameters with the experts of all ranks, equal ones counted."""
         parameters = self.priced.space.graph.parameters
         own = (_parameter(self.priced.space, source, lambda s: s.ep * bytes_of(s)) for source in parameters)
         return Counter(own)
 
-    def filled(self, source: Source, bytes_of: BytesOf, placement: Layout) -> float:
-        """Bytes of one parameter on a tp rank under a placement, padded as in FSDP's buffers."""
-        return self._padded(self.ranks, _parameter(self.priced.space, source, bytes_of), placement)
+    def whole(self, unit: FsdpUnit, bytes_of: BytesOf, ep: int) -> float:
+        """Bytes of those parameters of a unit whose experts `ep` ranks divide, all of them whole on a rank, padded as in
+        FSDP's buffers."""
+        setting, ranks = self.setting, self.ranks
+        key = "whole", bytes_of.__name__, unit.name, ep, setting.units, setting.precision, ranks
+        parameters = (self.parameter(source, bytes_of) for source in unit.parameters if source.ep == ep)
+        return self.priced.once(key, lambda: sum(self._padded(ranks, own, R) for own in parameters))
 
-    def _padded(self, ranks: int, weight: _Parameter, placement: Layout) -> float:
+    def parameter(self, source: Source, bytes_of: BytesOf) -> Parameter:
+        """The parameter with the bytes of its whole."""
+        return _parameter(self.priced.space, source, bytes_of)
+
+    def padded(self, parameter: Parameter, placement: Layout) -> float:
+        """Bytes of one parameter on a tp rank under a placement, padded as in FSDP's buffers."""
+        return self._padded(self.ranks, parameter, placement)
+
+    def _padded(self, ranks: int, weight: Parameter, placement: Layout) -> float:
         tp, ranks = self.priced.space.tp, max(1, ranks // weight.ep)
         if ranks == 1 or 0 in weight.shape or not weight.shape:
             return weight.amount / (tp if placement.kind is LayoutKind.SHARD else 1)
@@ -143,15 +155,17 @@ class ParameterBytes:
     @property
     def ranks(self) -> int:
         """The FSDP ranks where they pad any parameter; 1 where dim 0 of all divides under every placement."""
-        space = self.priced.space
-        parts = self.shard * space.tp
+        parts = self.shard * self.priced.space.tp
+        divide = self.shard == 1 or self.priced.once(("all divide", parts), partial(self._divide_all, parts))
+        return 1 if divide else self.shard
 
-        def divides_all() -> bool:
-            values, parameters = space.graph.values, space.graph.parameters
-            shapes = ((values[source.result].shape, parts // source.ep) for source in parameters)
-            return not any(shape and shape[0] % own for shape, own in shapes)
-
-        return 1 if self.shard == 1 or self.priced.once(("all divide", parts), divides_all) else self.shard
+    def _divide_all(self, parts: int) -> bool:
+        """True where dim 0 of every parameter divides into so many parts, of experts among those that have the same."""
+        graph = self.priced.space.graph
+        sizes = self.priced.once(
+            "sizes of dim 0", lambda: {(graph.values[s.result].shape[:1], s.ep) for s in graph.parameters}
+        )
+        return not any(size % (parts // ep) for shape, ep in sizes for size in shape)
 
 
 #: bytes per element of a parameter
@@ -233,17 +247,17 @@ class RowBytes:
         """Bytes of parameters on a rank. `width` is one of the methods above."""
         return self._sum(self._alike(parameters, width), elements)
 
-    def _sum(self, numbers: Mapping[_Parameter, int], elements: Elements) -> Expression:
-        def num_bytes(own: _Parameter, placement: Layout) -> float:
+    def _sum(self, numbers: Mapping[Parameter, int], elements: Elements) -> Expression:
+        def num_bytes(own: Parameter, placement: Layout) -> float:
             return own.amount * elements(local_shape(own.shape, placement, self.mesh.tp), own.ep)
 
         return _by_placement(self.space, {own: number for own, number in numbers.items() if own.amount}, num_bytes)
 
-    def _alike(self, parameters: Iterable[Source], width: Width) -> Mapping[_Parameter, int]:
+    def _alike(self, parameters: Iterable[Source], width: Width) -> Mapping[Parameter, int]:
         """The number of equal parameters, by the bytes per element."""
         parameters = tuple(parameters)
         key = "rest", width.__name__, self.precision, self.optimizer, tuple(source.label for source in parameters)
-        found: Mapping[_Parameter, int] = self.once(
+        found: Mapping[Parameter, int] = self.once(
             key, lambda: Counter(_parameter(self.space, source, width) for source in parameters)
         )
         return found

@@ -23,7 +23,7 @@ from tpplan.search.points.cuts import Cuts
 from tpplan.search.points.mesh_points import Point
 from tpplan.search.points.request import Request
 from tpplan.search.points.trace_cache import TraceCache, hashable
-from tpplan.solvers.problem import LIMIT_TOLERANCE, Problem, Solution, Status
+from tpplan.solvers.problem import CUTOFF_TOLERANCE, LIMIT_TOLERANCE, Problem, Solution, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +204,9 @@ class PointSolver:
         """The optimum of a point with the lightest treatment for every layer, which is the point's where it fits; else
         a bound: the optimum without a memory limit. A bound above the cutoff ends the solve."""
         formulation = self.formulate(point, treatment=self.lightest)
+        least = self.floor(point) + formulation.beside_s
+        if least > cutoff + CUTOFF_TOLERANCE * abs(cutoff):
+            return least
         found = self.solver_of(formulation.unlimited, cutoff=cutoff)
         if found.bound is not None and found.bound > cutoff:
             return found.bound
