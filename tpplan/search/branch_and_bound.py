@@ -312,7 +312,7 @@ def _looked_at(solver: PointSolver, point: Point, stage: Stage, ceiling: float) 
         case Stage.LIGHT:
             return solver.light(point, cutoff=ceiling)
         case Stage.RELAXED:
-            return solver.full(point, is_relaxed=True)
+            return solver.relaxed(point, cutoff=ceiling)
         case Stage.FULL:
             return solver.full(point, cutoff=ceiling)
         case _:

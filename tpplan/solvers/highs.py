@@ -40,7 +40,7 @@ def _run(
     started = time.monotonic()
     highs = _loaded(program, time_limit_s)
     if is_relaxed:
-        _relax(highs, program, {} if known is None else known)
+        _relax(highs, program, {} if known is None else known, cutoff)
     else:
         _execute(highs)
     status, relaxed = highs.getModelStatus(), highs.getInfo().objective_function_value
@@ -53,6 +53,8 @@ def _run(
             return _incumbent(highs, Status.OPTIMAL, bound=relaxed)
         if is_relaxed or relaxed > cutoff + CUTOFF_MARGIN:
             return milp.Outcome(status=Status.BOUNDED, bound=relaxed)
+    elif status == highspy.HighsModelStatus.kObjectiveBound:
+        return milp.Outcome(status=Status.BOUNDED, bound=_search_bound(cutoff))
     elif is_relaxed:
         return milp.Outcome(status=Status.BOUNDED)
     # From the relaxation's basis, 1.16 may report a wrong objective.
@@ -108,11 +110,12 @@ def _loaded(program: Program, time_limit_s: float | None) -> highspy.Highs:
     return highs
 
 
-def _relax(highs: highspy.Highs, program: Program, known: dict[Hashable, object]) -> None:
+def _relax(highs: highspy.Highs, program: Program, known: dict[Hashable, object], cutoff: float) -> None:
     """Solves a relaxation from the basis of the last one of its shape, which is optimal, or nearly, for another mesh of
     the same decisions. HiGHS's presolve takes longer than it saves here."""
     shape = program.num_columns, program.num_rows
     highs.setOptionValue("presolve", "off")
+    highs.setOptionValue("objective_bound", _search_bound(cutoff))
     basis = known.get(shape)
     if isinstance(basis, highspy.HighsBasis):
         highs.setBasis(basis)

@@ -101,6 +101,12 @@ class Formulation:
         """The ILP: nodes are the deciding decisions, splits say how many layers get which treatment."""
         return replace(self.unlimited, resources=tuple(self.peaks.rows()))
 
+    @property
+    def limited_at_the_loss(self) -> Problem:
+        """The ILP with the first of its memory rows alone, in which the activations of all layers count: its optimum is
+        a lower bound of the ILP's."""
+        return replace(self.unlimited, resources=tuple(islice(self.peaks.rows(), 1)))
+
     def fits(self, choice: Mapping[str, int], *, tolerance: float) -> bool:
         """True where a choice is within the memory limit, up to a relative tolerance. Makes the memory rows only up to
         the first that is exceeded."""

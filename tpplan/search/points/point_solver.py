@@ -215,10 +215,21 @@ class PointSolver:
             return Candidate(point=point, formulation=formulation, solution=found)
         return found.bound
 
-    def full(self, point: Point, *, cutoff: float = math.inf, is_relaxed: bool = False) -> Candidate | float:
-        """The optimum of a point, or a lower bound on it: one above the cutoff, or that of the relaxation."""
+    def relaxed(self, point: Point, *, cutoff: float = math.inf) -> Candidate | float:
+        """A lower bound on the optimum of a point, that of the linear relaxation with one memory row; the optimum where
+        the relaxation's is a choice that fits. A bound above the cutoff ends the solve."""
         formulation = self.formulate(point)
-        found = self.solver_of(formulation.problem, cutoff=cutoff, is_relaxed=is_relaxed)
+        found = self.solver_of(formulation.limited_at_the_loss, cutoff=cutoff, is_relaxed=True)
+        if found.choice is None or formulation.fits(found.choice, tolerance=LIMIT_TOLERANCE):
+            if found.status is not Status.BOUNDED:
+                return Candidate(point=point, formulation=formulation, solution=found)
+        assert found.bound is not None
+        return found.bound
+
+    def full(self, point: Point, *, cutoff: float = math.inf) -> Candidate | float:
+        """The optimum of a point, or a lower bound on it that is above the cutoff."""
+        formulation = self.formulate(point)
+        found = self.solver_of(formulation.problem, cutoff=cutoff)
         if found.status is Status.BOUNDED:
             assert found.bound is not None
             return found.bound
