@@ -265,6 +265,26 @@ def test_a_relaxation_that_starts_at_another_ones_end_bounds_the_optimum() -> No
     assert num_bounded >= 10
 
 
+@pytest.mark.parametrize("share", [2.0, 1 + 1e-8, 1.0, 0.99, 0.8, 0.5])
+def test_a_relaxation_that_ends_at_a_cutoff_bounds_the_optimum(share: float) -> None:
+    """Where its bound is above the cutoff, so is the optimum, and the bound is none of a problem that is not there."""
+    num_above = num_below = 0
+    for seed in range(0, NUM_RANDOM_PROBLEMS, 2):
+        problem = random_problem(seed)
+        expected = solvers.solve(problem, solver="brute-force")
+        cutoff = 1.0 if expected.objective is None else share * expected.objective
+        actual = solvers.solve(problem, solver="highs", cutoff=cutoff, is_relaxed=True)
+        if expected.objective is None:
+            assert actual.objective is None, f"seed {seed}"
+            continue
+        assert actual.bound is not None, f"seed {seed}"
+        assert actual.bound <= expected.objective * (1 + 1e-9) + 1e-30, f"seed {seed}"
+        num_above += actual.status is Status.BOUNDED and actual.bound > cutoff
+        num_below += actual.bound <= cutoff
+    assert num_above >= 10 or share >= 1
+    assert num_below >= 10 or share < 0.8
+
+
 def random_conflicts(rng: random.Random, problem: Problem, choice: Choice) -> tuple[Conflict, ...]:
     """Some that forbid a choice, by one node or several, and some that need not."""
     found = []

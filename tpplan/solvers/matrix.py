@@ -68,9 +68,10 @@ class Builder:
 
     def put(self, rows: Ints | int, indices: Ints, values: Floats | float) -> None:
         """Adds entries, all in one row, or in one row for each index."""
-        self._rows.append(np.broadcast_to(rows, indices.shape))
+        size = len(indices)
+        self._rows.append(rows if isinstance(rows, np.ndarray) else np.full(size, rows))
         self._indices.append(indices)
-        self._values.append(np.broadcast_to(values, indices.shape))
+        self._values.append(values if isinstance(values, np.ndarray) else np.full(size, float(values)))
 
     def row(self, indices: Ints, values: Floats | float, lower: float, upper: float) -> None:
         """Adds a constraint with its entries."""

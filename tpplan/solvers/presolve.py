@@ -14,7 +14,7 @@ Columns are those of the skeleton (tpplan.solvers.groups): each chooses the stra
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -272,7 +272,9 @@ class _State:
         kinds = self.skeleton.kinds[self.columns]
         order = np.lexsort((kinds, groups))
         ends = np.flatnonzero(np.diff(groups[order]) | np.diff(kinds[order])) + 1
-        yield from (own for own in np.split(order, ends) if len(own) > 1)
+        for start, stop in pairwise([0, *ends.tolist(), len(order)]):
+            if stop - start > 1:
+                yield order[start:stop]
 
     def keep(self, kept: Mask) -> bool:
         """Drops columns where `kept` is false and those that then agree with none; False where a group is empty."""

@@ -344,7 +344,10 @@ class Formulation:
         """The parameters that are read, equal ones counted, with the deciding decisions of their readings."""
         own, classes = self.parameter_bytes, self.space.classes
         return Counter(
-            (tuple(dict.fromkeys(classes[reading.name] for reading in readings)), own.parameter(readings[0].parameter, own.gradients))
+            (
+                tuple(dict.fromkeys(classes[reading.name] for reading in readings)),
+                own.parameter(readings[0].parameter, own.gradients),
+            )
             for readings in self.space.readings.values()
             if readings
         )

@@ -54,10 +54,10 @@ class LayerGroups:
     def _grouped(self, numbers: Mapping[str, int]) -> tuple[LayerGroup, ...]:
         """Groups layers with the same number, and with the same treatment where treatments are given."""
         found: dict[object, list[FsdpUnit]] = {}
-        is_open = self.setting.treatments is None  # then every layer of a number has the same treatments to choose from
+        given = self.setting.treatments  # without any, all layers of a number have the same treatments to choose from
         for unit in self.units:
             if unit.name:
-                key = numbers[unit.name], None if is_open else self._treatments(unit)
+                key = numbers[unit.name], None if given is None else self._given(given[unit.name])
                 found.setdefault(key, []).append(unit)
         return tuple(
             LayerGroup(units=tuple(own), numbers=numbers_of(own[0].name, len(own), self._treatments(own[0])))
@@ -87,8 +87,7 @@ class LayerGroups:
         """The treatments that a unit may get, in the order of TREATMENTS; without FSDP all of them reshard."""
         setting = self.setting
         if setting.treatments is not None:
-            given = setting.treatments[unit.name]
-            return (given if self.uses_fsdp else replace(given, reshard=True),)
+            return (self._given(setting.treatments[unit.name]),)
         reshard = setting.reshard_after_forward if self.uses_fsdp else True
         graph = self.priced.space.graph
         recompute = Recompute.NONE if write_within(graph, (unit.name,)) else setting.recompute
@@ -99,6 +98,10 @@ class LayerGroups:
             if recompute in (None, treatment.recompute) and reshard in (None, treatment.reshard)
             if treatment.recompute not in impossible
         )
+
+    def _given(self, treatment: Treatment) -> Treatment:
+        """A treatment as it is where it is given; without FSDP all of them reshard."""
+        return treatment if self.uses_fsdp or treatment.reshard else replace(treatment, reshard=True)
 
 
 def _numbered(keys: Mapping[str, object]) -> dict[str, int]:

@@ -220,11 +220,13 @@ class PointSolver:
         the relaxation's is a choice that fits. A bound above the cutoff ends the solve."""
         formulation = self.formulate(point)
         found = self.solver_of(formulation.limited_at_the_loss, cutoff=cutoff, is_relaxed=True)
-        if found.choice is None or formulation.fits(found.choice, tolerance=LIMIT_TOLERANCE):
-            if found.status is not Status.BOUNDED:
-                return Candidate(point=point, formulation=formulation, solution=found)
-        assert found.bound is not None
-        return found.bound
+        is_bound = found.status is Status.BOUNDED
+        if not is_bound and found.choice is not None:
+            is_bound = not formulation.fits(found.choice, tolerance=LIMIT_TOLERANCE)
+        if is_bound:
+            assert found.bound is not None
+            return found.bound
+        return Candidate(point=point, formulation=formulation, solution=found)
 
     def full(self, point: Point, *, cutoff: float = math.inf) -> Candidate | float:
         """The optimum of a point, or a lower bound on it that is above the cutoff."""
