@@ -111,21 +111,23 @@ def decides_like(space: Space, other: Space) -> bool:
     nodes, edges and FSDP units are equal."""
     return (
         space.tp == other.tp
-        and space.graph.sources == other.graph.sources
-        and _outline(space.graph) == _outline(other.graph)
-        and space.classes == other.classes
-        and space.flows == other.flows
+        and (space.graph.is_resized_of(other.graph) or _outlined(space.graph) == _outlined(other.graph))
+        # As tuples, since equal ones of graphs that were made of one are one object.
+        and (space.classes, space.flows) == (other.classes, other.flows)
         and all(space.strategies[name] == other.strategies[name] for name in space.members)
     )
 
 
-def _outline(graph: ModelGraph) -> tuple[object, ...]:
-    """The nodes in order without the arguments of ops, which contain sizes."""
-    return graph.once(
-        _outline,
-        lambda: tuple(
-            node if isinstance(node, Boundary) else (node.name, node.module, node.operands, node.results)
-            for node in graph.nodes
+def _outlined(graph: ModelGraph) -> tuple[object, ...]:
+    """The sources, and the nodes in order without the arguments of ops, which contain sizes."""
+    return graph.once_for_all_sizes(
+        _outlined,
+        lambda: (
+            graph.sources,
+            *(
+                node if isinstance(node, Boundary) else (node.name, node.module, node.operands, node.results)
+                for node in graph.nodes
+            ),
         ),
     )
 

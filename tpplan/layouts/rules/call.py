@@ -245,7 +245,7 @@ def crossings_before_writes(graph: ModelGraph) -> frozenset[str]:
 
     A conversion there would make a copy, and code on the other side would not see the write.
     """
-    return graph.once(crossings_before_writes, lambda: _crossings_before_writes(graph))
+    return graph.once_for_all_sizes(crossings_before_writes, lambda: _crossings_before_writes(graph))
 
 
 def _crossings_before_writes(graph: ModelGraph) -> frozenset[str]:
