@@ -284,6 +284,11 @@ class ModelGraph:
         return cast(T, self._memo[key])
 
     @cached_property
+    def is_grown(self) -> bool:
+        """True where `resized` made the graph; False for one that is traced, and for a changed copy."""
+        return False
+
+    @cached_property
     def _outline(self) -> dict[Hashable, object]:
         return {}
 
@@ -303,7 +308,7 @@ class ModelGraph:
         for position, op in nodes.items():
             own[position] = op
         other = replace(self, values={**self.values, **values}, nodes=tuple(own))
-        other.__dict__["_outline"] = self._outline  # where cached_property keeps it
+        other.__dict__.update(_outline=self._outline, is_grown=True)  # where cached_property keeps them
         return other
 
     def is_resized_of(self, other: "ModelGraph") -> bool:

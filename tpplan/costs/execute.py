@@ -1,13 +1,15 @@
 """Runs ops on meta tensors of the local shapes, forward and backward, and logs their kernels.
 
 The same run shows which tensors autograd saves, by storage, and how much memory the op holds while it runs. Runs are
-cached by signature: ops with the same target, literals and local operands cost the same.
+cached by signature: ops with the same target, literals and local operands cost the same. Ops of a graph that was grown
+from those of smaller micro-batches may have executions that are grown too (tpplan.costs.grown_executions).
 """
 
 import contextlib
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from math import prod
 from typing import Any, TypeVar, cast
 
@@ -17,44 +19,17 @@ from tpplan.core.errors import ModelError
 from tpplan.core.graph import Argument, Ref, Value
 from tpplan.core.layout import Layout, R, local_shape
 from tpplan.core.units import DTYPE_BYTES
+from tpplan.costs.execution import Execution, Gradient
 from tpplan.costs.gpu_kernels import callable_of, operator_of
+from tpplan.costs.grown_executions import GrownExecutions
 from tpplan.costs.kernels import Kernel, KernelLog, MemoryBound, bytes_of, is_view, tensors_in
-from tpplan.layouts.rules import FLEX_ATTENTION, OPAQUE, Call, Strategy, localized_arguments
+from tpplan.layouts.rules import FLEX_ATTENTION, OPAQUE, Call, Strategy, localized_arguments, size_places
 from tpplan.torch_internals.operators import is_op
 from tpplan.torch_internals.tensors import storage_key
 from tpplan.trace.answers.data_dependent_sizes import COUNTING, counting_by
 from tpplan.trace.whole.opaque import OpaqueTrace, OpRecord
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Execution:
-    """The kernels and memory of one run of an op."""
-
-    forward: tuple[Kernel, ...]
-    backward: tuple[Kernel, ...]
-    #: indices of the operands, and of the results, whose storage autograd keeps
-    saves: frozenset[int]
-    saves_results: frozenset[int]
-    #: bytes that autograd keeps of other tensors (statistics, masks, log-probabilities)
-    saved_bytes: int
-    #: the most that forward held besides the bytes that it leaves behind
-    forward_bytes: int
-    #: the most that backward held, with the gradients of results and operands
-    backward_bytes: int
-    #: by operand; None where it has no gradient
-    gradients: tuple["Gradient | None", ...] = ()
-    #: messages about kernels that were not seen, and how they are priced
-    guesses: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """An operand's gradient: its bytes, and whether it shares the memory of a result's gradient."""
-
-    num_bytes: int
-    is_view: bool
 
 
 #: end of messages about an op whose kernels are not seen
@@ -68,7 +43,9 @@ class Executor:
     """Runs calls on meta tensors and caches their executions."""
 
     #: by signature of the call
-    _cache: dict[object, Execution] = field(default_factory=dict)
+    _cache: dict[Hashable, Execution] = field(default_factory=dict)
+    #: those that are no runs
+    _grown: GrownExecutions = field(default_factory=GrownExecutions)
     #: executions of opaque modules, by the key of the call
     _observed: dict[str, Execution] = field(default_factory=dict)
     #: executions by the call's id; the call is held, so that its id is not reused
@@ -111,23 +88,31 @@ class Executor:
         return known[1]
 
     def _executed(self, call: Call, strategy: Strategy, tp: int) -> Execution:
-        """Returns the execution of a call, run once for all calls of the same signature."""
-        shapes = tuple(
-            local_shape(value.shape, layout, tp) for value, layout in zip(call.operands, strategy.operands, strict=True)
-        )
+        """Returns the execution of a call, run once for all calls of the same signature, or grown."""
+        shapes = tuple(map(local_shape, (value.shape for value in call.operands), strategy.operands, repeat(tp)))
         args = localized_arguments(call, strategy, tp)
         flags = tuple((value.dtype, value.carries_gradient) for value in call.operands)
         carries = tuple(value.carries_gradient for value in call.results)
         structure = _without_names((args, call.kwargs))
         function = callable_of(call, strategy)
         key = (function, structure, shapes, flags, carries)
-        if key not in self._cache:
-            try:
-                self._cache[key] = replace(_run(call, function, args, shapes), guesses=_GUESSES.get(call.target, ()))
-            except ModelError as error:
-                self._cache[key] = moved = _by_bytes(call, strategy, tp, str(error).splitlines()[0])
-                warnings.warn(moved.guesses[0], stacklevel=2)
-        return self._cache[key]
+        if key in self._cache:
+            return self._cache[key]
+        made = tuple(map(local_shape, (value.shape for value in call.results), strategy.results, repeat(tp)))
+        form, literals = _without_sizes(call.target, structure)
+        about = function, form, tuple(map(len, (*shapes, *made))), flags, carries
+        sizes = *shapes, *made, literals
+        grown = self._grown.at(about, sizes) if call.is_grown else None
+        if grown is not None:
+            return grown
+        try:
+            found = replace(_run(call, function, args, shapes), guesses=_GUESSES.get(call.target, ()))
+        except ModelError as error:
+            found = _by_bytes(call, strategy, tp, str(error).splitlines()[0])
+            warnings.warn(found.guesses[0], stacklevel=2)
+        self._cache[key] = found
+        self._grown.add(about, sizes, found)
+        return found
 
 
 def _execution_of(observed: OpaqueTrace) -> Execution:
@@ -138,8 +123,7 @@ def _execution_of(observed: OpaqueTrace) -> Execution:
         saves=observed.keeps,
         saves_results=observed.keeps_results,
         saved_bytes=observed.kept_bytes,
-        forward_bytes=observed.forward_bytes,
-        backward_bytes=observed.backward_bytes,
+        held=((observed.forward_bytes, 0), (0, observed.backward_bytes)),
         guesses=tuple(_guesses_of(observed)),
     )
 
@@ -209,6 +193,25 @@ def _without_names(argument: object) -> object:
     return tuple(map(_without_names, argument)) if isinstance(argument, tuple) else argument
 
 
+def _without_sizes(target: str, structure: Argument) -> tuple[Argument, tuple[int, ...]]:
+    """Returns a call's arguments without the literals that are sizes of tensors, and these.
+
+    `structure` are the positional arguments and those by name.
+    """
+    assert isinstance(structure, tuple)
+    args, kwargs = structure
+    assert isinstance(args, tuple)
+    places, sizes, form = size_places(target), [], list[Argument]()
+    for place, argument in enumerate(args):
+        if place not in places:
+            form.append(argument)
+            continue
+        own = argument if isinstance(argument, tuple) else (argument,)
+        sizes += [item for item in own if type(item) is int]
+        form.append(tuple("size" if type(item) is int else item for item in own))
+    return (tuple(form), kwargs), tuple(sizes)
+
+
 def _run(
     call: Call, function: Callable[..., Any], args: tuple[Argument, ...], shapes: tuple[tuple[int, ...], ...]
 ) -> Execution:
@@ -233,7 +236,8 @@ def _run(
         with _counting_as(call), torch.set_grad_enabled(carries), saving, log:
             output = function(*real_args, **real_kwargs)
         forward = tuple(log.kernels) or _hidden_copy(call, output)
-        left_bytes, forward_bytes = log.made.live_bytes, log.made.peak_bytes - log.made.live_bytes
+        left_bytes = log.made.live_bytes
+        held = (*log.held, left_bytes)
         log.restart()
         results = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -247,8 +251,7 @@ def _run(
         shown = ", ".join(f"{value.dtype}{list(shape)}" for value, shape in zip(call.operands, shapes, strict=True))
         raise ModelError(f"{call.target} on ({shown}) cannot be costed on meta tensors: {error}") from error
     execution = _execution(forward, tuple(log.kernels), saved, operands, list(tensors_in(output)))
-    backward_bytes = log.made.peak_bytes - left_bytes
-    return replace(execution, forward_bytes=forward_bytes, backward_bytes=backward_bytes, gradients=gradients)
+    return replace(execution, held=(held, (left_bytes, *log.held)), gradients=gradients)
 
 
 def _meta_operands(call: Call, shapes: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
@@ -277,8 +280,7 @@ def _by_bytes(call: Call, strategy: Strategy, tp: int, reason: str) -> Execution
         saves=frozenset(range(len(given))) if carries else frozenset(),
         saves_results=frozenset(range(len(made))) if carries else frozenset(),
         saved_bytes=0,
-        forward_bytes=0,
-        backward_bytes=sum(given) if carries else 0,
+        held=((0,), (0, sum(given) if carries else 0)),
         gradients=tuple(
             Gradient(size, False) if carries and value.carries_gradient else None
             for value, size in zip(call.operands, given, strict=True)
@@ -331,8 +333,7 @@ def _execution(
         saves=frozenset(own[key] for key in kept if key in own),
         saves_results=frozenset(made[key] for key in kept if key in made),
         saved_bytes=sum(tensor.untyped_storage().nbytes() for tensor in extra),
-        forward_bytes=0,
-        backward_bytes=0,
+        held=((), ()),
     )
 
 

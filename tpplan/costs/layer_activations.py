@@ -15,7 +15,8 @@ from itertools import chain
 
 from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, enclosing
 from tpplan.core.layout import Conversion
-from tpplan.costs.execute import Execution, Executor, whole_strategy
+from tpplan.costs.execute import Executor, whole_strategy
+from tpplan.costs.execution import Execution
 from tpplan.costs.kernels import WORK
 from tpplan.costs.peak_candidates import KeptStorage, PeakCandidates, Region
 from tpplan.costs.saved_tensors import (

@@ -8,7 +8,8 @@ from tpplan.core.layout import Conversion, Layout
 from tpplan.core.mesh import Axis, GroupShape
 from tpplan.costs.collectives import Transfer, conversion_time, conversion_transfers, op_transfers
 from tpplan.costs.error_bars import NONE, Residuals
-from tpplan.costs.execute import Execution, Executor
+from tpplan.costs.execute import Executor
+from tpplan.costs.execution import Execution
 from tpplan.costs.fusion import moved_shares
 from tpplan.costs.gradient_sums import MOVED, additions, moved_bytes
 from tpplan.costs.kernels import WORK, Attention, Kernel, Matmul, MemoryBound, kernel_time

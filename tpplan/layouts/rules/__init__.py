@@ -31,7 +31,7 @@ from tpplan.layouts.rules.call import (
 )
 from tpplan.layouts.rules.equation import whole_operands
 from tpplan.layouts.rules.pointwise import nonlinear
-from tpplan.layouts.rules.size_literals import groups_divide, localized_arguments, takes_sizes, written_sizes
+from tpplan.layouts.rules.size_literals import groups_divide, localized_arguments, size_places, takes_sizes, written_sizes
 
 __all__ = [
     "FLEX_ATTENTION",
@@ -46,6 +46,7 @@ __all__ = [
     "has_rule",
     "localized_arguments",
     "registered_rules",
+    "size_places",
     "strategies",
     "takes_sizes",
     "written_operands",
