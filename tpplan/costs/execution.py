@@ -24,8 +24,8 @@ class Execution:
     saves_results: frozenset[int]
     #: bytes that autograd keeps of other tensors (statistics, masks, log-probabilities)
     saved_bytes: int
-    #: bytes that are held each time that an op has made a tensor: in forward, with last the bytes that it leaves behind,
-    #: and in backward, with these first
+    #: bytes that are held each time that an op has made a tensor: in forward, and last what it leaves behind; in
+    #: backward, and first this
     held: tuple[tuple[int, ...], tuple[int, ...]]
     #: by operand; None where it has no gradient
     gradients: tuple[Gradient | None, ...] = ()

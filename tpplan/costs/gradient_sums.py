@@ -24,7 +24,10 @@ def additions(space: Space) -> Mapping[str, tuple[float, ...]]:
 
 
 def _by_class(space: Space) -> Mapping[str, tuple[float, ...]]:
-    found, by_member = {}, space.graph.once_for_all_sizes(_counted, lambda: {name: _counted(space, name) for name in space.deciders})
+    found, by_member = (
+        {},
+        space.graph.once_for_all_sizes(_counted, lambda: {name: _counted(space, name) for name in space.deciders}),
+    )
     for name, members in space.members.items():
         counts = [by_member[member] for member in members]
         mean = tuple(sum(column) / len(counts) for column in zip(*counts, strict=True))

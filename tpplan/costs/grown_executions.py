@@ -14,8 +14,8 @@ That the op runs the same kernels at v is assumed. So only the search takes grow
 answer and compares (tpplan.search.points.point_solver.PointSolver.has_grown_right).
 """
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 
 from tpplan.costs.execution import Execution, Gradient
@@ -129,53 +129,82 @@ def _require(condition: bool) -> None:
 class GrownExecutions:
     """Executions of calls that were run, by all that is no size of them, and those that were grown."""
 
-    _run: dict[Hashable, dict[Sizes, Execution]] = field(default_factory=dict)
+    _run: dict[Hashable, "_Runs"] = field(default_factory=dict)
     _grown: dict[tuple[Hashable, Sizes], Execution] = field(default_factory=dict)
 
     def add(self, about: Hashable, sizes: Sizes, execution: Execution) -> None:
         """Adds an execution that was run, unless its kernels are guessed."""
         if not execution.guesses:
-            self._run.setdefault(about, {})[sizes] = execution
+            self._run.setdefault(about, _Runs()).add(sizes, execution)
 
     def at(self, about: Hashable, sizes: Sizes) -> Execution | None:
         """The execution grown at these sizes; None where those that were run do not give it."""
         key = about, sizes
         if key not in self._grown:
-            found = self._from(self._run.get(about, {}), sizes)
+            found = self._run[about].at(sizes) if about in self._run else None
             if found is None:
                 return None
             self._grown[key] = found
         return self._grown[key]
 
-    def _from(self, run: dict[Sizes, Execution], sizes: Sizes) -> Execution | None:
-        near = [own for own in run if _changes_one(own, sizes)]
-        for low, high in combinations(near, 2):
-            if _changes_one(low, high) and (line := _line(low, high, sizes)) is not None:
-                try:
-                    return line.execution(run[low], run[high])
-                except _UnlikeError:
-                    continue
+
+#: sizes in one row
+_Row = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Runs:
+    """Executions by their sizes, of calls that differ in nothing else."""
+
+    executions: dict[_Row, Execution] = field(default_factory=dict)
+    shapes: list[Sizes] = field(default_factory=list)
+    #: for the places in a row at which a single size changes: the rows by what they have at all other places
+    lines: dict[tuple[int, ...], dict[_Row, list[_Row]]] = field(default_factory=dict)
+
+    def add(self, sizes: Sizes, execution: Execution) -> None:
+        """Adds an execution."""
+        row = tuple(chain(*sizes))
+        for places in {_single_size(sizes, other) for other in self.shapes} - {(), *self.lines}:
+            self.lines[places] = {}
+            for other in self.executions:
+                self.lines[places].setdefault(_without(other, places), []).append(other)
+        self.shapes.append(sizes)
+        self.executions[row] = execution
+        for places, rows in self.lines.items():
+            rows.setdefault(_without(row, places), []).append(row)
+
+    def at(self, sizes: Sizes) -> Execution | None:
+        """The execution at these sizes, from the first two that give it."""
+        row = tuple(chain(*sizes))
+        for places, rows in self.lines.items():
+            for low, high in combinations(rows.get(_without(row, places), ()), 2):
+                if (line := _line(low, high, row)) is not None:
+                    try:
+                        return line.execution(self.executions[low], self.executions[high])
+                    except _UnlikeError:
+                        continue
         return None
 
 
-def _changes_one(sizes: Sizes, others: Sizes) -> bool:
-    """True where at most one dim of each tensor changes, and not from or to 1 (or nothing)."""
-    *shapes, literals = zip(sizes, others, strict=True)
-    for own, other in shapes:
-        if own != other:
-            changed = [pair for pair in zip(own, other, strict=True) if pair[0] != pair[1]]
-            if len(changed) > 1 or min(changed[0]) < 2:
-                return False
-    return True
+def _single_size(sizes: Sizes, others: Sizes) -> tuple[int, ...]:
+    """The places that differ in a row of the sizes; () where a shape differs in several dims."""
+    *shapes, _ = zip(sizes, others, strict=True)
+    if any(sum(map(int.__ne__, own, other)) > 1 for own, other in shapes):
+        return ()
+    return tuple(i for i, (a, b) in enumerate(zip(chain(*sizes), chain(*others), strict=True)) if a != b)
 
 
-def _line(low: Sizes, high: Sizes, target: Sizes) -> _Line | None:
-    """The line through two points that leads to a third one; None where it leads elsewhere."""
+def _without(row: _Row, places: tuple[int, ...]) -> _Row:
+    return tuple(size for place, size in enumerate(row) if place not in places)
+
+
+def _line(low: _Row, high: _Row, target: _Row) -> _Line | None:
+    """The line through two points that leads to a third one, without a size of 1 or 0; None where there is none."""
     line = None
-    for a, b, c in zip(chain(*low), chain(*high), chain(*target), strict=True):
+    for a, b, c in zip(low, high, target, strict=True):
         if a == b == c:
             continue
-        if a == b:
+        if a == b or min(a, b, c) < 2:
             return None
         if line is None:
             line = _Line(c - a, b - a)

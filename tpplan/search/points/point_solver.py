@@ -6,15 +6,18 @@ A point is a mesh and a micro-batch. Points with the same micro-batch and tp deg
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import final
 
 from tpplan import solvers
 from tpplan.core.errors import SolverError
 from tpplan.core.graph import Op
 from tpplan.costs.execute import whole_strategy
+from tpplan.costs.known_times import KnownTimes
 from tpplan.costs.step.cost_table import PricedSpace, price_space
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.train_config import Setting
+from tpplan.costs.strategy_times import Rates
 from tpplan.layouts.decision_space import build_space
 from tpplan.layouts.layer_treatments import Treatment
 from tpplan.layouts.pins import Pinned
@@ -112,6 +115,10 @@ class PointSolver:
             self._spaces[key] = self.traces.reuse.space(shared, lambda: self._price(micro_batch, tp))
         return self._spaces[key]
 
+    @cached_property
+    def _rates(self) -> Rates:
+        return Rates(KnownTimes(self.request.profile))
+
     def _space_key(self, micro_batch: int, tp: int) -> Hashable:
         """Everything that decisions and their costs depend on."""
         request = self.request
@@ -135,6 +142,7 @@ class PointSolver:
             self.traces.reuse.executor,
             is_compiled=request.is_compiled,
             num_gpus=request.cluster.gpus,
+            rates=self._rates,
             others=[other for (_, degree), other in reversed(self._spaces.items()) if degree == tp],
         )
 
