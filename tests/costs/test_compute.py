@@ -111,7 +111,8 @@ def observed(key: str, *ran: OpRecord, is_bounded: bool = True) -> dict[str, Opa
             keeps_results=frozenset(),
             written=frozenset(),
             kept_bytes=0,
-            held=((0,), (0,)),
+            forward_bytes=0,
+            backward_bytes=0,
             bodies=(),
             is_bounded=is_bounded,
         )

@@ -16,13 +16,14 @@ from typing import Any, TypeVar, cast
 import torch
 
 from tpplan.core.errors import ModelError
-from tpplan.core.graph import Argument, Ref, Value
+from tpplan.core.graph import Argument, ModelGraph, Op, Ref, Value
 from tpplan.core.layout import Layout, R, local_shape
+from tpplan.core.repeated_blocks import like_ops
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.costs.execution import Execution, Gradient
 from tpplan.costs.gpu_kernels import callable_of, operator_of
 from tpplan.costs.grown_executions import GrownExecutions
-from tpplan.costs.kernels import Kernel, KernelLog, MemoryBound, bytes_of, is_view, tensors_in
+from tpplan.costs.kernels import WORK, Kernel, KernelLog, MemoryBound, bytes_of, is_view, tensors_in
 from tpplan.layouts.rules import FLEX_ATTENTION, OPAQUE, Call, Strategy, localized_arguments, size_places
 from tpplan.torch_internals.operators import is_op
 from tpplan.torch_internals.tensors import storage_key
@@ -68,6 +69,26 @@ class Executor:
             for guess in seen.guesses:
                 warnings.warn(f"in a module that runs whole: {guess}", stacklevel=2)
 
+    def whole(self, graph: ModelGraph, op: Op) -> Execution:
+        """Returns the execution of an op where nothing is sharded, found once for the ops at one place of like blocks.
+
+        Raises ModelError like `execute`.
+        """
+        known: dict[str, Execution] = self.once((Execution, id(graph)), graph, dict)
+        name = like_ops(graph)[op.name]
+        if name not in known:
+            call = Call.of(graph, op)
+            known[name] = self.execute(call, whole_strategy(call), 1)
+        return known[name]
+
+    def saving(self, graph: ModelGraph) -> Hashable:
+        """Returns all that decides which storages of a graph are kept and what runs again: what its ops save, and the
+        kinds of work that they do, where nothing is sharded."""
+        ops = (op for op in graph.ops if like_ops(graph)[op.name] == op.name)
+        return self.once(
+            (Executor.saving, id(graph)), graph, lambda: tuple(_saving(self.whole(graph, op)) for op in ops)
+        )
+
     def execute(self, call: Call, strategy: Strategy, tp: int) -> Execution:
         """Returns one rank's execution of a call under a strategy.
 
@@ -93,14 +114,14 @@ class Executor:
         args = localized_arguments(call, strategy, tp)
         flags = tuple((value.dtype, value.carries_gradient) for value in call.operands)
         carries = tuple(value.carries_gradient for value in call.results)
-        structure = _without_names((args, call.kwargs))
+        structure = _without_names(args), _without_names(call.kwargs)
         function = callable_of(call, strategy)
         key = (function, structure, shapes, flags, carries)
         if key in self._cache:
             return self._cache[key]
         made = tuple(map(local_shape, (value.shape for value in call.results), strategy.results, repeat(tp)))
-        form, literals = _without_sizes(call.target, structure)
-        about = function, form, tuple(map(len, (*shapes, *made))), flags, carries
+        form, literals = _without_sizes(call.target, args)
+        about = function, form, structure[1], tuple(map(len, (*shapes, *made))), flags, carries
         sizes = *shapes, *made, literals
         grown = self._grown.at(about, sizes) if call.is_grown else None
         if grown is not None:
@@ -113,6 +134,11 @@ class Executor:
         self._cache[key] = found
         self._grown.add(about, sizes, found)
         return found
+
+
+def _saving(execution: Execution) -> Hashable:
+    works = frozenset(WORK[type(kernel)] for kernel in execution.forward)
+    return execution.saves, execution.saves_results, execution.saved_bytes > 0, works
 
 
 def _execution_of(observed: OpaqueTrace) -> Execution:
@@ -193,23 +219,17 @@ def _without_names(argument: object) -> object:
     return tuple(map(_without_names, argument)) if isinstance(argument, tuple) else argument
 
 
-def _without_sizes(target: str, structure: Argument) -> tuple[Argument, tuple[int, ...]]:
-    """Returns a call's arguments without the literals that are sizes of tensors, and these.
-
-    `structure` are the positional arguments and those by name.
-    """
-    assert isinstance(structure, tuple)
-    args, kwargs = structure
-    assert isinstance(args, tuple)
-    places, sizes, form = size_places(target), [], list[Argument]()
+def _without_sizes(target: str, args: tuple[Argument, ...]) -> tuple[object, tuple[int, ...]]:
+    """Returns a call's positional arguments without names and the literals that are sizes of tensors, and these."""
+    places, form, sizes = size_places(target), list[object](), list[int]()
     for place, argument in enumerate(args):
         if place not in places:
-            form.append(argument)
+            form.append(_without_names(argument))
             continue
         own = argument if isinstance(argument, tuple) else (argument,)
         sizes += [item for item in own if type(item) is int]
-        form.append(tuple("size" if type(item) is int else item for item in own))
-    return (tuple(form), kwargs), tuple(sizes)
+        form.append(tuple(int if type(item) is int else _without_names(item) for item in own))
+    return tuple(form), tuple(sizes)
 
 
 def _run(

@@ -232,8 +232,8 @@ def strategy_times(space: Space, name: str, pricing: Pricing) -> tuple[StrategyT
     moved, counts = pricing.shares.get(name, 1.0), pricing.additions.get(name, ())
     if isinstance(decider, Op):
         call, results = Call.of(space.graph, decider), [values[result] for result in decider.results]
-        added = (_added(pricing, counts, results, s, moved) if counts else NO_WORK for s in strategies)
-        return tuple(_op_time(call, s, pricing, moved, own) for s, own in zip(strategies, added, strict=True))
+        sums = (_added(pricing, counts, results, s, moved) if counts else NO_WORK for s in strategies)
+        return tuple(_op_time(call, s, pricing, moved, own) for s, own in zip(strategies, sums, strict=True))
     is_reading = isinstance(decider, Reading)
     value = values[decider.parameter.result if isinstance(decider, Reading) else decider.operand]
     key = strategies, is_reading, value.shape, value.dtype, value.carries_gradient, counts, moved

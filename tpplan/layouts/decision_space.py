@@ -96,7 +96,10 @@ class Space:
     @cached_property
     def layouts(self) -> dict[str, tuple[str, int]]:
         """Computed value -> (decision, position of the result) that decides the value's layout."""
-        return {result: (node.name, i) for node in self.graph.nodes for i, result in enumerate(node.results)}
+        return self.graph.once_for_all_sizes(
+            "layouts",
+            lambda: {result: (node.name, i) for node in self.graph.nodes for i, result in enumerate(node.results)},
+        )
 
 
 def deciders_of(graph: ModelGraph) -> dict[str, Decider]:
