@@ -22,7 +22,6 @@ conversion fixes both its forward and its backward collective (Megatron's f is R
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
 from math import prod
 
 from tpplan.core.errors import PlanError
@@ -265,7 +264,6 @@ def layouts_of(shape: tuple[int, ...], *, carries_gradient: bool, tp: int) -> tu
     return (R, R_STAR, P, *shards) if carries_gradient else (R, *shards)
 
 
-@cache
 def conversions_between(
     sources: tuple[Layout, ...], targets: tuple[Layout, ...], *, carries_gradient: bool
 ) -> tuple[Conversion, ...]:

@@ -112,16 +112,14 @@ class Executor:
         """Returns the execution of a call, run once for all calls of the same signature, or grown."""
         shapes = tuple(map(local_shape, (value.shape for value in call.operands), strategy.operands, repeat(tp)))
         args = localized_arguments(call, strategy, tp)
-        flags = tuple((value.dtype, value.carries_gradient) for value in call.operands)
-        carries = tuple(value.carries_gradient for value in call.results)
-        structure = _without_names(args), _without_names(call.kwargs)
+        own, others = self.once((_anywhere, id(call)), call, lambda: _anywhere(call))
         function = callable_of(call, strategy)
-        key = (function, structure, shapes, flags, carries)
+        key = function, own if args == call.args else _without_names(args), shapes, others
         if key in self._cache:
             return self._cache[key]
         made = tuple(map(local_shape, (value.shape for value in call.results), strategy.results, repeat(tp)))
         form, literals = _without_sizes(call.target, args)
-        about = function, form, structure[1], tuple(map(len, (*shapes, *made))), flags, carries
+        about = function, form, tuple(map(len, (*shapes, *made))), others
         sizes = *shapes, *made, literals
         grown = self._grown.at(about, sizes) if call.is_grown else None
         if grown is not None:
@@ -210,6 +208,14 @@ def _runs(ran: OpRecord, log: contextlib.AbstractContextManager[object]) -> bool
 
 def _on_meta(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: torch.device("meta") if name == "device" else value for name, value in kwargs.items()}
+
+
+def _anywhere(call: Call) -> tuple[object, Hashable]:
+    """Returns what is the same of a call under all strategies: its positional arguments, if none is a size, and all
+    else that decides what it runs, besides shapes."""
+    flags = tuple((value.dtype, value.carries_gradient) for value in call.operands)
+    carries = tuple(value.carries_gradient for value in call.results)
+    return _without_names(call.args), (_without_names(call.kwargs), flags, carries)
 
 
 def _without_names(argument: object) -> object:

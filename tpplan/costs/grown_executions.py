@@ -148,6 +148,8 @@ class GrownExecutions:
         return self._grown[key]
 
 
+#: as many executions show which sizes change alone: the first op under each of its strategies
+_MOST_COMPARED = 12
 #: sizes in one row
 _Row = tuple[int, ...]
 
@@ -157,18 +159,19 @@ class _Runs:
     """Executions by their sizes, of calls that differ in nothing else."""
 
     executions: dict[_Row, Execution] = field(default_factory=dict)
-    shapes: list[Sizes] = field(default_factory=list)
+    compared: list[Sizes] = field(default_factory=list)
     #: for the places in a row at which a single size changes: the rows by what they have at all other places
     lines: dict[tuple[int, ...], dict[_Row, list[_Row]]] = field(default_factory=dict)
 
     def add(self, sizes: Sizes, execution: Execution) -> None:
         """Adds an execution."""
         row = tuple(chain(*sizes))
-        for places in {_single_size(sizes, other) for other in self.shapes} - {(), *self.lines}:
+        for places in {_single_size(sizes, other) for other in self.compared} - {(), *self.lines}:
             self.lines[places] = {}
             for other in self.executions:
                 self.lines[places].setdefault(_without(other, places), []).append(other)
-        self.shapes.append(sizes)
+        if len(self.compared) < _MOST_COMPARED:
+            self.compared.append(sizes)
         self.executions[row] = execution
         for places, rows in self.lines.items():
             rows.setdefault(_without(row, places), []).append(row)

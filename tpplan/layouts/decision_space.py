@@ -9,7 +9,7 @@ boundary it has its own class, so that the first block may convert what the othe
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, SourceKind, Value
@@ -280,17 +280,15 @@ class _Builder:
         value = self.graph.values[boundary.operand]
         layouts = layouts_of(value.shape, carries_gradient=value.carries_gradient, tp=self.tp)
         layouts = (*(layout for layout in layouts if value.can_be(layout, self.tp)), *self._extra(value))
-        conversions = conversions_between(layouts, layouts, carries_gradient=value.carries_gradient)
         stacked = stacked_dims(self.graph, lambda call: call_strategies(call, 1)).get(value.name, frozenset())
-        conversions = tuple(c for c in conversions if c.is_identity or stacked.isdisjoint((c.source, c.target)))
         if boundary.name not in self.converting or boundary.name in self.written_later:
-            conversions = tuple(c for c in conversions if c.is_identity)
-        elif self._feeds_lookup(boundary):
-            conversions = (*conversions, Conversion(R, ROWS))
-        elif self._follows_lookup(boundary):
-            masked = (layout for layout in layouts if can_convert(P, layout))
-            conversions = (*conversions, *(Conversion(ROWS, layout) for layout in masked))
-        return tuple(Strategy((c.source,), (c.target,)) for c in conversions)
+            return _kept_layouts(layouts, carries_gradient=value.carries_gradient)
+        found = _conversions(layouts, stacked, carries_gradient=value.carries_gradient)
+        if self._feeds_lookup(boundary):
+            return (*found, Strategy((R,), (ROWS,)))
+        if self._follows_lookup(boundary):
+            return (*found, *(Strategy((ROWS,), (layout,)) for layout in layouts if can_convert(P, layout)))
+        return found
 
     def _reading_options(self, reading: Reading) -> tuple[Strategy, ...]:
         source = reading.parameter
@@ -340,6 +338,25 @@ class _Builder:
     def _rows_are_masked(self, op: Op, strategy: Strategy) -> bool:
         """True unless the strategy gives `rows` where no output boundary masks the rows of other ranks."""
         return ROWS not in strategy.results or self._rows_possible(op)
+
+
+@cache
+def _conversions(
+    layouts: tuple[Layout, ...], stacked: frozenset[Layout], *, carries_gradient: bool
+) -> tuple[Strategy, ...]:
+    """The strategies of a boundary that converts between layouts; a `stacked` one is kept."""
+    return tuple(
+        Strategy((own.source,), (own.target,))
+        for own in conversions_between(layouts, layouts, carries_gradient=carries_gradient)
+        if own.is_identity or stacked.isdisjoint((own.source, own.target))
+    )
+
+
+@cache
+def _kept_layouts(layouts: tuple[Layout, ...], *, carries_gradient: bool) -> tuple[Strategy, ...]:
+    """The strategies of a boundary that does not convert."""
+    possible = conversions_between(layouts, layouts, carries_gradient=carries_gradient)
+    return tuple(Strategy((own.source,), (own.target,)) for own in possible if own.is_identity)
 
 
 def _whole_outputs(graph: ModelGraph, unused: frozenset[str]) -> frozenset[str]:
