@@ -117,8 +117,8 @@ def test_an_assignment_costs_what_the_tied_problem_says() -> None:
     choice = solvers.solve(formulation.problem).choice
     assert choice is not None
     untied(formulation, choice)
-    counted_twice = replace(formulation.space)
-    counted_twice.members["linear"] += ("linear",)
+    members = formulation.space.members
+    counted_twice = replace(formulation.space, members={**members, "linear": (*members["linear"], "linear")})
     broken = replace(formulation, priced=replace(formulation.priced, space=counted_twice))
     with pytest.raises(AssertionError, match="the tied problem prices"):
         untied(broken, choice)

@@ -7,7 +7,7 @@ node.
 
 import hashlib
 import json
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -53,6 +53,18 @@ class Value:
         """True where tp ranks can hold the value in this layout at every size that its varying dims may take."""
         cut = () if layout.dim is None else range(layout.dim, layout.dim + (layout.kind is LayoutKind.JOINT) + 1)
         return fits(self.shape, layout, tp) and not any(dim in cut for dim in self.varying)
+
+    def of_shape(self, shape: tuple[int, ...]) -> "Value":
+        """The tensor with another shape; dataclasses.replace would take three times as long."""
+        return Value(
+            name=self.name,
+            shape=shape,
+            dtype=self.dtype,
+            carries_gradient=self.carries_gradient,
+            storage=self.storage,
+            varying=self.varying,
+            is_read=self.is_read,
+        )
 
     @property
     def num_elements(self) -> int:
@@ -270,6 +282,38 @@ class ModelGraph:
         if key not in self._memo:
             self._memo[key] = make()
         return cast(T, self._memo[key])
+
+    @cached_property
+    def is_grown(self) -> bool:
+        """True where `resized` made the graph; False for one that is traced, and for a changed copy."""
+        return False
+
+    @cached_property
+    def _outline(self) -> dict[Hashable, object]:
+        return {}
+
+    def once_for_all_sizes(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value of `make()`, cached under `key` for this graph and all that `resized` made of it or it was made of.
+
+        It must follow from what they share: names, modules, and which node reads and makes which values.
+        """
+        if key not in self._outline:
+            self._outline[key] = make()
+        return cast(T, self._outline[key])
+
+    def resized(self, values: Mapping[str, Value], nodes: Mapping[int, Op]) -> "ModelGraph":
+        """The graph with other shapes and literals: these values, and these ops at their positions, for those that it
+        has under the same names. Nothing but sizes may differ."""
+        own = list(self.nodes)
+        for position, op in nodes.items():
+            own[position] = op
+        other = replace(self, values={**self.values, **values}, nodes=tuple(own))
+        other.__dict__.update(_outline=self._outline, is_grown=True)  # where cached_property keeps them
+        return other
+
+    def is_resized_of(self, other: "ModelGraph") -> bool:
+        """True where `resized` made one of the two graphs of the other, or both of one: they differ in sizes alone."""
+        return self._outline is other._outline
 
     @cached_property
     def producers(self) -> dict[str, Op | Boundary]:

@@ -34,7 +34,7 @@ def members(graph: ModelGraph, module: str) -> tuple[Op | Boundary, ...]:
 
 def like_ops(graph: ModelGraph) -> dict[str, str]:
     """The name of each op -> the name of the op at its place in the first of its like blocks, else its own."""
-    return graph.once(like_ops, lambda: _like_ops(graph))
+    return graph.once_for_all_sizes(like_ops, lambda: _like_ops(graph))
 
 
 def _like_ops(graph: ModelGraph) -> dict[str, str]:

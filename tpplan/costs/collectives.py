@@ -1,6 +1,6 @@
 """Prices conversions: the collectives of their steps, and the local kernels around them."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -8,10 +8,11 @@ from tpplan.core.graph import Boundary, ModelGraph, Op, Value
 from tpplan.core.layout import COLLECTIVE_STEPS, Conversion, LayoutKind, Step
 from tpplan.core.mesh import Axis, GroupShape
 from tpplan.core.units import DTYPE_BYTES
+from tpplan.costs.known_times import KnownTimes
 from tpplan.layouts.decision_space import CROSS_ENTROPY, Decider, reading_conversion
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.layouts.rules.indexing import COUNTED, EXCHANGES
-from tpplan.machine.profile import Collective, Estimate, HardwareProfile
+from tpplan.machine.profile import Collective, Estimate
 from tpplan.plan.plan import Pass
 
 _COLLECTIVES = {
@@ -22,9 +23,7 @@ _COLLECTIVES = {
 }
 
 
-def step_time(
-    profile: HardwareProfile, step: Step, conversion: Conversion, value: Value, group: GroupShape
-) -> Estimate:
+def step_time(times: KnownTimes, step: Step, conversion: Conversion, value: Value, group: GroupShape) -> Estimate:
     """Returns the seconds of one step of a conversion, for a value of n bytes over p ranks.
 
     A collective takes the profile's time for n bytes. Gathering or scattering a dim that is not the outermost, or that
@@ -37,30 +36,28 @@ def step_time(
         case Step.NONE:
             return Estimate.zero()
         case Step.SLICE:
-            return _copy(profile, local)
+            return _copy(times, local)
         case Step.PAD:
-            return _local(profile, whole + local)
+            return times.move(whole + local)
         case Step.DIVIDE | Step.MASK:
-            return _copy(profile, whole)
+            return _copy(times, whole)
         case Step.LOCAL_ROWS:
-            return _local(profile, 4 * whole)
+            return times.move(4 * whole)
         case _:
-            transfer = profile.collective(_COLLECTIVES[step], group, whole)
+            transfer = times.collective(_COLLECTIVES[step], group, whole)
             if step is Step.ALL_REDUCE:
                 return transfer
             if step is Step.ALL_TO_ALL:
-                return transfer + 2.0 * _copy(profile, local)
-            has_parts = bool(conversion.source.parts or conversion.target.parts)
-            is_laid_out = _is_outermost(conversion, value) and not has_parts
-            return transfer if is_laid_out else transfer + _copy(profile, whole)
+                return transfer + 2.0 * _copy(times, local)
+            return transfer if _is_laid_out(conversion, value) else transfer + _copy(times, whole)
 
 
 def conversion_time(
-    profile: HardwareProfile, conversion: Conversion, value: Value, group: GroupShape
+    times: KnownTimes, conversion: Conversion, value: Value, group: GroupShape
 ) -> tuple[Estimate, Estimate]:
     """Returns forward and backward seconds of a conversion; backward is 0 where the value carries no gradient."""
     forward, backward = (
-        sum((step_time(profile, step, conversion, value, group) for step in steps), Estimate.zero())
+        sum((step_time(times, step, conversion, value, group) for step in steps), Estimate.zero())
         for steps in (conversion.forward, conversion.backward)
     )
     return forward, backward if value.carries_gradient else Estimate.zero()
@@ -71,18 +68,23 @@ def collectives_of(steps: tuple[Step, ...]) -> tuple[Collective, ...]:
     return tuple(_COLLECTIVES[step] for step in steps if step in COLLECTIVE_STEPS)
 
 
-def _is_outermost(conversion: Conversion, value: Value) -> bool:
-    """True where all dims before the sharded dim have size 1, so that its slices are contiguous."""
+def steps_key(conversion: Conversion, value: Value) -> Hashable:
+    """All that the times and collectives of a conversion depend on, on one group: many conversions have it in
+    common."""
+    forward, backward = conversion.forward, conversion.backward
+    how = conversion.target.slices, _is_laid_out(conversion, value), value.num_bytes, value.dtype
+    return forward, backward, (*how, value.carries_gradient) if forward or backward else ()
+
+
+def _is_laid_out(conversion: Conversion, value: Value) -> bool:
+    """True where slices are contiguous: all dims before the sharded dim have size 1, and it has no parts."""
     dim = conversion.source.dim if conversion.source.dim is not None else conversion.target.dim
-    return prod(value.shape[: dim or 0]) == 1
+    has_parts = bool(conversion.source.parts or conversion.target.parts)
+    return prod(value.shape[: dim or 0]) == 1 and not has_parts
 
 
-def _copy(profile: HardwareProfile, num_bytes: float) -> Estimate:
-    return _local(profile, 2 * num_bytes)
-
-
-def _local(profile: HardwareProfile, num_bytes: float) -> Estimate:
-    return profile.memory_bound(num_bytes=num_bytes) + profile.issuing
+def _copy(times: KnownTimes, num_bytes: float) -> Estimate:
+    return times.move(2 * num_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

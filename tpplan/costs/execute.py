@@ -1,60 +1,36 @@
 """Runs ops on meta tensors of the local shapes, forward and backward, and logs their kernels.
 
 The same run shows which tensors autograd saves, by storage, and how much memory the op holds while it runs. Runs are
-cached by signature: ops with the same target, literals and local operands cost the same.
+cached by signature: ops with the same target, literals and local operands cost the same. Ops of a graph that was grown
+from those of smaller micro-batches may have executions that are grown too (tpplan.costs.grown_executions).
 """
 
 import contextlib
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from math import prod
 from typing import Any, TypeVar, cast
 
 import torch
 
 from tpplan.core.errors import ModelError
-from tpplan.core.graph import Argument, Ref, Value
+from tpplan.core.graph import Argument, ModelGraph, Op, Ref, Value
 from tpplan.core.layout import Layout, R, local_shape
+from tpplan.core.repeated_blocks import like_ops
 from tpplan.core.units import DTYPE_BYTES
+from tpplan.costs.execution import Execution, Gradient
 from tpplan.costs.gpu_kernels import callable_of, operator_of
-from tpplan.costs.kernels import Kernel, KernelLog, MemoryBound, bytes_of, is_view, tensors_in
-from tpplan.layouts.rules import FLEX_ATTENTION, OPAQUE, Call, Strategy, localized_arguments
+from tpplan.costs.grown_executions import GrownExecutions
+from tpplan.costs.kernels import WORK, Kernel, KernelLog, MemoryBound, bytes_of, is_view, tensors_in
+from tpplan.layouts.rules import FLEX_ATTENTION, OPAQUE, Call, Strategy, localized_arguments, size_places
 from tpplan.torch_internals.operators import is_op
 from tpplan.torch_internals.tensors import storage_key
 from tpplan.trace.answers.data_dependent_sizes import COUNTING, counting_by
 from tpplan.trace.whole.opaque import OpaqueTrace, OpRecord
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Execution:
-    """The kernels and memory of one run of an op."""
-
-    forward: tuple[Kernel, ...]
-    backward: tuple[Kernel, ...]
-    #: indices of the operands, and of the results, whose storage autograd keeps
-    saves: frozenset[int]
-    saves_results: frozenset[int]
-    #: bytes that autograd keeps of other tensors (statistics, masks, log-probabilities)
-    saved_bytes: int
-    #: the most that forward held besides the bytes that it leaves behind
-    forward_bytes: int
-    #: the most that backward held, with the gradients of results and operands
-    backward_bytes: int
-    #: by operand; None where it has no gradient
-    gradients: tuple["Gradient | None", ...] = ()
-    #: messages about kernels that were not seen, and how they are priced
-    guesses: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """An operand's gradient: its bytes, and whether it shares the memory of a result's gradient."""
-
-    num_bytes: int
-    is_view: bool
 
 
 #: end of messages about an op whose kernels are not seen
@@ -68,7 +44,9 @@ class Executor:
     """Runs calls on meta tensors and caches their executions."""
 
     #: by signature of the call
-    _cache: dict[object, Execution] = field(default_factory=dict)
+    _cache: dict[Hashable, Execution] = field(default_factory=dict)
+    #: those that are no runs
+    _grown: GrownExecutions = field(default_factory=GrownExecutions)
     #: executions of opaque modules, by the key of the call
     _observed: dict[str, Execution] = field(default_factory=dict)
     #: executions by the call's id; the call is held, so that its id is not reused
@@ -91,6 +69,26 @@ class Executor:
             for guess in seen.guesses:
                 warnings.warn(f"in a module that runs whole: {guess}", stacklevel=2)
 
+    def whole(self, graph: ModelGraph, op: Op) -> Execution:
+        """Returns the execution of an op where nothing is sharded, found once for the ops at one place of like blocks.
+
+        Raises ModelError like `execute`.
+        """
+        known: dict[str, Execution] = self.once((Execution, id(graph)), graph, dict)
+        name = like_ops(graph)[op.name]
+        if name not in known:
+            call = Call.of(graph, op)
+            known[name] = self.execute(call, whole_strategy(call), 1)
+        return known[name]
+
+    def saving(self, graph: ModelGraph) -> Hashable:
+        """Returns all that decides which storages of a graph are kept and what runs again: what its ops save, and the
+        kinds of work that they do, where nothing is sharded."""
+        ops = (op for op in graph.ops if like_ops(graph)[op.name] == op.name)
+        return self.once(
+            (Executor.saving, id(graph)), graph, lambda: tuple(_saving(self.whole(graph, op)) for op in ops)
+        )
+
     def execute(self, call: Call, strategy: Strategy, tp: int) -> Execution:
         """Returns one rank's execution of a call under a strategy.
 
@@ -111,23 +109,34 @@ class Executor:
         return known[1]
 
     def _executed(self, call: Call, strategy: Strategy, tp: int) -> Execution:
-        """Returns the execution of a call, run once for all calls of the same signature."""
-        shapes = tuple(
-            local_shape(value.shape, layout, tp) for value, layout in zip(call.operands, strategy.operands, strict=True)
-        )
+        """Returns the execution of a call, run once for all calls of the same signature, or grown."""
+        shapes = tuple(map(local_shape, (value.shape for value in call.operands), strategy.operands, repeat(tp)))
         args = localized_arguments(call, strategy, tp)
-        flags = tuple((value.dtype, value.carries_gradient) for value in call.operands)
-        carries = tuple(value.carries_gradient for value in call.results)
-        structure = _without_names((args, call.kwargs))
+        own, others = self.once((_anywhere, id(call)), call, lambda: _anywhere(call))
         function = callable_of(call, strategy)
-        key = (function, structure, shapes, flags, carries)
-        if key not in self._cache:
-            try:
-                self._cache[key] = replace(_run(call, function, args, shapes), guesses=_GUESSES.get(call.target, ()))
-            except ModelError as error:
-                self._cache[key] = moved = _by_bytes(call, strategy, tp, str(error).splitlines()[0])
-                warnings.warn(moved.guesses[0], stacklevel=2)
-        return self._cache[key]
+        key = function, own if args == call.args else _without_names(args), shapes, others
+        if key in self._cache:
+            return self._cache[key]
+        made = tuple(map(local_shape, (value.shape for value in call.results), strategy.results, repeat(tp)))
+        form, literals = _without_sizes(call.target, args)
+        about = function, form, tuple(map(len, (*shapes, *made))), others
+        sizes = *shapes, *made, literals
+        grown = self._grown.at(about, sizes) if call.is_grown else None
+        if grown is not None:
+            return grown
+        try:
+            found = replace(_run(call, function, args, shapes), guesses=_GUESSES.get(call.target, ()))
+        except ModelError as error:
+            found = _by_bytes(call, strategy, tp, str(error).splitlines()[0])
+            warnings.warn(found.guesses[0], stacklevel=2)
+        self._cache[key] = found
+        self._grown.add(about, sizes, found)
+        return found
+
+
+def _saving(execution: Execution) -> Hashable:
+    works = frozenset(WORK[type(kernel)] for kernel in execution.forward)
+    return execution.saves, execution.saves_results, execution.saved_bytes > 0, works
 
 
 def _execution_of(observed: OpaqueTrace) -> Execution:
@@ -138,8 +147,7 @@ def _execution_of(observed: OpaqueTrace) -> Execution:
         saves=observed.keeps,
         saves_results=observed.keeps_results,
         saved_bytes=observed.kept_bytes,
-        forward_bytes=observed.forward_bytes,
-        backward_bytes=observed.backward_bytes,
+        held=((observed.forward_bytes, 0), (0, observed.backward_bytes)),
         guesses=tuple(_guesses_of(observed)),
     )
 
@@ -202,11 +210,32 @@ def _on_meta(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: torch.device("meta") if name == "device" else value for name, value in kwargs.items()}
 
 
+def _anywhere(call: Call) -> tuple[object, Hashable]:
+    """Returns what is the same of a call under all strategies: its positional arguments, if none is a size, and all
+    else that decides what it runs, besides shapes."""
+    flags = tuple((value.dtype, value.carries_gradient) for value in call.operands)
+    carries = tuple(value.carries_gradient for value in call.results)
+    return _without_names(call.args), (_without_names(call.kwargs), flags, carries)
+
+
 def _without_names(argument: object) -> object:
     """Returns an argument with all references made equal, for a cache key that holds shapes instead of names."""
     if isinstance(argument, Ref):
         return Ref("")
     return tuple(map(_without_names, argument)) if isinstance(argument, tuple) else argument
+
+
+def _without_sizes(target: str, args: tuple[Argument, ...]) -> tuple[object, tuple[int, ...]]:
+    """Returns a call's positional arguments without names and the literals that are sizes of tensors, and these."""
+    places, form, sizes = size_places(target), list[object](), list[int]()
+    for place, argument in enumerate(args):
+        if place not in places:
+            form.append(_without_names(argument))
+            continue
+        own = argument if isinstance(argument, tuple) else (argument,)
+        sizes += [item for item in own if type(item) is int]
+        form.append(tuple(int if type(item) is int else _without_names(item) for item in own))
+    return tuple(form), tuple(sizes)
 
 
 def _run(
@@ -233,7 +262,8 @@ def _run(
         with _counting_as(call), torch.set_grad_enabled(carries), saving, log:
             output = function(*real_args, **real_kwargs)
         forward = tuple(log.kernels) or _hidden_copy(call, output)
-        left_bytes, forward_bytes = log.made.live_bytes, log.made.peak_bytes - log.made.live_bytes
+        left_bytes = log.made.live_bytes
+        held = (*log.held, left_bytes)
         log.restart()
         results = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -247,8 +277,7 @@ def _run(
         shown = ", ".join(f"{value.dtype}{list(shape)}" for value, shape in zip(call.operands, shapes, strict=True))
         raise ModelError(f"{call.target} on ({shown}) cannot be costed on meta tensors: {error}") from error
     execution = _execution(forward, tuple(log.kernels), saved, operands, list(tensors_in(output)))
-    backward_bytes = log.made.peak_bytes - left_bytes
-    return replace(execution, forward_bytes=forward_bytes, backward_bytes=backward_bytes, gradients=gradients)
+    return replace(execution, held=(held, (left_bytes, *log.held)), gradients=gradients)
 
 
 def _meta_operands(call: Call, shapes: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
@@ -277,8 +306,7 @@ def _by_bytes(call: Call, strategy: Strategy, tp: int, reason: str) -> Execution
         saves=frozenset(range(len(given))) if carries else frozenset(),
         saves_results=frozenset(range(len(made))) if carries else frozenset(),
         saved_bytes=0,
-        forward_bytes=0,
-        backward_bytes=sum(given) if carries else 0,
+        held=((0,), (0, sum(given) if carries else 0)),
         gradients=tuple(
             Gradient(size, False) if carries and value.carries_gradient else None
             for value, size in zip(call.operands, given, strict=True)
@@ -331,8 +359,7 @@ def _execution(
         saves=frozenset(own[key] for key in kept if key in own),
         saves_results=frozenset(made[key] for key in kept if key in made),
         saved_bytes=sum(tensor.untyped_storage().nbytes() for tensor in extra),
-        forward_bytes=0,
-        backward_bytes=0,
+        held=((), ()),
     )
 
 

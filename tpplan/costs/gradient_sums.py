@@ -20,11 +20,14 @@ def additions(space: Space) -> Mapping[str, tuple[float, ...]]:
 
     Classes without additions are left out.
     """
-    return space.graph.once((additions, tuple(space.classes.items())), lambda: _by_class(space))
+    return space.graph.once_for_all_sizes((additions, tuple(space.classes.items())), lambda: _by_class(space))
 
 
 def _by_class(space: Space) -> Mapping[str, tuple[float, ...]]:
-    found, by_member = {}, space.graph.once(_counted, lambda: {name: _counted(space, name) for name in space.deciders})
+    found, by_member = (
+        {},
+        space.graph.once_for_all_sizes(_counted, lambda: {name: _counted(space, name) for name in space.deciders}),
+    )
     for name, members in space.members.items():
         counts = [by_member[member] for member in members]
         mean = tuple(sum(column) / len(counts) for column in zip(*counts, strict=True))

@@ -92,11 +92,15 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Logs the kernels of each operator that runs below autograd, and in `made` the storages that operators make."""
+    """Logs the kernels of each operator that runs below autograd, and in `made` the storages that operators make.
+
+    `held` are the bytes that are held after each tensor that is made.
+    """
 
     def __init__(self, causal: bool, operands: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[Kernel] = []
+        self.held: list[int] = []
         self.causal = causal
         self.made = Storages(without=operands)
 
@@ -106,12 +110,12 @@ class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.kernels.extend(self._kernels(str(func), args, result))
         for tensor in tensors_in(result):
             self.made.add(tensor)
+            self.held.append(self.made.live_bytes)
         return result
 
     def restart(self) -> None:
-        """Clears the kernels and the peak; living storages still count."""
-        self.kernels = []
-        self.made.forget_peak()
+        """Clears the kernels and the bytes held; living storages still count."""
+        self.kernels, self.held = [], []
 
     def _kernels(self, name: str, args: Any, result: Any) -> Iterator[Kernel]:
         match name:

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
-from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, enclosing
+from tpplan.core.graph import Boundary, Direction, Op, enclosing
 from tpplan.core.layout import Conversion
-from tpplan.costs.execute import Execution, Executor, whole_strategy
+from tpplan.costs.execute import Executor
 from tpplan.costs.kernels import WORK
-from tpplan.costs.peak_candidates import KeptStorage, PeakCandidates, Region
+from tpplan.costs.peak_candidates import KeptStorage, PeakCandidates, Region, positions_in
 from tpplan.costs.saved_tensors import (
     SavedStorage,
     copies_read,
@@ -25,11 +25,11 @@ from tpplan.costs.saved_tensors import (
     gives_sum,
     is_wanted,
     kept_expressions,
+    segments_in,
     segments_of,
     sources,
 )
 from tpplan.layouts.decision_space import Decider, Reading, Space
-from tpplan.layouts.rules import Call
 from tpplan.plan.parts import SAVED
 from tpplan.plan.plan import Recompute, WorkKind
 from tpplan.solvers.problem import Expression, Term
@@ -173,7 +173,7 @@ class _ActivationFinder:
         self._unit_of: dict[str, str | None] = {}
         self._work: dict[str, frozenset[WorkKind]] = {}
         self._numbers: dict[object, Key] = {}
-        self._position = {node.name: i for i, node in enumerate(space.graph.nodes)}
+        self._position = positions_in(space.graph)
         self._places: dict[str, list[int]] = {}
         for i, node in enumerate(space.graph.nodes):
             if (unit := self.unit_of(node)) is not None:
@@ -186,9 +186,10 @@ class _ActivationFinder:
         kept = {unit: {mode: Counter[Key]() for mode in Recompute} for unit in self.units}
         remade = {unit: {mode: Counter[Key]() for mode in Recompute} for unit in self.units}
         extras = list(self._extras())
+        makers = {name for _, _, _, name in extras}
         for mode in Recompute:
-            is_all = mode is Recompute.NONE
-            held = ((who, key, at, at, is_all or self._keeps_inside(name, mode)) for who, key, at, name in extras)
+            stays = {name: mode is Recompute.NONE or self._keeps_inside(name, mode) for name in makers}
+            held = ((who, key, at, at, stays[name]) for who, key, at, name in extras)
             for owner, key, maker, until, is_there in chain(self._segments(mode), held):
                 if owner is not None:
                     (kept if is_there else remade)[owner][mode][key] += 1
@@ -202,7 +203,7 @@ class _ActivationFinder:
             sizes=self.sizes,
             inputs=sources(self.space),
             positions={unit: tuple(found) for unit, found in self._places.items()},
-            _candidates=PeakCandidates(self.space, self.executor, segments_of(self.space, self.executor)),
+            _candidates=PeakCandidates(self.space, self.executor, segments_in(self.space.graph, self.executor)),
             _kept={unit: tuple(found) for unit, found in own.items()},
         )
 
@@ -232,8 +233,8 @@ class _ActivationFinder:
         Keys depend on classes only, so that they are found once for like layers.
         """
         graph, classes = self.space.graph, self.space.classes
-        memo_key = Holding, mode, self.units, id(graph)
-        segments, holdings = self.executor.once(memo_key, graph, lambda: self._holdings(mode))
+        memo_key = Holding, mode, self.units, self.executor.saving(graph)
+        segments, holdings = graph.once_for_all_sizes(memo_key, lambda: self._holdings(mode))
         known: dict[object, tuple[Key, tuple[Key, Key] | None]] = {}
         for held in holdings:
             segment = held.segment
@@ -327,7 +328,7 @@ class _ActivationFinder:
             return False
         representative = self.space.classes[name]
         if representative not in self._work:
-            kernels = _execution_of(self.space.graph, decider, self.executor).forward
+            kernels = self.executor.whole(self.space.graph, decider).forward
             self._work[representative] = frozenset(WORK[type(kernel)] for kernel in kernels)
         return not mode.keeps.isdisjoint(self._work[representative])
 
@@ -366,8 +367,8 @@ class _ActivationFinder:
 
     def _repeated_classes(self) -> dict[str, Counter[str]]:
         """Returns by layer the number of decisions that run again, by class."""
-        key = "run again", self.units, id(self.space.graph)
-        again = self.executor.once(key, self.space.graph, self._repeated_names)
+        key = "run again", self.units, self.executor.saving(self.space.graph)
+        again = self.space.graph.once_for_all_sizes(key, self._repeated_names)
         return {unit: Counter(self.space.classes[name] for name in names) for unit, names in again.items()}
 
     def _repeated_names(self) -> dict[str, list[str]]:
@@ -383,7 +384,7 @@ class _ActivationFinder:
             for place, name in enumerate(names):
                 decider = self.space.deciders[name]
                 if isinstance(decider, Op):
-                    execution = _execution_of(self.space.graph, decider, self.executor)
+                    execution = self.executor.whole(self.space.graph, decider)
                     if execution.saves or execution.saves_results or execution.saved_bytes:
                         last = place + bool(execution.saves_results or execution.saved_bytes)
             found[unit] = names[:last]
@@ -392,9 +393,3 @@ class _ActivationFinder:
 
 def _keeps_sums(mode: Recompute) -> bool:
     return mode.is_selective and WorkKind.SUM in mode.keeps
-
-
-def _execution_of(graph: ModelGraph, op: Op, executor: Executor) -> Execution:
-    """Returns the execution of an op where nothing is sharded."""
-    call = Call.of(graph, op)
-    return executor.execute(call, whole_strategy(call), 1)

@@ -14,11 +14,11 @@ tensors a conversion makes, the expression has the most that it may make. A mome
 assignment is left out.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
 
-from tpplan.core.graph import Boundary, Op
+from tpplan.core.graph import Boundary, ModelGraph, Op
 from tpplan.core.layout import Conversion
 from tpplan.costs.conversion_memory import backward_move, forward_move
 from tpplan.costs.execute import Executor
@@ -77,18 +77,23 @@ class _Sum:
         return Expression(constant=self.constant, terms=tuple(sorted(rows)))
 
 
+def positions_in(graph: ModelGraph) -> Mapping[str, int]:
+    """Returns the position of each node of a graph by its name."""
+    return graph.once_for_all_sizes(positions_in, lambda: {node.name: i for i, node in enumerate(graph.nodes)})
+
+
 class PeakCandidates:
     """Finds the moments of regions of one decision space."""
 
-    def __init__(self, space: Space, executor: Executor, segments: dict[str, SavedStorage]) -> None:
+    def __init__(self, space: Space, executor: Executor, segments: Mapping[str, SavedStorage]) -> None:
         self.space = space
         self.executor = executor
         self.segments = segments
         self.nodes = space.graph.nodes
         self.num_nodes = len(self.nodes)
-        self.position = {node.name: i for i, node in enumerate(self.nodes)}
+        self.position = positions_in(space.graph)
         self.parameters = {source.result: source for source in space.graph.parameters}
-        self._waits = tuple(self._gradients_that_wait())
+        self._waits = space.graph.once_for_all_sizes(PeakCandidates, lambda: tuple(self._gradients_that_wait()))
         self._vectors: dict[object, Vector] = {}
 
     def region(

@@ -6,7 +6,7 @@ that storage is kept if a reader behind any such boundary saves it: a maximum ov
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 
@@ -48,7 +48,8 @@ class SavedStorage:
 
     #: name of the op or boundary that makes the storage
     maker: str
-    value: Value
+    #: name of the value
+    value: str
     #: index of the value among the maker's results
     position: int
     #: True where an op before the next boundaries saves the storage
@@ -118,8 +119,14 @@ def returned_until(graph: ModelGraph) -> dict[int, int]:
 
 def segments_of(space: Space, executor: Executor) -> dict[str, SavedStorage]:
     """Returns the segments, one for each new result, by maker and index of the result; the caller may change them."""
-    found = executor.once((segments_of, id(space.graph)), space.graph, lambda: _segments_of(space.graph, executor))
+    found = segments_in(space.graph, executor)
     return {name: segment.copy() for name, segment in found.items()}
+
+
+def segments_in(graph: ModelGraph, executor: Executor) -> Mapping[str, SavedStorage]:
+    """Returns the segments of a graph, which all callers share."""
+    key = segments_in, executor.saving(graph)
+    return graph.once_for_all_sizes(key, lambda: _segments_of(graph, executor))
 
 
 def _segments_of(graph: ModelGraph, executor: Executor) -> dict[str, SavedStorage]:
@@ -133,7 +140,7 @@ def _segments_of(graph: ModelGraph, executor: Executor) -> dict[str, SavedStorag
         key = f"{node.name}:{place}"
         segments[key] = SavedStorage(
             node.name,
-            graph.values[result],
+            result,
             place,
             last_reader=exits.get(position, position),
             held_until=returned.get(position, -1),
@@ -149,7 +156,7 @@ def _segments_of(graph: ModelGraph, executor: Executor) -> dict[str, SavedStorag
                 segment.exits.append(node.name)
             start(node, 0, position)
             continue
-        execution = executor.execute(call := Call.of(graph, node), whole_strategy(call), 1)
+        execution = executor.whole(graph, node)
         for place, result in enumerate(node.results):
             alias = _aliased_operand(graph, node, result, segment_of)
             if alias is None:
@@ -182,7 +189,9 @@ def _aliased_operand(graph: ModelGraph, op: Op, result: str, segment_of: dict[st
     return None
 
 
-def kept_expressions(space: Space, segments: dict[str, SavedStorage], segment: SavedStorage) -> tuple[Expression, ...]:
+def kept_expressions(
+    space: Space, segments: Mapping[str, SavedStorage], segment: SavedStorage
+) -> tuple[Expression, ...]:
     """Returns expressions whose maximum is the bytes that autograd keeps of a segment's storage."""
     maker = space.classes[segment.maker]
     if segment.is_kept or isinstance(space.deciders[maker], Boundary):
@@ -196,7 +205,7 @@ def kept_expressions(space: Space, segments: dict[str, SavedStorage], segment: S
                 (
                     reader,
                     tuple(
-                        _local(space, segment.value, s.operands[0]) if _renames(space, reader, s) else 0.0
+                        _local(space, segment, s.operands[0]) if _renames(space, reader, s) else 0.0
                         for s in space.strategies[reader]
                     ),
                 ),
@@ -210,12 +219,14 @@ def own_bytes(space: Space, segment: SavedStorage) -> tuple[float, ...]:
     """Returns a rank's bytes of a storage by its maker's strategies; 0 where a boundary makes no tensor."""
     maker = space.classes[segment.maker]
     return tuple(
-        0.0 if _renames(space, maker, s) else _local(space, segment.value, s.results[segment.position])
+        0.0 if _renames(space, maker, s) else _local(space, segment, s.results[segment.position])
         for s in space.strategies[maker]
     )
 
 
-def held_bytes(space: Space, segments: dict[str, SavedStorage], segment: SavedStorage) -> tuple[str, tuple[float, ...]]:
+def held_bytes(
+    space: Space, segments: Mapping[str, SavedStorage], segment: SavedStorage
+) -> tuple[str, tuple[float, ...]]:
     """Returns the deciding class, and by strategy the bytes of a module's result that code holds (returned_until).
 
     Bytes that autograd keeps anyway are 0. Where a boundary behind wants the storage, its decision counts: if it makes
@@ -226,17 +237,17 @@ def held_bytes(space: Space, segments: dict[str, SavedStorage], segment: SavedSt
     return decider, tuple(
         0.0
         if segment.is_kept or (wanted is not None and _renames(space, decider, s))
-        else _local(space, segment.value, s.results[segment.position] if wanted is None else s.operands[0])
+        else _local(space, segment, s.results[segment.position] if wanted is None else s.operands[0])
         for s in space.strategies[decider]
     )
 
 
-def _local(space: Space, value: Value, layout: Layout) -> float:
+def _local(space: Space, segment: SavedStorage, layout: Layout) -> float:
     """Returns a rank's bytes of a storage. A view's layout will do: its dims differ, its number of slices does not."""
-    return value.num_bytes / layout.num_slices(space.tp)
+    return space.graph.values[segment.value].num_bytes / layout.num_slices(space.tp)
 
 
-def is_wanted(segments: dict[str, SavedStorage], boundary: str) -> bool:
+def is_wanted(segments: Mapping[str, SavedStorage], boundary: str) -> bool:
     """True where an op behind a boundary, or behind further boundaries, saves the boundary's result."""
     segment = segments[f"{boundary}:0"]
     return segment.is_kept or any(is_wanted(segments, name) for name in segment.exits)

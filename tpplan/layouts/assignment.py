@@ -78,6 +78,7 @@ class Assignment:
             strategies={name: (strategy,) for name, strategy in self.strategies.items()},
             flows=flows_of(self.graph),
             classes={name: name for name in self.strategies},
+            members={name: (name,) for name in self.strategies},
         )
 
     @property

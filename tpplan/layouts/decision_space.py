@@ -8,8 +8,8 @@ boundary it has its own class, so that the first block may convert what the othe
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, SourceKind, Value
@@ -61,7 +61,10 @@ class Flow:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """The decisions of a graph on tp ranks: their strategies, the flows between them, and each decision's class."""
+    """The decisions of a graph on tp ranks: their strategies, the flows between them, and each decision's class.
+
+    `members` are the decisions of each class by its representative, in order.
+    """
 
     graph: ModelGraph
     tp: int
@@ -69,14 +72,7 @@ class Space:
     strategies: dict[str, tuple[Strategy, ...]]
     flows: tuple[Flow, ...]
     classes: dict[str, str]
-
-    @cached_property
-    def members(self) -> dict[str, tuple[str, ...]]:
-        """Representative of a class -> the decisions of the class, in order."""
-        found: dict[str, list[str]] = defaultdict(list)
-        for name, representative in self.classes.items():
-            found[representative].append(name)
-        return {name: tuple(names) for name, names in found.items()}
+    members: dict[str, tuple[str, ...]]
 
     @cached_property
     def readings(self) -> dict[str, tuple[Reading, ...]]:
@@ -100,12 +96,26 @@ class Space:
     @cached_property
     def layouts(self) -> dict[str, tuple[str, int]]:
         """Computed value -> (decision, position of the result) that decides the value's layout."""
-        return {result: (node.name, i) for node in self.graph.nodes for i, result in enumerate(node.results)}
+        return self.graph.once_for_all_sizes(
+            "layouts",
+            lambda: {result: (node.name, i) for node in self.graph.nodes for i, result in enumerate(node.results)},
+        )
 
 
 def deciders_of(graph: ModelGraph) -> dict[str, Decider]:
     """The decisions of a graph by name, in the order of its nodes: an op's readings of parameters precede the op."""
-    return graph.once(deciders_of, lambda: dict(_deciders(graph)))
+    return graph.once(deciders_of, lambda: _own_deciders(graph))
+
+
+def _own_deciders(graph: ModelGraph) -> dict[str, Decider]:
+    """The decisions with the nodes of this graph, whose order is that in graphs of other sizes."""
+    found = dict(graph.once_for_all_sizes(_deciders, lambda: dict(_deciders(graph))))
+    found.update((node.name, node) for node in graph.nodes)
+    for name, decider in found.items():
+        if isinstance(decider, Reading) and decider.op is not (own := found[decider.op.name]):
+            assert isinstance(own, Op)
+            found[name] = replace(decider, op=own)
+    return found
 
 
 def _deciders(graph: ModelGraph) -> Iterator[tuple[str, Decider]]:
@@ -122,7 +132,7 @@ def _deciders(graph: ModelGraph) -> Iterator[tuple[str, Decider]]:
 def flows_of(graph: ModelGraph) -> tuple[Flow, ...]:
     """The values that go from decision to decision, readings of parameters among them. Raises ModelError for a
     parameter that is passed to a module as an argument."""
-    return graph.once(flows_of, lambda: tuple(_flows(graph)))
+    return graph.once_for_all_sizes(flows_of, lambda: tuple(_flows(graph)))
 
 
 def _flows(graph: ModelGraph) -> Iterator[Flow]:
@@ -171,15 +181,12 @@ def build_space(
     NoLayoutError where a decision has no strategy left.
     """
     builder = _Builder(graph, tp, unused_outputs)
-    classes = _classes(graph, builder.deciders, apart)
-    members: dict[str, list[str]] = defaultdict(list)
-    for name, representative in classes.items():
-        members[representative].append(name)
+    classes, members = _classes(graph, builder.deciders, apart)
     found: dict[str, tuple[Strategy, ...]] = {}
     for representative, names in members.items():
         options = builder.options(builder.deciders[representative])
-        for name in filter(builder.bound.__contains__, names):
-            options = builder.keeping_contract(builder.deciders[name], options)
+        for kept in dict.fromkeys(builder.bound[name] for name in names if name in builder.bound):
+            options = tuple(strategy for strategy in options if kept.allows(strategy))
         if tp == 1:
             options = tuple(s for s in options if {*s.operands, *s.results} <= {R})
         options = tuple(s for s in options if cut is None or not cut(representative, s))
@@ -193,6 +200,7 @@ def build_space(
         strategies={name: found[name] for name in builder.deciders},
         flows=flows_of(graph),
         classes=classes,
+        members=members,
     )
 
 
@@ -211,6 +219,25 @@ def reading_name(op: Op, position: int) -> str:
     return f"{op.name}<-{position}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Contract:
+    """Positions of a node's operands that are read as R (inputs, buffers, constants), of results that are given as R,
+    and of results that reach the user or stay behind on a module."""
+
+    fixed: tuple[int, ...]
+    whole: tuple[int, ...]
+    given: tuple[int, ...]
+
+    def allows(self, strategy: Strategy) -> bool:
+        """True where a strategy keeps it. What reaches the user is whole or slices: a summand would be wrong
+        silently."""
+        return (
+            all(strategy.operands[i] == R for i in self.fixed)
+            and all(strategy.results[i] == R for i in self.whole)
+            and all(strategy.results[i].is_plain for i in self.given)
+        )
+
+
 class _Builder:
     """Computes the strategies of each decision from the graph alone."""
 
@@ -221,12 +248,12 @@ class _Builder:
         self.fixed = {source.result for source in graph.sources if source.kind is not SourceKind.PARAMETER}
         self.whole_outputs = _whole_outputs(graph, unused_outputs)
         self.left = {value for path, value in graph.outputs if path.startswith(LEFT_AT)}
-        self.converting = graph.once(_converting_boundaries, lambda: _converting_boundaries(graph))
+        self.converting = graph.once_for_all_sizes(_converting_boundaries, lambda: _converting_boundaries(graph))
         self.extra = find_extra_layouts(graph, tp) if tp > 1 else {}
         self.written_later = crossings_before_writes(graph)
         self.deciders = deciders_of(graph)
-        #: names of the decisions of which the contract with the user forbids strategies
-        self.bound = graph.once(("bound", unused_outputs), lambda: frozenset(self._bound()))
+        #: the decisions of which the contract with the user forbids strategies
+        self.bound = graph.once_for_all_sizes(("bound", unused_outputs), lambda: dict(self._bound()))
 
     def options(self, decider: Decider) -> tuple[Strategy, ...]:
         """The decision's strategies that its rule allows."""
@@ -239,45 +266,29 @@ class _Builder:
             case Reading():
                 return self._reading_options(decider)
 
-    def keeping_contract(self, decider: Decider, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """The strategies that read inputs, buffers and constants as R and give outputs as R."""
-        if isinstance(decider, Reading):
-            return options
-        fixed, whole, given = self._kept(decider)
-        # Outputs that reach the user are whole or slices; a summand would be wrong silently.
-        options = tuple(s for s in options if all(s.results[i].is_plain for i in given))
-        return tuple(
-            s for s in options if all(s.operands[i] == R for i in fixed) and all(s.results[i] == R for i in whole)
-        )
-
-    def _kept(self, node: Op | Boundary) -> tuple[list[int], list[int], list[int]]:
-        """The positions of operands that are read as R, of results that are given as R, and of results that reach the
-        user or stay behind on a module."""
-        leaves = isinstance(node, Boundary) and node.leaves_model
-        return (
-            [i for i, name in enumerate(node.operands) if name in self.fixed],
-            [i for i, name in enumerate(node.results) if name in self.whole_outputs],
-            [i for i, name in enumerate(node.results) if name in self.left or leaves],
-        )
-
-    def _bound(self) -> Iterator[str]:
-        return (node.name for node in self.graph.nodes if any(self._kept(node)))
+    def _bound(self) -> Iterator[tuple[str, "_Contract"]]:
+        """Yields each node whose operands or results a contract is about, with it."""
+        for node in self.graph.nodes:
+            leaves = isinstance(node, Boundary) and node.leaves_model
+            fixed = tuple(i for i, name in enumerate(node.operands) if name in self.fixed)
+            whole = tuple(i for i, name in enumerate(node.results) if name in self.whole_outputs)
+            given = tuple(i for i, name in enumerate(node.results) if name in self.left or leaves)
+            if fixed or whole or given:
+                yield node.name, _Contract(fixed, whole, given)
 
     def _boundary_options(self, boundary: Boundary) -> tuple[Strategy, ...]:
         value = self.graph.values[boundary.operand]
         layouts = layouts_of(value.shape, carries_gradient=value.carries_gradient, tp=self.tp)
         layouts = (*(layout for layout in layouts if value.can_be(layout, self.tp)), *self._extra(value))
-        conversions = conversions_between(layouts, layouts, carries_gradient=value.carries_gradient)
         stacked = stacked_dims(self.graph, lambda call: call_strategies(call, 1)).get(value.name, frozenset())
-        conversions = tuple(c for c in conversions if c.is_identity or stacked.isdisjoint((c.source, c.target)))
         if boundary.name not in self.converting or boundary.name in self.written_later:
-            conversions = tuple(c for c in conversions if c.is_identity)
-        elif self._feeds_lookup(boundary):
-            conversions = (*conversions, Conversion(R, ROWS))
-        elif self._follows_lookup(boundary):
-            masked = (layout for layout in layouts if can_convert(P, layout))
-            conversions = (*conversions, *(Conversion(ROWS, layout) for layout in masked))
-        return tuple(Strategy((c.source,), (c.target,)) for c in conversions)
+            return _kept_layouts(layouts, carries_gradient=value.carries_gradient)
+        found = _conversions(layouts, stacked, carries_gradient=value.carries_gradient)
+        if self._feeds_lookup(boundary):
+            return (*found, Strategy((R,), (ROWS,)))
+        if self._follows_lookup(boundary):
+            return (*found, *(Strategy((ROWS,), (layout,)) for layout in layouts if can_convert(P, layout)))
+        return found
 
     def _reading_options(self, reading: Reading) -> tuple[Strategy, ...]:
         source = reading.parameter
@@ -327,6 +338,25 @@ class _Builder:
     def _rows_are_masked(self, op: Op, strategy: Strategy) -> bool:
         """True unless the strategy gives `rows` where no output boundary masks the rows of other ranks."""
         return ROWS not in strategy.results or self._rows_possible(op)
+
+
+@cache
+def _conversions(
+    layouts: tuple[Layout, ...], stacked: frozenset[Layout], *, carries_gradient: bool
+) -> tuple[Strategy, ...]:
+    """The strategies of a boundary that converts between layouts; a `stacked` one is kept."""
+    return tuple(
+        Strategy((own.source,), (own.target,))
+        for own in conversions_between(layouts, layouts, carries_gradient=carries_gradient)
+        if own.is_identity or stacked.isdisjoint((own.source, own.target))
+    )
+
+
+@cache
+def _kept_layouts(layouts: tuple[Layout, ...], *, carries_gradient: bool) -> tuple[Strategy, ...]:
+    """The strategies of a boundary that does not convert."""
+    possible = conversions_between(layouts, layouts, carries_gradient=carries_gradient)
+    return tuple(Strategy((own.source,), (own.target,)) for own in possible if own.is_identity)
 
 
 def _whole_outputs(graph: ModelGraph, unused: frozenset[str]) -> frozenset[str]:
@@ -383,10 +413,17 @@ def _leaves_lookup(graph: ModelGraph, boundary: Boundary) -> bool:
 
 def _classes(
     graph: ModelGraph, deciders: dict[str, Decider], apart: Callable[[str], Hashable] | None
-) -> dict[str, str]:
-    """Decision -> the decision that represents its class."""
+) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    """Decision -> the decision that represents its class; and that -> the decisions of the class, in order."""
     unlike = {name: apart(name) if apart is not None else None for block in graph.blocks for name in block.names}
-    return graph.once((_classes, tuple(unlike.items())), lambda: _classes_where(graph, deciders, unlike))
+
+    def found() -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+        classes, members = _classes_where(graph, deciders, unlike), defaultdict[str, list[str]](list)
+        for name, representative in classes.items():
+            members[representative].append(name)
+        return classes, {name: tuple(names) for name, names in members.items()}
+
+    return graph.once_for_all_sizes((_classes, tuple(unlike.items())), found)
 
 
 def _classes_where(graph: ModelGraph, deciders: dict[str, Decider], unlike: Mapping[str, Hashable]) -> dict[str, str]:

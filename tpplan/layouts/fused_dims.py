@@ -22,8 +22,8 @@ Fused = Mapping[str, Mapping[int, frozenset[Parts]]]
 #: a value's name, a dim of the value, and the sizes of the dim's parts
 PartsOfDim = tuple[str, int, Parts]
 
-#: ops that may show the parts of an operand, though their results have none
-_MAKES_PARTS = frozenset({*TAKES_APART, *TAKES_ONE, *RESHAPES})
+#: ops that show the parts of an operand, though their results have none
+_MAKES_PARTS = frozenset({*TAKES_APART, *TAKES_ONE})
 #: most parts of a fused dim; a dim with more parts has heads, whose slices are contiguous
 MOST_PARTS = 8
 
@@ -44,10 +44,13 @@ def fused_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy
     for name, dim, parts in _sliced_parts(graph):
         marks[name][dim].add(parts)
     for node in reversed(graph.nodes):
+        if marks.keys().isdisjoint(node.results) and (isinstance(node, Boundary) or node.target not in _MAKES_PARTS):
+            continue
         for name, dim, parts in list(_operand_parts(graph, node, marks, strategies_of)):
             if 2 <= len(parts) <= MOST_PARTS and min(parts) > 0:
                 marks[name][dim].add(parts)
-    made = {parts for name in matrices(graph) for dims in marks[name].values() for parts in dims}
+    weights = (marks[name] for name in matrices(graph) if name in marks)
+    made = {parts for dims in weights for own in dims.values() for parts in own}
     return {
         name: {dim: frozenset(parts & made) for dim, parts in dims.items() if parts & made}
         for name, dims in marks.items()
@@ -74,8 +77,6 @@ def _operand_parts(
         yield from ((node.operand, dim, p) for dim, parts in marks[node.result].items() for p in parts)
         return
     marked = {(i, dim): parts for i, name in enumerate(node.results) for dim, parts in marks[name].items() if parts}
-    if not marked and node.target not in _MAKES_PARTS:
-        return
     call = Call.of(graph, node)
     if node.target in TAKES_APART:
         dim = call.integer(TAKES_APART[node.target], "dim", 0) % len(call.operands[0].shape)

@@ -4,7 +4,6 @@ The dims are seen at grouped attention and at ops that repeat heads. From there 
 keep the order of a sharded dim, to the weights that make them.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from tpplan.core.graph import Boundary, ModelGraph, Op
@@ -18,6 +17,7 @@ _READS_SHARED_HEADS = frozenset({"aten.scaled_dot_product_attention.default", "a
 #: ops that may stand between the expand of a new dim and the reshape that joins it to the dim of heads
 _BETWEEN_EXPAND_AND_RESHAPE = frozenset({"aten.clone.default", "aten.contiguous.default"})
 _SHARED_KINDS = frozenset({LayoutKind.COPIED, LayoutKind.JOINT})
+_NONE = frozenset[Layout]()
 
 
 def copied_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy]]) -> Extra:
@@ -25,20 +25,28 @@ def copied_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strateg
 
     `strategies` gives the strategies of a call on the planned number of ranks.
     """
-    found: dict[str, set[Layout]] = defaultdict(set)
+    found: dict[str, frozenset[Layout]] = {}
     like, known = like_ops(graph), dict[object, tuple[frozenset[Layout], ...]]()
+    sharing = graph.once_for_all_sizes(copied_dims, lambda: {op.name for op in graph.ops if _shares(graph, op)})
+
+    def add(name: str, layouts: frozenset[Layout]) -> None:
+        if layouts:
+            found[name] = found[name] | layouts if name in found else layouts
+
     for node in reversed(graph.nodes):
+        if found.keys().isdisjoint(node.results) and node.name not in sharing:
+            continue
         if isinstance(node, Boundary):
-            found[node.operand] |= {layout for layout in found[node.result] if layout.kind is LayoutKind.COPIED}
-        elif _shares(graph, node) or any(found[name] for name in node.results):
-            results = tuple(frozenset(found[name]) for name in node.results)
-            key = like[node.name], results
-            if key not in known:
-                layouts = [layout for own in results for layout in own]
-                known[key] = _operand_layouts(strategies(Call.of(graph, node, layouts)), results, len(node.operands))
-            for name, own in zip(node.operands, known[key], strict=True):
-                found[name] |= own
-    return {name: frozenset(layouts) for name, layouts in found.items() if layouts}
+            add(node.operand, frozenset(own for own in found[node.result] if own.kind is LayoutKind.COPIED))
+            continue
+        results = tuple(found.get(name, _NONE) for name in node.results)
+        key = like[node.name], results
+        if key not in known:
+            layouts = [layout for own in results for layout in own]
+            known[key] = _operand_layouts(strategies(Call.of(graph, node, layouts)), results, len(node.operands))
+        for name, own in zip(node.operands, known[key], strict=True):
+            add(name, own)
+    return found
 
 
 def _operand_layouts(

@@ -51,12 +51,12 @@ class _Finder:
             self.layouts[name] = frozenset(map(S, dims)), frozenset()
         like = like_ops(self.graph)
         for node in self.graph.nodes:
-            given = tuple(self.layouts.get(name, _NONE) for name in node.operands)
-            if not any(any(own) for own in given):
+            if self.layouts.keys().isdisjoint(node.operands):
                 continue
             if isinstance(node, Boundary):
-                self._add(node.result, given[0])
+                self._add(node.result, self.layouts[node.operand])
                 continue
+            given = tuple(self.layouts.get(name, _NONE) for name in node.operands)
             key = like[node.name], given
             if key not in self.known:
                 self.known[key] = self._handed_on(Call.of(self.graph, node), given)
@@ -66,8 +66,11 @@ class _Finder:
 
     def _add(self, name: str, found: Found) -> None:
         """Adds layouts to those that a value has: a part of a weight has some from the start."""
-        made, stacked = self.layouts.get(name, _NONE)
-        self.layouts[name] = made | found[0], stacked | found[1]
+        if name in self.layouts:
+            made, stacked = self.layouts[name]
+            self.layouts[name] = made | found[0], stacked | found[1]
+        elif any(found):
+            self.layouts[name] = found
 
     def _handed_on(self, call: Call, given: tuple[Found, ...]) -> tuple[Found, ...]:
         """The layouts of a call's results, from those of its operands."""

@@ -12,7 +12,8 @@ Guesses, which forbid more than a counterexample shows, may hide a faster plan: 
 without them.
 
 The search assumes two things, and the plan notes where it did: that graphs at other micro-batches grow as from the
-smallest to the next (tpplan.search.points.grown_graph; the answer's graph is traced and compared), and that across
+smallest to the next, and executions of their ops with a size (tpplan.search.points.grown_graph,
+tpplan.costs.grown_executions; the answer's graph is traced, its ops are run, and both compared), and that across
 nodes more tp ranks are no faster where compute and collectives alone make fewer too slow.
 """
 
@@ -111,12 +112,12 @@ def search(solvers: Solvers, points: list[Point], unsearched: tuple[str, ...], *
         choice = best.solution.choice
         assert choice is not None
         traced = solver.traces.really_traced(best.point.micro_batch)
-        if traced.graph != best.formulation.space.graph:
+        if not solver.has_grown_right(best):
             solver.distrust_grown()
             known = Progress()
             continue
         num_averages = traced.opaques.num_averages(best.formulation.setting.accumulation_steps)
-        assignment = best.formulation.assignment(choice, num_averages=num_averages)
+        assignment = replace(best.formulation.assignment(choice, num_averages=num_averages), graph=traced.graph)
         priced, micro_batch = _priced(solver, assignment, best), best.point.micro_batch
         excess = priced.predicted.peak_memory_bytes + priced.predicted.slack_bytes - solver.request.limit
         if excess > SAME * solver.request.limit:

@@ -8,8 +8,9 @@ from typing import TypeVar, cast
 from tpplan.core.graph import Boundary, ModelGraph
 from tpplan.core.mesh import Axis, Mesh
 from tpplan.costs.execute import Executor
+from tpplan.costs.known_times import KnownTimes
 from tpplan.costs.layer_activations import Activations, layer_activations
-from tpplan.costs.strategy_times import StrategyTime, time_table
+from tpplan.costs.strategy_times import Rates, StrategyTime, time_table
 from tpplan.layouts.assignment import units_of
 from tpplan.layouts.decision_space import Space
 from tpplan.layouts.layer_treatments import FsdpUnit
@@ -111,21 +112,23 @@ def decides_like(space: Space, other: Space) -> bool:
     nodes, edges and FSDP units are equal."""
     return (
         space.tp == other.tp
-        and space.graph.sources == other.graph.sources
-        and _outline(space.graph) == _outline(other.graph)
-        and space.classes == other.classes
-        and space.flows == other.flows
+        and (space.graph.is_resized_of(other.graph) or _outlined(space.graph) == _outlined(other.graph))
+        # As tuples, since equal ones of graphs that were made of one are one object.
+        and (space.classes, space.flows) == (other.classes, other.flows)
         and all(space.strategies[name] == other.strategies[name] for name in space.members)
     )
 
 
-def _outline(graph: ModelGraph) -> tuple[object, ...]:
-    """The nodes in order without the arguments of ops, which contain sizes."""
-    return graph.once(
-        _outline,
-        lambda: tuple(
-            node if isinstance(node, Boundary) else (node.name, node.module, node.operands, node.results)
-            for node in graph.nodes
+def _outlined(graph: ModelGraph) -> tuple[object, ...]:
+    """The sources, and the nodes in order without the arguments of ops, which contain sizes."""
+    return graph.once_for_all_sizes(
+        _outlined,
+        lambda: (
+            graph.sources,
+            *(
+                node if isinstance(node, Boundary) else (node.name, node.module, node.operands, node.results)
+                for node in graph.nodes
+            ),
         ),
     )
 
@@ -168,10 +171,12 @@ def price_space(
     *,
     is_compiled: bool = False,
     num_gpus: int | None = None,
+    rates: Rates | None = None,
     others: Iterable[PricedSpace] = (),
 ) -> PricedSpace:
     """The space with the times of every decision on a tp group, with `num_gpus` on the slowest group of so many GPUs.
-    Takes the frame of one of `others` with the same decisions, if there is one."""
+    `rates` of the profile remember what is known of its kernels. Takes the frame of one of `others` with the same
+    decisions, if there is one."""
     ep = space.graph.ep
     mesh = Mesh(replicate=max(1, (num_gpus or 1) // space.tp // ep), shard=ep, tp=space.tp, ep=ep)
     group, experts = (mesh.group(axis, gpus_per_node) for axis in (Axis.TP, Axis.EP))
@@ -179,7 +184,7 @@ def price_space(
     return PricedSpace(
         space=space,
         frame=frame or Frame(),
-        times=time_table(space, profile, group, experts, executor, is_compiled=is_compiled),
+        times=time_table(space, rates or Rates(KnownTimes(profile)), group, experts, executor, is_compiled=is_compiled),
         executor=executor,
         is_compiled=is_compiled,
     )

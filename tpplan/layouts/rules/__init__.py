@@ -31,7 +31,13 @@ from tpplan.layouts.rules.call import (
 )
 from tpplan.layouts.rules.equation import whole_operands
 from tpplan.layouts.rules.pointwise import nonlinear
-from tpplan.layouts.rules.size_literals import groups_divide, localized_arguments, takes_sizes, written_sizes
+from tpplan.layouts.rules.size_literals import (
+    groups_divide,
+    localized_arguments,
+    size_places,
+    takes_sizes,
+    written_sizes,
+)
 
 __all__ = [
     "FLEX_ATTENTION",
@@ -46,6 +52,7 @@ __all__ = [
     "has_rule",
     "localized_arguments",
     "registered_rules",
+    "size_places",
     "strategies",
     "takes_sizes",
     "written_operands",
@@ -97,8 +104,18 @@ def call_strategies(call: Call, tp: int) -> tuple[Strategy, ...]:
 
 
 @lru_cache(maxsize=MOST_REMEMBERED)
-def _strategies_of(rule: Rule | None, call: Call, _literals: str, tp: int) -> tuple[Strategy, ...]:
-    """Strategies, cached by call. `_literals` tells 1, True and 1.0 apart, which are equal as cache keys."""
+def _strategies_of(rule: Rule | None, call: Call, literals: str, tp: int) -> tuple[Strategy, ...]:
+    """Strategies, cached by call. `literals` tells 1, True and 1.0 apart, which are equal as cache keys."""
+    return tuple(
+        strategy
+        for strategy in _on_any_ranks(rule, call, literals)
+        if strategy.fits(call, tp) and groups_divide(call, strategy, tp)
+    )
+
+
+@lru_cache(maxsize=MOST_REMEMBERED)
+def _on_any_ranks(rule: Rule | None, call: Call, _literals: str) -> tuple[Strategy, ...]:
+    """Strategies of a call on ranks that divide every size."""
     proposed = (*whole_operands(call), *(rule(call) if rule and call.results else ()))
     if not call.target.startswith(_POSITIONAL):
         by_parts = (variant for strategy in proposed for variant in strategy.part_by_part(call))
@@ -108,8 +125,6 @@ def _strategies_of(rule: Rule | None, call: Call, _literals: str, tp: int) -> tu
     found: dict[Strategy, None] = {}
     for strategy in proposed:
         for variant in strategy.without_idle_gradients(call):
-            if not variant.fits(call, tp) or not groups_divide(call, variant, tp):
-                continue
             if not call.is_in_place or variant.results[0] == variant.operands[0]:
                 found[variant] = None
     return tuple(found)

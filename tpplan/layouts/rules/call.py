@@ -1,7 +1,7 @@
 """Types of rules (a rule takes a Call and gives Strategies), the registry of rules, and which operands ops write to."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tpplan.core.graph import Argument, ModelGraph, Op, Ref, Value, references
 from tpplan.core.layout import R_STAR, ROWS, Layout, P, R, S, copied
@@ -18,7 +18,8 @@ class Call:
     """A call of an operator. `operands` are its tensors in argument order, one entry per reading.
 
     `parts` are the sizes of parts in the graph: a dim whose size is their sum may be sharded part by part. `slices` are
-    numbers of slices, fewer than ranks, into which a dim may be cut. `is_pointwise` as for an Op.
+    numbers of slices, fewer than ranks, into which a dim may be cut. `is_pointwise` as for an Op, `is_grown` as for a
+    graph.
     """
 
     target: str
@@ -29,6 +30,7 @@ class Call:
     parts: frozenset[Parts] = frozenset()
     slices: frozenset[int] = frozenset()
     is_pointwise: bool = False
+    is_grown: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, graph: ModelGraph, op: Op, layouts: Iterable[Layout] = ()) -> "Call":
@@ -50,6 +52,7 @@ class Call:
             parts=frozenset(layout.parts for layout in layouts if layout.parts),
             slices=frozenset(layout.slices for layout in layouts if layout.slices is not None),
             is_pointwise=op.is_pointwise,
+            is_grown=graph.is_grown,
         )
 
     def anonymous(self) -> "Call":
@@ -245,7 +248,7 @@ def crossings_before_writes(graph: ModelGraph) -> frozenset[str]:
 
     A conversion there would make a copy, and code on the other side would not see the write.
     """
-    return graph.once(crossings_before_writes, lambda: _crossings_before_writes(graph))
+    return graph.once_for_all_sizes(crossings_before_writes, lambda: _crossings_before_writes(graph))
 
 
 def _crossings_before_writes(graph: ModelGraph) -> frozenset[str]:

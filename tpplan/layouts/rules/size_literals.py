@@ -35,6 +35,15 @@ GROUPS = {
 REPEATS = "aten.repeat_interleave.self_int"
 
 
+def size_places(target: str) -> tuple[int, ...]:
+    """The positions of an op's arguments that are sizes of its operand or result, or bounds within them."""
+    if target in SLICES:
+        return (2, 3)
+    if target in SPLITS:
+        return (1,)
+    return tuple(places[target] for places in (SIZES, CREATIONS) if target in places)
+
+
 def takes_sizes(target: str) -> bool:
     """True for an op that takes the sizes of its result, of which one may be -1."""
     return target in SIZES
@@ -43,6 +52,8 @@ def takes_sizes(target: str) -> bool:
 def localized_arguments(call: Call, strategy: Strategy, tp: int) -> tuple[Argument, ...]:
     """The positional arguments with which the op makes one rank's results from one rank's operands."""
     if not call.results:
+        return call.args
+    if call.target not in CALLS:
         return call.args
     changed: dict[int, Argument] = {}
     result = local_shape(call.results[0].shape, strategy.results[0], tp)

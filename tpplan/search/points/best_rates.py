@@ -14,9 +14,8 @@ from itertools import product
 from math import prod
 
 from tpplan.core.graph import ModelGraph
-from tpplan.costs.execute import Executor, whole_strategy
+from tpplan.costs.execute import Executor
 from tpplan.costs.kernels import Attention, Kernel, Matmul, MemoryBound
-from tpplan.layouts.rules import Call
 from tpplan.machine.profile import HardwareProfile
 
 
@@ -95,8 +94,7 @@ def seconds_of_a_sequence(
 def _work(graph: ModelGraph, rates: BestRates, executor: Executor) -> Iterator[tuple[str, float]]:
     """Yields each op's name with its target, and its seconds at best rates, forward and backward together."""
     for op in graph.ops:
-        call = Call.of(graph, op)
-        execution = executor.execute(call, whole_strategy(call), 1)
+        execution = executor.whole(graph, op)
         yield f"{op.name} {op.target}", _total(rates, (*execution.forward, *execution.backward))
 
 

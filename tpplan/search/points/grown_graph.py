@@ -11,7 +11,7 @@ and compares (tpplan.search.branch_and_bound), and the plan notes the other micr
 
 from dataclasses import dataclass, replace
 
-from tpplan.core.graph import Argument, Boundary, ModelGraph, Op, Value
+from tpplan.core.graph import Argument, ModelGraph, Op, Value
 
 
 class _UnlikeError(Exception):
@@ -35,13 +35,9 @@ class _Line:
             raise _UnlikeError
         return low + grown
 
-    def value(self, low: Value, high: Value) -> Value:
-        """A tensor with its shape on the line."""
-        if low == high:
-            return low
-        if len(low.shape) != len(high.shape) or replace(high, shape=low.shape) != low:
-            raise _UnlikeError
-        return replace(low, shape=tuple(map(self.at, low.shape, high.shape)))
+    def shape(self, low: tuple[int, ...], high: tuple[int, ...]) -> tuple[int, ...]:
+        """A shape with its sizes on the line."""
+        return tuple(map(self.at, low, high))
 
     def argument(self, low: Argument, high: Argument) -> Argument:
         """An argument of an op with its whole numbers on the line; nothing else may differ."""
@@ -63,26 +59,49 @@ class _Line:
         kwargs = tuple((name, self.argument(a, b)) for (name, a), (_, b) in zip(low.kwargs, high.kwargs, strict=True))
         return low if (args, kwargs) == (low.args, low.kwargs) else replace(low, args=args, kwargs=kwargs)
 
-    def node(self, low: Op | Boundary, high: Op | Boundary) -> Op | Boundary:
-        """A node with its arguments on the line."""
-        if isinstance(low, Op) and isinstance(high, Op):
-            return self.op(low, high)
-        if low != high:
-            raise _UnlikeError
-        return low
+
+@dataclass(frozen=True, slots=True)
+class _Unlike:
+    """What differs between two graphs: values, with both shapes, and ops by position. `second` is held, so that its
+    id, by which this is cached, is not reused."""
+
+    values: tuple[tuple[Value, tuple[int, ...]], ...]
+    ops: tuple[tuple[int, Op, Op], ...]
+    second: ModelGraph
+
+    @classmethod
+    def between(cls, first: ModelGraph, second: ModelGraph) -> "_Unlike | None":
+        """What differs; None where that is more than sizes of values and arguments of ops."""
+        about = [(g.sources, g.outputs, g.loss, g.blocks, g.questions, tuple(g.values)) for g in (first, second)]
+        if about[0] != about[1] or len(first.nodes) != len(second.nodes):
+            return None
+        values = []
+        for low, high in zip(first.values.values(), second.values.values(), strict=True):
+            if low != high:
+                if len(low.shape) != len(high.shape) or low.of_shape(high.shape) != high:
+                    return None
+                values.append((low, high.shape))
+        ops = []
+        for position, (own, other) in enumerate(zip(first.nodes, second.nodes, strict=True)):
+            if own != other:
+                if not isinstance(own, Op) or not isinstance(other, Op):
+                    return None
+                ops.append((position, own, other))
+        return cls(tuple(values), tuple(ops), second)
 
 
 def grown(first: ModelGraph, second: ModelGraph, sizes: tuple[int, int], size: int) -> ModelGraph | None:
     """The graph at micro-batch `size` from those at two other `sizes`; None where they differ in more than sizes."""
-    about = [(g.sources, g.outputs, g.loss, g.blocks, g.questions, tuple(g.values)) for g in (first, second)]
-    if about[0] != about[1] or len(first.nodes) != len(second.nodes):
+    unlike = first.once((_Unlike, id(second)), lambda: _Unlike.between(first, second))
+    if unlike is None:
         return None
-    line = _Line(*sizes, size)
+    line, shapes = _Line(*sizes, size), dict[object, tuple[int, ...]]()
+    values = {}
     try:
-        return replace(
-            first,
-            values={name: line.value(value, second.values[name]) for name, value in first.values.items()},
-            nodes=tuple(map(line.node, first.nodes, second.nodes)),
-        )
+        for low, high in unlike.values:
+            if (key := (low.shape, high)) not in shapes:
+                shapes[key] = line.shape(*key)
+            values[low.name] = low.of_shape(shapes[key])
+        return first.resized(values, {position: line.op(low, high) for position, low, high in unlike.ops})
     except _UnlikeError:
         return None

@@ -6,17 +6,22 @@ A point is a mesh and a micro-batch. Points with the same micro-batch and tp deg
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import final
 
 from tpplan import solvers
 from tpplan.core.errors import SolverError
+from tpplan.core.graph import Op
+from tpplan.costs.execute import whole_strategy
+from tpplan.costs.known_times import KnownTimes
 from tpplan.costs.step.cost_table import PricedSpace, price_space
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.train_config import Setting
+from tpplan.costs.strategy_times import Rates
 from tpplan.layouts.decision_space import build_space
 from tpplan.layouts.layer_treatments import Treatment
 from tpplan.layouts.pins import Pinned
-from tpplan.layouts.rules import Strategy
+from tpplan.layouts.rules import Call, Strategy
 from tpplan.plan.plan import Recompute
 from tpplan.search.points.best_rates import BestRates, seconds_of_a_sequence
 from tpplan.search.points.cuts import Cuts
@@ -75,8 +80,26 @@ class PointSolver:
         self.cuts.messages.append(reason)
         self.forget()
 
+    def has_grown_right(self, candidate: Candidate) -> bool:
+        """True where a candidate's graph, and the executions of its choice, are those of the model that is really
+        traced and of its ops that are really run."""
+        formulation, choice = candidate.formulation, candidate.solution.choice
+        grown, traced = formulation.space.graph, self.traces.really_traced(candidate.point.micro_batch).graph
+        if grown is traced or choice is None:
+            return True
+        if grown != traced:
+            return False
+        execute = self.traces.reuse.executor.execute
+        for name in formulation.space.members:
+            if isinstance(op := formulation.space.deciders[name], Op):
+                assumed, real = Call.of(grown, op), Call.of(traced, op)
+                ways = ((formulation.strategy(choice, name), candidate.point.tp), (whole_strategy(real), 1))
+                if any(execute(assumed, *way) != execute(real, *way) for way in ways):
+                    return False
+        return True
+
     def distrust_grown(self) -> None:
-        """Traces every micro-batch from now on, instead of growing its graph."""
+        """Traces every micro-batch from now on, instead of growing its graph and executions."""
         self.traces.distrust_grown()
         self.forget()
 
@@ -91,6 +114,10 @@ class PointSolver:
             shared = self._space_key(micro_batch, tp)
             self._spaces[key] = self.traces.reuse.space(shared, lambda: self._price(micro_batch, tp))
         return self._spaces[key]
+
+    @cached_property
+    def _rates(self) -> Rates:
+        return Rates(KnownTimes(self.request.profile))
 
     def _space_key(self, micro_batch: int, tp: int) -> Hashable:
         """Everything that decisions and their costs depend on."""
@@ -115,6 +142,7 @@ class PointSolver:
             self.traces.reuse.executor,
             is_compiled=request.is_compiled,
             num_gpus=request.cluster.gpus,
+            rates=self._rates,
             others=[other for (_, degree), other in reversed(self._spaces.items()) if degree == tp],
         )
 
