@@ -81,6 +81,8 @@ class Application:
         placements = [placement_of(plan.placement, path=f"parameters.{name}.placement")]
         if self.of_experts is not None and name.rpartition(".")[0] in self.divided:
             mesh, placements = self.of_experts, [Shard(0), *placements]
+        if parameter.is_meta:
+            src_data_rank = None  # no values to send: a rank cuts its own slice alone
         distributed: Tensor = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=src_data_rank)
         if src_data_rank is None and plan.placement.dim is not None:
             distributed = distributed.clone()  # a view of the whole tensor would keep its storage alive
