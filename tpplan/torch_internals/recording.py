@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.attention.flex_attention as flex
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (
@@ -86,8 +87,9 @@ def unrecorded() -> contextlib.AbstractContextManager[object]:
 
 
 def call_recorded(op: Any, args: tuple[Any, ...]) -> Any:
-    """op(*args), recorded as one node with the node's result as meta["val"], for an operator without overloads, as
-    torch.ops.tpplan.boundary. NotImplemented where nothing is recorded, or an argument is not a recorded tensor.
+    """op(*args), recorded as one node with the node's result as meta["val"]. op: torch.ops.aten.to.dtype, say, or an
+    operator without overloads, as torch.ops.tpplan.boundary. NotImplemented where nothing is recorded, or an argument
+    is not a recorded tensor.
 
     A plain call is recorded alike, and takes three times as long: it goes through every mode that is on.
     """
@@ -103,7 +105,8 @@ def call_recorded(op: Any, args: tuple[Any, ...]) -> Any:
         next(nodes) if isinstance(arg, Tensor) else [next(nodes) for _ in arg] if isinstance(arg, list) else arg
         for arg in args
     )
-    node = tracer.create_node("call_function", op.default, given, {}, op.__name__)
+    target = op if isinstance(op, OpOverload) else op.default
+    node = tracer.create_node("call_function", target, given, {}, target.overloadpacket.__name__)
     with plain_calls(), unrecorded(), torch._C._DisablePythonDispatcher():
         results = op(*args)
         track_tensor_tree(results, tracer.proxy(node), constant=None, tracer=tracer)

@@ -125,7 +125,11 @@ def record(
         tracer = recorder().tracer
         graphs.append(tracer.graph)
         with known, dispatched_plainly(_answers(known)), _nodes_noted(tracer, scope, known), _nothing_hidden(calling):
-            with custom_ops.called_by(_caller(known)), machine_as_planned(known.miss), calling.noting() if calling is not None else contextlib.nullcontext():
+            with (
+                custom_ops.called_by(_caller(known)),
+                machine_as_planned(known.miss),
+                calling.noting() if calling is not None else contextlib.nullcontext(),
+            ):
                 output = module(*placed)
             known.check_all_answered()
             found, spec = pytree.tree_flatten(_dataclasses_as_dicts(output))

@@ -26,7 +26,7 @@ running_traces: list[dict[str, list[Tensor]]] = []
 #: outputs of opaque modules by the key of the call, one table for each trace that is running
 running_opaques: list[dict[str, tuple[Tensor, ...]]] = []
 
-#: makes a call of a mark or a sibling, given the operator and the arguments; NotImplemented: the call is to be made as
+#: makes a call that a hook or a sibling adds, of an operator with arguments; NotImplemented: the call is to be made as
 #: any other, through all modes that are on
 Caller = Callable[[Any, tuple[Any, ...]], Any]
 #: the callers of what is running, the innermost last
@@ -35,7 +35,7 @@ _callers: list[Caller] = []
 
 @contextlib.contextmanager
 def called_by(caller: Caller) -> Iterator[None]:
-    """Calls of marks and siblings are made by the caller, which no mode sees."""
+    """Makes the calls that hooks and siblings add go to the caller, past all modes."""
     _callers.append(caller)
     try:
         yield
@@ -44,7 +44,7 @@ def called_by(caller: Caller) -> Iterator[None]:
 
 
 def caller() -> Caller:
-    """What makes calls of marks and siblings now."""
+    """What makes the calls that hooks and siblings add now."""
     return _callers[-1] if _callers else lambda _op, _args: NotImplemented
 
 
@@ -69,6 +69,12 @@ def sibling(inputs: list[Tensor], module: str, like: str) -> list[Tensor]:
     """The outputs of the layer `module`, like those of the traced layer `like`."""
     outputs: list[Tensor] = _called(torch.ops.tpplan.sibling, inputs, module, like)
     return list(outputs)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in the dtype in which it crosses a boundary."""
+    changed: Tensor = _called(torch.ops.aten.to.dtype, x, dtype)
+    return changed
 
 
 def opaque(inputs: list[Tensor], weights: list[Tensor], key: str, written: list[int]) -> list[Tensor]:
