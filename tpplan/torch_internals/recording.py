@@ -297,10 +297,12 @@ def _untraced() -> bool:
 def _recorded_calls() -> bool:
     """An operator called directly has the nodes of a plain call, and results with gradients; a constant has none."""
     op: Any = torch.ops.aten.relu
-    graphs, gradients, other = [], [], torch.empty(2, device="meta")
+    graphs: list[torch.fx.Graph] = []
+    gradients: list[bool] = []
+    other = torch.empty(2, device="meta")
 
     def run(x: Tensor) -> Tensor:
-        found = call_recorded(op, (x,)) if graphs else op(x)
+        found: Tensor = call_recorded(op, (x,)) if graphs else op(x)
         gradients.append(found.requires_grad)
         return found.sin()
 
