@@ -12,7 +12,7 @@ Names below are loaded when first used: reading a plan needs no torch.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tpplan.core.gc_pause import rarely_collected
+from tpplan.core.gc_pause import imported_for_good
 
 if TYPE_CHECKING:
     from tpplan.apply.apply import apply_plan as apply_plan
@@ -95,7 +95,7 @@ __all__ = sorted(_HOME)  # noqa: PLE0605 - the table above, sorted
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'tpplan' has no attribute {name!r}")
-    with rarely_collected():
+    with imported_for_good():
         value = getattr(importlib.import_module(f"tpplan.{_HOME[name]}"), name)
     globals()[name] = value
     return value

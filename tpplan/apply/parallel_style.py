@@ -6,14 +6,14 @@ A style distributes the parameters of its module and replaces the module's class
 The styles of one plan share the mesh axis, the stack of running forwards, the gradient reducer and the tied parameters.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tpplan.apply.collectives.redistribute import TpGroup
@@ -34,6 +34,7 @@ from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
 from tpplan.plan.plan import BoundaryPlan, ParameterPlan, Plan
 from tpplan.torch_internals.modules import own_parameters
+from tpplan.torch_internals.tensors import labelled, local_part, spec_of
 from tpplan.trace.hooks.generated_class import BINDING
 from tpplan.trace.whole.opaque import opaque_class
 
@@ -53,6 +54,8 @@ class Application:
     divided: frozenset[str] = frozenset()
     #: by the original parameter's id: the original, held so that its id is not reused, and the distributed parameter
     distributed: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)
+    #: DTensors on the meta device by what they are cut from, and how
+    like: dict[Hashable, DTensor] = field(default_factory=dict)
     #: by the parameter's canonical name
     reads: dict[str, ParameterReads] = field(default_factory=dict)
     #: by the name of a module that runs whole: reads of the weights below it, by their names relative to it
@@ -81,13 +84,28 @@ class Application:
         placements = [placement_of(plan.placement, path=f"parameters.{name}.placement")]
         if self.of_experts is not None and name.rpartition(".")[0] in self.divided:
             mesh, placements = self.of_experts, [Shard(0), *placements]
-        distributed: Tensor = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=src_data_rank)
-        if src_data_rank is None and plan.placement.dim is not None:
-            distributed = distributed.clone()  # a view of the whole tensor would keep its storage alive
+        distributed: Tensor
+        if parameter.is_meta:
+            distributed = self._on_meta(parameter.detach(), mesh, placements)
+        else:
+            distributed = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=src_data_rank)
+            if src_data_rank is None and plan.placement.dim is not None:
+                distributed = distributed.clone()  # a view of the whole tensor would keep its storage alive
         result = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
         result.__dict__.update(parameter.__dict__)
         self.distributed[id(parameter)] = (parameter, result)
         return result
+
+    def _on_meta(self, whole: Tensor, mesh: DeviceMesh, placements: list[Placement]) -> Tensor:
+        """The DTensor of a tensor on the meta device, which has no values to send. Torch cuts like tensors once: that
+        would take half of the time of applying a plan there."""
+        key = tuple(whole.shape), whole.stride(), whole.dtype, mesh, tuple(placements)
+        known = self.like.get(key)
+        if known is None:
+            self.like[key] = known = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        cut = local_part(known)
+        local = torch.empty_strided(cut.shape, cut.stride(), dtype=cut.dtype, device="meta")
+        return labelled(local, spec_of(known))
 
     def reads_of(self, name: str, plan: ParameterPlan, slot: Slot, shared: TensorParallel) -> ParameterReads:
         """Returns how modules read a parameter. Tied names share one entry and one slot in the reducer."""

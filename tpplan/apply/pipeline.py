@@ -8,14 +8,13 @@ optimizer.step(); optimizer.zero_grad()
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from tpplan.apply.modules.first_step_check import checksum
 from tpplan.core.errors import PlanMismatchError, TpplanError, UsageError
@@ -24,6 +23,9 @@ from tpplan.plan.sections import StagePlan, TensorPlan
 from tpplan.stages.stub import RECEIVED
 from tpplan.torch_internals import pytree
 from tpplan.trace.forward_arguments import Inputs, forward_inputs, path_of
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import Schedule1F1B
 
 #: the name of the mesh axis of stages
 STAGES = "stage"
@@ -171,8 +173,11 @@ class Pipeline:
     def _buffer(self, one: TensorPlan) -> Tensor:
         return torch.empty(one.shape, dtype=getattr(torch, one.dtype), device=self.device)
 
-    def _schedule(self) -> Schedule1F1B:
+    def _schedule(self) -> "Schedule1F1B":
         if self.schedule is None:
+            # Loads torch's compiler, which takes half a second: only a model in stages is worth it.
+            from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
             stage = self.stage
             sent = tuple(map(_on_meta, stage.sends)) or (_on_meta(_LOSS),)
             of_rank = PipelineStage(

@@ -27,3 +27,21 @@ def rarely_collected() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+@contextmanager
+def imported_for_good() -> Iterator[None]:
+    """Context manager for imports: within it no collection starts, and what is left of it counts as long-lived.
+
+    Otherwise the collector would go through the half a million objects of torch's modules twice as the context ends.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not gc.get_freeze_count():  # else others have frozen objects, which are to stay so
+            gc.freeze()
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()

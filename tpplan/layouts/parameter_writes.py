@@ -9,7 +9,7 @@ a recomputed region never writes to a parameter.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from tpplan.core.graph import ModelGraph, within
+from tpplan.core.graph import ModelGraph, Op, within
 from tpplan.core.mesh import Mesh
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.rules import OPAQUE, written_operands
@@ -74,8 +74,8 @@ def why_not_recomputed(graph: ModelGraph, region: str, mode: Recompute) -> str:
 def _why_not_kept(graph: ModelGraph, region: str) -> str:
     """The reason why results of a module's ops cannot be kept while others are computed again; "" where they can."""
     makers: dict[str, str] = {}
-    for op in graph.ops:
-        if not within(op.module, region):
+    for op in graph.nodes_by_module.get(region, ()):
+        if not isinstance(op, Op):
             continue
         written = {graph.values[name].storage for name in written_operands(op)}
         kept = next((makers[storage] for storage in written if makers.get(storage, "").startswith(_KEPT)), None)

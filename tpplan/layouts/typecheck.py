@@ -225,20 +225,21 @@ class _Checker:
                 self.possible[result] = tuple(dict.fromkeys(strategy.results[i] for strategy in kept))
 
     def _op(self, op: Op) -> tuple[Strategy, ...] | str:
-        is_random = draws(Call.of(self.graph, op))
-        allowed = [
-            s
-            for s in call_strategies(Call.of(self.graph, op, self.extra), self.tp)
-            if self._fits_the_loss(op, s) and (not is_random or self._draws_in_step(op, s))
-        ]
+        call = Call.of(self.graph, op)
+        proposed = call_strategies(Call.of(self.graph, op, self.extra), self.tp)
         read = [self._read(op, name) for name in op.operands]
-        fitting = tuple(s for s in allowed if _is_one_of(s, read) and _reads_alike(s, op.operands))
-        if fitting:
-            return fitting
-        found = ", ".join(
+        fitting = (s for s in proposed if _is_one_of(s, read) and _reads_alike(s, op.operands))
+        if found := tuple(s for s in fitting if self._is_allowed(op, call, s)):
+            return found
+        given = ", ".join(
             f"{self._name_in_message(n)} as {_either(layouts)}" for n, layouts in zip(op.operands, read, strict=True)
         )
-        return f"reads {found}; its rule allows {'; '.join(map(str, allowed)) or 'nothing'}"
+        allowed = (s for s in proposed if self._is_allowed(op, call, s))
+        return f"reads {given}; its rule allows {'; '.join(map(str, allowed)) or 'nothing'}"
+
+    def _is_allowed(self, op: Op, call: Call, strategy: Strategy) -> bool:
+        """True for a strategy of the op's rule that the op can have in its module."""
+        return self._fits_the_loss(op, strategy) and (not draws(call) or self._draws_in_step(op, strategy))
 
     def _fits_the_loss(self, op: Op, strategy: Strategy) -> bool:
         """True where an op can run in the loss under a strategy.

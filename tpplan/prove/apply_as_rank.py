@@ -4,6 +4,7 @@ The applied model runs on meta tensors: its collectives give shapes and send not
 """
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from tpplan.trace.hooks.generated_class import fold_forwards
 from tpplan.trace.hooks.parameter_names import put_others
 from tpplan.trace.hooks.rebind_closures import rebind
 
+#: types of the tables that every module has
+_TABLES = (dict, OrderedDict, set)
+
 
 def copied(model: nn.Module) -> nn.Module:
     """A copy of a model on the meta device; functions that modules hold refer to the copy.
@@ -25,9 +29,12 @@ def copied(model: nn.Module) -> nn.Module:
     the copy, so that code that reads one before computing it again is noticed. Raises ModelError where a list or dict
     holds such a tensor.
     """
-    held = (value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
-    computed = {id(value): value.detach().requires_grad_() for value in held if value.grad_fn is not None}
-    images: dict[int, Any] = dict(computed)
+    images: dict[int, Any] = {}
+    for value in (value for module in model.modules() for value in vars(module).values()):
+        if type(value) in _TABLES and not value:  # tables of hooks: copying them would take most of the time
+            images[id(value)] = type(value)()
+        elif isinstance(value, torch.Tensor) and value.grad_fn is not None:
+            images[id(value)] = value.detach().requires_grad_()
     try:
         found = copy.deepcopy(model, images)
     except RuntimeError as error:

@@ -184,9 +184,10 @@ class _Search:
         if batch == self.planned[0]:
             return None
         graph = self.traces.foreseen(batch)
-        implied = assignment_of(graph, self.plan, layers=self.traced.units) if graph is not None else None
-        sharded = self.sharded(graph, batch, self.planned[1]) if graph is not None else frozenset()
-        if not isinstance(implied, Mistyped) or BATCH not in sharded:
+        if graph is None or not isinstance(implied := implied_strategies(graph, self.plan), Mistyped):
+            return None
+        sharded = self.sharded(graph, batch, self.planned[1])
+        if BATCH not in sharded:
             return None
         logger.info("at batch %d, by the grown graph: %s", batch, implied.message)
         problem = f"at batch {batch}, length {self.planned[1]}: {implied.message}"

@@ -84,10 +84,17 @@ def _changed(path: str, leaf: Any, change: Callable[[str, torch.Tensor], torch.T
 
 def signature_of(module: nn.Module) -> inspect.Signature:
     """The signature of the module's forward, without `self`."""
+    function = _function_of(module)
+    return inspect.signature(module.forward) if function is None else _signature_of_method(function)
+
+
+def _function_of(module: nn.Module) -> FunctionType | None:
+    """The function that the module's class has as its forward; None for a static method, or a function that the module
+    holds."""
     forward = module.forward
     if type(forward) is not MethodType or forward.__self__ is not module or type(forward.__func__) is not FunctionType:
-        return inspect.signature(forward)  # a static method, or a function that the module holds
-    return _signature_of_method(forward.__func__)
+        return None
+    return forward.__func__
 
 
 @functools.lru_cache(maxsize=1024)
@@ -97,9 +104,19 @@ def _signature_of_method(function: FunctionType) -> inspect.Signature:
 
 def positional_names(module: nn.Module) -> tuple[str, ...]:
     """Names of the parameters of the module's forward that may be given by position, in order."""
+    function = _function_of(module)
+    return _positional(signature_of(module)) if function is None else _positional_of_method(function)
+
+
+@functools.lru_cache(maxsize=1024)
+def _positional_of_method(function: FunctionType) -> tuple[str, ...]:
+    return _positional(_signature_of_method(function))
+
+
+def _positional(signature: inspect.Signature) -> tuple[str, ...]:
     return tuple(
         parameter.name
-        for parameter in signature_of(module).parameters.values()
+        for parameter in signature.parameters.values()
         if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     )
 

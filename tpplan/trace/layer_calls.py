@@ -24,6 +24,7 @@ from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.torch_internals.tensors import local_part, plain_calls
 from tpplan.trace.answers.concrete_values import QUESTIONS, ConcreteValues
 from tpplan.trace.answers.planned_device import as_planned
+from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.call_rewriting import is_own_code_running
 from tpplan.trace.noted_calls import CallNotes
 
@@ -100,7 +101,9 @@ class CallLog(TorchFunctionMode):
         #: whether an autograd.Function of the model ran: siblings then make all calls themselves
         self.has_functions: bool = False
         self._leader = None if leader is None or leader.has_functions else leader
-        self._functions = contextlib.ExitStack()
+        self._contexts = contextlib.ExitStack()
+        #: what makes calls of marks around the log
+        self._around = custom_ops.caller()
         #: whether a call runs whose inner calls are not logged; whether the last call was given tensors
         self._is_inside = self._has_operands = False
         for place, leaf in enumerate(given):
@@ -109,12 +112,27 @@ class CallLog(TorchFunctionMode):
 
     def __enter__(self) -> "CallLog":
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._functions.enter_context(functions_run_by(self._applied))
+        self._contexts.enter_context(functions_run_by(self._applied))
+        self._contexts.enter_context(custom_ops.called_by(self._marked))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._functions.close()
+        self._contexts.close()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _marked(self, op: Any, args: tuple[Any, ...]) -> Any:
+        """Logs a call of a mark, which the trace records or which is copied from the leader; NotImplemented where it is
+        neither."""
+        if self._is_inside:
+            return NotImplemented
+        call, leader, place = self._call(op, args, None), self._leader, len(self.entries)
+        if self._is_leader:
+            results = self._around(op, args)
+            return results if results is NotImplemented else self._log(call, results)
+        if leader is None or leader.entries[place][0] != call:
+            return NotImplemented
+        self.entries.append(leader.entries[place])
+        return self._like(leader._results[place], leader)
 
     def _applied(self, cls: type[torch.autograd.Function], apply: Apply, *args: Any, **kwargs: Any) -> Any:
         """Runs and logs an autograd.Function; calls inside a checkpoint are logged one by one."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.torch_internals.tensors import plain_calls
 from tpplan.trace.answers.planned_device import is_foreign
 
@@ -21,6 +22,8 @@ _CONTAINERS = (list, tuple, set, frozenset, deque)
 #: types of which an empty value holds no tensor, and those of which none does: most attributes of most modules are such
 _EMPTY = frozenset({list, tuple, dict, set, OrderedDict})
 _CLOSED = frozenset({NoneType, bool, int, float, str})
+#: attributes that every module has: besides its parameters and buffers, submodules and hooks, which are callables
+_OF_TORCH = frozenset(vars(nn.Module()))
 #: levels of nested containers and objects that are searched, below an attribute or a global name
 MOST_DEEP = 6
 
@@ -32,13 +35,12 @@ def held_tensors(model: nn.Module) -> dict[str, Tensor]:
     classes: dict[type[nn.Module], None] = {}
     for name, module in model.named_modules():
         classes[type(module)] = None
+        for table in (own_parameters(module), own_buffers(module)):
+            _collect(table, name, seen, found, 0)
         for key, value in vars(module).items():
-            if type(value) in _CLOSED or (type(value) in _EMPTY and not value):
+            if key in _OF_TORCH or type(value) in _CLOSED or (type(value) in _EMPTY and not value):
                 continue
-            if key in ("_buffers", "_parameters"):
-                _collect(value, name, seen, found, 0)
-            elif key != "_modules":
-                _collect(value, _within(name, key), seen, found, 0)
+            _collect(value, _within(name, key), seen, found, 0)
     files: dict[str, Any] = {}
     for base in {base: None for cls in classes for base in cls.__mro__ if issubclass(base, nn.Module)}:
         file = sys.modules.get(base.__module__)

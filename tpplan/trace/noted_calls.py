@@ -111,7 +111,7 @@ class CallNotes(TorchFunctionMode):
 
         @functools.wraps(call)
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if id(module) not in self.names or torch.compiler.is_compiling():
+            if id(module) not in self.names or torch.compiler.is_compiling() or not is_function_mode_on(self):
                 return call(module, *args, **kwargs)
             self._note_module(module)
             self._running.append(None)
@@ -135,7 +135,7 @@ class CallNotes(TorchFunctionMode):
         """Notes in the running forward that it calls a module, by the last part of the module's name, which is equal
         for the submodules of like layers."""
         calls = self._running[-1] if self._running else None
-        if calls is not None and is_function_mode_on(self) and not is_own_code_running():
+        if calls is not None and not is_own_code_running():
             calls.append(f"module {self.names[id(module)].rpartition('.')[2]}")
 
     @contextlib.contextmanager

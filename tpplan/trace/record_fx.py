@@ -24,7 +24,13 @@ from tpplan.torch_internals.autograd import Apply, functions_run_by, saved_hooks
 from tpplan.torch_internals.checkpoints import is_reentrant_checkpoint, keeps_inputs
 from tpplan.torch_internals.modules import tensors_in_place
 from tpplan.torch_internals.operators import is_op, meta_kernels
-from tpplan.torch_internals.recording import dispatched_plainly, recorded, recorder, results_kept_by
+from tpplan.torch_internals.recording import (
+    call_recorded,
+    dispatched_plainly,
+    recorded,
+    recorder,
+    results_kept_by,
+)
 from tpplan.torch_internals.tensors import local_part, plain_calls
 from tpplan.trace.answers.concrete_values import ConcreteValues, Question
 from tpplan.trace.answers.cond import higher_order_ops_traced
@@ -119,7 +125,11 @@ def record(
         tracer = recorder().tracer
         graphs.append(tracer.graph)
         with known, dispatched_plainly(_answers(known)), _nodes_noted(tracer, scope, known), _nothing_hidden(calling):
-            with machine_as_planned(known.miss), calling.noting() if calling is not None else contextlib.nullcontext():
+            with (
+                custom_ops.called_by(_caller(known)),
+                machine_as_planned(known.miss),
+                calling.noting() if calling is not None else contextlib.nullcontext(),
+            ):
                 output = module(*placed)
             known.check_all_answered()
             found, spec = pytree.tree_flatten(_dataclasses_as_dicts(output))
@@ -228,6 +238,20 @@ def _answers(known: ConcreteValues) -> Callable[[Any, tuple[Any, ...]], Any]:
         return known.item(args[0]) if func is torch.ops.aten.item.default else NotImplemented
 
     return answer
+
+
+def _caller(known: ConcreteValues) -> custom_ops.Caller:
+    """Records calls of tpplan's marks, whose results are known where the operands' values are."""
+
+    def call(op: Any, args: tuple[Any, ...]) -> Any:
+        known.check_all_answered()
+        with plain_calls():
+            results = call_recorded(op, args)
+            if results is not NotImplemented and not is_own_code_running():
+                known.note_made(results, op, args, {})
+        return results
+
+    return call
 
 
 @contextlib.contextmanager

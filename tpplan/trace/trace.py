@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tpplan.core.errors import ModelError
-from tpplan.core.graph import LOSS_SCOPE, OWN_SCOPE, SAME_TENSOR, Direction, ModelGraph, within
+from tpplan.core.graph import LOSS_SCOPE, OWN_SCOPE, SAME_TENSOR, Direction, ModelGraph, enclosing
 from tpplan.stages.stub import Stub
 from tpplan.torch_internals import pytree, tensors
 from tpplan.torch_internals.tensors import storage_key
@@ -72,9 +72,9 @@ def repeated_children(model: nn.Module) -> tuple[str, ...]:
 
     Of nested ones the outermost count. The rest of the model is gathered with the root.
     """
-    found: list[str] = []
+    found: dict[str, None] = {}
     for name, container in model.named_modules():
-        if any(within(name, unit) for unit in found):
+        if any(around in found for around in enclosing(name)):
             continue
         layers = [
             (f"{name}.{child_name}" if name else child_name, child)
@@ -83,7 +83,7 @@ def repeated_children(model: nn.Module) -> tuple[str, ...]:
         ]
         stubs = [child.absent_class for child in container.children() if isinstance(child, Stub)]
         classes = [type(child) for _, child in layers] + stubs
-        found += [child_name for child_name, child in layers if classes.count(type(child)) > 1]
+        found.update((child_name, None) for child_name, child in layers if classes.count(type(child)) > 1)
     return tuple(found)
 
 

@@ -38,6 +38,7 @@ from tpplan.stages.stub import RECEIVED
 from tpplan.torch_internals import pytree
 from tpplan.trace.answers.planned_device import PlannedDevice, planning_for
 from tpplan.trace.forward_arguments import Inputs
+from tpplan.trace.hooks import custom_ops
 from tpplan.trace.retrace_opaque import trace_marking
 from tpplan.trace.trace import BoundaryHook, Loss, accumulated_hooks, assumptions, repeated_children
 from tpplan.trace.whole.opaque import Opaques
@@ -121,8 +122,8 @@ class Subject:
         cast_at = frozenset(("", *units)) if self.precision is Precision.BF16_MIXED else frozenset()
 
         def cast(tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
-            casts = direction is Direction.INPUT and module in cast_at
-            return _to_bfloat16(tensor) if casts else tensor
+            casts = direction is Direction.INPUT and module in cast_at and tensor.dtype == torch.float32
+            return custom_ops.cast(tensor, torch.bfloat16) if casts else tensor
 
         return cast
 

@@ -10,7 +10,9 @@ flex_attention, flex_mask  torch's flex_attention, and the mask of which its blo
 arriving, send_rows, return_rows  the exchange of rows among ranks that have different experts (tpplan.experts)
 """
 
+import contextlib
 import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,23 +26,55 @@ running_traces: list[dict[str, list[Tensor]]] = []
 #: outputs of opaque modules by the key of the call, one table for each trace that is running
 running_opaques: list[dict[str, tuple[Tensor, ...]]] = []
 
+#: makes a call that a hook or a sibling adds, of an operator with arguments; NotImplemented: the call is to be made as
+#: any other, through all modes that are on
+Caller = Callable[[Any, tuple[Any, ...]], Any]
+#: the callers of what is running, the innermost last
+_callers: list[Caller] = []
+
+
+@contextlib.contextmanager
+def called_by(caller: Caller) -> Iterator[None]:
+    """Makes the calls that hooks and siblings add go to the caller, past all modes."""
+    _callers.append(caller)
+    try:
+        yield
+    finally:
+        _callers.pop()
+
+
+def caller() -> Caller:
+    """What makes the calls that hooks and siblings add now."""
+    return _callers[-1] if _callers else lambda _op, _args: NotImplemented
+
+
+def _called(op: Any, *args: Any) -> Any:
+    result = caller()(op, args)
+    return op(*args) if result is NotImplemented else result
+
 
 def boundary(x: Tensor, module: str, direction: str, path: str) -> Tensor:
     """Marks a tensor that crosses the boundary of `module`; path is the argument's or output's place."""
-    marked: Tensor = torch.ops.tpplan.boundary(x, module, direction, path)
+    marked: Tensor = _called(torch.ops.tpplan.boundary, x, module, direction, path)
     return marked
 
 
 def frame(x: Tensor, module: str, side: str) -> Tensor:
     """Marks where a layer's own forward begins ("enter") or ends ("leave")."""
-    marked: Tensor = torch.ops.tpplan.frame(x, module, side)
+    marked: Tensor = _called(torch.ops.tpplan.frame, x, module, side)
     return marked
 
 
 def sibling(inputs: list[Tensor], module: str, like: str) -> list[Tensor]:
     """The outputs of the layer `module`, like those of the traced layer `like`."""
-    outputs: list[Tensor] = torch.ops.tpplan.sibling(inputs, module, like)
+    outputs: list[Tensor] = _called(torch.ops.tpplan.sibling, inputs, module, like)
     return list(outputs)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in the dtype in which it crosses a boundary."""
+    changed: Tensor = _called(torch.ops.aten.to.dtype, x, dtype)
+    return changed
 
 
 def opaque(inputs: list[Tensor], weights: list[Tensor], key: str, written: list[int]) -> list[Tensor]:

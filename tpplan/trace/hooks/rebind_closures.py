@@ -11,6 +11,9 @@ from typing import Any
 
 from torch import nn
 
+#: types of attributes that are functions or may hold some
+_HOLDING = (list, dict, tuple, functools.partial, types.FunctionType)
+
 
 def rebind(copied: nn.Module, images: Mapping[int, Any]) -> None:
     """Makes functions that the modules of a copy hold see the copy.
@@ -20,8 +23,7 @@ def rebind(copied: nn.Module, images: Mapping[int, Any]) -> None:
     rebound = _Rebound(images)
     for module in copied.modules():
         for name, value in list(vars(module).items()):
-            found = rebound.held(value)
-            if found is not value:
+            if isinstance(value, _HOLDING) and value and (found := rebound.held(value)) is not value:
                 module.__dict__[name] = found
 
 
