@@ -136,8 +136,8 @@ class Formulation:
 
     @property
     def beside_s(self) -> float:
-        """A lower bound on the seconds of a step beside its kernels and tp collectives, whatever these are: of each term
-        of the objective its least value."""
+        """A lower bound on the seconds of a step beside its kernels and tp collectives, whatever these are: the sum of
+        the objective's other terms, each at its least."""
         return sum(term.least for term in self._beside)
 
     def strategy(self, choice: Mapping[str, int], decision: str) -> Strategy:

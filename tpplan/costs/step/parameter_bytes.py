@@ -130,8 +130,8 @@ class ParameterBytes:
         return Counter(own)
 
     def whole(self, unit: FsdpUnit, bytes_of: BytesOf, ep: int) -> float:
-        """Bytes of those parameters of a unit whose experts `ep` ranks divide, all of them whole on a rank, padded as in
-        FSDP's buffers."""
+        """Bytes of those parameters of a unit whose experts `ep` ranks divide, whole on a rank, padded as in FSDP's
+        buffers."""
         setting, ranks = self.setting, self.ranks
         key = "whole", bytes_of.__name__, unit.name, ep, setting.units, setting.precision, ranks
         parameters = (self.parameter(source, bytes_of) for source in unit.parameters if source.ep == ep)
