@@ -4,9 +4,10 @@ Layers of one LayerGroup have the same decisions and costs: the ILP decides how 
 (tpplan.layouts.layer_treatments). A Family joins groups that were one before their treatments were decided.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 from tpplan.costs.layer_activations import Activations, LayerCosts
 from tpplan.costs.step.cost_table import PricedSpace
@@ -15,6 +16,8 @@ from tpplan.layouts.layer_treatments import TREATMENTS, Count, FsdpUnit, LayerGr
 from tpplan.layouts.parameter_writes import why_not_recomputed, write_within
 from tpplan.plan.plan import Recompute
 from tpplan.solvers.problem import Expression
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,7 @@ class LayerGroups:
     @cached_property
     def alike(self) -> tuple[LayerGroup, ...]:
         """Groups of layers with the same decisions, costs and saved activations."""
-        return self._grouped(self._once("same decisions and costs", self._numbers_by_cost))
+        return self._once("groups of the same costs", lambda: self._grouped(self._numbers_by_cost()), *self._open)
 
     @property
     def timed(self) -> tuple[LayerGroup, ...]:
@@ -49,7 +52,16 @@ class LayerGroups:
 
     @cached_property
     def _deciding_alike(self) -> tuple[LayerGroup, ...]:
-        return self._grouped(self._once("same decisions", self._numbers_by_decision))
+        return self._once(
+            "groups of the same decisions", lambda: self._grouped(self._numbers_by_decision()), *self._open
+        )
+
+    @property
+    def _open(self) -> tuple[Hashable, ...]:
+        """Everything that decides which treatments each layer may get."""
+        setting = self.setting
+        given = None if setting.treatments is None else tuple(setting.treatments.items())
+        return self.uses_fsdp, setting.recompute, setting.reshard_after_forward, given
 
     def _grouped(self, numbers: Mapping[str, int]) -> tuple[LayerGroup, ...]:
         """Groups layers with the same number, and with the same treatment where treatments are given."""
@@ -67,15 +79,21 @@ class LayerGroups:
     def _numbers_by_cost(self) -> dict[str, int]:
         """A number for each layer, equal for layers with the same decisions and costs."""
         layers = self.priced.activations(self.setting.units).layers
-        numbers = self._once("same decisions", self._numbers_by_decision)
-        return _numbered({name: (number, layers[name].signature) for name, number in numbers.items()})
+        numbers = self._numbers_by_decision()
+        return self._once(
+            "same decisions and costs",
+            lambda: _numbered({name: (number, layers[name].signature) for name, number in numbers.items()}),
+        )
 
     def _numbers_by_decision(self) -> dict[str, int]:
         """A number for each layer, equal for layers with the same decisions."""
-        return _numbered({u.name: (self._placed_by(u), tuple(sorted(u.hides))) for u in self.units if u.name})
+        return self._once(
+            "same decisions",
+            lambda: _numbered({u.name: (self._placed_by(u), tuple(sorted(u.hides))) for u in self.units if u.name}),
+        )
 
-    def _once(self, what: str, make: Callable[[], dict[str, int]]) -> dict[str, int]:
-        return self.priced.once((what, self.setting.units), make)
+    def _once(self, what: str, make: Callable[[], T], *about: Hashable) -> T:
+        return self.priced.once((what, self.setting.units, *about), make)
 
     def _placed_by(self, unit: FsdpUnit) -> tuple[str, ...]:
         """The decision that places each parameter of a unit; the parameter's own name where nothing reads it."""
