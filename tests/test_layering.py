@@ -18,7 +18,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tpplan"
 WITHOUT_TORCH = ("core", "solvers", "plan", "plan/report", "page", "machine", "layouts/rules", "layouts")
 WITH_TORCH = (
     *("torch_internals", "trace/hooks", "trace/answers", "trace/whole", "experts", "stages", "trace"),
-    *("apply/collectives", "apply/modules", "apply", "train", "costs", "costs/step", "measure", "prove"),
+    *("apply/collectives", "apply/modules", "apply", "train", "costs/runs", "costs"),
+    *("costs/step", "measure", "prove"),
     *("search/points", "search", "search/comparisons", "anatomy", "verify", "trial"),
     *("exporters", "commands/terminal", "commands"),
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tpplan.costs.execute import Executor
+from tpplan.costs.runs.execute import Executor
 from tpplan.costs.step.cost_table import price_space
 from tpplan.layouts.decision_space import Space, build_space
 from tpplan.machine.profile import load_profile

@@ -21,9 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import tpplan
 from tpplan.apply.recompute import recompute
 from tpplan.core.errors import InfeasibleError, UsageError
-from tpplan.costs.execute import Executor, whole_strategy
-from tpplan.costs.kernels import Matmul
 from tpplan.costs.layer_activations import layer_activations
+from tpplan.costs.runs.execute import Executor, whole_strategy
+from tpplan.costs.runs.kernels import Matmul
 from tpplan.costs.step import memory_replay, step_time
 from tpplan.costs.step.memory_ledger import Peak
 from tpplan.layouts.assignment import Assignment

@@ -12,8 +12,8 @@ import tpplan
 from profiles import full_profile
 from tpplan.core.graph import Argument, Ref, Value
 from tpplan.core.layout import R
-from tpplan.costs.execute import Executor
-from tpplan.costs.kernels import Attention, Kernel, Matmul, MemoryBound, kernel_time
+from tpplan.costs.runs.execute import Executor
+from tpplan.costs.runs.kernels import Attention, Kernel, Matmul, MemoryBound, kernel_time
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.machine.profile import AttentionSizes, HardwareProfile
 from tpplan.plan.plan import Plan

@@ -6,7 +6,7 @@ import pytest
 from examples import eager_to_shard, example, solve_example
 
 from tpplan.costs.cpu_launch_lag import LaunchLag, waiting
-from tpplan.costs.kernels import MemoryBound, kernel_time
+from tpplan.costs.runs.kernels import MemoryBound, kernel_time
 from tpplan.machine.profile import HardwareProfile
 from tpplan.machine.tables import OptimizerIssue
 from tpplan.plan.parts import ISSUE

@@ -13,7 +13,7 @@ from examples import example, machine
 from tpplan import solvers
 from tpplan.core.graph import ModelGraph
 from tpplan.core.mesh import Mesh
-from tpplan.costs.execute import Executor
+from tpplan.costs.runs.execute import Executor
 from tpplan.costs.step.cost_table import price_space
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.memory_replay import memory

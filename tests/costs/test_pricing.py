@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tpplan
 from tpplan.core.errors import PlanMismatchError, ProfileError
-from tpplan.costs.execute import Executor
+from tpplan.costs.runs.execute import Executor
 from tpplan.costs.step import memory_replay, step_time
 from tpplan.costs.step.memory_ledger import Peak
 from tpplan.layouts.assignment import Assignment

@@ -8,10 +8,10 @@ from examples import NAMES, example, machine
 
 import tpplan
 from tpplan.core.graph import ModelGraph, Op
-from tpplan.costs.execute import Executor
-from tpplan.costs.execution import Execution
-from tpplan.costs.grown_executions import GrownExecutions, Sizes
-from tpplan.costs.kernels import MemoryBound
+from tpplan.costs.runs.execute import Executor
+from tpplan.costs.runs.execution import Execution
+from tpplan.costs.runs.grown_executions import GrownExecutions, Sizes
+from tpplan.costs.runs.kernels import MemoryBound
 from tpplan.layouts.decision_space import build_space
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.plan.plan import Plan

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import tpplan
 from tpplan.core.graph import ModelGraph
-from tpplan.costs.execute import Executor
-from tpplan.costs.kernels import Attention, Matmul, MemoryBound, kernel_time
+from tpplan.costs.runs.execute import Executor
+from tpplan.costs.runs.kernels import Attention, Matmul, MemoryBound, kernel_time
 from tpplan.costs.step.cost_table import decides_like, price_space
 from tpplan.layouts.decision_space import build_space
 from tpplan.machine.profile import AttentionSizes, HardwareProfile, load_profile

@@ -16,7 +16,7 @@ from tpplan.core.errors import InfeasibleError, ModelError, UsageError
 from tpplan.core.graph import Direction, ModelGraph
 from tpplan.core.layout import ROWS, S
 from tpplan.core.mesh import GroupShape, Mesh
-from tpplan.costs.execute import Executor
+from tpplan.costs.runs.execute import Executor
 from tpplan.costs.step.cost_table import price_space
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.memory_rows import Peaks

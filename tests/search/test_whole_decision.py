@@ -17,7 +17,7 @@ from tpplan.core.errors import InfeasibleError
 from tpplan.core.graph import ModelGraph
 from tpplan.core.layout import R
 from tpplan.core.mesh import Mesh
-from tpplan.costs.execute import Executor
+from tpplan.costs.runs.execute import Executor
 from tpplan.costs.step.cost_table import price_space
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.memory_replay import memory

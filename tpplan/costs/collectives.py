@@ -8,7 +8,7 @@ from tpplan.core.graph import Boundary, ModelGraph, Op, Value
 from tpplan.core.layout import COLLECTIVE_STEPS, Conversion, LayoutKind, Step
 from tpplan.core.mesh import Axis, GroupShape
 from tpplan.core.units import DTYPE_BYTES
-from tpplan.costs.known_times import KnownTimes
+from tpplan.costs.runs.known_times import KnownTimes
 from tpplan.layouts.decision_space import CROSS_ENTROPY, Decider, reading_conversion
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.layouts.rules.indexing import COUNTED, EXCHANGES

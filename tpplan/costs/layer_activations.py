@@ -15,9 +15,9 @@ from itertools import chain
 
 from tpplan.core.graph import Boundary, Direction, Op, enclosing
 from tpplan.core.layout import Conversion
-from tpplan.costs.execute import Executor
-from tpplan.costs.kernels import WORK
 from tpplan.costs.peak_candidates import KeptStorage, PeakCandidates, Region, positions_in
+from tpplan.costs.runs.execute import Executor
+from tpplan.costs.runs.kernels import WORK
 from tpplan.costs.saved_tensors import (
     SavedStorage,
     copies_read,

@@ -21,7 +21,7 @@ from operator import add
 from tpplan.core.graph import Boundary, ModelGraph, Op
 from tpplan.core.layout import Conversion
 from tpplan.costs.conversion_memory import backward_move, forward_move
-from tpplan.costs.execute import Executor
+from tpplan.costs.runs.execute import Executor
 from tpplan.costs.saved_tensors import SavedStorage, held_bytes, local_bytes, own_bytes
 from tpplan.layouts.decision_space import Space, reading_conversion, reading_name
 from tpplan.layouts.rules import Call, Strategy

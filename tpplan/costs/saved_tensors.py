@@ -13,7 +13,7 @@ from operator import attrgetter
 from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, SourceKind, Value, within
 from tpplan.core.layout import Conversion, Layout, Step, local_shape
 from tpplan.core.units import DTYPE_BYTES
-from tpplan.costs.execute import Executor, whole_strategy
+from tpplan.costs.runs.execute import Executor, whole_strategy
 from tpplan.layouts.decision_space import Reading, Space, reading_conversion
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.plan.parts import SAVED, SOURCES

@@ -8,12 +8,12 @@ from tpplan.core.layout import Conversion
 from tpplan.core.mesh import Axis, GroupShape
 from tpplan.costs.collectives import Transfer, conversion_time, conversion_transfers, op_transfers, steps_key
 from tpplan.costs.error_bars import NONE, Residuals
-from tpplan.costs.execute import Executor
-from tpplan.costs.execution import Execution
 from tpplan.costs.fusion import moved_shares
 from tpplan.costs.gradient_sums import MOVED, additions, moved_bytes
-from tpplan.costs.kernels import WORK, Attention, Kernel, Matmul, MemoryBound
-from tpplan.costs.known_times import KnownTimes
+from tpplan.costs.runs.execute import Executor
+from tpplan.costs.runs.execution import Execution
+from tpplan.costs.runs.kernels import WORK, Attention, Kernel, Matmul, MemoryBound
+from tpplan.costs.runs.known_times import KnownTimes
 from tpplan.layouts.decision_space import Reading, Space, reading_conversion
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.machine.profile import Collective, Estimate

@@ -246,9 +246,13 @@ class _Builder:
         self.tp = tp
         self.parameters = {source.result: source for source in graph.parameters}
         self.fixed = {source.result for source in graph.sources if source.kind is not SourceKind.PARAMETER}
-        self.whole_outputs = _whole_outputs(graph, unused_outputs)
+        self.whole_outputs = graph.once_for_all_sizes(
+            (_whole_outputs, unused_outputs), lambda: _whole_outputs(graph, unused_outputs)
+        )
         self.left = {value for path, value in graph.outputs if path.startswith(LEFT_AT)}
         self.converting = graph.once_for_all_sizes(_converting_boundaries, lambda: _converting_boundaries(graph))
+        #: names of the lookups that may be in a rank's rows of the table, and of the boundaries before and behind them
+        self.lookups, self.before_lookup, self.behind_lookup = graph.once_for_all_sizes("lookups", self._lookups)
         self.extra = find_extra_layouts(graph, tp) if tp > 1 else {}
         self.written_later = crossings_before_writes(graph)
         self.deciders = deciders_of(graph)
@@ -284,9 +288,9 @@ class _Builder:
         if boundary.name not in self.converting or boundary.name in self.written_later:
             return _kept_layouts(layouts, carries_gradient=value.carries_gradient)
         found = _conversions(layouts, stacked, carries_gradient=value.carries_gradient)
-        if self._feeds_lookup(boundary):
+        if boundary.name in self.before_lookup:
             return (*found, Strategy((R,), (ROWS,)))
-        if self._follows_lookup(boundary):
+        if boundary.name in self.behind_lookup:
             return (*found, *(Strategy((ROWS,), (layout,)) for layout in layouts if can_convert(P, layout)))
         return found
 
@@ -307,6 +311,12 @@ class _Builder:
     def _extra(self, value: Value) -> tuple[Layout, ...]:
         layouts = sorted(self.extra.get(value.name, ()), key=str)
         return tuple(layout for layout in layouts if value.can_be(layout, self.tp))
+
+    def _lookups(self) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+        lookups = (op.name for op in self.graph.ops if op.target == EMBEDDING and self._rows_possible(op))
+        before = (boundary.name for boundary in self.graph.boundaries if self._feeds_lookup(boundary))
+        behind = (boundary.name for boundary in self.graph.boundaries if self._follows_lookup(boundary))
+        return frozenset(lookups), frozenset(before), frozenset(behind)
 
     def _feeds_lookup(self, boundary: Boundary) -> bool:
         """True where ids enter an embedding module and are read by its lookup alone."""
@@ -337,7 +347,7 @@ class _Builder:
 
     def _rows_are_masked(self, op: Op, strategy: Strategy) -> bool:
         """True unless the strategy gives `rows` where no output boundary masks the rows of other ranks."""
-        return ROWS not in strategy.results or self._rows_possible(op)
+        return ROWS not in strategy.results or op.name in self.lookups
 
 
 @cache

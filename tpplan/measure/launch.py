@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tpplan.costs.kernels import kernels_of
+from tpplan.costs.runs.kernels import kernels_of
 from tpplan.machine.fit_tables import TIME_DIGITS, digits, relative_error
 from tpplan.machine.tables import Launch
 from tpplan.measure.device import MEASURED

@@ -13,7 +13,7 @@ without them.
 
 The search assumes two things, and the plan notes where it did: that graphs at other micro-batches grow as from the
 smallest to the next, and executions of their ops with a size (tpplan.search.points.grown_graph,
-tpplan.costs.grown_executions; the answer's graph is traced, its ops are run, and both compared), and that across
+tpplan.costs.runs.grown_executions; the answer's graph is traced, its ops are run, and both compared), and that across
 nodes more tp ranks are no faster where compute and collectives alone make fewer too slow.
 """
 

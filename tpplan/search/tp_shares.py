@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from tpplan.core.graph import ModelGraph, Op
 from tpplan.core.layout import Layout, LayoutKind
 from tpplan.core.name_patterns import ROOT
-from tpplan.costs.execute import Executor, whole_strategy
-from tpplan.costs.kernels import flop_of
+from tpplan.costs.runs.execute import Executor, whole_strategy
+from tpplan.costs.runs.kernels import flop_of
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.plan.compress_names import pattern_of

@@ -26,7 +26,7 @@ from tpplan.apply.collectives.dp_gradients import Averager
 from tpplan.apply.model_match import plan_name
 from tpplan.apply.modules import dropout_rng
 from tpplan.core.mesh import AXES
-from tpplan.costs.gpu_kernels import fused_attention, fused_rms_norm
+from tpplan.costs.runs.gpu_kernels import fused_attention, fused_rms_norm
 from tpplan.experts import exchange
 from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.plan import Pass, Plan, Precision

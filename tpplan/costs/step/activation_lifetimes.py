@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, enclosing
 from tpplan.core.layout import Conversion, Layout
-from tpplan.costs.execute import Executor
-from tpplan.costs.execution import Execution
-from tpplan.costs.kernels import WORK
+from tpplan.costs.runs.execute import Executor
+from tpplan.costs.runs.execution import Execution
+from tpplan.costs.runs.kernels import WORK
 from tpplan.costs.saved_tensors import call_exits, gives_sum, returned_until
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import reading_conversion

@@ -13,7 +13,7 @@ from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.costs.collectives import transfers_of
-from tpplan.costs.execute import Executor
+from tpplan.costs.runs.execute import Executor
 from tpplan.costs.step.activation_lifetimes import Lifetimes
 from tpplan.costs.step.parameter_bytes import Weights
 from tpplan.layouts.assignment import Assignment

@@ -7,9 +7,9 @@ from typing import TypeVar, cast
 
 from tpplan.core.graph import Boundary, ModelGraph
 from tpplan.core.mesh import Axis, Mesh
-from tpplan.costs.execute import Executor
-from tpplan.costs.known_times import KnownTimes
 from tpplan.costs.layer_activations import Activations, layer_activations
+from tpplan.costs.runs.execute import Executor
+from tpplan.costs.runs.known_times import KnownTimes
 from tpplan.costs.strategy_times import Rates, StrategyTime, time_table
 from tpplan.layouts.assignment import units_of
 from tpplan.layouts.decision_space import Space

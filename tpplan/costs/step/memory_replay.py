@@ -9,7 +9,7 @@ own memory. At the end of a step the optimizer's temporaries are beside paramete
 from tpplan.core.gradient_buckets import BUCKET_BYTES
 from tpplan.core.graph import Boundary, Op, Source, SourceKind
 from tpplan.costs.conversion_memory import backward_move, forward_move
-from tpplan.costs.execute import Executor
+from tpplan.costs.runs.execute import Executor
 from tpplan.costs.saved_tensors import local_bytes
 from tpplan.costs.step.activation_lifetimes import Lifetimes, Run, Storage
 from tpplan.costs.step.fsdp_memory import Shards

@@ -17,8 +17,8 @@ from tpplan.core.graph import ModelGraph
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.error_bars import NONE, Residuals
-from tpplan.costs.execute import Executor, whole_strategy
-from tpplan.costs.kernels import flop_of
+from tpplan.costs.runs.execute import Executor, whole_strategy
+from tpplan.costs.runs.kernels import flop_of
 from tpplan.costs.step.activation_lifetimes import Lifetimes
 from tpplan.costs.step.collectives_of_step import collectives
 from tpplan.costs.step.cost_table import price_space

@@ -14,8 +14,8 @@ from itertools import product
 from math import prod
 
 from tpplan.core.graph import ModelGraph
-from tpplan.costs.execute import Executor
-from tpplan.costs.kernels import Attention, Kernel, Matmul, MemoryBound
+from tpplan.costs.runs.execute import Executor
+from tpplan.costs.runs.kernels import Attention, Kernel, Matmul, MemoryBound
 from tpplan.machine.profile import HardwareProfile
 
 

@@ -12,8 +12,8 @@ from typing import final
 from tpplan import solvers
 from tpplan.core.errors import SolverError
 from tpplan.core.graph import Op
-from tpplan.costs.execute import whole_strategy
-from tpplan.costs.known_times import KnownTimes
+from tpplan.costs.runs.execute import whole_strategy
+from tpplan.costs.runs.known_times import KnownTimes
 from tpplan.costs.step.cost_table import PricedSpace, price_space
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.train_config import Setting

@@ -21,7 +21,7 @@ from torch import nn
 from tpplan.core.errors import ModelError, ProfileError
 from tpplan.core.graph import Direction, ModelGraph
 from tpplan.core.name_patterns import ROOT
-from tpplan.costs.execute import Executor
+from tpplan.costs.runs.execute import Executor
 from tpplan.costs.step.cost_table import PricedSpace
 from tpplan.experts.expert_share import Division, with_shares
 from tpplan.layouts.assignment import Assignment, assignment_of

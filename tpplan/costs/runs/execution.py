@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tpplan.costs.kernels import Kernel
+from tpplan.costs.runs.kernels import Kernel
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from tpplan.core.mesh import GroupShape
-from tpplan.costs.kernels import Kernel, kernel_time
+from tpplan.costs.runs.kernels import Kernel, kernel_time
 from tpplan.machine.profile import Collective, Estimate, HardwareProfile
 
 
@@ -17,7 +17,7 @@ class KnownTimes:
     _collectives: dict[tuple[Collective, GroupShape, float], Estimate] = field(default_factory=dict)
 
     def kernel(self, kernel: Kernel) -> Estimate:
-        """Seconds of a kernel, with the time to issue it (tpplan.costs.kernels.kernel_time)."""
+        """Seconds of a kernel, with the time to issue it (tpplan.costs.runs.kernels.kernel_time)."""
         if kernel not in self._kernels:
             self._kernels[kernel] = kernel_time(self.profile, kernel)
         return self._kernels[kernel]

@@ -18,8 +18,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 
-from tpplan.costs.execution import Execution, Gradient
-from tpplan.costs.kernels import Attention, Kernel, Matmul, MemoryBound
+from tpplan.costs.runs.execution import Execution, Gradient
+from tpplan.costs.runs.kernels import Attention, Kernel, Matmul, MemoryBound
 
 #: sizes of a call on one rank: the shapes of its operands and of its results, and last the literals that are sizes
 Sizes = tuple[tuple[int, ...], ...]

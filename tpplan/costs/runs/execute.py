@@ -2,7 +2,7 @@
 
 The same run shows which tensors autograd saves, by storage, and how much memory the op holds while it runs. Runs are
 cached by signature: ops with the same target, literals and local operands cost the same. Ops of a graph that was grown
-from those of smaller micro-batches may have executions that are grown too (tpplan.costs.grown_executions).
+from those of smaller micro-batches may have executions that are grown too (tpplan.costs.runs.grown_executions).
 """
 
 import contextlib
@@ -20,10 +20,10 @@ from tpplan.core.graph import Argument, ModelGraph, Op, Ref, Value
 from tpplan.core.layout import Layout, R, local_shape
 from tpplan.core.repeated_blocks import like_ops
 from tpplan.core.units import DTYPE_BYTES
-from tpplan.costs.execution import Execution, Gradient
-from tpplan.costs.gpu_kernels import callable_of, operator_of
-from tpplan.costs.grown_executions import GrownExecutions
-from tpplan.costs.kernels import WORK, Kernel, KernelLog, MemoryBound, bytes_of, is_view, tensors_in
+from tpplan.costs.runs.execution import Execution, Gradient
+from tpplan.costs.runs.gpu_kernels import callable_of, operator_of
+from tpplan.costs.runs.grown_executions import GrownExecutions
+from tpplan.costs.runs.kernels import WORK, Kernel, KernelLog, MemoryBound, bytes_of, is_view, tensors_in
 from tpplan.layouts.rules import FLEX_ATTENTION, OPAQUE, Call, Strategy, localized_arguments, size_places
 from tpplan.torch_internals.operators import is_op
 from tpplan.torch_internals.tensors import storage_key
