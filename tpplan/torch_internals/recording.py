@@ -24,6 +24,8 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     get_proxy_slot,
     make_fx,
+    set_meta,
+    track_tensor,
     track_tensor_tree,
 )
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -108,8 +110,12 @@ def call_recorded(op: Any, args: tuple[Any, ...]) -> Any:
     target = op if isinstance(op, OpOverload) else op.default
     node = tracer.create_node("call_function", target, given, {}, target.overloadpacket.__name__)
     with plain_calls(), unrecorded(), torch._C._DisablePythonDispatcher():
-        results = op(*args)
-        track_tensor_tree(results, tracer.proxy(node), constant=None, tracer=tracer)
+        results, proxy = op(*args), tracer.proxy(node)
+        if isinstance(results, Tensor):
+            track_tensor(results, proxy, constant=None, tracer=tracer)
+            set_meta(proxy, results)
+        else:
+            track_tensor_tree(results, proxy, constant=None, tracer=tracer)
     return results
 
 
@@ -381,7 +387,7 @@ PROBES = (
     ),
     Probe(
         name="recording a call directly",
-        uses="proxy_tensor.get_proxy_slot, track_tensor_tree, the recorder's tracer.create_node and proxy",
+        uses="proxy_tensor.get_proxy_slot, track_tensor, set_meta, the recorder's tracer.create_node and proxy",
         needed_for="traces of many layers in little time",
         works=_recorded_calls,
     ),

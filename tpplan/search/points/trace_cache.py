@@ -36,6 +36,7 @@ from tpplan.search.points.options import BuildModel, ExampleInputs
 from tpplan.stages.stage_model import received_on_meta, with_stage
 from tpplan.stages.stub import RECEIVED
 from tpplan.torch_internals import pytree
+from tpplan.torch_internals.tensors import plain_calls
 from tpplan.trace.answers.planned_device import PlannedDevice, planning_for
 from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.hooks import custom_ops
@@ -122,7 +123,10 @@ class Subject:
         cast_at = frozenset(("", *units)) if self.precision is Precision.BF16_MIXED else frozenset()
 
         def cast(tensor: torch.Tensor, module: str, direction: Direction, path: str) -> torch.Tensor:
-            casts = direction is Direction.INPUT and module in cast_at and tensor.dtype == torch.float32
+            if direction is not Direction.INPUT or module not in cast_at:
+                return tensor
+            with plain_calls():
+                casts = tensor.dtype == torch.float32
             return custom_ops.cast(tensor, torch.bfloat16) if casts else tensor
 
         return cast
