@@ -185,6 +185,39 @@ class ScoresOfEveryThird(Scores):
         return super().before(x[:, ::3] + 0)
 
 
+class Spread(Base):
+    """A number of heads, and a length inside the model, in calls of the same kind: which of the two a call means shows
+    in nothing but the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def spread(self, row: Tensor, size: int) -> Tensor:
+        """row [B, D] repeated `size` times: [B, size, D]."""
+        raise NotImplementedError
+
+    def before(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        thirds, width = x[:, ::3], DIM // HEADS
+        queries = self.q(x).view(batch, length, HEADS, width)
+        # As many rows as there are heads, and as every third token.
+        row = x[:, 0, :width].detach()
+        scales, others = self.spread(row, HEADS), self.spread(row, thirds.shape[1])
+        mixed = (queries * scales[:, None]).reshape(batch, length, DIM)
+        return self.out(mixed) + thirds.mean(1, keepdim=True) * others.sum((1, 2))[:, None, None]
+
+
+class SpreadByExpand(Spread):
+    def spread(self, row: Tensor, size: int) -> Tensor:
+        return row[:, None].expand(row.shape[0], size, row.shape[1])
+
+
+class SpreadByZeros(Spread):
+    def spread(self, row: Tensor, size: int) -> Tensor:
+        return torch.zeros(row.shape[0], size, row.shape[1], device=row.device) + row[:, None]
+
+
 def inputs(batch: int, length: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(batch * 100 + length)
     return {"x": torch.randn(batch, length, DIM, generator=generator)}
@@ -287,6 +320,26 @@ def test_a_length_that_looks_like_the_heads_is_refused(model: type[nn.Module], s
     assert assert_right_or_refused(expected, ranks) > 1
     assert not isinstance(expected[SHAPES.index(shape)], str)
     assert all(isinstance(found[SHAPES.index(shape)], str) for found in ranks)
+
+
+#: every third of so many tokens are as many as the heads
+AS_MANY = 3 * HEADS - 2
+
+
+@pytest.mark.parametrize("model", [SpreadByExpand, SpreadByZeros], ids=lambda model: model.__name__)
+def test_a_length_inside_the_model_that_looks_like_the_heads_is_refused(model: type[nn.Module]) -> None:
+    plan = solve(model, allows=divided_heads)
+    assert plan.proof.status is ProofStatus.PROVEN
+    numbers = [size for size in plan.size_plans()[""] if size.dims is None and size.written == HEADS]
+    assert {size.call for size in numbers} & {"expand", "new"}, plan.size_plans()
+    assert plan.proof.other_shapes is not None
+    assert "look alike" in (plan.proof.other_shapes.length.reason or "")
+    assert plan.proof.other_shapes.batch.multiple is not None
+    expected, ranks = steps(model, None), run_ranks(2, steps, model, plan)
+    assert assert_right_or_refused(expected, ranks) > 1
+    at = SHAPES.index((6, AS_MANY))
+    assert not isinstance(expected[at], str)
+    assert all(isinstance(found[at], str) for found in ranks)
 
 
 def test_a_check_may_warn_or_be_left_out() -> None:

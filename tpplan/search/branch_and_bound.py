@@ -135,7 +135,7 @@ def search(solvers: Solvers, points: list[Point], unsearched: tuple[str, ...], *
             settled = replace(checked, solver=_without_guesses(solvers, points, certificate))
             settled = with_reasons(settled, solver, best, traced, priced)
             solver.request.report("prove", 2, _PROOF_PARTS)
-            proven = as_proven(with_other_shapes(solver.traces, settled, traced))
+            proven = as_proven(with_other_shapes(solver.traces, settled, traced, assignment))
             solver.request.report("prove", _PROOF_PARTS, _PROOF_PARTS)
             return proven
         if (culprit := culprit_of(checked)) is not None:

@@ -19,11 +19,12 @@ import torch
 
 from tpplan.core.errors import TpplanError
 from tpplan.core.graph import ModelGraph
-from tpplan.layouts.assignment import assignment_of
+from tpplan.layouts.assignment import Assignment, assignment_of
 from tpplan.layouts.typecheck import Mistyped, implied_strategies
 from tpplan.plan.input_dims import BATCH, BOTH, LENGTH, Dim, dim_through
 from tpplan.plan.plan import Multiples, OtherShapes, Plan
 from tpplan.prove.structure import find_difference
+from tpplan.search.like_calls import LikeCalls
 from tpplan.search.points.trace_cache import TraceCache, Traced
 from tpplan.torch_internals import pytree
 from tpplan.trace.forward_arguments import Inputs, path_of
@@ -35,19 +36,19 @@ logger = logging.getLogger(__name__)
 LEAST = 3
 
 
-def other_shapes(traces: TraceCache, plan: Plan, traced: Traced) -> OtherShapes | None:
+def other_shapes(traces: TraceCache, plan: Plan, traced: Traced, assignment: Assignment) -> OtherShapes | None:
     """The other batches and lengths that a proven plan holds for; None where every rank has the whole model."""
     if plan.mesh.tp == 1 or plan.untouched is not None:
         return None
     batch, length = plan.batch.micro_batch, plan.batch.seq_len
     other = next(_coprime_above(batch, plan.mesh.tp)), next(_coprime_below(length, plan.mesh.tp))
     dims, reason = _dims(traces, traced, (batch, length), other)
-    return _Search(traces=traces, plan=plan, traced=traced, dims=dims, reason=reason).found()
+    return _Search(traces=traces, plan=plan, traced=traced, assignment=assignment, dims=dims, reason=reason).found()
 
 
-def with_other_shapes(traces: TraceCache, plan: Plan, traced: Traced) -> Plan:
+def with_other_shapes(traces: TraceCache, plan: Plan, traced: Traced, assignment: Assignment) -> Plan:
     """The proven plan with its other batches and lengths in its proof."""
-    return replace(plan, proof=replace(plan.proof, other_shapes=other_shapes(traces, plan, traced)))
+    return replace(plan, proof=replace(plan.proof, other_shapes=other_shapes(traces, plan, traced, assignment)))
 
 
 def _coprime_above(size: int, tp: int) -> Iterator[int]:
@@ -106,11 +107,13 @@ class _Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class _Search:
-    """Proofs of one plan at other shapes. `reason` says why there can be none, "" where there can."""
+    """Proofs of one plan at other shapes; `assignment` is its own at the planned ones. `reason` says why there can be
+    none, "" where there can."""
 
     traces: TraceCache
     plan: Plan
     traced: Traced
+    assignment: Assignment
     dims: dict[str, tuple[Dim, ...]]
     reason: str
 
@@ -202,7 +205,7 @@ class _Search:
             inputs = self.traces.subject.inputs(batch, length)
             with self.traces.subject.planning():
                 graph, opaques = self.traces.trace_of(self.traced.model, inputs, notes_calls=False)
-                problem = self.difference(graph, inputs, opaques)
+                problem = self.difference(graph, inputs, opaques, (batch, length))
         except TpplanError as error:
             problem = _line(error)
         logger.info("at batch %d, length %d: %s", batch, length, problem or "proven")
@@ -213,11 +216,14 @@ class _Search:
             sharded=self.sharded(graph, batch, length) if graph is not None and problem else frozenset(),
         )
 
-    def difference(self, graph: ModelGraph, inputs: Inputs, opaques: Opaques) -> str:
-        """The first problem of the proof at these inputs, of types or of what runs; "" where the plan is proven."""
+    def difference(self, graph: ModelGraph, inputs: Inputs, opaques: Opaques, other: tuple[int, int]) -> str:
+        """The first problem of the proof at inputs of an `other` batch and length, of types, of calls that look alike,
+        or of what runs; "" where the plan is proven."""
         assignment = assignment_of(graph, self.plan, layers=self.traced.units)
         if isinstance(assignment, Mistyped):
             return assignment.message
+        if mistakable := self.mistakable(graph, assignment, other):
+            return mistakable
         found = find_difference(
             self.traced.model,
             inputs,
@@ -229,15 +235,41 @@ class _Search:
         )
         return found.message if found is not None else ""
 
+    def mistakable(self, graph: ModelGraph, assignment: Assignment, other: tuple[int, int]) -> str:
+        """The first call that may be taken for another one where the plan replaces a number; "" without one. Where two
+        shapes do not show how a call's size grows, a third does, far from the planned one."""
+        near = self.like_calls(graph, assignment, other)
+        if (found := near.mistakable()) or not near.has_unknown():
+            return found
+        (batch, length), tp = self.planned, self.plan.mesh.tp
+        farther = (
+            batch if other[0] == batch else 3 * other[0],
+            length if other[1] == length else tp * next(_coprime_below(max(length // (2 * tp), 1), 1)),
+        )
+        inputs = self.traces.subject.inputs(*farther)
+        far, _ = self.traces.trace_of(self.traced.model, inputs, notes_calls=False)
+        typed = assignment_of(far, self.plan, layers=self.traced.units)
+        return typed.message if isinstance(typed, Mistyped) else self.like_calls(far, typed, farther).mistakable()
+
+    def like_calls(self, graph: ModelGraph, assignment: Assignment, other: tuple[int, int]) -> LikeCalls:
+        """The calls at the planned shapes beside those of the graph at an `other` batch and length."""
+        return LikeCalls(
+            plan=self.plan,
+            planned=self.traced.graph,
+            other=graph,
+            planned_strategies=self.assignment.strategies,
+            other_strategies=assignment.strategies,
+            inputs=tuple(zip(self.planned, other, strict=True)),
+        )
+
     def sharded(self, graph: ModelGraph, batch: int, length: int) -> frozenset[str]:
         """Which of BATCH and LENGTH the dims grow with along which the plan, at its own shapes, shards anything."""
-        implied = implied_strategies(self.traced.graph, self.plan)
-        if isinstance(implied, Mistyped) or graph.values.keys() != self.traced.graph.values.keys():
+        if graph.values.keys() != self.traced.graph.values.keys():
             return frozenset()
         ratios = {BATCH: (batch, self.planned[0]), LENGTH: (length, self.planned[1])}
         found: set[str] = set()
         for node in self.traced.graph.nodes:
-            for name, layout in zip(node.results, implied[node.name].results, strict=True):
+            for name, layout in zip(node.results, self.assignment.strategies[node.name].results, strict=True):
                 if layout.dim is not None:
                     here, there = self.traced.graph.values[name].shape[layout.dim], graph.values[name].shape[layout.dim]
                     found.update(

@@ -84,7 +84,7 @@ def prove_plan(
     issued = collectives(assignment, traces.reuse.executor)
     if is_as_solved:
         _refuse(_listing_problems(plan, issued))
-        _refuse(_shape_problems(plan, traces, traced))
+        _refuse(_shape_problems(plan, traces, traced, assignment))
     else:
         peak = with_peak(plan.predicted, memory(assignment, traces.reuse.executor))
         plan = replace(plan, collectives=issued, predicted=peak, fingerprints=prints)
@@ -252,9 +252,11 @@ def _listing_problems(plan: Plan, implied: tuple[CollectivePlan, ...]) -> Iterat
     )
 
 
-def _shape_problems(plan: Plan, traces: TraceCache, traced: Traced) -> Iterator[str]:
+def _shape_problems(plan: Plan, traces: TraceCache, traced: Traced, assignment: Assignment) -> Iterator[str]:
     """Other batches and lengths that the plan is said to hold for, and does not."""
-    if plan.proof.other_shapes is not None and (found := other_shapes(traces, plan, traced)) != plan.proof.other_shapes:
+    if plan.proof.other_shapes is None:
+        return
+    if (found := other_shapes(traces, plan, traced, assignment)) != plan.proof.other_shapes:
         yield f"proof.other_shapes: the plan says {plan.proof.other_shapes}, it is proven for {found}"
 
 

@@ -116,12 +116,12 @@ def _sizes_that_look_like_a_number(plan: Plan) -> dict[int, str]:
     for a number that the plan replaces there (heads, in a view of scores), with the kind of call."""
     found: dict[int, str] = {}
     for size in (size for sizes in plan.size_plans().values() for size in sizes):
-        if size.dims is None and _stands_for_any_size(size):
+        if size.dims is None and stands_for_any_size(size):
             found |= dict.fromkeys((size.written, plan.mesh.tp * size.written), size.call)
     return found
 
 
-def _stands_for_any_size(size: SizePlan) -> bool:
+def stands_for_any_size(size: SizePlan) -> bool:
     """True where a planned number stands for a dim that the plan knows at no size, or for none of the tensor, so that
     another call of the same kind may have a batch or a length there. A dim of a known size tells the calls apart."""
     dim = dim_of(size)

@@ -34,6 +34,8 @@ from tpplan.layouts.rules.pointwise import nonlinear
 from tpplan.layouts.rules.size_literals import (
     groups_divide,
     localized_arguments,
+    num_sizes,
+    size_literals,
     size_places,
     takes_sizes,
     written_sizes,
@@ -51,7 +53,9 @@ __all__ = [
     "draws",
     "has_rule",
     "localized_arguments",
+    "num_sizes",
     "registered_rules",
+    "size_literals",
     "size_places",
     "strategies",
     "takes_sizes",

@@ -1,6 +1,7 @@
 """Literal arguments that count elements or groups, and their values on one rank."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tpplan.core.graph import Argument
 from tpplan.core.layout import LayoutKind, local_shape
@@ -130,28 +131,35 @@ def written_sizes(call: Call, strategy: Strategy, tp: int) -> Iterator[SizePlan]
     """Yields the literals of a call that are wrong on one rank, with their local values."""
     if call.target not in CALLS:
         return
-    places = (2, 3) if call.target in SLICES else ((SIZES | CREATIONS | GROUPS).get(call.target, 1),)
-    arguments = zip(call.args, localized_arguments(call, strategy, tp), strict=True)
-    pairs = [
-        pair
-        for index, (before, after) in enumerate(arguments)
-        if index in places
-        for pair in (zip(before, after, strict=True) if isinstance(before, tuple) else ((before, after),))  # type: ignore[arg-type]
-    ]
-    count, first = len(pairs), 0
-    if call.target in SLICES:
-        count = len(call.operands[0].shape)
-        first = 2 * (call.integer(SLICES[call.target], "dim", 0) % count)
+    before, after = size_literals(call), size_literals(replace(call, args=localized_arguments(call, strategy, tp)))
+    count = num_sizes(call)
     of = _sharded_sizes(call, strategy, tp) if call.operands else ()
     # The literal may be a product with a number of heads, which code takes from its config or from the tensor's shape.
     joined = next((own.dim for own in strategy.operands[:1] if own.kind is LayoutKind.JOINT), None)
     factors = (1,) if joined is None else (1, call.operands[0].shape[joined])
-    for position, (written, local) in enumerate(pairs, first):
+    for (position, written), local in zip(before.items(), after.values(), strict=True):
         if isinstance(written, int) and isinstance(local, int) and written not in (local, -1):
             for number in (written // factor for factor in factors):
                 yield SizePlan(
                     call=CALLS[call.target], of=of, count=count, position=position, written=number, local=local
                 )
+
+
+def size_literals(call: Call) -> dict[int, Argument]:
+    """The literals of a call that a plan may replace, by their positions in a SizePlan; none where it knows no such
+    call."""
+    if call.target not in CALLS:
+        return {}
+    places = (2, 3) if call.target in SLICES else ((SIZES | CREATIONS | GROUPS).get(call.target, 1),)
+    given = [argument for index, argument in enumerate(call.args) if index in places]
+    flat = [size for argument in given for size in (argument if isinstance(argument, tuple) else (argument,))]
+    first = 2 * (call.integer(SLICES[call.target], "dim", 0) % num_sizes(call)) if call.target in SLICES else 0
+    return dict(enumerate(flat, first))
+
+
+def num_sizes(call: Call) -> int:
+    """The number of a call's sizes in a SizePlan: of a slice, the dims of its tensor."""
+    return len(call.operands[0].shape) if call.target in SLICES else len(size_literals(call))
 
 
 def _sharded_sizes(call: Call, strategy: Strategy, tp: int) -> tuple[int, ...]:
