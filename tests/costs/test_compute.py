@@ -210,3 +210,19 @@ def test_what_was_guessed_stands_in_the_plan() -> None:
     assert solved(Built).notes == plan.notes
     with pytest.warns(UserWarning, match="the builder fails on the meta device"):
         assert tpplan.price(plan, Built, example_inputs, profile="cpu-gloo").notes == plan.notes
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["a copy first", "a view first"])
+def test_a_reshape_that_copies_costs_its_copy_whichever_call_comes_first(first: bool) -> None:
+    """Of two equal calls, one on a transposed operand, only that one's result has memory of its own."""
+    sizes = ((6, 4, 8), (24, 8))
+
+    def reshape(copies: bool) -> Call:
+        shape, into = sizes
+        x = Value(name="x", shape=shape, dtype="float32", carries_gradient=False, storage="x")
+        y = Value(name="y", shape=into, dtype="float32", carries_gradient=False, storage="y" if copies else "x")
+        return Call(target="aten.reshape.default", args=(Ref("x"), into), kwargs=(), operands=(x,), results=(y,))
+
+    executor, whole = Executor(), Strategy((R,), (R,))
+    found = {copies: executor.execute(reshape(copies), whole, 1).forward for copies in (first, not first)}
+    assert found == {True: (MemoryBound(num_bytes=2 * 24 * 8 * 4),), False: ()}

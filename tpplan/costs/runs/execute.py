@@ -215,7 +215,7 @@ def _anywhere(call: Call) -> tuple[object, Hashable]:
     else that decides what it runs, besides shapes."""
     flags = tuple((value.dtype, value.carries_gradient) for value in call.operands)
     carries = tuple(value.carries_gradient for value in call.results)
-    return _without_names(call.args), (_without_names(call.kwargs), flags, carries)
+    return _without_names(call.args), (_without_names(call.kwargs), flags, carries, _makes_storage(call))
 
 
 def _without_names(argument: object) -> object:
@@ -335,8 +335,12 @@ def _counting_as(call: Call) -> contextlib.AbstractContextManager[None]:
 
 def _hidden_copy(call: Call, output: Any) -> tuple[Kernel, ...]:
     """Returns the copy of a reshape of a transposed operand, which is a view of a contiguous operand here; else ()."""
-    copied = bool(call.results) and bool(call.operands) and call.results[0].storage == call.results[0].name
-    return (MemoryBound(num_bytes=2 * bytes_of(tensors_in(output))),) if copied else ()
+    return (MemoryBound(num_bytes=2 * bytes_of(tensors_in(output))),) if _makes_storage(call) else ()
+
+
+def _makes_storage(call: Call) -> bool:
+    """True for a call on tensors whose first result lies in a storage of its own."""
+    return bool(call.results) and bool(call.operands) and call.results[0].storage == call.results[0].name
 
 
 def _execution(
