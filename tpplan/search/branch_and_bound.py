@@ -5,14 +5,14 @@ solver of that number has its graphs (tpplan.search.expert_degrees). A counterex
 that together make it (tpplan.search.conflicts), and the search goes on. Best first: the point with the least lower
 bound is looked at more closely, until the least bound is that of a plan. An early plan excludes most points by their
 first bounds; so, until there is one, points of one tp degree after the other are looked at. A point's bounds are its
-floor (tpplan.search.points.point_solver.PointSolver.floor), its optimum without a memory limit, and that of the
-relaxation of its ILP. A point is left out before it is traced or priced where a smaller micro-batch on its mesh does
+floor (tpplan.search.points.point_solver.PointSolver.floor), with the least of every other term; its optimum without a
+memory limit; and that of the relaxation of its ILP with one memory row. A point is left out before it is traced or priced where a smaller micro-batch on its mesh does
 not fit, and where its GPUs at the best rates of the profile would take too long (tpplan.search.points.best_rates).
 Guesses, which forbid more than a counterexample shows, may hide a faster plan: the bound is then that of the problem
 without them.
 
 The search assumes two things, and the plan notes where it did: that graphs at other micro-batches grow as from the
-smallest to the next, and executions of their ops with a size (tpplan.search.points.grown_graph,
+smallest to the next, and with each size what an op runs (tpplan.search.points.grown_graph,
 tpplan.costs.runs.grown_executions; the answer's graph is traced, its ops are run, and both compared), and that across
 nodes more tp ranks are no faster where compute and collectives alone make fewer too slow.
 """
