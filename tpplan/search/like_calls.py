@@ -31,7 +31,7 @@ Sizes = tuple[int, int]
 @dataclass(frozen=True, kw_only=True)
 class LikeCalls:
     """The calls of a model at the planned shapes and at others, on one rank of a plan, with the strategies of their
-    ops at each. `inputs` are the batch and the length, each at both shapes."""
+    ops at each. `inputs` are the batch and the length at both shapes, where they differ."""
 
     plan: Plan
     planned: ModelGraph

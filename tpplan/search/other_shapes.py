@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 #: least size to try: smaller ones are likely to equal another size, or to be broadcast
 LEAST = 3
+#: (batch, length) far from the planned ones, as multiples of them, which differ: what grows with one is seen to
+FAR = ((3.5, 5.5), (0.6, 0.3))
 
 
 def other_shapes(traces: TraceCache, plan: Plan, traced: Traced, assignment: Assignment) -> OtherShapes | None:
@@ -236,20 +238,36 @@ class _Search:
         return found.message if found is not None else ""
 
     def mistakable(self, graph: ModelGraph, assignment: Assignment, other: tuple[int, int]) -> str:
-        """The first call that may be taken for another one where the plan replaces a number; "" without one. Where two
-        shapes do not show how a call's size grows, a third does, far from the planned one."""
+        """The first call that may be taken for another one where the plan replaces a number; "" without one. Where this
+        shape does not show how a call's size grows, shapes far above and below do; one of them must run."""
         near = self.like_calls(graph, assignment, other)
         if (found := near.mistakable()) or not near.has_unknown():
             return found
-        (batch, length), tp = self.planned, self.plan.mesh.tp
-        farther = (
-            batch if other[0] == batch else 3 * other[0],
-            length if other[1] == length else tp * next(_coprime_below(max(length // (2 * tp), 1), 1)),
-        )
-        inputs = self.traces.subject.inputs(*farther)
-        far, _ = self.traces.trace_of(self.traced.model, inputs, notes_calls=False)
-        typed = assignment_of(far, self.plan, layers=self.traced.units)
-        return typed.message if isinstance(typed, Mistyped) else self.like_calls(far, typed, farther).mistakable()
+        problems = []
+        for farther in self.far_from(other):
+            try:
+                inputs = self.traces.subject.inputs(*farther)
+                far, _ = self.traces.trace_of(self.traced.model, inputs, notes_calls=False)
+            except TpplanError as error:
+                problems.append(_line(error))
+                continue
+            typed = assignment_of(far, self.plan, layers=self.traced.units)
+            if isinstance(typed, Mistyped):
+                problems.append(typed.message)
+            elif found := self.like_calls(far, typed, farther).mistakable():
+                return found
+        return problems[0] if len(problems) == len(FAR) else ""
+
+    def far_from(self, other: tuple[int, int]) -> Iterator[tuple[int, int]]:
+        """Yields shapes far above and below the planned ones along what differs in an `other` shape, in steps in which
+        that differs from the planned one, so that what divides there divides here."""
+
+        def far(multiple: float, planned: int, there: int) -> int:
+            step = math.gcd(planned, there)
+            return planned if planned == there else max(1, round(multiple * planned / step)) * step
+
+        for batch, length in FAR:
+            yield far(batch, self.planned[0], other[0]), far(length, self.planned[1], other[1])
 
     def like_calls(self, graph: ModelGraph, assignment: Assignment, other: tuple[int, int]) -> LikeCalls:
         """The calls at the planned shapes beside those of the graph at an `other` batch and length."""
@@ -259,7 +277,7 @@ class _Search:
             other=graph,
             planned_strategies=self.assignment.strategies,
             other_strategies=assignment.strategies,
-            inputs=tuple(zip(self.planned, other, strict=True)),
+            inputs=tuple(pair for pair in zip(self.planned, other, strict=True) if pair[0] != pair[1]),
         )
 
     def sharded(self, graph: ModelGraph, batch: int, length: int) -> frozenset[str]:

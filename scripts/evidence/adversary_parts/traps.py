@@ -618,6 +618,33 @@ class LengthLikeWidth(Stack):
         return torch.cat([y[..., : x.shape[1]].sin(), y[..., x.shape[1] :]], dim=-1).square().mean()
 
 
+def repeated_by(name: str, repeat: Callable[[Tensor, int], Tensor]) -> None:
+    """A trap in which rows are repeated as often as a layer has heads, and as often as it has every STRIDE-th token:
+    the same call, in which at a length of STRIDE * HEADS both numbers are equal."""
+
+    class Repeats(Layer):
+        def between(self, h: Tensor) -> Tensor:
+            batch, length, _ = h.shape
+            row = torch.ones(batch, HIDDEN // HEADS, device=h.device)
+            scales, others = repeat(row, HEADS), repeat(row, h[:, ::STRIDE].shape[1])
+            heads = h.view(batch, length, HEADS, HIDDEN // HEADS) * (1 + scales[:, None])
+            return (heads * (1 + others.sum((1, 2))[:, None, None, None])).reshape(batch, length, HIDDEN)
+
+    TRAPS[name] = of(Repeats)
+
+
+#: as many tokens as there are heads are left of twice the planned length
+HEADS, STRIDE = 4, 2 * LENGTH // 4
+repeated_by("heads and tokens in expand", lambda row, n: row[:, None].expand(row.shape[0], n, row.shape[1]))
+repeated_by(
+    "heads and tokens in zeros",
+    lambda row, n: torch.zeros(row.shape[0], n, row.shape[1], device=row.device) + row[:, None],
+)
+repeated_by("heads and tokens in new_zeros", lambda row, n: row.new_zeros(row.shape[0], n, row.shape[1]) + row[:, None])
+repeated_by("heads and tokens in repeat_interleave", lambda row, n: row[:, None].repeat_interleave(n, 1))
+repeated_by("heads and tokens in broadcast_to", lambda row, n: row[:, None].broadcast_to(row.shape[0], n, row.shape[1]))
+
+
 @trap("divided by the length")
 class ByLength(Stack):
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
