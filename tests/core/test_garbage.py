@@ -39,6 +39,8 @@ def test_what_an_import_makes_counts_as_old_and_the_collector_goes_on_after() ->
 import gc
 import subprocess
 import sys
+
+import pytest
 from tpplan.core.gc_pause import imported_for_good
 
 with imported_for_good():
@@ -48,3 +50,29 @@ young = {id(own) for own in gc.get_objects(generation=0)}
 assert gc.isenabled() and gc.get_freeze_count() == 0 and not any(id(own) in young for own in made)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("is_spared", [True, False])
+def test_a_process_may_end_without_going_through_what_is_left(is_spared: bool) -> None:
+    """A cycle that nothing refers to any more is found by the collection as the interpreter ends, or by none."""
+    code = """
+import gc, sys
+from tpplan.core.gc_pause import uncollected_at_exit
+
+class Cycle:
+    def __init__(self):
+        self.own = self
+
+gc.disable()
+for _ in range(1000):
+    Cycle()
+def show(phase, info):
+    if phase == "stop" and info["collected"] >= 1000:
+        print("went through them")
+gc.callbacks.append(show)
+if len(sys.argv) > 1:
+    uncollected_at_exit()
+"""
+    arguments = ["spared"] if is_spared else []
+    ended = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
+    assert ("went through them" in ended.stdout) != is_spared

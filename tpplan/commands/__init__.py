@@ -25,7 +25,7 @@ from tpplan.commands.terminal.output import write
 from tpplan.commands.terminal.pins import with_files
 from tpplan.core.errors import InternalError, TpplanError, UsageError
 from tpplan.core.escapes import escaped_lines
-from tpplan.core.gc_pause import rarely_collected
+from tpplan.core.gc_pause import rarely_collected, uncollected_at_exit
 from tpplan.search.points.hf_model import trusted
 from tpplan.search.points.model_spec import HF_PREFIX, TRUST_FLAG, UserCodeError
 
@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     handler = logging.StreamHandler()
     handler.setFormatter(_Escaping("tpplan: %(message)s"))
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, handlers=[handler])
+    uncollected_at_exit()
     try:
         with rarely_collected():
             code: int = args.run(args)
