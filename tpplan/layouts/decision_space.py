@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import TypeVar
 
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, SourceKind, Value
@@ -18,6 +19,8 @@ from tpplan.core.repeated_blocks import members
 from tpplan.layouts.extra_layouts import find_extra_layouts
 from tpplan.layouts.rules import Strategy, call_strategies, crossings_before_writes, strategies
 from tpplan.layouts.stacked_dims import stacked_dims
+
+T = TypeVar("T")
 
 #: True for a forbidden strategy, given the decision's name and the strategy
 Cut = Callable[[str, Strategy], bool]
@@ -79,10 +82,20 @@ class Space:
         """Readings by parameter name, in order."""
         return readings_of(self.graph)
 
+    def once_for_all_sizes(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value of `make()`, cached under `key` for all spaces with these classes on the graph in any size, on any
+        number of tp ranks. It must follow from classes, parameters, and what ModelGraph.once_for_all_sizes says."""
+        # What is cached holds the classes, so that their id is not reused.
+        _, found = self.graph.once_for_all_sizes((key, id(self.classes)), lambda: (self.classes, make()))
+        return found
+
     @cached_property
     def shared(self) -> tuple[tuple[str, ...], ...]:
         """Groups of decisions that must be equal to be applied: a boundary in several calls of its module, and several
         readings of a parameter in one module."""
+        return self.graph.once_for_all_sizes("shared", self._shared)
+
+    def _shared(self) -> tuple[tuple[str, ...], ...]:
         found: dict[object, list[str]] = defaultdict(list)
         for name, decider in self.deciders.items():
             match decider:

@@ -8,11 +8,10 @@ FSDP2 pads dim 0 of a tp rank's part to a multiple of the FSDP ranks.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import ceil, prod
-from typing import Any
 
 from tpplan.core.graph import Source
 from tpplan.core.layout import Conversion, Layout, LayoutKind, R, local_shape
@@ -116,18 +115,19 @@ class ParameterBytes:
         setting, space, ranks = self.setting, self.priced.space, self.ranks
         name = unit.name if unit is not None else None
         key = bytes_of.__name__, name, ep, setting.units, setting.precision, setting.optimizer
-        if unit is None:
-            alike = self.priced.once((*key, "alike"), lambda: self._of_all_ranks(bytes_of))
-            return self.priced.once((*key, ranks), lambda: _by_placement(space, alike, partial(self._padded, ranks)))
-        parameters = [source for source in unit.parameters if source.ep == ep]
-        alike = self.priced.once((*key, "alike"), lambda: Counter(_parameter(space, s, bytes_of) for s in parameters))
-        return self.priced.once((*key, ranks), lambda: _by_placement(space, alike, partial(self._padded, ranks)))
 
-    def _of_all_ranks(self, bytes_of: BytesOf) -> Counter[Parameter]:
-        """All parameters with the experts of all ranks, equal ones counted."""
-        parameters = self.priced.space.graph.parameters
-        own = (_parameter(self.priced.space, source, lambda s: s.ep * bytes_of(s)) for source in parameters)
-        return Counter(own)
+        def found() -> Expression:
+            alike = space.once_for_all_sizes(key, lambda: self._alike(unit, bytes_of, ep))
+            return _by_placement(space, alike, partial(self._padded, ranks))
+
+        return self.priced.once((*key, ranks), found)
+
+    def _alike(self, unit: FsdpUnit | None, bytes_of: BytesOf, ep: int) -> Counter[Parameter]:
+        """The parameters that `of` counts, equal ones counted."""
+        space = self.priced.space
+        if unit is None:
+            return Counter(_parameter(space, own, lambda s: s.ep * bytes_of(s)) for own in space.graph.parameters)
+        return Counter(_parameter(space, own, bytes_of) for own in unit.parameters if own.ep == ep)
 
     def whole(self, unit: FsdpUnit, bytes_of: BytesOf, ep: int) -> float:
         """Bytes of those parameters of a unit whose experts `ep` ranks divide, whole on a rank, padded as in FSDP's
@@ -187,8 +187,6 @@ class RowBytes:
     mesh: Mesh
     optimizer: Optimizer
     precision: Precision
-    #: computes what does not depend on the mesh for the first mesh that asks
-    once: Callable[[Hashable, Callable[[], Any]], Any]
 
     def compute_width(self, source: Source) -> float:
         """Bytes per element in forward."""
@@ -257,10 +255,9 @@ class RowBytes:
         """The number of equal parameters, by the bytes per element."""
         parameters = tuple(parameters)
         key = "rest", width.__name__, self.precision, self.optimizer, tuple(source.label for source in parameters)
-        found: Mapping[Parameter, int] = self.once(
+        return self.space.once_for_all_sizes(
             key, lambda: Counter(_parameter(self.space, source, width) for source in parameters)
         )
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)
