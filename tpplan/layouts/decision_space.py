@@ -195,22 +195,25 @@ def build_space(
     """
     builder = _Builder(graph, tp, unused_outputs)
     classes, members = _classes(graph, builder.deciders, apart)
+    contracts: dict[str, dict[_Contract, None]] = {}
+    for name, contract in builder.bound.items():
+        contracts.setdefault(classes[name], {})[contract] = None
     found: dict[str, tuple[Strategy, ...]] = {}
-    for representative, names in members.items():
+    for representative in members:
         options = builder.options(builder.deciders[representative])
-        for kept in dict.fromkeys(builder.bound[name] for name in names if name in builder.bound):
-            options = tuple(strategy for strategy in options if kept.allows(strategy))
+        for contract in contracts.get(representative, ()):
+            options = tuple(strategy for strategy in options if contract.allows(strategy))
         if tp == 1:
             options = tuple(s for s in options if {*s.operands, *s.results} <= {R})
         options = tuple(s for s in options if cut is None or not cut(representative, s))
         if not options:
             raise NoLayoutError(representative, tp)
-        found.update(dict.fromkeys(names, options))
+        found[representative] = options
     return Space(
         graph=graph,
         tp=tp,
         deciders=builder.deciders,
-        strategies={name: found[name] for name in builder.deciders},
+        strategies={name: found[classes[name]] for name in builder.deciders},
         flows=flows_of(graph),
         classes=classes,
         members=members,

@@ -165,7 +165,7 @@ class _State:
         # Columns of a group are numbered consecutively.
         columns = np.arange(len(picked)) + np.repeat(begins - (np.cumsum(sizes) - sizes), sizes)
         weights = np.repeat(np.repeat([weight for _, weight, _ in weighted], numbers), sizes)
-        np.add.at(rows.reshape(-1), columns, weights * entries[picked])
+        rows += np.bincount(columns, weights * entries[picked], rows.size).reshape(rows.shape)
 
     def _with_minima_moved(self, lows: Floats, entries: Floats) -> tuple[Floats, Floats, Floats]:
         """(lows, extras, highs) of rows: each group's minimum moves into lows; highs are upper bounds."""

@@ -273,7 +273,8 @@ class Formulation:
 
     def _issue(self) -> Iterator[Term]:
         if lags := self.lags():
-            yield Term(name=ISSUE, expressions=waiting(lags, self.setting.accumulation_steps))
+            steps = self.setting.accumulation_steps
+            yield Term(name=ISSUE, expressions=self.priced.once(("waiting", steps), lambda: waiting(lags, steps)))
 
     def _repeats(self) -> Iterator[Term]:
         """Seconds of what recomputed layers run again."""

@@ -8,7 +8,7 @@ FSDP2 pads dim 0 of a tp rank's part to a multiple of the FSDP ranks.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import ceil, prod
@@ -107,14 +107,21 @@ class ParameterBytes:
     def of(self, unit: FsdpUnit | None, *shares: tuple[float, BytesOf], ep: int = 1) -> Expression:
         """Bytes of those parameters of a unit whose experts `ep` ranks divide, the sum of share times bytes over
         `shares`. Where the unit is None, of all parameters with the experts of all ranks."""
-        found = [scaled(self._once(unit, bytes_of, ep), share) for share, bytes_of in shares]
+        names = tuple((share, bytes_of.__name__) for share, bytes_of in shares)
+        return self.priced.once(("bytes", names, self._key(unit, ep), self.ranks), lambda: self._sum(unit, shares, ep))
+
+    def _key(self, unit: FsdpUnit | None, ep: int) -> Hashable:
+        """Everything that bytes of some parameters depend on, beside the function that gives them."""
+        setting = self.setting
+        return unit.name if unit is not None else None, ep, setting.units, setting.precision, setting.optimizer
+
+    def _sum(self, unit: FsdpUnit | None, shares: Sequence[tuple[float, BytesOf]], ep: int) -> Expression:
+        found = [scaled(self._bytes(unit, bytes_of, ep), share) for share, bytes_of in shares]
         return found[0] if len(found) == 1 else merged(added(*found))
 
-    def _once(self, unit: FsdpUnit | None, bytes_of: BytesOf, ep: int) -> Expression:
-        """Bytes by one function, computed once per function name, unit and setting, on which alone they depend."""
-        setting, space, ranks = self.setting, self.priced.space, self.ranks
-        name = unit.name if unit is not None else None
-        key = bytes_of.__name__, name, ep, setting.units, setting.precision, setting.optimizer
+    def _bytes(self, unit: FsdpUnit | None, bytes_of: BytesOf, ep: int) -> Expression:
+        """Bytes by one function."""
+        space, ranks, key = self.priced.space, self.ranks, (bytes_of.__name__, self._key(unit, ep))
 
         def found() -> Expression:
             alike = space.once_for_all_sizes(key, lambda: self._alike(unit, bytes_of, ep))
