@@ -80,6 +80,13 @@ def reduce(problem: Problem, *, ceiling: float = math.inf) -> Reduced | None:
             return None
 
 
+def is_solvable(problem: Problem) -> bool:
+    """False where reducing the problem, without a ceiling, shows that it is infeasible."""
+    if problem.resources or problem.conflicts:
+        return reduce(problem) is not None
+    return shared_skeleton(problem) is not None
+
+
 def shared_skeleton(problem: Problem) -> Skeleton | None:
     """The skeleton of the problem's nodes and edges, cached for problems that share them."""
     shared = problem.shared
