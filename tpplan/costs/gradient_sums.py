@@ -20,7 +20,7 @@ def additions(space: Space) -> Mapping[str, tuple[float, ...]]:
 
     Classes without additions are left out.
     """
-    return space.graph.once_for_all_sizes((additions, tuple(space.classes.items())), lambda: _by_class(space))
+    return space.once_for_all_sizes(additions, lambda: _by_class(space))
 
 
 def _by_class(space: Space) -> Mapping[str, tuple[float, ...]]:

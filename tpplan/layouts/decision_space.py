@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import TypeVar
 
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, SourceKind, Value
@@ -18,6 +19,8 @@ from tpplan.core.repeated_blocks import members
 from tpplan.layouts.extra_layouts import find_extra_layouts
 from tpplan.layouts.rules import Strategy, call_strategies, crossings_before_writes, strategies
 from tpplan.layouts.stacked_dims import stacked_dims
+
+T = TypeVar("T")
 
 #: True for a forbidden strategy, given the decision's name and the strategy
 Cut = Callable[[str, Strategy], bool]
@@ -79,10 +82,20 @@ class Space:
         """Readings by parameter name, in order."""
         return readings_of(self.graph)
 
+    def once_for_all_sizes(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value of `make()`, cached under `key` for all spaces with these classes on the graph in any size, on any
+        number of tp ranks. It must follow from classes, parameters, and what ModelGraph.once_for_all_sizes says."""
+        # What is cached holds the classes, so that their id is not reused.
+        _, found = self.graph.once_for_all_sizes((key, id(self.classes)), lambda: (self.classes, make()))
+        return found
+
     @cached_property
     def shared(self) -> tuple[tuple[str, ...], ...]:
         """Groups of decisions that must be equal to be applied: a boundary in several calls of its module, and several
         readings of a parameter in one module."""
+        return self.graph.once_for_all_sizes("shared", self._shared)
+
+    def _shared(self) -> tuple[tuple[str, ...], ...]:
         found: dict[object, list[str]] = defaultdict(list)
         for name, decider in self.deciders.items():
             match decider:
@@ -182,22 +195,25 @@ def build_space(
     """
     builder = _Builder(graph, tp, unused_outputs)
     classes, members = _classes(graph, builder.deciders, apart)
+    contracts: dict[str, dict[_Contract, None]] = {}
+    for name, contract in builder.bound.items():
+        contracts.setdefault(classes[name], {})[contract] = None
     found: dict[str, tuple[Strategy, ...]] = {}
-    for representative, names in members.items():
+    for representative in members:
         options = builder.options(builder.deciders[representative])
-        for kept in dict.fromkeys(builder.bound[name] for name in names if name in builder.bound):
-            options = tuple(strategy for strategy in options if kept.allows(strategy))
+        for contract in contracts.get(representative, ()):
+            options = tuple(strategy for strategy in options if contract.allows(strategy))
         if tp == 1:
             options = tuple(s for s in options if {*s.operands, *s.results} <= {R})
         options = tuple(s for s in options if cut is None or not cut(representative, s))
         if not options:
             raise NoLayoutError(representative, tp)
-        found.update(dict.fromkeys(names, options))
+        found[representative] = options
     return Space(
         graph=graph,
         tp=tp,
         deciders=builder.deciders,
-        strategies={name: found[name] for name in builder.deciders},
+        strategies={name: found[classes[name]] for name in builder.deciders},
         flows=flows_of(graph),
         classes=classes,
         members=members,

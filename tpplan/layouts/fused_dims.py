@@ -59,6 +59,10 @@ def fused_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy
 
 def matrices(graph: ModelGraph) -> frozenset[str]:
     """Names of the parameters of several dims, and of the parts into which code splits them."""
+    return graph.once_for_all_sizes(matrices, lambda: _matrices(graph))
+
+
+def _matrices(graph: ModelGraph) -> frozenset[str]:
     found = {source.result for source in graph.parameters if len(graph.values[source.result].shape) > 1}
     for op in graph.ops:
         if op.target in TAKES_APART | SLICES and op.operands[0] in found:

@@ -68,7 +68,7 @@ def why_not_recomputed(graph: ModelGraph, region: str, mode: Recompute) -> str:
     """
     if not mode.is_selective:
         return ""
-    return graph.once((why_not_recomputed, region), lambda: _why_not_kept(graph, region))
+    return graph.once_for_all_sizes((why_not_recomputed, region), lambda: _why_not_kept(graph, region))
 
 
 def _why_not_kept(graph: ModelGraph, region: str) -> str:

@@ -37,7 +37,7 @@ from tpplan.core.errors import SolverError
 from tpplan.solvers.bounded_sums import ALWAYS, BoundedMaximum, BoundedSum, Floats
 from tpplan.solvers.groups import Ints
 from tpplan.solvers.matrix import Builder, Program
-from tpplan.solvers.presolve import Reduced, reduce
+from tpplan.solvers.presolve import Reduced, is_solvable, reduce
 from tpplan.solvers.problem import CUTOFF_TOLERANCE, LIMIT_TOLERANCE, Problem, Solution, Status
 
 #: feasibility tolerance that solvers are set to, in the units above; HiGHS allows down to 1e-10
@@ -172,7 +172,7 @@ class _Task:
         solver = self.solver
         reduced = reduce(self.problem, ceiling=ceiling)
         if reduced is None:
-            if ceiling < math.inf and reduce(self.problem) is not None:
+            if ceiling < math.inf and is_solvable(self.problem):
                 return Solution(status=Status.BOUNDED, solver=solver, bound=ceiling), 0.0
             return Solution(status=Status.INFEASIBLE, solver=solver), 0.0
         if reduced.objective.low > self.cutoff:
@@ -291,14 +291,18 @@ class _Build:
                 continue  # presolve has left both sides a single label
             source = link.source_labels[columns[first:last] - starts[link.source]]
             target = link.target_labels[columns[begin:end] - starts[link.target]]
-            labels, places = np.unique(np.concatenate((source, target)), return_inverse=True)
-            if len(labels) < 2:
+            labels = np.concatenate((source, target))
+            is_used = np.zeros(link.num_labels, bool)
+            is_used[labels] = True
+            number = int(np.count_nonzero(is_used)) - 1
+            if number < 1:
                 continue
-            row = self.builder.rows(0.0, 0.0, len(labels) - 1)
+            row = self.builder.rows(0.0, 0.0, number)
             indices = np.concatenate((self.binaries[first:last], self.binaries[begin:end]))
             values = np.repeat([1.0, -1.0], [len(source), len(target)])
-            kept = places.reshape(-1) < len(labels) - 1
-            self.builder.put(row + places.reshape(-1)[kept], indices[kept], values[kept])
+            places = (np.cumsum(is_used) - 1)[labels]
+            kept = places < number
+            self.builder.put(row + places[kept], indices[kept], values[kept])
 
     def _splits(self) -> None:
         """(4) and (6), with the numbers of parts in units of their totals."""

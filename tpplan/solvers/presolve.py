@@ -80,6 +80,13 @@ def reduce(problem: Problem, *, ceiling: float = math.inf) -> Reduced | None:
             return None
 
 
+def is_solvable(problem: Problem) -> bool:
+    """False where reducing the problem, without a ceiling, shows that it is infeasible."""
+    if problem.resources or problem.conflicts:
+        return reduce(problem) is not None
+    return shared_skeleton(problem) is not None
+
+
 def shared_skeleton(problem: Problem) -> Skeleton | None:
     """The skeleton of the problem's nodes and edges, cached for problems that share them."""
     shared = problem.shared
@@ -165,7 +172,7 @@ class _State:
         # Columns of a group are numbered consecutively.
         columns = np.arange(len(picked)) + np.repeat(begins - (np.cumsum(sizes) - sizes), sizes)
         weights = np.repeat(np.repeat([weight for _, weight, _ in weighted], numbers), sizes)
-        np.add.at(rows.reshape(-1), columns, weights * entries[picked])
+        rows += np.bincount(columns, weights * entries[picked], rows.size).reshape(rows.shape)
 
     def _with_minima_moved(self, lows: Floats, entries: Floats) -> tuple[Floats, Floats, Floats]:
         """(lows, extras, highs) of rows: each group's minimum moves into lows; highs are upper bounds."""

@@ -24,12 +24,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Frame:
-    """Parts of an ILP that follow from the decisions, whatever they cost: nodes and edges, what a solver computed of
-    them, and the FSDP units by the names of the layers."""
+    """Parts of an ILP that follow from the decisions, whatever they cost: nodes and edges, and what a solver computed
+    of them."""
 
     nodes_and_edges: list[tuple[tuple[Node, ...], tuple[Edge, ...]]] = field(default_factory=list)
     shared: Shared = field(default_factory=Shared)
-    units: dict[tuple[str, ...], tuple[FsdpUnit, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +85,8 @@ class PricedSpace:
 
     def units(self, names: tuple[str, ...]) -> tuple[FsdpUnit, ...]:
         """Every FSDP unit, the root last under the name "": each parameter in the deepest unit with all its names."""
-        if names not in self.frame.units:
-            self.frame.units[names] = units_of(self.space.graph, names, self.space.classes)
-        return self.frame.units[names]
+        space = self.space
+        return space.once_for_all_sizes((units_of, names), lambda: units_of(space.graph, names, space.classes))
 
     def nodes(self) -> tuple[Node, ...]:
         """A node for each deciding decision."""
@@ -109,13 +107,13 @@ class PricedSpace:
 
 def decides_like(space: Space, other: Space) -> bool:
     """True where two spaces have the same decisions and strategies and their graphs differ only in sizes: then their
-    nodes, edges and FSDP units are equal."""
+    nodes and edges are equal."""
     return (
         space.tp == other.tp
+        and all(space.strategies[name] == other.strategies.get(name) for name in space.members)
         and (space.graph.is_resized_of(other.graph) or _outlined(space.graph) == _outlined(other.graph))
         # As tuples, since equal ones of graphs that were made of one are one object.
         and (space.classes, space.flows) == (other.classes, other.flows)
-        and all(space.strategies[name] == other.strategies[name] for name in space.members)
     )
 
 
@@ -135,10 +133,7 @@ def _outlined(graph: ModelGraph) -> tuple[object, ...]:
 
 def edges_of(space: Space) -> Iterator[Edge]:
     """Yields an edge where layouts along a flow, readings of a parameter, or shared strategies must agree."""
-    flows = (
-        (space.classes[flow.source], flow.result, space.classes[flow.target], flow.operand) for flow in space.flows
-    )
-    for source, result, target, operand in dict.fromkeys(flows):
+    for source, result, target, operand in space.once_for_all_sizes("flows of classes", lambda: _class_flows(space)):
         yield Edge(
             source=source,
             target=target,
@@ -149,6 +144,12 @@ def edges_of(space: Space) -> Iterator[Edge]:
         yield from _agreements(space, [r.name for r in readings], lambda strategy: str(strategy.operands[0]))
     for shared in space.shared:
         yield from _agreements(space, shared, str)
+
+
+def _class_flows(space: Space) -> tuple[tuple[str, int, str, int], ...]:
+    """(source, result, target, operand) of the flows between deciding decisions, without repetitions."""
+    classes = space.classes
+    return tuple(dict.fromkeys((classes[f.source], f.result, classes[f.target], f.operand) for f in space.flows))
 
 
 def _agreements(space: Space, names: Sequence[str], label: Callable[[Strategy], str]) -> Iterator[Edge]:

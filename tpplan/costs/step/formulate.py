@@ -273,7 +273,8 @@ class Formulation:
 
     def _issue(self) -> Iterator[Term]:
         if lags := self.lags():
-            yield Term(name=ISSUE, expressions=waiting(lags, self.setting.accumulation_steps))
+            steps = self.setting.accumulation_steps
+            yield Term(name=ISSUE, expressions=self.priced.once(("waiting", steps), lambda: waiting(lags, steps)))
 
     def _repeats(self) -> Iterator[Term]:
         """Seconds of what recomputed layers run again."""
@@ -328,7 +329,7 @@ class Formulation:
         """Bytes of a parameter's gradient where any of its readings, of which the largest counts, is R*; with the
         number of equal parameters."""
         own = self.parameter_bytes
-        parameters = self.priced.once(("summed parameters", self.setting.precision), self._parameters_by_readings)
+        parameters = self.space.once_for_all_sizes(("summed", self.setting.precision), self._parameters_by_readings)
         alike: Counter[tuple[tuple[str, ...], float]] = Counter()
         for (names, parameter), number in parameters.items():
             alike[names, own.padded(parameter, R)] += number
@@ -410,7 +411,6 @@ class Formulation:
                 mesh=self.mesh,
                 optimizer=optimizer,
                 precision=setting.precision,
-                once=self.priced.once,
             ),
             optimizer=optimizer,
             precision=setting.precision,

@@ -18,7 +18,7 @@ from tpplan.costs.step.train_config import Setting
 from tpplan.layouts.layer_treatments import Count, FsdpUnit
 from tpplan.machine.profile import Collective
 from tpplan.plan.parts import DATA_PARALLEL, FSDP_COPIES
-from tpplan.plan.plan import Precision
+from tpplan.plan.plan import Precision, Recompute
 from tpplan.solvers.problem import Expression, Term, added, merged, minus, scaled
 
 
@@ -76,14 +76,11 @@ class FsdpCommunication:
             yield OverlappedCollective(transfer=reduce, compute=None, weight=1.0, count=once)
         for kind in self.groups.timed:
             gather, scatter, reduce = self.collectives_of(kind.unit)
-            forward, backward = self.hiding_compute(kind.unit)
+            forward, _ = self.hiding_compute(kind.unit)
             yield OverlappedCollective(transfer=gather, compute=forward, weight=steps, count=kind.count())
             for treatment, count in kind.numbers.counts.items():
                 repeated = added(gather, scatter) if treatment.reshard else scatter
-                beside = backward
-                if self.hides:
-                    again = self.priced.recomputed_forward(self.setting.units, kind.unit.name, treatment.recompute)
-                    beside = merged(added(backward, again[0]))
+                beside = self._compute_in_backward(kind.unit, treatment.recompute)
                 if steps > 1:
                     yield OverlappedCollective(transfer=repeated, compute=beside, weight=steps - 1, count=count)
                 yield OverlappedCollective(transfer=added(repeated, reduce), compute=beside, weight=1.0, count=count)
@@ -130,6 +127,15 @@ class FsdpCommunication:
         if not self.hides:
             return Expression(), Expression()
         return self.priced.once(("hidden", self.setting.units, unit.name), lambda: self._compute_of(unit))
+
+    def _compute_in_backward(self, unit: FsdpUnit, mode: Recompute) -> Expression:
+        """Seconds of a unit's kernels in backward, with those that run again."""
+        if not self.hides:
+            return Expression()
+        _, backward = self.hiding_compute(unit)
+        again, _, _ = self.priced.recomputed_forward(self.setting.units, unit.name, mode)
+        key = "hidden in backward", self.setting.units, unit.name, mode
+        return self.priced.once(key, lambda: merged(added(backward, again)))
 
     def _compute_of(self, unit: FsdpUnit) -> tuple[Expression, Expression]:
         counts, times = Counter(unit.hides), self.priced.times

@@ -43,7 +43,7 @@ class LayerGroups:
         """Groups of layers with the same decisions, costs and saved activations."""
         return self._once("groups of the same costs", lambda: self._grouped(self._numbers_by_cost()), *self._open)
 
-    @property
+    @cached_property
     def timed(self) -> tuple[LayerGroup, ...]:
         """Groups of layers that take the same time: where no layer is recomputed, saved activations do not matter."""
         treatments = self.setting.treatments
@@ -56,7 +56,7 @@ class LayerGroups:
             "groups of the same decisions", lambda: self._grouped(self._numbers_by_decision()), *self._open
         )
 
-    @property
+    @cached_property
     def _open(self) -> tuple[Hashable, ...]:
         """Everything that decides which treatments each layer may get."""
         setting = self.setting
@@ -87,8 +87,8 @@ class LayerGroups:
 
     def _numbers_by_decision(self) -> dict[str, int]:
         """A number for each layer, equal for layers with the same decisions."""
-        return self._once(
-            "same decisions",
+        return self.priced.space.once_for_all_sizes(
+            ("same decisions", self.setting.units),
             lambda: _numbered({u.name: (self._placed_by(u), tuple(sorted(u.hides))) for u in self.units if u.name}),
         )
 

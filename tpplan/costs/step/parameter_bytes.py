@@ -8,11 +8,10 @@ FSDP2 pads dim 0 of a tp rank's part to a multiple of the FSDP ranks.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import ceil, prod
-from typing import Any
 
 from tpplan.core.graph import Source
 from tpplan.core.layout import Conversion, Layout, LayoutKind, R, local_shape
@@ -108,26 +107,34 @@ class ParameterBytes:
     def of(self, unit: FsdpUnit | None, *shares: tuple[float, BytesOf], ep: int = 1) -> Expression:
         """Bytes of those parameters of a unit whose experts `ep` ranks divide, the sum of share times bytes over
         `shares`. Where the unit is None, of all parameters with the experts of all ranks."""
-        found = [scaled(self._once(unit, bytes_of, ep), share) for share, bytes_of in shares]
+        names = tuple((share, bytes_of.__name__) for share, bytes_of in shares)
+        return self.priced.once(("bytes", names, self._key(unit, ep), self.ranks), lambda: self._sum(unit, shares, ep))
+
+    def _key(self, unit: FsdpUnit | None, ep: int) -> Hashable:
+        """Everything that bytes of some parameters depend on, beside the function that gives them."""
+        setting = self.setting
+        return unit.name if unit is not None else None, ep, setting.units, setting.precision, setting.optimizer
+
+    def _sum(self, unit: FsdpUnit | None, shares: Sequence[tuple[float, BytesOf]], ep: int) -> Expression:
+        found = [scaled(self._bytes(unit, bytes_of, ep), share) for share, bytes_of in shares]
         return found[0] if len(found) == 1 else merged(added(*found))
 
-    def _once(self, unit: FsdpUnit | None, bytes_of: BytesOf, ep: int) -> Expression:
-        """Bytes by one function, computed once per function name, unit and setting, on which alone they depend."""
-        setting, space, ranks = self.setting, self.priced.space, self.ranks
-        name = unit.name if unit is not None else None
-        key = bytes_of.__name__, name, ep, setting.units, setting.precision, setting.optimizer
-        if unit is None:
-            alike = self.priced.once((*key, "alike"), lambda: self._of_all_ranks(bytes_of))
-            return self.priced.once((*key, ranks), lambda: _by_placement(space, alike, partial(self._padded, ranks)))
-        parameters = [source for source in unit.parameters if source.ep == ep]
-        alike = self.priced.once((*key, "alike"), lambda: Counter(_parameter(space, s, bytes_of) for s in parameters))
-        return self.priced.once((*key, ranks), lambda: _by_placement(space, alike, partial(self._padded, ranks)))
+    def _bytes(self, unit: FsdpUnit | None, bytes_of: BytesOf, ep: int) -> Expression:
+        """Bytes by one function."""
+        space, ranks, key = self.priced.space, self.ranks, (bytes_of.__name__, self._key(unit, ep))
 
-    def _of_all_ranks(self, bytes_of: BytesOf) -> Counter[Parameter]:
-        """All parameters with the experts of all ranks, equal ones counted."""
-        parameters = self.priced.space.graph.parameters
-        own = (_parameter(self.priced.space, source, lambda s: s.ep * bytes_of(s)) for source in parameters)
-        return Counter(own)
+        def found() -> Expression:
+            alike = space.once_for_all_sizes(key, lambda: self._alike(unit, bytes_of, ep))
+            return _by_placement(space, alike, partial(self._padded, ranks))
+
+        return self.priced.once((*key, ranks), found)
+
+    def _alike(self, unit: FsdpUnit | None, bytes_of: BytesOf, ep: int) -> Counter[Parameter]:
+        """The parameters that `of` counts, equal ones counted."""
+        space = self.priced.space
+        if unit is None:
+            return Counter(_parameter(space, own, lambda s: s.ep * bytes_of(s)) for own in space.graph.parameters)
+        return Counter(_parameter(space, own, bytes_of) for own in unit.parameters if own.ep == ep)
 
     def whole(self, unit: FsdpUnit, bytes_of: BytesOf, ep: int) -> float:
         """Bytes of those parameters of a unit whose experts `ep` ranks divide, whole on a rank, padded as in FSDP's
@@ -187,8 +194,6 @@ class RowBytes:
     mesh: Mesh
     optimizer: Optimizer
     precision: Precision
-    #: computes what does not depend on the mesh for the first mesh that asks
-    once: Callable[[Hashable, Callable[[], Any]], Any]
 
     def compute_width(self, source: Source) -> float:
         """Bytes per element in forward."""
@@ -257,10 +262,9 @@ class RowBytes:
         """The number of equal parameters, by the bytes per element."""
         parameters = tuple(parameters)
         key = "rest", width.__name__, self.precision, self.optimizer, tuple(source.label for source in parameters)
-        found: Mapping[Parameter, int] = self.once(
+        return self.space.once_for_all_sizes(
             key, lambda: Counter(_parameter(self.space, source, width) for source in parameters)
         )
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,6 +116,10 @@ class PointSolver:
         return self._spaces[key]
 
     @cached_property
+    def _fingerprint(self) -> str:
+        return self.request.profile.fingerprint
+
+    @cached_property
     def _rates(self) -> Rates:
         return Rates(KnownTimes(self.request.profile))
 
@@ -165,7 +169,7 @@ class PointSolver:
         first, second = both
         request, reuse = self.request, self.traces.reuse
         rates = BestRates(request.profile, request.is_compiled)
-        key = first.graph.fingerprint, second.graph.fingerprint, request.profile.fingerprint, request.is_compiled
+        key = first.graph.fingerprint, second.graph.fingerprint, self._fingerprint, request.is_compiled
         own = sizes[0], sizes[1]
         return request.batch.global_batch * reuse.pace(
             key, lambda: seconds_of_a_sequence(first.graph, second.graph, own, rates, reuse.executor)
