@@ -42,8 +42,11 @@ def test_one_memory_row_bounds_what_all_of_them_leave(share: float) -> None:
     own = replace(free, setting=replace(free.setting, memory_limit_bytes=share * needed))
     assert own.limited_at_the_loss.resources == own.problem.resources[:1]
     bound = solvers.solve(own.limited_at_the_loss, is_relaxed=True).bound
-    best = solvers.solve(own.problem).objective
-    assert (best is None) or (bound is not None and bound <= best * (1 + ROUNDING))
+    best, unlimited = solvers.solve(own.problem).objective, fastest.objective
+    assert bound is not None
+    assert best is not None
+    assert unlimited is not None
+    assert unlimited < bound <= best * (1 + ROUNDING), "memory binds, and the bound says so"
 
 
 def test_the_least_of_a_term_is_below_its_value_under_every_choice() -> None:

@@ -118,7 +118,7 @@ def _summed(parts: Iterable[_Part]) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What kernels and ops take on a machine, each computed once, on however many ranks and at whatever micro-batch."""
+    """Times of kernels and ops on a machine, each computed once for all numbers of ranks and micro-batches."""
 
     times: KnownTimes
     #: by the execution's id and the share that fusion leaves; the execution is held, so that its id is not reused

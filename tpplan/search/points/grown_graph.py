@@ -62,8 +62,8 @@ class _Line:
 
 @dataclass(frozen=True, slots=True)
 class _Unlike:
-    """What differs between two graphs: values, with both shapes, and ops by position. `second` is held, so that its
-    id, by which this is cached, is not reused."""
+    """The sizes that differ between two graphs: values, with both shapes, and ops by position. `second` is held, so that
+    its id, by which this is cached, is not reused."""
 
     values: tuple[tuple[Value, tuple[int, ...]], ...]
     ops: tuple[tuple[int, Op, Op], ...]
@@ -71,7 +71,7 @@ class _Unlike:
 
     @classmethod
     def between(cls, first: ModelGraph, second: ModelGraph) -> "_Unlike | None":
-        """What differs; None where that is more than sizes of values and arguments of ops."""
+        """The sizes that differ; None where two graphs differ in more than sizes of values and arguments of ops."""
         about = [(g.sources, g.outputs, g.loss, g.blocks, g.questions, tuple(g.values)) for g in (first, second)]
         if about[0] != about[1] or len(first.nodes) != len(second.nodes):
             return None

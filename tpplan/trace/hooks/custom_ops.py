@@ -44,7 +44,7 @@ def called_by(caller: Caller) -> Iterator[None]:
 
 
 def caller() -> Caller:
-    """What makes the calls that hooks and siblings add now."""
+    """The function that makes the calls which hooks and siblings add to the running trace."""
     return _callers[-1] if _callers else lambda _op, _args: NotImplemented
 
 
