@@ -62,8 +62,8 @@ class _Line:
 
 @dataclass(frozen=True, slots=True)
 class _Unlike:
-    """The sizes that differ between two graphs: values, with both shapes, and ops by position. `second` is held, so that
-    its id, by which this is cached, is not reused."""
+    """The sizes that differ between two graphs: values, with both shapes, and ops by position. `second` is held, so
+    that its id, by which this is cached, is not reused."""
 
     values: tuple[tuple[Value, tuple[int, ...]], ...]
     ops: tuple[tuple[int, Op, Op], ...]
