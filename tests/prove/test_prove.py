@@ -157,6 +157,45 @@ def test_copies_that_are_needless_on_a_rank_matter_where_they_are_written_to(wri
     equals_one_process(build, plan)
 
 
+class Turned(nn.Module):
+    """An MLP's tokens lie in memory in another order than their dims, so that to turn them copies nothing."""
+
+    def __init__(self, turn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mlp = TurningMLP()
+        self.mixing = nn.Linear(LENGTH, LENGTH, bias=False)
+        self.turn = turn
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.mlp(x))
+        return y + self.mixing(self.turn(y.transpose(1, 2))).view(x.shape[0], DIM, LENGTH).transpose(1, 2)
+
+
+class TurningMLP(nn.Module):
+    """An MLP without modules inside, whose sum over ranks is made where it leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(HIDDEN, DIM) / DIM) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (F.relu(x @ self.up.T) @ self.down).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [lambda t: t.contiguous(), lambda t: t.view(-1, LENGTH), lambda t: t.contiguous().mul_(2.0)],
+    ids=["copy", "view", "write to what is no copy"],
+)
+def test_converted_values_keep_their_order_in_memory(turn: Callable[[Tensor], Tensor]) -> None:
+    build = lambda: Model(Turned(turn))  # noqa: E731
+    plan = solve(build)
+    assert plan.proof.status is ProofStatus.PROVEN
+    assert plan.proof.cuts == ()
+    assert plan.parameters["first.mlp.up"].placement == S(0)
+    equals_one_process(build, plan)
+
+
 class Fused(nn.Module):
     """nanoGPT's attention: one projection, the width and the number of heads written into the code."""
 

@@ -41,7 +41,7 @@ BOUNDARY, FRAME, SIBLING = "tpplan.boundary.default", "tpplan.frame.default", "t
 #: nodes of a stopped trace that a ModelGraph does not have
 _PASSED = frozenset({FRAME, *IGNORED})
 #: ops of conversions besides collectives: they move elements
-_MOVES = frozenset({"view", "view_as", "clone", "contiguous", "chunk", "cat", "detach", "narrow", "movedim",
+_MOVES = frozenset({"view", "view_as", "clone", "contiguous", "chunk", "cat", "detach", "narrow", "movedim", "permute",
                     "new_zeros", "copy_", "wait_tensor"})  # fmt: skip
 #: further ops of a step
 _ALSO = {
