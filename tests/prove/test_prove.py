@@ -20,7 +20,7 @@ from tpplan import solvers
 from tpplan.apply.collectives import redistribute
 from tpplan.apply.modules import local_modules, parameter_reads
 from tpplan.apply.modules.local_sizes import LocalSizes
-from tpplan.core.errors import PlanMismatchError
+from tpplan.core.errors import PlanMismatchError, VerificationError
 from tpplan.core.graph import Boundary, ModelGraph
 from tpplan.core.layout import R_STAR, Conversion, LayoutKind, R, S
 from tpplan.core.mesh import Mesh
@@ -182,11 +182,14 @@ class TurningMLP(nn.Module):
         return (F.relu(x @ self.up.T) @ self.down).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@pytest.mark.parametrize(
-    "turn",
-    [lambda t: t.contiguous(), lambda t: t.view(-1, LENGTH), lambda t: t.contiguous().mul_(2.0)],
-    ids=["copy", "view", "write to what is no copy"],
-)
+TURNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "copy": lambda t: t.contiguous(),
+    "view": lambda t: t.view(-1, LENGTH),
+    "write to what is no copy": lambda t: t.contiguous().mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("turn", TURNS.values(), ids=TURNS)
 def test_converted_values_keep_their_order_in_memory(turn: Callable[[Tensor], Tensor]) -> None:
     build = lambda: Model(Turned(turn))  # noqa: E731
     plan = solve(build)
@@ -194,6 +197,16 @@ def test_converted_values_keep_their_order_in_memory(turn: Callable[[Tensor], Te
     assert plan.proof.cuts == ()
     assert plan.parameters["first.mlp.up"].placement == S(0)
     equals_one_process(build, plan)
+
+
+def test_copies_that_only_a_rank_makes_are_proven_unless_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here conversions lose the order in memory, as those of dims of size 1 do."""
+    copies, writes = (lambda turn=turn: Model(Turned(turn)) for turn in (TURNS["copy"], [*TURNS.values()][-1]))
+    plans = solve(copies), solve(writes)
+    monkeypatch.setattr(redistribute, "_memory_order", lambda x: None)
+    tpplan.prove_plan(plans[0], copies, vectors)
+    with pytest.raises(VerificationError, match=r"became aten\.contiguous"):
+        tpplan.prove_plan(plans[1], writes, vectors)
 
 
 class Fused(nn.Module):
