@@ -44,6 +44,14 @@ class AsksBuffer(Rates):
         return found
 
 
+class IndexesByValue(Rates):
+    """Picks a row by a number that it asks an activation for, as a loop over the experts that are hit does."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = super().forward(tokens)
+        return x + x[0][x.sum((0, 2)).argmax().item()]
+
+
 def text(batch: int, seq_len: int) -> dict[str, Tensor]:
     return {name: torch.zeros(batch, seq_len, dtype=torch.int64) for name in ("tokens", "targets")}
 
@@ -82,3 +90,8 @@ def test_a_model_whose_builder_asked_is_planned() -> None:
 def test_a_forward_may_not_ask_a_buffer_which_may_change() -> None:
     with pytest.raises(ModelError, match="asks a tensor for its values"):
         solved(AsksBuffer)
+
+
+def test_an_index_made_of_an_activation_is_named_as_such() -> None:
+    with pytest.raises(ModelError, match=r"asks a tensor for its values(.|\n)*test_builder_values"):
+        solved(IndexesByValue)
