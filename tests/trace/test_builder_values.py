@@ -4,6 +4,7 @@ A forward may not ask buffers: what they hold when training runs is not known, a
 """
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import tpplan
 from tpplan.core.errors import ModelError
 from tpplan.plan.plan import Plan
 from tpplan.search.points.meta_model import built_on_meta
+from tpplan.search.points.user_model import load_model_file
 
 DIM, VOCAB = 16, 32
 
@@ -81,6 +83,20 @@ def test_a_builder_that_asks_small_tensors_runs_on_the_meta_device() -> None:
 def test_a_builder_that_asks_a_weight_runs_on_the_cpu() -> None:
     with pytest.warns(UserWarning, match="the builder fails on the meta device"):
         assert built_on_meta(lambda: Rates(asks_weight=True), is_half=False).notes
+
+
+def test_a_builder_in_a_file_that_asks_a_weight_runs_on_the_cpu(tmp_path: Path) -> None:
+    (tmp_path / "turned.py").write_text(
+        "import torch\n"
+        "def build_model():\n"
+        "    return torch.nn.utils.parametrizations.orthogonal(torch.nn.Linear(4, 4))\n"
+        "def example_inputs(batch):\n"
+        "    return (torch.ones(batch, 4),)\n"
+        "def loss(outputs, inputs):\n"
+        "    return outputs.sum()\n"
+    )
+    with pytest.warns(UserWarning, match="the builder fails on the meta device"):
+        assert built_on_meta(load_model_file(str(tmp_path / "turned.py")).build_model, is_half=False).notes
 
 
 def test_a_model_whose_builder_asked_is_planned() -> None:
