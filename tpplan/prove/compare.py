@@ -41,7 +41,7 @@ BOUNDARY, FRAME, SIBLING = "tpplan.boundary.default", "tpplan.frame.default", "t
 #: nodes of a stopped trace that a ModelGraph does not have
 _PASSED = frozenset({FRAME, *IGNORED})
 #: ops of conversions besides collectives: they move elements
-_MOVES = frozenset({"view", "view_as", "clone", "contiguous", "chunk", "cat", "detach", "narrow", "movedim",
+_MOVES = frozenset({"view", "view_as", "clone", "contiguous", "chunk", "cat", "detach", "narrow", "movedim", "permute",
                     "new_zeros", "copy_", "wait_tensor"})  # fmt: skip
 #: further ops of a step
 _ALSO = {
@@ -106,6 +106,8 @@ def difference(assignment: Assignment, applied: ModelGraph) -> Counterexample | 
         if _is_needless(assignment, original, _title(rest[0]) if rest else ""):
             images[original.results[0]] = images[original.operands[0]]
             continue
+        while rest and _is_copy_of_a_rank(applied, rest[0], original) and unconverted.isdisjoint(rest[0].operands):
+            converted.join(rest.popleft())
         if not rest:
             return _blame(assignment, original, f"the applied model ends before {_title(original)}")
         node = rest.popleft()
@@ -143,6 +145,15 @@ def _is_needless(assignment: Assignment, original: Op | Boundary, found: str) ->
     )
 
 
+def _is_copy_of_a_rank(applied: ModelGraph, node: Op | Boundary, original: Op | Boundary) -> bool:
+    """True for a copy that a rank alone makes, of a tensor that in one process is contiguous already, as where a slice
+    has a dim of size 1; unless an op of the applied model writes to either side of it."""
+    if not isinstance(node, Op) or node.target != CONTIGUOUS or _title(original).startswith(CONTIGUOUS):
+        return False
+    written = applied.once(_written_storages, lambda: _written_storages(applied))
+    return written.isdisjoint(applied.values[name].storage for name in (*node.operands, *node.results))
+
+
 def _written_storages(graph: ModelGraph) -> frozenset[str]:
     return frozenset(graph.values[name].storage for op in graph.ops for name in written_operands(op))
 
@@ -165,6 +176,8 @@ class _Converted:
             op.results[0]: op for op in applied.ops if op.target in _GIVE_BACK and _gives_back(applied, op)
         }
         self._origin: dict[str, str] = {}
+        #: the operands of copies that a rank alone makes, by their results
+        self._copied: dict[str, str] = {}
         for op in applied.ops:
             if op.name in self.own and op.operands:
                 origin = self.latest(map(self.origin, op.operands))
@@ -172,8 +185,17 @@ class _Converted:
                 self.ops[origin][op.target] += 1
 
     def origin(self, value: str) -> str:
-        """The model's value that a value is converted from; the value itself where it is not converted."""
-        return self._origin.get(value, value)
+        """The model's value that a value is converted or copied from; the value itself where it is neither."""
+        value = self._origin.get(value, value)
+        while value in self._copied:
+            value = self._copied[value]
+            value = self._origin.get(value, value)
+        return value
+
+    def join(self, copy: Op | Boundary) -> None:
+        """Takes the result of a copy, and its conversions, for its operand."""
+        self._copied[copy.results[0]] = copy.operands[0]
+        self.ops[self.origin(copy.operands[0])] += self.ops.pop(copy.results[0], Counter())
 
     def core(self, value: str, module: str) -> str:
         """The origin of a value before any ops of the module's own code that returned their operand itself.
@@ -255,6 +277,8 @@ def difference_so_far(assignment: Assignment, ran: torch.fx.Graph, reason: str) 
         image = _fx_image(node)
         while originals and _is_needless(assignment, originals[0], image.title):
             originals.popleft()
+        if image.title == CONTIGUOUS and originals and not _title(originals[0]).startswith(CONTIGUOUS):
+            continue  # a copy that a rank alone makes, or else the comparison of whole graphs finds it
         original = originals.popleft() if originals else None
         problem = "more ran than before" if original is None else _difference(assignment, original, image)
         if problem is not None:
