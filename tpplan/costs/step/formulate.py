@@ -290,8 +290,14 @@ class Formulation:
                     if expression.terms:
                         yield from count.times(Term(name=part, expressions=(expression,), weight=steps))
                 if issue_s is not None and issued.terms:
-                    behind = merged(minus(minus(scaled(issued, issue_s), compute), collectives))
+                    behind = self._issued_behind(kind.unit.name, mode, issue_s)
                     yield from count.times(Term(name=ISSUE, expressions=(Expression(), behind), weight=steps))
+
+    def _issued_behind(self, unit: str, mode: Recompute, issue_s: float) -> Expression:
+        """Seconds by which issuing what a layer runs again takes longer than running it."""
+        compute, collectives, issued = self.priced.recomputed_forward(self.setting.units, unit, mode)
+        key = "issued behind", self.setting.units, unit, mode, issue_s
+        return self.priced.once(key, lambda: merged(minus(minus(scaled(issued, issue_s), compute), collectives)))
 
     def _by_part(self, collectives: Expression) -> Iterator[tuple[str, Expression]]:
         """Yields those collectives that are of tensor parallelism, and those that exchange rows of experts."""
