@@ -102,7 +102,7 @@ def test_graphs_that_differ_in_more_than_sizes_do_not_grow() -> None:
     assert grown(low, other, (1, 2), 4) is None
 
 
-@pytest.mark.parametrize("most, shares", [(4, True), (2, False)])
+@pytest.mark.parametrize(("most", "shares"), [(4, True), (2, False)])
 def test_traces_that_differ_in_sizes_alone_share_their_outline(most: int, shares: bool) -> None:
     """At micro-batch 4 a layer runs once more where `most` is 2. What is said of both graphs, in whatever order, is
     what is said of each alone."""
