@@ -82,6 +82,8 @@ class Activations:
     inputs: Term
     #: positions of each layer's nodes, ascending, for layers that run
     positions: Mapping[str, tuple[int, ...]]
+    #: True where nodes outside of layers run between layers
+    is_between: bool
     _candidates: PeakCandidates
     #: by layer: the storages that it keeps without recomputation
     _kept: Mapping[str, tuple[StorageSpan, ...]]
@@ -101,12 +103,6 @@ class Activations:
     def first(self) -> int:
         """The position at which the first layer begins; 0 without layers."""
         return min((own[0] for own in self.positions.values()), default=0)
-
-    @property
-    def is_between(self) -> bool:
-        """True where nodes outside of layers run between layers."""
-        inside = {i for own in self.positions.values() for i in own}
-        return bool(inside) and len(inside) < max(inside) + 1 - min(inside)
 
     def within(self, unit: str, parameters: frozenset[str]) -> Region:
         """Returns the moments of a layer; gradients of these parameters count from the backward that makes them."""
@@ -181,9 +177,14 @@ class _ActivationFinder:
             sizes=self.sizes,
             inputs=sources(self.space),
             positions={unit: tuple(found) for unit, found in self._places.items()},
+            is_between=self._is_between(),
             _candidates=PeakCandidates(self.space, self.executor, segments_in(self.space.graph, self.executor)),
             _kept={unit: tuple(found) for unit, found in own.items()},
         )
+
+    def _is_between(self) -> bool:
+        inside = {i for own in self._places.values() for i in own}
+        return bool(inside) and len(inside) < max(inside) + 1 - min(inside)
 
     # Who owns what
 

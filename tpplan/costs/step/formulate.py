@@ -244,10 +244,10 @@ class Formulation:
         for name, members in self.space.members.items():
             times = self.table[name]
             for part, seconds in (
-                (COMPUTE, [(t.forward + t.backward).seconds for t in times]),
+                (COMPUTE, [t.forward.seconds + t.backward.seconds for t in times]),
                 (
                     self._part_of_collectives(name),
-                    [(t.forward_collectives + t.backward_collectives).seconds for t in times],
+                    [t.forward_collectives.seconds + t.backward_collectives.seconds for t in times],
                 ),
             ):
                 if any(seconds):
@@ -264,8 +264,8 @@ class Formulation:
         found = {}
         for name, members in self.space.members.items():
             times = self.table[name]
-            forward = [issue_s * t.forward_kernels - (t.forward + t.forward_collectives).seconds for t in times]
-            rest = [issue_s * t.backward_kernels - (t.backward + t.backward_collectives).seconds for t in times]
+            forward = [issue_s * t.forward_kernels - (t.forward.seconds + t.forward_collectives.seconds) for t in times]
+            rest = [issue_s * t.backward_kernels - (t.backward.seconds + t.backward_collectives.seconds) for t in times]
             both = [first + other for first, other in zip(forward, rest, strict=True)]
             if any(forward) or any(both):
                 found[name] = LaunchLag(forward=repeated(forward, len(members)), both=repeated(both, len(members)))
