@@ -30,10 +30,11 @@ from tpplan.prove.local_attributes import with_attributes_of
 from tpplan.prove.local_nodes import LocalNodes
 from tpplan.trace.answers.concrete_values import AtRestError
 from tpplan.trace.answers.own_failure import own_failure
+from tpplan.trace.boundary_marks import BoundaryHook
 from tpplan.trace.dedup_layers import PlanDigest
 from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.stopped_trace import TraceError
-from tpplan.trace.trace import BoundaryHook, Loss, trace
+from tpplan.trace.trace import Loss, trace
 from tpplan.trace.whole.opaque import Opaques
 
 

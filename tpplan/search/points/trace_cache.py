@@ -38,10 +38,11 @@ from tpplan.stages.stub import RECEIVED
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.tensors import plain_calls
 from tpplan.trace.answers.planned_device import PlannedDevice, planning_for
+from tpplan.trace.boundary_marks import BoundaryHook
 from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.retrace_opaque import trace_marking
-from tpplan.trace.trace import BoundaryHook, Loss, accumulated_hooks, assumptions, repeated_children
+from tpplan.trace.trace import Loss, accumulated_hooks, assumptions, repeated_children
 from tpplan.trace.whole.opaque import Opaques
 
 logger = logging.getLogger(__name__)
