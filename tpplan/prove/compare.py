@@ -25,7 +25,8 @@ from tpplan.core.graph import (
 from tpplan.core.layout import COLLECTIVE_STEPS, Step, local_shape
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import CROSS_ENTROPY, Reading, reading_conversion
-from tpplan.layouts.rules import Call, localized_arguments, takes_sizes, written_operands
+from tpplan.layouts.rules import Call, takes_sizes, written_operands
+from tpplan.prove.local_nodes import LocalNodes, expected_literals, literals_of
 from tpplan.prove.module_scope import given_nodes, parent
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.operators import is_op
@@ -35,6 +36,8 @@ from tpplan.trace.record_fx import SCOPE
 CONTIGUOUS = "aten.contiguous.default"
 #: op that marks the reading of a parameter that is passed to a module, or out of one
 ALIAS = "aten.alias.default"
+#: ops that a rank may not need
+_NEEDLESS = frozenset({ALIAS, CONTIGUOUS})
 #: ops that return their operand itself where there is nothing to do, and else a new tensor
 _GIVE_BACK = frozenset({CONTIGUOUS, "aten.to.dtype", "aten.to.device", "aten.to.dtype_layout"})
 BOUNDARY, FRAME, SIBLING = "tpplan.boundary.default", "tpplan.frame.default", "tpplan.sibling.default"
@@ -81,9 +84,9 @@ class _Image:
     shapes: tuple[tuple[int, ...], ...]
 
 
-def difference(assignment: Assignment, applied: ModelGraph) -> Counterexample | None:
+def difference(local: LocalNodes, applied: ModelGraph) -> Counterexample | None:
     """The first difference of two whole graphs; None where nodes and values are the same up to conversions."""
-    graph = assignment.graph
+    assignment, graph = local.assignment, local.assignment.graph
     for source, other in zip_longest(graph.sources, applied.sources):
         if source is None or other is None or (source.kind, source.label) != (other.kind, other.label):
             label = (source or other).label
@@ -98,12 +101,13 @@ def difference(assignment: Assignment, applied: ModelGraph) -> Counterexample | 
     converted = _Converted(applied)
     losses = _sharded_losses(assignment)
     rest = deque(node for node in applied.nodes if node.name not in converted.own)
+    copies = {op.name for op in graph.ops if op.target in _NEEDLESS}
     images = {s.result: t.result for s, t in zip(graph.sources, applied.sources, strict=True)}
     for original in graph.nodes:
         if original.name in losses:
             images[original.results[0]] = converted.latest(images[value] for value in original.operands)
             continue
-        if _is_needless(assignment, original, _title(rest[0]) if rest else ""):
+        if original.name in copies and _is_needless(assignment, original, _title(rest[0]) if rest else ""):
             images[original.results[0]] = images[original.operands[0]]
             continue
         while rest and _is_copy_of_a_rank(applied, rest[0], original) and unconverted.isdisjoint(rest[0].operands):
@@ -112,7 +116,7 @@ def difference(assignment: Assignment, applied: ModelGraph) -> Counterexample | 
             return _blame(assignment, original, f"the applied model ends before {_title(original)}")
         node = rest.popleft()
         image = _image(applied, node)
-        problem = _difference(assignment, original, image)
+        problem = _difference(local, original, image)
         reads = [converted.core(value, node.module) for value in node.operands]
         if problem is None and reads != [converted.core(images[value], node.module) for value in original.operands]:
             problem = f"{_title(original)} reads other values"
@@ -262,8 +266,9 @@ def _other_conversions(
     return None
 
 
-def difference_so_far(assignment: Assignment, ran: torch.fx.Graph, reason: str) -> Counterexample:
+def difference_so_far(local: LocalNodes, ran: torch.fx.Graph, reason: str) -> Counterexample:
     """The first difference of a graph that stopped; else, with `reason`, the op that would have run next."""
+    assignment = local.assignment
     losses = _sharded_losses(assignment)
     originals = deque(node for node in assignment.graph.nodes if node.name not in losses)
     for node in ran.nodes:
@@ -280,7 +285,7 @@ def difference_so_far(assignment: Assignment, ran: torch.fx.Graph, reason: str) 
         if image.title == CONTIGUOUS and originals and not _title(originals[0]).startswith(CONTIGUOUS):
             continue  # a copy that a rank alone makes, or else the comparison of whole graphs finds it
         original = originals.popleft() if originals else None
-        problem = "more ran than before" if original is None else _difference(assignment, original, image)
+        problem = "more ran than before" if original is None else _difference(local, original, image)
         if problem is not None:
             return _blame(assignment, original, problem, _strange(assignment, original, image))
     return _blame(assignment, originals[0] if originals else None, reason)
@@ -292,7 +297,7 @@ def _leaves(node: Op | Boundary, module: str) -> bool:
 
 def _image(graph: ModelGraph, node: Op | Boundary) -> _Image:
     shapes = tuple(graph.values[name].shape for name in node.results)
-    literals = _literals((node.args, node.kwargs)) if isinstance(node, Op) else None
+    literals = literals_of((node.args, node.kwargs)) if isinstance(node, Op) else None
     return _Image(title=_title(node), literals=literals, shapes=shapes)
 
 
@@ -305,7 +310,7 @@ def _fx_image(node: torch.fx.Node) -> _Image:
         return _Image(title=f"{direction} {path} of {module or 'the root'}", literals=None, shapes=shapes)
     args = argument_of(node.args, _AnyTensor())
     kwargs = tuple((key, argument_of(value, _AnyTensor())) for key, value in node.kwargs.items())
-    return _Image(title=str(node.target), literals=_literals((args, kwargs)), shapes=shapes)
+    return _Image(title=str(node.target), literals=literals_of((args, kwargs)), shapes=shapes)
 
 
 class _AnyTensor(dict[str, Argument]):
@@ -315,41 +320,20 @@ class _AnyTensor(dict[str, Argument]):
         return Ref(name)
 
 
-def _difference(assignment: Assignment, original: Op | Boundary, image: _Image) -> str | None:
+def _difference(local: LocalNodes, original: Op | Boundary, image: _Image) -> str | None:
     """The difference between a node and its image in words; None where there is none."""
     title = _title(original)
     if title.partition(" in ")[0] != image.title.partition(" in ")[0]:
         return f"{title} became {image.title}"
-    wanted = _expected_literals(assignment, original) if isinstance(original, Op) else None
+    wanted, shapes = local.of(original)
     if wanted is not None and wanted != image.literals:
         before, after = _first_change(wanted, image.literals)
         return f"{title}: the number {before} became {after}"
-    strategy, tp = assignment.strategy(original.name), assignment.tp
-    # What enters a module is marked in front of its conversion, what leaves it behind.
-    is_entry = isinstance(original, Boundary) and original.direction is Direction.INPUT
-    layouts = strategy.operands if is_entry else strategy.results
-    values = [assignment.graph.values[name] for name in original.results]
-    shapes = tuple(local_shape(value.shape, layout, tp) for value, layout in zip(values, layouts, strict=True))
     if shapes and not image.shapes:
         return f"{title}: does not run where the result would be {shapes} on a rank"
     if shapes != image.shapes:
         return f"{title}: expected the local shapes {shapes}, got {image.shapes}"
     return None
-
-
-def _expected_literals(assignment: Assignment, op: Op) -> object:
-    """The literals that an op must have on a rank; None where they are sizes, which the result's shape covers."""
-    if takes_sizes(op.target):
-        return None
-    tp = assignment.tp
-    localized = localized_arguments(Call.of(assignment.graph, op), assignment.strategy(op.name), tp)
-    return _literals((localized, op.kwargs))
-
-
-def _literals(argument: Argument | object) -> object:
-    if isinstance(argument, Ref):
-        return "tensor"
-    return tuple(map(_literals, argument)) if isinstance(argument, tuple) else argument
 
 
 def _first_change(before: object, after: object) -> tuple[object, object]:
@@ -374,7 +358,7 @@ def _strange(assignment: Assignment, node: Op | Boundary | None, image: _Image) 
     if not isinstance(node, Op):
         return frozenset()
     if not takes_sizes(node.target):
-        wanted = _expected_literals(assignment, node)
+        wanted = expected_literals(assignment, node)
         after = _first_change(wanted, image.literals)[1] if wanted != image.literals else None
         return frozenset({after} if type(after) is int else ())
     tp, strategy = assignment.tp, assignment.strategy(node.name)
