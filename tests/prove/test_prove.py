@@ -29,7 +29,7 @@ from tpplan.layouts.plan_sections import boundary_plans, outputs, parameter_plan
 from tpplan.layouts.rules import Strategy
 from tpplan.plan.plan import Plan, ProofStatus, SizePlan
 from tpplan.prove import structure
-from tpplan.prove.compare import Counterexample
+from tpplan.prove.counterexample import Counterexample
 from tpplan.prove.module_scope import given_nodes, shards_in
 from tpplan.prove.structure import check_structure
 from tpplan.search import counterexamples

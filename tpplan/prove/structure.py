@@ -25,7 +25,8 @@ from tpplan.layouts.size_dims import sizes_by_dims
 from tpplan.plan.compress_names import by_pattern
 from tpplan.plan.plan import Plan, SizePlan
 from tpplan.prove.apply_as_rank import applied_as
-from tpplan.prove.compare import Counterexample, difference, difference_so_far
+from tpplan.prove.compare import difference, difference_so_far
+from tpplan.prove.counterexample import Counterexample
 from tpplan.prove.local_attributes import with_attributes_of
 from tpplan.prove.local_nodes import LocalNodes
 from tpplan.trace.answers.concrete_values import AtRestError

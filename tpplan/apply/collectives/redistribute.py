@@ -168,7 +168,8 @@ def _keep_order(step: Step, x: Tensor, source: Layout, target: Layout, group: Tp
 
 def _memory_order(x: Tensor) -> tuple[int, ...] | None:
     """The dims of x, those with the largest strides first; None where x is not dense in this order."""
-    order = tuple(sorted(range(x.dim()), key=lambda dim: -x.stride(dim)))
+    strides = x.stride()
+    order = tuple(sorted(range(x.dim()), key=lambda dim: -strides[dim]))
     return order if x.permute(order).is_contiguous() else None
 
 
