@@ -167,6 +167,28 @@ def test_the_peak_is_the_tracked_one(way: str, monkeypatch: pytest.MonkeyPatch) 
     assert as_it_is is None or as_it_is >= row.tracked.peak_bytes
 
 
+@pytest.mark.parametrize("way", ["zero2", "zero3", "2d"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp32"])
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_whole_gradients_and_buffers_are_tracked_where_parameters_are_the_most(
+    way: str, precision: str, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a few tokens: gradients whole between micro-batches, in the dtype that they are reduced in, and buffers."""
+    short = dataclasses.replace(SMALL["gpt"](), batch=1, seq_len=8)
+    monkeypatch.setattr(memory, "MODELS", {"gpt": lambda: short})
+    own = memory.WAYS[way]
+    options = {**own.options, "precision": precision, "optimizer": "sgd", "whole_gradients": True}
+    ways = {"own": dataclasses.replace(own, micro_batches=micro_batches, options=options)}
+    ways["sharded"] = dataclasses.replace(ways["own"], options={**options, "whole_gradients": False})
+    monkeypatch.setattr(memory, "WAYS", ways)
+    row, sharded = memory.compare("gpt", "own"), memory.planned(short, ways["sharded"], prove=False)
+    assert row.plan.fsdp.whole_gradients
+    assert -memory.ROUNDING <= row.error <= 0.01
+    assert sharded.fsdp.whole_gradients is None
+    assert "whole_gradients" not in sharded.dumps()
+    assert sharded.predicted.peak_memory_bytes < row.tracked.peak_bytes
+
+
 class Hooked(Products):
     """The second product runs whole: a hook needs all of its weight's gradient."""
 

@@ -7,6 +7,8 @@ earlier micro-batches.
     at the loss         L + all saved activations + the most around the layers
     in a layer          L + all saved activations but those that only later nodes read + what a layer recomputes + the
                         most in a layer, the last of its family: of those before it less is kept
+    gathering           L + what is kept before the layers + the root and a layer gathered, each beside its buffer; or,
+                        of layers that do not all train, L + all saved activations + a layer and two buffers
     in the first layer  L + the gradients of all that ran backward before + a layer + the most in it + layers that are
                         still gathered; where there were no gradients before the micro-batch
     after the layers    L + these gradients + the most before the first layer, and where FSDP reduces the root's
@@ -54,6 +56,8 @@ class Peaks:
     precision: Precision
     steps: int
     in_flight: int
+    #: FSDP reduces gradients once a step, and earlier micro-batches' are whole
+    whole_gradients: bool
     slack_bytes: float
     limit: float
     uses_fsdp: bool
@@ -68,7 +72,7 @@ class Peaks:
     def _rows(self) -> Iterator[tuple[str, tuple[Term, ...]]]:
         lasting = tuple(self._lasting())
         gradients = (self._gradients(),)
-        before = () if self._are_gradients_new else gradients
+        before = () if self._are_gradients_new else (self._earlier_gradients(),)
         yield "at the loss", (*lasting, *before, *self._kept_by_layers(), *self._at_the_loss())
         if self.families.later:
             in_layers = self._in_a_layer(self.families.later)
@@ -76,6 +80,11 @@ class Peaks:
         if self.families.all:
             kept = self._kept_by_layers(self.families.earlier)
             yield "in a layer", (*lasting, *before, *kept, *self._in_a_layer(self.families.earlier))
+            if self.uses_fsdp and self.mesh.shard > 1:
+                yield "gathering the first layer", (*lasting, *before, *self._gathering_the_first_layer())
+                if self._has_frozen_layers:
+                    in_forward = self._gathering_in_forward()
+                    yield "gathering a layer", (*lasting, *before, *self._kept_by_layers(), *in_forward)
             if self._are_gradients_new:
                 yield "in the first layer", (*lasting, *self._in_the_first_layer())
         yield "after the layers", (*lasting, *self._after_the_layers())
@@ -147,6 +156,29 @@ class Peaks:
             for family in self.families.later:
                 yield Term(name=GRADIENTS, expressions=(self.sizes.gradients(family.unit.parameters),))
 
+    def _gathering_the_first_layer(self) -> Iterator[Term]:
+        """The buffer of the root is freed after the first layer has been copied out of its own."""
+        yield from self.activations.kept_outside(before=self.activations.first)
+        for unit in self.root:
+            yield Term(name=UNSHARDED_PARAMETERS, expressions=(self.sizes.gathered(unit.parameters),), weight=2.0)
+        yield Term(name=UNSHARDED_PARAMETERS, expressions=tuple(self._gathered), weight=2.0)
+
+    def _gathering_in_forward(self) -> Iterator[Term]:
+        """A layer beside its own buffer and that of the layer before it. Where all parameters of layers train, these
+        are less than a layer, a buffer and gradients in a layer's backward."""
+        last = max(max(self.activations.positions[family.unit.name]) for family in self.families.all)
+        yield from self.activations.kept_outside(until=last)
+        yield from self._gathered_throughout()
+        found = [Expression()]
+        for kind, gathered in zip(self.kinds, self._gathered, strict=True):
+            found.append(scaled(gathered, 2.0))
+            found += kind.count(reshard=True).where_any(scaled(gathered, 3.0))
+        yield Term(name=UNSHARDED_PARAMETERS, expressions=tuple(found))
+
+    @property
+    def _has_frozen_layers(self) -> bool:
+        return any(not source.trainable for kind in self.kinds for source in kind.unit.parameters)
+
     def _in_the_first_layer(self) -> Iterator[Term]:
         yield from self.activations.kept_outside(before=self.activations.first)
         family = self.families.largest
@@ -168,7 +200,7 @@ class Peaks:
     def _after_the_layers(self) -> Iterator[Term]:
         yield from self.activations.kept_outside(before=self.activations.first)
         late = self._in_the_end if self.steps == 1 else ()
-        yield self._gradients(without=late)
+        yield self._gradients(without=late) if self.steps == 1 else self._earlier_gradients()
         found = [self.sizes.gradients(late)]
         if self.mesh.tp > 1:  # gradients that are summed over tp, in a bucket
             bucket = min(_highest(self._every_gradient), self.bucket_bytes)
@@ -322,6 +354,13 @@ class Peaks:
         """Gradients at rest of all parameters but some."""
         late = scaled(self.sizes.gradients(without), -1.0)
         return Term(name=GRADIENTS, expressions=(merged(added(self._every_gradient, late)),))
+
+    def _earlier_gradients(self) -> Term:
+        """Gradients of earlier micro-batches: their shards, or all of them in the dtype that they are reduced in. Those
+        that the last micro-batch has reduced by then are no more, for the whole ones of their unit are freed."""
+        if not self.whole_gradients:
+            return self._gradients()
+        return Term(name=GRADIENTS, expressions=(self.sizes.reduced(self.space.graph.parameters),))
 
     @cached_property
     def _in_the_end(self) -> tuple[Source, ...]:
