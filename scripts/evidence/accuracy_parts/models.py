@@ -278,23 +278,22 @@ class Software:
     has_first_flash_attention: bool = False
     #: under tensor parallelism the head's output is gathered, and the loss made of all of it on every rank
     gathers_logits: bool = False
+    #: a variable of the training loop holds a micro-batch's logits until the next one has its own
+    keeps_logits: bool = False
+    #: FSDP reduces gradients once a step, and they are whole until then
+    whole_gradients: bool = False
+    #: gradients are reduced in float32, also where parameters rest in bfloat16
+    reduces_in_float32: bool = False
+    optimizer: str = "adamw"
 
 
 UNKNOWN = Software()
-#: by what the notes of runs say
-SOFTWARE = {
-    "llm-foundry v0.0.4": Software(has_first_flash_attention=True),
-    "torchtitan": Software(llama=replace(LLAMA, build=_torchtitan)),
-    # KempnerForge, whose head is ColwiseParallel(output_layouts=Replicate()) [distributed/tensor_parallel.py]
-    "token embedding replicated across TP": Software(
-        llama=replace(LLAMA, pins=LLAMA.pins | {"tok_embeddings": "replicated"}), gathers_logits=True
-    ),
+#: how a Llama is written, by the word in a table of versions
+LLAMAS: Mapping[str, Architecture | None] = {
+    "plain": None,
+    "torchtitan": replace(LLAMA, build=_torchtitan),
+    "replicated embedding": replace(LLAMA, pins=LLAMA.pins | {"tok_embeddings": "replicated"}),
 }
-
-
-def software(notes: str) -> Software:
-    """The code that ran, by a table's notes."""
-    return next((found for words, found in SOFTWARE.items() if words in notes), UNKNOWN)
 
 
 def architecture(sizes: Sizes, ran: Software = UNKNOWN) -> Architecture:
