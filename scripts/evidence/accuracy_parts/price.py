@@ -1,4 +1,4 @@
-"""The price of a published run's step and memory, as tpplan prices a plan, taken apart so that numbers can be fitted."""
+"""The price of a published run, as tpplan prices a plan, taken apart so that numbers can be fitted."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -78,6 +78,7 @@ def price(run: Run) -> Parts:
     """The run's step, and its peak with what its code holds beside a plan's."""
     if run.recomputes_every_other_matmul:
         found = halfway(*(_price(run, mode) for mode in (Recompute.SELECTIVE, Recompute.FULL)))
+        found = replace(found, peak_bytes=found.peak_bytes + attention_bytes(run) / 2)
     else:
         found = _price(run, run.recompute)
     beside = held_beside(run)
@@ -88,10 +89,15 @@ def held_beside(run: Run) -> float:
     """Bytes that a run's code holds at its peak, and no plan's does.
 
     The logits of the micro-batch before, where a variable of the loop has them: micro-batch * length * vocabulary in
-    bfloat16, a rank's share of the vocabulary where they are not gathered. And whole gradients that wait in float32
-    where parameters rest in bfloat16: 2 bytes more for each parameter of the tp rank.
+    bfloat16, a rank's share of the vocabulary where they are not gathered. Whole gradients that wait in float32 where
+    parameters rest in bfloat16: 2 bytes more for each parameter of the tp rank. And where fully_shard wraps a single
+    rank, the copies of the root and of one layer that compute reads.
     """
     held, ran = 0.0, run.software
+    if ran.wraps_one_rank and run.gpus == run.tp and run.precision is Precision.BF16:
+        model, fewer = architecture(run.sizes, ran), replace(run.sizes, layers=run.sizes.layers - 1)
+        whole, without = model.num_parameters(run.sizes), model.num_parameters(fewer)
+        held += HALF * (whole - (run.sizes.layers - 1) * (whole - without)) / run.tp
     if ran.keeps_logits and run.micro_batches > 1:
         ranks = 1 if ran.gathers_logits else run.tp
         held += HALF * run.micro_batch * run.sizes.seq_len * run.sizes.vocab / ranks
@@ -101,8 +107,16 @@ def held_beside(run: Run) -> float:
 
 
 def waits_whole(run: Run) -> bool:
-    """True where whole gradients wait for a reduction over ranks with other samples."""
-    return run.software.whole_gradients and run.micro_batches > 1 and run.gpus > run.tp
+    """True where FSDP keeps whole gradients for a reduction at the end of a step, over one rank at least."""
+    is_sharded = run.gpus > run.tp or run.software.wraps_one_rank
+    return run.software.whole_gradients and run.micro_batches > 1 and is_sharded
+
+
+def attention_bytes(run: Run) -> float:
+    """Bytes of the results of attention on a rank, which are kept although full recomputation, half of what is priced,
+    keeps none: layers * micro-batch * length * width in bfloat16."""
+    sizes = run.sizes
+    return HALF * sizes.layers * run.micro_batch * sizes.seq_len * sizes.hidden / run.tp
 
 
 def halfway(selective: Parts, full: Parts) -> Parts:

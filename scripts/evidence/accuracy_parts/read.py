@@ -52,8 +52,8 @@ REFUSED_NOTES: Mapping[str, str] = {
     "offloading": r"\b(cpu[- ]?off-?load\w*|off-?load\w*|zero-infinity)\b",
     "another optimizer": r"\b(adafactor|lion|muon|shampoo|soap|sophia|lamb|adagrad|rmsprop|galore|apollo|sgd"
     r"|8-?bit adamw?|adam-mini|adam8bit)\b",
-    "attention of another cost": r"\b(sliding[- ]window|flex ?attention|document mask\w*|flash ?attention[- ]?3|fa3|alibi"
-    r"|linear attention|block[- ]sparse)\b",
+    "attention of another cost": r"\b(sliding[- ]window|flex ?attention|document mask\w*|flash ?attention[- ]?3|fa3"
+    r"|alibi|linear attention|block[- ]sparse)\b",
     "packed or uneven sequences": r"\b(packed|sequence packing|variable[- ]length|padding-free)\b",
     "fused or chunked losses": r"\b(liger|chunked (loss|cross[- ]entropy)|fused linear cross[- ]entropy)\b",
     "CUDA graphs": r"\b(cuda[- ]?graphs?|reduce-overhead|max-autotune)\b",

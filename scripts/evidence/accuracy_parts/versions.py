@@ -20,6 +20,8 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "logits_kept": ("no", "yes"),
     "gradients": ("each micro-batch", "whole"),
     "reduce": ("as made", "fp32"),
+    "fsdp_of_one": ("no", "yes"),
+    "loss": ("fp32", "as made"),
     "optimizer": tuple(OPTIMIZERS),
 }
 COLUMNS = ("source_id", "framework", "version", "torch", *WORDS, "source")
@@ -48,6 +50,8 @@ def read_versions(path: Path = VERSIONS) -> Mapping[str, Software]:
             keeps_logits=row["logits_kept"] == "yes",
             whole_gradients=row["gradients"] == "whole",
             reduces_in_float32=row["reduce"] == "fp32",
+            wraps_one_rank=row["fsdp_of_one"] == "yes",
+            loss_as_made=row["loss"] == "as made",
             optimizer=row["optimizer"],
         )
     return found
