@@ -1,6 +1,7 @@
 """scripts/evidence/accuracy.py: rows that are read, rows that are refused and by which word, and the baselines."""
 
 import dataclasses
+import functools
 import math
 import sys
 from pathlib import Path
@@ -14,11 +15,13 @@ sys.path.append(str(Path(__file__).resolve().parent))
 
 import accuracy
 from accuracy_parts import predict, price, read, versions
-from accuracy_parts.models import Software
-from test_accuracy import VERSIONS, VERSIONS_TABLE, row
+from accuracy_parts.models import ARCHITECTURES, Software
+from test_accuracy import SIZES, VERSIONS, VERSIONS_TABLE, row
 
 from tpplan.machine.profile import load_profile
 from tpplan.plan.plan import Precision, Recompute
+from tpplan.search.planner import price_mesh
+from tpplan.search.points.options import Cluster, Options
 
 
 def reading(**changes: object) -> tuple[list[read.Run], list[str]]:
@@ -46,7 +49,7 @@ REFUSED = [
     (
         "activation_checkpointing",
         "some",
-        "activation_checkpointing 'some': expected none, selective, full, selective op",
+        "activation_checkpointing 'some': expected none, full, selective, selective op",
     ),
     ("activation_checkpointing", "selective layer", "activation_checkpointing 'selective layer': expected none"),
     ("activation_checkpointing", "selective 2", "activation_checkpointing 'selective 2': expected none"),
@@ -321,3 +324,33 @@ def test_a_peak_above_the_card_is_listed(parts: price.Parts) -> None:
     assert len(shown) == 2
     above = dataclasses.replace(parts, peak_bytes=41 * 2.0**30)
     assert "41.0 GiB are predicted of 40.0" in next(iter(accuracy.memory_report([run], {0: above})))
+
+
+def test_attention_of_a_fused_projection_is_divided_by_tp() -> None:
+    """Each rank runs its heads alone: a packed slice of the projection of queries, keys and values."""
+    model = ARCHITECTURES["MPT"]
+    sizes = dataclasses.replace(SIZES, hidden=1024, heads=16, kv_heads=16, ffn=4096, seq_len=1024)
+    seconds = {}
+    for tp in (1, 4):
+        priced = price_mesh(
+            functools.partial(model.build, sizes),
+            price.example_inputs,
+            cluster=Cluster(gpus=4, gpus_per_node=4, profile="h100-sxm"),
+            global_batch=8,
+            micro_batch=2,
+            seq_len=1024,
+            options=Options(
+                loss=model.sharded_loss,
+                unused_outputs=("output",),
+                tp=tp,
+                fsdp=4 // tp,
+                pins=model.pins if tp > 1 else {},
+            ),
+        )
+        formulation, choice = priced.formulation, priced.choice
+        names = [op.name for op in formulation.space.graph.ops if "attention" in op.target]
+        assert len(names) == sizes.layers
+        classes = [formulation.space.classes[name] for name in names]
+        times = [formulation.table[name][choice.get(name, 0)] for name in classes]
+        seconds[tp] = sum(time.forward.seconds + time.backward.seconds for time in times)
+    assert seconds[4] == pytest.approx(seconds[1] / 4, rel=0.2)

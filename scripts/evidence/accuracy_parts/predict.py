@@ -30,7 +30,7 @@ WITHIN_90_PERCENT = 1.645
 #: what is fitted to fewer runs is no property of a machine
 FEWEST_RUNS = 10
 #: root mean square of the log error of the 8 peaks in the table of published runs that the README speaks of
-PEAK_ERROR = 0.2
+PEAK_ERROR = 0.1
 FITTED = {
     "matmul_slowdown": "matmuls in training against alone, in benchmarks: clocks under load, real data",
     "overlap_slowdown": "seconds that kernels take longer for each second of an FSDP collective beside them",
