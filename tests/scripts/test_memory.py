@@ -189,6 +189,39 @@ def test_whole_gradients_and_buffers_are_tracked_where_parameters_are_the_most(
     assert sharded.predicted.peak_memory_bytes < row.tracked.peak_bytes
 
 
+@pytest.mark.parametrize("way", ["zero2", "zero3"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_buffers_of_forward_are_tracked_and_in_the_constraint(
+    way: str, trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer is copied out of its buffer while the buffer before it lives: the most, where layers do not train."""
+
+    def build() -> nn.Module:
+        model = memory_models.gpt.build_model()
+        model.layers.requires_grad_(trains)
+        return model
+
+    seen: list[tuple[float, float]] = []
+
+    def noting(solver: PointSolver, assignment: Assignment, best: Candidate) -> Priced:
+        priced, choice = price(solver, assignment, best), best.solution.choice
+        assert choice is not None
+        rows = best.formulation.problem.resources
+        seen.append((max(total(row.terms, choice) for row in rows), priced.predicted.peak_memory_bytes))
+        return priced
+
+    price = branch_and_bound._priced
+    monkeypatch.setattr(branch_and_bound, "_priced", noting)
+    subject = dataclasses.replace(SMALL["gpt"](), build_model=build, batch=1, seq_len=8)
+    monkeypatch.setattr(memory, "MODELS", {"gpt": lambda: subject})
+    options = {**memory.WAYS[way].options, "precision": "fp32", "optimizer": "sgd"}
+    monkeypatch.setattr(memory, "WAYS", {"own": dataclasses.replace(memory.WAYS[way], options=options)})
+    row = memory.compare("gpt", "own")
+    assert -memory.ROUNDING <= row.error <= 0.01
+    ((bound, peak),) = seen
+    assert bound >= peak
+
+
 class Hooked(Products):
     """The second product runs whole: a hook needs all of its weight's gradient."""
 

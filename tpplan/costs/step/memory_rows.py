@@ -20,7 +20,7 @@ families take turns, all gradients count in every layer. During a layer's backwa
 of the layer after it, which has freed its activations by then.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
@@ -37,7 +37,7 @@ from tpplan.plan.optimizers import Optimizer
 from tpplan.plan.parts import BUFFERS, GRADIENTS, PARAMETERS, SAVED, SLACK, STATES, TRANSIENTS, UNSHARDED_PARAMETERS
 from tpplan.plan.plan import Precision, Recompute
 from tpplan.solvers.problem import Expression, Resource, Term, added, constant_term, merged, scaled
-from tpplan.solvers.undominated import undominated
+from tpplan.solvers.undominated import combined, lower, undominated, upper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,13 +117,13 @@ class Peaks:
     def _kept(self, kind: LayerGroup, mode: Recompute) -> tuple[Term, ...]:
         """Activations that one layer of a group keeps, its linear terms as one."""
         terms = self.activations.terms(self.activations.layers[kind.unit.name].kept[mode])
-        found: tuple[Term, ...] = self.once((*self._key("kept", kind.unit), mode), lambda: tuple(_combined(terms)))
+        found: tuple[Term, ...] = self.once((*self._key("kept", kind.unit), mode), lambda: tuple(combined(terms)))
         return found
 
     def _remade(self, family: Family, mode: Recompute) -> Expression:
         """At least the bytes of the activations that a layer recomputes."""
         terms = self.activations.terms(family.layer.remade[mode])
-        found: Expression = self.once((*self._key("remade", family.unit), mode), lambda: _upper(terms))
+        found: Expression = self.once((*self._key("remade", family.unit), mode), lambda: upper(terms))
         return found
 
     def _key(self, what: str, unit: FsdpUnit) -> tuple[str, int, str]:
@@ -162,6 +162,8 @@ class Peaks:
         for unit in self.root:
             yield Term(name=UNSHARDED_PARAMETERS, expressions=(self.sizes.gathered(unit.parameters),), weight=2.0)
         yield Term(name=UNSHARDED_PARAMETERS, expressions=tuple(self._gathered), weight=2.0)
+        if self._has_frozen_layers:
+            yield self._passed_between_layers()
 
     def _gathering_in_forward(self) -> Iterator[Term]:
         """A layer beside its own buffer and that of the layer before it. Where all parameters of layers train, these
@@ -174,6 +176,11 @@ class Peaks:
             found.append(scaled(gathered, 2.0))
             found += kind.count(reshard=True).where_any(scaled(gathered, 3.0))
         yield Term(name=UNSHARDED_PARAMETERS, expressions=tuple(found))
+        yield self._passed_between_layers()
+
+    def _passed_between_layers(self) -> Term:
+        """At least what layers that do not train hand on without keeping it: the most in a layer."""
+        return Term(name=TRANSIENTS, expressions=self._moments_in([(f.unit, frozenset()) for f in self.families.all]))
 
     @property
     def _has_frozen_layers(self) -> bool:
@@ -254,10 +261,10 @@ class Peaks:
         if self._are_gradients_new:
             left = added(left, self.sizes.gradients(family.unit.parameters))
         for mode in Recompute:
-            kept = _lower(self.activations.terms(family.layer.kept[mode] if family in kept_of else {}))
+            kept = lower(self.activations.terms(family.layer.kept[mode] if family in kept_of else {}))
             found = merged(added(left, scaled(kept, -1.0)))
             yield from family.where_lightest(mode, found, [mode])
-            again = _lower(self.activations.terms(family.layer.remade[mode]))
+            again = lower(self.activations.terms(family.layer.remade[mode]))
             for own in Recompute:  # the layer before it may be one that is recomputed more
                 if mode in own.lighter and family.size > 1:
                     before = merged(added(found, self._remade(family, own), scaled(again, -1.0)))
@@ -269,7 +276,7 @@ class Peaks:
         for mode in Recompute:
             tensors = family.layer.kept[mode], family.layer.remade[mode]
             parts = (term for own in tensors for term in self.activations.terms(own))
-            whole: Expression = self.once((*self._key("whole", family.unit), mode), partial(_upper, parts))
+            whole: Expression = self.once((*self._key("whole", family.unit), mode), partial(upper, parts))
             yield from family.counts[mode].where_any(whole)
 
     # FSDP
@@ -377,26 +384,6 @@ class Peaks:
 
     def _readers(self, source: Source) -> set[str]:
         return {reading.op.name for reading in self.space.readings[source.label]}
-
-
-def _upper(terms: Iterable[Term]) -> Expression:
-    """An upper bound of the terms' sum: a maximum counts as the sum of its undominated parts, none negative."""
-    found = ((expression, term.weight) for term in terms for expression in undominated(term.expressions))
-    return merged(added(*(scaled(expression, weight) for expression, weight in found)))
-
-
-def _lower(terms: Iterable[Term]) -> Expression:
-    """A lower bound of the terms' sum: a maximum counts as the first of its parts."""
-    return merged(added(*(scaled(term.expressions[0], term.weight) for term in terms)))
-
-
-def _combined(terms: Iterable[Term]) -> Iterator[Term]:
-    """The terms, all linear ones added up to one."""
-    found = list(terms)
-    linear = [scaled(term.expressions[0], term.weight) for term in found if len(term.expressions) == 1]
-    yield from (term for term in found if len(term.expressions) > 1)
-    if linear:
-        yield Term(name=found[0].name, expressions=(merged(added(*linear)),))
 
 
 def _highest(expression: Expression) -> float:
