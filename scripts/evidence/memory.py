@@ -64,6 +64,7 @@ WAYS: Mapping[str, Way] = {
     "zero3": Way(gpus=4, options=FSDP),
     "recompute": Way(gpus=4, options={**FSDP, "recompute": "full", "optimizer": "sgd"}),
     "2d": Way(gpus=8, micro_batches=2, options={"tp": 2, "fsdp": 2, "precision": "bf16-mixed"}),
+    "whole": Way(gpus=4, micro_batches=3, options={**FSDP, "whole_gradients": True}),
 }
 
 

@@ -62,6 +62,12 @@ CASES: dict[str, tuple[str, HardwareProfile, dict[str, Any], str]] = {
         {"gpus": 4, "tp": 2, "fsdp": 2, "micro_batch": 1, "recompute": "full"},
         ISSUE,
     ),
+    "whole gradients": (
+        "gpt",
+        H100,
+        {"gpus": 4, "tp": 1, "fsdp": 4, "global_batch": 12, "micro_batch": 1, "whole_gradients": True},
+        ACCUMULATION,
+    ),
     "mixed precision": ("mlp", H100, {"gpus": 2, "tp": 1, "precision": "bf16-mixed", "micro_batch": 2}, ACCUMULATION),
 }
 

@@ -167,6 +167,61 @@ def test_the_peak_is_the_tracked_one(way: str, monkeypatch: pytest.MonkeyPatch) 
     assert as_it_is is None or as_it_is >= row.tracked.peak_bytes
 
 
+@pytest.mark.parametrize("way", ["zero2", "zero3", "2d"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp32"])
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_whole_gradients_and_buffers_are_tracked_where_parameters_are_the_most(
+    way: str, precision: str, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a few tokens: gradients whole between micro-batches, in the dtype that they are reduced in, and buffers."""
+    short = dataclasses.replace(SMALL["gpt"](), batch=1, seq_len=8)
+    monkeypatch.setattr(memory, "MODELS", {"gpt": lambda: short})
+    own = memory.WAYS[way]
+    options = {**own.options, "precision": precision, "optimizer": "sgd", "whole_gradients": True}
+    ways = {"own": dataclasses.replace(own, micro_batches=micro_batches, options=options)}
+    ways["sharded"] = dataclasses.replace(ways["own"], options={**options, "whole_gradients": False})
+    monkeypatch.setattr(memory, "WAYS", ways)
+    row, sharded = memory.compare("gpt", "own"), memory.planned(short, ways["sharded"], prove=False)
+    assert row.plan.fsdp.whole_gradients
+    assert -memory.ROUNDING <= row.error <= 0.01
+    assert sharded.fsdp.whole_gradients is None
+    assert "whole_gradients" not in sharded.dumps()
+    assert sharded.predicted.peak_memory_bytes < row.tracked.peak_bytes
+
+
+@pytest.mark.parametrize("way", ["zero2", "zero3"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_buffers_of_forward_are_tracked_and_in_the_constraint(
+    way: str, trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer is copied out of its buffer while the buffer before it lives: the most, where layers do not train."""
+
+    def build() -> nn.Module:
+        model = memory_models.gpt.build_model()
+        model.layers.requires_grad_(trains)
+        return model
+
+    seen: list[tuple[float, float]] = []
+
+    def noting(solver: PointSolver, assignment: Assignment, best: Candidate) -> Priced:
+        priced, choice = price(solver, assignment, best), best.solution.choice
+        assert choice is not None
+        rows = best.formulation.problem.resources
+        seen.append((max(total(row.terms, choice) for row in rows), priced.predicted.peak_memory_bytes))
+        return priced
+
+    price = branch_and_bound._priced
+    monkeypatch.setattr(branch_and_bound, "_priced", noting)
+    subject = dataclasses.replace(SMALL["gpt"](), build_model=build, batch=1, seq_len=8)
+    monkeypatch.setattr(memory, "MODELS", {"gpt": lambda: subject})
+    options = {**memory.WAYS[way].options, "precision": "fp32", "optimizer": "sgd"}
+    monkeypatch.setattr(memory, "WAYS", {"own": dataclasses.replace(memory.WAYS[way], options=options)})
+    row = memory.compare("gpt", "own")
+    assert -memory.ROUNDING <= row.error <= 0.01
+    ((bound, peak),) = seen
+    assert bound >= peak
+
+
 class Hooked(Products):
     """The second product runs whole: a hook needs all of its weight's gradient."""
 

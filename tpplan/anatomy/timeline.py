@@ -200,7 +200,8 @@ class _MicroBatches:
         track.run(Stream.TENSOR, TENSOR_PARALLEL, unit.name, self._value(sent))
 
     def _end_backward(self, track: _Track, unit: FsdpUnit, *, is_last: bool) -> None:
-        track.run(Stream.COMPUTE, FSDP_COPIES, unit.name, self._copies(unit)[1])
+        if is_last or not self.assignment.whole_gradients:
+            track.run(Stream.COMPUTE, FSDP_COPIES, unit.name, self._copies(unit)[1])
         self._end(track, unit, self._repeated(unit, is_last=is_last))
 
     def _end(self, track: _Track, unit: FsdpUnit, collective: _Beside) -> None:
@@ -219,10 +220,12 @@ class _MicroBatches:
         """The transfers of backward: the gather again, where the unit was resharded, and the reductions."""
         communication, priced_as = self.formulation.fsdp_communication, self._priced_as(unit)
         gather, scatter, reduce = communication.collectives_of(priced_as)
-        sent, beside = scatter, None
+        reshards = bool(unit.name and self._kind_of[unit.name].count(reshard=True).constant)
+        sent = communication.sent_in_backward(gather, scatter, reshards=reshards, is_last=is_last)
+        if sent is None:
+            return _NOTHING
+        beside = None
         if unit.name:
-            reshards = self._kind_of[unit.name].count(reshard=True).constant
-            sent = added(gather, scatter) if reshards else scatter
             beside = communication.hiding_compute(priced_as)[1]
             if communication.hides:
                 beside = merged(added(beside, self._recomputed(unit)[0]))

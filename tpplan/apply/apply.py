@@ -66,6 +66,8 @@ from tpplan.trace.whole.opaque import HOOKS, opaque_class
 
 #: key in the root module's __dict__ of the Averager, which averages the gradients that FSDP does not hold
 AVERAGER = "_tpplan_averager"
+#: there where FSDP keeps whole gradients between micro-batches
+WHOLE_GRADIENTS = "_tpplan_whole_gradients"
 _AXES = tuple(str(axis) for axis in (Axis.REPLICATE, Axis.SHARD, Axis.TP))
 
 
@@ -183,8 +185,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Skips the gradient reductions over the tp axis and over replicas in the backwards that run inside the context.
 
     The next backward outside reduces everything that was accumulated. Use it for all but the last micro-batch of a
-    step: it saves collectives and changes no result. FSDP's reduce-scatters go on. Inside, a parameter's `.grad` may
-    be one rank's summand, or None.
+    step: it saves collectives and changes no result. FSDP's reduce-scatters go on, unless the plan says that gradients
+    are kept whole between micro-batches (`fsdp.whole_gradients`): then they wait too. Inside, a parameter's `.grad`
+    may be one rank's summand, or None.
     """
     _reduce_gradients(model, False)
     try:
@@ -201,7 +204,9 @@ def _reduce_gradients(model: nn.Module, enabled: bool) -> None:
     for reducer in reducers:
         reducer.is_enabled = enabled
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) and WHOLE_GRADIENTS in model.__dict__:
+            module.set_requires_gradient_sync(enabled, recurse=False)
+        elif isinstance(module, FSDPModule):
             module.set_requires_all_reduce(enabled, recurse=False)
 
 
@@ -413,6 +418,8 @@ def _shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh, of_experts: Devi
     if not uses_fsdp(plan.mesh, plan.precision):
         return
     leave_reentry(model)
+    if plan.fsdp.whole_gradients:
+        model.__dict__[WHOLE_GRADIENTS] = True
     axes = mesh[Axis.SHARD] if plan.mesh.replicate == 1 else mesh[Axis.REPLICATE, Axis.SHARD]
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = mixed if is_mixed else MixedPrecisionPolicy()

@@ -115,6 +115,12 @@ def add_training(group: "argparse._ArgumentGroup") -> None:
         choices=(2, 3),
         help="all FSDP layers resharded after forward (3) or kept gathered (2) (default: decided for each layer)",
     )
+    group.add_argument(
+        "--whole-gradients",
+        action="store_true",
+        help="keep FSDP's gradients whole between micro-batches and reduce them once a step: fewer collectives, more "
+        "memory (default: each micro-batch's are reduced)",
+    )
     group.add_argument("--compile", action="store_true", help="price elementwise ops as fused by torch.compile")
     group.add_argument(
         "--expert-imbalance",
@@ -278,6 +284,7 @@ def training_options(args: argparse.Namespace, model: ModelSpec) -> dict[str, An
         "optimizer": args.optimizer,
         "recompute": args.recompute,
         "reshard_after_forward": None if args.zero is None else args.zero == 3,
+        "whole_gradients": args.whole_gradients,
         "compile": args.compile,
         "expert_imbalance": args.expert_imbalance,
     }

@@ -32,7 +32,8 @@ class Assignment:
     modules, which become FSDP units. `resharded` says of each layer whether FSDP reshards it after forward,
     `recomputed` has the modes of recomputed modules. `num_averages` is the number of backwards of a step that average
     all gradients where parameters stay plain tensors; None where FSDP averages. `in_flight` is the number of
-    micro-batches whose activations a rank keeps at once.
+    micro-batches whose activations a rank keeps at once. `whole_gradients` says that FSDP reduces gradients once a
+    step, and a rank keeps them whole until then.
     """
 
     graph: ModelGraph
@@ -47,6 +48,7 @@ class Assignment:
     is_compiled: bool
     num_averages: int | None = None
     in_flight: int = 1
+    whole_gradients: bool = False
 
     @property
     def tp(self) -> int:
@@ -57,6 +59,11 @@ class Assignment:
     def uses_fsdp(self) -> bool:
         """True where FSDP2 shards, replicates, or casts."""
         return uses_fsdp(self.mesh, self.precision)
+
+    @property
+    def reductions(self) -> int:
+        """How often a step FSDP reduces the gradients of a unit over its shards."""
+        return 1 if self.whole_gradients else self.accumulation_steps
 
     @property
     def deciders(self) -> Mapping[str, Decider]:
@@ -202,4 +209,5 @@ def assignment_of(
         is_compiled=plan.compile is Compile.BLOCKS,
         num_averages=num_averages,
         in_flight=plan.stage.in_flight if plan.stage is not None else 1,
+        whole_gradients=bool(plan.fsdp.whole_gradients),
     )

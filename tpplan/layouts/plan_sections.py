@@ -102,4 +102,9 @@ def fsdp_plan(assignment: Assignment) -> FsdpPlan:
     rule = 2 * sum(resharded) >= len(resharded)
     exceptions = tuple(name for name in names if name in treatments and treatments[name].reshard != rule)
     units = tuple(patterns) if assignment.num_averages is None else ()
-    return FsdpPlan(units=units, reshard_after_forward=rule, exceptions=exceptions)
+    return FsdpPlan(
+        units=units,
+        reshard_after_forward=rule,
+        exceptions=exceptions,
+        whole_gradients=True if assignment.whole_gradients and uses_fsdp else None,
+    )

@@ -277,11 +277,16 @@ class SizePlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpPlan:
     """Modules that fully_shard wraps, in this order ("<root>" last), and whether they reshard after forward (ZeRO-3) or
-    stay gathered until backward (ZeRO-2). Units in `exceptions` do the opposite. The root never reshards."""
+    stay gathered until backward (ZeRO-2). Units in `exceptions` do the opposite. The root never reshards.
+
+    `whole_gradients` is true where each rank keeps gradients whole between micro-batches, so that FSDP reduces them
+    once a step; absent where FSDP reduces those of every micro-batch, and a rank keeps its shard of them.
+    """
 
     units: tuple[str, ...]
     reshard_after_forward: bool
     exceptions: tuple[str, ...]
+    whole_gradients: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,7 @@ def solve(
     optimizer: str = "adamw",
     recompute: Recompute | str | None = None,
     reshard_after_forward: bool | None = None,
+    whole_gradients: bool = False,
     all_gpus: bool = False,
     compile: bool = False,
     memory_limit_bytes: float | None = None,
@@ -79,10 +80,12 @@ def solve(
     forward; the micro-batch and so the accumulation, unless a number pins it. An option that is None is decided. `tp`
     and `fsdp` pin a degree; `ep` the number of ranks that divide experts (1: each has all), of which the busiest gets
     expert_imbalance times the rows of an even routing. all_gpus=True uses all GPUs, `recompute` ("none", "selective",
-    "full") and reshard_after_forward (True is ZeRO-3, False ZeRO-2) hold for every layer. `precision` defaults to
-    bf16-mixed on a GPU profile and fp32 else. compile=True prices elementwise ops as torch.compile fuses them.
-    time_limit_s holds for each ILP. `pins` hold modules to a style, {"model.layers.*.mlp": "megatron"}
-    (tpplan.layouts.pins). `allows`, given the graph, says which strategies of a decision may be chosen.
+    "full") and reshard_after_forward (True is ZeRO-3, False ZeRO-2) hold for every layer. whole_gradients=True keeps
+    gradients whole between micro-batches and reduces them once a step, where FSDP else reduces each micro-batch's
+    (tpplan.no_sync does what the plan says). `precision` defaults to bf16-mixed on a GPU profile and fp32 else.
+    compile=True prices elementwise ops as torch.compile fuses them. time_limit_s holds for each ILP. `pins` hold
+    modules to a style, {"model.layers.*.mlp": "megatron"} (tpplan.layouts.pins). `allows`, given the graph, says which
+    strategies of a decision may be chosen.
     `reuse` is what several calls for one model share (tpplan.search.points.trace_cache). Raises ModelError,
     ProfileError, UsageError, SolverError, and InfeasibleError with what would fit.
     """
@@ -97,6 +100,7 @@ def solve(
         optimizer=optimizer,
         recompute=recompute,
         reshard_after_forward=reshard_after_forward,
+        whole_gradients=whole_gradients,
         all_gpus=all_gpus,
         compile=compile,
         memory_limit_bytes=memory_limit_bytes,

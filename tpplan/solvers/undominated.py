@@ -1,12 +1,13 @@
-"""Leaves out expressions that another one exceeds in every assignment: a maximum does not need them."""
+"""Leaves out expressions that another one exceeds in every assignment: a maximum does not need them. Bounds of sums of
+terms, whose maxima are taken for sums, or for one of their parts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
-from tpplan.solvers.problem import Expression, merged
+from tpplan.solvers.problem import Expression, Term, added, merged, scaled
 
 Floats = npt.NDArray[np.float64]
 
@@ -74,3 +75,23 @@ class _Table:
         lead = np.bincount(self.rows, weights=above, minlength=len(self.constants)) - least.sum()
         exceeded: npt.NDArray[np.bool_] = lead + (self.constants - self.constants[number]) <= 0
         return exceeded
+
+
+def upper(terms: Iterable[Term]) -> Expression:
+    """An upper bound of the terms' sum: a maximum counts as the sum of its undominated parts, none negative."""
+    found = ((expression, term.weight) for term in terms for expression in undominated(term.expressions))
+    return merged(added(*(scaled(expression, weight) for expression, weight in found)))
+
+
+def lower(terms: Iterable[Term]) -> Expression:
+    """A lower bound of the terms' sum: a maximum counts as the first of its parts."""
+    return merged(added(*(scaled(term.expressions[0], term.weight) for term in terms)))
+
+
+def combined(terms: Iterable[Term]) -> Iterator[Term]:
+    """The terms, all linear ones added up to one."""
+    found = list(terms)
+    linear = [scaled(term.expressions[0], term.weight) for term in found if len(term.expressions) == 1]
+    yield from (term for term in found if len(term.expressions) > 1)
+    if linear:
+        yield Term(name=found[0].name, expressions=(merged(added(*linear)),))

@@ -149,6 +149,16 @@ def _loss(logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), inputs["targets"].flatten())
 
 
+def _loss_as_made(logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    """The mean cross entropy in the dtype of logits."""
+    return F.cross_entropy(logits.flatten(0, 1), inputs["targets"].flatten())
+
+
+def _sharded_loss_as_made(logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    """The same of logits that ranks have slices of."""
+    return tpplan.cross_entropy(logits, inputs["targets"])
+
+
 def _sharded_loss(logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     """The same of logits that ranks have slices of."""
     return tpplan.cross_entropy(logits.float(), inputs["targets"])
@@ -278,23 +288,26 @@ class Software:
     has_first_flash_attention: bool = False
     #: under tensor parallelism the head's output is gathered, and the loss made of all of it on every rank
     gathers_logits: bool = False
+    #: a variable of the training loop holds a micro-batch's logits until the next one has its own
+    keeps_logits: bool = False
+    #: FSDP reduces gradients once a step, and they are whole until then
+    whole_gradients: bool = False
+    #: gradients are reduced in float32, also where parameters rest in bfloat16
+    reduces_in_float32: bool = False
+    #: fully_shard wraps a model on a single data-parallel rank too
+    wraps_one_rank: bool = False
+    #: the loss is made of logits in the dtype that they have, not in float32
+    loss_as_made: bool = False
+    optimizer: str = "adamw"
 
 
 UNKNOWN = Software()
-#: by what the notes of runs say
-SOFTWARE = {
-    "llm-foundry v0.0.4": Software(has_first_flash_attention=True),
-    "torchtitan": Software(llama=replace(LLAMA, build=_torchtitan)),
-    # KempnerForge, whose head is ColwiseParallel(output_layouts=Replicate()) [distributed/tensor_parallel.py]
-    "token embedding replicated across TP": Software(
-        llama=replace(LLAMA, pins=LLAMA.pins | {"tok_embeddings": "replicated"}), gathers_logits=True
-    ),
+#: how a Llama is written, by the word in a table of versions
+LLAMAS: Mapping[str, Architecture | None] = {
+    "plain": None,
+    "torchtitan": replace(LLAMA, build=_torchtitan),
+    "replicated embedding": replace(LLAMA, pins=LLAMA.pins | {"tok_embeddings": "replicated"}),
 }
-
-
-def software(notes: str) -> Software:
-    """The code that ran, by a table's notes."""
-    return next((found for words, found in SOFTWARE.items() if words in notes), UNKNOWN)
 
 
 def architecture(sizes: Sizes, ran: Software = UNKNOWN) -> Architecture:
@@ -304,9 +317,12 @@ def architecture(sizes: Sizes, ran: Software = UNKNOWN) -> Architecture:
     if abs(counts[name] / sizes.num_parameters - 1) > CLOSE:
         shown = ", ".join(f"{name} {count / 1e9:.3f}e9" for name, count in counts.items())
         raise ValueError(f"{sizes.num_parameters / 1e9:.3f}e9 parameters in the table; of these sizes: {shown}")
-    if ran.llama is None or not name.startswith("Llama"):
+    if not name.startswith("Llama"):
         return ARCHITECTURES[name]
-    return replace(ran.llama, build=_tied(ran.llama.build)) if name == TIED_LLAMA else ran.llama
+    llama = ran.llama or LLAMA
+    if name == TIED_LLAMA:
+        llama = replace(llama, build=_tied(llama.build)) if ran.llama is not None else ARCHITECTURES[name]
+    return replace(llama, loss=_loss_as_made, sharded_loss=_sharded_loss_as_made) if ran.loss_as_made else llama
 
 
 def example_inputs(batch: int, seq_len: int) -> dict[str, Tensor]:

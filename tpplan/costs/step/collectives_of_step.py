@@ -116,7 +116,7 @@ def _fsdp_collectives(assignment: Assignment) -> _Counts:
                 continue
             dtype = assignment.master_dtype(trained[0])
             if ranks > 1:
-                found[where, scatter, axis, Pass.BACKWARD, dtype, reduced] += steps
+                found[where, scatter, axis, Pass.BACKWARD, dtype, reduced] += assignment.reductions
             if mesh.replicate > 1:
                 found[where, reduce, Axis.REPLICATE, Pass.BACKWARD, dtype, reduced // ranks] += 1
     return found

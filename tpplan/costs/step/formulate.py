@@ -173,6 +173,7 @@ class Formulation:
             is_compiled=self.priced.is_compiled,
             num_averages=num_averages,
             in_flight=self.setting.in_flight,
+            whole_gradients=self.setting.whole_gradients,
         )
 
     def tie_break(self, objective_s: float) -> Problem:
@@ -360,11 +361,12 @@ class Formulation:
         )
 
     def _accumulation(self) -> Iterator[Term]:
-        """Seconds of adding each micro-batch's gradients to the earlier ones', on every rank its shard."""
+        """Seconds of adding each micro-batch's gradients to the earlier ones', on every rank its shard, or all."""
         rate = self.setting.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
+        ranks = 1 if self.setting.whole_gradients else self.mesh.shard
         if added := self.setting.accumulation_steps - 1:
             for expression in self.parameter_bytes.by_placement((1.0, self.parameter_bytes.gradients)):
-                yield Term(name=ACCUMULATION, expressions=(expression,), weight=MOVED * added * rate / self.mesh.shard)
+                yield Term(name=ACCUMULATION, expressions=(expression,), weight=MOVED * added * rate / ranks)
 
     def _optimizer(self) -> Iterator[Term]:
         """Seconds of the optimizer's step: it reads parameter, gradient and states, and writes parameter and states. On
@@ -422,6 +424,7 @@ class Formulation:
             precision=setting.precision,
             steps=setting.accumulation_steps,
             in_flight=setting.in_flight,
+            whole_gradients=setting.whole_gradients and self.uses_fsdp,
             slack_bytes=setting.slack_bytes,
             limit=setting.memory_limit_bytes,
             uses_fsdp=self.uses_fsdp,

@@ -72,24 +72,39 @@ class FsdpCommunication:
             yield from self._copies()
 
     def collectives(self) -> Iterator[OverlappedCollective]:
-        """FSDP's collectives, each with the compute that it runs beside; nothing runs beside the root's."""
-        steps = float(self.setting.accumulation_steps)
+        """FSDP's collectives, each with the compute that it runs beside; nothing runs beside the root's. Gradients are
+        reduced in each micro-batch, or in the last alone."""
+        steps, reductions = float(self.setting.accumulation_steps), float(self.setting.reductions)
         for unit in self.groups.root:
             gather, scatter, reduce = self.collectives_of(unit)
             once = Count(constant=1)
-            yield OverlappedCollective(transfer=added(gather, scatter), uncomputed=None, weight=steps, count=once)
+            if reductions == steps:
+                yield OverlappedCollective(transfer=added(gather, scatter), uncomputed=None, weight=steps, count=once)
+            else:
+                yield OverlappedCollective(transfer=gather, uncomputed=None, weight=steps, count=once)
+                yield OverlappedCollective(transfer=scatter, uncomputed=None, weight=reductions, count=once)
             yield OverlappedCollective(transfer=reduce, uncomputed=None, weight=1.0, count=once)
         for kind in self.groups.timed:
             gather, scatter, reduce = self.collectives_of(kind.unit)
             beside = self._uncomputed_in_forward(kind.unit)
             yield OverlappedCollective(transfer=gather, uncomputed=beside, weight=steps, count=kind.count())
             for treatment, count in kind.numbers.counts.items():
-                repeated = added(gather, scatter) if treatment.reshard else scatter
+                repeated = self.sent_in_backward(gather, scatter, reshards=treatment.reshard, is_last=True)
+                assert repeated is not None
                 beside = self._uncomputed_in_backward(kind.unit, treatment.recompute)
-                if steps > 1:
-                    yield OverlappedCollective(transfer=repeated, uncomputed=beside, weight=steps - 1, count=count)
-                whole = added(repeated, reduce)
-                yield OverlappedCollective(transfer=whole, uncomputed=beside, weight=1.0, count=count)
+                earlier = self.sent_in_backward(gather, scatter, reshards=treatment.reshard, is_last=False)
+                if steps > 1 and earlier is not None:
+                    yield OverlappedCollective(transfer=earlier, uncomputed=beside, weight=steps - 1, count=count)
+                yield OverlappedCollective(transfer=added(repeated, reduce), uncomputed=beside, weight=1.0, count=count)
+
+    def sent_in_backward(
+        self, gather: Expression, scatter: Expression, *, reshards: bool, is_last: bool
+    ) -> Expression | None:
+        """Seconds of what a unit's backward gathers and scatters in a micro-batch: the gather again where the unit was
+        resharded, the scatter where gradients are reduced; None where it does neither."""
+        reduces = is_last or not self.setting.whole_gradients
+        parts = [*([gather] if reshards else []), *([scatter] if reduces else [])]
+        return added(*parts) if parts else None
 
     def collectives_of(self, unit: FsdpUnit) -> tuple[Expression, Expression, Expression]:
         """Seconds of a unit's gather, of its reduce-scatter, and of the all-reduce among replicas."""
@@ -182,7 +197,11 @@ class FsdpCommunication:
         return gathered, ((1.0, own.trained), (3.0 if is_alone else 1.0, own.gradients))
 
     def _copies(self) -> Iterator[Term]:
-        rate, steps = self._seconds_per_copied_byte, self.setting.accumulation_steps
+        rate, steps, reductions = (
+            self._seconds_per_copied_byte,
+            self.setting.accumulation_steps,
+            self.setting.reductions,
+        )
         own, timed = self.parameter_bytes, self.groups.timed
         every = [(unit, Count(constant=1)) for unit in self.groups.root] + [(kind.unit, kind.count()) for kind in timed]
         again = [(kind.unit, kind.count(reshard=True)) for kind in timed]
@@ -190,5 +209,9 @@ class FsdpCommunication:
             for unit, count in units:
                 for ep in unit.divisions or (1,):
                     gathered, reduced = self._copied(self.mesh.shard // ep)
-                    expression = own.of(unit, *(gathered if is_again else (*gathered, *reduced)), ep=ep)
+                    both = not is_again and reductions == steps
+                    expression = own.of(unit, *((*gathered, *reduced) if both else gathered), ep=ep)
                     yield from count.times(Term(name=FSDP_COPIES, expressions=(expression,), weight=rate * steps))
+                    if not is_again and reductions < steps:
+                        once = Term(name=FSDP_COPIES, expressions=(own.of(unit, *reduced, ep=ep),), weight=rate)
+                        yield from count.times(replace(once, weight=rate * reductions))

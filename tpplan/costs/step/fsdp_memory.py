@@ -1,12 +1,16 @@
 """The memory that FSDP2 holds for each unit in a step, as torch 2.13 runs it (fsdp/_fully_shard/_fsdp_param_group.py).
 
 Forward: a unit's shards are cast and gathered into a flat buffer, and copied from there into its parameters. The buffer
-lives until the next unit has one; the parameters are freed after the unit's forward, unless they are kept (ZeRO-2). The
-root's parameters live throughout.
+lives until the next unit has been copied out of its own (a variable of wait_for_unshard holds it); the parameters are
+freed after the unit's forward, unless they are kept (ZeRO-2). The root's parameters live throughout.
 Backward: a unit is gathered in the same way, and the unit before it is prefetched; a buffer is freed when it has been
 copied out. After a unit's backward its parameters are freed, and its gradients are copied into a flat buffer, which
 lives until the next unit has one, and reduced into shards. The last gradient lives until then, for a loop's variable
 holds it (foreach_reduce in fsdp/_fully_shard/_fsdp_collectives.py).
+Where gradients are kept whole between micro-batches (set_requires_gradient_sync), a unit's backward casts them, one by
+one, to the dtype that they are reduced in, and adds them in place to those of earlier micro-batches. The last backward
+adds its own, and reduces and frees them (accumulate_unsharded_grad_if_needed and to_accumulated_grad_if_needed in
+fsdp/_fully_shard/_fsdp_param.py).
 A unit on one rank of its axis is not gathered, but copied and cast, parameter by parameter.
 """
 
@@ -24,8 +28,10 @@ ROOT_UNIT = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitBytes:
-    """Bytes of a unit on a rank: gathered, its cast shard, its largest parameter (0 for these two without a cast), and
-    its gradients as they are reduced, whole and sharded. `labels` are its parameters, in order."""
+    """Bytes of a unit on a rank: gathered, its cast shard, its largest parameter (0 for these two without a cast),
+    and its gradients as they are reduced, whole and sharded. `labels` are its parameters, in order; `wider` has the
+    bytes of each whole gradient that is reduced in a wider dtype than backward makes it in.
+    """
 
     labels: tuple[str, ...]
     gathered: float
@@ -33,6 +39,7 @@ class UnitBytes:
     largest: float
     reduced: float
     sharded_gradients: float
+    wider: Mapping[str, float]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,6 +61,10 @@ class Shards:
     parameters: dict[str, Piece] = field(default_factory=dict)
     gradients: dict[str, dict[str, Piece]] = field(default_factory=dict)
     sharded: dict[str, Piece] = field(default_factory=dict)
+    #: whole gradients of earlier micro-batches, by parameter
+    whole: dict[str, Piece] = field(default_factory=dict)
+    #: False in a micro-batch whose gradients are kept whole
+    reduces: bool = True
     deferred: Piece | None = None
     reducing: Piece | None = None
 
@@ -122,8 +133,12 @@ class Shards:
             self.ledger.drop(self.buffers.pop(name))
 
     def add_gradient(self, source: Source, gradient: Piece) -> None:
-        """Holds the first gradient of a parameter; later ones are added to it in place."""
+        """Holds the first gradient of a parameter; later ones are added to it in place, also to whole ones of earlier
+        micro-batches, where these have its dtype."""
         name = self.unit_of[source.label]
+        if source.label in self.whole and source.label not in self.units[name].wider:
+            self.gradients.setdefault(name, {})
+            return
         of_unit = self.gradients.setdefault(name, {})
         if source.label not in of_unit:
             of_unit[source.label] = self.ledger.hold(gradient)
@@ -143,9 +158,9 @@ class Shards:
             return
         unit = self.units[name]
         self._gather(name)
+        self.parameters[name] = self.ledger.hold(Piece(UNSHARDED_PARAMETERS, unit.gathered))
         if is_forward:
             self._free_deferred()
-        self.parameters[name] = self.ledger.hold(Piece(UNSHARDED_PARAMETERS, unit.gathered))
         if self.ranks == 1:
             self.ledger.pass_by({BUFFERS: unit.largest})
             return
@@ -162,12 +177,35 @@ class Shards:
     def _reshard(self, name: str) -> None:
         self.ledger.drop(self.parameters.pop(name, None))
 
+    def _keep(self, name: str) -> None:
+        """Keeps a unit's gradients whole: it adds them to earlier ones, or casts them where they are new."""
+        self._reshard(name)
+        unit = self.units[name]
+        gradients = self.gradients.pop(name, {})
+        for label in unit.labels:
+            gradient = gradients.get(label)
+            if gradient is not None and label in self.whole:
+                self.ledger.drop(gradient)
+            elif gradient is not None and label in unit.wider:
+                self.whole[label] = self.ledger.hold(Piece(GRADIENTS, unit.wider[label]))
+                self.ledger.drop(gradient)
+            elif gradient is not None:
+                self.whole[label] = gradient
+                self.ledger.rename(gradient, GRADIENTS)
+
     def _reduce(self, name: str) -> None:
+        if not self.reduces:
+            self._keep(name)
+            return
         self._reshard(name)
         self.ledger.drop(self.reducing)
         self.reducing = None
         unit = self.units[name]
         gradients = self.gradients.pop(name, {})
+        for label in unit.labels:
+            if label in self.whole:  # what this backward made is added to it
+                self.ledger.drop(gradients.get(label))
+                gradients[label] = self.whole.pop(label)
         if not gradients:
             return
         self.reducing = self.ledger.hold(Piece(BUFFERS, unit.reduced))
@@ -198,6 +236,11 @@ def _unit_bytes(weights: Weights, parameters: tuple[Source, ...]) -> UnitBytes:
         largest=float(max(widths[s.label] * weights.elements(s) for s in parameters)) if is_cast else 0.0,
         reduced=float(sum(weights.master_width(source) * weights.padded_elements(source) for source in trained)),
         sharded_gradients=weights.resting(weights.master_width, trained),
+        wider={
+            source.label: float(weights.master_width(source) * weights.elements(source))
+            for source in trained
+            if weights.master_width(source) != widths[source.label]
+        },
     )
 
 

@@ -66,9 +66,13 @@ class _Replay:
         self.of_earlier: frozenset[str] = frozenset()
 
     def peak(self) -> Peak:
-        """The peak over up to two micro-batches: the backward of the second meets the gradients of the first."""
+        """The peak over up to two micro-batches: the backward of the second meets the gradients of the first. Whole
+        gradients are replayed over up to three: the first makes them, others add to them, the last reduces them."""
         self._hold_throughout()
-        for _ in range(min(self.assignment.accumulation_steps, 2)):
+        replayed = min(self.assignment.accumulation_steps, 3 if self.assignment.whole_gradients else 2)
+        for index in range(replayed):
+            if self.shards is not None:
+                self.shards.reduces = index == replayed - 1 or not self.assignment.whole_gradients
             self._micro_batch()
         self.ledger.during, self.ledger.module = Pass.STEP, ""
         if self.is_averaged:

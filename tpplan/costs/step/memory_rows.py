@@ -7,6 +7,8 @@ earlier micro-batches.
     at the loss         L + all saved activations + the most around the layers
     in a layer          L + all saved activations but those that only later nodes read + what a layer recomputes + the
                         most in a layer, the last of its family: of those before it less is kept
+    gathering           L + what is kept before the layers + the root and a layer gathered, each beside its buffer; or,
+                        of layers that do not all train, L + all saved activations + a layer and two buffers
     in the first layer  L + the gradients of all that ran backward before + a layer + the most in it + layers that are
                         still gathered; where there were no gradients before the micro-batch
     after the layers    L + these gradients + the most before the first layer, and where FSDP reduces the root's
@@ -18,7 +20,7 @@ families take turns, all gradients count in every layer. During a layer's backwa
 of the layer after it, which has freed its activations by then.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
@@ -35,7 +37,7 @@ from tpplan.plan.optimizers import Optimizer
 from tpplan.plan.parts import BUFFERS, GRADIENTS, PARAMETERS, SAVED, SLACK, STATES, TRANSIENTS, UNSHARDED_PARAMETERS
 from tpplan.plan.plan import Precision, Recompute
 from tpplan.solvers.problem import Expression, Resource, Term, added, constant_term, merged, scaled
-from tpplan.solvers.undominated import undominated
+from tpplan.solvers.undominated import combined, lower, undominated, upper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,8 @@ class Peaks:
     precision: Precision
     steps: int
     in_flight: int
+    #: FSDP reduces gradients once a step, and earlier micro-batches' are whole
+    whole_gradients: bool
     slack_bytes: float
     limit: float
     uses_fsdp: bool
@@ -68,7 +72,7 @@ class Peaks:
     def _rows(self) -> Iterator[tuple[str, tuple[Term, ...]]]:
         lasting = tuple(self._lasting())
         gradients = (self._gradients(),)
-        before = () if self._are_gradients_new else gradients
+        before = () if self._are_gradients_new else (self._earlier_gradients(),)
         yield "at the loss", (*lasting, *before, *self._kept_by_layers(), *self._at_the_loss())
         if self.families.later:
             in_layers = self._in_a_layer(self.families.later)
@@ -76,6 +80,11 @@ class Peaks:
         if self.families.all:
             kept = self._kept_by_layers(self.families.earlier)
             yield "in a layer", (*lasting, *before, *kept, *self._in_a_layer(self.families.earlier))
+            if self.uses_fsdp and self.mesh.shard > 1:
+                yield "gathering the first layer", (*lasting, *before, *self._gathering_the_first_layer())
+                if self._has_frozen_layers:
+                    in_forward = self._gathering_in_forward()
+                    yield "gathering a layer", (*lasting, *before, *self._kept_by_layers(), *in_forward)
             if self._are_gradients_new:
                 yield "in the first layer", (*lasting, *self._in_the_first_layer())
         yield "after the layers", (*lasting, *self._after_the_layers())
@@ -108,13 +117,13 @@ class Peaks:
     def _kept(self, kind: LayerGroup, mode: Recompute) -> tuple[Term, ...]:
         """Activations that one layer of a group keeps, its linear terms as one."""
         terms = self.activations.terms(self.activations.layers[kind.unit.name].kept[mode])
-        found: tuple[Term, ...] = self.once((*self._key("kept", kind.unit), mode), lambda: tuple(_combined(terms)))
+        found: tuple[Term, ...] = self.once((*self._key("kept", kind.unit), mode), lambda: tuple(combined(terms)))
         return found
 
     def _remade(self, family: Family, mode: Recompute) -> Expression:
         """At least the bytes of the activations that a layer recomputes."""
         terms = self.activations.terms(family.layer.remade[mode])
-        found: Expression = self.once((*self._key("remade", family.unit), mode), lambda: _upper(terms))
+        found: Expression = self.once((*self._key("remade", family.unit), mode), lambda: upper(terms))
         return found
 
     def _key(self, what: str, unit: FsdpUnit) -> tuple[str, int, str]:
@@ -147,6 +156,36 @@ class Peaks:
             for family in self.families.later:
                 yield Term(name=GRADIENTS, expressions=(self.sizes.gradients(family.unit.parameters),))
 
+    def _gathering_the_first_layer(self) -> Iterator[Term]:
+        """The buffer of the root is freed after the first layer has been copied out of its own."""
+        yield from self.activations.kept_outside(before=self.activations.first)
+        for unit in self.root:
+            yield Term(name=UNSHARDED_PARAMETERS, expressions=(self.sizes.gathered(unit.parameters),), weight=2.0)
+        yield Term(name=UNSHARDED_PARAMETERS, expressions=tuple(self._gathered), weight=2.0)
+        if self._has_frozen_layers:
+            yield self._passed_between_layers()
+
+    def _gathering_in_forward(self) -> Iterator[Term]:
+        """A layer beside its own buffer and that of the layer before it. Where all parameters of layers train, these
+        are less than a layer, a buffer and gradients in a layer's backward."""
+        last = max(max(self.activations.positions[family.unit.name]) for family in self.families.all)
+        yield from self.activations.kept_outside(until=last)
+        yield from self._gathered_throughout()
+        found = [Expression()]
+        for kind, gathered in zip(self.kinds, self._gathered, strict=True):
+            found.append(scaled(gathered, 2.0))
+            found += kind.count(reshard=True).where_any(scaled(gathered, 3.0))
+        yield Term(name=UNSHARDED_PARAMETERS, expressions=tuple(found))
+        yield self._passed_between_layers()
+
+    def _passed_between_layers(self) -> Term:
+        """At least what layers that do not train hand on without keeping it: the most in a layer."""
+        return Term(name=TRANSIENTS, expressions=self._moments_in([(f.unit, frozenset()) for f in self.families.all]))
+
+    @property
+    def _has_frozen_layers(self) -> bool:
+        return any(not source.trainable for kind in self.kinds for source in kind.unit.parameters)
+
     def _in_the_first_layer(self) -> Iterator[Term]:
         yield from self.activations.kept_outside(before=self.activations.first)
         family = self.families.largest
@@ -168,7 +207,7 @@ class Peaks:
     def _after_the_layers(self) -> Iterator[Term]:
         yield from self.activations.kept_outside(before=self.activations.first)
         late = self._in_the_end if self.steps == 1 else ()
-        yield self._gradients(without=late)
+        yield self._gradients(without=late) if self.steps == 1 else self._earlier_gradients()
         found = [self.sizes.gradients(late)]
         if self.mesh.tp > 1:  # gradients that are summed over tp, in a bucket
             bucket = min(_highest(self._every_gradient), self.bucket_bytes)
@@ -222,10 +261,10 @@ class Peaks:
         if self._are_gradients_new:
             left = added(left, self.sizes.gradients(family.unit.parameters))
         for mode in Recompute:
-            kept = _lower(self.activations.terms(family.layer.kept[mode] if family in kept_of else {}))
+            kept = lower(self.activations.terms(family.layer.kept[mode] if family in kept_of else {}))
             found = merged(added(left, scaled(kept, -1.0)))
             yield from family.where_lightest(mode, found, [mode])
-            again = _lower(self.activations.terms(family.layer.remade[mode]))
+            again = lower(self.activations.terms(family.layer.remade[mode]))
             for own in Recompute:  # the layer before it may be one that is recomputed more
                 if mode in own.lighter and family.size > 1:
                     before = merged(added(found, self._remade(family, own), scaled(again, -1.0)))
@@ -237,7 +276,7 @@ class Peaks:
         for mode in Recompute:
             tensors = family.layer.kept[mode], family.layer.remade[mode]
             parts = (term for own in tensors for term in self.activations.terms(own))
-            whole: Expression = self.once((*self._key("whole", family.unit), mode), partial(_upper, parts))
+            whole: Expression = self.once((*self._key("whole", family.unit), mode), partial(upper, parts))
             yield from family.counts[mode].where_any(whole)
 
     # FSDP
@@ -323,6 +362,13 @@ class Peaks:
         late = scaled(self.sizes.gradients(without), -1.0)
         return Term(name=GRADIENTS, expressions=(merged(added(self._every_gradient, late)),))
 
+    def _earlier_gradients(self) -> Term:
+        """Gradients of earlier micro-batches: their shards, or all of them in the dtype that they are reduced in. Those
+        that the last micro-batch has reduced by then are no more, for the whole ones of their unit are freed."""
+        if not self.whole_gradients:
+            return self._gradients()
+        return Term(name=GRADIENTS, expressions=(self.sizes.reduced(self.space.graph.parameters),))
+
     @cached_property
     def _in_the_end(self) -> tuple[Source, ...]:
         """Parameters outside the layers whose gradients come after the layers': with FSDP all, for it reduces the root
@@ -338,26 +384,6 @@ class Peaks:
 
     def _readers(self, source: Source) -> set[str]:
         return {reading.op.name for reading in self.space.readings[source.label]}
-
-
-def _upper(terms: Iterable[Term]) -> Expression:
-    """An upper bound of the terms' sum: a maximum counts as the sum of its undominated parts, none negative."""
-    found = ((expression, term.weight) for term in terms for expression in undominated(term.expressions))
-    return merged(added(*(scaled(expression, weight) for expression, weight in found)))
-
-
-def _lower(terms: Iterable[Term]) -> Expression:
-    """A lower bound of the terms' sum: a maximum counts as the first of its parts."""
-    return merged(added(*(scaled(term.expressions[0], term.weight) for term in terms)))
-
-
-def _combined(terms: Iterable[Term]) -> Iterator[Term]:
-    """The terms, all linear ones added up to one."""
-    found = list(terms)
-    linear = [scaled(term.expressions[0], term.weight) for term in found if len(term.expressions) == 1]
-    yield from (term for term in found if len(term.expressions) > 1)
-    if linear:
-        yield Term(name=found[0].name, expressions=(merged(added(*linear)),))
 
 
 def _highest(expression: Expression) -> float:

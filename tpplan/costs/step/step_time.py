@@ -158,6 +158,7 @@ def formulated(
         slack_bytes=profile.slack_bytes,
         accumulation_steps=assignment.accumulation_steps,
         units=assignment.layers,
+        whole_gradients=assignment.whole_gradients,
         treatments=assignment.treatments,
         kin=kin,
     )

@@ -28,6 +28,8 @@ class Setting:
     recompute: Recompute | None = Recompute.NONE
     #: ZeRO-3; False keeps units gathered until their backward (ZeRO-2); None: the ILP decides for each
     reshard_after_forward: bool | None = True
+    #: FSDP reduces gradients once a step, and a rank keeps them whole until then
+    whole_gradients: bool = False
     #: the treatment of each unit, where it is decided
     treatments: Mapping[str, Treatment] | None = None
     #: name of the first layer of each layer's family, where layers were alike before their treatments were decided
@@ -36,3 +38,8 @@ class Setting:
     def master_bytes(self, dtype: str) -> int:
         """Bytes per element of a parameter at rest and of its gradient; the trace has the compute dtype."""
         return master_bytes(self.precision, dtype)
+
+    @property
+    def reductions(self) -> int:
+        """How often a step FSDP reduces the gradients of a unit over its shards."""
+        return 1 if self.whole_gradients else self.accumulation_steps

@@ -114,6 +114,8 @@ def _counted(counts: Iterable[tuple[str, int]]) -> str:
 
 def _fsdp_line(plan: Plan) -> str:
     names = _counted((unit, sum(1 for _ in plan.expand(unit))) for unit in plan.fsdp.units)
+    if plan.fsdp.whole_gradients:
+        names += "; gradients whole between micro-batches, reduced once a step"
     if plan.mesh.shard == 1:
         return names
     zero = {True: "resharded after forward (ZeRO-3)", False: "kept until backward (ZeRO-2)"}

@@ -195,6 +195,7 @@ class PointSolver:
                 in_flight=request.subject.stage.in_flight if request.subject.stage is not None else 1,
                 recompute=request.recompute,
                 reshard_after_forward=request.reshard_after_forward,
+                whole_gradients=request.whole_gradients,
                 treatments=dict.fromkeys(units, treatment) if treatment is not None else None,
             ),
         )

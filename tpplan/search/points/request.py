@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tpplan.core.errors import UsageError
 from tpplan.core.graph import ModelGraph
 from tpplan.layouts.pins import Pin, parse_pins
 from tpplan.machine.profile import HardwareProfile
@@ -38,6 +39,7 @@ class Request:
     optimizer: str
     recompute: Recompute | None
     reshard_after_forward: bool | None
+    whole_gradients: bool
     is_compiled: bool
     wishes: Callable[[ModelGraph], Allows] | None
     limit: float
@@ -63,6 +65,11 @@ class Request:
         progress: Progress | None,
     ) -> "Request":
         """The request of a call of solve. Raises UsageError for an unknown name, ProfileError for a bad profile."""
+        if options.whole_gradients and options.stage is not None:
+            raise UsageError(
+                "whole gradients between micro-batches: the schedule of a pipeline decides when gradients are reduced; "
+                "leave out --whole-gradients (whole_gradients=True) or --pp"
+            )
         profile, precision, limit = cluster.load_profile(), options.precision, options.memory_limit_bytes
         if precision is None:
             precision = Precision.BF16_MIXED if profile.device_type == "cuda" else Precision.FP32
@@ -84,6 +91,7 @@ class Request:
             optimizer=options.optimizer,
             recompute=parse_recompute(options.recompute),
             reshard_after_forward=options.reshard_after_forward,
+            whole_gradients=options.whole_gradients,
             is_compiled=options.compile,
             wishes=options.allows,
             limit=profile.memory_bytes if limit is None else limit,
