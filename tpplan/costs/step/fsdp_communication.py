@@ -213,5 +213,6 @@ class FsdpCommunication:
                     expression = own.of(unit, *((*gathered, *reduced) if both else gathered), ep=ep)
                     yield from count.times(Term(name=FSDP_COPIES, expressions=(expression,), weight=rate * steps))
                     if not is_again and reductions < steps:
-                        once = Term(name=FSDP_COPIES, expressions=(own.of(unit, *reduced, ep=ep),), weight=rate)
-                        yield from count.times(replace(once, weight=rate * reductions))
+                        expression = own.of(unit, *reduced, ep=ep)
+                        term = Term(name=FSDP_COPIES, expressions=(expression,), weight=rate * reductions)
+                        yield from count.times(term)
