@@ -11,6 +11,7 @@ for a made-up machine on which sharding pays. One rank's step runs on fake tenso
 
 import argparse
 import csv
+import itertools
 import logging
 import statistics
 import sys
@@ -184,11 +185,12 @@ def summary(rows: Sequence[Row]) -> tuple[list[str], bool]:
 
 
 def asked(models: Sequence[str], ways: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yields the models with their ways, of those asked for; all where none are."""
+    """Yields the models with their ways: where both are named each with each, else those of a table."""
+    if models and ways:
+        yield from itertools.product(models, ways)
+        return
     for known, own in ((MODELS, WAYS), (EXPERT_MODELS, EXPERT_WAYS)):
-        for model in models or known:
-            if model in known:
-                yield from ((model, way) for way in ways or own if way in own)
+        yield from ((m, way) for m in models or known if m in known for way in ways or own if way in own)
 
 
 def compared(pairs: Iterable[tuple[str, str]]) -> Iterator[Row | str]:
