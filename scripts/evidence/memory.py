@@ -73,8 +73,6 @@ EXPERT_WAYS: Mapping[str, Way] = {
     "ep-all": Way(gpus=4, options={**FSDP, "ep": 4, "recompute": "full"}),
     "ep-tp": Way(gpus=4, micro_batches=2, options={"tp": 2, "fsdp": 2, "ep": 2, "precision": "bf16-mixed"}),
 }
-EVERY_WAY: Mapping[str, Way] = {**WAYS, **EXPERT_WAYS}
-EVERY_MODEL = {**EXPERT_MODELS, **MODELS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +135,7 @@ def planned(subject: Subject, way: Way, *, prove: bool = True) -> Plan:
 def compare(name: str, way_name: str) -> Row:
     """Plans, runs, and puts both numbers side by side. Raises what solving or running raises."""
     start = time.perf_counter()
-    subject, way = EVERY_MODEL[name](), EVERY_WAY[way_name]
+    subject, way = {**EXPERT_MODELS, **MODELS}[name](), {**WAYS, **EXPERT_WAYS}[way_name]
     plan = planned(subject, way)
     inputs = subject.example_inputs(subject.batch, subject.seq_len)
     tracked = track(subject.build_model, inputs, subject.loss or _own_loss, plan)
@@ -217,13 +215,14 @@ def compared(pairs: Iterable[tuple[str, str]]) -> Iterator[Row | str]:
 
 def main() -> int:
     """Compare, print, write."""
+    every_model, every_way = {**EXPERT_MODELS, **MODELS}, {**WAYS, **EXPERT_WAYS}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(EVERY_MODEL)} (default: all)")
-    parser.add_argument("--plans", nargs="+", choices=EVERY_WAY, default=(), metavar="NAME", help=", ".join(EVERY_WAY))
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(every_model)} (default: all)")
+    parser.add_argument("--plans", nargs="+", choices=every_way, default=(), metavar="NAME", help=", ".join(every_way))
     parser.add_argument("--out", type=Path, metavar="FILE.csv")
     arguments = parser.parse_args()
-    if unknown := [name for name in arguments.models if name not in EVERY_MODEL]:
-        parser.error(f"no model {unknown[0]!r}: there are {', '.join(EVERY_MODEL)}")
+    if unknown := [name for name in arguments.models if name not in every_model]:
+        parser.error(f"no model {unknown[0]!r}: there are {', '.join(every_model)}")
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     found = list(compared(asked(arguments.models, arguments.plans)))

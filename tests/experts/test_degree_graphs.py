@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 import tpplan
 from profiles import synthetic_profile
+from tpplan.experts.degree_graph import of_degree
 from tpplan.machine.profile import HardwareProfile
 from tpplan.search.expert_degrees import every_degree
 from tpplan.search.planner import prepare
-from tpplan.search.points.degree_graph import of_degree
 from tpplan.search.points.options import Batch, BuildModel, Options
 from tpplan.search.points.point_solver import Solvers
 from tpplan.search.points.request import Request

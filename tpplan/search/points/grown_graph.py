@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from tpplan.core.graph import Argument, ModelGraph, Op, Value
 
 
-class UnlikeError(Exception):
-    """The traces differ in more than sizes."""
+class _UnlikeError(Exception):
+    """The two traces differ in more than sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,12 @@ class _Line:
     size: int
 
     def at(self, low: int, high: int) -> int:
-        """The size on the line through `low` and `high`. Raises UnlikeError where it is no whole number above 0."""
+        """The size on the line through `low` and `high`. Raises _UnlikeError where it is no whole number above 0."""
         if low == high:
             return low
         grown, rest = divmod((high - low) * (self.size - self.first), self.second - self.first)
         if rest or low + grown < 1:
-            raise UnlikeError
+            raise _UnlikeError
         return low + grown
 
     def shape(self, low: tuple[int, ...], high: tuple[int, ...]) -> tuple[int, ...]:
@@ -47,13 +47,13 @@ class _Line:
             return tuple(self.argument(a, b) for a, b in zip(low, high, strict=True))
         if type(low) is int and type(high) is int:
             return self.at(low, high)
-        raise UnlikeError
+        raise _UnlikeError
 
     def op(self, low: Op, high: Op) -> Op:
         """An op with its arguments on the line."""
         same = (low.name, low.target, low.results, low.module) == (high.name, high.target, high.results, high.module)
         if not same or [name for name, _ in low.kwargs] != [name for name, _ in high.kwargs]:
-            raise UnlikeError
+            raise _UnlikeError
         args = self.argument(low.args, high.args)
         assert isinstance(args, tuple)
         kwargs = tuple((name, self.argument(a, b)) for (name, a), (_, b) in zip(low.kwargs, high.kwargs, strict=True))
@@ -103,5 +103,5 @@ def grown(first: ModelGraph, second: ModelGraph, sizes: tuple[int, int], size: i
                 shapes[key] = line.shape(*key)
             values[low.name] = low.of_shape(shapes[key])
         return first.resized(values, {position: line.op(low, high) for position, low, high in unlike.ops})
-    except UnlikeError:
+    except _UnlikeError:
         return None

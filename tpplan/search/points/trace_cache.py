@@ -23,13 +23,13 @@ from tpplan.core.graph import Direction, ModelGraph
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.runs.execute import Executor
 from tpplan.costs.step.cost_table import PricedSpace
+from tpplan.experts.degree_graph import of_degree
 from tpplan.experts.expert_share import Division, with_shares
 from tpplan.layouts.assignment import Assignment, assignment_of
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.plan import Plan, Precision, StagePlan
 from tpplan.prove.apply_as_rank import copied
-from tpplan.search.points.degree_graph import of_degree
 from tpplan.search.points.grown_graph import grown
 from tpplan.search.points.meta_model import Built, built_on_meta
 from tpplan.search.points.model_spec import takes_batch_alone
@@ -162,7 +162,7 @@ class Reuse:
     #: models whose graph at a micro-batch was not traced but grown (tpplan.search.points.grown_graph)
     grown: dict[Hashable, Traced] = field(default_factory=dict)
     #: models with divided experts of which more was taken from graphs of other numbers of ranks: the graph
-    #: (tpplan.search.points.degree_graph), or the dims whose size data decides
+    #: (tpplan.experts.degree_graph), or the dims whose size data decides
     likened: dict[Hashable, Traced] = field(default_factory=dict)
     #: keys of subjects of which a grown graph differed from the trace
     ungrowing: set[Hashable] = field(default_factory=set)

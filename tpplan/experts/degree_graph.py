@@ -16,7 +16,10 @@ answer's own graph and compares (tpplan.search.branch_and_bound).
 from dataclasses import replace
 
 from tpplan.core.graph import Argument, Boundary, ModelGraph, Op
-from tpplan.search.points.grown_graph import UnlikeError
+
+
+class _UnlikeError(Exception):
+    """The graphs differ in more than sizes."""
 
 
 def of_degree(base: ModelGraph, first: ModelGraph, second: ModelGraph, degree: int) -> ModelGraph | None:
@@ -36,7 +39,7 @@ def of_degree(base: ModelGraph, first: ModelGraph, second: ModelGraph, degree: i
             for name, value in base.values.items()
         }
         nodes = tuple(map(sizes.node, base.nodes, first.nodes, second.nodes))
-    except UnlikeError:
+    except _UnlikeError:
         return None
     sources = tuple(replace(source, ep=degree) if source.ep > 1 else source for source in base.sources)
     return replace(base, values=values, nodes=nodes, sources=sources)
@@ -49,8 +52,8 @@ class _Sizes:
         self.one, self.other, self.degree = one, other, degree
 
     def at(self, base: int, one: int, other: int) -> int:
-        """The size that is `base` at `one` ranks, and grows with the ranks as from `one` to `other`. Raises UnlikeError
-        where it grows otherwise."""
+        """The size that is `base` at `one` ranks, and grows with the ranks as from `one` to `other`. Raises
+        _UnlikeError where it grows otherwise."""
         if one == other:
             return base
         if one * self.other == other * self.one:
@@ -63,15 +66,15 @@ class _Sizes:
             )
             found = one + grown
         else:
-            raise UnlikeError
+            raise _UnlikeError
         if rest:
-            raise UnlikeError
+            raise _UnlikeError
         return found
 
     def shape(self, base: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
         """A shape, size by size."""
         if len({len(base), len(one), len(other)}) > 1:
-            raise UnlikeError
+            raise _UnlikeError
         return base if one == other else tuple(map(self.at, base, one, other))
 
     def argument(self, base: Argument, one: Argument, other: Argument) -> Argument:
@@ -80,20 +83,20 @@ class _Sizes:
             return base
         if isinstance(base, tuple) and isinstance(one, tuple) and isinstance(other, tuple):
             if len({len(base), len(one), len(other)}) > 1:
-                raise UnlikeError
+                raise _UnlikeError
             return tuple(map(self.argument, base, one, other))
         if type(base) is int and type(one) is int and type(other) is int:
             return self.at(base, one, other)
-        raise UnlikeError
+        raise _UnlikeError
 
     def node(self, base: Op | Boundary, one: Op | Boundary, other: Op | Boundary) -> Op | Boundary:
         """A node with its arguments, of which nothing but whole numbers may differ."""
         if one == other and base.name == one.name:
             return base
         if not (isinstance(base, Op) and isinstance(one, Op) and isinstance(other, Op)):
-            raise UnlikeError
+            raise _UnlikeError
         if len({_outline(own) for own in (base, one, other)}) > 1:
-            raise UnlikeError
+            raise _UnlikeError
         args = self.argument(base.args, one.args, other.args)
         assert isinstance(args, tuple)
         named = zip(base.kwargs, one.kwargs, other.kwargs, strict=True)
