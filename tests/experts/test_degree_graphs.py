@@ -85,15 +85,31 @@ def test_code_that_counts_its_experts_is_seen_by_the_trace_of_the_answer() -> No
     assert traces.traced(2).graph == traces.really_traced(2).graph
 
 
-def test_the_plan_of_code_that_counts_its_experts_is_that_of_its_degree_alone() -> None:
-    def solved(ep: int | None) -> tpplan.Plan:
-        cluster = tpplan.Cluster(gpus=2, gpus_per_node=2, profile=MACHINE)
-        return tpplan.solve(
-            CountingMoe, text, cluster=cluster, global_batch=4, seq_len=LENGTH, loss=loss, precision="fp32", tp=1,
-            all_gpus=True, ep=ep, prove=False,
-        )  # fmt: skip
+def solved(build: BuildModel, ep: int | None) -> tpplan.Plan:
+    cluster = tpplan.Cluster(gpus=GPUS, gpus_per_node=GPUS, profile=MACHINE)
+    return tpplan.solve(
+        build,
+        text,
+        cluster=cluster,
+        global_batch=GPUS,
+        seq_len=LENGTH,
+        loss=loss,
+        precision="fp32",
+        tp=1,
+        all_gpus=True,
+        ep=ep,
+        recompute="none",
+        prove=False,
+    )
 
-    assert min(solved(ep).solver.objective_s for ep in (1, 2)) == pytest.approx(solved(None).solver.objective_s)
+
+@pytest.mark.parametrize("build", [partial(OwnMoe, experts=EXPERTS), CountingMoe], ids=["sizes alone", "another op"])
+def test_the_plan_is_that_of_its_degree_alone_and_says_which_graphs_were_derived(build: BuildModel) -> None:
+    plan = solved(build, None)
+    alone = {ep: solved(build, ep).solver for ep in (1, 2, 4, 8)}
+    assert plan.solver.objective_s == pytest.approx(min(report.objective_s for report in alone.values()))
+    assert any("experts over" in line and "priced as if" in line for line in plan.solver.unsearched or ())
+    assert not any("priced as if" in line for report in alone.values() for line in report.unsearched or ())
 
 
 def test_graphs_that_differ_in_more_than_sizes_give_none() -> None:
