@@ -284,4 +284,6 @@ def test_a_field_is_there_while_its_caller_runs() -> None:
 def test_the_peak_with_divided_experts_is_not_below_the_tracked_one() -> None:
     """The last of the experts' gradients, a third of them, lives while they are reduced."""
     pytest.importorskip("transformers")
-    assert -memory.ROUNDING <= memory.compare("deepseek_v3", "ep").error <= memory.MEDIAN_BAR
+    with scripts():
+        row = memory.compare("deepseek_v3", "ep")
+    assert -memory.ROUNDING <= row.error <= memory.MEDIAN_BAR
