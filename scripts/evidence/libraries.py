@@ -23,6 +23,7 @@ import ast
 import csv
 import functools
 import importlib
+import math
 import random
 import sys
 import time
@@ -108,7 +109,10 @@ def case_of(name: str, own: OwnFile) -> Case:
 
 def _scalar(outputs: Any, inputs: Any) -> Tensor:
     leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    return next(leaf for leaf in leaves if leaf.dim() == 0 and leaf.requires_grad)
+    found = next((leaf for leaf in leaves if leaf.dim() == 0 and leaf.requires_grad), None)
+    if found is None:
+        raise ValueError("the model gives no loss: define loss(outputs, inputs) in its file")
+    return found
 
 
 def cases_of(library: str) -> Mapping[str, Case]:
@@ -203,8 +207,11 @@ class Reference:
 
     @classmethod
     def of(cls, case: Case) -> "Reference":
-        """Runs both steps."""
+        """Runs both steps. Raises ValueError where the loss or a gradient is no finite number."""
         found = step(built(case), case)
+        gradients = (gradient for gradient in found.outcome.gradients.values() if gradient is not None)
+        if not math.isfinite(found.outcome.loss) or not all(bool(own.isfinite().all()) for own in gradients):
+            raise ValueError(f"the loss is {found.outcome.loss}, or a gradient is not finite: nothing to compare with")
         try:
             exact = step(built(case).double(), replace(case, example_inputs=in_float64(case.example_inputs)))
         except (RuntimeError, TypeError, ValueError):  # it has dtypes of its own

@@ -187,6 +187,22 @@ def test_dropout_inside_torchs_attention_is_turned_off(need_weights: bool) -> No
     assert torch.allclose(found, model.eval()(tokens), atol=1e-6)
 
 
+def without_dropout(build: Callable[[], nn.Module], plan: Plan | None) -> tuple[float, float, dict[str, Tensor]]:
+    with WithoutDropout():
+        return losses_and_gradients(build, plan, BATCH)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_dropout_inside_torchs_attention_is_turned_off_on_ranks(need_weights: bool) -> None:
+    build = functools.partial(Dropping, need_weights=need_weights)
+    plan = by_heads(build, 2, BATCH, pins={"attention": "megatron"})
+    *losses, expected = without_dropout(build, None)
+    assert losses[0] == pytest.approx(losses[1])  # in training and in evaluation
+    for *found, own in run_ranks(2, without_dropout, build, plan):
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert max(relative_errors(own, expected).values()) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("attention", "sharded", "sizes"),
     [

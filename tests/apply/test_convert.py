@@ -1,5 +1,6 @@
 """Every conversion on real ranks, both directions, against what the layouts mean. t ranks, float64."""
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -117,6 +118,34 @@ def collectives(steps: tuple[Step, ...]) -> list[Step]:
 def shapes(num_ranks: int) -> Iterator[tuple[int, ...]]:
     yield 2 * num_ranks, 3 * num_ranks, num_ranks
     yield 1, 2 * num_ranks, 3 * num_ranks  # no copies around collectives on dim 1
+
+
+def turned(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """A copy of x whose dims lie in memory in this order, the outermost first."""
+    return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
+
+
+def every_order_in_memory() -> int:
+    num_ranks, group = dist.get_world_size(), dist.group.WORLD
+    shape, checked = (2 * num_ranks, 3 * num_ranks, 2 * num_ranks), 0  # no slice has a dim of one, which lies anywhere
+    layouts = (*layouts_of(shape, carries_gradient=True, tp=num_ranks), S(1, num_ranks, 2 * num_ranks))
+    value, gradient = random(1, *shape), random(2, *shape)
+    for conversion in conversions_between(layouts, layouts, carries_gradient=True):
+        for order in itertools.permutations(range(3)):
+            x = turned(local_value(value, conversion.source), order).requires_grad_()
+            y = convert(x, conversion, group)
+            check_value(y.detach(), conversion.target, value)
+            assert y.permute(order).is_contiguous(), (conversion, order)
+            (found,) = torch.autograd.grad(y, x, turned(local_gradient(gradient, conversion.target), order))
+            check_gradient(found, conversion.source, gradient)
+            assert found.permute(order).is_contiguous(), (conversion, order)
+            checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_conversions_keep_the_order_in_memory(num_ranks: int) -> None:
+    assert run_ranks(num_ranks, every_order_in_memory) == [6 * 7 * 7] * num_ranks
 
 
 def every_conversion() -> int:

@@ -22,6 +22,27 @@ def test_searches_are_rare_within_and_as_before_after_an_error() -> None:
     assert gc.get_threshold() == before
 
 
+def test_garbage_is_left_to_the_next_full_collection() -> None:
+    """In a process of its own, as objects of this one may be frozen. A young collection after it finds none of the
+    garbage made within, a full one all of it."""
+    code = """
+import gc
+from tpplan.core.gc_pause import rarely_collected
+
+class Cycle:
+    def __init__(self):
+        self.own = self
+
+with rarely_collected():
+    for _ in range(5000):
+        Cycle()
+assert gc.get_freeze_count() == 0
+assert gc.collect(0) < 5000
+assert gc.collect() >= 5000
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize("own", [0, 2 * RARELY])
 def test_a_process_that_searches_more_rarely_is_left_alone(own: int) -> None:
     before = gc.get_threshold()

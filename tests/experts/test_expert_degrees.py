@@ -17,7 +17,7 @@ from tpplan.costs.step.formulate import Formulation
 from tpplan.layouts.assignment import Assignment
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.plan import Plan, ProofStatus, SolverReport
-from tpplan.prove.compare import Counterexample
+from tpplan.prove.counterexample import Counterexample
 from tpplan.search import branch_and_bound
 from tpplan.search.branch_and_bound import NO_LAYOUT, SAME
 from tpplan.search.points.point_solver import PointSolver

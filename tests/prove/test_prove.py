@@ -20,7 +20,7 @@ from tpplan import solvers
 from tpplan.apply.collectives import redistribute
 from tpplan.apply.modules import local_modules, parameter_reads
 from tpplan.apply.modules.local_sizes import LocalSizes
-from tpplan.core.errors import PlanMismatchError
+from tpplan.core.errors import PlanMismatchError, VerificationError
 from tpplan.core.graph import Boundary, ModelGraph
 from tpplan.core.layout import R_STAR, Conversion, LayoutKind, R, S
 from tpplan.core.mesh import Mesh
@@ -29,7 +29,7 @@ from tpplan.layouts.plan_sections import boundary_plans, outputs, parameter_plan
 from tpplan.layouts.rules import Strategy
 from tpplan.plan.plan import Plan, ProofStatus, SizePlan
 from tpplan.prove import structure
-from tpplan.prove.compare import Counterexample
+from tpplan.prove.counterexample import Counterexample
 from tpplan.prove.module_scope import given_nodes, shards_in
 from tpplan.prove.structure import check_structure
 from tpplan.search import counterexamples
@@ -155,6 +155,58 @@ def test_copies_that_are_needless_on_a_rank_matter_where_they_are_written_to(wri
     assert plan.proof.status is ProofStatus.PROVEN
     assert head_parallel(plan) == (not writes)
     equals_one_process(build, plan)
+
+
+class Turned(nn.Module):
+    """An MLP's tokens lie in memory in another order than their dims, so that to turn them copies nothing."""
+
+    def __init__(self, turn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mlp = TurningMLP()
+        self.mixing = nn.Linear(LENGTH, LENGTH, bias=False)
+        self.turn = turn
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.mlp(x))
+        return y + self.mixing(self.turn(y.transpose(1, 2))).view(x.shape[0], DIM, LENGTH).transpose(1, 2)
+
+
+class TurningMLP(nn.Module):
+    """An MLP without modules inside, whose sum over ranks is made where it leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(HIDDEN, DIM) / DIM) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (F.relu(x @ self.up.T) @ self.down).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+TURNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "copy": lambda t: t.contiguous(),
+    "view": lambda t: t.view(-1, LENGTH),
+    "write to what is no copy": lambda t: t.contiguous().mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("turn", TURNS.values(), ids=TURNS)
+def test_converted_values_keep_their_order_in_memory(turn: Callable[[Tensor], Tensor]) -> None:
+    build = lambda: Model(Turned(turn))  # noqa: E731
+    plan = solve(build)
+    assert plan.proof.status is ProofStatus.PROVEN
+    assert plan.proof.cuts == ()
+    assert plan.parameters["first.mlp.up"].placement == S(0)
+    equals_one_process(build, plan)
+
+
+def test_copies_that_only_a_rank_makes_are_proven_unless_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here conversions lose the order in memory, as those of dims of size 1 do."""
+    copies, writes = (lambda turn=turn: Model(Turned(turn)) for turn in (TURNS["copy"], [*TURNS.values()][-1]))
+    plans = solve(copies), solve(writes)
+    monkeypatch.setattr(redistribute, "_memory_order", lambda x: None)
+    tpplan.prove_plan(plans[0], copies, vectors)
+    with pytest.raises(VerificationError, match=r"became aten\.contiguous"):
+        tpplan.prove_plan(plans[1], writes, vectors)
 
 
 class Fused(nn.Module):

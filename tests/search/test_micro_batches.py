@@ -20,6 +20,7 @@ from tpplan.search.points.best_rates import BestRates, seconds_of_a_sequence
 from tpplan.search.points.grown_graph import grown
 from tpplan.search.points.options import Batch, Cluster, Options
 from tpplan.search.points.request import Request
+from tpplan.search.points.trace_cache import TraceCache
 from tpplan.solvers.problem import Status
 
 GLOBAL_BATCH = 16
@@ -99,6 +100,29 @@ def test_graphs_that_differ_in_more_than_sizes_do_not_grow() -> None:
     other = graphs("llama", 2)[0]
     assert grown(low, high, (1, 2), 4) is not None
     assert grown(low, other, (1, 2), 4) is None
+
+
+@pytest.mark.parametrize(("most", "shares"), [(4, True), (2, False)])
+def test_traces_that_differ_in_sizes_alone_share_their_outline(most: int, shares: bool) -> None:
+    """At micro-batch 4 a layer runs once more where `most` is 2. What is said of both graphs, in whatever order, is
+    what is said of each alone."""
+    cluster = Cluster(gpus=2, gpus_per_node=2, profile=machine())
+    batch = Batch(GLOBAL_BATCH, None, 32)
+
+    def traces() -> TraceCache:
+        request = Request.of(lambda: Doubling(most), rows, cluster, batch, Options(), None)
+        return prepare(request, Options())[0].traces
+
+    together = traces()
+    graphs = [together.really_traced(size).graph for size in (2, 4)]
+    assert graphs[1].is_resized_of(graphs[0]) is shares
+    for size, graph in zip((2, 4), graphs, strict=True):
+        (alone,) = (own.really_traced(size).graph for own in (traces(),))
+        assert graph == alone
+        for tp in (1, 2):
+            own, other = build_space(graph, tp), build_space(alone, tp)
+            assert (own.classes, own.members, own.flows) == (other.classes, other.members, other.flows)
+            assert (own.strategies, own.shared, own.layouts) == (other.strategies, other.shared, other.layouts)
 
 
 def test_the_default_decides_what_each_size_alone_does() -> None:

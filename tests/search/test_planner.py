@@ -25,7 +25,7 @@ from tpplan.layouts.decision_space import build_space
 from tpplan.machine.profile import Collective, HardwareProfile, load_profile
 from tpplan.plan.parts import DATA_PARALLEL
 from tpplan.plan.plan import Plan, Precision
-from tpplan.prove.compare import Counterexample
+from tpplan.prove.counterexample import Counterexample
 from tpplan.search import branch_and_bound, counterexamples
 from tpplan.solvers.problem import Status, total
 from tpplan.trace.trace import trace

@@ -4,6 +4,7 @@ A forward may not ask buffers: what they hold when training runs is not known, a
 """
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import tpplan
 from tpplan.core.errors import ModelError
 from tpplan.plan.plan import Plan
 from tpplan.search.points.meta_model import built_on_meta
+from tpplan.search.points.user_model import load_model_file
 
 DIM, VOCAB = 16, 32
 
@@ -42,6 +44,14 @@ class AsksBuffer(Rates):
         found = x.softmax(-1) if self.levels.sum().item() > 20 else x
         self.levels = self.levels + 1
         return found
+
+
+class IndexesByValue(Rates):
+    """Picks a row by a number that it asks an activation for, as a loop over the experts that are hit does."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = super().forward(tokens)
+        return x + x[0][x.sum((0, 2)).argmax().item()]
 
 
 def text(batch: int, seq_len: int) -> dict[str, Tensor]:
@@ -75,6 +85,20 @@ def test_a_builder_that_asks_a_weight_runs_on_the_cpu() -> None:
         assert built_on_meta(lambda: Rates(asks_weight=True), is_half=False).notes
 
 
+def test_a_builder_in_a_file_that_asks_a_weight_runs_on_the_cpu(tmp_path: Path) -> None:
+    (tmp_path / "turned.py").write_text(
+        "import torch\n"
+        "def build_model():\n"
+        "    return torch.nn.utils.parametrizations.orthogonal(torch.nn.Linear(4, 4))\n"
+        "def example_inputs(batch):\n"
+        "    return (torch.ones(batch, 4),)\n"
+        "def loss(outputs, inputs):\n"
+        "    return outputs.sum()\n"
+    )
+    with pytest.warns(UserWarning, match="the builder fails on the meta device"):
+        assert built_on_meta(load_model_file(str(tmp_path / "turned.py")).build_model, is_half=False).notes
+
+
 def test_a_model_whose_builder_asked_is_planned() -> None:
     assert solved(Rates).parameters["head.weight"].placement.dim is not None
 
@@ -82,3 +106,8 @@ def test_a_model_whose_builder_asked_is_planned() -> None:
 def test_a_forward_may_not_ask_a_buffer_which_may_change() -> None:
     with pytest.raises(ModelError, match="asks a tensor for its values"):
         solved(AsksBuffer)
+
+
+def test_an_index_made_of_an_activation_is_named_as_such() -> None:
+    with pytest.raises(ModelError, match=r"asks a tensor for its values(.|\n)*test_builder_values"):
+        solved(IndexesByValue)

@@ -36,7 +36,7 @@ from tpplan.plan.parts import (
 )
 from tpplan.plan.plan import Pass
 from tpplan.plan.step_anatomy import Segment, Stream, Timeline
-from tpplan.solvers.problem import Expression, added, merged
+from tpplan.solvers.problem import Expression, added, merged, negative
 
 #: kernels that collectives of the data axes run beside
 _KERNELS = frozenset({COMPUTE, RECOMPUTATION})
@@ -231,7 +231,8 @@ class _MicroBatches:
     def _beside(self, transfer: Expression, compute: Expression | None) -> _Beside:
         if self.assignment.mesh.data_parallel == 1:
             return _NOTHING
-        issued = OverlappedCollective(transfer=transfer, compute=compute, weight=1.0, count=Count(constant=1))
+        uncomputed = None if compute is None else negative(compute)
+        issued = OverlappedCollective(transfer=transfer, uncomputed=uncomputed, weight=1.0, count=Count(constant=1))
         sent_s = self._value(transfer)
         exposed_s = sent_s if compute is None else max(0.0, sent_s - self._value(compute))
         slowdown = self.formulation.setting.profile.overlap_slowdown

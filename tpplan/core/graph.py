@@ -293,7 +293,8 @@ class ModelGraph:
         return {}
 
     def once_for_all_sizes(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value of `make()`, cached under `key` for this graph and all that `resized` made of it or it was made of.
+        """The value of `make()`, cached under `key` for this graph and all that `resized` made of it or it was made of,
+        and those that share its outline.
 
         It must follow from what they share: names, modules, and which node reads and makes which values.
         """
@@ -311,8 +312,13 @@ class ModelGraph:
         other.__dict__.update(_outline=self._outline, is_grown=True)  # where cached_property keeps them
         return other
 
+    def share_outline(self, other: "ModelGraph") -> None:
+        """Lets this graph have what `once_for_all_sizes` says of another one, from which it differs in sizes alone."""
+        self.__dict__["_outline"] = other._outline  # where cached_property keeps it
+
     def is_resized_of(self, other: "ModelGraph") -> bool:
-        """True where `resized` made one of the two graphs of the other, or both of one: they differ in sizes alone."""
+        """True where the two graphs share an outline, as those that `resized` made of one: they differ in sizes
+        alone."""
         return self._outline is other._outline
 
     @cached_property

@@ -15,6 +15,7 @@ from itertools import chain
 
 from tpplan.core.graph import Boundary, Direction, Op, enclosing
 from tpplan.core.layout import Conversion
+from tpplan.costs.held_storages import Form, Holding, forms_of
 from tpplan.costs.peak_candidates import KeptStorage, PeakCandidates, Region, positions_in
 from tpplan.costs.runs.execute import Executor
 from tpplan.costs.runs.kernels import WORK
@@ -81,6 +82,8 @@ class Activations:
     inputs: Term
     #: positions of each layer's nodes, ascending, for layers that run
     positions: Mapping[str, tuple[int, ...]]
+    #: True where nodes outside of layers run between layers
+    is_between: bool
     _candidates: PeakCandidates
     #: by layer: the storages that it keeps without recomputation
     _kept: Mapping[str, tuple[StorageSpan, ...]]
@@ -100,12 +103,6 @@ class Activations:
     def first(self) -> int:
         """The position at which the first layer begins; 0 without layers."""
         return min((own[0] for own in self.positions.values()), default=0)
-
-    @property
-    def is_between(self) -> bool:
-        """True where nodes outside of layers run between layers."""
-        inside = {i for own in self.positions.values() for i in own}
-        return bool(inside) and len(inside) < max(inside) + 1 - min(inside)
 
     def within(self, unit: str, parameters: frozenset[str]) -> Region:
         """Returns the moments of a layer; gradients of these parameters count from the backward that makes them."""
@@ -136,29 +133,6 @@ class Activations:
 def layer_activations(space: Space, executor: Executor, units: tuple[str, ...]) -> Activations:
     """Returns the saved activations of a micro-batch on one rank, for the layers `units` and each mode."""
     return _ActivationFinder(space, executor, units).activations()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
-    """A storage that is kept under a mode of recomputation."""
-
-    segment: SavedStorage
-    #: the boundaries behind which an op saves the storage
-    wanted: tuple[str, ...]
-    #: the layer that owns the storage
-    owner: str | None
-    #: True where the storage is kept from forward to backward, False where it is remade
-    is_there: bool
-    #: True where any op saves the storage
-    is_needed: bool
-    #: True where the storage enters its owner from outside
-    is_given: bool
-    #: the layer inside of which a boundary makes the storage
-    crossed_in: str | None
-    #: position of the node that makes the storage
-    made: int
-    #: StorageSpan.until
-    until: float
 
 
 class _ActivationFinder:
@@ -203,9 +177,14 @@ class _ActivationFinder:
             sizes=self.sizes,
             inputs=sources(self.space),
             positions={unit: tuple(found) for unit, found in self._places.items()},
+            is_between=self._is_between(),
             _candidates=PeakCandidates(self.space, self.executor, segments_in(self.space.graph, self.executor)),
             _kept={unit: tuple(found) for unit, found in own.items()},
         )
+
+    def _is_between(self) -> bool:
+        inside = {i for own in self._places.values() for i in own}
+        return bool(inside) and len(inside) < max(inside) + 1 - min(inside)
 
     # Who owns what
 
@@ -232,21 +211,19 @@ class _ActivationFinder:
 
         Keys depend on classes only, so that they are found once for like layers.
         """
-        graph, classes = self.space.graph, self.space.classes
+        graph = self.space.graph
         memo_key = Holding, mode, self.units, self.executor.saving(graph)
         segments, holdings = graph.once_for_all_sizes(memo_key, lambda: self._holdings(mode))
-        known: dict[object, tuple[Key, tuple[Key, Key] | None]] = {}
-        for held in holdings:
-            segment = held.segment
-            maker, may_be_sum = classes[segment.maker], held.crossed_in is not None and not held.is_given
-            readers = None if segment.is_kept else tuple(classes[name] for name in held.wanted)
-            form = maker, segment.position, readers, may_be_sum
-            if form not in known:
-                key = self._key_of(segments, segment, readers)
-                known[form] = key, self._sums_held(maker, key) if may_be_sum else None
-            key, parts = known[form]
-            until = min(segment.until, held.made) if parts is not None else held.until
-            if parts is not None and _keeps_sums(mode) and (held.owner is not None or not held.is_needed):
+        classes, found = self.space.classes, []
+        forms, numbers = self.space.once_for_all_sizes((Form, memo_key), lambda: forms_of(classes, holdings))
+        for form, segment in forms:
+            key = self._key_of(segments, segment, form.readers)
+            found.append((key, self._sums_held(form.maker, key) if form.may_be_sum else None))
+        keeps_sums = _keeps_sums(mode)
+        for held, number in zip(holdings, numbers, strict=True):
+            key, parts = found[number]
+            until = min(held.segment.until, held.made) if parts is not None else held.until
+            if parts is not None and keeps_sums and (held.owner is not None or not held.is_needed):
                 yield held.owner or held.crossed_in, parts[0], held.made, until, True
                 key = parts[1]
             if held.is_needed:

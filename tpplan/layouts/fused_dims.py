@@ -6,10 +6,10 @@ makes n parts of size c.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from itertools import pairwise
 
-from tpplan.core.graph import Boundary, ModelGraph, Op
+from tpplan.core.graph import Boundary, ModelGraph
 from tpplan.core.layout import S
 from tpplan.core.part_intervals import Parts
 from tpplan.core.repeated_blocks import like_ops
@@ -33,22 +33,25 @@ def fused_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy
 
     `strategies` gives the strategies of a call without regard to parts.
     """
-    like, known = like_ops(graph), dict[str, tuple[Strategy, ...]]()
-
-    def strategies_of(op: Op) -> tuple[Strategy, ...]:
-        if like[op.name] not in known:
-            known[like[op.name]] = tuple(strategies(Call.of(graph, op)))
-        return known[like[op.name]]
-
+    like, known = like_ops(graph), dict[Hashable, tuple[tuple[int, int, Parts], ...]]()
     marks: dict[str, dict[int, set[Parts]]] = defaultdict(lambda: defaultdict(set))
     for name, dim, parts in _sliced_parts(graph):
         marks[name][dim].add(parts)
     for node in reversed(graph.nodes):
         if marks.keys().isdisjoint(node.results) and (isinstance(node, Boundary) or node.target not in _MAKES_PARTS):
             continue
-        for name, dim, parts in list(_operand_parts(graph, node, marks, strategies_of)):
+        given = tuple([_frozen(marks[name]) if name in marks else {} for name in node.results])
+        if isinstance(node, Boundary):
+            found = tuple((0, dim, own) for dim, parts in given[0].items() for own in parts)
+        else:
+            key = like[node.name], tuple([tuple(own.items()) for own in given])
+            if key not in known:
+                call = Call.of(graph, node)
+                known[key] = tuple(_operand_parts(call, given, strategies))
+            found = known[key]
+        for place, dim, parts in found:
             if 2 <= len(parts) <= MOST_PARTS and min(parts) > 0:
-                marks[name][dim].add(parts)
+                marks[node.operands[place]][dim].add(parts)
     weights = (marks[name] for name in matrices(graph) if name in marks)
     made = {parts for dims in weights for own in dims.values() for parts in own}
     return {
@@ -70,36 +73,38 @@ def _matrices(graph: ModelGraph) -> frozenset[str]:
     return frozenset(found)
 
 
+def _frozen(dims: Mapping[int, set[Parts]]) -> dict[int, frozenset[Parts]]:
+    return {dim: frozenset(parts) for dim, parts in sorted(dims.items()) if parts}
+
+
 def _operand_parts(
-    graph: ModelGraph,
-    node: Op | Boundary,
-    marks: dict[str, dict[int, set[Parts]]],
-    strategies: Callable[[Op], Iterable[Strategy]],
-) -> Iterator[PartsOfDim]:
-    """Yields the parts of a node's operands, given the parts of its results."""
-    if isinstance(node, Boundary):
-        yield from ((node.operand, dim, p) for dim, parts in marks[node.result].items() for p in parts)
-        return
-    marked = {(i, dim): parts for i, name in enumerate(node.results) for dim, parts in marks[name].items() if parts}
-    call = Call.of(graph, node)
-    if node.target in TAKES_APART:
-        dim = call.integer(TAKES_APART[node.target], "dim", 0) % len(call.operands[0].shape)
-        finest = [max(sorted(marks[value.name][dim]), key=len, default=(value.shape[dim],)) for value in call.results]
-        yield node.operands[0], dim, tuple(size for parts in finest for size in parts)
-    if node.target in TAKES_ONE:
+    call: Call,
+    marks: tuple[Mapping[int, frozenset[Parts]], ...],
+    strategies: Callable[[Call], Iterable[Strategy]],
+) -> Iterator[tuple[int, int, Parts]]:
+    """Yields the parts of a call's operands, as (position of the operand, dim, parts), given those of its results."""
+    marked = {(i, dim): parts for i, dims in enumerate(marks) for dim, parts in dims.items()}
+    if call.target in TAKES_APART:
+        dim = call.integer(TAKES_APART[call.target], "dim", 0) % len(call.operands[0].shape)
+        finest = [
+            max(sorted(own.get(dim, ())), key=len, default=(value.shape[dim],))
+            for own, value in zip(marks, call.results, strict=True)
+        ]
+        yield 0, dim, tuple(size for parts in finest for size in parts)
+    if call.target in TAKES_ONE:
         dim = call.integer(1, "dim", 0) % len(call.operands[0].shape)
-        yield node.operands[0], dim, (1,) * call.operands[0].shape[dim]
-    if node.target in RESHAPES:
+        yield 0, dim, (1,) * call.operands[0].shape[dim]
+    if call.target in RESHAPES:
         for joined, stack, is_result in stacks(call.operands[0].shape, call.results[0].shape):
             count = call.results[0].shape[stack[0]] if is_result else 0
-            if (1,) * count in marks[node.results[0]][stack[0]] and is_result:
-                yield node.operands[0], joined, (call.operands[0].shape[joined] // count,) * count
-    for strategy in strategies(node):
+            if is_result and (1,) * count in marks[0].get(stack[0], ()):
+                yield 0, joined, (call.operands[0].shape[joined] // count,) * count
+    for strategy in strategies(call):
         for (i, dim), parts in marked.items():
             if strategy.results[i] == S(dim):
-                for operand, layout in zip(call.operands, strategy.operands, strict=True):
+                for place, (operand, layout) in enumerate(zip(call.operands, strategy.operands, strict=True)):
                     if layout.dim is not None and operand.shape[layout.dim] == call.results[i].shape[dim]:
-                        yield from ((operand.name, layout.dim, p) for p in parts)
+                        yield from ((place, layout.dim, p) for p in parts)
 
 
 def _sliced_parts(graph: ModelGraph) -> Iterator[PartsOfDim]:

@@ -8,7 +8,7 @@ where it crosses a boundary.
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tpplan.core.graph import Boundary, ModelGraph
+from tpplan.core.graph import ModelGraph, Op
 from tpplan.core.layout import Layout, S
 from tpplan.core.repeated_blocks import like_ops
 from tpplan.layouts.fused_dims import matrices
@@ -49,18 +49,19 @@ class _Finder:
         for name in matrices(self.graph):
             dims = range(len(self.graph.values[name].shape))
             self.layouts[name] = frozenset(map(S, dims)), frozenset()
-        like = like_ops(self.graph)
-        for node in self.graph.nodes:
-            if self.layouts.keys().isdisjoint(node.operands):
+        for position, like, operands, results in _walk(self.graph):
+            if self.layouts.keys().isdisjoint(operands):
                 continue
-            if isinstance(node, Boundary):
-                self._add(node.result, self.layouts[node.operand])
+            if like is None:
+                self._add(results[0], self.layouts[operands[0]])
                 continue
-            given = tuple(self.layouts.get(name, _NONE) for name in node.operands)
-            key = like[node.name], given
-            if key not in self.known:
-                self.known[key] = self._handed_on(Call.of(self.graph, node), given)
-            for name, found in zip(node.results, self.known[key], strict=True):
+            given = tuple([self.layouts.get(name, _NONE) for name in operands])
+            known = self.known.get((like, given))
+            if known is None:
+                node = self.graph.nodes[position]
+                assert isinstance(node, Op)
+                known = self.known[like, given] = self._handed_on(Call.of(self.graph, node), given)
+            for name, found in zip(results, known, strict=True):
                 self._add(name, found)
         return {name: stacked for name, (_, stacked) in self.layouts.items() if stacked}
 
@@ -94,6 +95,17 @@ class _Finder:
                         if call.results[place].shape[layout.dim or 0] == sum(operand.parts):
                             stacked[place].add(S(layout.dim or 0, *operand.parts))
         return tuple((frozenset(own), frozenset(other)) for own, other in zip(made, stacked, strict=True))
+
+
+def _walk(graph: ModelGraph) -> tuple[tuple[int, str | None, tuple[str, ...], tuple[str, ...]], ...]:
+    """(position, op at its place in the first like block or None for a boundary, operands, results) of each node."""
+
+    def nodes() -> Iterator[tuple[int, str | None, tuple[str, ...], tuple[str, ...]]]:
+        like = like_ops(graph)
+        for position, node in enumerate(graph.nodes):
+            yield position, like[node.name] if isinstance(node, Op) else None, node.operands, node.results
+
+    return graph.once_for_all_sizes(_walk, lambda: tuple(nodes()))
 
 
 def _results(

@@ -14,7 +14,7 @@ from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, Op
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.rules import takes_sizes
 from tpplan.plan.plan import ATTRIBUTE, SizePlan
-from tpplan.prove.compare import Counterexample
+from tpplan.prove.counterexample import Counterexample
 from tpplan.trace.hooks.nested_integers import integers_within, path_text
 
 #: steps inside an attribute at which sizes are looked for

@@ -13,6 +13,7 @@ the other half of the proof is tpplan.layouts.typecheck.
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 
 from torch import nn
 
@@ -24,14 +25,17 @@ from tpplan.layouts.size_dims import sizes_by_dims
 from tpplan.plan.compress_names import by_pattern
 from tpplan.plan.plan import Plan, SizePlan
 from tpplan.prove.apply_as_rank import applied_as
-from tpplan.prove.compare import Counterexample, difference, difference_so_far
+from tpplan.prove.compare import difference, difference_so_far
+from tpplan.prove.counterexample import Counterexample
 from tpplan.prove.local_attributes import with_attributes_of
+from tpplan.prove.local_nodes import LocalNodes
 from tpplan.trace.answers.concrete_values import AtRestError
 from tpplan.trace.answers.own_failure import own_failure
+from tpplan.trace.boundary_marks import BoundaryHook
 from tpplan.trace.dedup_layers import PlanDigest
 from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.stopped_trace import TraceError
-from tpplan.trace.trace import BoundaryHook, Loss, trace
+from tpplan.trace.trace import Loss, trace
 from tpplan.trace.whole.opaque import Opaques
 
 
@@ -48,8 +52,9 @@ def check_structure(
     """The plan with the sizes that it must replace so that its applied model runs the original's ops; else the first
     difference that no size accounts for. `model` is on the meta device; `opaques` are the original's."""
     written: dict[str, tuple[SizePlan, ...]] = {}
+    nodes, digest = LocalNodes(assignment), _digest_of(plan)
     for rank in (0, plan.mesh.tp - 1) if plan.mesh.tp > 1 else ():
-        while found := _difference_on(rank, model, inputs, assignment, plan, loss=loss, cast=cast, opaques=opaques):
+        while found := _difference_on(rank, model, inputs, nodes, plan, digest, loss=loss, cast=cast, opaques=opaques):
             if found.culprit is not None:
                 return found
             more = _with_sizes_of(assignment, model, found, written)
@@ -62,6 +67,7 @@ def check_structure(
             written = more
             named = {module or ROOT: sizes for module, sizes in written.items()}
             plan = replace(plan, sizes=by_pattern(assignment.graph, named, lambda sizes, rename: sizes, ()))
+            digest = _digest_of(plan)
     return plan
 
 
@@ -77,7 +83,11 @@ def find_difference(
 ) -> Counterexample | None:
     """The first difference of the applied model, without adding sizes; None where it runs the original's ops."""
     ranks = (0, plan.mesh.tp - 1) if plan.mesh.tp > 1 else ()
-    found = (_difference_on(r, model, inputs, assignment, plan, loss=loss, cast=cast, opaques=opaques) for r in ranks)
+    nodes, digest = LocalNodes(assignment), _digest_of(plan)
+    found = (
+        _difference_on(rank, model, inputs, nodes, plan, digest, loss=loss, cast=cast, opaques=opaques)
+        for rank in ranks
+    )
     return next((difference for difference in found if difference is not None), None)
 
 
@@ -132,14 +142,15 @@ def _difference_on(
     rank: int,
     model: nn.Module,
     inputs: Inputs,
-    assignment: Assignment,
+    local_nodes: LocalNodes,
     plan: Plan,
+    digest: PlanDigest,
     *,
     loss: Loss | None,
     cast: BoundaryHook,
     opaques: Opaques | None,
 ) -> Counterexample | None:
-    """The first difference of the model that a rank makes by applying the plan."""
+    """The first difference of the model that a rank makes by applying the plan, whose digest is given."""
 
     def fresh() -> nn.Module:
         return applied_as(model, plan, rank)
@@ -151,7 +162,7 @@ def _difference_on(
             inputs,
             loss=loss,
             cast=cast,
-            plan_digest=_digest_of(plan),
+            plan_digest=digest,
             opaques=opaques,
             fresh=fresh,
             is_compared=True,
@@ -159,11 +170,11 @@ def _difference_on(
     except TraceError as error:
         at = f", at {error.line}" if error.line else ""
         reason = f"the applied model cannot run: {error.reason}{at}"
-        found = difference_so_far(assignment, error.ran, reason)
+        found = difference_so_far(local_nodes, error.ran, reason)
         if found.message == reason and (failure := own_failure(error.__cause__, has_run=True)) is not None:
             raise failure from error.__cause__
         return replace(found, culprit=error.module) if isinstance(error.__cause__, AtRestError) else found
-    return difference(assignment, applied)
+    return difference(local_nodes, applied)
 
 
 def _digest_of(plan: Plan) -> PlanDigest:
@@ -185,6 +196,7 @@ def _digest_of(plan: Plan) -> PlanDigest:
         for module in enclosing(name):
             inside[module].append((len(tables), name, repr(parameter.placement), reads))
 
+    @cache
     def plan_digest(module: str) -> object:
         return tuple(
             sorted(

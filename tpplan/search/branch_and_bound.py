@@ -93,13 +93,14 @@ class Progress:
         best = self.best()
         return math.inf if best is None or best.solution.objective is None else best.solution.objective
 
-    def is_too_large(self, point: Point) -> bool:
-        """True where a smaller micro-batch on the same mesh does not fit, for a larger one keeps as much or more."""
-        return any(
-            replace(other, micro_batch=point.micro_batch) == point and point.micro_batch > other.micro_batch
-            for other, candidate in self.solved.items()
-            if candidate.solution.status is Status.INFEASIBLE
-        )
+    def larger_than_unfit(self, points: list[Point]) -> set[Point]:
+        """Those of some points for which a smaller micro-batch on the same mesh does not fit, for a larger one keeps as
+        much or more."""
+        least: dict[tuple[int, ...], int] = {}
+        for point, candidate in self.solved.items():
+            if candidate.solution.status is Status.INFEASIBLE:
+                least[point.ranks] = min(point.micro_batch, least.get(point.ranks, point.micro_batch))
+        return {point for point in points if point.micro_batch > least.get(point.ranks, math.inf)} if least else set()
 
 
 def search(solvers: Solvers, points: list[Point], unsearched: tuple[str, ...], *, prove: bool) -> Plan:
@@ -200,7 +201,7 @@ def _explore(solvers: Solvers, points: list[Point], known: Progress) -> Candidat
         solver = solvers.by_ep[-negative]
         every = [point for point in points if point.ep == -negative]
         members = [point for point in every if point.micro_batch == size]
-        known.too_large.update(point for point in members if known.is_too_large(point))
+        known.too_large |= known.larger_than_unfit(members)
         own = [point for point in members if point not in known.too_large]
         pace = solver.pace(sorted({point.micro_batch for point in every}))
         for point in own:

@@ -20,7 +20,7 @@ from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import Decider, Reading, reading_name
 from tpplan.layouts.rules import Call, Strategy, localized_arguments, takes_sizes
 from tpplan.layouts.typecheck import Mistyped
-from tpplan.prove.compare import Counterexample
+from tpplan.prove.counterexample import Counterexample
 from tpplan.prove.module_scope import given_nodes, parent
 from tpplan.search.points.cuts import Choices
 from tpplan.solvers.problem import Problem, Resource, linear_term

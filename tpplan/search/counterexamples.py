@@ -14,7 +14,7 @@ from tpplan.layouts.rules import Strategy
 from tpplan.layouts.typecheck import Mistyped, typecheck
 from tpplan.plan.compress_names import pattern_of
 from tpplan.plan.plan import Plan
-from tpplan.prove.compare import Counterexample
+from tpplan.prove.counterexample import Counterexample
 from tpplan.prove.module_scope import given_nodes, parent, shards_in
 from tpplan.prove.structure import check_structure
 from tpplan.search.build_plan import laid_out_as

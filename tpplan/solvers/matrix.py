@@ -83,10 +83,13 @@ class Builder:
         rows, indices = np.concatenate(empty + self._rows), np.concatenate(empty + self._indices)
         values = np.concatenate([np.zeros(0), *self._values])
         width = max(1, len(self.cost))
-        places, inverse = np.unique(rows * width + indices, return_inverse=True)
-        summed = np.bincount(inverse.reshape(-1), weights=values, minlength=len(places))
+        places = rows * width + indices
+        order = np.argsort(places, kind="stable")
+        places = places[order]
+        first = np.flatnonzero(np.diff(places, prepend=-1))
+        summed = np.add.reduceat(values[order], first) if len(first) else values
         kept = summed != 0
-        places, summed = places[kept], summed[kept]
+        places, summed = places[first][kept], summed[kept]
         return Program(
             cost=np.array(self.cost),
             lower=np.zeros(len(self.cost)),

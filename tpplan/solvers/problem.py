@@ -310,10 +310,15 @@ def added(*expressions: Expression) -> Expression:
     )
 
 
+def negative(expression: Expression) -> Expression:
+    """The expression, unguarded, with the other sign."""
+    terms = tuple((name, tuple(-entry for entry in vector)) for name, vector in expression.terms)
+    return Expression(constant=-expression.constant, terms=terms)
+
+
 def minus(left: Expression, right: Expression) -> Expression:
     """left - right, both unguarded, in which a node may have several vectors."""
-    negative = tuple((name, tuple(-entry for entry in vector)) for name, vector in right.terms)
-    return Expression(constant=left.constant - right.constant, terms=(*left.terms, *negative))
+    return added(left, negative(right))
 
 
 def merged(expression: Expression) -> Expression:

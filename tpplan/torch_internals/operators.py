@@ -29,6 +29,8 @@ ATTENTION = (
 _GUARDS = frozenset({"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"})
 #: methods of tensors that take sizes
 _SHAPING = frozenset({"view", "reshape", "expand"})
+#: key in the __dict__ of a function made by seen_by for the same without the question whether a mode is on
+_INSIDE = "_tpplan_inside"
 
 
 def is_op(target: object) -> bool:
@@ -165,25 +167,31 @@ def meta_kernels(kernels: Kernels) -> Iterator[None]:
 
 
 def hides_sizes(function: object) -> bool:
-    """True for a function of torch.nn.functional that hands itself to modes, and calls others with sizes."""
+    """True for a function of torch.nn.functional that hands itself to modes, and calls others with sizes; and for one
+    that a mode has made of it (seen_by)."""
     if not isinstance(function, FunctionType):
         return False
     is_public: bool = vars(F).get(function.__name__) is function
     names = frozenset(function.__code__.co_names)
-    return is_public and not names.isdisjoint(_GUARDS) and not names.isdisjoint(_SHAPING)
+    return _INSIDE in vars(function) or (is_public and not names.isdisjoint(_GUARDS) and not names.isdisjoint(_SHAPING))
 
 
 def seen_by(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function under its own name, so that modes around, one after the other, take it for one call, with all that
-    it calls handed to the mode. To be called while the mode is off."""
+    it calls handed to the mode, and then to those around that do the same. To be called while the mode is off."""
+    inside = vars(function).get(_INSIDE) or _body(function)
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return inside(*args, **kwargs)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if has_torch_function((None,)):  # of what is no tensor's class it asks whether a mode is on
             return handle_torch_function(call, (), *args, **kwargs)
-        with mode:
-            return _body(function)(*args, **kwargs)
+        return seen(*args, **kwargs)
 
+    vars(call)[_INSIDE] = seen
     return call
 
 

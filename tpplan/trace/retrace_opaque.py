@@ -18,11 +18,12 @@ from tpplan.torch_internals.modules import has_backward_hooks, has_forward_hooks
 from tpplan.torch_internals.tensors import gradient_hooks
 from tpplan.trace.answers.one_dtype import MixedDtypesError
 from tpplan.trace.answers.own_failure import own_failure
+from tpplan.trace.boundary_marks import BoundaryHook
 from tpplan.trace.dedup_layers import alike_layers
 from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.fx_to_graph import CapturedError, UnreadableError
 from tpplan.trace.stopped_trace import ReplacedError, TraceError
-from tpplan.trace.trace import BoundaryHook, Loss, quiet, trace, training, unchanged
+from tpplan.trace.trace import Loss, quiet, trace, training, unchanged
 from tpplan.trace.whole.opaque import OpaqueCall, Opaques, UnobservedError
 from tpplan.trace.whole.opaque_fakes import UnobservableError
 from tpplan.trace.whole.opaque_run import observe

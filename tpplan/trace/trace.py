@@ -6,38 +6,33 @@ tensors: nothing is computed.
 """
 
 import contextlib
-import functools
 import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from tpplan.core.errors import ModelError
-from tpplan.core.graph import LOSS_SCOPE, OWN_SCOPE, SAME_TENSOR, Direction, ModelGraph, enclosing
+from tpplan.core.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, enclosing
 from tpplan.stages.stub import Stub
 from tpplan.torch_internals import pytree, tensors
 from tpplan.torch_internals.tensors import storage_key
 from tpplan.trace.answers.autocast import autocast_on
 from tpplan.trace.answers.planned_device import autocast_device, is_foreign
 from tpplan.trace.answers.unbacked_int import UnknownValueError
+from tpplan.trace.boundary_marks import BoundaryHook, boundaries_marked
 from tpplan.trace.dedup_layers import PlanDigest, like_layers_once
 from tpplan.trace.forward_arguments import (
     Inputs,
-    bound_arguments,
     forward_inputs,
-    is_flat,
     path_of,
-    tensors_of_call,
 )
 from tpplan.trace.fx_to_graph import GraphReader
 from tpplan.trace.hooks import custom_ops
-from tpplan.trace.hooks.call_rewriting import is_own_code_running, own_code
+from tpplan.trace.hooks.call_rewriting import is_own_code_running
 from tpplan.trace.layer_images import NotAlikeError
 from tpplan.trace.left_behind import held_tensors, left_behind
 from tpplan.trace.noted_calls import CallNotes, digest
@@ -48,8 +43,6 @@ from tpplan.trace.whole.opaque import Opaques, recording
 
 logger = logging.getLogger(__name__)
 
-#: changes a tensor before it crosses a boundary in a trace, by (tensor, module, direction, path)
-BoundaryHook = Callable[[torch.Tensor, str, Direction, str], torch.Tensor]
 #: (outputs, inputs) -> scalar
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -109,86 +102,6 @@ class _Step(nn.Module):
                 outputs = self.model(**accepted) if isinstance(accepted, Mapping) else self.model(*accepted)
             self.left.update(left_behind(self.model, before))
             return self.loss(outputs, inputs) if self.loss is not None else outputs
-
-
-@dataclass(slots=True)
-class _BoundaryMarks:
-    """The hooks that a trace puts at boundaries. `running`: names of the modules that run, the innermost last."""
-
-    cast: BoundaryHook
-    running: list[str]
-    #: by module name, for each of its calls that runs: the arguments, and their structure when the call began; None
-    #: where no argument is a container
-    given: dict[str, list[tuple[Any, pytree.TreeSpec | None]]] = field(default_factory=dict)
-
-    def enter(self, module: nn.Module, args: Any, kwargs: Any, name: str) -> Any:
-        """A forward pre-hook: the arguments, their tensors marked. One given several times is marked once, as code may
-        ask whether its arguments are the same."""
-        paths: dict[int, list[str]] = {}
-        marked: dict[int, torch.Tensor] = {}
-
-        def note(path: str, tensor: torch.Tensor) -> torch.Tensor:
-            paths.setdefault(id(tensor), []).append(path)
-            return tensor
-
-        def mark(_path: str, tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in marked:
-                path = SAME_TENSOR.join(paths[id(tensor)])
-                marked[id(tensor)] = self._mark(name, Direction.INPUT, path, tensor)
-            return marked[id(tensor)]
-
-        bound = bound_arguments(module, args, kwargs)
-        tensors_of_call(bound, note, is_given=True)
-        values = list(tensors_of_call(bound, mark, is_given=True).values())
-        changed = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
-        self.given.setdefault(name, []).append((changed, None if is_flat(bound) else pytree.tree_structure(changed)))
-        return changed
-
-    def leave(self, output: Any, name: str) -> Any:
-        """A forward hook: the output, its tensors marked. Raises ModelError where the arguments have changed."""
-        changed, structure = self.given[name].pop()
-        if structure is not None and pytree.tree_structure(changed) != structure:
-            raise ModelError(f"module {name or 'the root'} changes a list or dict that it is given: return it instead")
-        return tensors_of_call({"output": output}, functools.partial(self._mark, name, Direction.OUTPUT))["output"]
-
-    def _mark(self, name: str, direction: Direction, path: str, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, DTensor):  # an output that an applied plan leaves sharded
-            return _as_dtensor(custom_ops.boundary(_local_tensor(tensor), name, str(direction), path), tensor)
-        tensor = self.cast(self._read(tensor, direction), name, direction, path)
-        return custom_ops.boundary(tensor, name, str(direction), path)
-
-    def _read(self, tensor: torch.Tensor, direction: Direction) -> torch.Tensor:
-        """An alias of a parameter that crosses, so that the module whose code hands the parameter on reads it."""
-        if not isinstance(tensor, nn.Parameter):
-            return tensor
-        entered = [self.running.pop()] if direction is Direction.INPUT else []
-        passed: torch.Tensor = torch.ops.aten.alias(tensor)
-        self.running.extend(entered)
-        return passed
-
-
-@contextlib.contextmanager
-def _boundaries_marked(model: nn.Module, opaques: Opaques, cast: BoundaryHook, running: list[str]) -> Iterator[None]:
-    """Puts hooks on every module that mark each tensor crossing its boundary; removes them at the end."""
-    marks = _BoundaryMarks(cast, running)
-    handles = []
-    for name, module in model.named_modules():
-        if type(module).forward is nn.Module.forward or opaques.hides(name):  # a container: nothing crosses it
-            continue
-        handles.append(
-            module.register_forward_pre_hook(
-                lambda m, args, kwargs, name=name: marks.enter(m, args, kwargs, name), with_kwargs=True
-            )
-        )
-        # Before the model's own hooks: what they see is converted already.
-        handles.append(
-            module.register_forward_hook(lambda _m, _args, out, name=name: marks.leave(out, name), prepend=True)
-        )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def trace(
@@ -282,17 +195,6 @@ def _run_deduplicated(
     return _run(next(copies)(), request, contextlib.nullcontext(), [], extra)
 
 
-@own_code
-def _local_tensor(tensor: DTensor) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local()
-    return local
-
-
-@own_code
-def _as_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
-
-
 def assumptions(
     graph: ModelGraph,
     model: nn.Module,
@@ -364,7 +266,7 @@ def _run(
         training(model),
         recording(model, opaques),
         once,
-        _boundaries_marked(model, opaques, request.cast, running),
+        boundaries_marked(model, opaques, request.cast, running),
         naming_modules(model, running, opaques.hides),
         quiet(),
     ):

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 from open_clip import CLIP, CoCa
-from torch import Tensor
+from torch import Tensor, nn
 
 from libraries_parts.case import VOCABULARY, Case, Inputs, drawn, squares, tokens
 
@@ -21,6 +21,19 @@ def contrast(outputs: tuple[Tensor, ...], inputs: Inputs) -> Tensor:
     """How well each image finds its text."""
     image, text, scale = outputs[:3]
     return F.cross_entropy(scale * image @ text.T, torch.arange(len(image), device=image.device))
+
+
+def captioner() -> CoCa:
+    """A CoCa, with the projection drawn that its multimodal decoder leaves as memory was."""
+    model = CoCa(
+        embed_dim=64,
+        vision_cfg=VISION
+        | {"attentional_pool": True, "attn_pooler_heads": HEADS, "attn_pooler_queries": 9, "output_tokens": True},
+        text_cfg=TEXT | {"embed_cls": True, "output_tokens": True},
+        multimodal_cfg=TEXT | {"dim_head": 16},
+    )
+    nn.init.normal_(model.text_decoder.text_projection, std=0.1)
+    return model
 
 
 MODELS = {
@@ -43,13 +56,7 @@ MODELS = {
         batch=3,
     ),
     "coca": Case(
-        build_model=lambda: CoCa(
-            embed_dim=64,
-            vision_cfg=VISION
-            | {"attentional_pool": True, "attn_pooler_heads": HEADS, "attn_pooler_queries": 9, "output_tokens": True},
-            text_cfg=TEXT | {"embed_cls": True, "output_tokens": True},
-            multimodal_cfg=TEXT | {"dim_head": 16},
-        ),
+        build_model=captioner,
         example_inputs=lambda batch, seq_len: pairs(batch, seq_len - 1),
         loss=squares,
         heads=HEADS,

@@ -16,12 +16,14 @@ With t ranks, "join" is the dim along which slices become whole and "split" the 
 | pad            | zeros, with this rank's slice in its place along join               |
 | divide         | x / t                                                               |
 
-Collectives work on dim 0; along another dim the whole tensor is copied as well, unless all dims before it have size 1.
+A result lies in memory in the order of dims of the tensor that it was made of, which may be transposed or have its
+channels last. Collectives work on the first dim in this order; along another dim the whole tensor is copied as well,
+unless all dims before it have size 1.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, assert_never, final
 
 import torch
@@ -108,11 +110,11 @@ class Converter:
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the converted value: the forward half of the conversion."""
-        return _run_step(self._forward, x, self.conversion.source, self.conversion.target, self.group)
+        return _keep_order(self._forward, x, self.conversion.source, self.conversion.target, self.group)
 
     def backward(self, gradient: Tensor) -> Tensor:
         """Returns the converted gradient: the backward half of the conversion."""
-        return _run_step(self._backward, gradient, self.conversion.target, self.conversion.source, self.group)
+        return _keep_order(self._backward, gradient, self.conversion.target, self.conversion.source, self.group)
 
     def _check(self, x: Tensor) -> None:
         """Raises PlanMismatchError on every rank for a shape with which gloo would abort and NCCL would hang."""
@@ -152,6 +154,28 @@ class _Converted(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.converter.backward(gradient), None
+
+
+def _keep_order(step: Step, x: Tensor, source: Layout, target: Layout, group: TpGroup) -> Tensor:
+    """Runs one step on x with its dims in the order in which they lie in memory, which the result has too: code behind
+    it views, copies and writes what it would without the conversion."""
+    order = None if step is Step.NONE or x.is_contiguous() else _memory_order(x)
+    if order is None:
+        return _run_step(step, x, source, target, group)
+    own, other = _permuted(source, order), _permuted(target, order)
+    return _run_step(step, x.permute(order), own, other, group).permute([order.index(dim) for dim in range(x.dim())])
+
+
+def _memory_order(x: Tensor) -> tuple[int, ...] | None:
+    """The dims of x, those with the largest strides first; None where x is not dense in this order."""
+    strides = x.stride()
+    order = tuple(sorted(range(x.dim()), key=lambda dim: -strides[dim]))
+    return order if x.permute(order).is_contiguous() else None
+
+
+def _permuted(layout: Layout, order: Sequence[int]) -> Layout:
+    """The layout of a tensor whose dims were put in another order."""
+    return layout if layout.dim is None else replace(layout, dim=order.index(layout.dim))
 
 
 def _run_step(step: Step, x: Tensor, source: Layout, target: Layout, group: TpGroup) -> Tensor:

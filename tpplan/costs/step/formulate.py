@@ -244,10 +244,10 @@ class Formulation:
         for name, members in self.space.members.items():
             times = self.table[name]
             for part, seconds in (
-                (COMPUTE, [(t.forward + t.backward).seconds for t in times]),
+                (COMPUTE, [t.forward.seconds + t.backward.seconds for t in times]),
                 (
                     self._part_of_collectives(name),
-                    [(t.forward_collectives + t.backward_collectives).seconds for t in times],
+                    [t.forward_collectives.seconds + t.backward_collectives.seconds for t in times],
                 ),
             ):
                 if any(seconds):
@@ -264,8 +264,8 @@ class Formulation:
         found = {}
         for name, members in self.space.members.items():
             times = self.table[name]
-            forward = [issue_s * t.forward_kernels - (t.forward + t.forward_collectives).seconds for t in times]
-            rest = [issue_s * t.backward_kernels - (t.backward + t.backward_collectives).seconds for t in times]
+            forward = [issue_s * t.forward_kernels - (t.forward.seconds + t.forward_collectives.seconds) for t in times]
+            rest = [issue_s * t.backward_kernels - (t.backward.seconds + t.backward_collectives.seconds) for t in times]
             both = [first + other for first, other in zip(forward, rest, strict=True)]
             if any(forward) or any(both):
                 found[name] = LaunchLag(forward=repeated(forward, len(members)), both=repeated(both, len(members)))
@@ -290,8 +290,14 @@ class Formulation:
                     if expression.terms:
                         yield from count.times(Term(name=part, expressions=(expression,), weight=steps))
                 if issue_s is not None and issued.terms:
-                    behind = merged(minus(minus(scaled(issued, issue_s), compute), collectives))
+                    behind = self._issued_behind(kind.unit.name, mode, issue_s)
                     yield from count.times(Term(name=ISSUE, expressions=(Expression(), behind), weight=steps))
+
+    def _issued_behind(self, unit: str, mode: Recompute, issue_s: float) -> Expression:
+        """Seconds by which issuing what a layer runs again takes longer than running it."""
+        compute, collectives, issued = self.priced.recomputed_forward(self.setting.units, unit, mode)
+        key = "issued behind", self.setting.units, unit, mode, issue_s
+        return self.priced.once(key, lambda: merged(minus(minus(scaled(issued, issue_s), compute), collectives)))
 
     def _by_part(self, collectives: Expression) -> Iterator[tuple[str, Expression]]:
         """Yields those collectives that are of tensor parallelism, and those that exchange rows of experts."""

@@ -19,18 +19,23 @@ from tpplan.layouts.layer_treatments import Count, FsdpUnit
 from tpplan.machine.profile import Collective
 from tpplan.plan.parts import DATA_PARALLEL, FSDP_COPIES
 from tpplan.plan.plan import Precision, Recompute
-from tpplan.solvers.problem import Expression, Term, added, merged, minus, scaled
+from tpplan.solvers.problem import Expression, Term, added, merged, negative, scaled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlappedCollective:
-    """Seconds of a collective and of the compute beside it, None where nothing runs beside it; both happen `weight`
-    times a step for each of `count` units."""
+    """Seconds of a collective and, with the other sign, of the compute beside it, None where nothing runs beside it;
+    both happen `weight` times a step for each of `count` units."""
 
     transfer: Expression
-    compute: Expression | None
+    uncomputed: Expression | None
     weight: float
     count: Count
+
+    @property
+    def compute(self) -> Expression | None:
+        """Seconds of the compute beside it; None where nothing runs beside it."""
+        return None if self.uncomputed is None else negative(self.uncomputed)
 
     def terms(self, slowdown: float) -> Iterator[Term]:
         """The seconds that the collective adds to a step.
@@ -39,10 +44,10 @@ class OverlappedCollective:
         slowdown s of the compute: max(0, T - C) + s min(T, C) = (1 - s) max(0, T - C) + s T.
         """
         issued = Term(name=DATA_PARALLEL, expressions=(self.transfer,), weight=self.weight)
-        if self.compute is None:
+        if self.uncomputed is None:
             yield from self.count.times(issued)
             return
-        exposed = (Expression(), minus(self.transfer, self.compute))
+        exposed = (Expression(), added(self.transfer, self.uncomputed))
         yield from self.count.times(replace(issued, expressions=exposed, weight=self.weight * (1 - slowdown)))
         if slowdown:
             yield from self.count.times(replace(issued, weight=self.weight * slowdown))
@@ -72,18 +77,19 @@ class FsdpCommunication:
         for unit in self.groups.root:
             gather, scatter, reduce = self.collectives_of(unit)
             once = Count(constant=1)
-            yield OverlappedCollective(transfer=added(gather, scatter), compute=None, weight=steps, count=once)
-            yield OverlappedCollective(transfer=reduce, compute=None, weight=1.0, count=once)
+            yield OverlappedCollective(transfer=added(gather, scatter), uncomputed=None, weight=steps, count=once)
+            yield OverlappedCollective(transfer=reduce, uncomputed=None, weight=1.0, count=once)
         for kind in self.groups.timed:
             gather, scatter, reduce = self.collectives_of(kind.unit)
-            forward, _ = self.hiding_compute(kind.unit)
-            yield OverlappedCollective(transfer=gather, compute=forward, weight=steps, count=kind.count())
+            beside = self._uncomputed_in_forward(kind.unit)
+            yield OverlappedCollective(transfer=gather, uncomputed=beside, weight=steps, count=kind.count())
             for treatment, count in kind.numbers.counts.items():
                 repeated = added(gather, scatter) if treatment.reshard else scatter
-                beside = self._compute_in_backward(kind.unit, treatment.recompute)
+                beside = self._uncomputed_in_backward(kind.unit, treatment.recompute)
                 if steps > 1:
-                    yield OverlappedCollective(transfer=repeated, compute=beside, weight=steps - 1, count=count)
-                yield OverlappedCollective(transfer=added(repeated, reduce), compute=beside, weight=1.0, count=count)
+                    yield OverlappedCollective(transfer=repeated, uncomputed=beside, weight=steps - 1, count=count)
+                whole = added(repeated, reduce)
+                yield OverlappedCollective(transfer=whole, uncomputed=beside, weight=1.0, count=count)
 
     def collectives_of(self, unit: FsdpUnit) -> tuple[Expression, Expression, Expression]:
         """Seconds of a unit's gather, of its reduce-scatter, and of the all-reduce among replicas."""
@@ -128,14 +134,21 @@ class FsdpCommunication:
             return Expression(), Expression()
         return self.priced.once(("hidden", self.setting.units, unit.name), lambda: self._compute_of(unit))
 
-    def _compute_in_backward(self, unit: FsdpUnit, mode: Recompute) -> Expression:
-        """Seconds of a unit's kernels in backward, with those that run again."""
+    def _uncomputed_in_forward(self, unit: FsdpUnit) -> Expression:
+        """Seconds of a unit's kernels in forward, with the other sign."""
+        if not self.hides:
+            return Expression()
+        key = "not hidden in forward", self.setting.units, unit.name
+        return self.priced.once(key, lambda: negative(self.hiding_compute(unit)[0]))
+
+    def _uncomputed_in_backward(self, unit: FsdpUnit, mode: Recompute) -> Expression:
+        """Seconds of a unit's kernels in backward, with those that run again, with the other sign."""
         if not self.hides:
             return Expression()
         _, backward = self.hiding_compute(unit)
         again, _, _ = self.priced.recomputed_forward(self.setting.units, unit.name, mode)
-        key = "hidden in backward", self.setting.units, unit.name, mode
-        return self.priced.once(key, lambda: merged(added(backward, again)))
+        key = "not hidden in backward", self.setting.units, unit.name, mode
+        return self.priced.once(key, lambda: negative(merged(added(backward, again))))
 
     def _compute_of(self, unit: FsdpUnit) -> tuple[Expression, Expression]:
         counts, times = Counter(unit.hides), self.priced.times

@@ -105,3 +105,18 @@ def grown(first: ModelGraph, second: ModelGraph, sizes: tuple[int, int], size: i
         return first.resized(values, {position: line.op(low, high) for position, low, high in unlike.ops})
     except _UnlikeError:
         return None
+
+
+def share_outline(first: ModelGraph, second: ModelGraph) -> None:
+    """Lets the second of two traces, where they differ in sizes alone, have what follows of the first from all else
+    (ModelGraph.once_for_all_sizes)."""
+    unlike = first.once((_Unlike, id(second)), lambda: _Unlike.between(first, second))
+    if unlike is None:
+        return
+    line = _Line(0, 1, 1)
+    try:
+        for _, low, high in unlike.ops:
+            line.op(low, high)
+    except _UnlikeError:
+        return
+    second.share_outline(first)

@@ -39,6 +39,11 @@ class Point:
         return self.micro_batch, self.tp, self.ep
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """Equal for points on one mesh."""
+        return self.num_gpus, self.tp, self.shard, self.ep
+
+    @property
     def mesh(self) -> Mesh:
         """The mesh of the point."""
         return Mesh(replicate=self.num_gpus // (self.tp * self.shard), shard=self.shard, tp=self.tp, ep=self.ep)

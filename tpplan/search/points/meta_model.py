@@ -10,11 +10,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from tpplan.core.errors import ModelError
+from tpplan.search.points.model_spec import UserCodeError
 from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.trace.answers.concrete_values import DESCRIPTIONS, QUESTIONS, ConcreteValues
 from tpplan.trace.answers.unbacked_int import UnknownValueError
 from tpplan.trace.hooks.parameter_names import register_names
 from tpplan.trace.record_fx import on_meta_like
+
+#: how a builder fails that the meta device does not give what it needs
+_NEEDS_VALUES = (RuntimeError, NotImplementedError, UnknownValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +42,12 @@ def built_on_meta(build_model: Callable[[], nn.Module], *, is_half: bool) -> Bui
     try:
         with torch.device("meta"), _Building():
             model = build_model()
-    except (RuntimeError, NotImplementedError, UnknownValueError) as error:
+    except (*_NEEDS_VALUES, UserCodeError) as error:
         # Code that asks weights for values, as torch.nn.utils.parametrizations.orthogonal does, needs some.
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        own = error.__cause__ if isinstance(error, UserCodeError) else error
+        if not isinstance(own, _NEEDS_VALUES):
+            raise
+        reason = (str(own).strip() or type(own).__name__).splitlines()[0]
         notes = (f"the builder fails on the meta device, and runs on the CPU: {reason}",)
         warnings.warn(notes[0], stacklevel=2)
         model = build_model()

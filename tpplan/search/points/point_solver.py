@@ -169,8 +169,8 @@ class PointSolver:
         first, second = both
         request, reuse = self.request, self.traces.reuse
         rates = BestRates(request.profile, request.is_compiled)
-        key = first.graph.fingerprint, second.graph.fingerprint, self._fingerprint, request.is_compiled
         own = sizes[0], sizes[1]
+        key = *map(self.traces.key, own), self._fingerprint, request.is_compiled
         return request.batch.global_batch * reuse.pace(
             key, lambda: seconds_of_a_sequence(first.graph, second.graph, own, rates, reuse.executor)
         )

@@ -30,7 +30,7 @@ from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.plan import Plan, Precision, StagePlan
 from tpplan.prove.apply_as_rank import copied
-from tpplan.search.points.grown_graph import grown
+from tpplan.search.points.grown_graph import grown, share_outline
 from tpplan.search.points.meta_model import Built, built_on_meta
 from tpplan.search.points.model_spec import takes_batch_alone
 from tpplan.search.points.options import BuildModel, ExampleInputs
@@ -39,10 +39,11 @@ from tpplan.stages.stub import RECEIVED
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.tensors import plain_calls
 from tpplan.trace.answers.planned_device import PlannedDevice, planning_for
+from tpplan.trace.boundary_marks import BoundaryHook
 from tpplan.trace.forward_arguments import Inputs
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.retrace_opaque import trace_marking
-from tpplan.trace.trace import BoundaryHook, Loss, accumulated_hooks, assumptions, repeated_children
+from tpplan.trace.trace import Loss, accumulated_hooks, assumptions, repeated_children
 from tpplan.trace.whole.opaque import Opaques
 
 logger = logging.getLogger(__name__)
@@ -238,10 +239,18 @@ class TraceCache:
         """The model traced at a micro-batch, never grown."""
         key = self.key(micro_batch)
         if key not in self.reuse.traces:
+            smaller = self._smaller(micro_batch)
             with self.subject.planning():
-                self.reuse.traces[key] = self._trace(micro_batch)
-            self.reuse.executor.observe(self.reuse.traces[key].opaques.by_key())
+                found = self.reuse.traces[key] = self._trace(micro_batch)
+            if smaller:
+                share_outline(smaller[min(smaller)].graph, found.graph)
+            self.reuse.executor.observe(found.opaques.by_key())
         return self.reuse.traces[key]
+
+    def _smaller(self, micro_batch: int) -> dict[int, Traced]:
+        """The traces of this model at smaller micro-batches, by these."""
+        smaller = [own for own in self.reuse.traces.values() if own.micro_batch < micro_batch]
+        return {own.micro_batch: own for own in smaller if self.reuse.traces.get(self.key(own.micro_batch)) is own}
 
     def first(self, micro_batches: Sequence[int]) -> list[Traced]:
         """The traces at the first two of some micro-batches; none unless both exist."""

@@ -140,6 +140,9 @@ class ConcreteValues(TorchFunctionMode):
         try:
             results = func(*args, **kwargs)
         except Exception as error:
+            unknown = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, UnknownNumber))
+            if (number := next(unknown, None)) is not None:  # torch's own code takes no such object, as in mask[i]
+                number.ask()
             if any(word in str(error) for word in _ONLY_HERE):
                 self.miss(str(error).splitlines()[0])
             raise

@@ -34,14 +34,15 @@ class UnknownNumber:
     def __repr__(self) -> str:
         return "?"
 
-    def _ask(self, *_: object) -> NoReturn:
+    def ask(self, *_: object) -> NoReturn:
+        """Says that the code computes with the number. Raises UnknownValueError."""
         self.asked(self.problem)
         raise UnknownValueError(self.problem)
 
-    __index__ = __int__ = __float__ = __bool__ = __hash__ = __neg__ = __abs__ = _ask
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _ask
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _ask
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = _ask
+    __index__ = __int__ = __float__ = __bool__ = __hash__ = __neg__ = __abs__ = ask
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = ask
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = ask
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = ask
 
 
 def parts_of(size: int, num_parts: int, extra: int) -> list[int]:
