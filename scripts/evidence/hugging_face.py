@@ -154,6 +154,12 @@ MODEL_TYPES: Mapping[str, ModelType] = {
             "ffn_config": {"ffn_hidden_size": 96, "moe_top_k": 2},
         },
     ),
+    # The defaults leave to the checkpoint how many experts there are, and how wide a head is.
+    "dots1": ModelType(
+        both={"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1408},
+        tiny={"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "n_group": 1},
+    ),
+    "hunyuan_v1_moe": ModelType(both={"head_dim": 128, "moe_topk": 2}, tiny={"head_dim": 8}),
     # A head's rotated dims are shared out to time, height and width, by default as the published heads have them.
     **dict.fromkeys(
         ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe", "glm46v", "glm_ocr", "paddleocr_vl"),

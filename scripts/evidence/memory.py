@@ -3,25 +3,27 @@
     python scripts/evidence/memory.py [MODEL ...] [--plans NAME ...] [--out FILE.csv]
 
 Every model is planned six ways: tensor parallelism, the same with the sequence sharded, FSDP that keeps layers gathered
-(ZeRO-2) and that does not (ZeRO-3), recomputation, and two dimensions at once over two micro-batches. Plans are solved
+(ZeRO-2) and that does not (ZeRO-3), recomputation, and two dimensions at once over two micro-batches; models with
+experts also three ways that divide these among ranks. Plans are solved
 for a made-up machine on which sharding pays. One rank's step runs on fake tensors under FSDPMemTracker
 (tpplan/verify/fake_step.py), the optimizer's included. Predictions are without slack. Exit code 0 if the bars are kept.
 """
 
 import argparse
 import csv
+import itertools
 import logging
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from made_up_machine import GPUS_PER_NODE, machine
-from memory_parts.models import MODELS, Subject
+from memory_parts.models import EXPERT_MODELS, MODELS, Subject
 from rich.console import Console
 from rich.table import Table
 
@@ -65,6 +67,12 @@ WAYS: Mapping[str, Way] = {
     "recompute": Way(gpus=4, options={**FSDP, "recompute": "full", "optimizer": "sgd"}),
     "2d": Way(gpus=8, micro_batches=2, options={"tp": 2, "fsdp": 2, "precision": "bf16-mixed"}),
     "whole": Way(gpus=4, micro_batches=3, options={**FSDP, "whole_gradients": True}),
+}
+#: ways of EXPERT_MODELS: experts divided among ranks that shard, also beside tensor parallelism
+EXPERT_WAYS: Mapping[str, Way] = {
+    "ep": Way(gpus=4, options={**FSDP, "ep": 2}),
+    "ep-all": Way(gpus=4, options={**FSDP, "ep": 4, "recompute": "full"}),
+    "ep-tp": Way(gpus=4, micro_batches=2, options={"tp": 2, "fsdp": 2, "ep": 2, "precision": "bf16-mixed"}),
 }
 
 
@@ -128,7 +136,7 @@ def planned(subject: Subject, way: Way, *, prove: bool = True) -> Plan:
 def compare(name: str, way_name: str) -> Row:
     """Plans, runs, and puts both numbers side by side. Raises what solving or running raises."""
     start = time.perf_counter()
-    subject, way = MODELS[name](), WAYS[way_name]
+    subject, way = {**EXPERT_MODELS, **MODELS}[name](), {**WAYS, **EXPERT_WAYS}[way_name]
     plan = planned(subject, way)
     inputs = subject.example_inputs(subject.batch, subject.seq_len)
     tracked = track(subject.build_model, inputs, subject.loss or _own_loss, plan)
@@ -175,41 +183,50 @@ def summary(rows: Sequence[Row]) -> tuple[list[str], bool]:
     return [f"{len(rows)} plans, predicted against tracked", *lines], all(ok for _, _, ok, _ in checks)
 
 
-def compared(models: Sequence[str], ways: Sequence[str]) -> Iterator[Row | str]:
+def asked(models: Sequence[str], ways: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields the models with their ways: where both are named each with each, else those of a table."""
+    if models and ways:
+        yield from itertools.product(models, ways)
+        return
+    for known, own in ((MODELS, WAYS), (EXPERT_MODELS, EXPERT_WAYS)):
+        yield from ((m, way) for m in models or known if m in known for way in ways or own if way in own)
+
+
+def compared(pairs: Iterable[tuple[str, str]]) -> Iterator[Row | str]:
     """Rows as they come, or why there is none."""
-    for model in models:
-        for way in ways:
-            try:
-                row = compare(model, way)
-            except (
-                TpplanError,
-                ArithmeticError,
-                AttributeError,
-                LookupError,
-                RuntimeError,
-                TypeError,
-                ValueError,
-            ) as error:
-                problem = f"{model} {way}: {type(error).__name__}: {str(error).splitlines()[0]}"
-                print(f"memory: {problem}", file=sys.stderr)
-                yield problem
-            else:
-                print(f"memory: {model} {way}: {row.error:+.2%}, {row.seconds:.1f} s", file=sys.stderr)
-                yield row
+    for model, way in pairs:
+        try:
+            row = compare(model, way)
+        except (
+            TpplanError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            problem = f"{model} {way}: {type(error).__name__}: {str(error).splitlines()[0]}"
+            print(f"memory: {problem}", file=sys.stderr)
+            yield problem
+        else:
+            print(f"memory: {model} {way}: {row.error:+.2%}, {row.seconds:.1f} s", file=sys.stderr)
+            yield row
 
 
 def main() -> int:
     """Compare, print, write."""
+    every_model, every_way = {**EXPERT_MODELS, **MODELS}, {**WAYS, **EXPERT_WAYS}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)} (default: all)")
-    parser.add_argument("--plans", nargs="+", choices=WAYS, default=tuple(WAYS), metavar="NAME", help=", ".join(WAYS))
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(every_model)} (default: all)")
+    parser.add_argument("--plans", nargs="+", choices=every_way, default=(), metavar="NAME", help=", ".join(every_way))
     parser.add_argument("--out", type=Path, metavar="FILE.csv")
     arguments = parser.parse_args()
-    if unknown := [name for name in arguments.models if name not in MODELS]:
-        parser.error(f"no model {unknown[0]!r}: there are {', '.join(MODELS)}")
+    if unknown := [name for name in arguments.models if name not in every_model]:
+        parser.error(f"no model {unknown[0]!r}: there are {', '.join(every_model)}")
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    found = list(compared(arguments.models or tuple(MODELS), arguments.plans))
+    found = list(compared(asked(arguments.models, arguments.plans)))
     rows = [row for row in found if isinstance(row, Row)]
     Console(width=150).print(table(rows))
     lines, is_kept = summary(rows) if rows else ([], False)

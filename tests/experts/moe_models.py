@@ -55,13 +55,14 @@ class OwnMoe(nn.Module):
         return self.head(x)
 
 
-def hugging_face(name: str, implementation: str = "grouped_mm") -> Callable[[], nn.Module]:
+def hugging_face(name: str, implementation: str = "grouped_mm", num_experts: int = 4) -> Callable[[], nn.Module]:
     """A builder of a tiny transformers model of a class such as "Qwen3Moe"."""
     import transformers
 
     sizes = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16,
-        "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), num_experts),
+        "num_experts_per_tok": 2,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
         "max_position_embeddings": 64, "use_cache": False, "shared_expert_intermediate_size": 32,
         "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "q_lora_rank": 16,

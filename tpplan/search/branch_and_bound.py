@@ -11,10 +11,11 @@ priced where a smaller micro-batch on its mesh does not fit, and where its GPUs 
 take too long (tpplan.search.points.best_rates). Guesses, which forbid more than a counterexample shows, may hide a
 faster plan: the bound is then that of the problem without them.
 
-The search assumes two things, and the plan notes where it did: that graphs at other micro-batches grow as from the
+The search assumes three things, and the plan notes where it did: that graphs at other micro-batches grow as from the
 smallest to the next, and with each size what an op runs (tpplan.search.points.grown_graph,
-tpplan.costs.runs.grown_executions; the answer's graph is traced, its ops are run, and both compared), and that across
-nodes more tp ranks are no faster where compute and collectives alone make fewer too slow.
+tpplan.costs.runs.grown_executions; the answer's graph is traced, its ops are run, and both compared); that graphs of
+other numbers of ranks that divide experts follow from those of two (tpplan.experts.degree_graph, likewise compared);
+and that across nodes more tp ranks are no faster where compute and collectives alone make fewer too slow.
 """
 
 import heapq
@@ -368,14 +369,7 @@ def _unsearched(solvers: Solvers, points: list[Point], known: Progress) -> tuple
     if known.lowered:
         shown = ", ".join(f"{point.mesh}, micro-batch {point.micro_batch}" for point in sorted(known.lowered))
         found.append(f"plans that fill memory, as the ILP counts too little of it there: {shown}")
-    if sizes := {
-        size
-        for solver, own in solvers.split(points)
-        for size in solver.traces.grown_sizes({point.micro_batch for point in own})
-    }:
-        shown = ", ".join(map(str, sorted(sizes)))
-        found.append(f"micro-batch {shown}: priced as if the code did what it does at smaller ones, on larger tensors")
-    return tuple(found)
+    return (*found, *solvers.assumed(points))
 
 
 def _settled(solver: PointSolver, best: Candidate) -> Candidate:

@@ -58,8 +58,8 @@ def _divided(solver: PointSolver, points: list[Point], options: Options) -> dict
             "of integers and a weight [T, K]; its weights have a slice for each expert, and are no other module's): "
             "leave --ep out"
         )
-    found = {}
-    for ep in asked:
+    found: dict[int, tuple[PointSolver, list[Point]]] = {}
+    for ep in reversed(asked):  # the search looks at the largest first
         if ep == 1 or ep > most:
             continue
         if why := _why_not(traced, calls, ep):
@@ -69,7 +69,8 @@ def _divided(solver: PointSolver, points: list[Point], options: Options) -> dict
             continue
         division = Division(ep, options.expert_imbalance, tuple(calls.items()))
         request = replace(solver.request, subject=replace(solver.request.subject, experts=division))
-        traces = replace(solver.traces, subject=request.subject)
+        relatives = tuple(known.traces for known, _ in found.values())[:2]
+        traces = replace(solver.traces, subject=request.subject, relatives=relatives)
         own = replace(solver, request=request, traces=traces, cuts=type(solver.cuts)()).changed(request)
         try:
             of_degree, _ = points_of(request, tp=options.tp, fsdp=options.fsdp)

@@ -44,6 +44,7 @@ def trace_marking(
     untouched: str = "",
     whole: Sequence[tuple[str, str]] = (),
     notes_calls: bool = True,
+    like: ModelGraph | None = None,
 ) -> tuple[ModelGraph, Opaques]:
     """The graph of a model, as tpplan.trace.trace.trace gives it, and the modules that are one operator in it.
 
@@ -51,13 +52,14 @@ def trace_marking(
     untouched: why parameters must stay as they are; the whole model is one operator then. So it is as the last resort.
     whole: (module, reason) to mark from the start; of a module that is marked already, the one around it.
     notes_calls: whether what modules call goes into the graph's `calls`.
+    like: as `trace` takes it.
 
     Raises ModelError, with the error of the first trace, where the model cannot run on fake tensors as a whole either.
     """
 
     def traced(untouched: str) -> tuple[ModelGraph, Opaques]:
         given = () if untouched else whole
-        return _trace_marking(model, build, inputs, loss, cast, untouched, given, notes_calls=notes_calls)
+        return _trace_marking(model, build, inputs, loss, cast, untouched, given, notes_calls=notes_calls, like=like)
 
     if untouched:
         return traced(untouched)
@@ -82,6 +84,7 @@ def _trace_marking(
     whole: Sequence[tuple[str, str]],
     *,
     notes_calls: bool,
+    like: ModelGraph | None,
 ) -> tuple[ModelGraph, Opaques]:
     """Does the work of trace_marking: marks the root where `untouched`, else each module that cannot be traced."""
     marks = _Marks(model)
@@ -96,7 +99,14 @@ def _trace_marking(
     while True:
         try:
             graph = trace(
-                build(), inputs, loss=loss, cast=cast, opaques=marks.opaques, fresh=build, notes_calls=notes_calls
+                build(),
+                inputs,
+                loss=loss,
+                cast=cast,
+                opaques=marks.opaques,
+                fresh=build,
+                notes_calls=notes_calls,
+                like=like,
             )
         except TraceError as error:
             if isinstance(error.__cause__, MixedDtypesError):

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpplan.core.errors import ModelError
 from tpplan.core.graph import LOSS_SCOPE, OWN_SCOPE, Direction, ModelGraph, enclosing
 from tpplan.stages.stub import Stub
 from tpplan.torch_internals import pytree, tensors
@@ -39,6 +38,7 @@ from tpplan.trace.left_behind import held_tensors, left_behind
 from tpplan.trace.noted_calls import CallNotes, digest
 from tpplan.trace.record_fx import Program, StoppedError, naming_modules, on_meta, record
 from tpplan.trace.stopped_trace import TraceError, check_modules, explained
+from tpplan.trace.varying_dims import varying_as, with_varying
 from tpplan.trace.whole.opaque import Opaques, recording
 
 logger = logging.getLogger(__name__)
@@ -116,6 +116,7 @@ def trace(
     fresh: Callable[[], nn.Module] | None = None,
     notes_calls: bool = False,
     is_compared: bool = False,
+    like: ModelGraph | None = None,
 ) -> ModelGraph:
     """The graph of one training forward, loss included, at the shapes of `inputs`.
 
@@ -127,6 +128,7 @@ def trace(
     opaques: the modules that run whole, each as one operator.
     fresh: gives another copy of the model, in which nothing has run yet, for each further run.
     notes_calls: whether what modules call goes into the graph's `calls`.
+    like: a graph whose `varying` dims this one takes where both have the same ops and no size was guessed.
     is_compared: whether the graph is only compared with another one, node by node; then it has no `blocks`, and all its
         values are said to be read.
 
@@ -147,8 +149,10 @@ def trace(
     graph, program = _run_deduplicated(request, copies, extra=0)
     if not program.varies:
         return graph
+    if like is not None and not program.guessed and (known := varying_as(graph, like)) is not None:
+        return known
     try:
-        return _with_varying(graph, _run_deduplicated(request, copies, extra=1)[0], program.guessed)
+        return with_varying(graph, _run_deduplicated(request, copies, extra=1)[0], program.guessed)
     except TraceError:
         if program.guessed:
             raise
@@ -189,24 +193,6 @@ def _run_deduplicated(
         if not classes:
             break
     return _run(next(copies)(), request, contextlib.nullcontext(), [], extra)
-
-
-def _with_varying(graph: ModelGraph, other: ModelGraph, guessed: Mapping[str, str]) -> ModelGraph:
-    """The graph with its `varying` dims, those whose size differs in `other`, which was traced with one element more
-    wherever data decides how many there are. `guessed` are the lines of code whose sizes were guessed, and the guesses.
-
-    Raises ModelError where `other` has other ops.
-    """
-    if graph.values.keys() != other.values.keys():
-        raise ModelError(
-            f"data decides a size, and which ops run depends on it: {', '.join(guessed)}. Let every op run at any size"
-        )
-    values = {
-        name: replace(value, varying=tuple(i for i, size in enumerate(value.shape) if size != there.shape[i]))
-        for (name, value), there in zip(graph.values.items(), other.values.values(), strict=True)
-    }
-    found = ((line, guess, False) for line, guess in guessed.items())
-    return replace(graph, values=values, questions=(*graph.questions, *found))
 
 
 def assumptions(

@@ -98,3 +98,7 @@ MODELS: Mapping[str, Callable[[], Subject]] = {
         )
     },
 }
+#: those with modules of experts that ranks may divide
+EXPERT_MODELS: Mapping[str, Callable[[], Subject]] = {
+    name: partial(_hugging_face, name, 1, 512) for name in ("mixtral", "qwen3_moe", "deepseek_v3")
+}

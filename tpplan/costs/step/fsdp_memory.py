@@ -6,7 +6,8 @@ freed after the unit's forward, unless they are kept (ZeRO-2). The root's parame
 Backward: a unit is gathered in the same way, and the unit before it is prefetched; a buffer is freed when it has been
 copied out. After a unit's backward its parameters are freed, and its gradients are copied into a flat buffer, which
 lives until the next unit has one, and reduced into shards. The last gradient lives until then, for a loop's variable
-holds it (foreach_reduce in fsdp/_fully_shard/_fsdp_collectives.py).
+holds it (foreach_reduce in fsdp/_fully_shard/_fsdp_collectives.py). Divided experts are reduced by themselves; here
+they count with the rest of their unit, and of the two last gradients the larger one.
 Where gradients are kept whole between micro-batches (set_requires_gradient_sync), a unit's backward casts them, one by
 one, to the dtype that they are reduced in, and adds them in place to those of earlier micro-batches. The last backward
 adds its own, and reduces and frees them (accumulate_unsharded_grad_if_needed and to_accumulated_grad_if_needed in
@@ -29,11 +30,14 @@ ROOT_UNIT = ""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitBytes:
     """Bytes of a unit on a rank: gathered, its cast shard, its largest parameter (0 for these two without a cast),
-    and its gradients as they are reduced, whole and sharded. `labels` are its parameters, in order; `wider` has the
-    bytes of each whole gradient that is reduced in a wider dtype than backward makes it in.
+    and its gradients as they are reduced, whole and sharded.
+
+    `labels` are its parameters, in order; `reduced_together` those of them that are reduced at once, over more than one
+    rank; `wider` has the bytes of each whole gradient that is reduced in a wider dtype than backward makes it in.
     """
 
     labels: tuple[str, ...]
+    reduced_together: tuple[tuple[str, ...], ...]
     gathered: float
     cast: float
     largest: float
@@ -209,8 +213,9 @@ class Shards:
         if not gradients:
             return
         self.reducing = self.ledger.hold(Piece(BUFFERS, unit.reduced))
-        held = next((gradients[label] for label in reversed(unit.labels) if label in gradients), None)
-        last = self.ledger.hold(held) if held is not None and self.ranks > 1 else None
+        lasts = [next((gradients[own] for own in reversed(g) if own in gradients), None) for g in unit.reduced_together]
+        held = max((own for own in lasts if own is not None), key=lambda own: own.num_bytes, default=None)
+        last = self.ledger.hold(held) if held is not None else None
         for gradient in gradients.values():
             self.ledger.drop(gradient)
         reduced = self.ledger.hold(Piece(GRADIENTS, unit.sharded_gradients))
@@ -231,6 +236,11 @@ def _unit_bytes(weights: Weights, parameters: tuple[Source, ...]) -> UnitBytes:
     gathered = sum(filled)
     return UnitBytes(
         labels=tuple(source.label for source in parameters),
+        reduced_together=tuple(
+            tuple(source.label for source in parameters if (source.ep > 1) is is_divided)
+            for is_divided, ranks in {source.ep > 1: weights.fsdp_ranks(source) for source in parameters}.items()
+            if ranks > 1
+        ),
         gathered=float(gathered),
         cast=sum(own / weights.fsdp_ranks(source) for source, own in zip(parameters, filled, strict=True)) * is_cast,
         largest=float(max(widths[s.label] * weights.elements(s) for s in parameters)) if is_cast else 0.0,

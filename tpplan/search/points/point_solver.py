@@ -290,6 +290,22 @@ class Solvers:
         """The solver of a point."""
         return self.by_ep[point.ep]
 
+    def assumed(self, points: Sequence[Point]) -> Iterator[str]:
+        """Yields lines on graphs that were not traced: of which micro-batches, of how many ranks for experts."""
+        grown: set[int] = set()
+        likened: list[int] = []
+        for ep, solver in self.by_ep.items():
+            sizes = {point.micro_batch for point in points if point.ep == ep}
+            grown.update(solver.traces.grown_sizes(sizes))
+            if solver.traces.is_likened(sizes):
+                likened.append(ep)
+        if grown:
+            shown = ", ".join(map(str, sorted(grown)))
+            yield f"micro-batch {shown}: priced as if the code did what it does at smaller ones, on larger tensors"
+        if likened:
+            shown = ", ".join(map(str, sorted(likened)))
+            yield f"experts over {shown} ranks: priced as if the code did what it does over other numbers of ranks"
+
     @property
     def request(self) -> Request:
         """The request, of which only the subject differs between the solvers."""

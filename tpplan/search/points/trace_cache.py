@@ -10,7 +10,7 @@ Sharing does not change the plans.
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -23,6 +23,7 @@ from tpplan.core.graph import Direction, ModelGraph
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.runs.execute import Executor
 from tpplan.costs.step.cost_table import PricedSpace
+from tpplan.experts.degree_graph import of_degree
 from tpplan.experts.expert_share import Division, with_shares
 from tpplan.layouts.assignment import Assignment, assignment_of
 from tpplan.layouts.typecheck import Mistyped
@@ -161,6 +162,9 @@ class Reuse:
     traces: dict[Hashable, Traced] = field(default_factory=dict)
     #: models whose graph at a micro-batch was not traced but grown (tpplan.search.points.grown_graph)
     grown: dict[Hashable, Traced] = field(default_factory=dict)
+    #: models with divided experts of which more was taken from graphs of other numbers of ranks: the graph
+    #: (tpplan.experts.degree_graph), or the dims whose size data decides
+    likened: dict[Hashable, Traced] = field(default_factory=dict)
     #: keys of subjects of which a grown graph differed from the trace
     ungrowing: set[Hashable] = field(default_factory=set)
     spaces: dict[Hashable, PricedSpace] = field(default_factory=dict)
@@ -185,10 +189,12 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class TraceCache:
-    """One trace of a subject per micro-batch, kept in `reuse`."""
+    """One trace of a subject per micro-batch, kept in `reuse`. `relatives` are those of the same model with its experts
+    divided among other numbers of ranks, from whose graphs this one's may be derived."""
 
     subject: Subject
     reuse: Reuse
+    relatives: tuple["TraceCache", ...] = ()
 
     def key(self, micro_batch: int) -> Hashable:
         """Everything that a trace depends on."""
@@ -205,17 +211,23 @@ class TraceCache:
         self.whole.append((module, reason))
 
     def traced(self, micro_batch: int) -> Traced:
-        """The model traced at a micro-batch; after traces at two smaller ones its graph may be grown from theirs, and
-        its inputs are those of the larger one."""
+        """The model traced at a micro-batch; after traces at two smaller ones, or of relatives, its graph may be taken
+        from theirs, and its inputs are those of another one."""
         key = self.key(micro_batch)
-        if key in self.reuse.traces:
-            return self.reuse.traces[key]
-        if key not in self.reuse.grown:
-            found = self._grown(micro_batch)
-            if found is None:
-                return self.really_traced(micro_batch)
+        if (known := self.known(micro_batch)) is not None:
+            return known
+        if (found := self._grown(micro_batch)) is not None:
             self.reuse.grown[key] = found
-        return self.reuse.grown[key]
+        elif (found := self._likened(micro_batch)) is not None:
+            self.reuse.likened[key] = found
+        else:
+            found = self.really_traced(micro_batch)
+        return found
+
+    def known(self, micro_batch: int) -> Traced | None:
+        """The model as it was traced at a micro-batch before, or its graph was taken from others; else None."""
+        key = self.key(micro_batch)
+        return self.reuse.traces.get(key) or self.reuse.likened.get(key) or self.reuse.grown.get(key)
 
     def foreseen(self, micro_batch: int) -> ModelGraph | None:
         """The graph at a micro-batch as far as it is known without another trace: traced before, or grown from smaller
@@ -242,29 +254,42 @@ class TraceCache:
 
     def first(self, micro_batches: Sequence[int]) -> list[Traced]:
         """The traces at the first two of some micro-batches; none unless both exist."""
-        keys = [self.key(size) for size in micro_batches[:2]]
-        are_there = len(keys) == 2 and all(key in self.reuse.traces for key in keys)
-        return [self.reuse.traces[key] for key in keys] if are_there else []
+        found = [self._anchor(size) for size in micro_batches[:2]]
+        return [own for own in found if own is not None] if len(found) == 2 and None not in found else []
+
+    def _anchor(self, micro_batch: int) -> Traced | None:
+        """The model at a micro-batch as others are grown from it: traced, or taken from relatives; None where it is not
+        known yet."""
+        key = self.key(micro_batch)
+        return self.reuse.traces.get(key) or self.reuse.likened.get(key)
 
     def grown_sizes(self, sizes: Iterable[int]) -> tuple[int, ...]:
         """The micro-batches among `sizes` with a grown graph and no trace, ascending."""
         keys = {size: self.key(size) for size in sizes}
         return tuple(sorted(n for n, key in keys.items() if key in self.reuse.grown and key not in self.reuse.traces))
 
+    def is_likened(self, sizes: Iterable[int]) -> bool:
+        """True where the graph at some micro-batch among `sizes` was taken from relatives, and not traced since."""
+        keys = set(map(self.key, sizes))
+        return bool(keys & self.reuse.likened.keys() - self.reuse.traces.keys())
+
     def distrust_grown(self) -> None:
         """Traces every micro-batch of this model from now on, after a grown graph has differed from its trace."""
         logger.info("a graph grown from smaller micro-batches differs from its trace: each micro-batch is traced")
         self.reuse.ungrowing.add(self.subject.key)
         self.reuse.grown.clear()
+        self.reuse.likened.clear()
         self.reuse.spaces.clear()
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """The dtypes in which the model's parameters were built, by name."""
         return self._built().dtypes
 
-    def trace_of(self, model: nn.Module, inputs: Inputs, *, notes_calls: bool = True) -> tuple[ModelGraph, Opaques]:
+    def trace_of(
+        self, model: nn.Module, inputs: Inputs, *, notes_calls: bool = True, like: ModelGraph | None = None
+    ) -> tuple[ModelGraph, Opaques]:
         """The graph of a built model on some inputs, with its calls where `notes_calls`, and its opaque modules, which
-        are one op in it."""
+        are one op in it; `like` is as `trace` takes it."""
         untouched, cast = accumulated_hooks(model), self.subject.cast(repeated_children(model))
         # A forward may leave tensors of the trace on its module; the proof copies a model that has none.
         graph, opaques = trace_marking(
@@ -276,6 +301,7 @@ class TraceCache:
             untouched=untouched,
             whole=self.whole,
             notes_calls=notes_calls,
+            like=like,
         )
         opaques.is_hooked = bool(untouched)
         return graph, opaques
@@ -291,12 +317,12 @@ class TraceCache:
             self.reuse.models[self.subject.key] = built_on_meta(build, is_half=is_half)
         return self.reuse.models[self.subject.key]
 
-    def _trace(self, micro_batch: int) -> Traced:
+    def _trace(self, micro_batch: int, like: ModelGraph | None = None) -> Traced:
         built = self._built()
         model = built.model  # the trace runs a copy
         units = repeated_children(model)
         inputs = self.subject.inputs(micro_batch, self.subject.seq_len)
-        graph, opaques = self.trace_of(model, inputs)
+        graph, opaques = self.trace_of(model, inputs, like=like)
         cast = self.subject.cast(units)
         units = tuple(unit for unit in units if not opaques.hides(unit))
         assumed: tuple[str, ...] = ()
@@ -319,12 +345,48 @@ class TraceCache:
         """The model with the graph grown from traces at the two next smaller micro-batches; None where none can be."""
         if self.subject.key in self.reuse.ungrowing:
             return None
-        known = self._smaller(micro_batch)
+        both = [*self.reuse.traces.values(), *self.reuse.likened.values()]
+        smaller = {own.micro_batch for own in both if own.micro_batch < micro_batch}
+        known = {size: own for size in smaller if (own := self._anchor(size)) is not None}
         if len(known) < 2 or any(own.opaques.by_key() or own.opaques.untouched for own in known.values()):
             return None
         low, high = sorted(known)[-2:]
         graph = grown(known[low].graph, known[high].graph, (low, high), micro_batch)
         return None if graph is None else replace(known[high], micro_batch=micro_batch, graph=graph)
+
+    def _likened(self, micro_batch: int) -> Traced | None:
+        """The model with the graph that graphs of its relatives imply, or traced, but with the dims whose size data
+        decides as in theirs; None without relatives that are alike."""
+        if not self.relatives or self.subject.key in self.reuse.ungrowing:
+            return None
+        base = self.relatives[0].traced(micro_batch)
+        if base.opaques.by_key() or base.opaques.untouched:
+            return None
+        for first, second in self._pairs(micro_batch):
+            graph = of_degree(base.graph, first.graph, second.graph, self._degree)
+            if graph is not None:
+                model = self._built().model
+                return replace(base, model=model, inputs=second.inputs, graph=graph, notes=self._built().notes)
+        with self.subject.planning():
+            found = self._trace(micro_batch, like=base.graph)
+        self.reuse.executor.observe(found.opaques.by_key())
+        return found
+
+    @property
+    def _degree(self) -> int:
+        return self.subject.experts.ep if self.subject.experts is not None else 1
+
+    def _pairs(self, micro_batch: int) -> Iterator[tuple[Traced, Traced]]:
+        """Yields, of micro-batches, the model as the first relative has it and as another number of ranks does: the
+        second relative, or this one where there is no other."""
+        base, other = self.relatives[0], self.relatives[1] if len(self.relatives) > 1 else self
+        if other is not self:
+            other.traced(micro_batch)
+        sizes = {own.micro_batch for own in self.reuse.likened.values()}
+        for size in sorted(sizes, key=lambda size: (size != micro_batch, size)):
+            second = other.reuse.likened.get(other.key(size))
+            if second is not None and (first := base._anchor(size)) is not None:
+                yield first, second
 
 
 def _profile_of(plan: Plan) -> HardwareProfile:
