@@ -136,9 +136,8 @@ SMALL: dict[str, Any] = {
 }
 
 
-@pytest.mark.slow
-def test_the_constraint_is_never_below_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On layouts as they come, with little and with much beside the parameters."""
+def rows_and_peaks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
+    """A list that gets, of each answer that is priced from now on, the largest memory row and the predicted peak."""
     seen: list[tuple[float, float]] = []
 
     def noting(solver: PointSolver, assignment: Assignment, best: Candidate) -> Priced:
@@ -150,6 +149,13 @@ def test_the_constraint_is_never_below_the_peak(monkeypatch: pytest.MonkeyPatch)
 
     price = branch_and_bound._priced
     monkeypatch.setattr(branch_and_bound, "_priced", noting)
+    return seen
+
+
+@pytest.mark.slow
+def test_the_constraint_is_never_below_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On layouts as they come, with little and with much beside the parameters."""
+    seen = rows_and_peaks(monkeypatch)
     for rows in (4, 4096):
         for way in memory.WAYS.values():
             subject = dataclasses.replace(memory_models.MODELS["mlp example"](), batch=rows)
@@ -201,17 +207,7 @@ def test_buffers_of_forward_are_tracked_and_in_the_constraint(
         model.layers.requires_grad_(trains)
         return model
 
-    seen: list[tuple[float, float]] = []
-
-    def noting(solver: PointSolver, assignment: Assignment, best: Candidate) -> Priced:
-        priced, choice = price(solver, assignment, best), best.solution.choice
-        assert choice is not None
-        rows = best.formulation.problem.resources
-        seen.append((max(total(row.terms, choice) for row in rows), priced.predicted.peak_memory_bytes))
-        return priced
-
-    price = branch_and_bound._priced
-    monkeypatch.setattr(branch_and_bound, "_priced", noting)
+    seen = rows_and_peaks(monkeypatch)
     subject = dataclasses.replace(SMALL["gpt"](), build_model=build, batch=1, seq_len=8)
     monkeypatch.setattr(memory, "MODELS", {"gpt": lambda: subject})
     options = {**memory.WAYS[way].options, "precision": "fp32", "optimizer": "sgd"}
