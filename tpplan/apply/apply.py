@@ -1,5 +1,5 @@
 """Applies a plan: first tensor parallelism (tpplan.apply.parallel_style), then recomputation, then data parallelism by
-FSDP2.
+FSDP2 (tpplan.apply.data_parallel).
 
     model = tpplan.apply_plan(build_model(), "plan.json")        # under torchrun, process group initialised
     for micro_batch in micro_batches: loss(model(**micro_batch)).backward()
@@ -13,22 +13,19 @@ training forward checks that the ranks do (tpplan.apply.modules.first_step_check
 import contextlib
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, final
+from collections.abc import Iterator
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.fsdp import FSDPModule
 
 from tpplan.apply.collectives.cross_entropy import ShardedClasses
-from tpplan.apply.collectives.dp_gradients import Averager
 from tpplan.apply.collectives.redistribute import TpGroup
-from tpplan.apply.collectives.tp_gradients import Reducer, Slot
-from tpplan.apply.expert_parallel import broadcast_experts, divide_experts, experts_mesh, shard_experts
+from tpplan.apply.data_parallel import AVERAGER, broadcast_replicas, leave_untouched, reduce_gradients, shard_data
+from tpplan.apply.expert_parallel import broadcast_experts, divide_experts, experts_mesh
 from tpplan.apply.first_forward_check import check_calls
 from tpplan.apply.model_match import (
     check_filled,
@@ -36,13 +33,11 @@ from tpplan.apply.model_match import (
     module_called,
     modules_by_name,
     outermost_by_name,
-    plan_name,
 )
 from tpplan.apply.modules.applied_mesh import keep_mesh
 from tpplan.apply.modules.dropout_rng import DrawByRank
 from tpplan.apply.modules.first_step_check import check_first_step
 from tpplan.apply.modules.input_shapes import OnMismatch, check_shapes
-from tpplan.apply.modules.local_modules import ModuleBinding
 from tpplan.apply.modules.local_sizes import LocalSizes, check_attributes, is_inside_an_attribute
 from tpplan.apply.modules.stale_references import Originals
 from tpplan.apply.parallel_style import module_styles
@@ -56,18 +51,13 @@ from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import Plan, Precision, uses_fsdp
 from tpplan.plan.proof_hash import MEND, why_unproven
 from tpplan.stages.stage_model import as_stage
-from tpplan.torch_internals.modules import own_buffers, own_parameters
-from tpplan.torch_internals.tensors import gradient_hooks, local_part
+from tpplan.torch_internals.modules import own_buffers
+from tpplan.torch_internals.tensors import gradient_hooks
 from tpplan.trace.hooks.call_rewriting import Rewriter, rewrite_calls
-from tpplan.trace.hooks.checkpoint_context import leave_reentry
 from tpplan.trace.hooks.encoder_fast_path import leave_fast_path
-from tpplan.trace.hooks.generated_class import BINDING, fold_forwards, is_generated
+from tpplan.trace.hooks.generated_class import fold_forwards, is_generated
 from tpplan.trace.whole.opaque import HOOKS, opaque_class
 
-#: key in the root module's __dict__ of the Averager, which averages the gradients that FSDP does not hold
-AVERAGER = "_tpplan_averager"
-#: there where FSDP keeps whole gradients between micro-batches
-WHOLE_GRADIENTS = "_tpplan_whole_gradients"
 _AXES = tuple(str(axis) for axis in (Axis.REPLICATE, Axis.SHARD, Axis.TP))
 
 
@@ -122,7 +112,7 @@ def apply_plan(
     check_everywhere(error)
     group = everywhere[_AXES]._flatten().get_group() if own.mesh.num_gpus > 1 else everywhere[Axis.TP].get_group()
     _applied(model, own, everywhere[_AXES], originals, compile=compile, check=OnMismatch(check), group=group)
-    run_in_stages(model, loaded, everywhere, _reduce_gradients)
+    run_in_stages(model, loaded, everywhere, reduce_gradients)
     return model
 
 
@@ -143,7 +133,7 @@ def _applied(
     is_untouched = loaded.untouched is not None
     _move(model, device_type, with_parameters=loaded.mesh.tp == 1 or is_untouched)
     if is_untouched:
-        _leave_untouched(model, loaded, mesh)
+        leave_untouched(model, loaded, mesh)
         keep_mesh(model, mesh)
         return model
     fold_forwards(model)
@@ -153,12 +143,12 @@ def _applied(
         divide_experts(model, loaded, of_experts)
     lay_out(model, loaded, mesh[Axis.TP], of_experts)
     _recompute_planned(model, loaded)
-    _broadcast_replicas(model, loaded, mesh)
+    broadcast_replicas(model, loaded, mesh)
     if of_experts is not None:
         broadcast_experts(model, loaded, of_experts)
     if compile:
         _compile_layers(model, loaded)
-    _shard_data(model, loaded, mesh, of_experts)
+    shard_data(model, loaded, mesh, of_experts)
     keep_mesh(model, mesh, of_experts)
     check_shapes(model, loaded, check)
     check_calls(model, loaded, mesh.device_type, check, group)
@@ -189,33 +179,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     are kept whole between micro-batches (`fsdp.whole_gradients`): then they wait too. Inside, a parameter's `.grad`
     may be one rank's summand, or None.
     """
-    _reduce_gradients(model, False)
+    reduce_gradients(model, False)
     try:
         yield
     finally:
-        _reduce_gradients(model, True)
-
-
-def _reduce_gradients(model: nn.Module, enabled: bool) -> None:
-    """Says whether the backwards that follow reduce gradients over the tp axis and over replicas."""
-    reducers: list[Reducer | Averager] = [*_reducers(model)]
-    if AVERAGER in model.__dict__:
-        reducers.append(model.__dict__[AVERAGER])
-    for reducer in reducers:
-        reducer.is_enabled = enabled
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and WHOLE_GRADIENTS in model.__dict__:
-            module.set_requires_gradient_sync(enabled, recurse=False)
-        elif isinstance(module, FSDPModule):
-            module.set_requires_all_reduce(enabled, recurse=False)
-
-
-def _reducers(model: nn.Module) -> list[Reducer]:
-    return list({id(site.shared): site.shared.reducer for site in _sites(model)}.values())
-
-
-def _sites(model: nn.Module) -> list[ModuleBinding]:
-    return [module.__dict__[BINDING] for module in model.modules() if BINDING in module.__dict__]
+        reduce_gradients(model, True)
 
 
 def _rewriters(plan: Plan, modules: dict[str, nn.Module], group: TpGroup) -> dict[nn.Module, list[Rewriter]]:
@@ -383,121 +351,3 @@ def _keep_hooks(model: nn.Module, plan: Plan) -> None:
             module.__dict__[HOOKS] = hooks
             if plan.mesh.tp == 1:
                 module.__class__ = opaque_class(type(module))  # type: ignore[arg-type]
-
-
-def _leave_untouched(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Gives every rank the unchanged model with the same values, and averages its gradients over replicas."""
-    _broadcast_replicas(model, plan, mesh, (Axis.REPLICATE, Axis.TP))
-    averager = Averager(groups=(TpGroup.of(mesh[Axis.REPLICATE].get_group()),))
-    averager.watch(model)
-    model.__dict__[AVERAGER] = averager
-
-
-@torch.no_grad()
-def _broadcast_replicas(
-    model: nn.Module, plan: Plan, mesh: DeviceMesh, axes: Sequence[Axis] = (Axis.REPLICATE, Axis.SHARD)
-) -> None:
-    """Broadcasts parameters from the first rank of each axis: by default over replicate, then over shard. Leaves out
-    experts that are divided over ranks."""
-    modules = modules_by_name(model)
-    divided = {id(weight) for name in plan.expert_calls() for weight in modules[name].parameters()}
-    for axis in axes:
-        if mesh[axis].size() > 1 and dist.get_backend() != "fake":
-            for parameter in (own for own in model.parameters() if id(own) not in divided):
-                local = local_part(parameter) if isinstance(parameter, DTensor) else parameter
-                if not local.is_meta:
-                    dist.broadcast(local.detach(), group=mesh.get_group(axis), group_src=0)
-
-
-def _shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh, of_experts: DeviceMesh | None) -> None:
-    """Applies fully_shard over the data-parallel axes to each planned unit, divided experts first and the root last.
-
-    FSDP averages gradients over the data-parallel ranks.
-    """
-    is_mixed = plan.precision is Precision.BF16_MIXED
-    if not uses_fsdp(plan.mesh, plan.precision):
-        return
-    leave_reentry(model)
-    if plan.fsdp.whole_gradients:
-        model.__dict__[WHOLE_GRADIENTS] = True
-    axes = mesh[Axis.SHARD] if plan.mesh.replicate == 1 else mesh[Axis.REPLICATE, Axis.SHARD]
-    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    policy = mixed if is_mixed else MixedPrecisionPolicy()
-    if of_experts is not None:
-        shard_experts(model, plan, of_experts, policy)
-    outermost = outermost_by_name(model)
-    scalars = {model.get_parameter(name) for name in _real_names(model, plan.scalars_beside_fsdp())}
-    resharded = plan.resharded_units()
-    for name in (*(unit for unit in plan.fsdp_units() if unit), ""):
-        # The root's parameters are needed again as soon as backward starts.
-        reshard = resharded.get(name, False)
-        fully_shard(
-            module_called(outermost, name),
-            mesh=axes,
-            reshard_after_forward=reshard,
-            mp_policy=policy,
-            ignored_params=scalars,
-        )
-    if scalars:
-        _replicate(model, plan, mesh, axes, policy.param_dtype)
-    before = _BeforeForward(tuple(slot for reducer in _reducers(model) for slot in reducer.slots), mesh.device_type)
-    before(model, ())
-    model.register_forward_pre_hook(before, prepend=True)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _BeforeForward:
-    """A forward pre-hook of the root that runs before FSDP gathers parameters.
-
-    It lets each slot note its sharded parameter, and clears autocast's cache of cast weights: the gradient of a weight
-    cast in an earlier forward would arrive after FSDP's reduce-scatter.
-    """
-
-    slots: tuple[Slot, ...]
-    device_type: str
-
-    def __call__(self, _model: nn.Module, _inputs: object) -> None:
-        if torch.compiler.is_compiling():
-            return
-        for slot in self.slots:
-            slot.parameter()
-        if torch.is_autocast_enabled(self.device_type):
-            torch.clear_autocast_cache()
-
-
-def _real_names(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Translates a plan's parameter names to the model's, which contain the names of wrappers."""
-    real = {plan_name(name): name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return [real[name] for name in names]
-
-
-def _replicate(model: nn.Module, plan: Plan, mesh: DeviceMesh, axes: DeviceMesh, dtype: torch.dtype | None) -> None:
-    """Replaces scalar parameters, which FSDP2 cannot shard, by replicated DTensors on the mesh of all other parameters.
-
-    Gradient clipping and optimizers need one mesh for all. Reads of a replica tell the Averager that its gradient
-    comes, which is then averaged over data-parallel ranks.
-    """
-    names = plan.scalars_beside_fsdp()
-    scalars = {model.get_parameter(name) for name in _real_names(model, names)}
-    sharded = (p for p in model.parameters() if isinstance(p, DTensor) and p not in scalars)
-    on = next((parameter.device_mesh for parameter in sharded), axes)
-    groups = tuple(TpGroup.of(mesh[axis].get_group()) for axis in (Axis.REPLICATE, Axis.SHARD))
-    averager = model.__dict__[AVERAGER] = Averager(groups=groups)
-    replicas: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        parameters = own_parameters(module)
-        for name, parameter in parameters.items():
-            if parameter is None or parameter not in scalars:
-                continue
-            if id(parameter) not in replicas:
-                assert isinstance(parameter, DTensor)
-                local = DTensor.from_local(local_part(parameter).detach(), on, [Replicate()] * on.ndim, run_check=False)
-                replicas[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
-                if parameter.requires_grad:
-                    averager.slots.append(Slot(module=module, name=name))
-            parameters[name] = replicas[id(parameter)]
-    for site in _sites(model):
-        for reads in (*site.reads.values(), *(site.whole or {}).values()):
-            if reads.name in names:
-                reads.averager, reads.dtype = averager, dtype

@@ -1,0 +1,170 @@
+"""Data parallelism of an applied model: FSDP2 over shards, averages over replicas, and when gradients are reduced."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+
+from tpplan.apply.collectives.dp_gradients import Averager
+from tpplan.apply.collectives.redistribute import TpGroup
+from tpplan.apply.collectives.tp_gradients import Reducer, Slot
+from tpplan.apply.expert_parallel import shard_experts
+from tpplan.apply.model_match import module_called, modules_by_name, outermost_by_name, plan_name
+from tpplan.apply.modules.local_modules import ModuleBinding
+from tpplan.core.mesh import Axis
+from tpplan.plan.plan import Plan, Precision, uses_fsdp
+from tpplan.torch_internals.modules import own_parameters
+from tpplan.torch_internals.tensors import local_part
+from tpplan.trace.hooks.checkpoint_context import leave_reentry
+from tpplan.trace.hooks.generated_class import BINDING
+
+#: key in the root module's __dict__ of the Averager, which averages the gradients that FSDP does not hold
+AVERAGER = "_tpplan_averager"
+#: key in the root module's __dict__, there where FSDP keeps whole gradients between micro-batches
+WHOLE_GRADIENTS = "_tpplan_whole_gradients"
+
+
+def reduce_gradients(model: nn.Module, enabled: bool) -> None:
+    """Says whether the backwards that follow reduce gradients over the tp axis and over replicas."""
+    reducers: list[Reducer | Averager] = [*_reducers(model)]
+    if AVERAGER in model.__dict__:
+        reducers.append(model.__dict__[AVERAGER])
+    for reducer in reducers:
+        reducer.is_enabled = enabled
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and WHOLE_GRADIENTS in model.__dict__:
+            module.set_requires_gradient_sync(enabled, recurse=False)
+        elif isinstance(module, FSDPModule):
+            module.set_requires_all_reduce(enabled, recurse=False)
+
+
+def _reducers(model: nn.Module) -> list[Reducer]:
+    return list({id(site.shared): site.shared.reducer for site in _sites(model)}.values())
+
+
+def _sites(model: nn.Module) -> list[ModuleBinding]:
+    return [module.__dict__[BINDING] for module in model.modules() if BINDING in module.__dict__]
+
+
+def leave_untouched(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Gives every rank the unchanged model with the same values, and averages its gradients over replicas."""
+    broadcast_replicas(model, plan, mesh, (Axis.REPLICATE, Axis.TP))
+    averager = Averager(groups=(TpGroup.of(mesh[Axis.REPLICATE].get_group()),))
+    averager.watch(model)
+    model.__dict__[AVERAGER] = averager
+
+
+@torch.no_grad()
+def broadcast_replicas(
+    model: nn.Module, plan: Plan, mesh: DeviceMesh, axes: Sequence[Axis] = (Axis.REPLICATE, Axis.SHARD)
+) -> None:
+    """Broadcasts parameters from the first rank of each axis: by default over replicate, then over shard. Leaves out
+    experts that are divided over ranks."""
+    modules = modules_by_name(model)
+    divided = {id(weight) for name in plan.expert_calls() for weight in modules[name].parameters()}
+    for axis in axes:
+        if mesh[axis].size() > 1 and dist.get_backend() != "fake":
+            for parameter in (own for own in model.parameters() if id(own) not in divided):
+                local = local_part(parameter) if isinstance(parameter, DTensor) else parameter
+                if not local.is_meta:
+                    dist.broadcast(local.detach(), group=mesh.get_group(axis), group_src=0)
+
+
+def shard_data(model: nn.Module, plan: Plan, mesh: DeviceMesh, of_experts: DeviceMesh | None) -> None:
+    """Applies fully_shard over the data-parallel axes to each planned unit, divided experts first and the root last.
+
+    FSDP averages gradients over the data-parallel ranks.
+    """
+    is_mixed = plan.precision is Precision.BF16_MIXED
+    if not uses_fsdp(plan.mesh, plan.precision):
+        return
+    leave_reentry(model)
+    if plan.fsdp.whole_gradients:
+        model.__dict__[WHOLE_GRADIENTS] = True
+    axes = mesh[Axis.SHARD] if plan.mesh.replicate == 1 else mesh[Axis.REPLICATE, Axis.SHARD]
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = mixed if is_mixed else MixedPrecisionPolicy()
+    if of_experts is not None:
+        shard_experts(model, plan, of_experts, policy)
+    outermost = outermost_by_name(model)
+    scalars = {model.get_parameter(name) for name in _real_names(model, plan.scalars_beside_fsdp())}
+    resharded = plan.resharded_units()
+    for name in (*(unit for unit in plan.fsdp_units() if unit), ""):
+        # The root's parameters are needed again as soon as backward starts.
+        reshard = resharded.get(name, False)
+        fully_shard(
+            module_called(outermost, name),
+            mesh=axes,
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            ignored_params=scalars,
+        )
+    if scalars:
+        _replicate(model, plan, mesh, axes, policy.param_dtype)
+    before = _BeforeForward(tuple(slot for reducer in _reducers(model) for slot in reducer.slots), mesh.device_type)
+    before(model, ())
+    model.register_forward_pre_hook(before, prepend=True)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _BeforeForward:
+    """A forward pre-hook of the root that runs before FSDP gathers parameters.
+
+    It lets each slot note its sharded parameter, and clears autocast's cache of cast weights: the gradient of a weight
+    cast in an earlier forward would arrive after FSDP's reduce-scatter.
+    """
+
+    slots: tuple[Slot, ...]
+    device_type: str
+
+    def __call__(self, _model: nn.Module, _inputs: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for slot in self.slots:
+            slot.parameter()
+        if torch.is_autocast_enabled(self.device_type):
+            torch.clear_autocast_cache()
+
+
+def _real_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Translates a plan's parameter names to the model's, which contain the names of wrappers."""
+    real = {plan_name(name): name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return [real[name] for name in names]
+
+
+def _replicate(model: nn.Module, plan: Plan, mesh: DeviceMesh, axes: DeviceMesh, dtype: torch.dtype | None) -> None:
+    """Replaces scalar parameters, which FSDP2 cannot shard, by replicated DTensors on the mesh of all other parameters.
+
+    Gradient clipping and optimizers need one mesh for all. Reads of a replica tell the Averager that its gradient
+    comes, which is then averaged over data-parallel ranks.
+    """
+    names = plan.scalars_beside_fsdp()
+    scalars = {model.get_parameter(name) for name in _real_names(model, names)}
+    sharded = (p for p in model.parameters() if isinstance(p, DTensor) and p not in scalars)
+    on = next((parameter.device_mesh for parameter in sharded), axes)
+    groups = tuple(TpGroup.of(mesh[axis].get_group()) for axis in (Axis.REPLICATE, Axis.SHARD))
+    averager = model.__dict__[AVERAGER] = Averager(groups=groups)
+    replicas: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        parameters = own_parameters(module)
+        for name, parameter in parameters.items():
+            if parameter is None or parameter not in scalars:
+                continue
+            if id(parameter) not in replicas:
+                assert isinstance(parameter, DTensor)
+                local = DTensor.from_local(local_part(parameter).detach(), on, [Replicate()] * on.ndim, run_check=False)
+                replicas[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+                if parameter.requires_grad:
+                    averager.slots.append(Slot(module=module, name=name))
+            parameters[name] = replicas[id(parameter)]
+    for site in _sites(model):
+        for reads in (*site.reads.values(), *(site.whole or {}).values()):
+            if reads.name in names:
+                reads.averager, reads.dtype = averager, dtype
