@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
-from gloo_ranks import GRADIENT_NOISE, TOLERANCE, Error, Outcome, on_ranks, quiet, worst_error
+from gloo_ranks import GRADIENT_NOISE, TOLERANCE, Error, Outcome, on_ranks, perturbed, quiet, worst_error
 from hugging_face import (
     LANGUAGE_TYPES,
     OTHER_TYPES,
@@ -59,8 +59,6 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "dev"))
 
 from fork_server import ForkServer
 
-#: added to the twin's parameters, so that none starts at a value (0, 1) that hides an error
-PERTURBATION = 0.02
 #: of the elements of all parameters: less than this, a few biases, is not counted as sharded less
 SHARE_RESOLUTION = 1e-3
 #: of the FLOPs of attention or MLPs: from this share on they count as divided
@@ -348,11 +346,7 @@ Compared = Callable[[Plan, Outcome], Error]
 def built(model: Model) -> nn.Module:
     """The same weights at every call, none of them at a round value."""
     torch.manual_seed(0)
-    module = model.build_model()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(PERTURBATION * torch.randn_like(parameter))
-    return module
+    return perturbed(model.build_model())
 
 
 def step(module: nn.Module, model: Model) -> Outcome:

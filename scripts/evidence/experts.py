@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed as dist
-from gloo_ranks import TOLERANCE, Error, Outcome, on_ranks, quiet, worst_error
+from gloo_ranks import TOLERANCE, Error, Outcome, on_ranks, perturbed, quiet, worst_error
 from hugging_face import TINY_SEQ_LEN, UNUSED_OUTPUTS, VOCABULARY, Model, model_of
 from made_up_machine import GPUS_PER_NODE, machine
 from rows import Reporter, Row, in_own_process, line, widths
@@ -61,8 +61,6 @@ BATCH, LENGTH = 8, 13
 STEPS, LEARNING_RATE, MOST_NORM = 20, 1e-3, 0.5
 #: relative difference of a loss after steps of AdamW, which magnifies the rounding of small gradients
 LOSS_TOLERANCE = 1e-3
-#: added to parameters, so that none starts at a value (0, 1) that hides an error
-PERTURBATION = 0.02
 BUDGET_S = 400.0
 SHOWN_CHARACTERS = 200
 
@@ -176,11 +174,7 @@ def forms_of(name: str) -> tuple[str, ...]:
 def built(model: Model) -> nn.Module:
     """The same weights at every call, none of them at a round value."""
     torch.manual_seed(0)
-    module = model.build_model()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(PERTURBATION * torch.randn_like(parameter))
-    return module
+    return perturbed(model.build_model())
 
 
 # The steps

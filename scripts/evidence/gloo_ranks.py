@@ -21,13 +21,15 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 #: a gradient's error is relative to its largest element, or to this share of the model's largest: what is smaller
 #: than that is rounding
 GRADIENT_NOISE = 1e-3
 TOLERANCE = 1e-4
 RANKS_TIMEOUT_S = 120.0
+#: added to parameters, so that none starts at a value (0, 1) that hides an error
+PERTURBATION = 0.02
 
 #: a relative error, and whose it is
 Error = tuple[float, str]
@@ -40,6 +42,14 @@ class Outcome:
 
     loss: float
     gradients: Mapping[str, Tensor | None]
+
+
+def perturbed(module: nn.Module) -> nn.Module:
+    """The module, with normal numbers of PERTURBATION added to its parameters in place."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(PERTURBATION * torch.randn_like(parameter))
+    return module
 
 
 def worst_error(outcome: Outcome, reference: Outcome, noise: Mapping[str, float] = MappingProxyType({})) -> Error:

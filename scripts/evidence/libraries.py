@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch._dynamo  # before the forks: DTensor imports it when first used, and each rank would
 import torch.distributed.tensor
-from gloo_ranks import GRADIENT_NOISE, TOLERANCE, Outcome, on_ranks, quiet, worst_error
+from gloo_ranks import GRADIENT_NOISE, TOLERANCE, Outcome, on_ranks, perturbed, quiet, worst_error
 from libraries_parts.case import Case, Inputs
 from libraries_parts.compiled import declare_missing
 from made_up_machine import GPUS_PER_NODE, machine
@@ -62,8 +62,6 @@ from fork_server import ForkServer
 PARTS = Path(__file__).with_name("libraries_parts")
 #: modules of libraries_parts that are no library
 OTHERS = ("__init__", "case", "compiled")
-#: added to parameters, so that none starts at a value (0, 1) that hides an error
-PERTURBATION = 0.02
 #: how many times as far from float64 ranks may be as one process is, where that is more than TOLERANCE: sums in another
 #: order, of gradients that are zero but for rounding (a bias before a batch norm); and at most what of the largest
 #: gradient, as float64 may also route elsewhere
@@ -236,11 +234,7 @@ def built(case: Case) -> nn.Module:
     """The same weights at every call, none of them at a round value."""
     torch.manual_seed(0)
     random.seed(0)
-    module = case.build_model().train()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(PERTURBATION * torch.randn_like(parameter))
-    return module
+    return perturbed(case.build_model().train())
 
 
 def step(module: nn.Module, case: Case) -> Step:

@@ -168,7 +168,8 @@ class Turned(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.gelu(self.mlp(x))
-        return y + self.mixing(self.turn(y.transpose(1, 2))).view(x.shape[0], DIM, LENGTH).transpose(1, 2)
+        turned = self.turn(y.transpose(1, 2)).view(-1, LENGTH)
+        return y + self.mixing(turned).view(x.shape[0], DIM, LENGTH).transpose(1, 2)
 
 
 class TurningMLP(nn.Module):
@@ -184,7 +185,7 @@ class TurningMLP(nn.Module):
 
 TURNS: dict[str, Callable[[Tensor], Tensor]] = {
     "copy": lambda t: t.contiguous(),
-    "view": lambda t: t.view(-1, LENGTH),
+    "view": lambda t: t.view(t.shape[0], -1),
     "write to what is no copy": lambda t: t.contiguous().mul_(2.0),
 }
 
@@ -201,12 +202,14 @@ def test_converted_values_keep_their_order_in_memory(turn: Callable[[Tensor], Te
 
 def test_copies_that_only_a_rank_makes_are_proven_unless_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here conversions lose the order in memory, as those of dims of size 1 do."""
-    copies, writes = (lambda turn=turn: Model(Turned(turn)) for turn in (TURNS["copy"], [*TURNS.values()][-1]))
-    plans = solve(copies), solve(writes)
+    copies, views, writes = ((lambda turn=turn: Model(Turned(turn))) for turn in TURNS.values())
+    plans = [solve(build) for build in (copies, views, writes)]
     monkeypatch.setattr(redistribute, "_memory_order", lambda x: None)
     tpplan.prove_plan(plans[0], copies, vectors)
+    with pytest.raises(VerificationError, match="does not run"):
+        tpplan.prove_plan(plans[1], views, vectors)
     with pytest.raises(VerificationError, match=r"became aten\.contiguous"):
-        tpplan.prove_plan(plans[1], writes, vectors)
+        tpplan.prove_plan(plans[2], writes, vectors)
 
 
 class Fused(nn.Module):

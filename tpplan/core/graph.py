@@ -249,8 +249,8 @@ class ModelGraph:
 
     @property
     def returned_in_passing(self) -> dict[str, str]:
-        """Those of `returned` that stand inside a container (a cache of keys and values, hidden states), in a model
-        with a loss: training can do without them, so they may stay divided."""
+        """The outputs among `returned` that stand inside a container (a cache of keys and values, hidden states), in a
+        model with a loss: training can do without them, so they may stay divided."""
         if self.loss is None:
             return {}
         return {path: value for path, value in self.returned.items() if "." in path and value != self.loss}

@@ -31,8 +31,8 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What decides the bytes of a storage: classes of the decisions that make it and, of a part, that read it; and
-    whether it may be a sum over ranks."""
+    """A key that storages of equal bytes share: the classes of the decisions that make the storage and, of a part, of
+    those that read it, and whether it may be a sum over ranks."""
 
     maker: str
     position: int

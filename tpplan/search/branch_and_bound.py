@@ -94,8 +94,8 @@ class Progress:
         return math.inf if best is None or best.solution.objective is None else best.solution.objective
 
     def larger_than_unfit(self, points: list[Point]) -> set[Point]:
-        """Those of some points for which a smaller micro-batch on the same mesh does not fit, for a larger one keeps as
-        much or more."""
+        """The points among `points` of whose mesh a smaller micro-batch is known not to fit: a larger one keeps as much
+        or more."""
         least: dict[tuple[int, ...], int] = {}
         for point, candidate in self.solved.items():
             if candidate.solution.status is Status.INFEASIBLE:

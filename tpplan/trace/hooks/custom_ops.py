@@ -106,7 +106,7 @@ def flex_mask(others: list[Tensor], code: str, sizes: list[int]) -> Tensor:
 
 
 def arriving(chosen: Tensor, experts: int, ep: int, imbalance: float) -> Tensor:
-    """Of each row that arrives on a rank, which of its `experts` experts computes it [rows]; `chosen` are the experts
+    """The expert that computes each row that arrives on a rank, one of its `experts` [rows]. `chosen` are the experts
     of the rows that the rank sends. `ep` ranks tell each other how many rows they send. How many arrive data decides:
     `imbalance` times as many as are sent are taken."""
     found: Tensor = torch.ops.tpplan.arriving(chosen, experts, ep, imbalance)
