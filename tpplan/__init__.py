@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from tpplan.plan.pipeline_plan import PipelinePlan as PipelinePlan
     from tpplan.plan.plan import Plan as Plan
     from tpplan.plan.plan import Precision as Precision
+    from tpplan.search.pipelines.solve_stages import solve_stages as solve_stages
     from tpplan.search.planner import price as price
     from tpplan.search.planner import solve as solve
     from tpplan.search.points.options import Cluster as Cluster
     from tpplan.search.points.trace_cache import Reuse as Reuse
-    from tpplan.search.stage_plans import solve_stages as solve_stages
     from tpplan.trace.forward_arguments import forward_inputs as forward_inputs
     from tpplan.train.checkpoint import load_checkpoint as load_checkpoint
     from tpplan.train.checkpoint import save_checkpoint as save_checkpoint
@@ -84,7 +84,7 @@ _HOME = {
     "save_checkpoint_async": "train.checkpoint",
     "save_safetensors": "train.save_weights",
     "solve": "search.planner",
-    "solve_stages": "search.stage_plans",
+    "solve_stages": "search.pipelines.solve_stages",
     "styles": "apply.parallel_style",
     "verify_plan": "verify.verify",
 }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ MACHINE = HardwareProfile.from_dict({**synthetic_profile(), "device_type": "cpu"
 
 
 def solved(
-    build: Callable[[], nn.Module], *, stages: int, gpus: int, batch: int = 8, **options: object
+    build: Callable[[], nn.Module], *, stages: int, gpus: int, batch: int = 8, virtual: int = 1, **options: object
 ) -> PipelinePlan:
     is_vision = build is Vision
     own = {"loss": vision_loss if is_vision else loss, "precision": Precision.FP32, "recompute": "none", **options}
@@ -34,6 +35,7 @@ def solved(
         build,
         images if is_vision else text,
         stages=stages,
+        virtual_stages=virtual,
         cluster=tpplan.Cluster(gpus=gpus, gpus_per_node=gpus, profile=MACHINE),
         global_batch=batch,
         seq_len=1 if is_vision else LENGTH,
@@ -92,6 +94,10 @@ def assert_as_one_process(build: Callable[[], nn.Module], plan: PipelinePlan) ->
     ("stages", "gpus", "options"),
     [
         (2, 2, {}),
+        (2, 2, {"virtual": 2}),
+        (2, 4, {"virtual": 2, "tp": 2}),
+        (2, 4, {"virtual": 2, "fsdp": 2, "tp": 1}),
+        (2, 8, {"virtual": 2, "fsdp": 2, "tp": 2, "recompute": "full"}),
         (4, 4, {"recompute": "full"}),
         (3, 3, {}),
         (2, 4, {"tp": 2}),
@@ -100,9 +106,9 @@ def assert_as_one_process(build: Callable[[], nn.Module], plan: PipelinePlan) ->
         (2, 8, {"fsdp": 2, "tp": 2}),
     ],
 )
-def test_own_model(stages: int, gpus: int, options: dict[str, object]) -> None:
+def test_own_model(stages: int, gpus: int, options: dict[str, Any]) -> None:
     plan = solved(Stack, stages=stages, gpus=gpus, **options)
-    assert len(plan.stages) == stages
+    assert plan.parts == stages
     assert_as_one_process(Stack, plan)
 
 

@@ -106,7 +106,7 @@ BREAKAGES = {
     "replaced tensors in a module": "del torch.nn.utils.stateless._reparametrize_module",
     "recording with plain kernels": "del torch._C._DisablePythonDispatcher",
     "kernels for meta tensors": "del torch.library.Library._destroy",
-    "fsdp": "import torch.distributed._tools.fsdp2_mem_tracker as t; del t._FSDPState",
+    "parallel": "import torch.distributed._tools.fsdp2_mem_tracker as t; del t._FSDPState",
     "DTensor's parts": "import torch.distributed.tensor as t; t.DTensor._spec = property(lambda self: None)",
     "FSDP2's memory tracker": (
         "import torch.distributed._tools.fsdp2_mem_tracker as t\ndel t.FSDPMemTracker._fsdp_param_group_post_backward"

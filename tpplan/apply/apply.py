@@ -50,7 +50,7 @@ from tpplan.core.name_patterns import ROOT
 from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import Plan, Precision, uses_fsdp
 from tpplan.plan.proof_hash import MEND, why_unproven
-from tpplan.stages.stage_model import as_stage
+from tpplan.stages.rank_stages import joined, stage_copies
 from tpplan.torch_internals.modules import own_buffers
 from tpplan.torch_internals.tensors import gradient_hooks
 from tpplan.trace.hooks.call_rewriting import Rewriter, rewrite_calls
@@ -100,19 +100,39 @@ def apply_plan(
     if mesh is not None:
         raise UsageError("a plan of stages makes its own mesh: leave `mesh` out")
     everywhere = _mesh_of_stages(loaded, device_type)
-    own = loaded.stage(dist.get_rank())
-    assert own.stage is not None
+    return _in_stages(model, loaded, everywhere, originals, compile=compile, check=OnMismatch(check))
+
+
+def _in_stages(
+    model: nn.Module,
+    loaded: PipelinePlan,
+    everywhere: DeviceMesh,
+    originals: Originals,
+    *,
+    compile: bool,
+    check: OnMismatch,
+) -> nn.Module:
+    """The model as this rank's stages, in place; each is laid out on its own."""
+    plans = loaded.stages_of(dist.get_rank())
+    parts: list[nn.Module] = []
     error: TpplanError | None = None
     try:
-        as_stage(model, own.stage)
-        check_model(model, own)
-        check_filled(model, own)
+        parts = stage_copies(model, [plan.stage for plan in plans if plan.stage is not None])
+        for part, plan in zip(parts, plans, strict=True):
+            check_model(part, plan)
+            check_filled(part, plan)
     except TpplanError as found:
         error = found
     check_everywhere(error)
-    group = everywhere[_AXES]._flatten().get_group() if own.mesh.num_gpus > 1 else everywhere[Axis.TP].get_group()
-    _applied(model, own, everywhere[_AXES], originals, compile=compile, check=OnMismatch(check), group=group)
-    run_in_stages(model, loaded, everywhere, reduce_gradients)
+    mesh = everywhere[_AXES]
+    group = mesh._flatten().get_group() if plans[0].mesh.num_gpus > 1 else everywhere[Axis.TP].get_group()
+    for part, plan in zip(parts, plans, strict=True):
+        own = originals if part is model else Originals(part)
+        _applied(part, plan, mesh, own, compile=compile, check=check, group=group)
+    if len(parts) > 1:
+        joined(model, parts)
+        keep_mesh(model, mesh)
+    run_in_stages(model, parts, loaded, everywhere, reduce_gradients)
     return model
 
 
@@ -293,7 +313,7 @@ def _new_mesh(plan: Plan, device_type: str) -> DeviceMesh:
 
 def _mesh_of_stages(plan: PipelinePlan, device_type: str) -> DeviceMesh:
     """Returns the mesh of all stages: the axis of stages outermost, then those of a stage's mesh."""
-    sizes = (len(plan.stages), *(plan.stages[0].mesh.size(Axis(axis)) for axis in _AXES))
+    sizes = (plan.parts, *(plan.stages[0].mesh.size(Axis(axis)) for axis in _AXES))
     return init_device_mesh(device_type, sizes, mesh_dim_names=(STAGES, *_AXES))
 
 

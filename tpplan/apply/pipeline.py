@@ -1,14 +1,14 @@
 """Training and evaluating a model in stages: micro-batches go through the stages by a schedule of torch's.
 
-model = tpplan.apply_plan(build_model(), "plan.json")       # this rank's stage, with its parameters alone
+model = tpplan.apply_plan(build_model(), "plan.json")       # this rank's stages, with their parameters alone
 share = plan.batch_for(rank)
 loss = model.step(share.micro_batches(batch), loss_function)        # forward and backward of all micro-batches
 optimizer.step(); optimizer.zero_grad()
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,17 @@ from tpplan.apply.modules.first_step_check import checksum
 from tpplan.core.errors import PlanMismatchError, TpplanError, UsageError
 from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.sections import StagePlan, TensorPlan
+from tpplan.stages.schedule import Action, orders
 from tpplan.stages.stub import RECEIVED
 from tpplan.torch_internals import pytree
 from tpplan.trace.forward_arguments import Inputs, forward_inputs, path_of
 
 if TYPE_CHECKING:
-    from torch.distributed.pipelining import Schedule1F1B
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
+
+    from tpplan.torch_internals.parallel import FrugalStage, LoopedStage
+
+AnyStage = TypeVar("AnyStage", bound="FrugalStage")
 
 #: the name of the mesh axis of stages
 STAGES = "stage"
@@ -38,11 +43,15 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 def run_in_stages(
-    model: nn.Module, plan: PipelinePlan, mesh: DeviceMesh, set_sync: Callable[[nn.Module, bool], None]
+    model: nn.Module,
+    parts: Sequence[nn.Module],
+    plan: PipelinePlan,
+    mesh: DeviceMesh,
+    set_sync: Callable[[nn.Module, bool], None],
 ) -> None:
-    """Gives an applied stage its methods `step` and `evaluate`. `mesh` is that of all stages; set_sync(model, on) says
-    whether the backwards that follow reduce gradients over tp and replicas."""
-    pipeline = Pipeline(model, plan, mesh, set_sync)
+    """Gives a model its methods `step` and `evaluate`. `parts` are this rank's applied stages, `mesh` is that of all
+    stages; set_sync(part, on) says whether the backwards that follow reduce gradients over tp and replicas."""
+    pipeline = Pipeline(parts, plan, mesh, set_sync)
     model.__dict__["step"], model.__dict__["evaluate"] = pipeline.step, pipeline.evaluate
     for parameter in model.parameters():
         parameter.__dict__[OF_STAGES] = pipeline.group
@@ -76,33 +85,32 @@ def check_everywhere(error: TpplanError | None) -> None:
 
 @final
 class Pipeline:
-    """This rank's stage with the schedule that all stages run."""
+    """This rank's stages with the schedule that all ranks run."""
 
     def __init__(
         self,
-        model: nn.Module,
+        parts: Sequence[nn.Module],
         plan: PipelinePlan,
         mesh: DeviceMesh,
         set_sync: Callable[[nn.Module, bool], None],
     ) -> None:
-        stage = plan.stage(dist.get_rank()).stage
-        assert stage is not None
-        self.stage: StagePlan = stage
+        self.plan = plan
         self.group = mesh.get_group(STAGES)
         self.device = torch.device(mesh.device_type)
         if mesh.device_type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.model = model
         self.steps = plan.batch.accumulation_steps
-        self.runner = _Runner(model, stage, self.steps, set_sync)
+        stages = [own.stage for own in plan.stages_of(dist.get_rank()) if own.stage is not None]
+        self.runners = [_Runner(part, stage, self.steps, set_sync) for part, stage in zip(parts, stages, strict=True)]
         self.shapes = plan.stages[0].fingerprints.inputs
         self.is_compared = False
-        self.schedule: Schedule1F1B | None = None
+        self.schedule: Schedule1F1B | ScheduleInterleaved1F1B | None = None
+        self.looped: list[LoopedStage] = []
 
     @property
     def is_last(self) -> bool:
-        """True on the stage that computes the loss."""
-        return self.stage.index == self.stage.count - 1
+        """True on the ranks that compute the loss."""
+        return self.runners[-1].stage.last is None
 
     def step(self, micro_batches: Iterable[Inputs], loss: Loss) -> Tensor:
         """Forward and backward of a step's micro-batches. Gradients are those of the mean of their losses, which is
@@ -113,7 +121,8 @@ class Pipeline:
         other shapes than planned, and in the first step on all stages where theirs differ.
         """
         given = self._checked(micro_batches)
-        self.runner.begin(given, loss)
+        for runner in self.runners:
+            runner.begin(given, loss)
         schedule = self._schedule()
         index = torch.arange(self.steps)
         losses: list[Tensor] = []
@@ -121,29 +130,39 @@ class Pipeline:
             schedule.step(index=index, target=index, losses=losses)
         else:
             schedule.step(index=index)
-        self.runner.micro_batches = []
+        for stage in self.looped:
+            stage.finish()
+        for runner in self.runners:
+            runner.micro_batches = []
         return self._everywhere(losses)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[Inputs], loss: Loss) -> Tensor:
         """The mean loss of micro-batches of the planned shapes, without a backward; on every rank. Any number of them,
         the same on all stages."""
-        rank, given = dist.get_rank(self.group), self._checked(micro_batches)
+        given = self._checked(micro_batches)
         total = torch.zeros((), device=self.device)
         for micro_batch in given:
-            received = tuple(map(self._buffer, self.stage.receives))
-            for tensor in received:
-                dist.recv(tensor, group=self.group, group_src=rank - 1)
-            outputs = self.model(**_named(self.model, micro_batch, received))
-            if self.is_last:
-                total += loss(outputs, micro_batch)
-                continue
-            for tensor in outputs:
-                dist.send(tensor.contiguous(), group=self.group, group_dst=rank + 1)
-        for module in self.model.modules():
+            for runner in self.runners:
+                outputs = self._through(runner, micro_batch)
+                if runner.stage.last is None:
+                    total += loss(outputs, micro_batch)
+        for module in (module for runner in self.runners for module in runner.model.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()  # no backward does
         return self._everywhere([total / max(1, len(given))])
+
+    def _through(self, runner: "_Runner", micro_batch: Inputs) -> Any:
+        """Receives what a stage reads, runs it, sends what it gives to the next stage, and returns it."""
+        rank, stage = dist.get_rank(self.group), runner.stage
+        received = tuple(map(self._buffer, stage.receives))
+        for tensor in received:
+            dist.recv(tensor, group=self.group, group_src=(rank - 1) % self.plan.parts)
+        outputs = runner.model(**_named(runner.model, micro_batch, received))
+        if stage.last is not None:
+            for tensor in outputs:
+                dist.send(tensor.contiguous(), group=self.group, group_dst=(rank + 1) % self.plan.parts)
+        return outputs
 
     def _checked(self, micro_batches: Iterable[Inputs]) -> list[Inputs]:
         """The micro-batches. Raises UsageError for other shapes than planned, and at the first call where those of the
@@ -173,32 +192,50 @@ class Pipeline:
     def _buffer(self, one: TensorPlan) -> Tensor:
         return torch.empty(one.shape, dtype=getattr(torch, one.dtype), device=self.device)
 
-    def _schedule(self) -> "Schedule1F1B":
+    def _schedule(self) -> "Schedule1F1B | ScheduleInterleaved1F1B":
         if self.schedule is None:
             # Loads torch's compiler, which takes half a second: only a model in stages is worth it.
-            from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+            from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
-            stage = self.stage
-            sent = tuple(map(_on_meta, stage.sends)) or (_on_meta(_LOSS),)
-            of_rank = PipelineStage(
-                self.runner,
-                stage.index,
-                stage.count,
-                self.device,
-                input_args=tuple(map(_on_meta, stage.receives)),
-                output_args=sent,
-                group=self.group,
-            )
+            from tpplan.torch_internals.parallel import FrugalStage, LoopedStage, orders_of
+
+            def total(found: Tensor, _index: Tensor) -> Tensor:
+                return found.sum()
+
             # The loss is divided by the number of micro-batches where it is computed.
-            self.schedule = Schedule1F1B(of_rank, self.steps, loss_fn=lambda found, _: found.sum(), scale_grads=False)
+            if self.plan.virtual_stages == 1:
+                own = self._stage(FrugalStage, self.runners[0])
+                self.schedule = Schedule1F1B(own, self.steps, loss_fn=total, scale_grads=False)
+                return self.schedule
+            self.looped = [self._stage(LoopedStage, runner) for runner in self.runners]
+            self.schedule = ScheduleInterleaved1F1B([*self.looped], self.steps, loss_fn=total, scale_grads=False)
+            found = tuple(tuple(Action(*action) for action in order) for order in orders_of(self.schedule))
+            if found != orders(self.plan.schedule, self.plan.parts, self.plan.virtual_stages, self.steps):
+                raise PlanMismatchError(
+                    f"torch {torch.__version__} runs an interleaved schedule in another order than the plan counts "
+                    "with: solve with one stage a rank (--virtual-stages 1), or take another torch"
+                )
         return self.schedule
+
+    def _stage(self, kind: "type[AnyStage]", runner: "_Runner") -> "AnyStage":
+        """A runner as a stage of torch's."""
+        stage = runner.stage
+        return kind(
+            runner,
+            stage.index,
+            stage.count,
+            self.device,
+            input_args=tuple(map(_on_meta, stage.receives)),
+            output_args=tuple(map(_on_meta, stage.sends)) or (_on_meta(_LOSS),),
+            group=self.group,
+        )
 
     def _everywhere(self, losses: list[Tensor]) -> Tensor:
         """The sum of the last stage's losses, on the ranks of all stages."""
         total = torch.zeros((), device=self.device)
         for value in losses if self.is_last else ():
             total += value.detach().float()
-        dist.broadcast(total, group=self.group, group_src=self.stage.count - 1)
+        dist.broadcast(total, group=self.group, group_src=self.plan.parts - 1)
         return total
 
 

@@ -58,6 +58,14 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
         help="cut the model into N pipeline stages (default: 1, none)",
     )
     search.add_argument(
+        "--virtual-stages",
+        type=count,
+        default=1,
+        metavar="V",
+        help="with --pp: give each of its N parts V stages, whose schedule is interleaved: less waiting, more sending, "
+        "more memory (default: 1, whose schedule is 1F1B)",
+    )
+    search.add_argument(
         "--top", type=count, default=1, metavar="N", help="also print the best plans of other kinds, N in all"
     )
     output = parser.add_argument_group("output")
@@ -159,6 +167,8 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.top_dir / "plan-2.json" if args.top_dir is not None else None)
     profile = machine_of(args)
     model = load_model_file(args.model)
+    if args.virtual_stages > 1 and args.pp == 1:
+        raise UsageError("--virtual-stages: a model in one stage has none; take --pp N with N above 1")
     if args.pp > 1:
         return _run_stages(args, model, profile)
     try:
@@ -181,8 +191,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_stages(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile) -> int:
     """Solves for a model in stages, writes and prints."""
+    from tpplan.search.pipelines.solve_stages import solve_stages
     from tpplan.search.points.options import Cluster, Options
-    from tpplan.search.stage_plans import solve_stages
 
     if args.top > 1 or args.ep not in (None, 1):
         raise UsageError("--pp: --top and --ep are for models in one stage; leave them out")
@@ -194,6 +204,7 @@ def _run_stages(args: argparse.Namespace, model: ModelSpec, profile: HardwarePro
                 model.build_model,
                 model.example_inputs,
                 stages=args.pp,
+                virtual_stages=args.virtual_stages,
                 cluster=Cluster(gpus=args.gpus, gpus_per_node=args.gpus_per_node, profile=profile),
                 global_batch=args.global_batch,
                 seq_len=training["seq_len"],

@@ -32,8 +32,8 @@ class Assignment:
     modules, which become FSDP units. `resharded` says of each layer whether FSDP reshards it after forward,
     `recomputed` has the modes of recomputed modules. `num_averages` is the number of backwards of a step that average
     all gradients where parameters stay plain tensors; None where FSDP averages. `in_flight` is the number of
-    micro-batches whose activations a rank keeps at once. `whole_gradients` says that FSDP reduces gradients once a
-    step, and a rank keeps them whole until then.
+    micro-batches whose activations a rank keeps at once, `beside_bytes` are what it holds besides of other stages.
+    `whole_gradients` says that FSDP reduces gradients once a step, and a rank keeps them whole until then.
     """
 
     graph: ModelGraph
@@ -48,6 +48,7 @@ class Assignment:
     is_compiled: bool
     num_averages: int | None = None
     in_flight: int = 1
+    beside_bytes: float = 0.0
     whole_gradients: bool = False
 
     @property
@@ -209,5 +210,6 @@ def assignment_of(
         is_compiled=plan.compile is Compile.BLOCKS,
         num_averages=num_averages,
         in_flight=plan.stage.in_flight if plan.stage is not None else 1,
+        beside_bytes=plan.stage.beside_bytes if plan.stage is not None else 0.0,
         whole_gradients=bool(plan.fsdp.whole_gradients),
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tpplan.core.name_patterns import ROOT
 from tpplan.page.step_drawing import WIDTH, Shape, Span
 from tpplan.plan.parts import (
+    BESIDE,
     BUFFERS,
     GRADIENTS,
     PARAMETERS,
@@ -30,6 +31,7 @@ COLOURS = {
     STATES: "grey",
     GRADIENTS: "red",
     SOURCES: "dim",
+    BESIDE: "dim",
     UNSHARDED_PARAMETERS: "sky",
     UNSHARDED_GRADIENTS: "pink",
     SAVED: "green",

@@ -15,5 +15,7 @@ PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer states"
 UNSHARDED_PARAMETERS, UNSHARDED_GRADIENTS = "unsharded parameters", "unsharded gradients"
 SAVED, SOURCES = "saved activations", "inputs and buffers"
 TRANSIENTS, BUFFERS = "transients", "collective buffers"
+#: of a model in stages: a rank's stages that do not run, and tensors received and sent
+BESIDE = "other stages and tensors between stages"
 #: memory of the framework and its allocator, beside the predicted parts
 SLACK = "slack"

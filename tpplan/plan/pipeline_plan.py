@@ -1,7 +1,9 @@
 """The plan of a model in stages: a plan for each stage, on as many ranks each, and the schedule that joins them.
 
-Ranks are numbered stage by stage: with n ranks a stage, rank r is in stage r // n, and rank r % n of that stage's mesh.
-Rank r sends to rank r + n. All stages read the same rows of the batch at the same rank of their meshes.
+Ranks are numbered part by part of the pipeline: with n ranks a stage, rank r is in part r // n, and rank r % n of the
+mesh of each of its stages. Of p parts with v stages each, part i has stages i, i + p, i + 2p, ... Rank r sends to rank
+r + n, and those of the last part to the first. All stages read the same rows of the batch at the same rank of their
+meshes.
 """
 
 import hashlib
@@ -20,16 +22,44 @@ from tpplan.plan.sections import Amount, Count, SolverReport
 
 
 class Schedule(StrEnum):
-    """In which order the stages run forwards and backwards of micro-batches. 1f1b: a stage runs ahead by as many
-    forwards as there are stages behind it, and then one backward and one forward in turns."""
+    """In which order the stages run forwards and backwards of micro-batches (tpplan.stages.schedule). 1f1b: a stage
+    runs ahead by as many forwards as there are stages behind it, and then one backward and one forward in turns.
+    interleaved: the same, where each rank has several stages and a micro-batch comes by as often."""
 
     ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+
+
+def rounds_of(ranks: int, micro_batches: int) -> int:
+    """The rounds in which an interleaved schedule takes micro-batches through the stages of its ranks.
+    [torch.distributed.pipelining.ScheduleInterleaved1F1B]"""
+    return max(1, micro_batches // ranks)
+
+
+def why_unscheduled(schedule: Schedule, ranks: int, virtual_stages: int, micro_batches: int) -> str:
+    """Why a schedule cannot run so many micro-batches, with what to do; "" where it can."""
+    if (schedule is Schedule.INTERLEAVED) != (virtual_stages > 1):
+        return (
+            f"schedule {schedule} with {virtual_stages} stages a rank: expected 1 stage a rank for "
+            f"{Schedule.ONE_F_ONE_B}, 2 or more for {Schedule.INTERLEAVED}"
+        )
+    if micro_batches < ranks:
+        return (
+            f"{micro_batches} micro-batches are fewer than {ranks} stages of a pipeline: the schedule {schedule} needs "
+            "as many"
+        )
+    if schedule is Schedule.INTERLEAVED and micro_batches % rounds_of(ranks, micro_batches):
+        return (
+            f"{micro_batches} micro-batches do not divide into {rounds_of(ranks, micro_batches)} rounds: the schedule "
+            f"{schedule} needs rounds of equally many, such as a multiple of {ranks}"
+        )
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePrediction:
-    """Seconds of a step: of the slowest stage alone, of waiting while the pipeline fills and drains (`bubble_s`), and
-    of sending between stages that nothing hides (`send_s`)."""
+    """Seconds of a step: of the slowest rank's stages alone, of waiting while the pipeline fills and drains
+    (`bubble_s`), and of sending between stages that nothing hides (`send_s`)."""
 
     step_time_s: Amount
     stage_s: Amount
@@ -39,7 +69,8 @@ class PipelinePrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    """Plans of all stages in order, each for the ranks of one stage, their schedule and what a step takes."""
+    """Plans of all stages in order, each for the ranks of one stage, their schedule and what a step takes. Each rank
+    has `virtual_stages` stages."""
 
     schema_version: Count
     schedule: Schedule
@@ -47,11 +78,17 @@ class PipelinePlan:
     solver: SolverReport
     stages: tuple[Plan, ...]
     notes: tuple[str, ...] | None = None
+    virtual_stages: Count = 1
+
+    @property
+    def parts(self) -> int:
+        """Number of parts of the pipeline: of stages whose ranks are not the same."""
+        return len(self.stages) // self.virtual_stages
 
     @property
     def num_gpus(self) -> int:
         """Number of GPUs of all stages."""
-        return sum(plan.mesh.num_gpus for plan in self.stages)
+        return self.parts * self.ranks_per_stage
 
     @property
     def ranks_per_stage(self) -> int:
@@ -68,16 +105,16 @@ class PipelinePlan:
         """The batch, which is that of every stage."""
         return self.stages[0].batch
 
-    def stage(self, rank: int) -> Plan:
-        """The plan of a rank's stage. Raises UsageError for a rank outside the plan."""
+    def stages_of(self, rank: int) -> tuple[Plan, ...]:
+        """The plans of a rank's stages. Raises UsageError for a rank outside the plan."""
         if not 0 <= rank < self.num_gpus:
             raise UsageError(f"rank {rank}: expected 0 to {self.num_gpus - 1}, the ranks of {len(self.stages)} stages")
-        return self.stages[rank // self.ranks_per_stage]
+        return self.stages[rank // self.ranks_per_stage :: self.parts]
 
     def batch_for(self, rank: int) -> BatchShare:
         """The rows of each global batch that a rank reads, by micro-batch; every stage reads them, for positions, masks
         and targets. Raises UsageError for a rank outside the plan."""
-        return self.stage(rank).batch_for(rank % self.ranks_per_stage)
+        return self.stages_of(rank)[0].batch_for(rank % self.ranks_per_stage)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "PipelinePlan":
@@ -110,8 +147,11 @@ class PipelinePlan:
         if self.schema_version != SCHEMA_VERSION:
             raise PlanError(f"{origin}: schema_version: this tpplan reads version {SCHEMA_VERSION}; solve again")
         count = len(self.stages)
-        if count < 2:
-            raise PlanError(f"{origin}: stages: expected at least 2, got {count}")
+        if count < 2 * self.virtual_stages or count % self.virtual_stages:
+            raise PlanError(
+                f"{origin}: stages: expected a multiple of virtual_stages, {self.virtual_stages}, and at least twice "
+                f"as many, got {count}"
+            )
         for index, plan in enumerate(self.stages):
             where = f"{origin}: stages[{index}]"
             stage = plan.stage
@@ -125,11 +165,9 @@ class PipelinePlan:
             before = self.stages[index - 1].stage if index else None
             if before is not None and (before.sends, before.last) != (stage.receives, stage.received):
                 raise PlanError(f"{where}.stage.receives: not what stages[{index - 1}] sends")
-        if self.batch.accumulation_steps < count:
-            raise PlanError(
-                f"{origin}: {self.batch.accumulation_steps} micro-batches are fewer than {count} stages: the schedule "
-                f"{self.schedule} needs as many"
-            )
+        steps = self.batch.accumulation_steps
+        if problem := why_unscheduled(self.schedule, self.parts, self.virtual_stages, steps):
+            raise PlanError(f"{origin}: {problem}")
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan | PipelinePlan:

@@ -176,7 +176,9 @@ class StagePlan:
     """Stage `index` of `count` (from 0) of a model. Modules in `absent` are those of other stages; `blank` are
     parameters that only other stages read. The tensors that layer `received` gives on the stage before come in
     (`receives`); those that layer `last` gives go out. A stage keeps the activations of up to `in_flight` micro-batches
-    at once. `micro_batch` is the batch that these shapes are for."""
+    at once, of `kept_bytes` each, while its ranks hold `beside_bytes` of their other stages and of received and sent
+    tensors. Parameters, gradients, states, and what stays gathered of a stage that does not run are `resting_bytes`.
+    `micro_batch` is the batch that these shapes are for."""
 
     index: Size
     count: Count
@@ -188,6 +190,9 @@ class StagePlan:
     sends: tuple[TensorPlan, ...]
     in_flight: Count
     micro_batch: Count
+    beside_bytes: Amount = 0.0
+    kept_bytes: Amount = 0.0
+    resting_bytes: Amount = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from tpplan.core.graph import LEFT_AT, ModelGraph, enclosing
 from tpplan.core.layout import Layout, R
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import format_bytes
+from tpplan.costs.step.memory_replay import bytes_between
 from tpplan.costs.step.step_time import Priced
 from tpplan.experts.expert_share import Division
 from tpplan.experts.row_wise import ROW_WISE
@@ -46,6 +47,7 @@ from tpplan.plan.plan import (
     RequestPlan,
     SizePlan,
     SolverReport,
+    StagePlan,
 )
 from tpplan.search.points.point_solver import PointSolver
 from tpplan.search.points.trace_cache import Traced
@@ -116,8 +118,16 @@ def plan_of(
         notes=(*traced.notes, *_notes_on_outputs(assignment, request.unused_outputs), *priced.guesses) or None,
         request=RequestPlan(pins={pin.pattern: pin.style_text for pin in request.pins}),
         experts=_experts(assignment, priced, request.subject.experts),
-        stage=request.subject.stage,
+        stage=_with_bytes(request.subject.stage, assignment, solver),
     )
+
+
+def _with_bytes(stage: StagePlan | None, assignment: Assignment, solver: PointSolver) -> StagePlan | None:
+    """The stage with the bytes that it holds while others run."""
+    if stage is None:
+        return None
+    kept, resting = bytes_between(assignment, solver.traces.reuse.executor)
+    return replace(stage, kept_bytes=kept, resting_bytes=resting)
 
 
 def _experts(assignment: Assignment, priced: Priced, division: Division | None) -> ExpertsPlan | None:

@@ -11,7 +11,7 @@ layer gives is sent, and what the code behind it makes of stubs is dropped. Name
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from tpplan.trace.hooks.generated_class import subclass
 
 #: key of the root's __dict__ for its stage
 STAGE = "_tpplan_stage"
+#: key of the __dict__ of a root that stands for several stages of a rank
+_TOGETHER = "_tpplan_stages_together"
 #: key of a module's __dict__ for what it gave in the call that runs
 _SENT = "_tpplan_sent"
 
@@ -36,13 +38,20 @@ def stage_of(model: nn.Module) -> StagePlan | None:
     return found
 
 
+def keep_stages(model: nn.Module, parts: Sequence[nn.Module]) -> None:
+    """Notes on a model that it is what some stages hold together."""
+    model.__dict__[_TOGETHER] = tuple(stage for part in parts if (stage := stage_of(part)) is not None)
+
+
 def names_elsewhere(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters and buffers that other stages have; none of a whole model."""
+    """Names of the parameters and buffers that the stages of other ranks have; none of a whole model."""
     stage = stage_of(model)
-    if stage is None:
+    own = (stage,) if stage is not None else model.__dict__.get(_TOGETHER, ())
+    if not own:
         return frozenset()
     stubs = ((name, module) for name, module in model.named_modules() if isinstance(module, Stub))
-    return frozenset(stage.blank) | {f"{name}.{own}" for name, stub in stubs for own in stub.absent_names()}
+    blank = {name for one in own for name in one.blank} - dict(model.named_parameters(remove_duplicate=False)).keys()
+    return frozenset(blank) | {f"{name}.{own}" for name, stub in stubs for own in stub.absent_names()}
 
 
 def as_stage(model: nn.Module, stage: StagePlan) -> nn.Module:

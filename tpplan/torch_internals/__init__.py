@@ -19,7 +19,7 @@ Importing this room raises TorchVersionError for a torch older than OLDEST, and 
 | operators        | schemas, meta kernels, ops known by name, what functions hide, a busy GPU         |
 | fakes            | fake tensors, sizes that data decides                                            |
 | groups           | fake process groups, meshes without a process group                              |
-| fsdp             | FSDP2's parameter groups, and torch's memory tracker for them                    |
+| parallel         | FSDP2's parameter groups, torch's memory tracker for them, pipeline schedules    |
 | checkpoint_files | classes and functions that the metadata of distributed checkpoints names         |
 | pytree           | torch's trees of containers                                                      |
 | probes           | runs all probes                                                                  |

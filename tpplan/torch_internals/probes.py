@@ -7,7 +7,7 @@ from functools import cache
 
 #: the files of this room that use torch; one that cannot be imported counts as a failed probe
 FILES = (
-    "pytree", "tensors", "modules", "autograd", "checkpoints", "recording", "operators", "fakes", "groups", "fsdp",
+    "pytree", "tensors", "modules", "autograd", "checkpoints", "recording", "operators", "fakes", "groups", "parallel",
     "checkpoint_files",
 )  # fmt: skip
 

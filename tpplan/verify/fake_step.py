@@ -32,8 +32,8 @@ from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.plan import Pass, Plan, Precision
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.fakes import FakeTensorMode
-from tpplan.torch_internals.fsdp import FSDPMemTracker, MemTracker, Tracker
 from tpplan.torch_internals.groups import fake_group
+from tpplan.torch_internals.parallel import FSDPMemTracker, MemTracker, Tracker
 from tpplan.torch_internals.tensors import local_part
 from tpplan.trace.forward_arguments import Inputs, forward_inputs
 from tpplan.trace.trace import Loss

@@ -173,6 +173,7 @@ class Formulation:
             is_compiled=self.priced.is_compiled,
             num_averages=num_averages,
             in_flight=self.setting.in_flight,
+            beside_bytes=self.setting.beside_bytes,
             whole_gradients=self.setting.whole_gradients,
         )
 
@@ -424,6 +425,7 @@ class Formulation:
             precision=setting.precision,
             steps=setting.accumulation_steps,
             in_flight=setting.in_flight,
+            beside_bytes=setting.beside_bytes,
             whole_gradients=setting.whole_gradients and self.uses_fsdp,
             slack_bytes=setting.slack_bytes,
             limit=setting.memory_limit_bytes,

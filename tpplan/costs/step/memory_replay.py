@@ -17,7 +17,17 @@ from tpplan.costs.step.memory_ledger import Course, Ledger, Peak, Piece
 from tpplan.costs.step.parameter_bytes import Weights
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import has_partial_gradient, reading_name
-from tpplan.plan.parts import BUFFERS, GRADIENTS, PARAMETERS, SAVED, SOURCES, STATES, TRANSIENTS
+from tpplan.plan.parts import (
+    BESIDE,
+    BUFFERS,
+    GRADIENTS,
+    PARAMETERS,
+    SAVED,
+    SOURCES,
+    STATES,
+    TRANSIENTS,
+    UNSHARDED_PARAMETERS,
+)
 from tpplan.plan.plan import Pass
 
 
@@ -39,6 +49,16 @@ def kept_bytes(assignment: Assignment, executor: Executor) -> float:
     replay = _Replay(assignment, Lifetimes(assignment, executor))
     replay.forward(range(len(replay.nodes)), None)
     return replay.ledger.live[SAVED]
+
+
+def bytes_between(assignment: Assignment, executor: Executor) -> tuple[float, float]:
+    """Bytes that a rank holds of a model that does not run: of the activations of each micro-batch between its forward
+    and its backward, and of parameters, gradients, states and what FSDP leaves gathered."""
+    replay = _Replay(assignment, Lifetimes(assignment, executor))
+    replay.forward(range(len(replay.nodes)), None)
+    weights, live = replay.weights, replay.ledger.live
+    masters = weights.resting(weights.master_width) + weights.resting(weights.master_width, weights.trainable)
+    return live[SAVED], masters + weights.states() + live[UNSHARDED_PARAMETERS]
 
 
 class _Replay:
@@ -90,6 +110,8 @@ class _Replay:
             (SOURCES, sum(self.graph.values[source.result].num_bytes for source in sources)),
         ):
             self.ledger.hold(Piece(part, float(num_bytes)))
+        if self.assignment.beside_bytes:
+            self.ledger.hold(Piece(BESIDE, self.assignment.beside_bytes))
         if others := self.assignment.in_flight - 1:
             self.ledger.hold(Piece(SAVED, others * kept_bytes(self.assignment, self.lifetimes.executor)))
 

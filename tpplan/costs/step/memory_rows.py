@@ -34,7 +34,17 @@ from tpplan.costs.step.parameter_bytes import RowBytes
 from tpplan.layouts.decision_space import Space
 from tpplan.layouts.layer_treatments import FsdpUnit, LayerGroup
 from tpplan.plan.optimizers import Optimizer
-from tpplan.plan.parts import BUFFERS, GRADIENTS, PARAMETERS, SAVED, SLACK, STATES, TRANSIENTS, UNSHARDED_PARAMETERS
+from tpplan.plan.parts import (
+    BESIDE,
+    BUFFERS,
+    GRADIENTS,
+    PARAMETERS,
+    SAVED,
+    SLACK,
+    STATES,
+    TRANSIENTS,
+    UNSHARDED_PARAMETERS,
+)
 from tpplan.plan.plan import Precision, Recompute
 from tpplan.solvers.problem import Expression, Resource, Term, added, constant_term, merged, scaled
 from tpplan.solvers.undominated import combined, lower, undominated, upper
@@ -43,7 +53,7 @@ from tpplan.solvers.undominated import combined, lower, undominated, upper
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
     """The rows of one mesh: `kinds` are its layer groups, `root` FSDP's root unit, `steps` the micro-batches of a
-    step, `in_flight` those whose activations are kept at once."""
+    step, `in_flight` those whose activations are kept at once, `beside_bytes` what is held of other stages."""
 
     space: Space
     mesh: Mesh
@@ -56,6 +66,7 @@ class Peaks:
     precision: Precision
     steps: int
     in_flight: int
+    beside_bytes: float
     #: FSDP reduces gradients once a step, and earlier micro-batches' are whole
     whole_gradients: bool
     slack_bytes: float
@@ -96,6 +107,8 @@ class Peaks:
         everything = self.space.graph.parameters
         if self.slack_bytes:
             yield constant_term(SLACK, self.slack_bytes)
+        if self.beside_bytes:
+            yield constant_term(BESIDE, self.beside_bytes)
         yield Term(name=PARAMETERS, expressions=(self.sizes.parameters(everything),))
         yield Term(name=STATES, expressions=(self.sizes.states(everything),))
         yield self.activations.inputs

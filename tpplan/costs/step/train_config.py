@@ -22,6 +22,8 @@ class Setting:
     units: tuple[str, ...]
     #: micro-batches whose activations a rank keeps at once; several in a stage of a pipeline
     in_flight: int = 1
+    #: bytes that a rank holds of other stages meanwhile
+    beside_bytes: float = 0.0
     #: bytes of the limit that a model never gets
     slack_bytes: float = 0.0
     #: recomputation of every unit but the root; None: the ILP decides for each

@@ -17,10 +17,11 @@ def stage_lines(plan: PipelinePlan) -> list[str]:
     held = max(map(_held, plan.stages))
     unproven = next(filter(None, map(why_unproven, plan.stages)), "")
     facts = [
-        ("stages", f"{len(plan.stages)}, each on {first.mesh}: {plan.num_gpus} GPUs, {first.cluster.profile}"),
+        ("stages", f"{_counted(plan)}, each on {first.mesh}: {plan.num_gpus} GPUs, {first.cluster.profile}"),
         (
             "step",
-            f"{format_seconds(predicted.step_time_s)}: {format_seconds(predicted.stage_s)} in the slowest stage, "
+            f"{format_seconds(predicted.step_time_s)}: {format_seconds(predicted.stage_s)} in the slowest "
+            f"{'stage' if plan.virtual_stages == 1 else 'GPU'}, "
             f"{format_seconds(predicted.bubble_s)} to fill and drain, {format_seconds(predicted.send_s)} sending",
         ),
         ("speed", f"{format_count(speed)} tokens/s, {format_count(speed / plan.num_gpus)} per GPU"),
@@ -39,6 +40,12 @@ def stage_lines(plan: PipelinePlan) -> list[str]:
     columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += ["", *("  " + "  ".join(c.ljust(n) for c, n in zip(row, columns, strict=True)).rstrip() for row in rows)]
     return lines
+
+
+def _counted(plan: PipelinePlan) -> str:
+    """How many stages there are, and how many a GPU has."""
+    several = f", {plan.virtual_stages} on each GPU" if plan.virtual_stages > 1 else ""
+    return f"{len(plan.stages)}{several}"
 
 
 def _held(plan: Plan) -> float:

@@ -179,6 +179,7 @@ class PointSolver:
         """The ILP of one point; with `treatment`, every layer gets it."""
         mesh, units = point.mesh, self.traces.traced(point.micro_batch).units
         priced, request = self.priced(point.micro_batch, mesh.tp), self.request
+        stage = request.subject.stage
         return Formulation(
             priced=priced,
             conflicts=self.cuts.conflicts_in(priced.space),
@@ -192,7 +193,8 @@ class PointSolver:
                 slack_bytes=request.profile.slack_bytes,
                 accumulation_steps=request.batch.accumulation_steps(mesh, point.micro_batch),
                 units=units,
-                in_flight=request.subject.stage.in_flight if request.subject.stage is not None else 1,
+                in_flight=stage.in_flight if stage is not None else 1,
+                beside_bytes=stage.beside_bytes if stage is not None else 0.0,
                 recompute=request.recompute,
                 reshard_after_forward=request.reshard_after_forward,
                 whole_gradients=request.whole_gradients,

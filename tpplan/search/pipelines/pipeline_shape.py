@@ -1,0 +1,50 @@
+"""How many parts of the GPUs a pipeline has, and how many stages each: the schedule that joins them, and the layers of
+each stage."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from tpplan.plan.pipeline_plan import Schedule
+from tpplan.stages.schedule import Action, orders
+
+#: the numbers of layers of all stages
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class PipelineShape:
+    """A pipeline of `parts` parts with `virtual_stages` stages each; part i has stages i, i + parts, ..."""
+
+    parts: int
+    virtual_stages: int = 1
+
+    @property
+    def count(self) -> int:
+        """The number of stages."""
+        return self.parts * self.virtual_stages
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of such a pipeline."""
+        return Schedule.INTERLEAVED if self.virtual_stages > 1 else Schedule.ONE_F_ONE_B
+
+    @property
+    def option(self) -> str:
+        """The command line's options for this shape."""
+        virtual = f" --virtual-stages {self.virtual_stages}" if self.virtual_stages > 1 else ""
+        return f"--pp {self.parts}{virtual}"
+
+    def orders(self, micro_batches: int) -> Sequence[Sequence[Action]]:
+        """What the ranks run in a step, in order."""
+        return _orders(self.schedule, self.parts, self.virtual_stages, micro_batches)
+
+    def even(self, layers: int) -> Sizes:
+        """Layers in stages that differ by at most one; the middle ones are larger."""
+        each, rest = divmod(layers, self.count)
+        order = sorted(range(self.count), key=lambda index: abs(2 * index - (self.count - 1)))
+        larger = set(order[:rest])
+        return tuple(each + (index in larger) for index in range(self.count))
+
+
+_orders = cache(orders)

@@ -1,0 +1,106 @@
+"""What a rank of a pipeline holds while one of its stages runs: that stage, its other stages, and what is sent.
+
+A stage that does not run holds its parameters, gradients and states, and for each micro-batch in flight the activations
+that its backward needs, the tensors that it received and those that it sent: torch's schedules keep both until the
+backward. The stage that runs receives the gradients of what it sent besides. How many micro-batches each stage has in
+flight follows from the schedule's order (tpplan.stages.schedule).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tpplan.core.units import DTYPE_BYTES
+from tpplan.plan.parts import BESIDE, SAVED
+from tpplan.plan.plan import Plan, ProofStatus
+from tpplan.plan.proof_hash import as_proven
+from tpplan.plan.sections import StagePlan, TensorPlan
+from tpplan.search.pipelines.pipeline_shape import PipelineShape
+from tpplan.stages.schedule import kept_during
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """The micro-batches in flight of the stage that runs, and bytes of all else but its own step."""
+
+    in_flight: int
+    beside_bytes: float
+
+
+def num_bytes(tensors: Sequence[TensorPlan]) -> int:
+    """Bytes of tensors between stages, for one micro-batch."""
+    return sum(math.prod(one.shape) * DTYPE_BYTES[one.dtype] for one in tensors)
+
+
+def most_in_flight(shape: PipelineShape, micro_batches: int) -> list[list[int]]:
+    """By rank the most micro-batches that its stages have in flight together while each of them runs."""
+    found = []
+    for order in shape.orders(micro_batches):
+        most = [0] * shape.virtual_stages
+        for action, counts in kept_during(order, shape.parts):
+            own = action.stage // shape.parts
+            most[own] = max(most[own], sum(counts))
+        found.append(most)
+    return found
+
+
+def assumed(stage: StagePlan, in_flight: int, others_bytes: float) -> Held:
+    """What is held where each of a rank's stages keeps what this one does of a micro-batch, `in_flight` of them in all,
+    and the others hold some bytes besides."""
+    return Held(in_flight=in_flight, beside_bytes=others_bytes + _between(stage, in_flight))
+
+
+def held(stages: Sequence[StagePlan], shape: PipelineShape, micro_batches: int) -> list[Held]:
+    """What each stage's rank holds while it runs, at the worst of its actions; `stages` say what each keeps."""
+    found: list[Held | None] = [None] * len(stages)
+    most = [-1.0] * len(stages)
+    for rank, order in enumerate(shape.orders(micro_batches)):
+        own = stages[rank :: shape.parts]
+        for action, counts in dict.fromkeys(
+            (action.stage, counts) for action, counts in kept_during(order, shape.parts)
+        ):
+            number = action // shape.parts
+            others = sum(
+                stage.resting_bytes + count * (stage.kept_bytes + num_bytes(stage.receives) + num_bytes(stage.sends))
+                for place, (stage, count) in enumerate(zip(own, counts, strict=True))
+                if place != number
+            )
+            beside = others + _between(own[number], counts[number])
+            total = beside + (counts[number] - 1) * own[number].kept_bytes
+            if total > most[action]:
+                most[action] = total
+                found[action] = Held(in_flight=counts[number], beside_bytes=beside)
+    return [one for one in found if one is not None]
+
+
+def _between(stage: StagePlan, in_flight: int) -> float:
+    """Bytes of the tensors that the running stage received and sent, and of a gradient of what it sent; what the
+    running micro-batch received is counted as an input of the stage."""
+    return (in_flight - 1) * num_bytes(stage.receives) + (in_flight + 1) * num_bytes(stage.sends)
+
+
+def with_held(plan: Plan, now: Held) -> Plan:
+    """The plan of a stage beside which its rank holds something else: each moment of a step holds as much more."""
+    stage, predicted = plan.stage, plan.predicted
+    assert stage is not None
+    kept = (now.in_flight - stage.in_flight) * stage.kept_bytes
+    beside = now.beside_bytes - stage.beside_bytes
+    parts = dict(predicted.memory_bytes)
+    parts[SAVED] = parts.get(SAVED, 0.0) + kept
+    parts[BESIDE] = now.beside_bytes
+    changed = replace(
+        plan,
+        stage=replace(stage, in_flight=now.in_flight, beside_bytes=now.beside_bytes),
+        predicted=replace(
+            predicted,
+            peak_memory_bytes=predicted.peak_memory_bytes + kept + beside,
+            memory_bytes={part: value for part, value in parts.items() if value},
+        ),
+    )
+    return as_proven(changed) if plan.proof.status is ProofStatus.PROVEN else changed
+
+
+def excess_bytes(plan: Plan) -> float:
+    """Bytes by which a plan exceeds its limit, below 0 where it fits."""
+    predicted = plan.predicted
+    return predicted.peak_memory_bytes + predicted.slack_bytes - predicted.memory_limit_bytes

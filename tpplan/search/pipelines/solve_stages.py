@@ -1,0 +1,205 @@
+"""The plan of a model in stages: where it is cut, the mesh of a stage, the micro-batch, and the plan of each stage.
+
+Each stage is a model of its own (tpplan.stages), which `solve_request` solves and proves. All degrees and micro-batches
+are tried with equally many layers in each stage; layers then move from the slowest stage to the fastest while that
+makes a step shorter, and the stages of the best are proven.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
+
+from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError
+from tpplan.core.mesh import divisors, tp_degrees
+from tpplan.plan.pipeline_plan import PipelinePlan, why_unscheduled
+from tpplan.plan.plan import SCHEMA_VERSION, Plan, SolverReport
+from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
+from tpplan.search.pipelines.stage_plans import AllStages
+from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
+from tpplan.search.pipelines.step_seconds import predicted
+from tpplan.search.points.options import Batch, BuildModel, Cluster, ExampleInputs, Options, Progress
+from tpplan.solvers.problem import Status
+
+#: times that layers are moved between stages
+MOST_MOVES = 4
+#: what a plan of stages says of what was not searched
+UNSEARCHED = (
+    "micro-batches above one that is slower than the one below it",
+    "other cuts than even ones and those that moving single layers leads to",
+    "zero-bubble schedules; stages of different tp or fsdp degrees",
+    "tied weights over two stages, and experts divided over ranks of a stage",
+)
+
+
+def solve_stages(
+    build_model: BuildModel,
+    example_inputs: ExampleInputs,
+    *,
+    stages: int,
+    virtual_stages: int = 1,
+    cluster: Cluster,
+    global_batch: int,
+    seq_len: int,
+    micro_batch: int | None = None,
+    options: Options,
+    prove: bool = True,
+    progress: Progress | None = None,
+) -> PipelinePlan:
+    """The fastest plan, as predicted, of a model in stages on equal parts of all GPUs: `stages` parts, each of which
+    has `virtual_stages` stages. One a part is scheduled by 1F1B, more are interleaved.
+
+    Raises UsageError for a number of parts that does not divide the GPUs, or for which the model has too few places to
+    be cut (with the reasons), ModelError, ProfileError, SolverError, IndivisibleError where no mesh has as many
+    micro-batches as the schedule needs, and InfeasibleError where no plan fits.
+    """
+    if stages < 2 or cluster.gpus % stages:
+        raise UsageError(
+            f"--pp {stages} does not divide {cluster.gpus} GPUs: take one of "
+            f"{', '.join(map(str, divisors(cluster.gpus)[1:]))}"
+        )
+    own, per_node = cluster.gpus // stages, cluster.gpus_per_node
+    if own % per_node and per_node % own:
+        raise UsageError(
+            f"--pp {stages}: {own} GPUs a stage are neither a part of a node of {per_node} nor whole nodes: take "
+            "another number of stages"
+        )
+    if options.loss is None:
+        raise UsageError("--pp: a model in stages needs loss(outputs, inputs), which the last stage computes")
+    cluster = replace(cluster, profile=cluster.load_profile())
+    solver = StageSolver(
+        build_model=build_model,
+        example_inputs=example_inputs,
+        cluster=cluster,
+        batch=Batch(global_batch, micro_batch, seq_len),
+        options=replace(options, all_gpus=True, ep=1),
+    )
+    shape = PipelineShape(parts=stages, virtual_stages=virtual_stages)
+    return _Search(solver=solver, shape=shape, progress=progress).found(prove=prove)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Search:
+    """The search for a plan of one shape."""
+
+    solver: StageSolver
+    shape: PipelineShape
+    progress: Progress | None
+
+    def degrees(self) -> list[Degrees]:
+        """All tp degrees inside a node with all micro-batches of which the schedule can run as many as there are."""
+        solver, shape = self.solver, self.shape
+        own, batch, options = solver.gpus(shape), solver.batch, solver.options
+        every = (options.tp,) if options.tp else tp_degrees(own.gpus, own.gpus_per_node, across_nodes=False)
+        found, why = [], ""
+        for tp in every:
+            ranks = own.gpus // tp
+            if own.gpus % tp or batch.global_batch % ranks:
+                continue
+            share = batch.global_batch // ranks
+            for size in divisors(share):
+                if batch.micro_batch in (None, size):
+                    why = why_unscheduled(shape.schedule, shape.parts, shape.virtual_stages, share // size)
+                    if not why:
+                        found.append(Degrees(tp=tp, micro_batch=size, fsdp=options.fsdp or 0))
+        if not found:
+            raise IndivisibleError(
+                f"{shape.option}: no tp degree of {own.gpus} GPUs a stage leaves {shape.parts} or more micro-batches "
+                f"of a global batch of {batch.global_batch} to each rank that the schedule can run: take fewer stages "
+                f"or a larger batch{f' ({why})' if why else ''}"
+            )
+        return found
+
+    def tried(self, degrees: Degrees, sizes: Sizes) -> tuple[float, Degrees]:
+        """Seconds of a step, and the degrees with the FSDP degree of the first stage."""
+        decided = AllStages.of(self.solver, self.shape, sizes, degrees).decided()
+        if decided is None:
+            return math.inf, degrees
+        plans = AllStages.of(self.solver, self.shape, sizes, decided).plans()
+        return self.seconds(plans) if plans is not None else math.inf, decided
+
+    def seconds(self, plans: list[Plan]) -> float:
+        """Seconds of a step of some stages."""
+        return predicted(plans, self.shape, self.solver.cluster).step_time_s
+
+    def best(self, sizes: Sizes) -> Degrees:
+        """The degrees with the fastest step. Raises InfeasibleError where none fits."""
+        found: list[tuple[float, Degrees]] = []
+        every = self.degrees()
+        for done, (_, own) in enumerate(groupby(every, key=attrgetter("tp"))):
+            self._report("solve", done, len({degrees.tp for degrees in every}))
+            of_tp = math.inf
+            for degrees in own:
+                found.append(self.tried(degrees, sizes))
+                if of_tp < found[-1][0]:
+                    break
+                of_tp = found[-1][0]
+        seconds, best = min(found)
+        if seconds == math.inf:
+            raise InfeasibleError(
+                f"no plan of {self.shape.option} fits: the first stages keep the activations of several micro-batches. "
+                "Take fewer stages, a smaller micro-batch, or leave --recompute to be decided"
+            )
+        return best
+
+    def found(self, *, prove: bool) -> PipelinePlan:
+        """The plan. Raises what `solve_stages` raises."""
+        smallest = min(degrees.micro_batch for degrees in self.degrees())
+        sizes = self.shape.even(len(self.solver.cuts(smallest, self.shape)) + 1)
+        degrees = self.best(sizes)
+        sizes, plans = self._moved(degrees, sizes)
+        if prove:
+            every = AllStages.of(self.solver, self.shape, sizes, degrees)
+            self._report("prove", 0, 1)
+            proven = every.plans(prove=True)
+            if proven is None:
+                raise InfeasibleError(
+                    "the stages fit unproven, and none of their plans that can be proven do: take a smaller "
+                    "micro-batch, another --tp or fewer stages"
+                )
+            plans = proven
+            self.solver.check_cut(every.stages, degrees.micro_batch)
+            self._report("prove", 1, 1)
+        times = predicted(plans, self.shape, self.solver.cluster)
+        seconds = times.step_time_s
+        return PipelinePlan(
+            schema_version=SCHEMA_VERSION,
+            schedule=self.shape.schedule,
+            virtual_stages=self.shape.virtual_stages,
+            predicted=times,
+            solver=SolverReport(
+                name=plans[0].solver.name,
+                status=Status.FEASIBLE,
+                objective_s=seconds,
+                bound_s=0.0,  # the stages' own bounds hold for these cuts alone
+                gap=1.0,
+                meshes_tried=len(self.degrees()),
+                skipped={},
+                unsearched=UNSEARCHED,
+            ),
+            stages=tuple(plans),
+        )
+
+    def _moved(self, degrees: Degrees, sizes: Sizes) -> tuple[Sizes, list[Plan]]:
+        """The stages, with layers moved from the slowest to the fastest while a step gets shorter."""
+        plans = AllStages.of(self.solver, self.shape, sizes, degrees).plans()
+        assert plans is not None, "they have been tried"
+        seconds = self.seconds(plans)
+        for _ in range(MOST_MOVES):
+            times = [plan.predicted.step_time_s for plan in plans]
+            slowest, fastest = times.index(max(times)), times.index(min(times))
+            if sizes[slowest] < 2 or slowest == fastest:
+                break
+            other = tuple(n - (i == slowest) + (i == fastest) for i, n in enumerate(sizes))
+            moved = AllStages.of(self.solver, self.shape, other, degrees).plans()
+            if moved is None:
+                break
+            now = self.seconds(moved)
+            if now >= seconds:
+                break
+            sizes, plans, seconds = other, moved, now
+        return sizes, plans
+
+    def _report(self, stage: str, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress(stage, done, total)

@@ -1,0 +1,154 @@
+"""Traces a model, cuts it into stages, and solves each stage as a model of its own; keeps what it has solved."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from tpplan.core.errors import InfeasibleError, ModelError, UsageError
+from tpplan.core.graph import ModelGraph
+from tpplan.layouts.assignment import master_bytes
+from tpplan.plan.optimizers import optimizer_named
+from tpplan.plan.plan import Plan
+from tpplan.plan.sections import StagePlan
+from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
+from tpplan.search.planner import solve_request
+from tpplan.search.points.options import Batch, BuildModel, Cluster, ExampleInputs, Options
+from tpplan.search.points.request import Request
+from tpplan.search.points.trace_cache import Reuse, TraceCache, Traced
+from tpplan.stages.cut_proof import difference
+from tpplan.stages.cuts import Cut, cuts_of, stages_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Degrees:
+    """The tp and FSDP degrees of a stage (0: to be decided), and the micro-batch."""
+
+    tp: int
+    micro_batch: int
+    fsdp: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSolver:
+    """Solves stages of a model; keeps traces, cuts and solved stages."""
+
+    build_model: BuildModel
+    example_inputs: ExampleInputs
+    cluster: Cluster
+    batch: Batch
+    options: Options
+    reuse: Reuse = field(default_factory=Reuse)
+    _solved: dict[tuple[Degrees, PipelineShape, StagePlan, bool], Plan | None] = field(default_factory=dict)
+    _cuts: dict[int, list[Cut]] = field(default_factory=dict)
+
+    # The whole model
+
+    @cached_property
+    def request(self) -> Request:
+        """The request for the whole model."""
+        return Request.of(self.build_model, self.example_inputs, self.cluster, self.batch, self.options, None)
+
+    def whole(self, micro_batch: int) -> Traced:
+        """The trace of the whole model."""
+        return TraceCache(self.request.subject, self.reuse).really_traced(micro_batch)
+
+    def cuts(self, micro_batch: int, shape: PipelineShape) -> list[Cut]:
+        """The cuts after each layer but the last. Raises UsageError where too few are possible."""
+        traced = self.whole(micro_batch)
+        if traced.opaques.untouched:
+            raise UsageError(f"--pp: the model's parameters must stay as they are: {traced.opaques.untouched}")
+        if micro_batch not in self._cuts:
+            self._cuts[micro_batch] = cuts_of(traced.graph, traced.units)
+        every = self._cuts[micro_batch]
+        possible = [cut for cut in every if not cut.why_not]
+        if len(possible) < shape.count - 1:
+            reasons = dict.fromkeys(f"after {cut.unit}: {cut.why_not}" for cut in every if cut.why_not)
+            shown = "; ".join(list(reasons)[:3]) or "it has no repeated layers"
+            raise UsageError(
+                f"{shape.option}: the model can be cut at {len(possible)} places, and {shape.count} stages need "
+                f"{shape.count - 1}: {shown}"
+            )
+        return possible
+
+    def stages(self, shape: PipelineShape, sizes: Sizes, micro_batch: int) -> list[StagePlan]:
+        """The stages of some numbers of layers, each with one micro-batch in flight."""
+        possible = self.cuts(micro_batch, shape)
+        ends = [sum(sizes[: index + 1]) for index in range(len(sizes) - 1)]
+        chosen = [possible[end - 1] for end in ends]
+        return stages_of(self.whole(micro_batch).graph, chosen, [1] * len(sizes), micro_batch)
+
+    # A stage
+
+    def gpus(self, shape: PipelineShape) -> Cluster:
+        """The GPUs of a part of the pipeline, on their nodes."""
+        own = self.cluster.gpus // shape.parts
+        return replace(self.cluster, gpus=own, gpus_per_node=min(self.cluster.gpus_per_node, own))
+
+    def resting_bytes(self, stage: StagePlan, degrees: Degrees, shape: PipelineShape) -> float:
+        """About the bytes of a stage's parameters, gradients and states on a rank that shards all of them."""
+        optimizer, total = optimizer_named(self.request.optimizer), 0.0
+        graph = self.whole(degrees.micro_batch).graph
+        for source in graph.parameters:
+            is_absent = any(source.label.startswith(f"{module}.") for module in stage.absent)
+            if is_absent or source.label in stage.blank:
+                continue
+            value = graph.values[source.result]
+            width = master_bytes(self.request.precision, value.dtype)
+            total += value.num_elements * (2 * width + optimizer.bytes_per_element(width))
+        return total / (degrees.tp * (degrees.fsdp or self.gpus(shape).gpus // degrees.tp))
+
+    def solved(self, degrees: Degrees, shape: PipelineShape, stage: StagePlan, *, prove: bool) -> Plan | None:
+        """The plan of a stage; None where none fits."""
+        key = degrees, shape, stage, prove
+        if key not in self._solved:
+            self._solved[key] = self._solve(degrees, shape, stage, prove=prove)
+        return self._solved[key]
+
+    def decided(self, degrees: Degrees, shape: PipelineShape, stage: StagePlan) -> Degrees | None:
+        """The degrees with the FSDP degree that a stage chooses; None where the stage does not fit."""
+        plan = self.solved(degrees, shape, stage, prove=False)
+        if plan is None:
+            return None
+        found = replace(degrees, fsdp=plan.mesh.shard)
+        self._solved[found, shape, stage, False] = plan
+        return found
+
+    def _solve(self, degrees: Degrees, shape: PipelineShape, stage: StagePlan, *, prove: bool) -> Plan | None:
+        loss = self.options.loss if stage.last is None else _stand_in
+        options = replace(self.options, stage=stage, loss=loss, tp=degrees.tp, fsdp=degrees.fsdp or None)
+        batch = replace(self.batch, micro_batch=degrees.micro_batch)
+        request = Request.of(self.build_model, self.example_inputs, self.gpus(shape), batch, options, None)
+        try:
+            return solve_request(request, options, self.reuse, prove=prove)
+        except InfeasibleError as error:
+            logger.info("stage %d, tp %d, micro-batch %d: %s", stage.index, degrees.tp, degrees.micro_batch, error)
+            return None
+
+    def check_cut(self, stages: Sequence[StagePlan], micro_batch: int) -> None:
+        """Raises ModelError where a stage does not run its part of the whole model on the same values."""
+        whole = self.whole(micro_batch).graph
+        ends = [0, *(_end(whole, stage) for stage in stages[:-1]), len(whole.nodes)]
+        for stage in stages:
+            subject = replace(
+                self.request.subject, stage=stage, loss=self.options.loss if stage.last is None else _stand_in
+            )
+            graph = TraceCache(subject, self.reuse).really_traced(micro_batch).graph
+            own = range(ends[stage.index], ends[stage.index + 1])
+            if problem := difference(whole, graph, stage, own):
+                raise ModelError(f"the model in stages is not the model: {problem}; plan without --pp")
+
+
+def _stand_in(outputs: Any, _inputs: Mapping[str, Any]) -> Any:
+    """The loss of a stage that is not the last: gradients of all that it sends come back."""
+    return sum(tensor.sum() for tensor in outputs)
+
+
+def _end(graph: ModelGraph, stage: StagePlan) -> int:
+    """The position after the last node of a stage's last layer."""
+    assert stage.last is not None
+    last = graph.nodes_by_module[stage.last][-1]
+    return graph.nodes.index(last) + 1

@@ -1,0 +1,93 @@
+"""Seconds of a step of a pipeline, from those of its stages.
+
+A step of 1F1B with M micro-batches takes as long as the slowest stage's M micro-batches, and, while the pipeline fills
+and drains, one micro-batch of each other stage (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+Clusters Using Megatron-LM", 2021, section 2.2, for stages that take different times). What is sent between stages is
+not hidden: torch's schedule waits for it.
+
+An interleaved step is simulated action by action (tpplan.stages.schedule), as torch's schedule computes while it sends.
+A backward, without what it recomputes, counts as two forwards. What a stage does once a step follows its last backward.
+"""
+
+from collections.abc import Sequence
+
+from tpplan.core.mesh import GroupShape
+from tpplan.machine.profile import Collective
+from tpplan.plan.parts import DATA_PARALLEL, OPTIMIZER, RECOMPUTATION, TP_REDUCTION
+from tpplan.plan.pipeline_plan import PipelinePrediction
+from tpplan.plan.plan import Plan
+from tpplan.plan.sections import StagePlan
+from tpplan.search.pipelines.pipeline_shape import PipelineShape
+from tpplan.search.pipelines.rank_memory import num_bytes
+from tpplan.search.points.options import Cluster
+from tpplan.stages.schedule import StageTimes, seconds_of
+
+#: parts of a stage's step that happen once, however many micro-batches there are
+_ONCE = frozenset({OPTIMIZER, TP_REDUCTION})
+#: forwards that a backward takes as long as: it makes two products for each of the forward's
+_BACKWARD = 2.0
+
+
+def predicted(plans: Sequence[Plan], shape: PipelineShape, cluster: Cluster) -> PipelinePrediction:
+    """Seconds of a step of these stages on all GPUs."""
+    steps = plans[0].batch.accumulation_steps
+    between = [
+        seconds_between(plan.stage, shape, cluster) if plan.stage is not None and plan.stage.sends else 0.0
+        for plan in plans
+    ]
+    if shape.virtual_stages > 1:
+        return _simulated(plans, between, shape)
+    each = [_seconds_of_a_micro_batch(plan, steps) for plan in plans]
+    slowest = max(plan.predicted.step_time_s for plan in plans)
+    bubble = sum(each) - max(each)
+    # A micro-batch's activations and gradients wait at one link in each stage, and cross all while it fills.
+    send = 2 * (steps * max(between) + sum(between))
+    return PipelinePrediction(step_time_s=slowest + bubble + send, stage_s=slowest, bubble_s=bubble, send_s=send)
+
+
+def _simulated(plans: Sequence[Plan], between: Sequence[float], shape: PipelineShape) -> PipelinePrediction:
+    steps = plans[0].batch.accumulation_steps
+    every = shape.orders(steps)
+    times = [_times(plan, steps, send_s) for plan, send_s in zip(plans, between, strict=True)]
+    ranks = [plans[rank :: shape.parts] for rank in range(shape.parts)]
+    once = max(sum(_seconds_once(plan) for plan in own) for own in ranks)
+    slowest = max(sum(plan.predicted.step_time_s for plan in own) for own in ranks)
+    whole = seconds_of(every, times) + once
+    unsent = [StageTimes(forward_s=one.forward_s, backward_s=one.backward_s, send_s=0.0) for one in times]
+    alone = seconds_of(every, unsent) + once
+    return PipelinePrediction(
+        step_time_s=whole,
+        stage_s=slowest,
+        bubble_s=max(0.0, alone - slowest),
+        send_s=max(0.0, whole - max(alone, slowest)),
+    )
+
+
+def seconds_between(stage: StagePlan, shape: PipelineShape, cluster: Cluster) -> float:
+    """Seconds of sending a stage's tensors to the next: of two ranks that gather as much from each other."""
+    own, per_node = cluster.gpus // shape.parts, cluster.gpus_per_node
+    part = stage.index % shape.parts
+    nodes = [other * own // per_node for other in (part, (part + 1) % shape.parts)]
+    pair = GroupShape(ranks=2, ranks_per_node=2 if nodes[0] == nodes[1] else 1)
+    return cluster.load_profile().collective(Collective.ALL_GATHER, pair, 2.0 * num_bytes(stage.sends)).seconds
+
+
+def _times(plan: Plan, steps: int, send_s: float) -> StageTimes:
+    seconds = _seconds_of_a_micro_batch(plan, steps)
+    again = min(seconds, plan.predicted.time_s.get(RECOMPUTATION, 0.0) / steps)
+    forward = (seconds - again) / (1 + _BACKWARD)
+    return StageTimes(forward_s=forward, backward_s=seconds - forward, send_s=send_s)
+
+
+def _seconds_once(plan: Plan) -> float:
+    """Seconds of a stage's step that do not grow with the micro-batches."""
+    times = plan.predicted.time_s
+    once = sum(seconds for part, seconds in times.items() if part in _ONCE)
+    if plan.mesh.replicate > 1 or plan.mesh.shard == 1:
+        once += times.get(DATA_PARALLEL, 0.0)
+    return min(once, plan.predicted.step_time_s)
+
+
+def _seconds_of_a_micro_batch(plan: Plan, steps: int) -> float:
+    """Seconds of one micro-batch of a stage."""
+    return (plan.predicted.step_time_s - _seconds_once(plan)) / steps

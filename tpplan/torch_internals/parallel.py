@@ -1,0 +1,206 @@
+"""FSDP2's parameter groups, torch's memory tracker for them, and torch's pipelines: the order of a schedule's actions,
+and stages that hold no more than the schedule needs.
+
+torch's PipelineStage makes a buffer for each micro-batch's received tensors before the first step and keeps all of
+them, and its looped schedules keep each sent tensor until the step ends. A `FrugalStage` makes a buffer when it is
+received into, and drops it after the micro-batch's backward; a `LoopedStage` also drops what has been sent.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType, _FSDPState
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import _batch_p2p, _ComputationType, _wait_batch_p2p
+
+from tpplan.torch_internals.groups import fake_group
+from tpplan.torch_internals.probes import Probe
+
+__all__ = [
+    "PROBES",
+    "FSDPMemTracker",
+    "FSDPParamGroup",
+    "FrugalStage",
+    "LoopedStage",
+    "MemTracker",
+    "Tracker",
+    "group_of",
+    "orders_of",
+    "unit_name",
+]
+
+
+def group_of(module: FSDPModule) -> FSDPParamGroup | None:
+    """The parameter group that FSDP2 gathers for the module; None where the module has none of its own."""
+    found: FSDPParamGroup | None = module._get_fsdp_state()._fsdp_param_group
+    return found
+
+
+def unit_name(group: FSDPParamGroup) -> str:
+    """Name of the module that the group is gathered for; "" for the root."""
+    return group._module_fqn or ""
+
+
+class Tracker(FSDPMemTracker):  # type: ignore[no-untyped-call]
+    """FSDPMemTracker with a correction: torch's wrapper of post-backward keeps the last unsharded gradient alive while
+    gradients are reduced, so that the peak reads too high; this one holds none."""
+
+    def _fsdp_param_group_post_backward(self, fsdp_mod: Any, orig_fsdp_param_group_post_backward: Any) -> Any:
+        def post_backward(*args: Any, **kwargs: Any) -> None:
+            self._label(fsdp_mod, "_unsharded_param", _FSDPRefType.UNSHARDED_GRAD)
+            self._fsdp_state = _FSDPState.POST_BW
+            orig_fsdp_param_group_post_backward(*args, **kwargs)
+            self._label(fsdp_mod, "sharded_param", _FSDPRefType.SHARDED_GRAD)
+
+        return post_backward
+
+    def _label(self, fsdp_mod: Any, attribute: str, part: _FSDPRefType) -> None:
+        group = group_of(fsdp_mod)
+        for parameter in group.fsdp_params if group is not None else ():
+            gradient = getattr(getattr(parameter, attribute, None), "grad", None)
+            if gradient is not None:
+                self._update_and_maybe_create_winfos(gradient, part)
+
+
+# ---- pipelines
+
+
+def orders_of(schedule: ScheduleInterleaved1F1B) -> list[list[tuple[int, bool, int]]]:
+    """What a schedule runs on each rank, in order: (stage, True for a forward, micro-batch)."""
+    kinds = {_ComputationType.FORWARD: True, _ComputationType.FULL_BACKWARD: False}
+    return [
+        [
+            (action.stage_index, kinds[action.computation_type], int(action.microbatch_index or 0))
+            for action in order
+            if action is not None
+        ]
+        for _, order in sorted(schedule.pipeline_order.items())
+    ]
+
+
+class FrugalStage(PipelineStage):
+    """A PipelineStage whose buffers for received tensors live from receiving to the end of the backward."""
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        return self._without_memory(super()._prepare_forward_infra, *args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        return self._without_memory(super()._prepare_backward_infra, *args, **kwargs)
+
+    def _without_memory(self, prepare: Any, *args: Any, **kwargs: Any) -> Any:
+        device, self.device = self.device, torch.device("meta")
+        try:
+            return prepare(*args, **kwargs)
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._make(self.args_recv_info[fwd_chunk_id], requires_grad=bool(self.has_backward))
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_last:
+            self._make(self.grad_recv_info[bwd_chunk_id], requires_grad=False)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        for infos in (self.args_recv_info, self.grad_recv_info):
+            for info in _with_buffers(infos.get(bwd_chunk_id, ())):
+                info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
+
+    def _make(self, infos: Any, *, requires_grad: bool) -> None:
+        for info in _with_buffers(infos):
+            info.buffer = torch.empty_like(info.buffer, device=self.device, requires_grad=requires_grad)
+
+
+class LoopedStage(FrugalStage):
+    """A FrugalStage that sends on its own, for a schedule that would keep what it sends until the step ends."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        #: what is being sent, the first first
+        self._sending: list[list[dist.Work]] = []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._send(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._send(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _send(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Sends, forgets what has arrived, and leaves nothing for the schedule to send."""
+        while self._sending and all(work.is_completed() for work in self._sending[0]):
+            _wait_batch_p2p(self._sending.pop(0))
+        if operations:
+            self._sending.append(_batch_p2p(operations))
+        return []
+
+    def finish(self) -> None:
+        """Waits for what is still being sent; to be called after each step."""
+        while self._sending:
+            _wait_batch_p2p(self._sending.pop(0))
+
+
+def _with_buffers(infos: Any) -> Iterator[Any]:
+    """The descriptions of received tensors among those of a stage's inputs."""
+    return (info for info in infos if isinstance(getattr(info, "buffer", None), torch.Tensor))
+
+
+# ---- probes
+
+
+def _groups() -> bool:
+    if torch.distributed.is_initialized():  # a rank of a real job, which cannot have a fake group
+        return issubclass(Tracker, MemTracker)
+    with fake_group(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
+        unit: Any = model[0]
+        group = group_of(unit)
+        return (
+            isinstance(group, FSDPParamGroup)
+            and len(group.fsdp_params) == 2
+            and all(hasattr(parameter, "sharded_param") for parameter in group.fsdp_params)
+            and isinstance(unit_name(group), str)
+        )
+
+
+def _tracker() -> bool:
+    names = ("_fsdp_param_group_post_backward", "_update_and_maybe_create_winfos", "track_inputs", "reset_mod_stats")
+    return all(callable(getattr(FSDPMemTracker, name, None)) for name in names)
+
+
+def _stages() -> bool:
+    names = ("_prepare_forward_infra", "_prepare_backward_infra", "get_fwd_recv_ops", "get_bwd_recv_ops")
+    more = ("get_fwd_send_ops", "get_bwd_send_ops", "backward_one_chunk")
+    return all(callable(getattr(PipelineStage, name, None)) for name in (*names, *more)) and _batch_p2p([]) == []
+
+
+PROBES = (
+    Probe(
+        name="FSDP2's groups of parameters",
+        uses="FSDPModule._get_fsdp_state, FSDPState._fsdp_param_group, FSDPParamGroup._module_fqn",
+        needed_for="`tpplan verify`, which says whose collective is which",
+        works=_groups,
+    ),
+    Probe(
+        name="FSDP2's memory tracker",
+        uses="torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker and its parts",
+        needed_for="the memory check of `tpplan verify`",
+        works=_tracker,
+    ),
+    Probe(
+        name="what a pipeline's stages hold, and what its schedules run",
+        uses="PipelineStage.args_recv_info and grad_recv_info, _batch_p2p, ScheduleInterleaved1F1B.pipeline_order",
+        needed_for="training a model in stages",
+        works=_stages,
+    ),
+)
