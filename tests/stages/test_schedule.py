@@ -4,26 +4,56 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 from tpplan.plan.pipeline_plan import Schedule, why_unscheduled
-from tpplan.stages.schedule import Action, StageTimes, kept_during, orders, seconds_of
+from tpplan.stages.schedule import Action, StageTimes, kept_during, orders, seconds_of, waiting_during
 from tpplan.torch_internals.groups import fake_group
 from tpplan.torch_internals.parallel import orders_of
 
 CASES = [(2, 2, 4), (4, 3, 5), (4, 2, 4), (4, 2, 10), (4, 3, 8), (3, 2, 6), (8, 4, 16), (4, 1, 4), (4, 1, 9), (2, 1, 2)]
 
 
-def torch_orders(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
-    """What torch's schedule runs on each rank."""
-    import torch
-
+def torch_schedule(ranks: int, virtual: int, micro_batches: int) -> ScheduleInterleaved1F1B:
+    """Torch's schedule of stages without models."""
     with fake_group(ranks):
         count = ranks * virtual
         stages = [PipelineStage(nn.Identity(), index, count, torch.device("cpu")) for index in range(0, count, ranks)]
-        schedule = ScheduleInterleaved1F1B(stages, micro_batches, loss_fn=lambda a, b: a)  # type: ignore[arg-type]
-        return [[Action(*action) for action in order] for order in orders_of(schedule)]
+        return ScheduleInterleaved1F1B(stages, micro_batches, loss_fn=lambda a, b: a)  # type: ignore[arg-type]
+
+
+def torch_orders(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
+    """What torch's schedule runs on each rank."""
+    return [[Action(*action) for action in order] for order in orders_of(torch_schedule(ranks, virtual, micro_batches))]
+
+
+def received_early(ranks: int, virtual: int, micro_batches: int) -> list[int]:
+    """By rank the most tensors that torch's schedule receives into, beside the one that an action takes."""
+    found = []
+    placed = torch_schedule(ranks, virtual, micro_batches).pipeline_order_with_comms
+    for _, order in sorted(placed.items()):
+        taken = {"FORWARD": "RECV_F", "FULL_BACKWARD": "RECV_B"}
+        waiting: set[tuple[str, int, int | None]] = set()
+        most = 0
+        for action in order:
+            kind, what = action.computation_type.name, (action.stage_index, action.microbatch_index)
+            if kind in taken.values():
+                waiting.add((kind, *what))
+            elif kind in taken:
+                waiting.discard((taken[kind], *what))
+                most = max(most, len(waiting))
+        found.append(most)
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "virtual", "micro_batches"), [case for case in CASES if case[1] > 1])
+def test_what_is_received_early(ranks: int, virtual: int, micro_batches: int) -> None:
+    """Torch also counts turns in which a rank waits, by which it may receive an action sooner or later."""
+    every = waiting_during(orders(Schedule.INTERLEAVED, ranks, virtual, micro_batches))
+    for own, expected in zip(every, received_early(ranks, virtual, micro_batches), strict=True):
+        assert abs(max(map(len, own)) - expected) <= 2
 
 
 @pytest.mark.parametrize(("ranks", "virtual", "micro_batches"), [case for case in CASES if case[1] > 1])

@@ -11,6 +11,8 @@ from one_process import gradients, relative_errors, whole
 from ranks import run_ranks
 from stage_models import LENGTH, VOCABULARY, Stack, Vision, hugging_face, images, loss, text, vision_loss
 from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.pipelining import PipelineStage
 
 import tpplan
 from profiles import synthetic_profile
@@ -20,7 +22,9 @@ from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import Plan, Precision
 from tpplan.plan.proof_hash import why_unproven
+from tpplan.search.pipelines.rank_memory import num_bytes
 from tpplan.search.points.options import Options
+from tpplan.stages.schedule import orders
 
 TOLERANCE = 2e-5
 MACHINE = HardwareProfile.from_dict({**synthetic_profile(), "device_type": "cpu"}, origin="synthetic")
@@ -163,8 +167,9 @@ def trained(plan: PipelinePlan | None, steps: int = 20) -> tuple[list[float], di
     return seen, {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
 
 
-def test_twenty_steps() -> None:
-    plan = solved(Stack, stages=2, gpus=4, tp=2)
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_twenty_steps(virtual: int) -> None:
+    plan = solved(Stack, stages=2, gpus=4, tp=2, virtual=virtual)
     expected, parameters = run_ranks(1, trained, None)[0]
     found: dict[str, Tensor] = {}
     for seen, own in run_ranks(4, trained, plan, timeout_s=120):
@@ -203,10 +208,11 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor
     return found
 
 
-def test_checkpoints_of_two_stages_load_in_one_and_in_three(tmp_path: Path) -> None:
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_checkpoints_of_two_stages_load_in_one_and_in_three(tmp_path: Path, virtual: int) -> None:
     folder = str(tmp_path / "saved")
     expected: dict[str, Tensor] = {}
-    for own in run_ranks(2, saved, solved(Stack, stages=2, gpus=2), folder):
+    for own in run_ranks(2, saved, solved(Stack, stages=2, gpus=2, virtual=virtual), folder):
         expected |= own
     found: dict[str, Tensor] = {}
     for own in run_ranks(3, loaded, solved(Stack, stages=3, gpus=3), folder):
@@ -222,6 +228,65 @@ def test_checkpoints_of_two_stages_load_in_one_and_in_three(tmp_path: Path) -> N
     for result in (found, run_ranks(1, loaded, plain, folder)[0]):
         assert result.keys() == expected.keys()
         assert all(torch.equal(result[name], value) for name, value in expected.items())
+
+
+class Tracker(MemTracker):
+    """Torch's tracker of memory, without its statistics of modules, which may not be called several times."""
+
+    def _pre_fw_hook(self, *_: object) -> None: ...
+
+    _post_fw_hook = _pre_bw_hook = _post_bw_hook = _pre_fw_hook  # type: ignore[assignment]
+
+
+def traffic(plan: PipelinePlan) -> tuple[list[tuple[int, bool, int]], list[int], float]:
+    """Of a rank's second step what it runs, in order, the bytes of each send, and the most bytes that it holds."""
+    torch.manual_seed(0)
+    model = tpplan.apply_plan(Stack(), plan)
+    micro_batches = list(plan.batch_for(dist.get_rank()).micro_batches(given(Stack)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.step(micro_batches, loss)  # type: ignore[operator]
+    optimizer.step()
+    optimizer.zero_grad()
+    ran: list[tuple[int, bool, int]] = []
+    sent: list[int] = []
+
+    def noted(name: str, note: Callable[[Any, Any, Any], object]) -> None:
+        own = getattr(PipelineStage, name)
+
+        def run(stage: Any, index: int, *args: Any, **kwargs: Any) -> Any:
+            found = own(stage, index, *args, **kwargs)
+            note(stage.stage_index, index, found)
+            return found
+
+        patched.setattr(PipelineStage, name, run)
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("get_fwd_send_ops", "get_bwd_send_ops"):
+            noted(name, lambda stage, index, found: sent.extend(one.tensor.nbytes for one in found))
+        noted("forward_one_chunk", lambda stage, index, found: ran.append((stage, True, index)))
+        noted("backward_one_chunk", lambda stage, index, found: ran.append((stage, False, index)))
+        tracker = Tracker()
+        tracker.track_external(model, optimizer)
+        with tracker:
+            model.step(micro_batches, loss)  # type: ignore[operator]
+    return ran, sent, float(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_ranks_run_send_and_hold_what_the_plan_counts(virtual: int) -> None:
+    plan = solved(Stack, stages=2, gpus=2, virtual=virtual)
+    steps = plan.batch.accumulation_steps
+    every = orders(plan.schedule, plan.parts, plan.virtual_stages, steps)
+    for rank, (ran, sent, peak) in enumerate(run_ranks(2, traffic, plan, timeout_s=120)):
+        assert [tuple(action) for action in every[rank]] == ran
+        plans = plan.stages_of(rank)
+        stages = [own.stage for own in plans if own.stage is not None]
+        assert sum(sent) == steps * sum(num_bytes(stage.sends) + num_bytes(stage.receives) for stage in stages)
+        assert len(sent) == steps * sum(len(stage.sends) + len(stage.receives) for stage in stages)
+        predicted = max(own.predicted.peak_memory_bytes for own in plans)
+        # Gloo does not say that a send has arrived before it is waited for: gradients stay until the step ends.
+        kept = steps * sum(num_bytes(stage.receives) for stage in stages) if virtual > 1 else 0
+        assert 0.97 * predicted < peak < (1.03 if virtual == 1 else 1.05) * predicted + kept
 
 
 def wrong_number(plan: PipelinePlan) -> str:
@@ -243,6 +308,49 @@ def other_rows(plan: PipelinePlan) -> str:
 
 def test_stages_that_read_other_rows_are_told_before_anything_runs() -> None:
     assert len(set(run_ranks(2, other_rows, solved(Stack, stages=2, gpus=2)))) == 1
+
+
+class Centred(Stack):
+    """A model that keeps statistics of its tokens in buffers, which each stage computes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = nn.BatchNorm1d(1, affine=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        scale = self.counts(tokens.float().unsqueeze(1)).squeeze(1)
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(self.norm(x)) * (1 + 0 * scale.unsqueeze(-1))
+        return logits
+
+
+def test_a_buffer_that_several_stages_of_a_rank_write_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"stages 0 and 2 .* write buffer counts\..*--virtual-stages 1"):
+        solved(Centred, stages=2, gpus=2, virtual=2)
+
+
+def together(plan: PipelinePlan) -> tuple[list[str], list[bool], str]:
+    """Names in a rank's state_dict, whether its modules and the copies of the root evaluate after eval(), and what
+    a call of the model says."""
+    model = tpplan.apply_plan(Stack(), plan)
+    names = list(model.state_dict())
+    model.eval()
+    copies = [runner.model for runner in model.step.__self__.runners]  # type: ignore[union-attr]
+    with pytest.raises(UsageError) as error:
+        model(**tpplan.forward_inputs(model, text(1, LENGTH)))
+    return names, [one.training for copy in (model, *copies) for one in copy.modules()], str(error.value)
+
+
+def test_stages_of_a_rank_are_one_model_to_all_but_forward() -> None:
+    plan = solved(Stack, stages=2, gpus=2, virtual=2)
+    found = run_ranks(2, together, plan)
+    assert sorted((*found[0][0], *found[1][0])) == sorted(Stack().state_dict())
+    for names, training, said in found:
+        assert {name.split(".")[1] for name in names if name.startswith("layers.")} in ({"0", "2"}, {"1", "3"})
+        assert not any(training)
+        assert "model.step(micro_batches, loss)" in said
 
 
 def longer(plan: PipelinePlan) -> str:

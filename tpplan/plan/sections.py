@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated
 
@@ -193,6 +193,11 @@ class StagePlan:
     beside_bytes: Amount = 0.0
     kept_bytes: Amount = 0.0
     resting_bytes: Amount = 0.0
+
+    @property
+    def bare(self) -> "StagePlan":
+        """The stage without what a rank holds: what it runs."""
+        return replace(self, in_flight=1, beside_bytes=0.0, kept_bytes=0.0, resting_bytes=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

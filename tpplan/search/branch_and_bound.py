@@ -28,7 +28,8 @@ from enum import IntEnum
 from functools import partial
 from typing import NoReturn, assert_never
 
-from tpplan.core.errors import SolverError, UsageError
+from tpplan.core.errors import InfeasibleError, SolverError, UsageError
+from tpplan.core.units import format_bytes
 from tpplan.costs.step.step_time import Priced, price
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import NoLayoutError
@@ -223,6 +224,9 @@ def _raise_without(solvers: Solvers, points: list[Point], known: Progress) -> No
         raise next(iter(known.undecided.values()))
     left = [point for point in points if point.space not in known.without]
     if left:
+        stage = solvers.request.stage
+        if stage is not None and not solvers.request.pins:  # what would help is for all stages to say
+            raise InfeasibleError(f"no plan of stage {stage.index} fits beside {format_bytes(stage.beside_bytes)}")
         raise unkept(solvers, left) or infeasible(solvers, left)
     (size, _, ep), first = next(iter(known.without.items()))
     solver = solvers.by_ep[ep]

@@ -118,7 +118,7 @@ def plan_of(
         notes=(*traced.notes, *_notes_on_outputs(assignment, request.unused_outputs), *priced.guesses) or None,
         request=RequestPlan(pins={pin.pattern: pin.style_text for pin in request.pins}),
         experts=_experts(assignment, priced, request.subject.experts),
-        stage=_with_bytes(request.subject.stage, assignment, solver),
+        stage=_with_bytes(request.stage, assignment, solver),
     )
 
 
@@ -127,7 +127,7 @@ def _with_bytes(stage: StagePlan | None, assignment: Assignment, solver: PointSo
     if stage is None:
         return None
     kept, resting = bytes_between(assignment, solver.traces.reuse.executor)
-    return replace(stage, kept_bytes=kept, resting_bytes=resting)
+    return replace(stage, beside_bytes=assignment.beside_bytes, kept_bytes=kept, resting_bytes=resting)
 
 
 def _experts(assignment: Assignment, priced: Priced, division: Division | None) -> ExpertsPlan | None:

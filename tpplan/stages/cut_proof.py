@@ -49,6 +49,14 @@ def difference(whole: ModelGraph, stage: ModelGraph, plan: StagePlan, own: range
     return "" if [matched.get(name) for name in ends[0]] == ends[1] else f"stage {plan.index} gives other values"
 
 
+def written_buffers(graph: ModelGraph) -> tuple[str, ...]:
+    """Names of the buffers to whose memory a graph may write, by ops in place or as statistics of a batch."""
+    writing = (node for node in graph.ops if may_write(node) or "batch_norm" in node.target)
+    storages = {graph.values[name].storage for node in writing for name in node.operands}
+    kept = (source for source in graph.sources if source.kind is SourceKind.BUFFER)
+    return tuple(source.label for source in kept if graph.values[source.result].storage in storages)
+
+
 def _origin(graph: ModelGraph, name: str) -> str:
     """The value that crossed boundaries under other names before it is `name`."""
     while isinstance(made := graph.producers.get(name), Boundary):

@@ -70,6 +70,28 @@ def kept_during(order: Sequence[Action], ranks: int) -> Iterator[tuple[Action, t
         counts[own] -= not action.is_forward
 
 
+def waiting_during(every: Sequence[Sequence[Action]]) -> list[list[tuple[Action, ...]]]:
+    """By rank and action what else has been received then: the actions that wait for it.
+
+    A rank receives as its peer sends, at the earliest. All ranks run an action at a time, in turns, as torch does where
+    it places what is received in an order (torch.distributed.pipelining.schedules._add_send_recv).
+    """
+    last = max(action.stage for order in every for action in order)
+    here: list[dict[Action, None]] = [{} for _ in every]
+    found: list[list[tuple[Action, ...]]] = [[] for _ in every]
+    while any(len(done) < len(order) for done, order in zip(found, every, strict=True)):
+        for order, done, own in zip(every, found, here, strict=True):
+            action = order[len(done)] if len(done) < len(order) else None
+            if action is None or not (_needs_nothing(action) or _ends(action, last) or action in own):
+                continue
+            own.pop(action, None)
+            done.append(tuple(own))
+            following = _following(action, last)
+            if following is not None and following.stage != action.stage:
+                here[following.stage % len(every)][following] = None
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
     """Seconds of a micro-batch in a stage, and of sending what the stage gives to the next (0 for the last)."""
@@ -127,3 +149,8 @@ def _following(action: Action, last: int) -> Action | None:
 
 def _needs_nothing(action: Action) -> bool:
     return action.is_forward and action.stage == 0
+
+
+def _ends(action: Action, last: int) -> bool:
+    """True for a backward that begins at the loss."""
+    return not action.is_forward and action.stage == last

@@ -122,31 +122,39 @@ class FrugalStage(PipelineStage):
 
 
 class LoopedStage(FrugalStage):
-    """A FrugalStage that sends on its own, for a schedule that would keep what it sends until the step ends."""
+    """A FrugalStage that sends on its own, for a schedule that would keep what it sends until the step ends. What the
+    next stage has sent a gradient for has arrived there; a gradient is kept until its send is seen to be completed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        #: what is being sent, the first first
-        self._sending: list[list[dist.Work]] = []
+        #: forward's sends by micro-batch, and backward's, the first first
+        self._forwards: dict[int, list[dist.Work]] = {}
+        self._backwards: list[list[dist.Work]] = []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._send(super().get_fwd_send_ops(fwd_chunk_id))
+        """Sends, and leaves nothing for the schedule to send."""
+        if operations := super().get_fwd_send_ops(fwd_chunk_id):
+            self._forwards[fwd_chunk_id] = _batch_p2p(operations)
+        return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._send(super().get_bwd_send_ops(bwd_chunk_id))
-
-    def _send(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        """Sends, forgets what has arrived, and leaves nothing for the schedule to send."""
-        while self._sending and all(work.is_completed() for work in self._sending[0]):
-            _wait_batch_p2p(self._sending.pop(0))
-        if operations:
-            self._sending.append(_batch_p2p(operations))
+        """Sends, and leaves nothing for the schedule to send."""
+        while self._backwards and all(work.is_completed() for work in self._backwards[0]):
+            _wait_batch_p2p(self._backwards.pop(0))
+        if operations := super().get_bwd_send_ops(bwd_chunk_id):
+            self._backwards.append(_batch_p2p(operations))
         return []
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        _wait_batch_p2p(self._forwards.pop(bwd_chunk_id, []))
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def finish(self) -> None:
         """Waits for what is still being sent; to be called after each step."""
-        while self._sending:
-            _wait_batch_p2p(self._sending.pop(0))
+        for works in (*self._forwards.values(), *self._backwards):
+            _wait_batch_p2p(works)
+        self._forwards.clear()
+        self._backwards.clear()
 
 
 def _with_buffers(infos: Any) -> Iterator[Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from tpplan.plan.pipeline_plan import Schedule
-from tpplan.stages.schedule import Action, orders
+from tpplan.stages.schedule import Action, orders, waiting_during
 
 #: the numbers of layers of all stages
 Sizes = tuple[int, ...]
@@ -39,6 +39,11 @@ class PipelineShape:
         """What the ranks run in a step, in order."""
         return _orders(self.schedule, self.parts, self.virtual_stages, micro_batches)
 
+    def received(self, micro_batches: int) -> "Sequence[tuple[Sequence[Action], Sequence[Sequence[Action]]]]":
+        """What each rank runs in order, and what has been received early meanwhile; nothing by 1F1B, which receives
+        what it runs next."""
+        return _received(self.schedule, self.parts, self.virtual_stages, micro_batches)
+
     def even(self, layers: int) -> Sizes:
         """Layers in stages that differ by at most one; the middle ones are larger."""
         each, rest = divmod(layers, self.count)
@@ -48,3 +53,13 @@ class PipelineShape:
 
 
 _orders = cache(orders)
+
+
+@cache
+def _received(
+    schedule: Schedule, parts: int, virtual_stages: int, micro_batches: int
+) -> tuple[tuple[Sequence[Action], Sequence[Sequence[Action]]], ...]:
+    every = _orders(schedule, parts, virtual_stages, micro_batches)
+    if schedule is Schedule.ONE_F_ONE_B:
+        return tuple((order, ((),) * len(order)) for order in every)
+    return tuple(zip(every, waiting_during(every), strict=True))

@@ -25,6 +25,8 @@ class Held:
 
     in_flight: int
     beside_bytes: float
+    #: the part of other stages that FSDP shards, times its degree
+    sharded_beside_bytes: float = 0.0
 
 
 def num_bytes(tensors: Sequence[TensorPlan]) -> int:
@@ -46,30 +48,30 @@ def most_in_flight(shape: PipelineShape, micro_batches: int) -> list[list[int]]:
 
 def assumed(stage: StagePlan, in_flight: int, others_bytes: float) -> Held:
     """What is held where each of a rank's stages keeps what this one does of a micro-batch, `in_flight` of them in all,
-    and the others hold some bytes besides."""
-    return Held(in_flight=in_flight, beside_bytes=others_bytes + _between(stage, in_flight))
+    and the others hold some bytes besides, which FSDP shards."""
+    return Held(in_flight=in_flight, beside_bytes=float(_between(stage, in_flight)), sharded_beside_bytes=others_bytes)
 
 
 def held(stages: Sequence[StagePlan], shape: PipelineShape, micro_batches: int) -> list[Held]:
     """What each stage's rank holds while it runs, at the worst of its actions; `stages` say what each keeps."""
     found: list[Held | None] = [None] * len(stages)
     most = [-1.0] * len(stages)
-    for rank, order in enumerate(shape.orders(micro_batches)):
-        own = stages[rank :: shape.parts]
-        for action, counts in dict.fromkeys(
-            (action.stage, counts) for action, counts in kept_during(order, shape.parts)
-        ):
-            number = action // shape.parts
-            others = sum(
-                stage.resting_bytes + count * (stage.kept_bytes + num_bytes(stage.receives) + num_bytes(stage.sends))
-                for place, (stage, count) in enumerate(zip(own, counts, strict=True))
-                if place != number
-            )
-            beside = others + _between(own[number], counts[number])
-            total = beside + (counts[number] - 1) * own[number].kept_bytes
-            if total > most[action]:
-                most[action] = total
-                found[action] = Held(in_flight=counts[number], beside_bytes=beside)
+    crossing = [(num_bytes(stage.receives), num_bytes(stage.sends)) for stage in stages]
+    for rank, (order, waiting) in enumerate(shape.received(micro_batches)):
+        for (action, counts), early in zip(kept_during(order, shape.parts), waiting, strict=True):
+            running = stages[action.stage]
+            beside = float(_between(running, counts[action.stage // shape.parts]))
+            beside += sum(crossing[one.stage][0 if one.is_forward else 1] for one in early)
+            for place, count in enumerate(counts):
+                other = place * shape.parts + rank
+                if other != action.stage:
+                    beside += stages[other].resting_bytes
+                    beside += count * (stages[other].kept_bytes + sum(crossing[other]))
+            in_flight = counts[action.stage // shape.parts]
+            total = beside + (in_flight - 1) * running.kept_bytes
+            if total > most[action.stage]:
+                most[action.stage] = total
+                found[action.stage] = Held(in_flight=in_flight, beside_bytes=beside)
     return [one for one in found if one is not None]
 
 

@@ -111,12 +111,18 @@ class _Search:
         return found
 
     def tried(self, degrees: Degrees, sizes: Sizes) -> tuple[float, Degrees]:
-        """Seconds of a step, and the degrees with the FSDP degree of the first stage."""
+        """Seconds of a step, and the degrees with the FSDP degree that one stage chooses, or the next one that fits."""
         decided = AllStages.of(self.solver, self.shape, sizes, degrees).decided()
         if decided is None:
             return math.inf, degrees
-        plans = AllStages.of(self.solver, self.shape, sizes, decided).plans()
-        return self.seconds(plans) if plans is not None else math.inf, decided
+        ranks = self.solver.gpus(self.shape).gpus // degrees.tp
+        larger = [] if degrees.fsdp else [shard for shard in divisors(ranks) if shard > decided.fsdp]
+        for shard in (decided.fsdp, *larger):
+            own = replace(decided, fsdp=shard)
+            plans = AllStages.of(self.solver, self.shape, sizes, own).plans()
+            if plans is not None:
+                return self.seconds(plans), own
+        return math.inf, decided
 
     def seconds(self, plans: list[Plan]) -> float:
         """Seconds of a step of some stages."""
@@ -158,7 +164,7 @@ class _Search:
                     "micro-batch, another --tp or fewer stages"
                 )
             plans = proven
-            self.solver.check_cut(every.stages, degrees.micro_batch)
+            self.solver.check_cut(every.stages, self.shape, degrees.micro_batch)
             self._report("prove", 1, 1)
         times = predicted(plans, self.shape, self.solver.cluster)
         seconds = times.step_time_s

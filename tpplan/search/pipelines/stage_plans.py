@@ -44,7 +44,7 @@ class AllStages:
         most = most_in_flight(shape, steps)
         for stage in stages:
             place, rank = divmod(stage.index, shape.parts)
-            others = (shape.virtual_stages - 1) * solver.resting_bytes(stage, degrees, shape)
+            others = (shape.virtual_stages - 1) * solver.resting_bytes(stage, degrees)
             own = assumed(stage, most[rank][place], others)
             known = found.beside.get(found.kind(stage))
             if known is None or known.in_flight < own.in_flight:
@@ -56,8 +56,9 @@ class AllStages:
         return stage.index == 0, stage.index == stage.count - 1, self.sizes[stage.index]
 
     def decided(self) -> Degrees | None:
-        """The degrees with the FSDP degree of the first stage; None where it does not fit."""
-        return self.solver.decided(self.degrees, self.shape, self._assuming(self.stages[0]))
+        """The degrees with the FSDP degree of the stage whose rank has most in flight; None where it does not fit."""
+        fullest = max(self.stages, key=lambda stage: self.beside[self.kind(stage)].in_flight)
+        return self.solver.decided(self.degrees, self.shape, fullest, self.beside[self.kind(fullest)])
 
     def plans(self, *, prove: bool = False) -> list[Plan] | None:
         """Plans of all stages, None where one does not fit. Unproven, the first of its kind stands for all."""
@@ -75,7 +76,7 @@ class AllStages:
         for stage in self.stages:
             kind = self.kind(stage)
             if kind not in own:
-                plan = self.solver.solved(self.degrees, self.shape, self._assuming(stage), prove=False)
+                plan = self.solver.solved(self.degrees, self.shape, stage, self.beside[kind], prove=False)
                 if plan is None:
                     return None
                 own[kind] = plan
@@ -84,16 +85,12 @@ class AllStages:
     def _proven(self) -> list[Plan] | None:
         found = []
         for stage in self.stages:
-            plan = self.solver.solved(self.degrees, self.shape, self._assuming(stage), prove=True)
+            plan = self.solver.solved(self.degrees, self.shape, stage, self.beside[self.kind(stage)], prove=True)
             if plan is None:
                 return None
             found.append(plan)
         settled = self._settled(found)
         return None if any(excess_bytes(plan) > 0 for plan in settled) else settled
-
-    def _assuming(self, stage: StagePlan) -> StagePlan:
-        own = self.beside[self.kind(stage)]
-        return replace(stage, in_flight=own.in_flight, beside_bytes=own.beside_bytes)
 
     def _settled(self, plans: Sequence[Plan]) -> list[Plan]:
         """The plans with what their ranks hold while each runs."""

@@ -13,11 +13,12 @@ from tpplan.plan.optimizers import optimizer_named
 from tpplan.plan.plan import Plan
 from tpplan.plan.sections import StagePlan
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
+from tpplan.search.pipelines.rank_memory import Held
 from tpplan.search.planner import solve_request
 from tpplan.search.points.options import Batch, BuildModel, Cluster, ExampleInputs, Options
 from tpplan.search.points.request import Request
 from tpplan.search.points.trace_cache import Reuse, TraceCache, Traced
-from tpplan.stages.cut_proof import difference
+from tpplan.stages.cut_proof import difference, written_buffers
 from tpplan.stages.cuts import Cut, cuts_of, stages_of
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class StageSolver:
     batch: Batch
     options: Options
     reuse: Reuse = field(default_factory=Reuse)
-    _solved: dict[tuple[Degrees, PipelineShape, StagePlan, bool], Plan | None] = field(default_factory=dict)
+    _solved: dict[tuple[Degrees, int, StagePlan, Held, bool], Plan | None] = field(default_factory=dict)
     _cuts: dict[int, list[Cut]] = field(default_factory=dict)
 
     # The whole model
@@ -88,8 +89,8 @@ class StageSolver:
         own = self.cluster.gpus // shape.parts
         return replace(self.cluster, gpus=own, gpus_per_node=min(self.cluster.gpus_per_node, own))
 
-    def resting_bytes(self, stage: StagePlan, degrees: Degrees, shape: PipelineShape) -> float:
-        """About the bytes of a stage's parameters, gradients and states on a rank that shards all of them."""
+    def resting_bytes(self, stage: StagePlan, degrees: Degrees) -> float:
+        """About the bytes of a stage's parameters, gradients and states on a tp rank, without FSDP."""
         optimizer, total = optimizer_named(self.request.optimizer), 0.0
         graph = self.whole(degrees.micro_batch).graph
         for source in graph.parameters:
@@ -99,27 +100,37 @@ class StageSolver:
             value = graph.values[source.result]
             width = master_bytes(self.request.precision, value.dtype)
             total += value.num_elements * (2 * width + optimizer.bytes_per_element(width))
-        return total / (degrees.tp * (degrees.fsdp or self.gpus(shape).gpus // degrees.tp))
+        return total / degrees.tp
 
-    def solved(self, degrees: Degrees, shape: PipelineShape, stage: StagePlan, *, prove: bool) -> Plan | None:
-        """The plan of a stage; None where none fits."""
-        key = degrees, shape, stage, prove
+    def solved(
+        self, degrees: Degrees, shape: PipelineShape, stage: StagePlan, beside: Held, *, prove: bool
+    ) -> Plan | None:
+        """The plan of a stage beside which its rank holds something; None where none fits."""
+        key = degrees, shape.parts, stage, beside, prove
         if key not in self._solved:
-            self._solved[key] = self._solve(degrees, shape, stage, prove=prove)
+            self._solved[key] = self._solve(degrees, shape, stage, beside, prove=prove)
         return self._solved[key]
 
-    def decided(self, degrees: Degrees, shape: PipelineShape, stage: StagePlan) -> Degrees | None:
+    def decided(self, degrees: Degrees, shape: PipelineShape, stage: StagePlan, beside: Held) -> Degrees | None:
         """The degrees with the FSDP degree that a stage chooses; None where the stage does not fit."""
-        plan = self.solved(degrees, shape, stage, prove=False)
+        plan = self.solved(degrees, shape, stage, beside, prove=False)
         if plan is None:
             return None
         found = replace(degrees, fsdp=plan.mesh.shard)
-        self._solved[found, shape, stage, False] = plan
+        self._solved[found, shape.parts, stage, beside, False] = plan
         return found
 
-    def _solve(self, degrees: Degrees, shape: PipelineShape, stage: StagePlan, *, prove: bool) -> Plan | None:
-        loss = self.options.loss if stage.last is None else _stand_in
-        options = replace(self.options, stage=stage, loss=loss, tp=degrees.tp, fsdp=degrees.fsdp or None)
+    def _solve(
+        self, degrees: Degrees, shape: PipelineShape, stage: StagePlan, beside: Held, *, prove: bool
+    ) -> Plan | None:
+        options = replace(
+            self.options,
+            loss=self.options.loss if stage.last is None else _stand_in,
+            tp=degrees.tp,
+            fsdp=degrees.fsdp or None,
+            stage=replace(stage, in_flight=beside.in_flight, beside_bytes=beside.beside_bytes),
+            sharded_beside_bytes=beside.sharded_beside_bytes,
+        )
         batch = replace(self.batch, micro_batch=degrees.micro_batch)
         request = Request.of(self.build_model, self.example_inputs, self.gpus(shape), batch, options, None)
         try:
@@ -128,8 +139,10 @@ class StageSolver:
             logger.info("stage %d, tp %d, micro-batch %d: %s", stage.index, degrees.tp, degrees.micro_batch, error)
             return None
 
-    def check_cut(self, stages: Sequence[StagePlan], micro_batch: int) -> None:
-        """Raises ModelError where a stage does not run its part of the whole model on the same values."""
+    def check_cut(self, stages: Sequence[StagePlan], shape: PipelineShape, micro_batch: int) -> None:
+        """Raises ModelError where a stage does not run its part of the whole model on the same values, and UsageError
+        where stages of a rank write the same buffer."""
+        written: dict[tuple[int, str], int] = {}
         whole = self.whole(micro_batch).graph
         ends = [0, *(_end(whole, stage) for stage in stages[:-1]), len(whole.nodes)]
         for stage in stages:
@@ -140,6 +153,13 @@ class StageSolver:
             own = range(ends[stage.index], ends[stage.index + 1])
             if problem := difference(whole, graph, stage, own):
                 raise ModelError(f"the model in stages is not the model: {problem}; plan without --pp")
+            for label in written_buffers(graph):
+                other = written.setdefault((stage.index % shape.parts, label), stage.index)
+                if other != stage.index:
+                    raise UsageError(
+                        f"stages {other} and {stage.index} of a rank write buffer {label}, which would be written "
+                        "twice for each micro-batch: take one stage a rank (--virtual-stages 1)"
+                    )
 
 
 def _stand_in(outputs: Any, _inputs: Mapping[str, Any]) -> Any:

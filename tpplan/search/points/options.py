@@ -79,6 +79,8 @@ class Options:
     allows: Callable[[ModelGraph], Allows] | None = None
     pins: Mapping[str, str] = field(default_factory=dict)
     stage: StagePlan | None = None
+    #: bytes that a rank holds of other stages, times the FSDP degree, besides the stage's own beside_bytes
+    sharded_beside_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,7 +179,7 @@ class PointSolver:
         """The ILP of one point; with `treatment`, every layer gets it."""
         mesh, units = point.mesh, self.traces.traced(point.micro_batch).units
         priced, request = self.priced(point.micro_batch, mesh.tp), self.request
-        stage = request.subject.stage
+        stage = request.stage
         return Formulation(
             priced=priced,
             conflicts=self.cuts.conflicts_in(priced.space),
@@ -194,7 +194,8 @@ class PointSolver:
                 accumulation_steps=request.batch.accumulation_steps(mesh, point.micro_batch),
                 units=units,
                 in_flight=stage.in_flight if stage is not None else 1,
-                beside_bytes=stage.beside_bytes if stage is not None else 0.0,
+                beside_bytes=(stage.beside_bytes if stage is not None else 0.0)
+                + request.sharded_beside_bytes / mesh.shard,
                 recompute=request.recompute,
                 reshard_after_forward=request.reshard_after_forward,
                 whole_gradients=request.whole_gradients,

@@ -7,7 +7,7 @@ from tpplan.core.errors import UsageError
 from tpplan.core.graph import ModelGraph
 from tpplan.layouts.pins import Pin, parse_pins
 from tpplan.machine.profile import HardwareProfile
-from tpplan.plan.plan import Precision, Recompute
+from tpplan.plan.plan import Precision, Recompute, StagePlan
 from tpplan.search.points.options import (
     Allows,
     Batch,
@@ -28,7 +28,8 @@ class Request:
     """A model, a cluster, a batch, and pinned options; an option that is None is decided by the search.
 
     `limit` is the memory of a GPU in bytes; `wishes`, given the graph, says which strategies a decision may choose;
-    `report` is called with the progress of the search.
+    `report` is called with the progress of the search. `stage` says which stage of a pipeline the model is, and what a
+    rank holds beside it; `sharded_beside_bytes` are divided by the FSDP degree.
     """
 
     subject: Subject
@@ -48,6 +49,8 @@ class Request:
     time_limit_s: float | None
     report: Progress
     pins: tuple[Pin, ...] = ()
+    stage: StagePlan | None = None
+    sharded_beside_bytes: float = 0.0
 
     @property
     def precision(self) -> Precision:
@@ -80,7 +83,7 @@ class Request:
             seq_len=batch.seq_len,
             precision=parse_precision(precision),
             device=PlannedDevice.of(profile),
-            stage=options.stage,
+            stage=options.stage.bare if options.stage is not None else None,
         )
         return cls(
             subject=subject,
@@ -100,4 +103,6 @@ class Request:
             time_limit_s=options.time_limit_s,
             report=progress or (lambda stage, done, total: None),
             pins=parse_pins(options.pins),
+            stage=options.stage,
+            sharded_beside_bytes=options.sharded_beside_bytes,
         )

@@ -88,7 +88,7 @@ class Subject:
             precision=plan.precision,
             device=PlannedDevice.parse(device) if device else PlannedDevice.of(profile or _profile_of(plan)),
             experts=Division.of(plan),
-            stage=plan.stage,
+            stage=plan.stage.bare if plan.stage is not None else None,
         )
 
     def planning(self) -> contextlib.AbstractContextManager[None]:
