@@ -45,6 +45,8 @@ from torch.distributed.tensor import DTensor
 import tpplan
 from tpplan.core.units import format_seconds
 from tpplan.plan.batch_share import BatchShare
+from tpplan.plan.pipeline_plan import load_plan
+from tpplan.plan.plan import Precision
 from tpplan.search.points.model_spec import HF_PREFIX, HF_TRUSTED_PREFIX
 from tpplan.search.points.user_model import load_model_file as load_model
 
@@ -161,7 +163,11 @@ def global_batches(model_file: ModelFile, share: BatchShare, first_step: int = 0
 
 
 def accumulate_gradients(model: nn.Module, model_file: ModelFile, micro_batches: Sequence[Inputs]) -> Tensor:
-    """Backward of the mean loss over the micro-batches; gradients are exchanged in the last alone. Returns the mean."""
+    """Backward of the mean loss over the micro-batches; gradients are exchanged in the last alone. Returns the mean.
+    A model in stages runs them by its schedule."""
+    step = getattr(model, "step", None)
+    if step is not None:
+        return step(micro_batches, model_file.loss)
     losses = []
     for index, inputs in enumerate(micro_batches):
         is_last = index + 1 == len(micro_batches)
@@ -183,10 +189,15 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Each parameter's whole gradient on the CPU, by name. A collective where parameters are sharded."""
+    """Each parameter's whole gradient on the CPU, by name, of all stages. A collective of all ranks."""
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     whole = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()}
-    return {name: grad.to("cpu", copy=True) for name, grad in whole.items()}
+    own = {name: grad.to("cpu", copy=True) for name, grad in whole.items()}
+    if not hasattr(model, "step"):
+        return own
+    every: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return {name: grad for found in every for name, grad in found.items()}
 
 
 def train(
@@ -342,7 +353,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def share_of(options: argparse.Namespace, plan: tpplan.Plan | None) -> BatchShare:
+def share_of(options: argparse.Namespace, plan: tpplan.Plan | tpplan.PipelinePlan | None) -> BatchShare:
     """What this rank reads. Raises SystemExit where the options contradict the plan."""
     if plan is None:
         batch = options.batch or DEFAULT_BATCH
@@ -370,12 +381,16 @@ def reporter(reference: History | None) -> Report:
     return report
 
 
-def prediction(plan: tpplan.Plan | None) -> str:
+def prediction(plan: tpplan.Plan | tpplan.PipelinePlan | None) -> str:
     """What the plan says of a step's time, to stand behind what was measured."""
     if plan is None:
         return ""
-    step_time, error = format_seconds(plan.predicted.step_time_s), format_seconds(plan.predicted.step_time_error_s)
-    predicted = f"; the plan predicted {step_time} +/- {error} on {plan.cluster.profile}"
+    step_time = format_seconds(plan.predicted.step_time_s)
+    if isinstance(plan, tpplan.PipelinePlan):
+        predicted = f"; the plan predicted {step_time} on {plan.stages[0].cluster.profile}"
+    else:
+        error = format_seconds(plan.predicted.step_time_error_s)
+        predicted = f"; the plan predicted {step_time} +/- {error} on {plan.cluster.profile}"
     ranks, cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.cpu_count() or 1
     if dist.get_backend() == "gloo" and ranks > cores:
         predicted += f" (where {ranks} ranks share {cores} cores, one waits for another to be scheduled: not predicted)"
@@ -402,8 +417,11 @@ def load_reference(path: Path, steps: int) -> History:
 def run(options: argparse.Namespace, device: torch.device) -> None:
     """Builds, applies the plan if there is one, trains; rank 0 reports, writes and compares."""
     model_file = load_model_file(options.model)
-    plan = tpplan.Plan.load(options.plan) if options.plan else None
-    model_file = replace(model_file, casting=partial(tpplan.autocast_of, plan, device.type))
+    plan = load_plan(options.plan) if options.plan else None
+    if isinstance(plan, tpplan.PipelinePlan) and plan.stages[0].precision is Precision.BF16_AUTOCAST:
+        raise SystemExit(f"{options.plan}: a schedule of stages runs backwards too, which autocast must not reach")
+    whole = None if isinstance(plan, tpplan.PipelinePlan) else plan
+    model_file = replace(model_file, casting=partial(tpplan.autocast_of, whole, device.type))
     share = share_of(options, plan)
     reference = load_reference(options.against, options.steps) if options.against else None
     is_reporter = not dist.is_initialized() or dist.get_rank() == 0
