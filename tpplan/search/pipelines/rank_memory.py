@@ -34,16 +34,10 @@ def num_bytes(tensors: Sequence[TensorPlan]) -> int:
     return sum(math.prod(one.shape) * DTYPE_BYTES[one.dtype] for one in tensors)
 
 
-def most_in_flight(shape: PipelineShape, micro_batches: int) -> list[list[int]]:
-    """By rank the most micro-batches that its stages have in flight together while each of them runs."""
-    found = []
-    for order in shape.orders(micro_batches):
-        most = [0] * shape.virtual_stages
-        for action, counts in kept_during(order, shape.parts):
-            own = action.stage // shape.parts
-            most[own] = max(most[own], sum(counts))
-        found.append(most)
-    return found
+def most_in_flight(shape: PipelineShape, micro_batches: int) -> list[int]:
+    """By rank the most micro-batches that its stages have in flight together."""
+    every = shape.orders(micro_batches)
+    return [max(sum(counts) for _, counts in kept_during(order, shape.parts)) for order in every]
 
 
 def assumed(stage: StagePlan, in_flight: int, others_bytes: float) -> Held:

@@ -43,9 +43,8 @@ class AllStages:
         steps = solver.batch.global_batch // (solver.gpus(shape).gpus // degrees.tp * degrees.micro_batch)
         most = most_in_flight(shape, steps)
         for stage in stages:
-            place, rank = divmod(stage.index, shape.parts)
             others = (shape.virtual_stages - 1) * solver.resting_bytes(stage, degrees)
-            own = assumed(stage, most[rank][place], others)
+            own = assumed(stage, most[stage.index % shape.parts], others)
             known = found.beside.get(found.kind(stage))
             if known is None or known.in_flight < own.in_flight:
                 found.beside[found.kind(stage)] = own
