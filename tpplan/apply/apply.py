@@ -104,7 +104,7 @@ def apply_plan(
     assert own.stage is not None
     error: TpplanError | None = None
     try:
-        as_stage(model, own.stage)
+        as_stage(model, own.stage, own.precision)
         check_model(model, own)
         check_filled(model, own)
     except TpplanError as found:

@@ -1,7 +1,7 @@
 """The model as one stage runs it: its own modules, and stubs in place of those of other stages.
 
     model = build_model()
-    as_stage(model, plan.stage)                  # the same module, which takes `received` besides its inputs
+    as_stage(model, plan.stage, plan.precision)  # the same module, which takes `received` besides its inputs
     sent = model(**inputs, received=tensors)     # a tuple of tensors; the model's own output on the last stage
 
 The root's own code runs on each stage, on the same inputs. A stub gives a tensor without memory of the shape that its
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from tpplan.core.errors import PlanMismatchError
-from tpplan.plan.sections import StagePlan
+from tpplan.plan.sections import Precision, StagePlan
 from tpplan.stages.stub import RECEIVED, Stub, without_memory
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_parameters
 from tpplan.trace.hooks.generated_class import subclass
+from tpplan.trace.trace import repeated_children
 
 #: key of the root's __dict__ for its stage
 STAGE = "_tpplan_stage"
@@ -45,16 +46,18 @@ def names_elsewhere(model: nn.Module) -> frozenset[str]:
     return frozenset(stage.blank) | {f"{name}.{own}" for name, stub in stubs for own in stub.absent_names()}
 
 
-def as_stage(model: nn.Module, stage: StagePlan) -> nn.Module:
+def as_stage(model: nn.Module, stage: StagePlan, precision: Precision) -> nn.Module:
     """Makes a model one of its stages, in place: modules of other stages become stubs, their weights are dropped.
+    `precision` decides the dtypes of what stubs give.
 
     Raises PlanMismatchError for a module or parameter that the model does not have.
     """
+    units = repeated_children(model)
     for name in stage.absent:
         parent, child = _parent(model, name)
         if not isinstance(parent._modules.get(child), nn.Module):
             raise PlanMismatchError(f"the plan names module {name}, which the model does not have: solve again")
-        parent._modules[child] = Stub(name, parent._modules[child])  # type: ignore[arg-type]
+        parent._modules[child] = Stub(name, parent._modules[child], precision, units)  # type: ignore[arg-type]
     for name in stage.blank:
         parent, child = _parent(model, name)
         weight = own_parameters(parent).get(child)
@@ -73,9 +76,9 @@ def as_stage(model: nn.Module, stage: StagePlan) -> nn.Module:
     return model
 
 
-def with_stage(build_model: Callable[[], nn.Module], stage: StagePlan) -> nn.Module:
+def with_stage(build_model: Callable[[], nn.Module], stage: StagePlan, precision: Precision) -> nn.Module:
     """The model that a builder makes, as one of its stages."""
-    return as_stage(build_model(), stage)
+    return as_stage(build_model(), stage, precision)
 
 
 def received_on_meta(stage: StagePlan) -> tuple[Tensor, ...]:

@@ -1,11 +1,14 @@
 """A stub: what stands in a stage's model for a module of another stage."""
 
+from collections.abc import Iterable
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from tpplan.core.errors import ModelError
+from tpplan.core.graph import within
+from tpplan.plan.sections import Precision
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.recording import untraced
 
@@ -17,16 +20,16 @@ RECEIVED = "received"
 class Stub(nn.Module):
     """Stands for a module of another stage. A call gives tensors of the shapes that the module would give: zeros that
     share one element of memory, or what was received. Plain attributes are read from the module; its tensors are on the
-    meta device."""
+    meta device, in the dtype that they are computed with. `units` are the model's layers whose inputs FSDP casts."""
 
-    def __init__(self, name: str, module: nn.Module) -> None:
+    def __init__(self, name: str, module: nn.Module, precision: Precision, units: Iterable[str]) -> None:
         super().__init__()
         self.name = name
         self.receives = False
         #: the tensors that the call that runs gives, where the stub stands for the layer before a stage
         self.received: tuple[Tensor, ...] | None = None
         # Not registered: the module has no part in the stage's parameters, hooks or state.
-        self.__dict__["_absent"] = (module.to("meta"),)
+        self.__dict__["_absent"] = (_computing_in(precision, name, module.to("meta"), units),)
         self.__dict__["_known"] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -76,6 +79,28 @@ class Stub(nn.Module):
             self._known[key] = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in found], made
         known: tuple[list[Any], pytree.TreeSpec] = self._known[key]
         return known
+
+
+def _computing_in(precision: Precision, name: str, module: nn.Module, units: Iterable[str]) -> nn.Module:
+    """The module, named so in its model, with its parameters in the dtype that a plan computes with; mixed precision
+    casts what enters a unit in it."""
+    if precision.makes_half:
+        for parameter in module.parameters():
+            parameter.data = _halved(parameter.data)
+    if precision is Precision.BF16_MIXED:
+        for unit in units:
+            if within(unit, name):
+                own = module.get_submodule(unit[len(name) :].removeprefix("."))
+                own.register_forward_pre_hook(_enter_halved, with_kwargs=True)
+    return module
+
+
+def _enter_halved(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return pytree.tree_map(_halved, args), pytree.tree_map(_halved, kwargs)
+
+
+def _halved(leaf: Any) -> Any:
+    return leaf.to(torch.bfloat16) if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
 
 
 def _described(leaf: Any) -> object:

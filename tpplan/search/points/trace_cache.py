@@ -313,7 +313,7 @@ class TraceCache:
             if (experts := self.subject.experts) is not None:
                 build = partial(with_shares, build, experts)
             if self.subject.stage is not None:
-                build = partial(with_stage, build, self.subject.stage)
+                build = partial(with_stage, build, self.subject.stage, self.subject.precision)
             self.reuse.models[self.subject.key] = built_on_meta(build, is_half=is_half)
         return self.reuse.models[self.subject.key]
 
