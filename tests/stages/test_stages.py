@@ -160,6 +160,13 @@ def test_stubs_give_the_dtype_that_is_computed_with(precision: Precision) -> Non
         assert [value for value, _, _ in found] == pytest.approx([expected] * 2, rel=1e-2)
 
 
+def test_what_stubs_are_given_and_give_is_whole() -> None:
+    """Slices of what is dropped would save nothing, and a stub's code makes none: the first plan is the proven one."""
+    pytest.importorskip("transformers")
+    plan = solved(hugging_face("Llama"), stages=2, gpus=4, tp=2, pins={"model.layers.*.mlp": "on slices"})
+    assert [stage.proof.rounds for stage in plan.stages] == [1, 1]
+
+
 def test_mixed_precision_sends_half_as_many_bytes() -> None:
     plan = solved(Stack, stages=2, gpus=2, precision=Precision.BF16_MIXED)
     stage = plan.stages[0].stage

@@ -1,6 +1,7 @@
 """A stub: what stands in a stage's model for a module of another stage."""
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -9,11 +10,14 @@ from torch import Tensor, nn
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import within
 from tpplan.plan.sections import Precision
+from tpplan.stages.like_modules import are_alike
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.recording import untraced
 
 #: name of the argument by which a stage is given the tensors of the one before
 RECEIVED = "received"
+#: keys of a stub's __dict__ that its copies share: the module that it stands for, and what a call of that gives
+_SHARED = ("_absent", "_known")
 
 
 @final
@@ -29,8 +33,23 @@ class Stub(nn.Module):
         #: the tensors that the call that runs gives, where the stub stands for the layer before a stage
         self.received: tuple[Tensor, ...] | None = None
         # Not registered: the module has no part in the stage's parameters, hooks or state.
+        self.casts = precision is Precision.BF16_MIXED and name in units
         self.__dict__["_absent"] = (_computing_in(precision, name, module.to("meta"), units),)
         self.__dict__["_known"] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Stub":
+        memo[id(self)] = found = Stub.__new__(Stub)
+        for key, value in self.__dict__.items():
+            found.__dict__[key] = value if key in _SHARED else copy.deepcopy(value, memo)
+        return found
+
+    def share_known(self, others: Sequence["Stub"]) -> None:
+        """Takes what a call of the module gives from the first of `others` that stands for a like module."""
+        absent, casts = self.__dict__["_absent"][0], self.casts
+        for other in others:
+            if other.casts == casts and are_alike(other.__dict__["_absent"][0], absent):
+                self.__dict__["_known"] = other.__dict__["_known"]
+                return
 
     def __getattr__(self, name: str) -> Any:
         absent = self.__dict__.get("_absent")
@@ -73,7 +92,8 @@ class Stub(nn.Module):
         key = tuple(_described(leaf) for leaf in leaves), spec
         if key not in self._known:
             with untraced(), torch.no_grad():
-                args, kwargs = pytree.tree_unflatten([_on_meta(leaf) for leaf in leaves], spec)
+                given = [_halved(leaf) if self.casts else leaf for leaf in map(_on_meta, leaves)]
+                args, kwargs = pytree.tree_unflatten(given, spec)
                 outputs = self.__dict__["_absent"][0](*args, **kwargs)
             found, made = pytree.tree_flatten(outputs)
             self._known[key] = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in found], made
@@ -83,13 +103,13 @@ class Stub(nn.Module):
 
 def _computing_in(precision: Precision, name: str, module: nn.Module, units: Iterable[str]) -> nn.Module:
     """The module, named so in its model, with its parameters in the dtype that a plan computes with; mixed precision
-    casts what enters a unit in it."""
+    casts what enters a unit inside it."""
     if precision.makes_half:
         for parameter in module.parameters():
             parameter.data = _halved(parameter.data)
     if precision is Precision.BF16_MIXED:
         for unit in units:
-            if within(unit, name):
+            if unit != name and within(unit, name):
                 own = module.get_submodule(unit[len(name) :].removeprefix("."))
                 own.register_forward_pre_hook(_enter_halved, with_kwargs=True)
     return module
