@@ -56,6 +56,7 @@ from tpplan.torch_internals.tensors import gradient_hooks
 from tpplan.trace.hooks.call_rewriting import Rewriter, rewrite_calls
 from tpplan.trace.hooks.encoder_fast_path import leave_fast_path
 from tpplan.trace.hooks.generated_class import fold_forwards, is_generated
+from tpplan.trace.trace import repeated_children
 from tpplan.trace.whole.opaque import HOOKS, opaque_class
 
 _AXES = tuple(str(axis) for axis in (Axis.REPLICATE, Axis.SHARD, Axis.TP))
@@ -114,10 +115,11 @@ def _in_stages(
 ) -> nn.Module:
     """The model as this rank's stages, in place; each is laid out on its own."""
     plans = loaded.stages_of(dist.get_rank())
+    stages = [plan.stage for plan in plans if plan.stage is not None]
     parts: list[nn.Module] = []
     error: TpplanError | None = None
     try:
-        parts = stage_copies(model, [plan.stage for plan in plans if plan.stage is not None])
+        parts = stage_copies(model, stages, plans[0].precision, tuple(repeated_children(model)))
         for part, plan in zip(parts, plans, strict=True):
             check_model(part, plan)
             check_filled(part, plan)

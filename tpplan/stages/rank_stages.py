@@ -1,6 +1,6 @@
 """The stages of one rank: a copy of the model for each, and the model itself as what they hold together.
 
-    parts = stage_copies(model, stages)      # of each stage its own modules, stubs for all others
+    parts = stage_copies(model, stages, precision, layers)      # of each stage its own modules, stubs for all others
     ...                                      # each is laid out on its own
     joined(model, parts)                     # the model now has the modules of all its rank's stages
 
@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tpplan.core.errors import PlanMismatchError, UsageError
-from tpplan.plan.sections import StagePlan
+from tpplan.plan.sections import Precision, StagePlan
 from tpplan.stages.stage_model import as_stage, keep_stages
 from tpplan.stages.stub import Stub
 from tpplan.torch_internals.modules import own_buffers, own_parameters
@@ -28,15 +28,18 @@ from tpplan.trace.hooks.generated_class import subclass
 _COPIES = "_tpplan_copies"
 
 
-def stage_copies(model: nn.Module, stages: Sequence[StagePlan]) -> list[nn.Module]:
-    """For each stage a copy of the model with that stage's modules; the model itself where there is one stage.
+def stage_copies(
+    model: nn.Module, stages: Sequence[StagePlan], precision: Precision, units: Sequence[str]
+) -> list[nn.Module]:
+    """For each stage a copy of the model with that stage's modules; the model itself where there is one stage. `units`
+    are the model's layers.
 
     Raises PlanMismatchError for a module or parameter that the model does not have, and UsageError for a model that
     cannot be copied.
     """
     if len(stages) == 1:
-        return [as_stage(model, stages[0])]
-    return [as_stage(_copy(model, stage), stage) for stage in stages]
+        return [as_stage(model, stages[0], precision, units)]
+    return [as_stage(_copy(model, stage), stage, precision, units) for stage in stages]
 
 
 def _copy(model: nn.Module, stage: StagePlan) -> nn.Module:

@@ -64,8 +64,6 @@ def solve_stages(
             f"--pp {stages}: {own} GPUs a stage are neither a part of a node of {per_node} nor whole nodes: take "
             "another number of stages"
         )
-    if options.loss is None:
-        raise UsageError("--pp: a model in stages needs loss(outputs, inputs), which the last stage computes")
     cluster = replace(cluster, profile=cluster.load_profile())
     solver = StageSolver(
         build_model=build_model,

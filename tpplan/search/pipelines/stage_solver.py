@@ -60,6 +60,11 @@ class StageSolver:
     def cuts(self, micro_batch: int, shape: PipelineShape) -> list[Cut]:
         """The cuts after each layer but the last. Raises UsageError where too few are possible."""
         traced = self.whole(micro_batch)
+        if traced.graph.loss is None:
+            raise UsageError(
+                "--pp: the last stage computes the loss, and there is none: define loss(outputs, inputs), or have the "
+                "model return a scalar"
+            )
         if traced.opaques.untouched:
             raise UsageError(f"--pp: the model's parameters must stay as they are: {traced.opaques.untouched}")
         if micro_batch not in self._cuts:
