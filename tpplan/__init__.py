@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tpplan.plan.pipeline_plan import PipelinePlan as PipelinePlan
     from tpplan.plan.plan import Plan as Plan
     from tpplan.plan.plan import Precision as Precision
+    from tpplan.search.pipelines.any_pipeline import solve_any as solve_any
     from tpplan.search.pipelines.solve_stages import solve_stages as solve_stages
     from tpplan.search.planner import price as price
     from tpplan.search.planner import solve as solve
@@ -84,6 +85,7 @@ _HOME = {
     "save_checkpoint_async": "train.checkpoint",
     "save_safetensors": "train.save_weights",
     "solve": "search.planner",
+    "solve_any": "search.pipelines.any_pipeline",
     "solve_stages": "search.pipelines.solve_stages",
     "styles": "apply.parallel_style",
     "verify_plan": "verify.verify",

@@ -2,8 +2,9 @@
 
 import argparse
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from tpplan.core.strict_json import MOST
 from tpplan.core.units import GIB, KIB, MIB
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.optimizers import OPTIMIZERS, optimizer_named
+from tpplan.plan.pipeline_plan import PipelinePlan
 from tpplan.plan.plan import Plan, Precision, Recompute, RequestPlan
 from tpplan.search.points.model_spec import ModelSpec
 from tpplan.search.points.user_model import load_model_file
@@ -52,10 +54,11 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     add_search(search)
     search.add_argument(
         "--pp",
-        type=count,
+        type=count_or_auto,
         default=1,
         metavar="N",
-        help="cut the model into N pipeline stages (default: 1, none)",
+        help="cut the model into N pipeline stages (default: 1, none; auto: decided, with the stages on each GPU, "
+        "which takes minutes for large models)",
     )
     search.add_argument(
         "--virtual-stages",
@@ -97,7 +100,7 @@ def add_training(group: "argparse._ArgumentGroup") -> None:
     )
     group.add_argument(
         "--micro-batch",
-        type=micro_batch,
+        type=count_or_auto,
         default="auto",
         metavar="N",
         help="samples at once on a rank (default: auto, which the solver decides)",
@@ -167,9 +170,9 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.top_dir / "plan-2.json" if args.top_dir is not None else None)
     profile = machine_of(args)
     model = load_model_file(args.model)
-    if args.virtual_stages > 1 and args.pp == 1:
-        raise UsageError("--virtual-stages: a model in one stage has none; take --pp N with N above 1")
-    if args.pp > 1:
+    if args.virtual_stages > 1 and args.pp in (1, "auto"):
+        raise UsageError(f"--virtual-stages with --pp {args.pp}: expected --pp N with N above 1")
+    if args.pp != 1:
         return _run_stages(args, model, profile)
     try:
         plan, kinds = _solve(args, model, profile)
@@ -191,6 +194,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_stages(args: argparse.Namespace, model: ModelSpec, profile: HardwareProfile) -> int:
     """Solves for a model in stages, writes and prints."""
+    from tpplan.search.pipelines.any_pipeline import solve_any
     from tpplan.search.pipelines.solve_stages import solve_stages
     from tpplan.search.points.options import Cluster, Options
 
@@ -200,11 +204,11 @@ def _run_stages(args: argparse.Namespace, model: ModelSpec, profile: HardwarePro
     training = training_options(args, model)
     with bars(STAGE_COLUMNS) as progress:
         try:
-            plan = solve_stages(
+            in_parts = partial(solve_stages, stages=args.pp, virtual_stages=args.virtual_stages)
+            solve: Callable[..., Plan | PipelinePlan] = solve_any if args.pp == "auto" else in_parts
+            plan = solve(
                 model.build_model,
                 model.example_inputs,
-                stages=args.pp,
-                virtual_stages=args.virtual_stages,
                 cluster=Cluster(gpus=args.gpus, gpus_per_node=args.gpus_per_node, profile=profile),
                 global_batch=args.global_batch,
                 seq_len=training["seq_len"],
@@ -225,6 +229,8 @@ def _run_stages(args: argparse.Namespace, model: ModelSpec, profile: HardwarePro
             )
         except ModelError as error:
             raise model.locate(error) from error
+    if isinstance(plan, Plan):
+        plan = _with_request(plan, args)
     if args.output is not None:
         plan.dump(args.output)
     print_any(plan, as_json=args.json)
@@ -361,7 +367,7 @@ def gpu_count(text: str) -> int:
     return count(text)
 
 
-def micro_batch(text: str) -> int | str:
+def count_or_auto(text: str) -> int | str:
     """A whole number from 1, or auto."""
     return text if text == "auto" else count(text)
 

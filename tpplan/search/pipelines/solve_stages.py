@@ -53,17 +53,8 @@ def solve_stages(
     be cut (with the reasons), ModelError, ProfileError, SolverError, IndivisibleError where no mesh has as many
     micro-batches as the schedule needs, and InfeasibleError where no plan fits.
     """
-    if stages < 2 or cluster.gpus % stages:
-        raise UsageError(
-            f"--pp {stages} does not divide {cluster.gpus} GPUs: take one of "
-            f"{', '.join(map(str, divisors(cluster.gpus)[1:]))}"
-        )
-    own, per_node = cluster.gpus // stages, cluster.gpus_per_node
-    if own % per_node and per_node % own:
-        raise UsageError(
-            f"--pp {stages}: {own} GPUs a stage are neither a part of a node of {per_node} nor whole nodes: take "
-            "another number of stages"
-        )
+    if problem := why_no_parts(stages, cluster):
+        raise UsageError(problem)
     cluster = replace(cluster, profile=cluster.load_profile())
     solver = StageSolver(
         build_model=build_model,
@@ -73,11 +64,25 @@ def solve_stages(
         options=replace(options, all_gpus=True, ep=1),
     )
     shape = PipelineShape(parts=stages, virtual_stages=virtual_stages)
-    return _Search(solver=solver, shape=shape, progress=progress).found(prove=prove)
+    return Search(solver=solver, shape=shape, progress=progress).found(prove=prove)
+
+
+def why_no_parts(parts: int, cluster: Cluster) -> str:
+    """Why the GPUs cannot be divided into parts for stages, with what to do; "" where they can."""
+    if parts < 2 or cluster.gpus % parts:
+        others = ", ".join(map(str, divisors(cluster.gpus)[1:]))
+        return f"--pp {parts} does not divide {cluster.gpus} GPUs: take one of {others}"
+    own, per_node = cluster.gpus // parts, cluster.gpus_per_node
+    if own % per_node and per_node % own:
+        return (
+            f"--pp {parts}: {own} GPUs a stage are neither a part of a node of {per_node} nor whole nodes: take "
+            "another number of stages"
+        )
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Search:
+class Search:
     """The search for a plan of one shape."""
 
     solver: StageSolver
@@ -126,8 +131,13 @@ class _Search:
         """Seconds of a step of some stages."""
         return predicted(plans, self.shape, self.solver.cluster).step_time_s
 
-    def best(self, sizes: Sizes) -> Degrees:
-        """The degrees with the fastest step. Raises InfeasibleError where none fits."""
+    def even(self) -> Sizes:
+        """The layers of stages with equally many. Raises UsageError where the model has too few places to be cut."""
+        smallest = min(degrees.micro_batch for degrees in self.degrees())
+        return self.shape.even(len(self.solver.cuts(smallest, self.shape)) + 1)
+
+    def best(self, sizes: Sizes) -> tuple[float, Degrees]:
+        """The seconds of the fastest step, and its degrees. Raises InfeasibleError where none fits."""
         found: list[tuple[float, Degrees]] = []
         every = self.degrees()
         for done, (_, own) in enumerate(groupby(every, key=attrgetter("tp"))):
@@ -144,13 +154,12 @@ class _Search:
                 f"no plan of {self.shape.option} fits: the first stages keep the activations of several micro-batches. "
                 "Take fewer stages, a smaller micro-batch, or leave --recompute to be decided"
             )
-        return best
+        return seconds, best
 
     def found(self, *, prove: bool) -> PipelinePlan:
         """The plan. Raises what `solve_stages` raises."""
-        smallest = min(degrees.micro_batch for degrees in self.degrees())
-        sizes = self.shape.even(len(self.solver.cuts(smallest, self.shape)) + 1)
-        degrees = self.best(sizes)
+        sizes = self.even()
+        _, degrees = self.best(sizes)
         sizes, plans = self._moved(degrees, sizes)
         if prove:
             every = AllStages.of(self.solver, self.shape, sizes, degrees)

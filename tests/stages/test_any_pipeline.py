@@ -1,0 +1,74 @@
+"""How many stages: the fastest of all numbers of them, found without solving those that a bound excludes."""
+
+import math
+
+import pytest
+from stage_models import LENGTH, Stack, loss, text
+
+import tpplan
+from profiles import synthetic_profile
+from tpplan.core.errors import InfeasibleError, TpplanError
+from tpplan.machine.profile import HardwareProfile
+from tpplan.plan.pipeline_plan import PipelinePlan
+from tpplan.plan.plan import Plan, Precision
+from tpplan.search.pipelines.any_pipeline import VIRTUAL_STAGES
+from tpplan.search.points.options import Options
+
+MACHINE = HardwareProfile.from_dict(synthetic_profile(), origin="synthetic")
+CLUSTER = tpplan.Cluster(gpus=4, gpus_per_node=4, profile=MACHINE)
+BATCH = 8
+
+
+def found(limit: float | None) -> Plan | PipelinePlan:
+    return tpplan.solve_any(
+        Stack, text, cluster=CLUSTER, global_batch=BATCH, seq_len=LENGTH, options=options(limit), prove=False
+    )
+
+
+def options(limit: float | None) -> Options:
+    return Options(loss=loss, precision=Precision.FP32, memory_limit_bytes=limit)
+
+
+def in_stages(parts: int, virtual: int, limit: float | None) -> float:
+    """Seconds of the best plan of a shape, infinite where there is none."""
+    try:
+        plan = tpplan.solve_stages(
+            Stack,
+            text,
+            stages=parts,
+            virtual_stages=virtual,
+            cluster=CLUSTER,
+            global_batch=BATCH,
+            seq_len=LENGTH,
+            options=options(limit),
+            prove=False,
+        )
+    except TpplanError:
+        return math.inf
+    return plan.predicted.step_time_s
+
+
+def whole(limit: float | None) -> float:
+    try:
+        return tpplan.solve(
+            Stack,
+            text,
+            cluster=CLUSTER,
+            global_batch=BATCH,
+            seq_len=LENGTH,
+            loss=loss,
+            precision=Precision.FP32,
+            memory_limit_bytes=limit,
+            prove=False,
+        ).predicted.step_time_s
+    except InfeasibleError:
+        return math.inf
+
+
+@pytest.mark.parametrize("limit", [None, 0.345e6])
+def test_no_number_of_stages_is_faster(limit: float | None) -> None:
+    every = {(p, v): in_stages(p, v, limit) for p in (2, 4) for v in VIRTUAL_STAGES if p * v <= 4}
+    every[1, 1] = whole(limit)
+    plan = found(limit)
+    assert plan.predicted.step_time_s == pytest.approx(min(every.values()), rel=1e-9)
+    assert any("stages on a GPU" in line for line in plan.solver.unsearched or ())

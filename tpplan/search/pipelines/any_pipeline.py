@@ -1,0 +1,130 @@
+"""The fastest plan of a model in one stage or in several: how many parts hold its stages, and how many stages each.
+
+The model in one stage is solved first. No plan of p parts with v stages each takes fewer GPU seconds than the model's
+operators do at their best, and with M micro-batches it waits for (p - 1) / (v * M) of them while the pipeline fills and
+drains, so that a shape whose bound is not below the best plan is left out. The others are tried, the least bound first.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError
+from tpplan.core.mesh import divisors
+from tpplan.plan.pipeline_plan import PipelinePlan
+from tpplan.plan.plan import Plan
+from tpplan.search.pipelines.pipeline_shape import PipelineShape
+from tpplan.search.pipelines.solve_stages import Search, why_no_parts
+from tpplan.search.pipelines.stage_solver import StageSolver
+from tpplan.search.planner import prepare, solve_request
+from tpplan.search.points.options import Batch, BuildModel, Cluster, ExampleInputs, Options, Progress
+from tpplan.search.points.request import Request
+from tpplan.search.points.trace_cache import Reuse
+
+logger = logging.getLogger(__name__)
+
+#: stages a part that are tried
+VIRTUAL_STAGES = (1, 2, 4, 8)
+#: shapes that are solved, those of the least bounds
+MOST_SHAPES = 8
+
+
+def solve_any(
+    build_model: BuildModel,
+    example_inputs: ExampleInputs,
+    *,
+    cluster: Cluster,
+    global_batch: int,
+    seq_len: int,
+    micro_batch: int | None = None,
+    options: Options,
+    prove: bool = True,
+    progress: Progress | None = None,
+) -> Plan | PipelinePlan:
+    """The fastest plan, as predicted, in one stage or in several. Its `unsearched` says which numbers of stages were
+    left out without a bound. Raises what `solve` raises where no plan fits, in however many stages."""
+    cluster = replace(cluster, profile=cluster.load_profile())
+    batch, reuse = Batch(global_batch, micro_batch, seq_len), Reuse()
+    request = Request.of(build_model, example_inputs, cluster, batch, options, progress)
+    whole: Plan | None = None
+    error: InfeasibleError | None = None
+    try:
+        whole = solve_request(request, options, reuse, prove=prove)
+    except InfeasibleError as unfit:
+        error = unfit
+    solver = StageSolver(
+        build_model=build_model,
+        example_inputs=example_inputs,
+        cluster=cluster,
+        batch=batch,
+        options=replace(options, all_gpus=True, ep=1),
+        reuse=reuse,
+    )
+    one, points, _ = prepare(request, options, reuse)
+    pace = one.pace(sorted({point.micro_batch for point in points}))
+    best, left = _fastest(solver, pace, whole, progress)
+    if best is None:
+        if whole is None:
+            assert error is not None
+            raise error
+        return _saying(whole, left)
+    found = Search(solver=solver, shape=best, progress=progress).found(prove=prove)
+    if whole is not None and whole.predicted.step_time_s <= found.predicted.step_time_s:
+        return _saying(whole, left)
+    return replace(found, solver=replace(found.solver, unsearched=(*(found.solver.unsearched or ()), *left)))
+
+
+def _fastest(
+    solver: StageSolver, pace: float, whole: Plan | None, progress: Progress | None
+) -> tuple[PipelineShape | None, tuple[str, ...]]:
+    """The shape with the fastest step, None where the whole model is faster; and what was left out."""
+    least = whole.predicted.step_time_s if whole is not None else float("inf")
+    best: PipelineShape | None = None
+    tried = 0
+    candidates = sorted(_shapes(solver, pace), key=lambda one: (one.floor_s, one.shape))
+    left: list[PipelineShape] = []
+    for candidate in candidates:
+        if candidate.floor_s >= least:
+            continue
+        if tried == MOST_SHAPES:
+            left.append(candidate.shape)
+            continue
+        search = Search(solver=solver, shape=candidate.shape, progress=progress)
+        try:
+            seconds, _ = search.best(search.even())
+            tried += 1
+        except (IndivisibleError, InfeasibleError, UsageError) as error:
+            logger.info("%s: %s", candidate.shape.option, error)
+            continue
+        if seconds < least:
+            least, best = seconds, candidate.shape
+    said = tuple(f"{shape.option}, whose bound is higher than those of {MOST_SHAPES} others" for shape in left)
+    return best, (*said, f"other than {', '.join(map(str, VIRTUAL_STAGES))} stages on a GPU")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A shape, and seconds that no step of it is below."""
+
+    shape: PipelineShape
+    floor_s: float
+
+
+def _shapes(solver: StageSolver, pace: float) -> Iterator[_Candidate]:
+    """All shapes of which the parts divide the GPUs; `pace` are the least GPU seconds of a step."""
+    cluster, batch = solver.cluster, solver.batch
+    for parts in divisors(cluster.gpus)[1:]:
+        if why_no_parts(parts, cluster):
+            continue
+        own = cluster.gpus // parts
+        most = batch.global_batch * min(own, cluster.gpus_per_node) // own // (batch.micro_batch or 1)
+        for virtual in VIRTUAL_STAGES:
+            if most >= parts:
+                waiting = (parts - 1) / (virtual * most)
+                shape = PipelineShape(parts=parts, virtual_stages=virtual)
+                yield _Candidate(shape=shape, floor_s=pace / cluster.gpus * (1 + waiting))
+
+
+def _saying(plan: Plan, left: tuple[str, ...]) -> Plan:
+    """The plan with what was not searched."""
+    return replace(plan, solver=replace(plan.solver, unsearched=(*(plan.solver.unsearched or ()), *left)))
