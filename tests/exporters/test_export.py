@@ -205,7 +205,9 @@ def test_what_torch_has_no_words_for_is_refused_by_name(name: str, options: dict
 
 def test_an_unknown_form_is_an_error_that_lists_what_there_is() -> None:
     module, plan = example("mlp"), planned("mlp", 2, (("tp", 2),))
-    with pytest.raises(UsageError, match="'jax': expected one of accelerate, huggingface, pytorch, sharding_specs"):
+    with pytest.raises(
+        UsageError, match="'jax': expected one of accelerate, huggingface, megatron, pytorch, sharding_specs"
+    ):
         export(plan, module.build_model, module.example_inputs, to="jax")
     assert exporters()["pytorch"].startswith("Plain PyTorch")
 
