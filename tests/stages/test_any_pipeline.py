@@ -65,7 +65,7 @@ def whole(limit: float | None) -> float:
         return math.inf
 
 
-@pytest.mark.parametrize("limit", [None, 0.345e6])
+@pytest.mark.parametrize("limit", [None, pytest.param(0.345e6, marks=pytest.mark.slow)])
 def test_no_number_of_stages_is_faster(limit: float | None) -> None:
     every = {(p, v): in_stages(p, v, limit) for p in (2, 4) for v in VIRTUAL_STAGES if p * v <= 4}
     every[1, 1] = whole(limit)
