@@ -3,10 +3,12 @@
 import math
 
 import pytest
+from examples import FOLDER
 from stage_models import LENGTH, Stack, loss, text
 
 import tpplan
 from profiles import synthetic_profile
+from tpplan.commands import main
 from tpplan.core.errors import InfeasibleError, TpplanError
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.pipeline_plan import PipelinePlan
@@ -72,3 +74,10 @@ def test_no_number_of_stages_is_faster(limit: float | None) -> None:
     plan = found(limit)
     assert plan.predicted.step_time_s == pytest.approx(min(every.values()), rel=1e-9)
     assert any("stages on a GPU" in line for line in plan.solver.unsearched or ())
+
+
+@pytest.mark.parametrize("parts", ["1", "auto"])
+def test_stages_on_a_gpu_need_a_number_of_stages(capsys: pytest.CaptureFixture[str], parts: str) -> None:
+    arguments = ["--gpus", "4", "--profile", "h100-sxm", "--global-batch", "8", "--seq-len", "16"]
+    assert main(["solve", str(FOLDER / "gpt.py"), *arguments, "--pp", parts, "--virtual-stages", "2"]) == 2
+    assert f"--virtual-stages with --pp {parts}" in capsys.readouterr().err
