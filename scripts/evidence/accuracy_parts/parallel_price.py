@@ -1,0 +1,348 @@
+"""The price of a published run with pipelines and experts in its layout: blocks by tpplan's pricer, and sums over them.
+
+tpplan prices small models of two and three layers with pinned layouts; their difference is a layer, that of a model with
+a head and one without it is the head. Attention is priced on tensor-parallel ranks, experts on the ranks that divide
+them, where each has a tensor-parallel slice of the tokens. From these:
+
+- A stage is its layers and the embedding or the head; the schedule is accuracy_parts.schedule's.
+- Full recomputation runs the whole forward of a layer again, as Megatron's and DeepSpeed's checkpoints do (torch's stop
+  where the last saved tensor is made, and tpplan prices that).
+- ZeRO-1 is no plan of tpplan's: it is priced as a reduce-scatter of a stage's gradients and an all-gather of its
+  parameters a step, from the profile's collectives, and an optimizer step on a rank's share in mixed precision. Where
+  they overlap, they hide behind the last backward and the first forward of a micro-batch.
+- ZeRO-3 is FSDP's price on all ranks, as tpplan has it.
+- An exchange that sends a row once to each rank (inside a node) or node (across) moves the expected number of different
+  ones among top_k even draws: n (1 - (1 - 1 / n)^k), where an all-to-all moves k.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+import tpplan
+from accuracy_parts.models import example_inputs
+from accuracy_parts.parallel_models import Kind, Layer, Shape, Small
+from accuracy_parts.parallel_read import ParallelRun
+from accuracy_parts.schedule import schedule_time
+from megatron_pins import megatron_pins
+from tpplan.core.gradient_buckets import BUCKET_BYTES
+from tpplan.core.graph import Op
+from tpplan.core.mesh import GroupShape
+from tpplan.layouts.rules.indexing import COUNTED, EXCHANGES
+from tpplan.machine.profile import Collective, HardwareProfile, load_profile
+from tpplan.plan.parts import (
+    ACCUMULATION,
+    COMPUTE,
+    DATA_PARALLEL,
+    EXPERT_PARALLEL,
+    FSDP_COPIES,
+    ISSUE,
+    OPTIMIZER,
+    RECOMPUTATION,
+    TENSOR_PARALLEL,
+)
+from tpplan.plan.plan import Precision, Recompute
+from tpplan.search.expert_degrees import every_degree
+from tpplan.search.planner import prepare
+from tpplan.search.points.options import Batch, Cluster, Options
+from tpplan.search.points.point_solver import Candidate
+from tpplan.search.points.request import Request
+
+#: micro-batches that small models are priced with: parts that happen once a step are told from those of each
+STEPS = 2
+#: bytes of a parameter in 16 bits, and those that a mixed-precision AdamW moves of one: parameter, gradient and two
+#: states in float32, all but the gradient written too
+HALF, OPTIMIZER_BYTES = 2, 28
+#: parts of a small model's step that each micro-batch has
+EACH = (COMPUTE, TENSOR_PARALLEL, EXPERT_PARALLEL, RECOMPUTATION, ISSUE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The ranks that a small model is priced on."""
+
+    machine: str
+    gpus: int
+    gpus_per_node: int
+    tp: int = 1
+    fsdp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Seconds of a micro-batch on a rank: of forward alone, and by part of forward, backward and what runs again."""
+
+    forward_s: float
+    time_s: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Of a micro-batch."""
+        return sum(self.time_s.values())
+
+    def plus(self, other: "Block", weight: float = 1.0) -> "Block":
+        """The sum with another, times a weight."""
+        parts = {name: self.time_s.get(name, 0.0) for name in {**self.time_s, **other.time_s}}
+        return Block(
+            forward_s=self.forward_s + weight * other.forward_s,
+            time_s={name: own + weight * other.time_s.get(name, 0.0) for name, own in parts.items()},
+        )
+
+
+NOTHING = Block(forward_s=0.0, time_s={})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelPrice:
+    """Predicted seconds of a run's step by part."""
+
+    time_s: Mapping[str, float]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return sum(self.time_s.values())
+
+
+def _loss(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    return tpplan.cross_entropy(logits.float(), inputs["targets"])
+
+
+def _sum(output: Tensor, _inputs: Mapping[str, Tensor]) -> Tensor:
+    return output.sum()
+
+
+def _pins(ranks: Ranks, kind: Kind, *, has_head: bool) -> dict[str, str]:
+    if ranks.tp == 1:
+        return {}
+    norms = "sequence" if ranks.sequence_parallel else "replicate"
+    pins = {"tok_embeddings": "vocabulary", "layers.*.attention": "megatron", "layers.*.attention_norm": norms}
+    if kind is Kind.GPT:
+        pins = {**megatron_pins(norms), "tok_embeddings": "vocabulary"}
+        del pins["norm"]
+    return pins | ({"norm": norms, "lm_head": "columns"} if has_head else {})
+
+
+@cache
+def small(
+    shape: Shape, kind: Kind, ranks: Ranks, micro_batch: int, recompute: Recompute, *, layers: int, has_head: bool
+) -> Block:
+    """The price of a small model in its pinned layout, on a profile as it ships, without its parameters."""
+    options = Options(
+        loss=_loss if has_head else _sum,
+        unused_outputs=("output",),
+        tp=ranks.tp,
+        fsdp=ranks.fsdp,
+        ep=ranks.ep,
+        precision=Precision.BF16,
+        recompute=recompute,
+        reshard_after_forward=True,
+        compile=True,
+        memory_limit_bytes=float("inf"),
+        all_gpus=True,
+        pins=_pins(ranks, kind, has_head=has_head),
+    )
+    request = Request.of(
+        lambda: Small(shape, kind, layers=layers, has_head=has_head),
+        example_inputs,
+        Cluster(gpus=ranks.gpus, gpus_per_node=min(ranks.gpus, ranks.gpus_per_node), profile=ranks.machine),
+        Batch(STEPS * micro_batch * ranks.gpus // ranks.tp, micro_batch, shape.seq_len),
+        options,
+        None,
+    )
+    solvers, points, _ = every_degree(*prepare(request, options), options)
+    return _block(solvers.of(points[-1]).solve_point(points[-1]), recompute)
+
+
+def _block(found: Candidate, recompute: Recompute) -> Block:
+    formulation, choice = found.formulation, found.solution.choice
+    assert choice is not None, "without a memory limit there is a choice"
+    time: Counter[str] = Counter()
+    for term in formulation.problem.objective:
+        time[term.name] += term.value(choice)  # type: ignore[assignment]
+    forward: Counter[str] = Counter()
+    backward: Counter[str] = Counter()
+    for name, members in formulation.space.members.items():
+        own, decider = formulation.table[name][choice[name]], formulation.space.deciders[name]
+        is_exchange = isinstance(decider, Op) and decider.target in (COUNTED, *EXCHANGES)
+        part, number = EXPERT_PARALLEL if is_exchange else TENSOR_PARALLEL, len(members)
+        forward[COMPUTE] += number * own.forward.seconds  # type: ignore[assignment]
+        forward[part] += number * own.forward_collectives.seconds  # type: ignore[assignment]
+        backward[part] += number * own.backward_collectives.seconds  # type: ignore[assignment]
+    each = {name: time[name] / STEPS for name in EACH}
+    if recompute is Recompute.FULL:
+        each[RECOMPUTATION] = forward[COMPUTE]
+        each |= {name: 2 * forward[name] + backward[name] for name in (TENSOR_PARALLEL, EXPERT_PARALLEL)}
+    each[ACCUMULATION] = time[ACCUMULATION] / (STEPS - 1)
+    if formulation.mesh.shard > formulation.mesh.ep:
+        each |= {name: time[name] / STEPS for name in (DATA_PARALLEL, FSDP_COPIES)}
+    return Block(forward_s=float(sum(forward.values())), time_s={name: float(s) for name, s in each.items()})
+
+
+def layer_parameters(shape: Shape, kind: Kind) -> tuple[int, int]:
+    """Parameters of a layer that tensor parallelism cuts, and of its experts."""
+    with torch.device("meta"):
+        layer = Layer(shape, kind)
+    experts = sum(weight.numel() for weight in layer.parameters() if weight.dim() > 2)
+    return sum(weight.numel() for weight in layer.parameters()) - experts, experts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """A run's layer, embedding and head, and parameters on a tensor-parallel and expert-parallel rank: of a layer's
+    tensors that tensor parallelism cuts, of its experts, and of the embedding, or the head."""
+
+    layer: Block
+    embedding: Block
+    head: Block
+    cut: float
+    experts: float
+    table: float
+
+
+def pieces(run: ParallelRun) -> Pieces:
+    """The blocks of a run, each priced on the ranks that it runs on."""
+    shape, is_sharded = run.shape, run.zero == 3
+    ranks = Ranks(
+        machine=run.machine,
+        gpus=run.gpus if is_sharded else run.tp,
+        gpus_per_node=run.gpus_per_node,
+        tp=run.tp,
+        fsdp=run.dp if is_sharded else 1,
+        sequence_parallel=run.sequence_parallel,
+    )
+    first = Kind.ATTENTION if shape.experts else Kind.GPT
+
+    def priced(kind: Kind, layers: int, *, has_head: bool = False, on: Ranks = ranks, of: Shape = shape) -> Block:
+        return small(of, kind, on, run.micro_batch, run.recompute, layers=layers, has_head=has_head)
+
+    two = priced(first, 2)
+    layer = priced(first, 3).plus(two, -1.0)
+    embedding = two.plus(layer, -2.0)
+    head = priced(first, 2, has_head=True).plus(two, -1.0)
+    cut, experts = layer_parameters(shape, first)[0] / run.tp, 0.0
+    if shape.window:
+        other = priced(Kind.WINDOWED, 3).plus(priced(Kind.WINDOWED, 2), -1.0)
+        layer = NOTHING.plus(layer, 0.5).plus(other, 0.5)
+    if shape.experts:
+        on = replace(ranks, gpus=run.gpus if is_sharded else run.ep, tp=1, fsdp=run.gpus if is_sharded else run.ep)
+        on = replace(on, ep=run.ep, sequence_parallel=False)
+        of = replace(shape, seq_len=shape.seq_len // run.tp if run.sequence_parallel else shape.seq_len)
+        rest = priced(Kind.EXPERTS, 3, on=on, of=of).plus(priced(Kind.EXPERTS, 2, on=on, of=of), -1.0)
+        layer = layer.plus(_sent_once(rest, run))
+        router, whole = layer_parameters(shape, Kind.EXPERTS)
+        cut, experts = cut + router, whole / run.ep
+    table = shape.vocab * shape.hidden / run.tp
+    return Pieces(layer=layer, embedding=embedding, head=head, cut=cut, experts=experts, table=table)
+
+
+def _sent_once(block: Block, run: ParallelRun) -> Block:
+    """The block with an exchange that sends a row once to each rank of a node, or to each node, if the run's does."""
+    if not run.sends_rows_once:
+        return block
+    nodes = -(-run.ep // run.gpus_per_node)
+    share = different_share(nodes if nodes > 1 else run.ep, run.shape.top_k)
+    return replace(block, time_s={**block.time_s, EXPERT_PARALLEL: share * block.time_s[EXPERT_PARALLEL]})
+
+
+def different_share(places: int, draws: int) -> float:
+    """Different places among even independent draws, over draws: n (1 - (1 - 1 / n)^k) / k."""
+    return places * (1 - (1 - 1 / places) ** draws) / draws
+
+
+def layers_of_stages(run: ParallelRun) -> list[int]:
+    """Layers of each stage: as even as can be, the middle ones larger; where the embedding and the head count as
+    layers, of the first and the last stage one fewer."""
+    ends = run.code.counts_ends and run.pp > 1
+    each, rest = divmod(run.shape.layers + 2 * ends, run.pp)
+    order = sorted(range(run.pp), key=lambda index: abs(2 * index - (run.pp - 1)))
+    counts = [each + (index in order[:rest]) for index in range(run.pp)]
+    if ends:
+        counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
+    return counts
+
+
+def price_parallel(run: ParallelRun) -> ParallelPrice:
+    """The predicted step of a run by part: those of the slowest stage, the bubble, sends, what is done once."""
+    own, profile = pieces(run), load_profile(run.machine)
+    counts = layers_of_stages(run)
+    blocks = [NOTHING.plus(own.layer, count) for count in counts]
+    blocks[0], blocks[-1] = blocks[0].plus(own.embedding), blocks[-1].plus(own.head)
+    slowest = max(blocks, key=lambda block: block.seconds)
+    links = [_link_s(run, profile, index) for index in range(run.pp - 1)]
+    schedule = schedule_time(
+        [block.seconds for block in blocks],
+        links,
+        run.micro_batches,
+        run.vpp,
+        hides_sends=run.code.overlaps and run.vpp > 1,
+    )
+    once = max((_once(run, own, profile, index, count, slowest) for index, count in enumerate(counts)), key=_total)
+    parts = {name: run.micro_batches * seconds for name, seconds in slowest.time_s.items()}
+    parts |= {"bubble": schedule.bubble_s, "sends between stages": schedule.send_s}
+    return ParallelPrice(time_s=Counter(parts) + Counter(once))
+
+
+def _total(parts: Mapping[str, float]) -> float:
+    return sum(parts.values())
+
+
+def _link_s(run: ParallelRun, profile: HardwareProfile, stage: int) -> float:
+    """Seconds of sending a micro-batch's activations to the next stage, of two ranks that gather as much from each
+    other, as tpplan.search.stage_plans has it; with an all-gather inside the receiving node where slices are."""
+    crosses = (stage + 1) * run.dp * run.tp % run.gpus_per_node == 0
+    pair = GroupShape(ranks=2, ranks_per_node=1 if crosses else 2)
+    num_bytes = HALF * run.micro_batch * run.shape.seq_len * run.shape.hidden
+    slices = run.tp if run.sequence_parallel or run.code.sends == "gathered slices" else 1
+    seconds = profile.collective(Collective.ALL_GATHER, pair, 2.0 * num_bytes / slices).seconds
+    if run.code.sends == "gathered slices" and run.tp > 1:
+        group = GroupShape(ranks=run.tp, ranks_per_node=run.tp)
+        seconds += profile.collective(Collective.ALL_GATHER, group, num_bytes).seconds
+    return seconds
+
+
+def _once(
+    run: ParallelRun, own: Pieces, profile: HardwareProfile, stage: int, count: int, block: Block
+) -> dict[str, float]:
+    """Seconds of what a rank of a stage does once a step, but for ZeRO-3's communication: gradients and parameters
+    over data-parallel ranks, and the optimizer."""
+    tables = (stage == 0) + (stage == run.pp - 1)
+    cut, experts = count * own.cut + tables * own.table, count * own.experts
+    groups = [(cut, run.dp, run.gpus_per_node // run.tp)]
+    if experts:
+        groups.append((experts, run.dp * run.tp // run.ep, run.gpus_per_node // run.ep))
+    moved = sum(
+        number * OPTIMIZER_BYTES / (ranks if run.zero else 1) for number, ranks, _ in groups
+    )
+    parts = {OPTIMIZER: profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES * moved}
+    if run.zero < 3:
+        before, after = (sum(pair) for pair in zip(*(_reduced(run, profile, *group) for group in groups), strict=True))
+        backward = block.seconds - block.forward_s
+        beside = (before, backward), (after, block.forward_s)
+        parts[DATA_PARALLEL] = sum(
+            _exposed(seconds, hidden if run.code.overlaps else 0.0, profile) for seconds, hidden in beside
+        )
+    return parts
+
+
+def _reduced(run: ParallelRun, profile: HardwareProfile, number: float, ranks: int, per_node: int) -> tuple[float, float]:
+    """Seconds of reducing gradients of so many parameters, and of gathering the parameters."""
+    if ranks == 1:
+        return 0.0, 0.0
+    group = GroupShape(ranks=ranks, ranks_per_node=max(1, min(per_node, ranks)))
+    kinds = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER) if run.zero else (Collective.ALL_REDUCE, None)
+    reduced = profile.collective(kinds[0], group, number * run.code.reduce_bytes).seconds
+    return reduced, 0.0 if kinds[1] is None else profile.collective(kinds[1], group, number * HALF).seconds
+
+
+def _exposed(seconds: float, compute: float, profile: HardwareProfile) -> float:
+    """Seconds that a collective adds beside compute, as tpplan prices FSDP's: what is not hidden, and by how much what
+    is hidden slows the compute."""
+    hidden = min(seconds, compute)
+    return seconds - hidden + profile.overlap_slowdown * hidden
