@@ -10,7 +10,10 @@ them, where each has a tensor-parallel slice of the tokens. From these:
 - ZeRO-1 is no plan of tpplan's: it is priced as a reduce-scatter of a stage's gradients and an all-gather of its
   parameters a step, from the profile's collectives, and an optimizer step on a rank's share in mixed precision. Where
   they overlap, they hide behind the last backward and the first forward of a micro-batch.
-- ZeRO-3 is FSDP's price on all ranks, as tpplan has it.
+- ZeRO-3 gathers a layer's parameters beside its forward and again beside its backward, and reduces its gradients there
+  too, in each micro-batch, by the same collectives on flat buffers. (FSDP2, which tpplan plans, pads the first dimension
+  of a weight to the ranks: 16 experts on 32 ranks to twice their bytes. None of these runs is FSDP2's.)
+- Where a source's nodes have less bandwidth between them than the profile's, what crosses nodes takes longer by as much.
 - An exchange that sends a row once to each rank (inside a node) or node (across) moves the expected number of different
   ones among top_k even draws: n (1 - (1 - 1 / n)^k), where an all-to-all moves k.
 """
@@ -39,7 +42,6 @@ from tpplan.plan.parts import (
     COMPUTE,
     DATA_PARALLEL,
     EXPERT_PARALLEL,
-    FSDP_COPIES,
     ISSUE,
     OPTIMIZER,
     RECOMPUTATION,
@@ -57,6 +59,9 @@ STEPS = 2
 #: bytes of a parameter in 16 bits, and those that a mixed-precision AdamW moves of one: parameter, gradient and two
 #: states in float32, all but the gradient written too
 HALF, OPTIMIZER_BYTES = 2, 28
+#: bytes of a message whose time is its bytes' alone
+BIG_BYTES = 2.0**32
+ZERO_3 = 3
 #: parts of a small model's step that each micro-batch has
 EACH = (COMPUTE, TENSOR_PARALLEL, EXPERT_PARALLEL, RECOMPUTATION, ISSUE)
 
@@ -180,8 +185,6 @@ def _block(found: Candidate, recompute: Recompute) -> Block:
         each[RECOMPUTATION] = forward[COMPUTE]
         each |= {name: 2 * forward[name] + backward[name] for name in (TENSOR_PARALLEL, EXPERT_PARALLEL)}
     each[ACCUMULATION] = time[ACCUMULATION] / (STEPS - 1)
-    if formulation.mesh.shard > formulation.mesh.ep:
-        each |= {name: time[name] / STEPS for name in (DATA_PARALLEL, FSDP_COPIES)}
     return Block(forward_s=float(sum(forward.values())), time_s={name: float(s) for name, s in each.items()})
 
 
@@ -208,13 +211,12 @@ class Pieces:
 
 def pieces(run: ParallelRun) -> Pieces:
     """The blocks of a run, each priced on the ranks that it runs on."""
-    shape, is_sharded = run.shape, run.zero == 3
+    shape = run.shape
     ranks = Ranks(
         machine=run.machine,
-        gpus=run.gpus if is_sharded else run.tp,
+        gpus=run.tp,
         gpus_per_node=run.gpus_per_node,
         tp=run.tp,
-        fsdp=run.dp if is_sharded else 1,
         sequence_parallel=run.sequence_parallel,
     )
     first = Kind.ATTENTION if shape.experts else Kind.GPT
@@ -231,8 +233,7 @@ def pieces(run: ParallelRun) -> Pieces:
         other = priced(Kind.WINDOWED, 3).plus(priced(Kind.WINDOWED, 2), -1.0)
         layer = NOTHING.plus(layer, 0.5).plus(other, 0.5)
     if shape.experts:
-        on = replace(ranks, gpus=run.gpus if is_sharded else run.ep, tp=1, fsdp=run.gpus if is_sharded else run.ep)
-        on = replace(on, ep=run.ep, sequence_parallel=False)
+        on = replace(ranks, gpus=run.ep, tp=1, fsdp=run.ep, ep=run.ep, sequence_parallel=False)
         of = replace(shape, seq_len=shape.seq_len // run.tp if run.sequence_parallel else shape.seq_len)
         rest = priced(Kind.EXPERTS, 3, on=on, of=of).plus(priced(Kind.EXPERTS, 2, on=on, of=of), -1.0)
         layer = layer.plus(_sent_once(rest, run))
@@ -275,7 +276,8 @@ def price_parallel(run: ParallelRun) -> ParallelPrice:
     blocks = [NOTHING.plus(own.layer, count) for count in counts]
     blocks[0], blocks[-1] = blocks[0].plus(own.embedding), blocks[-1].plus(own.head)
     slowest = max(blocks, key=lambda block: block.seconds)
-    links = [_link_s(run, profile, index) for index in range(run.pp - 1)]
+    network = _Network(run=run, profile=profile)
+    links = [network.link_s(stage) for stage in range(run.pp - 1)]
     schedule = schedule_time(
         [block.seconds for block in blocks],
         links,
@@ -283,9 +285,9 @@ def price_parallel(run: ParallelRun) -> ParallelPrice:
         run.vpp,
         hides_sends=run.code.overlaps and run.vpp > 1,
     )
-    once = max((_once(run, own, profile, index, count, slowest) for index, count in enumerate(counts)), key=_total)
     parts = {name: run.micro_batches * seconds for name, seconds in slowest.time_s.items()}
     parts |= {"bubble": schedule.bubble_s, "sends between stages": schedule.send_s}
+    once = max((_once(network, own, stage, count, slowest) for stage, count in enumerate(counts)), key=_total)
     return ParallelPrice(time_s=Counter(parts) + Counter(once))
 
 
@@ -293,56 +295,70 @@ def _total(parts: Mapping[str, float]) -> float:
     return sum(parts.values())
 
 
-def _link_s(run: ParallelRun, profile: HardwareProfile, stage: int) -> float:
-    """Seconds of sending a micro-batch's activations to the next stage, of two ranks that gather as much from each
-    other, as tpplan.search.stage_plans has it; with an all-gather inside the receiving node where slices are."""
-    crosses = (stage + 1) * run.dp * run.tp % run.gpus_per_node == 0
-    pair = GroupShape(ranks=2, ranks_per_node=1 if crosses else 2)
-    num_bytes = HALF * run.micro_batch * run.shape.seq_len * run.shape.hidden
-    slices = run.tp if run.sequence_parallel or run.code.sends == "gathered slices" else 1
-    seconds = profile.collective(Collective.ALL_GATHER, pair, 2.0 * num_bytes / slices).seconds
-    if run.code.sends == "gathered slices" and run.tp > 1:
-        group = GroupShape(ranks=run.tp, ranks_per_node=run.tp)
-        seconds += profile.collective(Collective.ALL_GATHER, group, num_bytes).seconds
-    return seconds
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Network:
+    """Collectives of a run between nodes and inside of them."""
+
+    run: ParallelRun
+    profile: HardwareProfile
+
+    def seconds(self, kind: Collective, group: GroupShape, num_bytes: float) -> float:
+        """Of a collective, as the profile has it; across nodes longer by as much as the run's nodes have less bandwidth
+        than eight of the profile's GPUs that each gather on a network port of their own."""
+        found = self.profile.collective(kind, group, num_bytes).seconds
+        stated = self.run.code.node_bytes_per_s
+        if group.nodes == 1 or not stated:
+            return found
+        pair = GroupShape(ranks=2, ranks_per_node=1)
+        port = BIG_BYTES / 2 / self.profile.collective(Collective.ALL_GATHER, pair, BIG_BYTES).seconds
+        return found * max(1.0, port * self.profile.gpus_per_node / stated)
+
+    def link_s(self, stage: int) -> float:
+        """Seconds of sending a micro-batch's activations to the next stage, of two ranks that gather as much from each
+        other, as tpplan.search.stage_plans has it; with an all-gather inside the receiving node where slices are."""
+        run = self.run
+        crosses = (stage + 1) * run.dp * run.tp % run.gpus_per_node == 0
+        pair = GroupShape(ranks=2, ranks_per_node=1 if crosses else 2)
+        num_bytes = HALF * run.micro_batch * run.shape.seq_len * run.shape.hidden
+        slices = run.tp if run.sequence_parallel or run.code.sends == "gathered slices" else 1
+        found = self.seconds(Collective.ALL_GATHER, pair, 2.0 * num_bytes / slices)
+        if run.code.sends == "gathered slices" and not run.sequence_parallel:
+            found += self.seconds(Collective.ALL_GATHER, GroupShape(ranks=run.tp, ranks_per_node=run.tp), num_bytes)
+        return found
+
+    def moved(self, cut: float, experts: float) -> tuple[float, float]:
+        """Seconds of reducing gradients over data-parallel ranks and of gathering parameters, of so many parameters
+        that each of a stage's tensor-parallel ranks has, and experts that each expert-parallel rank has."""
+        run, reduced, gathered = self.run, 0.0, 0.0
+        for number, ranks, inner in ((cut, run.dp, run.tp), (experts, run.dp * run.tp // run.ep, run.ep)):
+            if ranks > 1 and number:
+                group = GroupShape(ranks=ranks, ranks_per_node=max(1, min(ranks, run.gpus_per_node // inner)))
+                kind = Collective.REDUCE_SCATTER if run.zero else Collective.ALL_REDUCE
+                reduced += self.seconds(kind, group, number * run.code.reduce_bytes)
+                gathered += self.seconds(Collective.ALL_GATHER, group, number * HALF) if run.zero else 0.0
+        return reduced, gathered
+
+    def beside(self, seconds: float, compute: float) -> float:
+        """Seconds that collectives add beside compute, as tpplan prices FSDP's: what is not hidden, and by how much
+        what is hidden slows the compute; all where a run's code hides nothing."""
+        hidden = min(seconds, compute) if self.run.code.overlaps else 0.0
+        return seconds - hidden + self.profile.overlap_slowdown * hidden
 
 
-def _once(
-    run: ParallelRun, own: Pieces, profile: HardwareProfile, stage: int, count: int, block: Block
-) -> dict[str, float]:
-    """Seconds of what a rank of a stage does once a step, but for ZeRO-3's communication: gradients and parameters
-    over data-parallel ranks, and the optimizer."""
-    tables = (stage == 0) + (stage == run.pp - 1)
-    cut, experts = count * own.cut + tables * own.table, count * own.experts
-    groups = [(cut, run.dp, run.gpus_per_node // run.tp)]
-    if experts:
-        groups.append((experts, run.dp * run.tp // run.ep, run.gpus_per_node // run.ep))
-    moved = sum(
-        number * OPTIMIZER_BYTES / (ranks if run.zero else 1) for number, ranks, _ in groups
-    )
-    parts = {OPTIMIZER: profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES * moved}
-    if run.zero < 3:
-        before, after = (sum(pair) for pair in zip(*(_reduced(run, profile, *group) for group in groups), strict=True))
-        backward = block.seconds - block.forward_s
-        beside = (before, backward), (after, block.forward_s)
-        parts[DATA_PARALLEL] = sum(
-            _exposed(seconds, hidden if run.code.overlaps else 0.0, profile) for seconds, hidden in beside
-        )
-    return parts
-
-
-def _reduced(run: ParallelRun, profile: HardwareProfile, number: float, ranks: int, per_node: int) -> tuple[float, float]:
-    """Seconds of reducing gradients of so many parameters, and of gathering the parameters."""
-    if ranks == 1:
-        return 0.0, 0.0
-    group = GroupShape(ranks=ranks, ranks_per_node=max(1, min(per_node, ranks)))
-    kinds = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER) if run.zero else (Collective.ALL_REDUCE, None)
-    reduced = profile.collective(kinds[0], group, number * run.code.reduce_bytes).seconds
-    return reduced, 0.0 if kinds[1] is None else profile.collective(kinds[1], group, number * HALF).seconds
-
-
-def _exposed(seconds: float, compute: float, profile: HardwareProfile) -> float:
-    """Seconds that a collective adds beside compute, as tpplan prices FSDP's: what is not hidden, and by how much what
-    is hidden slows the compute."""
-    hidden = min(seconds, compute)
-    return seconds - hidden + profile.overlap_slowdown * hidden
+def _once(network: _Network, own: Pieces, stage: int, count: int, block: Block) -> dict[str, float]:
+    """Seconds of what a rank of a stage does once a step: the optimizer, and what data parallelism exposes, which with
+    ZeRO-3 is that of all micro-batches."""
+    run = network.run
+    tables = ((stage == 0) + (stage == run.pp - 1)) * own.table
+    cut, experts = count * own.cut + tables, count * own.experts
+    each = (cut / run.dp + experts * run.ep / (run.dp * run.tp)) if run.zero else cut + experts
+    rate = network.profile.memory_bound(num_bytes=BUCKET_BYTES).seconds / BUCKET_BYTES
+    if run.zero < ZERO_3:
+        reduced, gathered = network.moved(cut, experts)
+        exposed = network.beside(reduced, block.seconds - block.forward_s) + network.beside(gathered, block.forward_s)
+    else:
+        layer, ends = network.moved(own.cut, own.experts), network.moved(tables, 0.0)
+        backward = own.layer.seconds - own.layer.forward_s
+        per_layer = network.beside(layer[1], own.layer.forward_s) + network.beside(sum(layer), backward)
+        exposed = run.micro_batches * (count * per_layer + ends[0] + 2 * ends[1])
+    return {OPTIMIZER: rate * OPTIMIZER_BYTES * each, DATA_PARALLEL: exposed}

@@ -79,6 +79,8 @@ class Code:
     has_flash_attention: bool
     overlaps: bool
     reduce_bytes: int
+    #: bytes per second between a node and the others, both ways each; 0: as the profile's machine
+    node_bytes_per_s: float
     #: what a tensor-parallel rank sends between stages: all, its slice, or its slice that the receivers gather
     sends: str
     sequence_parallel: str
@@ -151,6 +153,7 @@ def read_code(path: Path = CODE) -> list[tuple[str, str, str, Code]]:
                 has_flash_attention=row["attention"] == "flash",
                 overlaps=row["overlap"] == "overlapped",
                 reduce_bytes=4 if row["reduce"] == "fp32" else 2,
+                node_bytes_per_s=float(row["node_bytes_per_s"]),
                 sends=row["sends"],
                 sequence_parallel=row["sequence_parallel"],
                 counts_ends=row["split"] == "layers and ends",
@@ -179,6 +182,8 @@ def read_parallel(
 def _run(row: Mapping[str, str], codes: Sequence[tuple[str, str, str, Code]]) -> ParallelRun:
     _refuse_what_is_not_priced(row)
     machine = _machine(row["gpu"])
+    for column in ("seq_len", "micro_batch", "global_batch", "heads"):
+        _whole(row, column)
     code = _code(row, codes)
     shape = _shape(row, code)
     gpus, dp, tp, pp = (_whole(row, name) for name in ("gpus", "dp", "tp", "pp"))
