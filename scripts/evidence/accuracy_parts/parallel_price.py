@@ -29,7 +29,7 @@ from torch import Tensor
 import tpplan
 from accuracy_parts.models import example_inputs
 from accuracy_parts.parallel_models import Kind, Layer, Shape, Small
-from accuracy_parts.parallel_read import ParallelRun
+from accuracy_parts.parallel_read import ParallelRun, layers_of_stages
 from accuracy_parts.schedule import schedule_time
 from megatron_pins import megatron_pins
 from tpplan.core.gradient_buckets import BUCKET_BYTES
@@ -255,18 +255,6 @@ def _sent_once(block: Block, run: ParallelRun) -> Block:
 def different_share(places: int, draws: int) -> float:
     """Different places among even independent draws, over draws: n (1 - (1 - 1 / n)^k) / k."""
     return places * (1 - (1 - 1 / places) ** draws) / draws
-
-
-def layers_of_stages(run: ParallelRun) -> list[int]:
-    """Layers of each stage: as even as can be, the middle ones larger; where the embedding and the head count as
-    layers, of the first and the last stage one fewer."""
-    ends = run.code.counts_ends and run.pp > 1
-    each, rest = divmod(run.shape.layers + 2 * ends, run.pp)
-    order = sorted(range(run.pp), key=lambda index: abs(2 * index - (run.pp - 1)))
-    counts = [each + (index in order[:rest]) for index in range(run.pp)]
-    if ends:
-        counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
-    return counts
 
 
 def price_parallel(run: ParallelRun) -> ParallelPrice:

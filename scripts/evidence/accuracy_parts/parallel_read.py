@@ -81,10 +81,14 @@ class Code:
     reduce_bytes: int
     #: bytes per second between a node and the others, both ways each; 0: as the profile's machine
     node_bytes_per_s: float
+    #: chunks of layers on a rank where the table does not say: a number, or "stated", where no number is known
+    vpp: str
     #: what a tensor-parallel rank sends between stages: all, its slice, or its slice that the receivers gather
     sends: str
     sequence_parallel: str
-    counts_ends: bool
+    #: how layers are divided among stages: evenly, as many as on the fullest but for the last, or evenly with the
+    #: embedding and the head as layers
+    split: str
     window: int
     recompute: str
     zero: str
@@ -139,7 +143,7 @@ def read_code(path: Path = CODE) -> list[tuple[str, str, str, Code]]:
         "reduce": ("as made", "fp32"),
         "sends": ("whole", "slices", "gathered slices"),
         "sequence_parallel": ("yes", "no"),
-        "split": ("layers", "layers and ends"),
+        "split": ("even", "last takes the rest", "even with ends"),
     }
     found = []
     with path.open(newline="") as file:
@@ -154,9 +158,10 @@ def read_code(path: Path = CODE) -> list[tuple[str, str, str, Code]]:
                 overlaps=row["overlap"] == "overlapped",
                 reduce_bytes=4 if row["reduce"] == "fp32" else 2,
                 node_bytes_per_s=float(row["node_bytes_per_s"]),
+                vpp=row["vpp"],
                 sends=row["sends"],
                 sequence_parallel=row["sequence_parallel"],
-                counts_ends=row["split"] == "layers and ends",
+                split=row["split"],
                 window=int(row["window"]),
                 recompute=row["recompute"],
                 zero=row["zero"],
@@ -192,7 +197,8 @@ def _run(row: Mapping[str, str], codes: Sequence[tuple[str, str, str, Code]]) ->
     micro_batch, global_batch = _whole(row, "micro_batch"), _whole(row, "global_batch")
     if global_batch % (micro_batch * dp):
         raise RefusalError("a global batch that does not divide", f"{global_batch} by {micro_batch} on {dp} ranks")
-    ep, vpp = _ep(row, gpus, pp), _vpp(row, pp, shape.layers)
+    ep, micro_batches = _ep(row, gpus, pp), global_batch // (micro_batch * dp)
+    vpp, neglected = _vpp(row, pp, micro_batches, code)
     zero = _known(_stated(row, "fsdp_zero", code.zero).lower().split(" (fsdp=0")[0], ZERO, "fsdp_zero")
     run = ParallelRun(
         row_id=row["row_id"],
@@ -210,13 +216,13 @@ def _run(row: Mapping[str, str], codes: Sequence[tuple[str, str, str, Code]]) ->
         zero=1 if zero == 0 and code.zero == "zero1" else zero,
         sequence_parallel=_stated(row, "sequence_parallel", code.sequence_parallel) == "yes" and tp > 1,
         micro_batch=micro_batch,
-        micro_batches=global_batch // (micro_batch * dp),
+        micro_batches=micro_batches,
         recompute=_known(_stated(row, "recompute", code.recompute).lower(), RECOMPUTED, "recompute"),
         sends_rows_once=_dispatcher(row),
         code=code,
         measured_s=_number(row, "step_time_s"),
         plan_group=row["plan_group"],
-        caveats=tuple(_caveats(row)),
+        caveats=(*_caveats(row), *neglected),
     )
     _check(run, row)
     return run
@@ -295,18 +301,14 @@ def _ep(row: Mapping[str, str], gpus: int, pp: int) -> int:
     return ep
 
 
-def _vpp(row: Mapping[str, str], pp: int, layers: int) -> int:
-    """Chunks of layers on a rank: blank is 1, unless the schedule is interleaved, where layers that a stage has a prime
-    number of leave one value."""
-    if row["vpp"]:
-        return _whole(row, "vpp")
-    if pp == 1 or "interleaved" not in row["pp_schedule"]:
-        return 1
-    each = layers // pp
-    possible = [count for count in range(2, each + 1) if layers % pp == 0 and each % count == 0]
-    if len(possible) != 1:
-        raise RefusalError("no vpp of an interleaved schedule", f"one of {possible}")
-    return possible[0]
+def _vpp(row: Mapping[str, str], pp: int, micro_batches: int, code: Code) -> tuple[int, list[str]]:
+    """Chunks of layers on a rank, and what is neglected. Where nobody says, 1 is priced if any other number would make
+    the step at most by SAME_STEP shorter: by less than the bubble's share, (pp - 1) / micro-batches."""
+    if pp == 1 or row["vpp"] or code.vpp != "stated":
+        return 1 if pp == 1 else _whole(row, "vpp") if row["vpp"] else int(code.vpp), []
+    if (pp - 1) / micro_batches > SAME_STEP or "interleaved" in row["pp_schedule"]:
+        raise RefusalError("no vpp", f"it could change the step by {(pp - 1) / micro_batches:.0%}")
+    return 1, [f"vpp is not stated; priced as 1 (another would make the step shorter by less than {SAME_STEP:.0%})"]
 
 
 def _dispatcher(row: Mapping[str, str]) -> bool:
@@ -325,9 +327,26 @@ def _caveats(row: Mapping[str, str]) -> list[str]:
     return found
 
 
+def layers_of_stages(run: ParallelRun) -> list[int]:
+    """Layers of each stage. Raises RefusalError where they cannot be divided as the run's code does."""
+    layers, pp, ends = run.shape.layers, run.pp, int(run.code.split == "even with ends")
+    if pp == 1:
+        return [layers]
+    if run.code.split == "last takes the rest":
+        most = -(-layers // pp)
+        counts = [most] * (pp - 1) + [layers - most * (pp - 1)]
+    elif (layers + 2 * ends) % (pp * run.vpp):
+        raise RefusalError("layers that do not divide", f"{layers} in {pp} stages of {run.vpp} chunks")
+    else:
+        counts = [(layers + 2 * ends) // pp] * pp
+        counts[0], counts[-1] = counts[0] - ends, counts[-1] - ends
+    if min(counts) < 1:
+        raise RefusalError("a stage without a layer", f"{layers} layers in {pp} stages")
+    return counts
+
+
 def _check(run: ParallelRun, row: Mapping[str, str]) -> None:
-    if run.pp > 1 and run.shape.layers < run.pp * run.vpp - 2 * run.code.counts_ends:
-        raise RefusalError("fewer layers than chunks", f"{run.shape.layers} in {run.pp} x {run.vpp}")
+    layers_of_stages(run)
     if row["tokens_per_s_per_gpu"]:
         stated = run.step_tokens / run.gpus / _number(row, "tokens_per_s_per_gpu")
         if abs(stated / run.measured_s - 1) > SAME_STEP:
