@@ -5,8 +5,8 @@
     python scripts/evidence/accuracy.py parallel --data RUNS.csv [--only GROUP] [--rows ID ...] [--out FILE.csv]
 
 `parallel` prices runs with pipelines and experts, in their layouts, by the profiles as they ship
-(accuracy_parts/parallel_price.py), and exits with 1 where a bar of accuracy_parts/parallel_report.py is missed. The rest
-is of `published`.
+(accuracy_parts/parallel_price.py), and exits with 1 where a bar of accuracy_parts/parallel_report.py is missed. All
+below is of `published`.
 
 RUNS.csv has a row per run: model sizes, GPUs, mesh, what is recomputed, tokens per second and GPU, peak memory (README
 names the columns). A row is read as it says or refused by column and word (accuracy_parts/read.py); what its code does

@@ -1,24 +1,22 @@
 """Small models out of the blocks of a published run's model, whose differences in price are those of single blocks.
 
-A model is an embedding, some layers of one kind, and a head where it is asked for. Layers are `attention` alone, `dense`
-alone, `experts` alone, or `gpt`, an attention and a dense feed-forward together: attention runs on tensor-parallel ranks
-and experts on expert-parallel ones, so that each half of a layer with experts is priced on its own ranks.
+A model is an embedding, some layers of one kind, and a head where it is asked for. Layers are `attention` alone,
+`dense` alone, `experts` alone, or `gpt`, an attention and a dense feed-forward together: attention runs on
+tensor-parallel ranks and experts on expert-parallel ones, so that each half of a layer with experts is priced on its
+own ranks.
 
-Each block is written as the fused kernels of Megatron run it: one product for queries, keys and values, one for gate and
-up; elementwise ops are fused by the pricer's model of torch.compile. An unfused attention is two batched products and a
-softmax that reads and writes all scores once; its mask is inside of that kernel, and costs nothing.
+Each block is written as the fused kernels of Megatron run it: one product for queries, keys and values, one for gate
+and up; elementwise ops are fused by the pricer's model of torch.compile. An unfused attention is two batched products
+and a softmax that reads and writes all scores once; its mask is inside of that kernel, and costs nothing.
 
 Shapes: B batch, T sequence, D model, F hidden, H heads, K heads of keys and values, E head size, V vocabulary, N rows.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 

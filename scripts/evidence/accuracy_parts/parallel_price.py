@@ -1,8 +1,8 @@
 """The price of a published run with pipelines and experts in its layout: blocks by tpplan's pricer, and sums over them.
 
-tpplan prices small models of two and three layers with pinned layouts; their difference is a layer, that of a model with
-a head and one without it is the head. Attention is priced on tensor-parallel ranks, experts on the ranks that divide
-them, where each has a tensor-parallel slice of the tokens. From these:
+tpplan prices small models of three and four layers with pinned layouts; their difference is a layer, that of a model
+with a head and one without it is the head. Attention is priced on tensor-parallel ranks, experts on the ranks that
+divide them, where each has a tensor-parallel slice of the tokens. From these:
 
 - A stage is its layers and the embedding or the head; the schedule is accuracy_parts.schedule's.
 - Full recomputation runs the whole forward of a layer again, as Megatron's and DeepSpeed's checkpoints do (torch's stop
@@ -11,9 +11,10 @@ them, where each has a tensor-parallel slice of the tokens. From these:
   parameters a step, from the profile's collectives, and an optimizer step on a rank's share in mixed precision. Where
   they overlap, they hide behind the last backward and the first forward of a micro-batch.
 - ZeRO-3 gathers a layer's parameters beside its forward and again beside its backward, and reduces its gradients there
-  too, in each micro-batch, by the same collectives on flat buffers. (FSDP2, which tpplan plans, pads the first dimension
-  of a weight to the ranks: 16 experts on 32 ranks to twice their bytes. None of these runs is FSDP2's.)
-- Where a source's nodes have less bandwidth between them than the profile's, what crosses nodes takes longer by as much.
+  too, in each micro-batch, by the same collectives on flat buffers. (FSDP2, which tpplan plans, pads the first
+  dimension of a weight to the ranks: 16 experts on 32 ranks to twice their bytes. None of these runs is FSDP2's.)
+- Where a source's nodes have less bandwidth between them than the profile's, what crosses nodes takes longer by as
+  much.
 - An exchange that sends a row once to each rank (inside a node) or node (across) moves the expected number of different
   ones among top_k even draws: n (1 - (1 - 1 / n)^k), where an all-to-all moves k.
 """
@@ -24,6 +25,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+from megatron_pins import megatron_pins
 from torch import Tensor
 
 import tpplan
@@ -31,7 +33,6 @@ from accuracy_parts.models import example_inputs
 from accuracy_parts.parallel_models import Kind, Layer, Shape, Small
 from accuracy_parts.parallel_read import ParallelRun, layers_of_stages
 from accuracy_parts.schedule import schedule_time
-from megatron_pins import megatron_pins
 from tpplan.core.gradient_buckets import BUCKET_BYTES
 from tpplan.core.graph import Op
 from tpplan.core.mesh import GroupShape
@@ -59,6 +60,8 @@ STEPS = 2
 #: bytes of a parameter in 16 bits, and those that a mixed-precision AdamW moves of one: parameter, gradient and two
 #: states in float32, all but the gradient written too
 HALF, OPTIMIZER_BYTES = 2, 28
+#: layers of the smaller model of a pair: of three, the middle one has layers on both sides, as most layers have
+FEW = 3
 #: bytes of a message whose time is its bytes' alone
 BIG_BYTES = 2.0**32
 ZERO_3 = 3
@@ -224,18 +227,18 @@ def pieces(run: ParallelRun) -> Pieces:
     def priced(kind: Kind, layers: int, *, has_head: bool = False, on: Ranks = ranks, of: Shape = shape) -> Block:
         return small(of, kind, on, run.micro_batch, run.recompute, layers=layers, has_head=has_head)
 
-    two = priced(first, 2)
-    layer = priced(first, 3).plus(two, -1.0)
-    embedding = two.plus(layer, -2.0)
-    head = priced(first, 2, has_head=True).plus(two, -1.0)
+    few = priced(first, FEW)
+    layer = priced(first, FEW + 1).plus(few, -1.0)
+    embedding = few.plus(layer, -FEW)
+    head = priced(first, FEW, has_head=True).plus(few, -1.0)
     cut, experts = layer_parameters(shape, first)[0] / run.tp, 0.0
     if shape.window:
-        other = priced(Kind.WINDOWED, 3).plus(priced(Kind.WINDOWED, 2), -1.0)
+        other = priced(Kind.WINDOWED, FEW + 1).plus(priced(Kind.WINDOWED, FEW), -1.0)
         layer = NOTHING.plus(layer, 0.5).plus(other, 0.5)
     if shape.experts:
         on = replace(ranks, gpus=run.ep, tp=1, fsdp=run.ep, ep=run.ep, sequence_parallel=False)
         of = replace(shape, seq_len=shape.seq_len // run.tp if run.sequence_parallel else shape.seq_len)
-        rest = priced(Kind.EXPERTS, 3, on=on, of=of).plus(priced(Kind.EXPERTS, 2, on=on, of=of), -1.0)
+        rest = priced(Kind.EXPERTS, FEW + 1, on=on, of=of).plus(priced(Kind.EXPERTS, FEW, on=on, of=of), -1.0)
         layer = layer.plus(_sent_once(rest, run))
         router, whole = layer_parameters(shape, Kind.EXPERTS)
         cut, experts = cut + router, whole / run.ep
@@ -262,7 +265,8 @@ def price_parallel(run: ParallelRun) -> ParallelPrice:
     own, profile = pieces(run), load_profile(run.machine)
     counts = layers_of_stages(run)
     blocks = [NOTHING.plus(own.layer, count) for count in counts]
-    blocks[0], blocks[-1] = blocks[0].plus(own.embedding), blocks[-1].plus(own.head)
+    blocks[0] = blocks[0].plus(own.embedding)
+    blocks[-1] = blocks[-1].plus(own.head)
     slowest = max(blocks, key=lambda block: block.seconds)
     network = _Network(run=run, profile=profile)
     links = [network.link_s(stage) for stage in range(run.pp - 1)]

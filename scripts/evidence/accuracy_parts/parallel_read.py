@@ -1,8 +1,8 @@
 """A table of published runs with pipelines and experts, row by row: each is read as it says, or refused by name.
 
-Nothing is guessed. A blank cell is refused unless one value alone can be meant, or the table of code (parallel_code.csv)
-has it for the row's source, with where it was read. What a plan cannot express and no arithmetic here covers is refused:
-a row is never priced as another one. What is neglected stands in a run's `caveats`.
+Nothing is guessed. A blank cell is refused unless one value alone can be meant, or the table of code
+(parallel_code.csv) has it for the row's source, with where it was read. What a plan cannot express and no arithmetic
+here covers is refused: a row is never priced as another one. What is neglected stands in a run's `caveats`.
 """
 
 import csv
@@ -142,7 +142,7 @@ def read_code(path: Path = CODE) -> list[tuple[str, str, str, Code]]:
         "overlap": ("overlapped", "exposed"),
         "reduce": ("as made", "fp32"),
         "sends": ("whole", "slices", "gathered slices"),
-        "sequence_parallel": ("yes", "no"),
+        "sequence_parallel": ("yes", "no", "stated"),
         "split": ("even", "last takes the rest", "even with ends"),
     }
     found = []
@@ -347,10 +347,25 @@ def layers_of_stages(run: ParallelRun) -> list[int]:
 
 def _check(run: ParallelRun, row: Mapping[str, str]) -> None:
     layers_of_stages(run)
+    counted, stated = parameters(run.shape), 1e9 * _number(row, "params_b")
+    if min(abs(number / stated - 1) for number in counted) > CLOSE:
+        shown = " or ".join(f"{number / 1e9:.3g}" for number in counted)
+        raise RefusalError("parameters that its sizes do not have", f"{shown}e9 for {row['params_b']}e9")
     if row["tokens_per_s_per_gpu"]:
         stated = run.step_tokens / run.gpus / _number(row, "tokens_per_s_per_gpu")
         if abs(stated / run.measured_s - 1) > SAME_STEP:
             raise RefusalError("seconds and tokens per second that differ", f"{run.measured_s} s and {stated:.4g} s")
+
+
+def parameters(shape: Shape) -> tuple[int, int]:
+    """Parameters of a model of these sizes, without norms and biases: with a head that is the embedding, and not."""
+    attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
+    matrices = 3 if shape.is_gated else 2
+    rest = (
+        shape.experts * (matrices * shape.hidden * shape.moe_ffn + shape.hidden) + matrices * shape.hidden * shape.ffn
+    )
+    table = shape.vocab * shape.hidden
+    return shape.layers * (attention + rest) + table, shape.layers * (attention + rest) + 2 * table
 
 
 def _stated(row: Mapping[str, str], column: str, otherwise: str) -> str:

@@ -98,7 +98,9 @@ def refusals(refused: Sequence[tuple[str, RefusalError]]) -> Iterator[str]:
     yield f"refused: {len(refused)} rows"
     for reason, count in counts.most_common():
         row_id, error = first[reason]
-        yield f"{count:6}  {reason}  ({row_id}: {error})" if str(error) != reason else f"{count:6}  {reason}  ({row_id})"
+        yield (
+            f"{count:6}  {reason}  ({row_id}: {error})" if str(error) != reason else f"{count:6}  {reason}  ({row_id})"
+        )
 
 
 def layout(run: ParallelRun) -> str:
@@ -110,7 +112,8 @@ def layout(run: ParallelRun) -> str:
 
 def row_lines(found: Sequence[Found]) -> Iterator[str]:
     """A line per run: measured and predicted seconds of a step, the error, the largest parts."""
-    yield f"{'row':12}{'model':24}{'GPUs':>20}  {'layout':44}{'measured':>10}{'predicted':>11}{'error':>8}  largest parts"
+    titles = f"{'row':12}{'model':24}{'GPUs':>20}  {'layout':44}{'measured':>10}{'predicted':>11}{'error':>8}"
+    yield f"{titles}  largest parts, in seconds"
     for one in found:
         run, parts = one.run, sorted(one.price.time_s.items(), key=lambda item: -item[1])[:4]
         shown = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts)

@@ -7,9 +7,9 @@ and 2.2.2]:
     T = M t_max + (sum of t - t_max) / v + sends
 
 M micro-batches, t seconds of a micro-batch's forward and backward on a stage, v chunks of layers on each rank. A rank
-waits for 2 exchanges with its neighbours in each micro-batch and chunk, and the first micro-batch crosses all links both
-ways: 2 (M v c_max + sum of c), c seconds of a link. Sends that run beside the next chunk's compute are waited for while
-the pipeline fills and drains alone.
+waits for 2 exchanges with its neighbours in each micro-batch and chunk, and the first micro-batch crosses all links
+both ways: 2 (M v c_max + sum of c), c seconds of a link. Sends that run beside the next chunk's compute are waited for
+while the pipeline fills and drains alone.
 """
 
 from collections.abc import Sequence
