@@ -64,6 +64,11 @@ DISPATCHERS = {"": False, "a2a": False, "alltoall": False, "deepep": True, "hybr
 SAME_STEP, CLOSE = 0.05, 0.1
 
 
+#: elements of 16 bits that tensor cores take at once: a size that is no multiple of it runs on other kernels, which no
+#: profile has measured [NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements"]
+ALIGNED = 8
+
+
 class RefusalError(ValueError):
     """A row is not priced: `reason` without the row's numbers, `detail` with them."""
 
@@ -268,6 +273,9 @@ def _shape(row: Mapping[str, str], code: Code) -> Shape:
     heads, hidden = _whole(row, "heads"), _whole(row, "hidden")
     if not row["head_dim"] and hidden % heads:
         raise RefusalError("no head_dim", f"{heads} heads do not divide {hidden}")
+    head_dim = _whole(row, "head_dim") if row["head_dim"] else hidden // heads
+    if head_dim % ALIGNED:
+        raise RefusalError(f"products of sizes that are no multiples of {ALIGNED}", f"head_dim {head_dim}")
     if family.has_experts and _whole(row, "dense_layers", least=0):
         raise RefusalError("dense layers between those with experts", row["dense_layers"])
     if family.has_experts and _whole(row, "shared_expert_ffn", least=0):
@@ -277,7 +285,7 @@ def _shape(row: Mapping[str, str], code: Code) -> Shape:
         hidden=hidden,
         heads=heads,
         kv_heads=_whole(row, "kv_heads"),
-        head_dim=_whole(row, "head_dim") if row["head_dim"] else hidden // heads,
+        head_dim=head_dim,
         vocab=_whole(row, "vocab"),
         seq_len=_whole(row, "seq_len"),
         ffn=0 if family.has_experts else _whole(row, "ffn"),
