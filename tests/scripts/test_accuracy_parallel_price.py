@@ -69,6 +69,26 @@ def test_full_recomputation_runs_the_whole_forward_again() -> None:
     assert layer.time_s[TENSOR_PARALLEL] > before.time_s[TENSOR_PARALLEL] > 0
 
 
+def test_what_is_outside_of_layers_is_not_recomputed() -> None:
+    run = dataclasses.replace(read(), gpus=2, dp=1, pp=1)
+    own, plain = pieces(run), pieces(dataclasses.replace(run, recompute=Recompute.NONE))
+    assert own.head.time_s[RECOMPUTATION] == pytest.approx(0, abs=1e-12)
+    assert own.embedding.time_s[RECOMPUTATION] == pytest.approx(0, abs=1e-12)
+    assert own.head.seconds == pytest.approx(plain.head.seconds)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_a_layer_has_megatrons_collectives(family: str) -> None:
+    params = "0.104" if family == "llama" else "0.0872"
+    run = dataclasses.replace(read(family=family, params_b=params, recompute="none"), gpus=2, dp=1, pp=1)
+    num_bytes = 2.0 * run.micro_batch * run.shape.seq_len * run.shape.hidden
+    group = GroupShape(ranks=2, ranks_per_node=2)
+    reduced = load_profile(run.machine).collective(Collective.ALL_REDUCE, group, num_bytes).seconds
+    assert pieces(run).layer.time_s[TENSOR_PARALLEL] == pytest.approx(4 * reduced)  # attention, feed-forward, both ways
+    again = dataclasses.replace(run, recompute=Recompute.FULL)
+    assert pieces(again).layer.time_s[TENSOR_PARALLEL] == pytest.approx(6 * reduced)
+
+
 def test_stages_share_layers_and_wait_for_each_other() -> None:
     run = dataclasses.replace(read(), dp=1, gpus=4, micro_batches=8)
     own = pieces(run)

@@ -1,13 +1,12 @@
 """Small models out of the blocks of a published run's model, whose differences in price are those of single blocks.
 
-A model is an embedding, some layers of one kind, and a head where it is asked for. Layers are `attention` alone,
-`dense` alone, `experts` alone, or `gpt`, an attention and a dense feed-forward together: attention runs on
-tensor-parallel ranks and experts on expert-parallel ones, so that each half of a layer with experts is priced on its
-own ranks.
+A model is an embedding, some layers of one kind, and a head where it is asked for. Layers are attention alone, experts
+alone, or attention and a dense feed-forward together: attention runs on tensor-parallel ranks and experts on
+expert-parallel ones, so that each half of a layer with experts is priced on its own ranks.
 
-Each block is written as the fused kernels of Megatron run it: one product for queries, keys and values, one for gate
-and up; elementwise ops are fused by the pricer's model of torch.compile. An unfused attention is two batched products
-and a softmax that reads and writes all scores once; its mask is inside of that kernel, and costs nothing.
+Elementwise ops are fused by the pricer's model of torch.compile, as Megatron's kernels fuse them. An unfused attention
+is two batched products and a softmax that reads and writes all scores once; its mask is inside of that kernel, and
+costs nothing.
 
 Shapes: B batch, T sequence, D model, F hidden, H heads, K heads of keys and values, E head size, V vocabulary, N rows.
 """
@@ -52,21 +51,20 @@ class Shape:
 
 
 class Attention(nn.Module):
-    """Causal attention with one product for queries, keys and values."""
+    """Causal attention, fused or not, to all before a token or in a window."""
 
     def __init__(self, shape: Shape, *, window: int = 0) -> None:
         super().__init__()
         self.head_dim, self.window, self.is_flash = shape.head_dim, window, shape.has_flash_attention
-        self.sizes = [count * shape.head_dim for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
-        self.q_proj = nn.Linear(shape.hidden, self.sizes[0])
-        self.kv_proj = nn.Linear(shape.hidden, 2 * self.sizes[1])
-        self.o_proj = nn.Linear(self.sizes[0], shape.hidden)
+        width, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.q_proj, self.o_proj = nn.Linear(shape.hidden, width), nn.Linear(width, shape.hidden)
+        self.k_proj, self.v_proj = nn.Linear(shape.hidden, narrow), nn.Linear(shape.hidden, narrow)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, D] -> [B, T, D]."""
-        key, value = self.kv_proj(x).chunk(2, dim=-1)
         query, key, value = (
-            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q_proj(x), key, value)
+            weight(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for weight in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.window:
             found = self._in_window(query, key, value)
@@ -86,21 +84,20 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """down(gelu(up(x))), or down(silu(gate(x)) * up(x)) with one product for gate and up, D -> F -> D."""
+    """down(gelu(up(x))), or down(silu(gate(x)) * up(x)), D -> F -> D."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.is_gated = shape.is_gated
-        self.up_proj = nn.Linear(shape.hidden, shape.ffn * (2 if shape.is_gated else 1))
+        self.gate_proj = nn.Linear(shape.hidden, shape.ffn) if shape.is_gated else None
+        self.up_proj = nn.Linear(shape.hidden, shape.ffn)
         self.down_proj = nn.Linear(shape.ffn, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, D] -> [B, T, D]."""
         wide = self.up_proj(x)
-        if not self.is_gated:
+        if self.gate_proj is None:
             return self.down_proj(F.gelu(wide, approximate="tanh"))
-        gate, up = wide.chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(F.silu(self.gate_proj(x)) * wide)
 
 
 def _experts(shape: Shape) -> nn.Module:

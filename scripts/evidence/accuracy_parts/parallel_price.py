@@ -34,8 +34,10 @@ from accuracy_parts.parallel_models import Kind, Layer, Shape, Small
 from accuracy_parts.parallel_read import ParallelRun, layers_of_stages
 from accuracy_parts.schedule import schedule_time
 from tpplan.core.gradient_buckets import BUCKET_BYTES
-from tpplan.core.graph import Op
+from tpplan.core.graph import Op, within
 from tpplan.core.mesh import GroupShape
+from tpplan.costs.step.formulate import Formulation
+from tpplan.layouts.decision_space import Reading
 from tpplan.layouts.rules.indexing import COUNTED, EXCHANGES
 from tpplan.machine.profile import Collective, HardwareProfile, load_profile
 from tpplan.plan.parts import (
@@ -149,7 +151,7 @@ def small(
         fsdp=ranks.fsdp,
         ep=ranks.ep,
         precision=Precision.BF16,
-        recompute=recompute,
+        recompute=Recompute.NONE if recompute is Recompute.FULL else recompute,
         reshard_after_forward=True,
         compile=True,
         memory_limit_bytes=float("inf"),
@@ -174,21 +176,28 @@ def _block(found: Candidate, recompute: Recompute) -> Block:
     time: Counter[str] = Counter()
     for term in formulation.problem.objective:
         time[term.name] += term.value(choice)  # type: ignore[assignment]
-    forward: Counter[str] = Counter()
-    backward: Counter[str] = Counter()
-    for name, members in formulation.space.members.items():
-        own, decider = formulation.table[name][choice[name]], formulation.space.deciders[name]
-        is_exchange = isinstance(decider, Op) and decider.target in (COUNTED, *EXCHANGES)
-        part, number = EXPERT_PARALLEL if is_exchange else TENSOR_PARALLEL, len(members)
-        forward[COMPUTE] += number * own.forward.seconds  # type: ignore[assignment]
-        forward[part] += number * own.forward_collectives.seconds  # type: ignore[assignment]
-        backward[part] += number * own.backward_collectives.seconds  # type: ignore[assignment]
-    each = {name: time[name] / STEPS for name in EACH}
+    each = {name: float(time[name]) / STEPS for name in EACH}
+    forward = _forward_of_layers(formulation, choice)
     if recompute is Recompute.FULL:
         each[RECOMPUTATION] = forward[COMPUTE]
-        each |= {name: 2 * forward[name] + backward[name] for name in (TENSOR_PARALLEL, EXPERT_PARALLEL)}
-    each[ACCUMULATION] = time[ACCUMULATION] / (STEPS - 1)
-    return Block(forward_s=float(sum(forward.values())), time_s={name: float(s) for name, s in each.items()})
+        for name in (TENSOR_PARALLEL, EXPERT_PARALLEL):
+            each[name] += forward[name]
+    each[ACCUMULATION] = float(time[ACCUMULATION]) / (STEPS - 1)
+    return Block(forward_s=sum(forward.values()), time_s=each)
+
+
+def _forward_of_layers(formulation: Formulation, choice: Mapping[str, int]) -> dict[str, float]:
+    """Seconds of the forward of all layers, by part."""
+    found = dict.fromkeys((COMPUTE, TENSOR_PARALLEL, EXPERT_PARALLEL), 0.0)
+    for name, members in formulation.space.members.items():
+        time = formulation.table[name][choice[name]]
+        for decider in (formulation.space.deciders[member] for member in members):
+            module = decider.op.module if isinstance(decider, Reading) else decider.module
+            if any(within(module, unit) for unit in formulation.setting.units):
+                is_exchange = isinstance(decider, Op) and decider.target in (COUNTED, *EXCHANGES)
+                found[COMPUTE] += time.forward.seconds
+                found[EXPERT_PARALLEL if is_exchange else TENSOR_PARALLEL] += time.forward_collectives.seconds
+    return found
 
 
 def layer_parameters(shape: Shape, kind: Kind) -> tuple[int, int]:
