@@ -108,7 +108,10 @@ REFUSED = [
     ({"vpp": "3"}, "layers that do not divide: 4 in 2 stages of 3 chunks"),
     ({"vpp": ""}, "no vpp: it could change the step by 12%"),
     ({"vpp": "", "pp_schedule": "interleaved 1f1b", "global_batch": "4096"}, "no vpp: it could"),
-    ({"heads": "16", "kv_heads": "16", "head_dim": "108"}, "products of sizes that are no multiples of 8: head_dim 108"),
+    (
+        {"heads": "16", "kv_heads": "16", "head_dim": "108"},
+        "products of sizes that are no multiples of 8: head_dim 108",
+    ),
     ({"params_b": "0.3"}, "parameters that its sizes do not have: 0.0855 or 0.104e9 for 0.3e9"),
     ({"tokens_per_s_per_gpu": "4096"}, "seconds and tokens per second that differ: 1.0 s and 0.5 s"),
     ({"notes": "with LoRA adapters"}, "adapters: notes 'with LoRA adapters'"),

@@ -16,8 +16,6 @@ from enum import StrEnum
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 
 class Kind(StrEnum):
@@ -101,6 +99,10 @@ class FeedForward(nn.Module):
 
 
 def _experts(shape: Shape) -> nn.Module:
+    """A router and gated experts, by transformers' code, whose products run in groups."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
     config = Qwen3MoeConfig(
         hidden_size=shape.hidden,
         moe_intermediate_size=shape.moe_ffn,
