@@ -8,7 +8,20 @@ import torch
 import torch.distributed as dist
 from one_process import gradients, relative_errors, whole
 from ranks import run_ranks
-from stage_models import LENGTH, VOCABULARY, Stack, Vision, hugging_face, images, loss, text, vision_loss
+from stage_models import (
+    LENGTH,
+    VOCABULARY,
+    Stack,
+    Vision,
+    hugging_face,
+    images,
+    labelled,
+    loss,
+    own_loss,
+    text,
+    vision_loss,
+    with_own_loss,
+)
 from torch import Tensor, nn
 
 import tpplan
@@ -29,10 +42,11 @@ def solved(
     build: Callable[[], nn.Module], *, stages: int, gpus: int, batch: int = 8, **options: object
 ) -> PipelinePlan:
     is_vision = build is Vision
-    own = {"loss": vision_loss if is_vision else loss, "precision": Precision.FP32, "recompute": "none", **options}
+    losses = {Vision: vision_loss, with_own_loss: None}
+    own = {"loss": losses.get(build, loss), "precision": Precision.FP32, "recompute": "none", **options}
     return tpplan.solve_stages(
         build,
-        images if is_vision else text,
+        images if is_vision else labelled if build is with_own_loss else text,
         stages=stages,
         cluster=tpplan.Cluster(gpus=gpus, gpus_per_node=gpus, profile=MACHINE),
         global_batch=batch,
@@ -44,11 +58,13 @@ def solved(
 
 def given(build: Callable[[], nn.Module], batch: int = 8) -> dict[str, Tensor]:
     torch.manual_seed(1)
-    return images(batch) if build is Vision else text(batch, LENGTH)
+    if build is Vision:
+        return images(batch)
+    return labelled(batch, LENGTH) if build is with_own_loss else text(batch, LENGTH)
 
 
 def loss_of(build: Callable[[], nn.Module]) -> Callable[[object, dict[str, Tensor]], Tensor]:
-    return vision_loss if build is Vision else loss
+    return {Vision: vision_loss, with_own_loss: own_loss}.get(build, loss)  # type: ignore[call-overload]
 
 
 def one_process(build: Callable[[], nn.Module]) -> tuple[float, dict[str, Tensor]]:
@@ -118,6 +134,37 @@ def test_transformers(name: str) -> None:
     pytest.importorskip("transformers")
     build = hugging_face(name)
     assert_as_one_process(build, solved(build, stages=2, gpus=2))
+
+
+def test_loss_that_the_model_itself_computes() -> None:
+    """The last stage computes it, from labels among the inputs; what earlier stages make of stubs is dropped."""
+    pytest.importorskip("transformers")
+    assert_as_one_process(with_own_loss, solved(with_own_loss, stages=2, gpus=2))
+
+
+def test_model_without_a_loss_is_told_so() -> None:
+    with pytest.raises(UsageError, match="the last stage computes the loss, and there is none"):
+        solved(Stack, stages=2, gpus=2, loss=None)
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.BF16])
+def test_stubs_give_the_dtype_that_is_computed_with(precision: Precision) -> None:
+    """Rotary tables are made in the dtype of the embedding, which other stages do not have."""
+    pytest.importorskip("transformers")
+    build = hugging_face("Llama")
+    plan = solved(build, stages=2, gpus=2, precision=precision)
+    assert not any(map(why_unproven, plan.stages))
+    if precision is Precision.BF16_MIXED:
+        expected, _ = run_ranks(1, one_process, build)[0]
+        found = run_ranks(2, on_ranks, build, plan, timeout_s=120)
+        assert [value for value, _, _ in found] == pytest.approx([expected] * 2, rel=1e-2)
+
+
+def test_what_stubs_are_given_and_give_is_whole() -> None:
+    """Slices of what is dropped would save nothing, and a stub's code makes none: the first plan is the proven one."""
+    pytest.importorskip("transformers")
+    plan = solved(hugging_face("Llama"), stages=2, gpus=4, tp=2, pins={"model.layers.*.mlp": "on slices"})
+    assert [stage.proof.rounds for stage in plan.stages] == [1, 1]
 
 
 def test_mixed_precision_sends_half_as_many_bytes() -> None:
