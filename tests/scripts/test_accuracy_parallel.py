@@ -11,13 +11,13 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "evidence"))
 
+from accuracy_parts.parallel_code import CODE as TABLE
+from accuracy_parts.parallel_code import Code, read_code
 from accuracy_parts.parallel_read import (
-    Code,
     ParallelRun,
     RefusalError,
     layers_of_stages,
     parameters,
-    read_code,
     read_parallel,
 )
 
@@ -197,7 +197,7 @@ def test_the_table_of_code_that_ships_is_read() -> None:
 )
 def test_an_unknown_word_of_code_is_refused(column: str, word: str, tmp_path: Path) -> None:
     path = tmp_path / "code.csv"
-    path.write_text((Path(read_code.__globals__["CODE"])).read_text())
+    path.write_text(TABLE.read_text())
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     rows[0][column] = word
@@ -210,7 +210,7 @@ def test_an_unknown_word_of_code_is_refused(column: str, word: str, tmp_path: Pa
 
 
 def test_code_without_a_source_is_refused(tmp_path: Path) -> None:
-    header, row = Path(read_code.__globals__["CODE"]).read_text().splitlines()[:2]
+    header, row = TABLE.read_text().splitlines()[:2]
     path = tmp_path / "code.csv"
     path.write_text(f'{header}\n{row[: row.index(chr(34))]}""\n')
     with pytest.raises(ValueError, match="row 2: no source"):

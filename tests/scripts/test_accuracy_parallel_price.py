@@ -21,7 +21,7 @@ from accuracy_parts.parallel_price import (
     price_parallel,
     small,
 )
-from accuracy_parts.parallel_read import ParallelRun
+from accuracy_parts.parallel_read import ParallelRun, read_parallel
 from accuracy_parts.parallel_report import Found, missed_bars, refusals, regrets, spread
 from test_accuracy_parallel import CODE, EXPERTS, ROW, read
 
@@ -38,9 +38,6 @@ from tpplan.plan.parts import (
 from tpplan.plan.plan import Recompute
 
 SENDS = "sends between stages"
-#: four micro-batches of a run on one GPU
-ALONE = {"gpus": "1", "dp": "1", "tp": "1", "pp": "1", "global_batch": "8", "step_time_s": "", "sequence_parallel": ""}
-ALONE |= {"step_time_s": str(8 * 512 / 2048)}
 
 
 def whole(run: ParallelRun) -> float:
@@ -209,10 +206,7 @@ def test_missed_bars_are_named() -> None:
 
 
 def test_refusals_are_counted_by_reason() -> None:
-    runs, refused = [], []
     rows = [ROW | {"row_id": "a", "heads": ""}, ROW | {"row_id": "b", "heads": ""}, ROW | {"row_id": "c", "cp": "2"}]
-    from accuracy_parts.parallel_read import read_parallel
-
     runs, refused = read_parallel(rows, [("S1", "*", "*", CODE)])
     assert not runs
     assert list(refusals(refused)) == [

@@ -12,8 +12,9 @@ from statistics import mean
 
 import numpy as np
 
+from accuracy_parts.parallel_code import CODE, read_code
 from accuracy_parts.parallel_price import ParallelPrice, price_parallel
-from accuracy_parts.parallel_read import CODE, ParallelRun, RefusalError, read_code, read_parallel
+from accuracy_parts.parallel_read import ParallelRun, RefusalError, read_parallel
 from tpplan.core.errors import TpplanError
 from tpplan.core.files import write_atomically
 
