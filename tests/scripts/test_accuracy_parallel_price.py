@@ -81,9 +81,10 @@ def test_a_layer_has_megatrons_collectives(family: str) -> None:
     num_bytes = 2.0 * run.micro_batch * run.shape.seq_len * run.shape.hidden
     group = GroupShape(ranks=2, ranks_per_node=2)
     reduced = load_profile(run.machine).collective(Collective.ALL_REDUCE, group, num_bytes).seconds
-    assert pieces(run).layer.time_s[TENSOR_PARALLEL] == pytest.approx(4 * reduced)  # attention, feed-forward, both ways
+    # attention and feed-forward, both ways; where the embedding is summed may differ by a launch between two models
+    assert pieces(run).layer.time_s[TENSOR_PARALLEL] == pytest.approx(4 * reduced, rel=0.05)
     again = dataclasses.replace(run, recompute=Recompute.FULL)
-    assert pieces(again).layer.time_s[TENSOR_PARALLEL] == pytest.approx(6 * reduced)
+    assert pieces(again).layer.time_s[TENSOR_PARALLEL] == pytest.approx(6 * reduced, rel=0.05)
 
 
 def test_stages_share_layers_and_wait_for_each_other() -> None:
@@ -110,15 +111,15 @@ def test_chunks_shorten_the_bubble_and_multiply_sends() -> None:
 def test_zero_1_scatters_gradients_and_gathers_parameters_once_a_step() -> None:
     run = dataclasses.replace(read(), tp=1, pp=1, gpus=4, gpus_per_node=4)
     profile, shape = load_profile(run.machine), run.shape
-    norms_and_biases = 2 * 1024 + 4 * 1024 + 4096 * 2 + 1024
-    number = 4 * (4 * 1024**2 + 3 * 1024 * 4096 + norms_and_biases) + 2 * shape.vocab * 1024
+    norms = 2 * 1024
+    number = 4 * (4 * 1024**2 + 3 * 1024 * 4096 + norms) + 2 * shape.vocab * 1024
     group = GroupShape(ranks=4, ranks_per_node=4)
     scattered = profile.collective(Collective.REDUCE_SCATTER, group, 4.0 * number).seconds
     gathered = profile.collective(Collective.ALL_GATHER, group, 2.0 * number).seconds
-    assert price_parallel(run).time_s[DATA_PARALLEL] == pytest.approx(scattered + gathered, rel=1e-3)
+    assert price_parallel(run).time_s[DATA_PARALLEL] == pytest.approx(scattered + gathered)
     replicas = dataclasses.replace(run, zero=0)
     reduced = profile.collective(Collective.ALL_REDUCE, group, 4.0 * number).seconds
-    assert price_parallel(replicas).time_s[DATA_PARALLEL] == pytest.approx(reduced, rel=1e-3)
+    assert price_parallel(replicas).time_s[DATA_PARALLEL] == pytest.approx(reduced)
     assert price_parallel(replicas).time_s[OPTIMIZER] == pytest.approx(4 * price_parallel(run).time_s[OPTIMIZER])
 
 
@@ -247,7 +248,8 @@ def test_the_script_prints_refusals_rows_and_errors(
     assert "     1  context parallelism  (refused: context parallelism: cp 2)" in printed
     assert "missed: dense pp: median 25.0%, at most 10%" in printed
     written = list(csv.DictReader((tmp_path / "out.csv").open(newline="")))
-    assert [(row["row_id"], row["error"]) for row in written] == [("right", "0.0000"), ("late", "-0.5000")]
+    assert [row["row_id"] for row in written] == ["right", "late"]
+    assert [float(row["error"]) for row in written] == pytest.approx([0, -0.5], abs=1e-4)
     assert run_script(tmp_path, rows, "--rows", "right") == 0
     assert "all bars are met" in capsys.readouterr().out
     assert run_script(tmp_path, rows, "--only", "MoE") == 2

@@ -1,8 +1,9 @@
 """Small models out of the blocks of a published run's model, whose differences in price are those of single blocks.
 
 A model is an embedding, some layers of one kind, and a head where it is asked for. Layers are attention alone, experts
-alone, or attention and a dense feed-forward together: attention runs on tensor-parallel ranks and experts on
-expert-parallel ones, so that each half of a layer with experts is priced on its own ranks.
+alone, or attention and a dense feed-forward together. Gated layers have RMSNorm, others LayerNorm.
+Attention runs on tensor-parallel ranks and experts on expert-parallel ones, so that each half of a layer with experts
+is priced on its own ranks.
 
 Elementwise ops are fused by the pricer's model of torch.compile, as Megatron's kernels fuse them. An unfused attention
 is two batched products and a softmax that reads and writes all scores once; its mask is inside of that kernel, and
@@ -13,6 +14,7 @@ Shapes: B batch, T sequence, D model, F hidden, H heads, K heads of keys and val
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,6 +42,7 @@ class Shape:
     seq_len: int
     ffn: int = 0
     is_gated: bool = False
+    has_biases: bool = False
     experts: int = 0
     top_k: int = 0
     moe_ffn: int = 0
@@ -55,8 +58,9 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim, self.window, self.is_flash = shape.head_dim, window, shape.has_flash_attention
         width, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.q_proj, self.o_proj = nn.Linear(shape.hidden, width), nn.Linear(width, shape.hidden)
-        self.k_proj, self.v_proj = nn.Linear(shape.hidden, narrow), nn.Linear(shape.hidden, narrow)
+        linear = partial(nn.Linear, bias=shape.has_biases)
+        self.q_proj, self.o_proj = linear(shape.hidden, width), linear(width, shape.hidden)
+        self.k_proj, self.v_proj = linear(shape.hidden, narrow), linear(shape.hidden, narrow)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, D] -> [B, T, D]."""
@@ -86,9 +90,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden, shape.ffn) if shape.is_gated else None
-        self.up_proj = nn.Linear(shape.hidden, shape.ffn)
-        self.down_proj = nn.Linear(shape.ffn, shape.hidden)
+        linear = partial(nn.Linear, bias=shape.has_biases)
+        self.gate_proj = linear(shape.hidden, shape.ffn) if shape.is_gated else None
+        self.up_proj, self.down_proj = linear(shape.hidden, shape.ffn), linear(shape.ffn, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, D] -> [B, T, D]."""

@@ -187,17 +187,18 @@ def _block(found: Candidate, recompute: Recompute) -> Block:
 
 
 def _forward_of_layers(formulation: Formulation, choice: Mapping[str, int]) -> dict[str, float]:
-    """Seconds of the forward of all layers, by part."""
-    found = dict.fromkeys((COMPUTE, TENSOR_PARALLEL, EXPERT_PARALLEL), 0.0)
+    """Seconds of the forward of all layers, by part: as often the middle one's as there are layers, for what enters the
+    first may be summed in it or before it."""
+    units = formulation.setting.units
+    middle, found = units[len(units) // 2], dict.fromkeys((COMPUTE, TENSOR_PARALLEL, EXPERT_PARALLEL), 0.0)
     for name, members in formulation.space.members.items():
         time = formulation.table[name][choice[name]]
         for decider in (formulation.space.deciders[member] for member in members):
-            module = decider.op.module if isinstance(decider, Reading) else decider.module
-            if any(within(module, unit) for unit in formulation.setting.units):
+            if within(decider.op.module if isinstance(decider, Reading) else decider.module, middle):
                 is_exchange = isinstance(decider, Op) and decider.target in (COUNTED, *EXCHANGES)
                 found[COMPUTE] += time.forward.seconds
                 found[EXPERT_PARALLEL if is_exchange else TENSOR_PARALLEL] += time.forward_collectives.seconds
-    return found
+    return {part: len(units) * seconds for part, seconds in found.items()}
 
 
 def layer_parameters(shape: Shape, kind: Kind) -> tuple[int, int]:

@@ -18,21 +18,23 @@ from tpplan.plan.plan import Recompute
 Known = TypeVar("Known")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How a family's layers are made: a gated feed-forward with RMSNorm or GELU with LayerNorm, with experts or not."""
+    """How a family's layers are made: a gated feed-forward with RMSNorm or GELU with LayerNorm, with biases of products
+    (but of experts') or not, with experts or not."""
 
-    is_gated: bool
-    has_experts: bool
+    is_gated: bool = True
+    has_biases: bool = False
+    has_experts: bool = False
 
 
 FAMILIES: Mapping[str, Family] = {
-    "gpt": Family(is_gated=False, has_experts=False),
-    "gpt (alibi not stated)": Family(is_gated=False, has_experts=False),
-    "llama": Family(is_gated=True, has_experts=False),
-    "mixtral-moe": Family(is_gated=True, has_experts=True),
-    "qwen3-moe": Family(is_gated=True, has_experts=True),
-    "gpt-oss-moe": Family(is_gated=True, has_experts=True),
+    "gpt": Family(is_gated=False, has_biases=True),
+    "gpt (alibi not stated)": Family(is_gated=False, has_biases=True),
+    "llama": Family(),
+    "mixtral-moe": Family(has_experts=True),
+    "qwen3-moe": Family(has_experts=True),
+    "gpt-oss-moe": Family(has_experts=True, has_biases=True),
 }
 #: recomputation as the table writes it, and as tpplan does: what is recomputed of "selective" is norms and activations
 RECOMPUTED = {
@@ -230,6 +232,7 @@ def _shape(row: Mapping[str, str], code: Code) -> Shape:
         seq_len=_whole(row, "seq_len"),
         ffn=0 if family.has_experts else _whole(row, "ffn"),
         is_gated=family.is_gated,
+        has_biases=family.has_biases,
         experts=_whole(row, "experts") if family.has_experts else 0,
         top_k=_whole(row, "top_k") if family.has_experts else 0,
         moe_ffn=_whole(row, "moe_ffn") if family.has_experts else 0,
