@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import tpplan
 from profiles import synthetic_profile
 from tpplan.apply.collectives.tp_gradients import Reducer
+from tpplan.commands import main
 from tpplan.core.errors import PlanError, UsageError
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
@@ -321,10 +322,18 @@ def test_another_number_of_micro_batches_is_refused_before_anything_runs() -> No
     assert len(set(run_ranks(2, wrong_number, solved(Stack, stages=2, gpus=2)))) == 1
 
 
-def test_file_is_read_as_it_was_written_and_checked(tmp_path: Path) -> None:
+def test_file_is_read_as_it_was_written_shown_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan, path = solved(Stack, stages=2, gpus=2), tmp_path / "plan.json"
     plan.dump(path)
     assert load_plan(path) == plan
+    assert main(["show", str(path), "--stage", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "layers.3" in shown or "layers.* x2" in shown
+    assert "embedding" not in shown  # which the first stage has
+    plan.stages[0].dump(tmp_path / "whole.json")
+    for name, number, told in ((path, "2", "has stages 0 to 1"), (tmp_path / "whole.json", "0", "without stages")):
+        assert main(["show", str(name), "--stage", number]) == UsageError.exit_code
+        assert told in capsys.readouterr().err
     with pytest.raises(PlanError, match="a plan of stages"):
         Plan.load(path)
     text_of = path.read_text()
