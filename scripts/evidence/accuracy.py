@@ -2,6 +2,11 @@
 
     python scripts/evidence/accuracy.py published --data RUNS.csv [--versions FILE.csv] [--leave model source]
         [--no-refit] [--out FILE.csv] [--refit PROFILES_FOLDER]
+    python scripts/evidence/accuracy.py parallel --data RUNS.csv [--only GROUP] [--rows ID ...] [--out FILE.csv]
+
+`parallel` prices runs with pipelines and experts, in their layouts, by the profiles as they ship
+(accuracy_parts/parallel_price.py), and exits with 1 where a bar of accuracy_parts/parallel_report.py is missed. All
+below is of `published`.
 
 RUNS.csv has a row per run: model sizes, GPUs, mesh, what is recomputed, tokens per second and GPU, peak memory (README
 names the columns). A row is read as it says or refused by column and word (accuracy_parts/read.py); what its code does
@@ -32,6 +37,7 @@ from pathlib import Path
 
 import pandas as pd
 from accuracy_parts.models import architecture
+from accuracy_parts.parallel_report import add_arguments, run_parallel
 from accuracy_parts.predict import KEYS, Prediction, fitted, lookup, memory_bar, of_profile, predict, ridge
 from accuracy_parts.price import Parts, price
 from accuracy_parts.read import Run, read_runs
@@ -207,8 +213,10 @@ def prices(runs: Sequence[Run], data: Path) -> tuple[dict[int, Parts], list[str]
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["published"], help="runs that others published")
+    every = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = every.add_subparsers(dest="what", required=True)
+    add_arguments(verbs.add_parser("parallel", help="runs with pipelines and experts that others published"))
+    parser = verbs.add_parser("published", help="runs that others published")
     parser.add_argument("--data", type=Path, required=True, help="the table of runs")
     parser.add_argument("--versions", type=Path, default=VERSIONS, help="the table of versions of the runs' code")
     parser.add_argument(
@@ -217,8 +225,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--no-refit", action="store_true", help="the profiles' own numbers alone, as they are")
     parser.add_argument("--out", type=Path, help="write the table with predictions here")
     parser.add_argument("--refit", type=Path, metavar="FOLDER", help="write the fitted numbers into these profiles")
-    arguments = parser.parse_args()
-    if arguments.no_refit and arguments.refit is not None:
+    arguments = every.parse_args()
+    if arguments.what == "published" and arguments.no_refit and arguments.refit is not None:
         parser.error("--no-refit fits nothing that --refit could write")
     return arguments
 
@@ -226,6 +234,8 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     """Read, price, fit, report."""
     arguments = _arguments()
+    if arguments.what == "parallel":
+        return run_parallel(arguments)
     table = pd.read_csv(arguments.data)
     try:
         runs, problems = read_runs(table, read_versions(arguments.versions))

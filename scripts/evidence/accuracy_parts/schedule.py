@@ -1,0 +1,43 @@
+"""Seconds of a step of a pipeline of stages under 1F1B, plain or interleaved.
+
+A step takes as long as the slowest stage's micro-batches, and, while the pipeline fills and drains, one micro-batch of
+each other stage, or one of its chunks where a rank has several [Narayanan et al. 2021, arXiv:2104.04473, sections 2.2.1
+and 2.2.2]:
+
+    T = M t_max + (sum of t - t_max) / v + sends
+
+M micro-batches, t seconds of a micro-batch's forward and backward on a stage, v chunks of layers on each rank. A rank
+waits for 2 exchanges with its neighbours in each micro-batch and chunk, and the first micro-batch crosses all links
+both ways: 2 (M v c_max + sum of c), c seconds of a link. Sends that run beside the next chunk's compute are waited for
+while the pipeline fills and drains alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleTime:
+    """Seconds of a step: of the slowest stage's work, of waiting while the pipeline fills and drains, of sends."""
+
+    work_s: float
+    bubble_s: float
+    send_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return self.work_s + self.bubble_s + self.send_s
+
+
+def schedule_time(
+    stage_s: Sequence[float], link_s: Sequence[float], micro_batches: int, chunks: int = 1, *, hides_sends: bool = False
+) -> ScheduleTime:
+    """The time of a step, by the formula above. `stage_s` are seconds of a micro-batch by stage, `link_s` of a tensor
+    between neighbours, one fewer."""
+    assert len(link_s) == len(stage_s) - 1, f"{len(stage_s)} stages have {len(stage_s) - 1} links, got {len(link_s)}"
+    slowest, crossing = max(stage_s), sum(link_s)
+    waited = 0.0 if hides_sends else micro_batches * chunks * max(link_s, default=0.0)
+    return ScheduleTime(
+        work_s=micro_batches * slowest, bubble_s=(sum(stage_s) - slowest) / chunks, send_s=2 * (waited + crossing)
+    )
