@@ -45,7 +45,14 @@ MACHINE = HardwareProfile.from_dict({**synthetic_profile(), "device_type": "cpu"
 
 
 def solved(
-    build: Callable[[], nn.Module], *, stages: int, gpus: int, batch: int = 8, virtual: int = 1, **options: object
+    build: Callable[[], nn.Module],
+    *,
+    stages: int,
+    gpus: int,
+    batch: int = 8,
+    virtual: int = 1,
+    prove: bool = True,
+    **options: object,
 ) -> PipelinePlan:
     is_vision = build is Vision
     losses = {Vision: vision_loss, with_own_loss: None}
@@ -60,6 +67,7 @@ def solved(
         seq_len=1 if is_vision else LENGTH,
         micro_batch=1,
         options=Options(**own),  # type: ignore[arg-type]
+        prove=prove,
     )
 
 
@@ -454,3 +462,11 @@ def test_file_is_read_as_it_was_written_shown_and_checked(tmp_path: Path, capsys
     path.write_text(text_of.replace('"last": "layers.1"', '"last": "layers.0"'))
     with pytest.raises(PlanError, match=r"stages\[1\]\.stage\.receives"):
         load_plan(path)
+
+
+def test_unproven_each_stage_has_a_plan_of_its_own(tmp_path: Path) -> None:
+    plan, path = solved(Stack, stages=4, gpus=4, prove=False), tmp_path / "plan.json"
+    plan.dump(path)
+    assert load_plan(path) == plan
+    held = [{name for name in stage.parameter_plans() if name.startswith("layers.")} for stage in plan.stages]
+    assert all({name.split(".")[1] for name in names} == {str(i)} for i, names in enumerate(held))

@@ -160,19 +160,18 @@ class Search:
         """The plan. Raises what `solve_stages` raises."""
         sizes = self.even()
         _, degrees = self.best(sizes)
-        sizes, plans = self._moved(degrees, sizes)
+        sizes, _ = self._moved(degrees, sizes)
+        every = AllStages.of(self.solver, self.shape, sizes, degrees)
+        self._report("prove", 0, 1)
+        plans = every.own_plans(prove=prove)
+        if plans is None:
+            raise InfeasibleError(
+                "like stages fit, and one of them does not by itself, or none of its plans that can be proven: take a "
+                "smaller micro-batch, another --tp or fewer stages"
+            )
         if prove:
-            every = AllStages.of(self.solver, self.shape, sizes, degrees)
-            self._report("prove", 0, 1)
-            proven = every.plans(prove=True)
-            if proven is None:
-                raise InfeasibleError(
-                    "the stages fit unproven, and none of their plans that can be proven do: take a smaller "
-                    "micro-batch, another --tp or fewer stages"
-                )
-            plans = proven
             self.solver.check_cut(every.stages, self.shape, degrees.micro_batch)
-            self._report("prove", 1, 1)
+        self._report("prove", 1, 1)
         times = predicted(plans, self.shape, self.solver.cluster)
         seconds = times.step_time_s
         return PipelinePlan(

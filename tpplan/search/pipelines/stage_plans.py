@@ -59,15 +59,28 @@ class AllStages:
         fullest = max(self.stages, key=lambda stage: self.beside[self.kind(stage)].in_flight)
         return self.solver.decided(self.degrees, self.shape, fullest, self.beside[self.kind(fullest)])
 
-    def plans(self, *, prove: bool = False) -> list[Plan] | None:
-        """Plans of all stages, None where one does not fit. Unproven, the first of its kind stands for all."""
+    def plans(self) -> list[Plan] | None:
+        """Unproven plans of all stages, None where one does not fit. The first of its kind stands for all."""
         for _ in range(MOST_ROUNDS):
             plans = self._round()
             if plans is None:
                 return None
             if not self._lower(plans):
-                return plans if not prove else self._proven()
+                return plans
         return None
+
+    def own_plans(self, *, prove: bool) -> list[Plan] | None:
+        """Plans of all stages, each solved as itself; None where one does not fit."""
+        if self.plans() is None:
+            return None
+        found = []
+        for stage in self.stages:
+            plan = self.solver.solved(self.degrees, self.shape, stage, self.beside[self.kind(stage)], prove=prove)
+            if plan is None:
+                return None
+            found.append(plan)
+        settled = self._settled(found)
+        return None if any(excess_bytes(plan) > 0 for plan in settled) else settled
 
     def _round(self) -> list[Plan] | None:
         """Plans under the present assumptions, with what their ranks then hold."""
@@ -80,16 +93,6 @@ class AllStages:
                     return None
                 own[kind] = plan
         return self._settled([own[self.kind(stage)] for stage in self.stages])
-
-    def _proven(self) -> list[Plan] | None:
-        found = []
-        for stage in self.stages:
-            plan = self.solver.solved(self.degrees, self.shape, stage, self.beside[self.kind(stage)], prove=True)
-            if plan is None:
-                return None
-            found.append(plan)
-        settled = self._settled(found)
-        return None if any(excess_bytes(plan) > 0 for plan in settled) else settled
 
     def _settled(self, plans: Sequence[Plan]) -> list[Plan]:
         """The plans with what their ranks hold while each runs."""
