@@ -3,5 +3,5 @@
 In: a `ModelGraph`, a number of ranks and the rules' strategies. Out: by value its layouts S(d; parts) and S(d)/m, which
 `find_extra_layouts` names. Needs no torch.
 
-Imports: core, layouts.rules.
+Imports: core; layouts/rules.
 """
