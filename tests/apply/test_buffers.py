@@ -218,3 +218,29 @@ def test_what_forward_puts_in_a_buffers_place_is_whole(attention: type[Attention
     assert plan.parameters["*.up.weight"].placement == S(0)
     assert plan.buffers is None
     same_on_ranks(attention, plan)
+
+
+class Lending(nn.Module):
+    """Its layers hold one buffer, each under a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.layers = nn.ModuleList(Slopes() for _ in range(3))
+        for layer in self.layers:
+            layer.slopes = self.layers[0].slopes
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = self.embedding(input)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_buffer_that_layers_share_is_one_and_read_whole() -> None:
+    plan = solve_eagerly(Lending, text, loss=loss, batch=1, seq_len=LENGTH, tp=2, precision="fp32")
+    assert plan.buffers is None
+    losses, expected, *_ = stepped(Lending, None, 1)
+    for found in run_ranks(2, stepped, Lending, plan, 1):
+        assert found[0] == pytest.approx(losses, rel=1e-5)
+        assert max(relative_errors(found[1], expected).values()) < 1e-4

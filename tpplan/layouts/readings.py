@@ -57,8 +57,8 @@ def sliced_buffers(graph: ModelGraph) -> frozenset[str]:
     """Names of the buffers whose readings are decisions.
 
     A write to a slice would be lost, so no op writes to such a buffer or to a view of it, and forward puts no other
-    tensor in its place. Its first use together with a value that carries a gradient lies in the module that reads it:
-    behind a module's boundary the boundary can convert.
+    tensor in its place. One module holds it, under one name. Its first use together with a value that carries a
+    gradient lies in the module that reads it: behind a module's boundary the boundary can convert.
     """
     return graph.once_for_all_sizes(sliced_buffers, lambda: _sliced_buffers(graph))
 
@@ -73,6 +73,7 @@ def _sliced_buffers(graph: ModelGraph) -> frozenset[str]:
         source.result
         for source in buffers
         if source.result in meeting
+        and not source.aliases
         and graph.values[source.result].shape
         and graph.values[source.result].storage not in changed
         and not any(path == source.label or path.startswith(f"{source.label}.") for path in replaced)
