@@ -2,17 +2,20 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from examples import solve_eagerly
 from one_process import gradients, relative_errors
-from ranks import run_ranks
+from ranks import RankError, run_ranks
 from torch import Tensor, nn
 
 import tpplan
-from tpplan.core.layout import S
-from tpplan.plan.plan import Plan
+from tpplan.core.errors import ExportError, VerificationError
+from tpplan.core.layout import Layout, P, R, S
+from tpplan.plan.plan import BufferPlan, Plan
+from tpplan.verify.prove_plan import prove_plan
 
 DIM, VOCAB, HEADS, LENGTH = 32, 64, 4, 7
 
@@ -218,6 +221,44 @@ def test_what_forward_puts_in_a_buffers_place_is_whole(attention: type[Attention
     assert plan.parameters["*.up.weight"].placement == S(0)
     assert plan.buffers is None
     same_on_ranks(attention, plan)
+
+
+@pytest.mark.parametrize(
+    ("attention", "reads", "problem"),
+    [
+        (Slopes, {"*": R}, "reads .*; its rule allows"),
+        (Slopes, {"*": S(1)}, r"cannot be read as S\(1\)"),
+        (Slopes, {"*": P}, "cannot be read as P"),
+        (Slopes, {"*": S(0), "0": S(0)}, "0 reads it in the plan or in the model, and not in both"),
+        (Counted, {"*": S(0)}, "an op may write to it"),
+        (Viewed, {"*": S(0)}, "an op may write to it"),
+        (Renewed, {"*": S(0)}, "an op may write to it"),
+    ],
+)
+def test_a_plan_that_reads_a_buffer_wrong_is_refused(
+    attention: type[Attention], reads: dict[str, Layout], problem: str
+) -> None:
+    plan = planned(attention, 2)
+    edited = replace(plan, buffers={"*.slopes": BufferPlan(reads=reads, shape=(HEADS,))})
+    with pytest.raises(VerificationError, match=problem):
+        prove_plan(edited, functools.partial(around, attention), text, loss=loss)
+
+
+def test_a_plan_for_another_buffer_is_refused() -> None:
+    plan, wider = planned(Slopes, 2), around(Slopes)
+    for layer in (wider[1], wider[2]):
+        layer.slopes = torch.rand(2 * HEADS)
+    with pytest.raises(RankError, match=r"buffer 1.slopes: the plan is for shape \[4\], and the model has shape \[8\]"):
+        run_ranks(2, lambda: tpplan.apply_plan(wider, plan))
+    with pytest.raises(ExportError, match=r"buffer 1.slopes: a module reads this rank's slice of it"):
+        tpplan.export(plan, functools.partial(around, Slopes), text, loss=loss)
+
+
+def test_a_plan_with_buffers_is_read_as_it_was_written() -> None:
+    plan = planned(Slopes, 2)
+    assert plan.buffers
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert prove_plan(plan, functools.partial(around, Slopes), text, loss=loss)
 
 
 class Lending(nn.Module):
