@@ -15,6 +15,7 @@ from tpplan.core.graph import (
     Source,
     SourceKind,
     Value,
+    may_write,
     references,
     within,
 )
@@ -223,3 +224,19 @@ def test_names_of_blocks_and_modules():
     assert within("layers.1", "layers.1")
     assert within("anything", "")
     assert not within("layers.10", "layers.1")
+
+
+def test_an_op_writes_where_its_schema_in_torch_says_so() -> None:
+    """Ops in place and with `out` do; others that give a result do not, such as `to.dtype_layout`."""
+    import torch
+
+    schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("aten::") and "__" not in s.name]
+    for schema in schemas:
+        writes = [own for own in schema.arguments if own.alias_info is not None and own.alias_info.is_write]
+        target = f"{schema.name.replace('::', '.')}.{schema.overload_name or 'default'}"
+        op = Op(name="op", target=target, args=(), kwargs=(), results=("y",) * len(schema.returns), module="")
+        if not writes and schema.returns and not schema.name.endswith("_"):
+            assert not may_write(op), target
+        elif [own.name for own in writes] == ["out"] or (writes and schema.name.endswith("_")):
+            assert may_write(op), target
+    assert len(schemas) > 1000

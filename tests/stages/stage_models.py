@@ -95,6 +95,16 @@ def loss(outputs: Any, inputs: dict[str, Tensor]) -> Tensor:
     return tpplan.cross_entropy(outputs if isinstance(outputs, Tensor) else outputs.logits, inputs["targets"])
 
 
+def labelled(batch: int, length: int) -> dict[str, Tensor]:
+    tokens = torch.randint(VOCABULARY, (batch, length))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def own_loss(outputs: Any, inputs: dict[str, Tensor]) -> Tensor:
+    found: Tensor = outputs.loss
+    return found
+
+
 def images(batch: int) -> dict[str, Tensor]:
     return {"pixels": torch.randn(batch, 3, 16, 16), "labels": torch.randint(10, (batch,))}
 
@@ -129,3 +139,8 @@ def _hugging_face(name: str) -> nn.Module:
     config = getattr(transformers, f"{name}Config")(**sizes, **own)
     model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
     return model
+
+
+def with_own_loss() -> nn.Module:
+    """A model that computes its loss from labels among its inputs."""
+    return _hugging_face("Llama")

@@ -8,12 +8,26 @@ import torch
 import torch.distributed as dist
 from one_process import gradients, relative_errors, whole
 from ranks import run_ranks
-from stage_models import LENGTH, VOCABULARY, Stack, Vision, hugging_face, images, loss, text, vision_loss
+from stage_models import (
+    LENGTH,
+    VOCABULARY,
+    Stack,
+    Vision,
+    hugging_face,
+    images,
+    labelled,
+    loss,
+    own_loss,
+    text,
+    vision_loss,
+    with_own_loss,
+)
 from torch import Tensor, nn
 
 import tpplan
 from profiles import synthetic_profile
 from tpplan.apply.collectives.tp_gradients import Reducer
+from tpplan.commands import main
 from tpplan.core.errors import PlanError, UsageError
 from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
@@ -29,10 +43,11 @@ def solved(
     build: Callable[[], nn.Module], *, stages: int, gpus: int, batch: int = 8, **options: object
 ) -> PipelinePlan:
     is_vision = build is Vision
-    own = {"loss": vision_loss if is_vision else loss, "precision": Precision.FP32, "recompute": "none", **options}
+    losses = {Vision: vision_loss, with_own_loss: None}
+    own = {"loss": losses.get(build, loss), "precision": Precision.FP32, "recompute": "none", **options}
     return tpplan.solve_stages(
         build,
-        images if is_vision else text,
+        images if is_vision else labelled if build is with_own_loss else text,
         stages=stages,
         cluster=tpplan.Cluster(gpus=gpus, gpus_per_node=gpus, profile=MACHINE),
         global_batch=batch,
@@ -44,11 +59,13 @@ def solved(
 
 def given(build: Callable[[], nn.Module], batch: int = 8) -> dict[str, Tensor]:
     torch.manual_seed(1)
-    return images(batch) if build is Vision else text(batch, LENGTH)
+    if build is Vision:
+        return images(batch)
+    return labelled(batch, LENGTH) if build is with_own_loss else text(batch, LENGTH)
 
 
 def loss_of(build: Callable[[], nn.Module]) -> Callable[[object, dict[str, Tensor]], Tensor]:
-    return vision_loss if build is Vision else loss
+    return {Vision: vision_loss, with_own_loss: own_loss}.get(build, loss)  # type: ignore[call-overload]
 
 
 def one_process(build: Callable[[], nn.Module]) -> tuple[float, dict[str, Tensor]]:
@@ -118,6 +135,37 @@ def test_transformers(name: str) -> None:
     pytest.importorskip("transformers")
     build = hugging_face(name)
     assert_as_one_process(build, solved(build, stages=2, gpus=2))
+
+
+def test_loss_that_the_model_itself_computes() -> None:
+    """The last stage computes it, from labels among the inputs; what earlier stages make of stubs is dropped."""
+    pytest.importorskip("transformers")
+    assert_as_one_process(with_own_loss, solved(with_own_loss, stages=2, gpus=2))
+
+
+def test_model_without_a_loss_is_told_so() -> None:
+    with pytest.raises(UsageError, match="the last stage computes the loss, and there is none"):
+        solved(Stack, stages=2, gpus=2, loss=None)
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.BF16])
+def test_stubs_give_the_dtype_that_is_computed_with(precision: Precision) -> None:
+    """Rotary tables are made in the dtype of the embedding, which other stages do not have."""
+    pytest.importorskip("transformers")
+    build = hugging_face("Llama")
+    plan = solved(build, stages=2, gpus=2, precision=precision)
+    assert not any(map(why_unproven, plan.stages))
+    if precision is Precision.BF16_MIXED:
+        expected, _ = run_ranks(1, one_process, build)[0]
+        found = run_ranks(2, on_ranks, build, plan, timeout_s=120)
+        assert [value for value, _, _ in found] == pytest.approx([expected] * 2, rel=1e-2)
+
+
+def test_what_stubs_are_given_and_give_is_whole() -> None:
+    """Slices of what is dropped would save nothing, and a stub's code makes none: the first plan is the proven one."""
+    pytest.importorskip("transformers")
+    plan = solved(hugging_face("Llama"), stages=2, gpus=4, tp=2, pins={"model.layers.*.mlp": "on slices"})
+    assert [stage.proof.rounds for stage in plan.stages] == [1, 1]
 
 
 def test_mixed_precision_sends_half_as_many_bytes() -> None:
@@ -274,10 +322,18 @@ def test_another_number_of_micro_batches_is_refused_before_anything_runs() -> No
     assert len(set(run_ranks(2, wrong_number, solved(Stack, stages=2, gpus=2)))) == 1
 
 
-def test_file_is_read_as_it_was_written_and_checked(tmp_path: Path) -> None:
+def test_file_is_read_as_it_was_written_shown_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan, path = solved(Stack, stages=2, gpus=2), tmp_path / "plan.json"
     plan.dump(path)
     assert load_plan(path) == plan
+    assert main(["show", str(path), "--stage", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "layers.3" in shown or "layers.* x2" in shown
+    assert "embedding" not in shown  # which the first stage has
+    plan.stages[0].dump(tmp_path / "whole.json")
+    for name, number, told in ((path, "2", "has stages 0 to 1"), (tmp_path / "whole.json", "0", "without stages")):
+        assert main(["show", str(name), "--stage", number]) == UsageError.exit_code
+        assert told in capsys.readouterr().err
     with pytest.raises(PlanError, match="a plan of stages"):
         Plan.load(path)
     text_of = path.read_text()

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import LOSS_SCOPE, Direction, ModelGraph, Op, SourceKind, Value
 from tpplan.core.layout import S
-from tpplan.trace.dedup_layers import are_alike
+from tpplan.stages.like_modules import are_alike
 from tpplan.trace.stopped_trace import TraceError
 from tpplan.trace.trace import assumptions, trace
 

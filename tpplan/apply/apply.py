@@ -56,6 +56,7 @@ from tpplan.torch_internals.tensors import gradient_hooks
 from tpplan.trace.hooks.call_rewriting import Rewriter, rewrite_calls
 from tpplan.trace.hooks.encoder_fast_path import leave_fast_path
 from tpplan.trace.hooks.generated_class import fold_forwards, is_generated
+from tpplan.trace.trace import repeated_children
 from tpplan.trace.whole.opaque import HOOKS, opaque_class
 
 _AXES = tuple(str(axis) for axis in (Axis.REPLICATE, Axis.SHARD, Axis.TP))
@@ -104,7 +105,7 @@ def apply_plan(
     assert own.stage is not None
     error: TpplanError | None = None
     try:
-        as_stage(model, own.stage)
+        as_stage(model, own.stage, own.precision, repeated_children(model))
         check_model(model, own)
         check_filled(model, own)
     except TpplanError as found:

@@ -423,7 +423,8 @@ def unread_values(graph: ModelGraph) -> frozenset[str]:
 def may_write(op: Op) -> bool:
     """True where the op may write to an operand: its name says so (`add_`, `add.out`), or it has no results."""
     name, _, overload = op.target.rpartition(".")
-    return name.endswith("_") or "out" in overload or not op.results
+    words = overload.split("_")  # `to.dtype_layout` writes nothing
+    return name.endswith(("_", "_inplace")) or "out" in words or words[0].startswith("Out") or not op.results
 
 
 def _digest(data: object) -> str:

@@ -82,8 +82,6 @@ def solve_stages(
             f"--pp {stages}: {own} GPUs a stage are neither a part of a node of {per_node} nor whole nodes: take "
             "another number of stages"
         )
-    if options.loss is None:
-        raise UsageError("--pp: a model in stages needs loss(outputs, inputs), which the last stage computes")
     search = _Search(
         build_model=build_model,
         example_inputs=example_inputs,
@@ -137,6 +135,11 @@ class _Search:
     def cuts(self, micro_batch: int) -> list[Cut]:
         """The cuts after each layer but the last. Raises UsageError where too few are possible."""
         traced = self.whole(micro_batch)
+        if traced.graph.loss is None:
+            raise UsageError(
+                "--pp: the last stage computes the loss, and there is none: define loss(outputs, inputs), or have the "
+                "model return a scalar"
+            )
         if traced.opaques.untouched:
             raise UsageError(f"--pp: the model's parameters must stay as they are: {traced.opaques.untouched}")
         every = cuts_of(traced.graph, traced.units)

@@ -4,5 +4,5 @@ In: the graph of a model, and after which layers it is to be cut. Out: for each 
 same model in which the modules of other stages are stubs. A stage is a model like any other: it is traced, solved,
 proven and applied as one.
 
-Imports: core, plan, torch_internals, trace.
+Imports: core, experts, plan, torch_internals, trace.
 """

@@ -1,7 +1,7 @@
 """The model as one stage runs it: its own modules, and stubs in place of those of other stages.
 
     model = build_model()
-    as_stage(model, plan.stage)                  # the same module, which takes `received` besides its inputs
+    as_stage(model, plan.stage, plan.precision, layers)  # the same module, which takes `received` besides its inputs
     sent = model(**inputs, received=tensors)     # a tuple of tensors; the model's own output on the last stage
 
 The root's own code runs on each stage, on the same inputs. A stub gives a tensor without memory of the shape that its
@@ -11,14 +11,14 @@ layer gives is sent, and what the code behind it makes of stubs is dropped. Name
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tpplan.core.errors import PlanMismatchError
-from tpplan.plan.sections import StagePlan
+from tpplan.plan.sections import Precision, StagePlan
 from tpplan.stages.stub import RECEIVED, Stub, without_memory
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.modules import own_parameters
@@ -45,16 +45,21 @@ def names_elsewhere(model: nn.Module) -> frozenset[str]:
     return frozenset(stage.blank) | {f"{name}.{own}" for name, stub in stubs for own in stub.absent_names()}
 
 
-def as_stage(model: nn.Module, stage: StagePlan) -> nn.Module:
+def as_stage(model: nn.Module, stage: StagePlan, precision: Precision, units: Iterable[str]) -> nn.Module:
     """Makes a model one of its stages, in place: modules of other stages become stubs, their weights are dropped.
+    The precision, and the layers (`units`) whose inputs FSDP casts in it, decide the dtypes of what stubs give.
 
     Raises PlanMismatchError for a module or parameter that the model does not have.
     """
+    stubs: list[Stub] = []
     for name in stage.absent:
         parent, child = _parent(model, name)
         if not isinstance(parent._modules.get(child), nn.Module):
             raise PlanMismatchError(f"the plan names module {name}, which the model does not have: solve again")
-        parent._modules[child] = Stub(name, parent._modules[child])  # type: ignore[arg-type]
+        stub = Stub(name, parent._modules[child], precision, units)  # type: ignore[arg-type]
+        stub.share_known(stubs)
+        stubs.append(stub)
+        parent._modules[child] = stub
     for name in stage.blank:
         parent, child = _parent(model, name)
         weight = own_parameters(parent).get(child)
@@ -63,19 +68,14 @@ def as_stage(model: nn.Module, stage: StagePlan) -> nn.Module:
         del own_parameters(parent)[child]
         parent.register_buffer(child, without_memory(weight, weight.shape, weight.dtype), persistent=False)
     if stage.received is not None:
-        stub = model.get_submodule(stage.received)
-        assert isinstance(stub, Stub)
-        stub.receives = True
+        before = model.get_submodule(stage.received)
+        assert isinstance(before, Stub)
+        before.receives = True
     if stage.last is not None:
         model.get_submodule(stage.last).register_forward_hook(_keep_output)
     model.__dict__[STAGE] = stage
     model.__class__ = _stage_class(type(model))  # type: ignore[arg-type]
     return model
-
-
-def with_stage(build_model: Callable[[], nn.Module], stage: StagePlan) -> nn.Module:
-    """The model that a builder makes, as one of its stages."""
-    return as_stage(build_model(), stage)
 
 
 def received_on_meta(stage: StagePlan) -> tuple[Tensor, ...]:

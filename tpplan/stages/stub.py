@@ -1,33 +1,55 @@
 """A stub: what stands in a stage's model for a module of another stage."""
 
+import copy
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from tpplan.core.errors import ModelError
+from tpplan.core.graph import within
+from tpplan.plan.sections import Precision
+from tpplan.stages.like_modules import are_alike
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.recording import untraced
 
 #: name of the argument by which a stage is given the tensors of the one before
 RECEIVED = "received"
+#: keys of a stub's __dict__ that its copies share: the module that it stands for, and what a call of that gives
+_SHARED = ("_absent", "_known")
 
 
 @final
 class Stub(nn.Module):
     """Stands for a module of another stage. A call gives tensors of the shapes that the module would give: zeros that
     share one element of memory, or what was received. Plain attributes are read from the module; its tensors are on the
-    meta device."""
+    meta device, in the dtype that they are computed with. `units` are the model's layers whose inputs FSDP casts."""
 
-    def __init__(self, name: str, module: nn.Module) -> None:
+    def __init__(self, name: str, module: nn.Module, precision: Precision, units: Iterable[str]) -> None:
         super().__init__()
         self.name = name
         self.receives = False
         #: the tensors that the call that runs gives, where the stub stands for the layer before a stage
         self.received: tuple[Tensor, ...] | None = None
         # Not registered: the module has no part in the stage's parameters, hooks or state.
-        self.__dict__["_absent"] = (module.to("meta"),)
+        self.casts = precision is Precision.BF16_MIXED and name in units
+        self.__dict__["_absent"] = (_computing_in(precision, name, module.to("meta"), units),)
         self.__dict__["_known"] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Stub":
+        memo[id(self)] = found = Stub.__new__(Stub)
+        for key, value in self.__dict__.items():
+            found.__dict__[key] = value if key in _SHARED else copy.deepcopy(value, memo)
+        return found
+
+    def share_known(self, others: Sequence["Stub"]) -> None:
+        """Takes what a call of the module gives from the first of `others` that stands for a like module."""
+        absent, casts = self.__dict__["_absent"][0], self.casts
+        for other in others:
+            if other.casts == casts and are_alike(other.__dict__["_absent"][0], absent):
+                self.__dict__["_known"] = other.__dict__["_known"]
+                return
 
     def __getattr__(self, name: str) -> Any:
         absent = self.__dict__.get("_absent")
@@ -70,12 +92,35 @@ class Stub(nn.Module):
         key = tuple(_described(leaf) for leaf in leaves), spec
         if key not in self._known:
             with untraced(), torch.no_grad():
-                args, kwargs = pytree.tree_unflatten([_on_meta(leaf) for leaf in leaves], spec)
+                given = [_halved(leaf) if self.casts else leaf for leaf in map(_on_meta, leaves)]
+                args, kwargs = pytree.tree_unflatten(given, spec)
                 outputs = self.__dict__["_absent"][0](*args, **kwargs)
             found, made = pytree.tree_flatten(outputs)
             self._known[key] = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in found], made
         known: tuple[list[Any], pytree.TreeSpec] = self._known[key]
         return known
+
+
+def _computing_in(precision: Precision, name: str, module: nn.Module, units: Iterable[str]) -> nn.Module:
+    """The module, named so in its model, with its parameters in the dtype that a plan computes with; mixed precision
+    casts what enters a unit inside it."""
+    if precision.makes_half:
+        for parameter in module.parameters():
+            parameter.data = _halved(parameter.data)
+    if precision is Precision.BF16_MIXED:
+        for unit in units:
+            if unit != name and within(unit, name):
+                own = module.get_submodule(unit[len(name) :].removeprefix("."))
+                own.register_forward_pre_hook(_enter_halved, with_kwargs=True)
+    return module
+
+
+def _enter_halved(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return pytree.tree_map(_halved, args), pytree.tree_map(_halved, kwargs)
+
+
+def _halved(leaf: Any) -> Any:
+    return leaf.to(torch.bfloat16) if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
 
 
 def _described(leaf: Any) -> object:

@@ -38,7 +38,7 @@ def stage_lines(plan: PipelinePlan) -> list[str]:
     rows = [("stage", "layers", "step", "memory", "recomputed", "kept", "sends"), *map(_row, plan.stages)]
     columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += ["", *("  " + "  ".join(c.ljust(n) for c, n in zip(row, columns, strict=True)).rstrip() for row in rows)]
-    return lines
+    return [*lines, "", "`tpplan show plan.json --stage 0` prints the layouts of a stage."]
 
 
 def _held(plan: Plan) -> float:

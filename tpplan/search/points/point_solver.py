@@ -29,6 +29,7 @@ from tpplan.search.points.mesh_points import Point
 from tpplan.search.points.request import Request
 from tpplan.search.points.trace_cache import TraceCache, hashable
 from tpplan.solvers.problem import CUTOFF_TOLERANCE, LIMIT_TOLERANCE, Problem, Solution, Status
+from tpplan.stages.whole_stubs import is_whole_there, nodes_in_stubs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +155,17 @@ class PointSolver:
         """A function that says of a decision on tp ranks whether it may not choose a strategy."""
         graph, pinned = self.traces.traced(micro_batch).graph, self.pinned(micro_batch)
         allows = self.request.wishes(graph) if self.request.wishes is not None else lambda name, strategy: True
+        stage = self.request.subject.stage
+        stubs = nodes_in_stubs(graph, stage) if stage is not None else {}
+
+        def is_sliced_there(name: str, strategy: Strategy) -> bool:
+            if stage is None or name not in stubs:
+                return False
+            return not is_whole_there(stubs[name], strategy.operands, strategy.results, stage)
 
         def is_cut(name: str, strategy: Strategy) -> bool:
+            if is_sliced_there(name, strategy):
+                return True
             return self.cuts.forbids(tp, name, strategy) or not (allows(name, strategy) and pinned(name, strategy))
 
         return is_cut

@@ -34,7 +34,7 @@ from tpplan.search.points.grown_graph import grown, share_outline
 from tpplan.search.points.meta_model import Built, built_on_meta
 from tpplan.search.points.model_spec import takes_batch_alone
 from tpplan.search.points.options import BuildModel, ExampleInputs
-from tpplan.stages.stage_model import received_on_meta, with_stage
+from tpplan.stages.stage_model import as_stage, received_on_meta
 from tpplan.stages.stub import RECEIVED
 from tpplan.torch_internals import pytree
 from tpplan.torch_internals.tensors import plain_calls
@@ -313,7 +313,7 @@ class TraceCache:
             if (experts := self.subject.experts) is not None:
                 build = partial(with_shares, build, experts)
             if self.subject.stage is not None:
-                build = partial(with_stage, build, self.subject.stage)
+                build = partial(_with_stage, build, self.subject.stage, self.subject.precision)
             self.reuse.models[self.subject.key] = built_on_meta(build, is_half=is_half)
         return self.reuse.models[self.subject.key]
 
@@ -409,6 +409,11 @@ def hashable(function: object) -> Hashable:
     except TypeError:
         return object()
     return function
+
+
+def _with_stage(build_model: BuildModel, stage: StagePlan, precision: Precision) -> nn.Module:
+    model = build_model()
+    return as_stage(model, stage, precision, repeated_children(model))
 
 
 def _to_bfloat16(leaf: Any) -> Any:
