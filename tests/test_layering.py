@@ -15,7 +15,17 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "tpplan"
 
 #: in the order in which a plan is made; inner rooms before the room they are in, or after it where they build on it
-WITHOUT_TORCH = ("core", "solvers", "plan", "plan/report", "page", "machine", "layouts/rules", "layouts")
+WITHOUT_TORCH = (
+    "core",
+    "solvers",
+    "plan",
+    "plan/report",
+    "page",
+    "machine",
+    "layouts/rules",
+    "layouts/fused",
+    "layouts",
+)
 WITH_TORCH = (
     *("torch_internals", "trace/hooks", "trace/answers", "trace/whole", "experts", "stages", "trace"),
     *("apply/collectives", "apply/modules", "apply", "train", "costs/runs", "costs"),

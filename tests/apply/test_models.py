@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 import tpplan
 from tpplan.core.graph import ModelGraph
 from tpplan.core.layout import LayoutKind, S
-from tpplan.layouts.decision_space import reading_name
+from tpplan.layouts.readings import reading_name
 from tpplan.layouts.rules import Strategy
 from tpplan.plan.plan import Plan, ProofStatus
 

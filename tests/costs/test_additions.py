@@ -53,7 +53,7 @@ def test_as_many_bytes_are_added_as_autograd_adds() -> None:
     found = 0.0
     for name, counts in additions(space).items():
         decider = space.deciders[name]
-        results = (decider.parameter.result,) if not hasattr(decider, "results") else decider.results
+        results = (decider.source.result,) if not hasattr(decider, "results") else decider.results
         for count, result in zip(counts, results, strict=True):
             found += count * len(space.members[name]) * moved_bytes(graph.values[result], R, 1)
     assert found == MOVED * adds.num_bytes > 0

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from tpplan.core.graph import Op
 from tpplan.core.layout import S
+from tpplan.layouts.fused.stacked_dims import stacked_dims
 from tpplan.layouts.rules import call_strategies
-from tpplan.layouts.stacked_dims import stacked_dims
 from tpplan.trace.trace import trace
 
 LENGTH, BATCH, HEADS, SIZE = 5, 3, 4, 2

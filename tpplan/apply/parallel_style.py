@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from tpplan.apply.collectives.redistribute import TpGroup
 from tpplan.apply.collectives.tp_gradients import Slot
+from tpplan.apply.modules.buffer_reads import buffer_reads, check_buffer
 from tpplan.apply.modules.local_modules import (
     BoundaryConversion,
     ModuleBinding,
@@ -32,8 +33,8 @@ from tpplan.core.graph import LEFT_AT, within
 from tpplan.core.layout import ROWS, LayoutKind, S, fits
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
-from tpplan.plan.plan import BoundaryPlan, ParameterPlan, Plan
-from tpplan.torch_internals.modules import own_parameters
+from tpplan.plan.plan import BoundaryPlan, BufferPlan, ParameterPlan, Plan
+from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.torch_internals.tensors import labelled, local_part, spec_of
 from tpplan.trace.hooks.generated_class import BINDING
 from tpplan.trace.whole.opaque import opaque_class
@@ -126,6 +127,7 @@ class ModuleStyle(ParallelStyle):
         boundary: BoundaryPlan,
         sharded_outputs: Mapping[str, int],
         parameters: Mapping[str, tuple[str, ParameterPlan]],
+        buffers: Mapping[str, tuple[str, BufferPlan]],
         num_local_rows: int,
         hands_rows_on: bool,
         opaque: str | None = None,
@@ -137,6 +139,8 @@ class ModuleStyle(ParallelStyle):
         self.sharded_outputs = sharded_outputs
         #: by attribute name: the parameter's canonical name and its plan
         self.parameters = parameters
+        #: the same of buffers that some module reads as a slice
+        self.buffers = buffers
         self.num_local_rows = num_local_rows
         self.hands_rows_on = hands_rows_on
         #: name of the module that runs whole: this one or the one around it
@@ -177,6 +181,7 @@ class ModuleStyle(ParallelStyle):
             outputs=self._crossings("output", shared.group),
             sharded_outputs=self.sharded_outputs,
             reads=reads,
+            buffers={own: buffer_reads(name, plan, shared.group) for own, (name, plan) in self.buffers.items()},
             whole=self.application.whole.setdefault(self.opaque, {}) if self.opaque is not None else None,
             hands_rows_on=self.hands_rows_on,
         )
@@ -198,6 +203,8 @@ class ModuleStyle(ParallelStyle):
                 shape = list(parameter.shape)
                 problem = f"shape {shape} cannot be {plan.placement} on tp = {tp}"
                 raise PlanMismatchError(problem, plan_path=f"parameters.{name}")
+        for attribute, (name, buffer) in self.buffers.items():
+            check_buffer(name, buffer, own_buffers(module).get(attribute), tp)
         argument_positions(module, self._crossings("input", _NO_GROUP))
 
     def _crossings(self, direction: str, group: TpGroup) -> dict[str, BoundaryConversion]:
@@ -273,8 +280,13 @@ def module_styles(
             owner, _, attribute = label.rpartition(".")
             owned.setdefault(owner, {})[attribute] = (canonical, parameter)
         readers.update(parameter.reads)
+    buffers: dict[str, dict[str, tuple[str, BufferPlan]]] = {}
+    for label, buffer in plan.buffer_plans().items() if plan.mesh.tp > 1 else ():
+        owner, _, attribute = label.rpartition(".")
+        buffers.setdefault(owner, {})[attribute] = (label, buffer)
+        readers.update(buffer.reads)
     opaque = plan.opaque_modules() if plan.mesh.tp > 1 else ()
-    names = {*owned, *opaque, *boundaries, *(reader for reader in readers if not reader.startswith("<"))}
+    names = {*owned, *buffers, *opaque, *boundaries, *(reader for reader in readers if not reader.startswith("<"))}
     if sharded_outputs:
         names.add("")
     return {
@@ -284,6 +296,7 @@ def module_styles(
             boundary=boundaries.get(name, _NO_CONVERSIONS),
             sharded_outputs=sharded_outputs if name == "" else {},
             parameters=owned.get(name, {}),
+            buffers=buffers.get(name, {}),
             num_local_rows=_num_local_rows(name, boundaries.get(name, _NO_CONVERSIONS), plan),
             hands_rows_on=_hands_rows_on(name, boundaries),
             opaque=next((around for around in opaque if within(name, around)), None),

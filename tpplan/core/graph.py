@@ -98,9 +98,9 @@ class SourceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """An input, parameter, buffer or constant. `label` is the parameter's name or the input's path. A tied weight is
-    one source, whose other names are `aliases`. `ep` is the number of ranks among which the experts of a weight are
-    divided (dim 0, tpplan.experts): the graph has one rank's."""
+    """An input, parameter, buffer or constant. `label` is the parameter's name or the input's path. A tied weight or a
+    shared buffer is one source, whose other names are `aliases`. `ep` is the number of ranks among which the experts of
+    a weight are divided (dim 0, tpplan.experts): the graph has one rank's."""
 
     kind: SourceKind
     result: str

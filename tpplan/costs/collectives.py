@@ -9,7 +9,8 @@ from tpplan.core.layout import COLLECTIVE_STEPS, Conversion, LayoutKind, Step
 from tpplan.core.mesh import Axis, GroupShape
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.costs.runs.known_times import KnownTimes
-from tpplan.layouts.decision_space import CROSS_ENTROPY, Decider, reading_conversion
+from tpplan.layouts.decision_space import CROSS_ENTROPY, Decider
+from tpplan.layouts.readings import reading_conversion
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.layouts.rules.indexing import COUNTED, EXCHANGES
 from tpplan.machine.profile import Collective, Estimate
@@ -108,7 +109,7 @@ def transfers_of(graph: ModelGraph, decider: Decider, strategy: Strategy) -> tup
         return conversion_transfers(
             Conversion(strategy.operands[0], strategy.results[0]), graph.values[decider.operand]
         )
-    return conversion_transfers(reading_conversion(strategy), graph.values[decider.parameter.result])
+    return conversion_transfers(reading_conversion(strategy), graph.values[decider.source.result])
 
 
 def conversion_transfers(conversion: Conversion, value: Value) -> tuple[Transfer, ...]:

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 from tpplan.core.graph import Boundary, ModelGraph, Op, Value
 from tpplan.core.layout import Layout
-from tpplan.layouts.decision_space import Reading, Space
+from tpplan.layouts.decision_space import Space
+from tpplan.layouts.readings import Reading
 
 #: bytes that an addition reads and writes, as a multiple of the gradient's bytes
 MOVED = 3.0
@@ -39,9 +40,9 @@ def _by_class(space: Space) -> Mapping[str, tuple[float, ...]]:
 def _counted(space: Space, name: str) -> tuple[float, ...]:
     decider = space.deciders[name]
     if isinstance(decider, Reading):
-        readings = space.readings[decider.parameter.label]
+        readings = space.readings[decider.source.label]
         # One of the readings adds nothing; spread evenly, as only their sum counts.
-        return ((len(readings) - 1) / len(readings) if decider.parameter.trainable else 0.0,)
+        return ((len(readings) - 1) / len(readings) if decider.source.trainable else 0.0,)
     return tuple(float(max(0, _uses(space.graph, result) - 1)) for result in decider.results)
 
 

@@ -30,7 +30,8 @@ from tpplan.costs.saved_tensors import (
     segments_of,
     sources,
 )
-from tpplan.layouts.decision_space import Decider, Reading, Space
+from tpplan.layouts.decision_space import Decider, Space
+from tpplan.layouts.readings import Reading
 from tpplan.plan.parts import SAVED
 from tpplan.plan.plan import Recompute, WorkKind
 from tpplan.solvers.problem import Expression, Term

@@ -23,7 +23,8 @@ from tpplan.core.layout import Conversion
 from tpplan.costs.conversion_memory import backward_move, forward_move
 from tpplan.costs.runs.execute import Executor
 from tpplan.costs.saved_tensors import SavedStorage, held_bytes, local_bytes, own_bytes
-from tpplan.layouts.decision_space import Space, reading_conversion, reading_name
+from tpplan.layouts.decision_space import Space
+from tpplan.layouts.readings import reading_conversion, reading_name
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.solvers.problem import Expression
 from tpplan.solvers.undominated import undominated
@@ -235,8 +236,8 @@ class PeakCandidates:
     def _last_reads(self, parameters: Collection[str]) -> Iterator[tuple[int, str, Vector]]:
         """Yields (position of the last reader, deciding class, gradient's bytes on a rank) of trained parameters."""
         for label, readings in self.space.readings.items():
-            if label in parameters and readings and readings[0].parameter.trainable:
-                value = self.space.graph.values[readings[0].parameter.result]
+            if label in parameters and readings and readings[0].source.trainable:
+                value = self.space.graph.values[readings[0].source.result]
                 name = self.space.classes[readings[0].name]
                 vector = tuple(
                     float(local_bytes(value, s.operands[0], self.space.tp)) for s in self.space.strategies[name]

@@ -14,7 +14,8 @@ from tpplan.core.graph import LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, S
 from tpplan.core.layout import Conversion, Layout, Step, local_shape
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.costs.runs.execute import Executor, whole_strategy
-from tpplan.layouts.decision_space import Reading, Space, reading_conversion
+from tpplan.layouts.decision_space import Space
+from tpplan.layouts.readings import Reading, reading_conversion
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.plan.parts import SAVED, SOURCES
 from tpplan.solvers.problem import Expression, Term
@@ -282,7 +283,7 @@ def copies_read(space: Space, name: str) -> Iterator[Term]:
     reading = space.deciders[name]
     if not isinstance(reading, Reading):
         return
-    value = space.graph.values[reading.parameter.result]
+    value = space.graph.values[reading.source.result]
     vector = tuple(
         float(local_bytes(value, strategy.results[0], space.tp))
         if conversion.forward and strategy.results[0].dim is not None

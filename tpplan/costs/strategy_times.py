@@ -14,7 +14,8 @@ from tpplan.costs.runs.execute import Executor
 from tpplan.costs.runs.execution import Execution
 from tpplan.costs.runs.kernels import WORK, Attention, Kernel, Matmul, MemoryBound
 from tpplan.costs.runs.known_times import KnownTimes
-from tpplan.layouts.decision_space import Reading, Space, reading_conversion
+from tpplan.layouts.decision_space import Space
+from tpplan.layouts.readings import Reading, reading_conversion
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.machine.profile import Collective, Estimate
 from tpplan.plan.plan import Pass, Recompute, WorkKind
@@ -235,7 +236,7 @@ def strategy_times(space: Space, name: str, pricing: Pricing) -> tuple[StrategyT
         sums = (_added(pricing, counts, results, s, moved) if counts else NO_WORK for s in strategies)
         return tuple(_op_time(call, s, pricing, moved, own) for s, own in zip(strategies, sums, strict=True))
     is_reading = isinstance(decider, Reading)
-    value = values[decider.parameter.result if isinstance(decider, Reading) else decider.operand]
+    value = values[decider.source.result if isinstance(decider, Reading) else decider.operand]
     key = strategies, is_reading, value.shape, value.dtype, value.carries_gradient, counts, moved
     if key not in pricing.converting:
         found = []

@@ -19,7 +19,7 @@ from types import ModuleType
 
 from torch import nn
 
-from tpplan.core.errors import UsageError
+from tpplan.core.errors import ExportError, UsageError
 from tpplan.core.graph import Boundary, Direction, ModelGraph
 from tpplan.core.layout import Layout
 from tpplan.layouts.rules import Strategy
@@ -106,6 +106,11 @@ def export(
         strategies=proven.assignment.strategies,
         prove=partial(proves, is_as_solved=False),
     )
+    if plan.buffers:
+        raise ExportError(
+            f"buffer {min(plan.buffer_plans())}: a module reads this rank's slice of it, which no other form than "
+            "tpplan's own says: use apply_plan"
+        )
     text: str = _module(form).export(laid)
     return text
 

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from tpplan.core.graph import Boundary, ModelGraph, Source, enclosing
+from tpplan.core.graph import Boundary, ModelGraph, Source, SourceKind, enclosing
 from tpplan.core.layout import Conversion, Layout, R, local_shape
 from tpplan.core.mesh import Mesh
 from tpplan.core.units import DTYPE_BYTES
-from tpplan.layouts.decision_space import Decider, Reading, Space, deciders_of, flows_of, readings_of
+from tpplan.layouts.decision_space import Decider, Space, deciders_of, flows_of, readings_of
 from tpplan.layouts.layer_treatments import FsdpUnit, Treatment
+from tpplan.layouts.readings import Reading
 from tpplan.layouts.rules import Strategy
 from tpplan.layouts.typecheck import Mistyped, implied_strategies
 from tpplan.plan.plan import Compile, Plan, Precision, Recompute, uses_fsdp
@@ -28,7 +29,7 @@ from tpplan.plan.plan import Compile, Plan, Precision, Recompute, uses_fsdp
 class Assignment:
     """How a model is divided on a mesh, and how a step of it is trained.
 
-    `strategies` are by name of a decision: an op, a boundary or a reading of a parameter. `layers` are the repeated
+    `strategies` are by name of a decision: an op, a boundary or a reading. `layers` are the repeated
     modules, which become FSDP units. `resharded` says of each layer whether FSDP reshards it after forward,
     `recomputed` has the modes of recomputed modules. `num_averages` is the number of backwards of a step that average
     all gradients where parameters stay plain tensors; None where FSDP averages. `in_flight` is the number of
@@ -73,7 +74,7 @@ class Assignment:
 
     @property
     def readings(self) -> Mapping[str, tuple[Reading, ...]]:
-        """The readings of each parameter in order, by its name."""
+        """The readings of each parameter, and of each buffer that has any, in order, by its name."""
         return readings_of(self.graph)
 
     @cached_property
@@ -114,7 +115,8 @@ class Assignment:
         return self.strategies[decision]
 
     def layout(self, value: str) -> Layout:
-        """The layout of a computed value; R for inputs, buffers and constants. A parameter has one per reading."""
+        """The layout of a computed value; R for inputs, buffers and constants. A parameter has one per reading, and so
+        has a buffer that is read as a slice."""
         producer = self.graph.producers.get(value)
         return R if producer is None else self.strategies[producer.name].results[producer.results.index(value)]
 
@@ -188,12 +190,15 @@ def assignment_of(
     implied = implied_strategies(graph, plan)
     if isinstance(implied, Mistyped):
         return implied
-    parameters = plan.parameter_plans()
+    parameters, buffers = plan.parameter_plans(), plan.buffer_plans()
 
     def strategy(name: str, decider: Decider) -> Strategy:
         if not isinstance(decider, Reading):
             return implied[name]
-        parameter = parameters[decider.parameter.label]
+        if decider.source.kind is SourceKind.BUFFER:
+            buffer = buffers.get(decider.source.label)
+            return Strategy((R,), (buffer.reads[decider.op.module] if buffer is not None else R,))
+        parameter = parameters[decider.source.label]
         return Strategy((parameter.placement,), (parameter.reads[decider.op.module],))
 
     units = tuple(unit for unit in plan.fsdp_units() if unit) or layers

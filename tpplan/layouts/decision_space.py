@@ -1,9 +1,10 @@
 """The decision space: the nodes that choose a layout, their strategies, and which nodes decide together.
 
-Every op, every boundary and every reading of a parameter is a decision; its strategies are tuples of layouts. A flow
-carries a value from one decision to another, and both ends must name the same layout. Corresponding nodes of repeated
-blocks share one decision (a *class*), represented by the first block's node. Where different classes flow into a
-boundary it has its own class, so that the first block may convert what the others need not.
+Every op, every boundary and every reading of a parameter, or of a buffer that is joined with what is sharded, is a
+decision; its strategies are tuples of layouts. A flow carries a value from one decision to another, and both ends must
+name the same layout. Corresponding nodes of repeated blocks share one decision (a *class*), represented by the first
+block's node. Where different classes flow into a boundary it has its own class, so that the first block may convert
+what the others need not.
 """
 
 from collections import defaultdict
@@ -13,12 +14,13 @@ from functools import cache, cached_property
 from typing import TypeVar
 
 from tpplan.core.errors import ModelError
-from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, SourceKind, Value
-from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, S, can_convert, conversions_between, layouts_of
+from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, SourceKind, Value
+from tpplan.core.layout import R_STAR, ROWS, Layout, P, R, S, can_convert, conversions_between, layouts_of
 from tpplan.core.repeated_blocks import members
-from tpplan.layouts.extra_layouts import find_extra_layouts
+from tpplan.layouts.fused.extra_layouts import find_extra_layouts
+from tpplan.layouts.fused.stacked_dims import stacked_dims
+from tpplan.layouts.readings import Reading, reading_name, sliced_buffers, sources_read
 from tpplan.layouts.rules import Strategy, call_strategies, crossings_before_writes, strategies
-from tpplan.layouts.stacked_dims import stacked_dims
 
 T = TypeVar("T")
 
@@ -36,16 +38,6 @@ class NoLayoutError(ModelError):
 
 EMBEDDING = "aten.embedding.default"
 CROSS_ENTROPY = "tpplan.cross_entropy.default"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """An op reads a parameter. Its strategies are (placement,) => (layout in which the op reads,)."""
-
-    name: str
-    parameter: Source
-    op: Op
-    position: int
 
 
 #: a node of the graph, or a reading, that chooses a strategy
@@ -79,7 +71,7 @@ class Space:
 
     @cached_property
     def readings(self) -> dict[str, tuple[Reading, ...]]:
-        """Readings by parameter name, in order."""
+        """Readings by the name of the parameter or buffer, in order."""
         return readings_of(self.graph)
 
     def once_for_all_sizes(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -103,7 +95,7 @@ class Space:
                     for place in decider.places:
                         found[place].append(name)
                 case Reading():
-                    found[decider.parameter.label, decider.op.module].append(name)
+                    found[decider.source.label, decider.op.module].append(name)
         return tuple(dict.fromkeys(tuple(names) for names in found.values() if len(names) > 1))
 
     @cached_property
@@ -132,13 +124,13 @@ def _own_deciders(graph: ModelGraph) -> dict[str, Decider]:
 
 
 def _deciders(graph: ModelGraph) -> Iterator[tuple[str, Decider]]:
-    parameters = {source.result: source for source in graph.parameters}
+    read = sources_read(graph)
     for node in graph.nodes:
         if isinstance(node, Op):
             for position, operand in enumerate(node.operands):
-                if operand in parameters:
+                if operand in read:
                     name = reading_name(node, position)
-                    yield name, Reading(name=name, parameter=parameters[operand], op=node, position=position)
+                    yield name, Reading(name=name, source=read[operand], op=node, position=position)
         yield node.name, node
 
 
@@ -150,24 +142,26 @@ def flows_of(graph: ModelGraph) -> tuple[Flow, ...]:
 
 def _flows(graph: ModelGraph) -> Iterator[Flow]:
     parameters = {source.result: source for source in graph.parameters}
+    read = sources_read(graph)
     origin = {result: (node.name, i) for node in graph.nodes for i, result in enumerate(node.results)}
     for node in graph.nodes:
         for position, operand in enumerate(node.operands):
-            if operand in parameters:
-                if not isinstance(node, Op):
-                    raise ModelError(
-                        f"parameter {parameters[operand].label} crosses into module {node.module!r} as an argument "
-                        f"({node.path}): tpplan cannot shard a weight that is passed around; let the module that owns "
-                        "it compute with it"
-                    )
+            if operand in read and isinstance(node, Op):
                 yield Flow(source=reading_name(node, position), result=0, target=node.name, operand=position)
+            elif operand in parameters:
+                assert isinstance(node, Boundary)
+                raise ModelError(
+                    f"parameter {parameters[operand].label} crosses into module {node.module!r} as an argument "
+                    f"({node.path}): tpplan cannot shard a weight that is passed around; let the module that owns "
+                    "it compute with it"
+                )
             elif operand in origin:
                 source, result = origin[operand]
                 yield Flow(source=source, result=result, target=node.name, operand=position)
 
 
 def readings_of(graph: ModelGraph) -> dict[str, tuple[Reading, ...]]:
-    """The readings of each parameter of a graph by its name, in order."""
+    """The readings of each parameter of a graph, and of each buffer that has any, by its name and in order."""
     return graph.once(readings_of, lambda: _readings(graph))
 
 
@@ -175,7 +169,7 @@ def _readings(graph: ModelGraph) -> dict[str, tuple[Reading, ...]]:
     found: dict[str, list[Reading]] = {source.label: [] for source in graph.parameters}
     for decider in deciders_of(graph).values():
         if isinstance(decider, Reading):
-            found[decider.parameter.label].append(decider)
+            found.setdefault(decider.source.label, []).append(decider)
     return {label: tuple(readings) for label, readings in found.items()}
 
 
@@ -220,21 +214,6 @@ def build_space(
     )
 
 
-def has_partial_gradient(reading: Strategy) -> bool:
-    """True where a parameter rests whole and its gradient is a summand on each rank, reduced once per step."""
-    return reading.operands[0] == R and reading.results[0] not in (R, P)
-
-
-def reading_conversion(reading: Strategy) -> Conversion:
-    """The conversion from the parameter at rest to the layout in which the op reads it."""
-    return Conversion(R_STAR if has_partial_gradient(reading) else reading.operands[0], reading.results[0])
-
-
-def reading_name(op: Op, position: int) -> str:
-    """The name of the decision that reads a parameter as the op's operand at `position`."""
-    return f"{op.name}<-{position}"
-
-
 @dataclass(frozen=True, slots=True)
 class _Contract:
     """Positions of a node's operands that are read as R (inputs, buffers, constants), of results that are given as R,
@@ -262,6 +241,7 @@ class _Builder:
         self.tp = tp
         self.parameters = {source.result: source for source in graph.parameters}
         self.fixed = {source.result for source in graph.sources if source.kind is not SourceKind.PARAMETER}
+        self.sliced = sliced_buffers(graph)
         self.whole_outputs = graph.once_for_all_sizes(
             (_whole_outputs, unused_outputs), lambda: _whole_outputs(graph, unused_outputs)
         )
@@ -290,11 +270,14 @@ class _Builder:
         """Yields each node whose operands or results a contract is about, with it."""
         for node in self.graph.nodes:
             leaves = isinstance(node, Boundary) and node.leaves_model
-            fixed = tuple(i for i, name in enumerate(node.operands) if name in self.fixed)
+            fixed = tuple(i for i, name in enumerate(node.operands) if self._is_fixed(node, name))
             whole = tuple(i for i, name in enumerate(node.results) if name in self.whole_outputs)
             given = tuple(i for i, name in enumerate(node.results) if name in self.left or leaves)
             if fixed or whole or given:
                 yield node.name, _Contract(fixed, whole, given)
+
+    def _is_fixed(self, node: Op | Boundary, operand: str) -> bool:
+        return operand in self.fixed and not (isinstance(node, Op) and operand in self.sliced)
 
     def _boundary_options(self, boundary: Boundary) -> tuple[Strategy, ...]:
         value = self.graph.values[boundary.operand]
@@ -311,8 +294,12 @@ class _Builder:
         return found
 
     def _reading_options(self, reading: Reading) -> tuple[Strategy, ...]:
-        source = reading.parameter
+        source = reading.source
         value = self.graph.values[source.result]
+        if source.kind is SourceKind.BUFFER:
+            slices = (*map(S, range(len(value.shape))), *self._extra(value)) if self.tp > 1 else ()
+            possible = (own for own in slices if can_convert(R_STAR, own) and value.can_be(own, self.tp))
+            return tuple(Strategy((R,), (layout,)) for layout in (R, *possible))
         reads = (R, R_STAR, P) if source.trainable else (R, P)
         found = [Strategy((R,), (read,)) for read in reads]
         if self.tp > 1:

@@ -4,7 +4,8 @@ from typing import assert_never
 
 from tpplan.core.graph import Boundary, ModelGraph, Op
 from tpplan.core.name_patterns import ROOT
-from tpplan.layouts.decision_space import Decider, Reading
+from tpplan.layouts.decision_space import Decider
+from tpplan.layouts.readings import Reading
 from tpplan.layouts.rules.attention import FLEX_ATTENTION
 from tpplan.plan.compress_names import pattern_of
 
@@ -18,7 +19,7 @@ def in_words(graph: ModelGraph, decider: Decider) -> str:
             path = "" if decider.path == "output" else f" {decider.path}"
             return f"{decider.direction}{path} of {_module(graph, decider.module)}"
         case Reading():
-            return f"parameter {pattern_of(graph, decider.parameter.label)}"
+            return f"parameter {pattern_of(graph, decider.source.label)}"
         case _:
             assert_never(decider)
 
@@ -26,7 +27,7 @@ def in_words(graph: ModelGraph, decider: Decider) -> str:
 def placed(graph: ModelGraph, decider: Decider) -> str:
     """A decision in words, with the shapes that it reads and, of an op, the line of code that called it, if known:
     `aten.view.default in layers.*.mlp (of [4, 16, 64]), at model.py:12: x.view(-1, 64)`."""
-    names = (decider.parameter.result,) if isinstance(decider, Reading) else decider.operands
+    names = (decider.source.result,) if isinstance(decider, Reading) else decider.operands
     shapes = ", ".join(str(list(graph.values[name].shape)) for name in names)
     line = graph.lines.get(decider.name)
     return in_words(graph, decider) + (f" (of {shapes})" if shapes else "") + (f", at {line}" if line else "")

@@ -4,14 +4,14 @@ tpplan.search.build_plan puts them into a Plan, like layers under one pattern.
 """
 
 from tpplan.core.errors import ModelError
-from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Direction
+from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Direction, SourceKind
 from tpplan.core.layout import Layout, R
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import CROSS_ENTROPY
 from tpplan.layouts.rules import Call, draws
 from tpplan.plan.compress_names import pattern_of
-from tpplan.plan.plan import BoundaryPlan, CrossingPlan, FsdpPlan, ParameterPlan
+from tpplan.plan.plan import BoundaryPlan, BufferPlan, CrossingPlan, FsdpPlan, ParameterPlan
 
 
 def parameter_plans(assignment: Assignment) -> dict[str, ParameterPlan]:
@@ -28,6 +28,20 @@ def parameter_plans(assignment: Assignment) -> dict[str, ParameterPlan]:
             aliases=source.aliases,
         )
     return found
+
+
+def buffer_plans(assignment: Assignment) -> dict[str, BufferPlan]:
+    """Readings and shape of each buffer that a module reads as a slice, by name."""
+    graph = assignment.graph
+    found = {
+        source.label: BufferPlan(
+            reads={reading.op.module: assignment.strategy(reading.name).results[0] for reading in readings},
+            shape=graph.values[source.result].shape,
+        )
+        for source in graph.sources
+        if source.kind is SourceKind.BUFFER and (readings := assignment.readings.get(source.label))
+    }
+    return {name: plan for name, plan in found.items() if any(layout != R for layout in plan.reads.values())}
 
 
 def boundary_plans(assignment: Assignment) -> dict[str, BoundaryPlan]:

@@ -5,7 +5,8 @@
 Reads the traced graph, the plan as written in its file, the rules (each validated by brute force over all layouts,
 ranks and both directions) and the conversions of tpplan.core.layout. Uses no decisions, costs or solvers.
 
-(1) Inputs, buffers and constants are R. A parameter rests as its placement, and each module reads it as the plan says.
+(1) Inputs, buffers and constants are R. A parameter rests as its placement, and each module reads it as the plan says;
+so is a buffer read that the plan names, to no view of which an op may write (tpplan.layouts.readings).
 (2) At a module's boundary a value is in the layout from which the plan's conversion starts, and continues in the layout
 in which it ends; without a conversion it keeps its layout. A value whose storage an op writes to later is not
 converted, because a copy would be written.
@@ -26,11 +27,23 @@ with the observed `local_shapes`.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Boundary, Direction, ModelGraph, Op, Source, within
+from tpplan.core.graph import (
+    LEFT_AT,
+    LOSS_SCOPE,
+    Boundary,
+    Direction,
+    ModelGraph,
+    Op,
+    Source,
+    SourceKind,
+    Value,
+    within,
+)
 from tpplan.core.layout import R_STAR, ROWS, Conversion, Layout, P, R, can_convert, fits, local_shape
 from tpplan.core.name_patterns import ROOT
-from tpplan.layouts.extra_layouts import find_extra_layouts
+from tpplan.layouts.fused.extra_layouts import find_extra_layouts
 from tpplan.layouts.parameter_writes import why_copies, why_not_recomputed, write_within, writes_of
+from tpplan.layouts.readings import sliced_buffers
 from tpplan.layouts.rules import (
     OPAQUE,
     Call,
@@ -40,7 +53,7 @@ from tpplan.layouts.rules import (
     draws,
     written_operands,
 )
-from tpplan.plan.plan import BoundaryPlan, ParameterPlan, Plan
+from tpplan.plan.plan import BoundaryPlan, BufferPlan, ParameterPlan, Plan
 
 EMBEDDING = "aten.embedding.default"
 #: the only op that may take a sharded output and plain tensors together in the user's loss
@@ -84,6 +97,7 @@ class _Checker:
         self.local_shapes = local_shapes
         self.outputs = plan.outputs
         self.plans = plan.parameter_plans()
+        self.buffers = plan.buffer_plans()
         boundaries = {"" if name == ROOT else name: boundary for name, boundary in plan.boundary_plans().items()}
         self.losses = plan.sharded_losses()
         self.draws = frozenset(plan.drawing_modules())
@@ -95,12 +109,19 @@ class _Checker:
         self.crossings = _crossings(boundaries)
         named = {layout for parameter in self.plans.values() for layout in parameter.reads.values()}
         named |= {conversion.target for conversion in self.crossings.values()}
+        named |= {layout for buffer in self.buffers.values() for layout in buffer.reads.values()}
         self.extra = named.union(*find_extra_layouts(graph, self.tp).values())
         self.parameters = {source.result: source for source in graph.parameters}
         self.written_later = crossings_before_writes(graph)
         self.written = {graph.values[name].storage for op in graph.ops for name in written_operands(op)}
         self.possible: dict[str, tuple[Layout, ...]] = {
             source.result: (R,) for source in graph.sources if source.result not in self.parameters
+        }
+        #: name of a buffer that some module reads as a slice -> how each module reads it
+        self.slices = {
+            source.result: self.buffers[source.label].reads
+            for source in graph.sources
+            if source.kind is SourceKind.BUFFER and source.label in self.buffers
         }
         self.strategies: dict[str, tuple[Strategy, ...]] = {}
         self.taken: dict[str, Strategy] = {}
@@ -111,6 +132,7 @@ class _Checker:
         for source in self.graph.parameters:
             for problem in self._parameter(source, self.plans[source.label]):
                 yield Mistyped(message=f"parameter {source.label}: {problem}", place=("parameters", source.label))
+        yield from self._buffers()
         yield from self._written()
         yield from self._forward()
         self._narrow()
@@ -178,6 +200,30 @@ class _Checker:
                 yield f"{reader or ROOT} does not read it"
             if not self._can_be_read(source, plan.placement, layout) or (reader == LOSS_SCOPE and self.tp > 1):
                 yield f"{reader or ROOT} cannot read {shape} as {layout} where it rests as {plan.placement}"
+
+    def _buffers(self) -> Iterator[Mistyped]:
+        """Yields violations of (1) and (5) by buffers that the plan names."""
+        sources = {source.label: source for source in self.graph.sources if source.kind is SourceKind.BUFFER}
+        for label, plan in self.buffers.items():
+            found = self._buffer(sources[label], plan) if label in sources else "in the plan, not in the model"
+            if found is not None:
+                yield Mistyped(message=f"buffer {label}: {found}", place=("buffers", label))
+
+    def _buffer(self, source: Source, plan: BufferPlan) -> str | None:
+        value = self.graph.values[source.result]
+        if plan.shape != value.shape:
+            return f"{plan.shape} in the plan, {value.shape} in the model"
+        if source.result not in sliced_buffers(self.graph):
+            return "an op may write to it, or no op joins it with what carries a gradient: it is read whole"
+        readers = {node.module for node in self.graph.consumers.get(source.result, ()) if isinstance(node, Op)}
+        if different := sorted(readers ^ plan.reads.keys()):
+            return f"{different[0] or ROOT} reads it in the plan or in the model, and not in both"
+        wrong = next((own for own in plan.reads.values() if not self._can_be_sliced(value, own)), None)
+        return f"{value.shape} cannot be read as {wrong} on {self.tp} ranks" if wrong is not None else None
+
+    def _can_be_sliced(self, value: Value, layout: Layout) -> bool:
+        is_slice = layout != ROWS and layout.dim is not None and can_convert(R_STAR, layout)
+        return layout == R or (is_slice and value.can_be(layout, self.tp))
 
     def _can_be_read(self, source: Source, placement: Layout, layout: Layout) -> bool:
         value = self.graph.values[source.result]
@@ -261,6 +307,8 @@ class _Checker:
         return any(layout.dim is not None for layout in strategy.operands) == (op.module in self.draws)
 
     def _read(self, op: Op, name: str) -> tuple[Layout, ...]:
+        if name in self.slices:
+            return (self.slices[name][op.module],)
         source = self.parameters.get(name)
         return self.possible[name] if source is None else (self.plans[source.label].reads[op.module],)
 
@@ -370,9 +418,11 @@ class _Checker:
             layouts |= taken[1]
 
     def _value_layouts(self, node: Op | Boundary, strategy: Strategy) -> dict[str, Layout]:
-        """Value name -> its layout in a strategy of the node, without parameters."""
+        """Value name -> its layout in a strategy of the node, without parameters and buffers that ops read as
+        slices."""
         pairs = zip((*node.operands, *node.results), (*strategy.operands, *strategy.results), strict=True)
-        return {name: layout for name, layout in pairs if name not in self.parameters}
+        read = self.slices if isinstance(node, Op) else ()
+        return {name: layout for name, layout in pairs if name not in self.parameters and name not in read}
 
     def _planned_outputs(self) -> Iterator[tuple[str, str, Layout]]:
         """Yields (title, value, planned layout) of the model's outputs, and of the step's outputs beside them."""

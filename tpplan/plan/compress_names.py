@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from tpplan.core.graph import ModelGraph, RepeatedBlock, enclosing, within
 from tpplan.core.name_patterns import format_ranges, parse_ranges, substitute
-from tpplan.plan.plan import ParameterPlan, Plan
+from tpplan.plan.plan import BufferPlan, ParameterPlan, Plan
 
 T = TypeVar("T")
 #: rewrites the names inside an entry by a function of a name
@@ -72,6 +72,11 @@ def rename_parameter(plan: ParameterPlan, rename: Callable[[str], str]) -> Param
         reads={rename(reader): layout for reader, layout in plan.reads.items()},
         aliases=tuple(map(rename, plan.aliases)),
     )
+
+
+def rename_buffer(plan: BufferPlan, rename: Callable[[str], str]) -> BufferPlan:
+    """A copy of a buffer's plan with its readers renamed."""
+    return replace(plan, reads={rename(reader): layout for reader, layout in plan.reads.items()})
 
 
 def pattern_of(graph: ModelGraph, name: str) -> str:

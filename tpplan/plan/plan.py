@@ -24,6 +24,7 @@ from tpplan.plan.sections import (
     Amount,
     BatchPlan,
     BoundaryPlan,
+    BufferPlan,
     ClusterPlan,
     CollectivePlan,
     Compile,
@@ -61,6 +62,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "BatchPlan",
     "BoundaryPlan",
+    "BufferPlan",
     "ClusterPlan",
     "CollectivePlan",
     "Compile",
@@ -115,7 +117,7 @@ class Plan:
     data-parallel ranks. `experts` says how experts are divided over ranks, where they are. `tp_shares` say what tensor
     parallelism divides; absent where tp is 1. `notes` tell the reader how the plan was made: changes to the request,
     and costs that are guesses. `request` is what was asked for. `stage` says which stage of a pipeline the plan is for,
-    where it is for one (tpplan.plan.pipeline_plan).
+    where it is for one (tpplan.plan.pipeline_plan). `buffers` are those that a module reads as a slice.
     """
 
     schema_version: Count
@@ -149,6 +151,7 @@ class Plan:
     request: RequestPlan | None = None
     experts: ExpertsPlan | None = None
     stage: StagePlan | None = None
+    buffers: Mapping[str, BufferPlan] | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -225,6 +228,13 @@ class Plan:
                 aliases=tuple(substitute(alias, index) for alias in plan.aliases),
             )
             for name, (plan, index) in self._expanded(self.parameters).items()
+        }
+
+    def buffer_plans(self) -> dict[str, BufferPlan]:
+        """Buffer name -> its plan, with patterns expanded; only buffers that a module reads as a slice."""
+        return {
+            name: replace(plan, reads={substitute(reader, index): layout for reader, layout in plan.reads.items()})
+            for name, (plan, index) in self._expanded(self.buffers or {}).items()
         }
 
     def boundary_plans(self) -> dict[str, BoundaryPlan]:
@@ -338,6 +348,9 @@ class Plan:
                 raise PlanError(
                     f"{origin}: parameters.{name}: {starred!r} has a '*', but the parameter's name has none"
                 )
+        for name, buffer in self.buffer_plans().items():
+            if starred := next(filter(is_pattern, buffer.reads), None):
+                raise PlanError(f"{origin}: buffers.{name}: {starred!r} has a '*', but the buffer's name has none")
         units = set(self.fsdp_units()) - {""}
         for position, key in enumerate(self.fsdp.exceptions):
             if not {name for name, _ in self.expand(key)} <= units:
@@ -372,6 +385,8 @@ class Plan:
         """Yields (place in the file, key, number of names made of each name that the key stands for)."""
         for key, parameter in self.parameters.items():
             yield f"parameters.{key}", key, 1 + len(parameter.reads) + len(parameter.aliases)
+        for key, buffer in (self.buffers or {}).items():
+            yield f"buffers.{key}", key, 1 + len(buffer.reads)
         tables: dict[str, Iterable[str]] = {
             "boundaries": self.boundaries,
             "sizes": self.sizes,

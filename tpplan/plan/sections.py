@@ -223,6 +223,14 @@ class ParameterPlan:
     aliases: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferPlan:
+    """The layout in which each module reads a buffer that some module reads as a slice; every rank has it whole."""
+
+    reads: Mapping[str, LayoutText]
+    shape: tuple[Size, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class CrossingPlan:
     """The conversion of a tensor at a module's boundary, and the dtype in which it crosses: `S(1) -> R as float32`."""

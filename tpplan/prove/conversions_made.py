@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from tpplan.core.graph import OWN_SCOPE, Boundary, Direction, ModelGraph, Op
 from tpplan.core.layout import COLLECTIVE_STEPS, Step
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.decision_space import CROSS_ENTROPY, reading_conversion
+from tpplan.layouts.decision_space import CROSS_ENTROPY
+from tpplan.layouts.readings import reading_conversion, sources_read
 from tpplan.prove.counterexample import Counterexample, blame
 
 CONTIGUOUS = "aten.contiguous.default"
@@ -99,7 +100,7 @@ def other_conversions(
 ) -> Counterexample | None:
     """The first value that is converted by other steps than its conversions take, as far as ops tell steps apart.
 
-    Each read of a parameter by a module's code converts it, so that its steps may occur several times.
+    Each read of a parameter or buffer by a module's code converts it, so that its steps may occur several times.
     """
     graph = assignment.graph
     steps: dict[str, list[Step]] = defaultdict(list)
@@ -107,8 +108,8 @@ def other_conversions(
         value = boundary.result if boundary.direction is Direction.INPUT else boundary.operand
         steps[images[value]] += conversion.forward or (Step.NONE,)
     reads: dict[str, set[Step]] = {}
-    for source in graph.parameters:
-        readings = assignment.readings[source.label]
+    for source in sources_read(graph).values():
+        readings = assignment.readings.get(source.label, ())
         found = (reading_conversion(assignment.strategy(reading.name)).forward for reading in readings)
         reads[images[source.result]] = {step for taken in found for step in taken}
     for loss in graph.ops:

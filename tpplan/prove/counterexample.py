@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tpplan.core.graph import Boundary, Direction, Op
 from tpplan.core.layout import local_shape
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.decision_space import Reading
+from tpplan.layouts.readings import Reading
 from tpplan.prove.module_scope import given_nodes, parent
 
 

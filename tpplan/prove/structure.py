@@ -196,6 +196,11 @@ def _digest_of(plan: Plan) -> PlanDigest:
         for module in enclosing(name):
             inside[module].append((len(tables), name, repr(parameter.placement), reads))
 
+    for name, buffer in plan.buffer_plans().items():
+        reads = tuple((reader, str(layout)) for reader, layout in buffer.reads.items())
+        for module in enclosing(name):
+            inside[module].append((len(tables) + 1, name, "", reads))
+
     @cache
     def plan_digest(module: str) -> object:
         return tuple(

@@ -18,6 +18,7 @@ from tpplan.experts.row_wise import ROW_WISE
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.plan_sections import (
     boundary_plans,
+    buffer_plans,
     drawing_modules,
     fsdp_plan,
     outputs,
@@ -26,13 +27,14 @@ from tpplan.layouts.plan_sections import (
 )
 from tpplan.layouts.rules import OPAQUE
 from tpplan.layouts.rules.indexing import SENT
-from tpplan.plan.compress_names import blocks_table, by_pattern, names_written, rename_parameter
+from tpplan.plan.compress_names import blocks_table, by_pattern, names_written, rename_buffer, rename_parameter
 from tpplan.plan.model_fingerprint import parameters_fingerprint
 from tpplan.plan.parts import EXPERT_PARALLEL
 from tpplan.plan.plan import (
     SCHEMA_VERSION,
     BatchPlan,
     BoundaryPlan,
+    BufferPlan,
     ClusterPlan,
     Compile,
     ExpertsPlan,
@@ -214,6 +216,7 @@ class _Layouts(TypedDict):
     sizes: Mapping[str, tuple[SizePlan, ...]]
     losses: Mapping[str, int]
     draws: tuple[str, ...]
+    buffers: Mapping[str, BufferPlan] | None
 
 
 def _layouts(assignment: Assignment) -> _Layouts:
@@ -225,6 +228,7 @@ def _layouts(assignment: Assignment) -> _Layouts:
         "sizes": {},  # the proof finds them
         "losses": by_pattern(graph, sharded_losses(assignment), lambda count, rename: count),
         "draws": tuple(by_pattern(graph, dict.fromkeys(drawing_modules(assignment), ""), lambda own, rename: own)),
+        "buffers": by_pattern(graph, buffer_plans(assignment), rename_buffer) or None,
     }
 
 

@@ -17,7 +17,8 @@ from tpplan.core.layout import local_shape
 from tpplan.core.repeated_blocks import members
 from tpplan.costs.step.formulate import Formulation
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.decision_space import Decider, Reading, reading_name
+from tpplan.layouts.decision_space import Decider
+from tpplan.layouts.readings import Reading, reading_name
 from tpplan.layouts.rules import Call, Strategy, localized_arguments, takes_sizes
 from tpplan.layouts.typecheck import Mistyped
 from tpplan.prove.counterexample import Counterexample
@@ -145,7 +146,7 @@ class _Finder:
             return strategy
         graph, tp = self.assignment.graph, self.formulation.mesh.tp
         if isinstance(decider, Reading):
-            value = graph.values[decider.parameter.result]
+            value = graph.values[decider.source.result]
             return local_shape(value.shape, strategy.results[0], tp)
         is_itself = self.node is not None and decider.name == self.node.name
         is_entry = isinstance(decider, Boundary) and decider.direction is Direction.INPUT

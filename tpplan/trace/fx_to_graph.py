@@ -125,6 +125,7 @@ class GraphReader:
         """The argument that each placeholder node is, by node name. Adds the sources; a tied parameter is one
         source."""
         parameters: dict[int, list[str]] = {id(p): [] for p in self.model.parameters()}
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
         by_label = dict(self.model.named_parameters(remove_duplicate=False))
         for label, parameter in by_label.items():
             parameters[id(parameter)].append(label)
@@ -143,6 +144,9 @@ class GraphReader:
                 if label in canonical:
                     names[given.placeholder] = Ref(canonical[label])
                     continue
+            elif given.kind is SourceKind.BUFFER:
+                own = buffers.get(label)  # None where forward has deleted it
+                aliases = tuple(name for name, buffer in buffers.items() if buffer is own and name != label)
             if not isinstance(value, torch.Tensor):
                 if given.kind is not SourceKind.INPUT:
                     raise ModelError(f"input {label} of the traced graph is a {given.kind}, which is not a tensor")

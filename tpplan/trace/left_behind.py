@@ -1,7 +1,8 @@
 """Tensors that a forward leaves behind for others to read: on modules, in objects that modules hold, in global lists.
 
 A training loop may add such a tensor to its loss (`loss + sum(m.aux_loss for m in ...)`), which no trace sees. So each
-one that carries a gradient counts as an output of the model: whole on every rank, and so is its gradient.
+one that carries a gradient counts as an output of the model: whole on every rank, and so is its gradient. So does one
+that forward puts in a buffer's place (`self.mean = 0.9 * self.mean + ...`), which the next step and state_dict read.
 """
 
 import sys
@@ -54,13 +55,15 @@ def held_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def left_behind(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors held now and not `before` that a forward computed and that carry a gradient, by dotted path."""
+    """Tensors held now and not `before` that a forward computed and that carry a gradient or are buffers, by dotted
+    path."""
     known = {id(tensor) for tensor in before.values()}
+    buffers = {_within(name, key) for name, module in model.named_modules() for key in own_buffers(module)}
     with plain_calls():
         return {
             name: tensor
             for name, tensor in held_tensors(model).items()
-            if id(tensor) not in known and tensor.requires_grad and not tensor.is_leaf
+            if id(tensor) not in known and (name in buffers or (tensor.requires_grad and not tensor.is_leaf))
         }
 
 

@@ -183,5 +183,5 @@ def chooses_alike(one: Plan, other: Plan) -> bool:
 
 
 def _choices(plan: Plan) -> tuple[object, ...]:
-    layouts = plan.parameter_plans(), plan.boundary_plans(), plan.size_plans()
+    layouts = plan.parameter_plans(), plan.boundary_plans(), plan.size_plans(), plan.buffer_plans()
     return plan.mesh, plan.batch, *layouts, plan.recomputed_modules(), plan.resharded_units()

@@ -276,6 +276,7 @@ def json_path_of(plan: Plan, place: tuple[str, ...]) -> str:
     name, *below = rest
     tables: dict[str, Mapping[str, object]] = {
         "parameters": plan.parameters,
+        "buffers": plan.buffers or {},
         "boundaries": plan.boundaries,
         "sizes": plan.sizes,
         "losses": plan.losses,

@@ -13,7 +13,7 @@ from tpplan.core.errors import UsageError
 from tpplan.core.layout import Conversion, Layout, LayoutKind
 from tpplan.core.mesh import Mesh, divisors
 from tpplan.core.name_patterns import format_ranges, is_pattern, parse_ranges, substitute
-from tpplan.plan.plan import BoundaryPlan, CrossingPlan, MeshPlan, ParameterPlan, Plan, Precision, SizePlan
+from tpplan.plan.plan import BoundaryPlan, BufferPlan, CrossingPlan, MeshPlan, ParameterPlan, Plan, Precision, SizePlan
 
 T = TypeVar("T")
 
@@ -107,11 +107,15 @@ def with_layers(plan: Plan, count: int) -> Plan:
         reads = {reader: layout for reader, layout in parameter.reads.items() if is_kept(reader)}
         return replace(parameter, reads=reads, aliases=tuple(filter(is_kept, parameter.aliases)))
 
+    def buffer_readers_kept(buffer: BufferPlan) -> BufferPlan:
+        return replace(buffer, reads={reader: own for reader, own in buffer.reads.items() if is_kept(reader)})
+
     return replace(
         plan,
         blocks={pattern: format_ranges(indices) for pattern, indices in kept.items()},
         parameters=filtered(plan.parameters, readers_kept),
         boundaries=filtered(plan.boundaries),
+        buffers=filtered(plan.buffers, buffer_readers_kept) if plan.buffers is not None else None,
         sizes=filtered(plan.sizes),
         losses=filtered(plan.losses),
         draws=tuple(filter(is_kept, plan.draws)),

@@ -25,12 +25,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tpplan.apply.collectives.redistribute import Converter, TpGroup, local_rows, mask_rows
 from tpplan.apply.collectives.tp_gradients import Reducer
+from tpplan.apply.modules.buffer_reads import BufferReads
 from tpplan.apply.modules.parameter_reads import ParameterReads
 from tpplan.core.errors import PlanMismatchError, UsageError
 from tpplan.core.layout import ROWS, Conversion
 from tpplan.core.name_patterns import ROOT
 from tpplan.torch_internals.autograd import NO_BACKWARD, running_backward
-from tpplan.torch_internals.modules import own_parameters
+from tpplan.torch_internals.modules import own_buffers, own_parameters
 from tpplan.trace.answers.own_failure import as_internal
 from tpplan.trace.forward_arguments import named_tensors, signature_of
 from tpplan.trace.hooks.call_rewriting import own_code
@@ -138,6 +139,8 @@ class ModuleBinding:
     #: sharded dim by output path, for outputs that the model returns as sharded DTensors
     sharded_outputs: Mapping[str, int] = field(default_factory=dict)
     reads: Mapping[str, ParameterReads] = field(default_factory=dict)
+    #: reads of the module's own buffers that some module reads as a slice
+    buffers: Mapping[str, BufferReads] = field(default_factory=dict)
     #: reads of the weights below the module by their names relative to it, where the module runs whole
     whole: Mapping[str, ParameterReads] | None = None
     #: True where ids become rows here, and a module around this one converts the looked-up rows
@@ -171,12 +174,26 @@ class ModuleBinding:
             return reads.local(parameter, self.names)
         return parameter
 
+    def read_buffer(self, name: str, buffer: Tensor | None) -> Tensor | None:
+        """Returns the buffer as the running forward reads it; the buffer itself when none runs."""
+        reads = self.buffers.get(name)
+        if reads is None or buffer is None:
+            return buffer
+        if frames := self.shared.frames:
+            return reads.local(buffer, frames[-1].site.names)
+        # As in `read`: a checkpointed function is recomputed with no forward running.
+        if torch.is_grad_enabled() and running_backward() != NO_BACKWARD:
+            return reads.local(buffer, self.names)
+        return buffer
+
     def converters(self) -> Iterator[Converter]:
         """Yields the converters of the module's inputs, outputs and parameter reads."""
         crossings = [crossing for argument in self.arguments for crossing in argument.crossings.values()]
         yield from (c.converter for c in (*crossings, *self.outputs.values()) if c.converter is not None)
         for reads in (*self.reads.values(), *(self.whole or {}).values()):
             yield from (converter for converter in reads.converters.values() if converter is not None)
+        for buffer in self.buffers.values():
+            yield from buffer.converters()
 
     def whole_weights(self, module: nn.Module) -> dict[str, Tensor]:
         """Returns the local tensors of the weights below a module that runs whole, by name, in the layouts it reads."""
@@ -306,16 +323,19 @@ def check_swappable(module: nn.Module, name: str) -> None:
 def swap_class(module: nn.Module, site: ModuleBinding) -> None:
     """Stores the ModuleBinding on a module and replaces its class by the generated subclass."""
     module.__dict__[BINDING] = site
-    module.__class__ = local_class(type(module), tuple(sorted(site.reads)))  # type: ignore[arg-type]
+    names = tuple(sorted(site.reads)), tuple(sorted(site.buffers))
+    module.__class__ = local_class(type(module), *names)  # type: ignore[arg-type]
 
 
 @functools.cache
-def local_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """Returns the subclass of cls, with its name, that converts at its boundary and reads `names` as local tensors."""
+def local_class(cls: type[nn.Module], names: tuple[str, ...], buffers: tuple[str, ...] = ()) -> type[nn.Module]:
+    """Returns the subclass of cls, with its name, that converts at its boundary and reads parameters `names` and
+    `buffers` as local tensors."""
     namespace: dict[str, Any] = {name: _local_parameter(name) for name in names}
+    namespace |= {name: _local_buffer(name) for name in buffers}
     if cls.forward is not nn.Module.forward:
         namespace["forward"] = _local_forward(cls)
-    return subclass(cls, namespace, local_class, (names,))
+    return subclass(cls, namespace, local_class, (names, buffers))
 
 
 def _local_parameter(name: str) -> property:
@@ -332,6 +352,20 @@ def _local_parameter(name: str) -> property:
             raise as_internal(error) from error
 
     return property(read, doc=f"{name}: the DTensor, or during a forward its local tensor")
+
+
+def _local_buffer(name: str) -> property:
+    def read(self: nn.Module) -> Any:
+        buffers = own_buffers(self)
+        if name not in buffers:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        site: ModuleBinding | None = self.__dict__.get(BINDING)
+        try:
+            return buffers[name] if site is None else site.read_buffer(name, buffers[name])
+        except AttributeError as error:  # nn.Module would fall back to __getattr__ and return the whole buffer
+            raise as_internal(error) from error
+
+    return property(read, doc=f"{name}: the buffer, or during a forward this rank's slice of it")
 
 
 def _local_forward(cls: type[nn.Module]) -> Callable[..., Any]:

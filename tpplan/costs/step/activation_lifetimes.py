@@ -19,7 +19,7 @@ from tpplan.costs.runs.execution import Execution
 from tpplan.costs.runs.kernels import WORK
 from tpplan.costs.saved_tensors import call_exits, gives_sum, returned_until
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.decision_space import reading_conversion
+from tpplan.layouts.readings import reading_conversion
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.plan.plan import Recompute, WorkKind
 
@@ -185,7 +185,7 @@ class Lifetimes:
                 strategy = self.strategy(reading.name)
                 if reading_conversion(strategy).forward and strategy.results[0].dim is not None:
                     position = position_of[reading.op.name]
-                    self._new(position, reading.parameter.result, strategy.results[0]).keepers.add(position)
+                    self._new(position, reading.source.result, strategy.results[0]).keepers.add(position)
 
     def _new(self, position: int, value: str, layout: Layout) -> Storage:
         return self._add(position, self.graph.values[value].num_bytes / layout.num_slices(self.assignment.tp))

@@ -17,8 +17,9 @@ from tpplan.costs.runs.execute import Executor
 from tpplan.costs.step.activation_lifetimes import Lifetimes
 from tpplan.costs.step.parameter_bytes import Weights
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.decision_space import Decider, has_partial_gradient
+from tpplan.layouts.decision_space import Decider
 from tpplan.layouts.layer_treatments import FsdpUnit
+from tpplan.layouts.readings import has_partial_gradient
 from tpplan.machine.profile import Collective
 from tpplan.plan.compress_names import pattern_of
 from tpplan.plan.plan import CollectivePlan, Pass

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import islice
 
 from tpplan.core.gradient_buckets import BUCKET_BYTES
-from tpplan.core.graph import Boundary, Op
+from tpplan.core.graph import Boundary, Op, SourceKind
 from tpplan.core.layout import R
 from tpplan.core.mesh import Axis, Mesh
 from tpplan.costs.cpu_launch_lag import LaunchLag, repeated, waiting
@@ -33,8 +33,9 @@ from tpplan.costs.step.parameter_bytes import Parameter, ParameterBytes, RowByte
 from tpplan.costs.step.train_config import Setting
 from tpplan.costs.strategy_times import StrategyTime, Work
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.decision_space import Space, has_partial_gradient
+from tpplan.layouts.decision_space import Space
 from tpplan.layouts.layer_treatments import TREATMENTS, LayerGroup, Treatment
+from tpplan.layouts.readings import has_partial_gradient
 from tpplan.layouts.rules import Strategy
 from tpplan.layouts.rules.indexing import COUNTED, EXCHANGES
 from tpplan.machine.profile import Collective, Estimate
@@ -355,10 +356,10 @@ class Formulation:
         return Counter(
             (
                 tuple(dict.fromkeys(classes[reading.name] for reading in readings)),
-                own.parameter(readings[0].parameter, own.gradients),
+                own.parameter(readings[0].source, own.gradients),
             )
             for readings in self.space.readings.values()
-            if readings
+            if readings and readings[0].source.kind is SourceKind.PARAMETER
         )
 
     def _accumulation(self) -> Iterator[Term]:

@@ -16,7 +16,7 @@ from tpplan.costs.step.fsdp_memory import Shards
 from tpplan.costs.step.memory_ledger import Course, Ledger, Peak, Piece
 from tpplan.costs.step.parameter_bytes import Weights
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.decision_space import has_partial_gradient, reading_name
+from tpplan.layouts.readings import has_partial_gradient, reading_name
 from tpplan.plan.parts import (
     BESIDE,
     BUFFERS,

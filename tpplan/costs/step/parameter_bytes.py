@@ -20,8 +20,9 @@ from tpplan.core.units import DTYPE_BYTES
 from tpplan.costs.step.cost_table import PricedSpace
 from tpplan.costs.step.train_config import Setting
 from tpplan.layouts.assignment import Assignment, master_bytes
-from tpplan.layouts.decision_space import Space, reading_conversion
+from tpplan.layouts.decision_space import Space
 from tpplan.layouts.layer_treatments import FsdpUnit
+from tpplan.layouts.readings import reading_conversion
 from tpplan.plan.optimizers import Optimizer, optimizer_named
 from tpplan.plan.plan import Precision
 from tpplan.solvers.problem import Expression, added, merged, scaled

@@ -2,10 +2,10 @@
 
 from tpplan.core.graph import ModelGraph
 from tpplan.core.layout import S
-from tpplan.layouts.fused_dims import fused_dims
+from tpplan.layouts.fused.fused_dims import fused_dims
+from tpplan.layouts.fused.shared_heads import copied_dims
+from tpplan.layouts.fused.stacked_dims import stacked_dims
 from tpplan.layouts.rules import Extra, call_strategies
-from tpplan.layouts.shared_heads import copied_dims
-from tpplan.layouts.stacked_dims import stacked_dims
 
 
 def find_extra_layouts(graph: ModelGraph, tp: int) -> Extra:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from tpplan.core.graph import ModelGraph, Op
 from tpplan.core.layout import Layout, S
 from tpplan.core.repeated_blocks import like_ops
-from tpplan.layouts.fused_dims import matrices
+from tpplan.layouts.fused.fused_dims import matrices
 from tpplan.layouts.rules.call import Call, Strategy
 from tpplan.layouts.rules.views import RESHAPES, regrouped
 
