@@ -36,6 +36,7 @@ from tpplan.machine.profile import HardwareProfile
 from tpplan.plan.pipeline_plan import PipelinePlan, load_plan
 from tpplan.plan.plan import Plan, Precision
 from tpplan.plan.proof_hash import why_unproven
+from tpplan.plan.report.stages import stage_lines
 from tpplan.search.pipelines.rank_memory import num_bytes
 from tpplan.search.points.options import Options
 from tpplan.stages.schedule import orders
@@ -468,5 +469,8 @@ def test_unproven_each_stage_has_a_plan_of_its_own(tmp_path: Path) -> None:
     plan, path = solved(Stack, stages=4, gpus=4, prove=False), tmp_path / "plan.json"
     plan.dump(path)
     assert load_plan(path) == plan
+    rows = [line.split("  ") for line in stage_lines(plan) if line.startswith("  ")]
+    named = [next(part.strip() for part in row[2:] if part.strip()) for row in rows[1:]]
+    assert named == ["layers.0", "layers.1", "layers.2", "after layers.2"]
     held = [{name for name in stage.parameter_plans() if name.startswith("layers.")} for stage in plan.stages]
     assert all({name.split(".")[1] for name in names} == {str(i)} for i, names in enumerate(held))

@@ -58,7 +58,10 @@ def _row(plan: Plan) -> tuple[str, ...]:
     assert stage is not None
     return (
         str(stage.index),
-        ", ".join(f"{pattern.removesuffix('.*')} {ranges}" for pattern, ranges in plan.blocks.items()) or "one",
+        ", ".join(f"{pattern.removesuffix('.*')} {ranges}" for pattern, ranges in plan.blocks.items())
+        or ", ".join(filter(None, plan.layers()))
+        or stage.last
+        or f"after {stage.received}",
         format_seconds(plan.predicted.step_time_s),
         gib(_held(plan)),
         ", ".join(_recomputed(plan)) or "none",
