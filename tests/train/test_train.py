@@ -16,10 +16,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor
 from examples import eager_to_shard, solve_example
+from one_process import relative_errors
 from ranks import run_ranks
 
 import tpplan
-from tpplan.plan.plan import Plan
+from tpplan.plan.pipeline_plan import PipelinePlan
+from tpplan.plan.plan import Plan, Precision
+from tpplan.search.points.options import Options
 from tpplan.search.points.user_model import load_model_file
 
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -51,7 +54,7 @@ def script() -> ModuleType:
 train = script()
 
 
-def trained(plan: Plan | None, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(plan: Plan | PipelinePlan | None, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and first gradients of the small Llama, on this process or as a rank of the plan."""
     model_file = train.load_model_file(str(LLAMA))
     torch.manual_seed(0)
@@ -133,6 +136,30 @@ def test_plans_train_as_one_process_does(
         for name, gradient in expected.items():
             error = (gradients[name] - gradient).abs().max() / gradient.abs().max()
             assert error < GRADIENT_TOLERANCE, name
+
+
+def test_a_model_in_interleaved_stages_trains_as_one_process_does(
+    one_process: tuple[list[float], dict[str, torch.Tensor]],
+) -> None:
+    model_file = train.load_model_file(str(LLAMA))
+    plan = tpplan.solve_stages(
+        model_file.build_model,
+        model_file.example_inputs,
+        stages=2,
+        virtual_stages=2,
+        cluster=tpplan.Cluster(gpus=2, gpus_per_node=2, profile=eager_to_shard()),
+        global_batch=BATCH,
+        micro_batch=4,
+        seq_len=SEQ_LEN,
+        options=Options(loss=model_file.loss, precision=Precision.FP32),
+        prove=False,
+    )
+    expected_losses, expected = one_process
+    for losses, gradients in run_ranks(2, trained, plan, FEWER_STEPS):
+        assert max(abs(a - b) for a, b in zip(losses, expected_losses[:FEWER_STEPS], strict=True)) < LOSS_TOLERANCE
+        errors = relative_errors(gradients, expected)
+        assert errors.keys() == expected.keys()
+        assert max(errors.values()) < GRADIENT_TOLERANCE, max(errors, key=lambda name: errors[name])
 
 
 @pytest.mark.slow
