@@ -76,6 +76,13 @@ def test_a_row_is_read_as_it_says() -> None:
     assert run.caveats == ()
 
 
+def test_a_size_of_slow_kernels_is_priced_and_said() -> None:
+    run = read(heads="8", kv_heads="8", head_dim="108", params_b="0.09")
+    assert [caveat.split(";")[0] for caveat in run.caveats] == [
+        "products of sizes that are no multiples of 8 run on slower kernels"
+    ]
+
+
 def test_a_row_with_experts_is_read_as_it_says() -> None:
     run = read(**EXPERTS, flags="dispatcher=deepep")
     assert (run.group, run.ep, run.shape.experts, run.shape.ffn, run.sends_rows_once) == ("MoE", 4, 8, 0, True)
@@ -108,10 +115,6 @@ REFUSED = [
     ({"vpp": "3"}, "layers that do not divide: 4 in 2 stages of 3 chunks"),
     ({"vpp": ""}, "no vpp: it could change the step by 12%"),
     ({"vpp": "", "pp_schedule": "interleaved 1f1b", "global_batch": "4096"}, "no vpp: it could"),
-    (
-        {"heads": "16", "kv_heads": "16", "head_dim": "108"},
-        "products of sizes that are no multiples of 8: head_dim 108",
-    ),
     ({"params_b": "0.3"}, "parameters that its sizes do not have: 0.0855 or 0.104e9 for 0.3e9"),
     ({"tokens_per_s_per_gpu": "4096"}, "seconds and tokens per second that differ: 1.0 s and 0.5 s"),
     ({"notes": "with LoRA adapters"}, "adapters: notes 'with LoRA adapters'"),

@@ -12,11 +12,14 @@ plan does something else, a comment says so, and Megatron-LM's step is another o
 from collections import Counter
 from collections.abc import Iterator
 
-from tpplan.core.graph import Direction, within
+from tpplan.core.errors import UsageError
+from tpplan.core.graph import Direction, ModelGraph, within
+from tpplan.core.layout import ROWS, P, S
 from tpplan.exporters import LaidOut
-from tpplan.layouts.pins import Pin, Pinned, matrix_ops
+from tpplan.layouts.pins import Keeps, Pin, Pinned, matrix_ops
 from tpplan.plan.plan import Plan, Precision, Recompute, uses_fsdp
 from tpplan.plan.styles import Style
+from tpplan.trace.trace import repeated_children
 
 #: flags of Megatron-FSDP where parameters, gradients and optimizer states are sharded [Megatron Core, user guide]
 _FSDP = ("--use-megatron-fsdp", "--use-distributed-optimizer", "--no-gradient-accumulation-fusion")
@@ -87,14 +90,12 @@ def _of_tp(laid: LaidOut) -> Iterator[tuple[str, str]]:
     """Yields (flag, what is not said) for the layouts on the tensor-parallel axis."""
     if laid.plan.mesh.tp == 1:
         return
-    layers = [name for name in laid.plan.layers() if name]
+    layers = list(repeated_children(laid.model))
     yield from _between_layers(laid, layers)
-    held = {
-        decision: keeps
-        for layer in layers
-        for decision, pins in Pinned(graph=laid.graph, pins=(Pin(pattern=layer, style=Style.MEGATRON),)).held.items()
-        for _, keeps in pins
-    }
+    yield from _conversions(laid, layers)
+    if opaque := laid.plan.opaque_modules():
+        yield "", f"{_named(list(opaque))}: runs whole on every rank"
+    held = {decision: keeps for layer in layers for decision, keeps in _as_megatron(laid.graph, layer)}
     differing: dict[str, list[str]] = {}
     for name, matrix in matrix_ops(laid.graph).items():
         strategy, op = laid.strategies[name], matrix.op
@@ -107,6 +108,31 @@ def _of_tp(laid: LaidOut) -> Iterator[tuple[str, str]]:
             differing.setdefault(str(style), []).append(op.module)
     for own, modules in differing.items():
         yield "", f"{_named(modules)}: {own}"
+
+
+def _as_megatron(graph: ModelGraph, layer: str) -> Iterator[tuple[str, Keeps]]:
+    """Yields (decision, test of its strategy) of the matrices that Megatron-LM splits; none of a layer in which no
+    matrix leads to another."""
+    try:
+        pinned = Pinned(graph=graph, pins=(Pin(pattern=layer, style=Style.MEGATRON),)).held
+    except UsageError:
+        return
+    yield from ((decision, keeps) for decision, pins in pinned.items() for _, keeps in pins)
+
+
+def _conversions(laid: LaidOut, layers: list[str]) -> Iterator[tuple[str, str]]:
+    """Yields what is not said of conversions in layers: all but those from and to summands, whole values and slices of
+    the sequence, on which Megatron-LM's matrices and norms meet."""
+    found: dict[str, list[str]] = {}
+    for boundary in laid.graph.boundaries:
+        value, strategy = laid.graph.values[boundary.operand], laid.strategies[boundary.name]
+        ends = (strategy.operands[0], strategy.results[0])
+        sequence = S(len(value.shape) - 2) if len(value.shape) > 1 else None
+        is_known = all(own in (P, ROWS, sequence) or own.is_whole for own in ends)
+        if ends[0] != ends[1] and not is_known and any(within(boundary.module, layer) for layer in layers):
+            found.setdefault(f"{ends[0]} -> {ends[1]}", []).append(boundary.module)
+    for own, modules in found.items():
+        yield "", f"{_named(modules)}: converted {own}"
 
 
 def _between_layers(laid: LaidOut, layers: list[str]) -> Iterator[tuple[str, str]]:

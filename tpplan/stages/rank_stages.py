@@ -70,7 +70,7 @@ def joined(model: nn.Module, parts: Sequence[nn.Module]) -> nn.Module:
 
 
 def _join(name: str, module: nn.Module, parts: Sequence[nn.Module]) -> nn.Module:
-    """What stands for a module that the stages have as `parts`: the only one that runs, a stub, or a shell."""
+    """Returns the module that stands for the copies `parts` of one: the only one that runs, a stub, or a shell."""
     held = [part for part in parts if not isinstance(part, Stub)]
     if len(held) < 2:
         return (held or parts)[0]

@@ -23,7 +23,7 @@ class Action(NamedTuple):
 
 
 def orders(schedule: Schedule, ranks: int, virtual_stages: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """What each rank runs in a step, in order."""
+    """The actions of each rank in a step, in order."""
     if schedule is Schedule.ONE_F_ONE_B:
         return tuple(tuple(_one_f_one_b(rank, ranks, micro_batches)) for rank in range(ranks))
     return tuple(tuple(_interleaved(rank, ranks, virtual_stages, micro_batches)) for rank in range(ranks))

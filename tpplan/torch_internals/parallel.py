@@ -73,7 +73,7 @@ class Tracker(FSDPMemTracker):  # type: ignore[no-untyped-call]
 
 
 def orders_of(schedule: ScheduleInterleaved1F1B) -> list[list[tuple[int, bool, int]]]:
-    """What a schedule runs on each rank, in order: (stage, True for a forward, micro-batch)."""
+    """The actions of each rank under a schedule, in order: (stage, True for a forward, micro-batch)."""
     kinds = {_ComputationType.FORWARD: True, _ComputationType.FULL_BACKWARD: False}
     return [
         [

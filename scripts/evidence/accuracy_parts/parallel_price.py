@@ -317,7 +317,8 @@ class _Network:
 
     def link_s(self, stage: int) -> float:
         """Seconds of sending a micro-batch's activations to the next stage, of two ranks that gather as much from each
-        other, as tpplan.search.stage_plans has it; with an all-gather inside the receiving node where slices are."""
+        other, as tpplan.search.pipelines.step_seconds has it; with an all-gather inside the receiving node where slices
+        are."""
         run = self.run
         crosses = (stage + 1) * run.dp * run.tp % run.gpus_per_node == 0
         pair = GroupShape(ranks=2, ranks_per_node=1 if crosses else 2)

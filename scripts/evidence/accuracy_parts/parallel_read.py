@@ -62,8 +62,6 @@ DISPATCHERS = {"": False, "a2a": False, "alltoall": False, "deepep": True, "hybr
 #: seconds and tokens per second of a row that differ by more than this part contradict each other, and of a model's
 #: parameters the part that those of its sizes may be apart
 SAME_STEP, CLOSE = 0.05, 0.1
-
-
 #: elements of 16 bits that tensor cores take at once: a size that is no multiple of it runs on other kernels, which no
 #: profile has measured [NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements"]
 ALIGNED = 8
@@ -169,7 +167,7 @@ def _run(row: Mapping[str, str], codes: Sequence[tuple[str, str, str, Code]]) ->
         code=code,
         measured_s=_number(row, "step_time_s"),
         plan_group=row["plan_group"],
-        caveats=(*_caveats(row), *neglected),
+        caveats=(*_caveats(row, shape), *neglected),
     )
     _check(run, row)
     return run
@@ -216,8 +214,6 @@ def _shape(row: Mapping[str, str], code: Code) -> Shape:
     if not row["head_dim"] and hidden % heads:
         raise RefusalError("no head_dim", f"{heads} heads do not divide {hidden}")
     head_dim = _whole(row, "head_dim") if row["head_dim"] else hidden // heads
-    if head_dim % ALIGNED:
-        raise RefusalError(f"products of sizes that are no multiples of {ALIGNED}", f"head_dim {head_dim}")
     if family.has_experts and _whole(row, "dense_layers", least=0):
         raise RefusalError("dense layers between those with experts", row["dense_layers"])
     if family.has_experts and _whole(row, "shared_expert_ffn", least=0):
@@ -267,7 +263,7 @@ def _dispatcher(row: Mapping[str, str]) -> bool:
     return _known(stated.group(1).lower() if stated else "", DISPATCHERS, "dispatcher")
 
 
-def _caveats(row: Mapping[str, str]) -> list[str]:
+def _caveats(row: Mapping[str, str], shape: Shape) -> list[str]:
     found = []
     if re.search(r"CUDA_LAUNCH_BLOCKING=1", row["flags"]):
         found.append("kernels were launched one at a time (CUDA_LAUNCH_BLOCKING=1); priced as if not")
@@ -275,6 +271,10 @@ def _caveats(row: Mapping[str, str]) -> list[str]:
         found.append("parts of a layer ran as CUDA graphs; priced as if not")
     if "alibi not stated" in row["family"].lower():
         found.append("ALiBi is not stated; priced without")
+    if shape.head_dim % ALIGNED:
+        found.append(
+            f"products of sizes that are no multiples of {ALIGNED} run on slower kernels; priced between others"
+        )
     return found
 
 

@@ -77,12 +77,14 @@ def solve_any(
 def _fastest(
     solver: StageSolver, pace: float, whole: Plan | None, progress: Progress | None
 ) -> tuple[PipelineShape | None, tuple[str, ...]]:
-    """The shape with the fastest step, None where the whole model is faster; and what was left out."""
+    """The shape with the fastest step, None where the whole model is faster; and lines on shapes that were left out or
+    that cannot be, one for each kind of reason."""
     least = whole.predicted.step_time_s if whole is not None else float("inf")
     best: PipelineShape | None = None
     tried = 0
     candidates = sorted(_shapes(solver, pace), key=lambda one: (one.floor_s, one.shape))
     left: list[PipelineShape] = []
+    why_not: dict[type[Exception], str] = {}
     for candidate in candidates:
         if candidate.floor_s >= least:
             continue
@@ -95,10 +97,12 @@ def _fastest(
             tried += 1
         except (IndivisibleError, InfeasibleError, UsageError) as error:
             logger.info("%s: %s", candidate.shape.option, error)
+            why_not.setdefault(type(error), str(error).splitlines()[0])
             continue
         if seconds < least:
             least, best = seconds, candidate.shape
     said = tuple(f"{shape.option}, whose bound is higher than those of {MOST_SHAPES} others" for shape in left)
+    said += tuple(f"stages that cannot be had, such as {why}" for why in why_not.values())
     return best, (*said, f"other than {', '.join(map(str, VIRTUAL_STAGES))} stages on a GPU")
 
 

@@ -36,12 +36,12 @@ class PipelineShape:
         return f"--pp {self.parts}{virtual}"
 
     def orders(self, micro_batches: int) -> Sequence[Sequence[Action]]:
-        """What the ranks run in a step, in order."""
+        """The actions of the ranks in a step, in order."""
         return _orders(self.schedule, self.parts, self.virtual_stages, micro_batches)
 
     def received(self, micro_batches: int) -> "Sequence[tuple[Sequence[Action], Sequence[Sequence[Action]]]]":
-        """What each rank runs in order, and what has been received early meanwhile; nothing by 1F1B, which receives
-        what it runs next."""
+        """For each rank its actions in order, and for each of these the actions whose tensors have come in early; none
+        by 1F1B, which receives for the next action alone."""
         return _received(self.schedule, self.parts, self.virtual_stages, micro_batches)
 
     def even(self, layers: int) -> Sizes:

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds while one of its stages runs: that stage, its other stages, and what is sent.
+"""The bytes that a rank of a pipeline holds while one of its stages runs: that stage, its others, and tensors between.
 
 A stage that does not run holds its parameters, gradients and states, and for each micro-batch in flight the activations
 that its backward needs, the tensors that it received and those that it sent: torch's schedules keep both until the
@@ -41,13 +41,14 @@ def most_in_flight(shape: PipelineShape, micro_batches: int) -> list[int]:
 
 
 def assumed(stage: StagePlan, in_flight: int, others_bytes: float) -> Held:
-    """What is held where each of a rank's stages keeps what this one does of a micro-batch, `in_flight` of them in all,
-    and the others hold some bytes besides, which FSDP shards."""
+    """A first assumption for a stage: each of its rank's stages keeps as much of a micro-batch, `in_flight` of them in
+    all, and the others hold some bytes besides, which FSDP shards."""
     return Held(in_flight=in_flight, beside_bytes=float(_between(stage, in_flight)), sharded_beside_bytes=others_bytes)
 
 
 def held(stages: Sequence[StagePlan], shape: PipelineShape, micro_batches: int) -> list[Held]:
-    """What each stage's rank holds while it runs, at the worst of its actions; `stages` say what each keeps."""
+    """For each stage the bytes that its rank holds while it runs, at the worst of its actions; `stages` say what each
+    keeps."""
     found: list[Held | None] = [None] * len(stages)
     most = [-1.0] * len(stages)
     crossing = [(num_bytes(stage.receives), num_bytes(stage.sends)) for stage in stages]

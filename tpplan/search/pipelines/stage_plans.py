@@ -51,7 +51,7 @@ class AllStages:
         return found
 
     def kind(self, stage: StagePlan) -> _Kind:
-        """What stages that are solved as one have in common."""
+        """The key that stages share where one is solved for all of them."""
         return stage.index == 0, stage.index == stage.count - 1, self.sizes[stage.index]
 
     def decided(self) -> Degrees | None:
