@@ -4,7 +4,7 @@ import math
 
 import pytest
 from examples import FOLDER
-from stage_models import LENGTH, Stack, loss, text
+from stage_models import LENGTH, Stack, Tied, loss, text
 
 import tpplan
 from profiles import synthetic_profile
@@ -74,6 +74,17 @@ def test_no_number_of_stages_is_faster(limit: float | None) -> None:
     plan = found(limit)
     assert plan.predicted.step_time_s == pytest.approx(min(every.values()), rel=1e-9)
     assert any("stages on a GPU" in line for line in plan.solver.unsearched or ())
+
+
+@pytest.mark.parametrize(
+    ("build", "precision", "why"),
+    [(Tied, Precision.FP32, "embedding.weight is read on both sides"), (Stack, Precision.BF16_AUTOCAST, "autocast")],
+)
+def test_the_plan_says_why_the_model_is_not_cut(build: type[Stack], precision: Precision, why: str) -> None:
+    own = Options(loss=loss, precision=precision)
+    plan = tpplan.solve_any(build, text, cluster=CLUSTER, global_batch=BATCH, seq_len=LENGTH, options=own, prove=False)
+    assert isinstance(plan, Plan)
+    assert any(line.startswith("stages that cannot be had") and why in line for line in plan.solver.unsearched or ())
 
 
 @pytest.mark.parametrize("parts", ["1", "auto"])

@@ -13,7 +13,7 @@ from operator import attrgetter
 from tpplan.core.errors import IndivisibleError, InfeasibleError, UsageError
 from tpplan.core.mesh import divisors, tp_degrees
 from tpplan.plan.pipeline_plan import PipelinePlan, why_unscheduled
-from tpplan.plan.plan import SCHEMA_VERSION, Plan, Precision, SolverReport
+from tpplan.plan.plan import SCHEMA_VERSION, Plan, SolverReport
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.stage_plans import AllStages
 from tpplan.search.pipelines.stage_solver import Degrees, StageSolver
@@ -55,11 +55,6 @@ def solve_stages(
     """
     if problem := why_no_parts(stages, cluster):
         raise UsageError(problem)
-    if options.precision == Precision.BF16_AUTOCAST:
-        raise UsageError(
-            "--pp with --precision bf16-autocast: a schedule of stages runs backwards too, which autocast must not "
-            "reach: take bf16-mixed"
-        )
     cluster = replace(cluster, profile=cluster.load_profile())
     solver = StageSolver(
         build_model=build_model,

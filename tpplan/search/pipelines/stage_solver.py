@@ -10,7 +10,7 @@ from tpplan.core.errors import InfeasibleError, ModelError, UsageError
 from tpplan.core.graph import ModelGraph
 from tpplan.layouts.assignment import master_bytes
 from tpplan.plan.optimizers import optimizer_named
-from tpplan.plan.plan import Plan
+from tpplan.plan.plan import Plan, Precision
 from tpplan.plan.sections import StagePlan
 from tpplan.search.pipelines.pipeline_shape import PipelineShape, Sizes
 from tpplan.search.pipelines.rank_memory import Held
@@ -64,6 +64,11 @@ class StageSolver:
             raise UsageError(
                 "--pp: the last stage computes the loss, and there is none: define loss(outputs, inputs), or have the "
                 "model return a scalar"
+            )
+        if self.request.precision is Precision.BF16_AUTOCAST:
+            raise UsageError(
+                "--pp with --precision bf16-autocast: a schedule of stages runs backwards too, which autocast must not "
+                "reach: take bf16-mixed"
             )
         if traced.opaques.untouched:
             raise UsageError(f"--pp: the model's parameters must stay as they are: {traced.opaques.untouched}")
