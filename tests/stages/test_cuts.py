@@ -46,6 +46,19 @@ def test_every_layer_may_end_a_stage() -> None:
     assert [(cut.unit, cut.why_not) for cut in cuts] == [(f"layers.{i}", "") for i in range(3)]
 
 
+def test_more_stages_than_layers_are_refused_with_their_number() -> None:
+    with pytest.raises(UsageError, match="cut at 3 places, and 5 stages need 4: it has 4 repeated layers"):
+        tpplan.solve_stages(
+            Stack,
+            text,
+            stages=5,
+            cluster=Cluster(gpus=5, gpus_per_node=5, profile=MACHINE),
+            global_batch=5,
+            seq_len=LENGTH,
+            options=Options(loss=loss, precision=Precision.FP32),
+        )
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [(Tied, "parameter embedding.weight is read on both sides"), (Skipping, "reads what layers.0")],

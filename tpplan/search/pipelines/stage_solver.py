@@ -78,7 +78,7 @@ class StageSolver:
         possible = [cut for cut in every if not cut.why_not]
         if len(possible) < shape.count - 1:
             reasons = dict.fromkeys(f"after {cut.unit}: {cut.why_not}" for cut in every if cut.why_not)
-            shown = "; ".join(list(reasons)[:3]) or "it has no repeated layers"
+            shown = "; ".join(list(reasons)[:3]) or f"it has {len(every) + 1 if every else 'no'} repeated layers"
             raise UsageError(
                 f"{shape.option}: the model can be cut at {len(possible)} places, and {shape.count} stages need "
                 f"{shape.count - 1}: {shown}"
