@@ -31,7 +31,7 @@ from tpplan.plan.plan import Plan, ProofStatus, SizePlan
 from tpplan.prove import structure
 from tpplan.prove.counterexample import Counterexample
 from tpplan.prove.module_scope import given_nodes, shards_in
-from tpplan.prove.structure import check_structure
+from tpplan.prove.structure import Original, check_structure
 from tpplan.search import counterexamples
 from tpplan.solvers.problem import Expression, Term
 from tpplan.trace.trace import trace, unchanged
@@ -371,9 +371,8 @@ def test_a_weight_cast_in_vain_and_read_again_is_itself() -> None:
 def test_code_that_differs_however_it_is_sharded_soon_runs_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here each way to shard what `first` sees is found wrong on its own."""
 
-    def found_wrong(
-        model: nn.Module, inputs: Any, assignment: Assignment, plan: Plan, **_: Any
-    ) -> Plan | Counterexample:
+    def found_wrong(original: Original, plan: Plan, **_: Any) -> Plan | Counterexample:
+        assignment = original.assignment
         nodes = given_nodes(assignment.graph, "first")
         node = next((node for node in nodes if shards_in("first", node, assignment.strategy(node.name))), None)
         differs = next(op for op in assignment.graph.ops if op.module == "first")
@@ -520,11 +519,15 @@ def test_a_trace_that_breaks_is_blamed_where_it_first_went_astray() -> None:
         boundaries=boundary_plans(assignment),
         outputs=outputs(assignment),
     )
-    found = check_structure(model, inputs, assignment, plan, loss=None, cast=unchanged)
+    found = check_structure(original_of(model, inputs, assignment), plan)
     assert isinstance(found, Counterexample)
     said = f"aten.arange.default in the root: the number {LENGTH} became {LENGTH // 2}, at test_prove.py:"
     assert found.message.startswith(said)
     assert embedded in found.blamed
+
+
+def original_of(model: nn.Module, inputs: Any, assignment: Assignment) -> Original:
+    return Original(model=model, inputs=inputs, assignment=assignment, loss=None, cast=unchanged)
 
 
 class Tower(nn.Module):
@@ -654,7 +657,7 @@ def structure_of_megatron() -> Plan | Counterexample:
         model = Normed()
     plan = megatron(model)
     assignment = assigned_as(plan, trace(model, inputs))
-    return check_structure(model, inputs, assignment, plan, loss=None, cast=unchanged)
+    return check_structure(original_of(model, inputs, assignment), plan)
 
 
 def test_what_apply_makes_of_megatron_s_plan_is_the_model() -> None:

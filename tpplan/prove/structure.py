@@ -1,7 +1,10 @@
 """The structure half of the proof: the applied model runs the model's own ops, and nothing else but conversions.
 
 The plan is applied as on the first and on the last rank of the tp axis, and the applied model is traced on meta tensors
-as the model was; tpplan.prove.compare says how the two graphs must agree.
+as the model was; tpplan.prove.compare says how the two graphs must agree. Where a plan is made, layers that are like
+earlier ones, under equal parts of the plan, are left out at first (tpplan.prove.fewer_layers), so that a counterexample
+is found soon; a plan that holds is then compared whole as on the first rank, from which the last differs in the slices
+that it has.
 
 That finds sizes baked into code (`view(B, T, self.n_heads, hd)`) and positions or masks built from a sharded length.
 Such sizes, and those that code takes from a tensor in another layout, are replaced by what the layouts imply
@@ -11,22 +14,23 @@ the other half of the proof is tpplan.layouts.typecheck.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 
 from torch import nn
 
-from tpplan.core.graph import LOSS_SCOPE, ModelGraph, Op, enclosing
+from tpplan.core.graph import LOSS_SCOPE, Boundary, ModelGraph, Op, enclosing
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.rules import Call, Strategy, written_sizes
 from tpplan.layouts.size_dims import sizes_by_dims
 from tpplan.plan.compress_names import by_pattern
 from tpplan.plan.plan import Plan, SizePlan
-from tpplan.prove.apply_as_rank import applied_as
+from tpplan.prove.apply_as_rank import applied_as, copied
 from tpplan.prove.compare import difference, difference_so_far
 from tpplan.prove.counterexample import Counterexample
+from tpplan.prove.fewer_layers import FewerLayers
 from tpplan.prove.local_attributes import with_attributes_of
 from tpplan.prove.local_nodes import LocalNodes
 from tpplan.trace.answers.concrete_values import AtRestError
@@ -39,22 +43,97 @@ from tpplan.trace.trace import Loss, trace
 from tpplan.trace.whole.opaque import Opaques
 
 
-def check_structure(
-    model: nn.Module,
-    inputs: Inputs,
-    assignment: Assignment,
-    plan: Plan,
-    *,
-    loss: Loss | None,
-    cast: BoundaryHook,
-    opaques: Opaques | None = None,
-) -> Plan | Counterexample:
+@dataclass(frozen=True, kw_only=True)
+class Original:
+    """A model on the meta device, its inputs, and what a plan says of its graph, to hold applied models against.
+    `opaques` are the modules of its trace that run whole; `fewer` are layers that are left out of both."""
+
+    model: nn.Module
+    inputs: Inputs
+    assignment: Assignment
+    loss: Loss | None
+    cast: BoundaryHook
+    opaques: Opaques = field(default_factory=Opaques)
+    fewer: FewerLayers = field(default_factory=FewerLayers)
+
+    @cached_property
+    def nodes(self) -> LocalNodes:
+        """The nodes as they must be on a rank."""
+        return LocalNodes(self.assignment)
+
+    @cached_property
+    def nodes_by_name(self) -> Mapping[str, Op | Boundary]:
+        """The nodes of the model's graph by name."""
+        return {node.name: node for node in self.assignment.graph.nodes}
+
+    def without(self, fewer: FewerLayers) -> "Original":
+        """The model without some layers."""
+        graph = fewer.graph(self.assignment.graph)
+        assignment, opaques = replace(self.assignment, graph=graph), fewer.opaques(self.opaques)
+        return replace(self, assignment=assignment, opaques=opaques, fewer=fewer)
+
+    @cached_property
+    def is_faithful(self) -> bool:
+        """True where the model without its layers runs the nodes that are said to be left."""
+        with self.fewer.left_out(self.model):
+            own = copied(self.model)
+        try:
+            graph = trace(own, self.inputs, loss=self.loss, cast=self.cast, opaques=self.opaques)
+        except TraceError:
+            return False
+        return graph.fingerprint == self.assignment.graph.fingerprint
+
+    def difference(self, rank: int, plan: Plan) -> Counterexample | None:
+        """The first difference of the model that a rank makes by applying the plan; None where it runs the same ops."""
+        plan = self.fewer.plan(plan)
+
+        def fresh() -> nn.Module:
+            with self.fewer.left_out(self.model):
+                return applied_as(self.model, plan, rank)
+
+        local = fresh()
+        try:
+            applied = trace(
+                local,
+                self.inputs,
+                loss=self.loss,
+                cast=self.cast,
+                plan_digest=digest_of(plan),
+                opaques=self.opaques,
+                fresh=fresh,
+                is_compared=True,
+            )
+        except TraceError as error:
+            at = f", at {error.line}" if error.line else ""
+            reason = f"the applied model cannot run: {error.reason}{at}"
+            found = difference_so_far(self.nodes, error.ran, reason)
+            if found.message == reason and (failure := own_failure(error.__cause__, has_run=True)) is not None:
+                raise failure from error.__cause__
+            return replace(found, culprit=error.module) if isinstance(error.__cause__, AtRestError) else found
+        return difference(self.nodes, applied)
+
+
+def check_structure(original: Original, plan: Plan, *, is_trial: bool = False) -> Plan | Counterexample:
     """The plan with the sizes that it must replace so that its applied model runs the original's ops; else the first
-    difference that no size accounts for. `model` is on the meta device; `opaques` are the original's."""
-    written: dict[str, tuple[SizePlan, ...]] = {}
-    nodes, digest = LocalNodes(assignment), _digest_of(plan)
-    for rank in (0, plan.mesh.tp - 1) if plan.mesh.tp > 1 else ():
-        while found := _difference_on(rank, model, inputs, nodes, plan, digest, loss=loss, cast=cast, opaques=opaques):
+    difference that no size accounts for. In a trial, layers that may be left out are."""
+    ranks, fewer = _ranks(plan), FewerLayers.of(original.assignment.graph, digest_of(plan))
+    if not (ranks and fewer.standing):
+        return _checked(original, original, plan, ranks)
+    short = original.without(fewer)
+    checked = _checked(original, short, plan, ranks)
+    if isinstance(checked, Plan):
+        return checked if is_trial else _checked(original, original, checked, ranks[:1])
+    return checked if short.is_faithful else _checked(original, original, plan, ranks)
+
+
+def _checked(original: Original, compared: Original, plan: Plan, ranks: Sequence[int]) -> Plan | Counterexample:
+    """The plan with the sizes that some ranks must replace, or the first difference, of a model of which all layers are
+    compared, or fewer."""
+    assignment, model, written = original.assignment, original.model, plan.size_plans()
+    for rank in ranks:
+        while found := compared.difference(rank, plan):
+            if found.node is not None:
+                found = replace(found, node=original.nodes_by_name[found.node.name])
             if found.culprit is not None:
                 return found
             more = _with_sizes_of(assignment, model, found, written)
@@ -67,28 +146,18 @@ def check_structure(
             written = more
             named = {module or ROOT: sizes for module, sizes in written.items()}
             plan = replace(plan, sizes=by_pattern(assignment.graph, named, lambda sizes, rename: sizes, ()))
-            digest = _digest_of(plan)
     return plan
 
 
-def find_difference(
-    model: nn.Module,
-    inputs: Inputs,
-    assignment: Assignment,
-    plan: Plan,
-    *,
-    loss: Loss | None,
-    cast: BoundaryHook,
-    opaques: Opaques | None = None,
-) -> Counterexample | None:
+def find_difference(original: Original, plan: Plan) -> Counterexample | None:
     """The first difference of the applied model, without adding sizes; None where it runs the original's ops."""
-    ranks = (0, plan.mesh.tp - 1) if plan.mesh.tp > 1 else ()
-    nodes, digest = LocalNodes(assignment), _digest_of(plan)
-    found = (
-        _difference_on(rank, model, inputs, nodes, plan, digest, loss=loss, cast=cast, opaques=opaques)
-        for rank in ranks
-    )
+    found = (original.difference(rank, plan) for rank in _ranks(plan))
     return next((difference for difference in found if difference is not None), None)
+
+
+def _ranks(plan: Plan) -> tuple[int, ...]:
+    """The tp ranks that are compared: the first and the last."""
+    return (0, plan.mesh.tp - 1) if plan.mesh.tp > 1 else ()
 
 
 def _with_sizes_of(
@@ -138,46 +207,7 @@ def _of_the_same_code(graph: ModelGraph, model: nn.Module, node: Op) -> Iterator
     )
 
 
-def _difference_on(
-    rank: int,
-    model: nn.Module,
-    inputs: Inputs,
-    local_nodes: LocalNodes,
-    plan: Plan,
-    digest: PlanDigest,
-    *,
-    loss: Loss | None,
-    cast: BoundaryHook,
-    opaques: Opaques | None,
-) -> Counterexample | None:
-    """The first difference of the model that a rank makes by applying the plan, whose digest is given."""
-
-    def fresh() -> nn.Module:
-        return applied_as(model, plan, rank)
-
-    local = fresh()
-    try:
-        applied = trace(
-            local,
-            inputs,
-            loss=loss,
-            cast=cast,
-            plan_digest=digest,
-            opaques=opaques,
-            fresh=fresh,
-            is_compared=True,
-        )
-    except TraceError as error:
-        at = f", at {error.line}" if error.line else ""
-        reason = f"the applied model cannot run: {error.reason}{at}"
-        found = difference_so_far(local_nodes, error.ran, reason)
-        if found.message == reason and (failure := own_failure(error.__cause__, has_run=True)) is not None:
-            raise failure from error.__cause__
-        return replace(found, culprit=error.module) if isinstance(error.__cause__, AtRestError) else found
-    return difference(local_nodes, applied)
-
-
-def _digest_of(plan: Plan) -> PlanDigest:
+def digest_of(plan: Plan) -> PlanDigest:
     """A function that returns all that a plan does inside a module, by names relative to the module."""
     inside: dict[str, list[tuple[int, str, str, tuple[tuple[str, str], ...]]]] = defaultdict(list)
     tables: tuple[Mapping[str, object], ...] = (

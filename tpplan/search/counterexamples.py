@@ -33,20 +33,13 @@ MOST_SHOWN = 3
 
 
 def put_to_proof(
-    solver: PointSolver, traced: Traced, plan: Plan, assignment: Assignment
+    solver: PointSolver, traced: Traced, plan: Plan, assignment: Assignment, *, is_trial: bool = False
 ) -> Plan | Counterexample | Mistyped:
-    """The plan with the sizes that it replaces, where both halves of the proof hold; else the counterexample."""
+    """The plan with the sizes that it replaces, where both halves of the proof hold; else the counterexample. A trial
+    of choices need not compare all layers."""
     subject = solver.request.subject
     with subject.planning():
-        checked = check_structure(
-            traced.model,
-            traced.inputs,
-            assignment,
-            plan,
-            loss=subject.loss,
-            cast=subject.cast(traced.units),
-            opaques=traced.opaques,
-        )
+        checked = check_structure(traced.original(assignment, subject), plan, is_trial=is_trial)
     if isinstance(checked, Counterexample):
         return checked
     return _mistyped(traced.graph, checked, assignment) or checked
@@ -82,7 +75,7 @@ def forbid(
     logger.info("counterexample on tp %d: %s", tp, found.message)
 
     def check(trial: Assignment) -> Counterexample | Mistyped | None:
-        checked = put_to_proof(solver, traced, laid_out_as(plan, trial), trial)
+        checked = put_to_proof(solver, traced, laid_out_as(plan, trial), trial, is_trial=True)
         return None if isinstance(checked, Plan) else checked
 
     together = tuple(in_like_blocks(traced.graph, conflict_of(found, assignment, formulation, check)))

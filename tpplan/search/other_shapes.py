@@ -6,6 +6,10 @@ length: the model is traced there, the layouts are typed, and the applied model 
 coincidences: b + 1 and t - 1 first; where something is sharded along either, multiples of tp times a number coprime to
 the planned one. Ranks refuse batches and lengths that are not proven (tpplan.apply.modules.input_shapes), and the plan
 says why.
+
+The model's own trace runs every layer at the other shapes too. Of the applied model, layers that are like an earlier
+one there, and under the same part of the plan, are left out (tpplan.prove.fewer_layers): at the planned shapes each was
+compared. Where the applied model then has another graph, all of it is compared.
 """
 
 import logging
@@ -23,7 +27,8 @@ from tpplan.layouts.assignment import Assignment, assignment_of
 from tpplan.layouts.typecheck import Mistyped, implied_strategies
 from tpplan.plan.input_dims import BATCH, BOTH, LENGTH, Dim, dim_through
 from tpplan.plan.plan import Multiples, OtherShapes, Plan
-from tpplan.prove.structure import find_difference
+from tpplan.prove.fewer_layers import FewerLayers
+from tpplan.prove.structure import Original, digest_of, find_difference
 from tpplan.search.like_calls import LikeCalls
 from tpplan.search.points.trace_cache import TraceCache, Traced
 from tpplan.torch_internals import pytree
@@ -219,30 +224,45 @@ class _Search:
         )
 
     def difference(self, graph: ModelGraph, inputs: Inputs, opaques: Opaques, other: tuple[int, int]) -> str:
-        """The first problem of the proof at inputs of an `other` batch and length, of types, of calls that look alike,
-        or of what runs; "" where the plan is proven."""
-        assignment = assignment_of(graph, self.plan, layers=self.traced.units)
+        """The first problem of the proof at inputs of an `other` batch and length; "" where the plan is proven."""
+        fewer = FewerLayers.of(graph, digest_of(self.plan))
+        if fewer.standing:
+            found = self.difference_without(fewer, graph, inputs, opaques, other)
+            if not found:
+                return ""
+            logger.info("all layers are compared: %s", found)
+        return self.difference_without(FewerLayers(), graph, inputs, opaques, other)
+
+    def difference_without(
+        self, fewer: FewerLayers, graph: ModelGraph, inputs: Inputs, opaques: Opaques, other: tuple[int, int]
+    ) -> str:
+        """The first problem of the proof of a graph and a model without some layers, of types, of calls that look
+        alike, or of what runs. Without all layers, one that only shapes farther away would show counts as well."""
+        plan, units = fewer.plan(self.plan), tuple(unit for unit in self.traced.units if not fewer.is_left_out(unit))
+        assignment = assignment_of(fewer.graph(graph), plan, layers=units)
         if isinstance(assignment, Mistyped):
             return assignment.message
-        if mistakable := self.mistakable(graph, assignment, other):
+        near = self.like_calls(assignment, other)
+        if mistakable := near.mistakable():
             return mistakable
-        found = find_difference(
-            self.traced.model,
-            inputs,
-            assignment,
-            self.plan,
+        if near.has_unknown() and (farther := "a size may grow" if fewer.standing else self.mistakable_farther(other)):
+            return farther
+        original = Original(
+            model=self.traced.model,
+            inputs=inputs,
+            assignment=assignment,
             loss=self.traces.subject.loss,
-            cast=self.traces.subject.cast(self.traced.units),
-            opaques=opaques,
+            cast=self.traces.subject.cast(units),
+            opaques=fewer.opaques(opaques),
+            fewer=fewer,
         )
+        found = find_difference(original, plan)
         return found.message if found is not None else ""
 
-    def mistakable(self, graph: ModelGraph, assignment: Assignment, other: tuple[int, int]) -> str:
-        """The first call that may be taken for another one where the plan replaces a number; "" without one. Where this
-        shape does not show how a call's size grows, shapes far above and below do; one of them must run."""
-        near = self.like_calls(graph, assignment, other)
-        if (found := near.mistakable()) or not near.has_unknown():
-            return found
+    def mistakable_farther(self, other: tuple[int, int]) -> str:
+        """The first call that may be taken for another one where the plan replaces a number, at shapes far above and
+        below, which show how a call's size grows where an `other` shape does not; "" without one. One of them must
+        run."""
         problems = []
         for farther in self.far_from(other):
             try:
@@ -254,7 +274,7 @@ class _Search:
             typed = assignment_of(far, self.plan, layers=self.traced.units)
             if isinstance(typed, Mistyped):
                 problems.append(typed.message)
-            elif found := self.like_calls(far, typed, farther).mistakable():
+            elif found := self.like_calls(typed, farther).mistakable():
                 return found
         return problems[0] if len(problems) == len(FAR) else ""
 
@@ -269,12 +289,12 @@ class _Search:
         for batch, length in FAR:
             yield far(batch, self.planned[0], other[0]), far(length, self.planned[1], other[1])
 
-    def like_calls(self, graph: ModelGraph, assignment: Assignment, other: tuple[int, int]) -> LikeCalls:
-        """The calls at the planned shapes beside those of the graph at an `other` batch and length."""
+    def like_calls(self, assignment: Assignment, other: tuple[int, int]) -> LikeCalls:
+        """The calls at the planned shapes beside those of an assignment's graph, at an `other` batch and length."""
         return LikeCalls(
             plan=self.plan,
             planned=self.traced.graph,
-            other=graph,
+            other=assignment.graph,
             planned_strategies=self.assignment.strategies,
             other_strategies=assignment.strategies,
             inputs=tuple(pair for pair in zip(self.planned, other, strict=True) if pair[0] != pair[1]),

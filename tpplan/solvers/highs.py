@@ -59,8 +59,6 @@ def _run(
         return milp.Outcome(status=Status.BOUNDED)
     # From the relaxation's basis, 1.16 may report a wrong objective.
     highs.clearSolver()
-    # Its presolve takes as long as the search: ours (tpplan.solvers.presolve) has left little.
-    highs.setOptionValue("presolve", "off")
     highs.setOptionValue("objective_bound", _search_bound(cutoff))
     integers = np.flatnonzero(program.is_integer).astype(np.int32)
     kinds = np.full(len(integers), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
@@ -80,10 +78,12 @@ class _Silent(highspy.Highs):
 
 
 def _loaded(program: Program, time_limit_s: float | None) -> highspy.Highs:
-    """HiGHS with its options and the linear relaxation of the program."""
+    """HiGHS with its options and the linear relaxation of the program. Its presolve takes as long as the search: ours
+    (tpplan.solvers.presolve) has left little."""
     highs = _Silent()  # type: ignore[no-untyped-call]
     for name, value in (
         ("output_flag", False),
+        ("presolve", "off"),
         ("threads", 1),
         ("parallel", "off"),
         ("random_seed", 0),
@@ -112,9 +112,8 @@ def _loaded(program: Program, time_limit_s: float | None) -> highspy.Highs:
 
 def _relax(highs: highspy.Highs, program: Program, known: dict[Hashable, object], cutoff: float) -> None:
     """Solves a relaxation from the basis of the last one of its shape, which is optimal, or nearly, for another mesh of
-    the same decisions. HiGHS's presolve takes longer than it saves here."""
+    the same decisions."""
     shape = program.num_columns, program.num_rows
-    highs.setOptionValue("presolve", "off")
     highs.setOptionValue("objective_bound", _search_bound(cutoff))
     basis = known.get(shape)
     if isinstance(basis, highspy.HighsBasis):

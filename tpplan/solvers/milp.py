@@ -1,22 +1,26 @@
 """The problem as an integer linear program, with one binary x_gs for each group g (tpplan.solvers.groups) and each of
 its columns s that presolve kept.
 
-    minimize    sum_g,s c_gs x_gs  +  sum_q k_q n_q  +  sum_q,g,s d_qgs z_qgs  +  sum_j w_j t_j
+    minimize    sum_g,s c_gs x_gs  +  sum_q k_q n_q  +  sum_k,g,c d_kgc z_kgc  +  sum_j w_j t_j
     subject to  (1)  sum_s x_gs = 1                                     for each group g
                 (2)  sum_{s: l(s) = l} x_us = sum_{s: l(s) = l} x_vs    for each link (u, v) and label l but the last
                 (3)  t_j >= e_ja(x)                                     for each maximum j and expression a
                 (4)  sum_q n_q = N                                      for each split
-                (5)  sum_s z_qgs = n_q,  sum_q z_qgs = N x_gs           for each part q, and each group it prices
+                (5)  sum_c z_kgc = sum_{q in k} n_q                     for each group g that parts price, and each set
+                                                                        k but one of parts that price g alike
+                     sum_k z_kgc <= N sum_{s in c} x_gs                 for each class c of columns priced alike
                 (6)  b_q <= n_q <= N b_q                                for each part q that a guard names
                 (7)  the objective's form <= limit                      for each resource and conflict
 
 c >= 0 is the extra cost of a column over its group's cheapest (see presolve), t_j >= 0 the excess of a maximum over
 its lower bound. The last label of (2) follows from (1). A group with one column left is a constant without a variable.
 
-A cost that counts once for each of n_q like layers is a product n_q f(x). z_qgs is the number of layers of part q whose
-group g has column s. As x is binary, (5) leaves z_qgs = n_q x_gs, which makes the product linear, and likewise a
-maximum times n_q. A guard adds -M (1 - b_q) to an expression that counts only where part q is not empty, and -M b_q to
-one that counts only where it is.
+A cost that counts once for each of n_q like layers is a product n_q f(x). z_kgc is the number of layers of the parts in
+k whose group g has a column of the class c. As x is binary, (5) leaves z_kgc = sum_{q in k} n_q sum_{s in c} x_gs, and
+the product is linear, and likewise a maximum times n_q. Columns and parts that are priced alike everywhere share a
+z, and the last set of parts has what the others leave of N x; a z for each part and column gives no tighter relaxation,
+for it may be divided among them in proportion to n and x. A guard adds -M (1 - b_q) to an expression that counts only
+where part q is not empty, and -M b_q to one that counts only where it is.
 
 Units. Solvers have absolute tolerances, but seconds and bytes differ by orders of magnitude: the objective is divided
 by a cost near its optimum, each maximum by its own size, each resource by its limit, each part's number by its total.
@@ -26,7 +30,7 @@ solved again in a unit that fits.
 
 import math
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
@@ -234,6 +238,21 @@ def _chosen(reduced: Reduced, model: Model, outcome: Outcome) -> dict[str, int]:
     return reduced.choice(chosen, numbers)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Products:
+    """The variables z of a split and a group, in units of the split's total, by the first part of each set that prices
+    the group alike; None for the set that has what the others leave. `firsts`: position in the group of the first
+    column of each class."""
+
+    firsts: Ints
+    variables: Mapping[int, Ints | None]
+
+    @property
+    def made(self) -> Iterator[Ints]:
+        """The variables of each set but the last."""
+        return (columns for columns in self.variables.values() if columns is not None)
+
+
 def build(reduced: Reduced) -> Model:
     """The program of a reduced problem: variables, objective and constraints (1) to (7)."""
     return _Build(reduced).model()
@@ -250,8 +269,11 @@ class _Build:
         for start, stop in self.groups:
             if stop - start > 1:
                 self.binaries[start:stop] = self.builder.columns(stop - start, is_integer=True)
-        #: (part, group) -> the variables z of (5)
-        self.copies: dict[tuple[int, int], Ints] = {}
+        #: (split, group) -> the variables z of (5)
+        self.products: dict[tuple[int, int], _Products] = {}
+        maxima = (maximum for total in self._totals() for maximum in total.maxima)
+        #: the maxima that count once for each member of a part, with a number each
+        self.maxima = [(i, maximum) for i, maximum in enumerate(maxima) if maximum.each is not None]
         self.numbers: dict[int, int] = {}
         self.indicators: dict[int, int] = {}
 
@@ -337,35 +359,68 @@ class _Build:
     def _totals(self) -> Sequence[BoundedSum]:
         return (self.reduced.objective, *self.reduced.resources)
 
-    def _copies(self, part: int, group: int) -> Ints:
-        """(5): the variables z of a part and a group; creates those of all parts of the split."""
-        if (part, group) not in self.copies:
-            start, stop = self.groups[group]
-            split = self.reduced.parts[part].split
-            own = [i for i in self.numbers if self.reduced.parts[i].split == split]
-            for i in own:
-                columns = self.builder.columns(stop - start)
-                self.copies[i, group] = columns
-                indices = np.append(columns, self.numbers[i])
-                self.builder.row(indices, np.append(np.ones(stop - start), -1.0), 0.0, 0.0)
-            row = self.builder.rows(0.0, 0.0, stop - start) + np.arange(stop - start)
-            for i in own:
-                self.builder.put(row, self.copies[i, group], 1.0)
-            self.builder.put(row, self.binaries[start:stop], -1.0)
-        return self.copies[part, group]
+    def _products(self, split: int, group: int) -> "_Products":
+        """(5): the variables z of a split and a group, made when they are first needed."""
+        if (split, group) not in self.products:
+            self.products[split, group] = self._made_products(split, group)
+        return self.products[split, group]
+
+    def _made_products(self, split: int, group: int) -> "_Products":
+        (start, stop), builder = self.groups[group], self.builder
+        alike: dict[tuple[Hashable, ...], list[int]] = {}
+        every: list[Floats] = []
+        for part in (part for part in self.numbers if self.reduced.parts[part].split == split):
+            linear, maxima = self._priced(part, start, stop)
+            alike.setdefault((linear.tobytes(), *((i, rows.tobytes()) for i, rows in maxima)), []).append(part)
+            every += [linear, *(rows for _, rows in maxima)]
+        numbers: dict[bytes, int] = {}
+        classes = np.array([numbers.setdefault(column.tobytes(), len(numbers)) for column in np.concatenate(every).T])
+        firsts = np.searchsorted(np.maximum.accumulate(classes), np.arange(len(numbers)))
+        rest = max(alike, key=lambda prices: (len(prices) == 1, len(alike[prices])))
+        variables: dict[int, Ints | None] = {}
+        for prices, parts in alike.items():
+            variables[parts[0]] = None
+            if prices != rest:
+                variables[parts[0]] = columns = builder.columns(len(firsts))
+                indices = np.concatenate((columns, [self.numbers[part] for part in parts]))
+                builder.row(indices, np.repeat([1.0, -1.0], [len(columns), len(parts)]), 0.0, 0.0)
+        products = _Products(firsts=firsts, variables=variables)
+        if len(alike) > 1:
+            row = builder.rows(-math.inf, 0.0, len(firsts))
+            for columns in products.made:
+                builder.put(row + np.arange(len(firsts)), columns, 1.0)
+            builder.put(row + classes, self.binaries[start:stop], -1.0)
+        return products
+
+    def _priced(self, part: int, start: int, stop: int) -> tuple[Floats, list[tuple[int, Floats]]]:
+        """Everything by which a part prices columns: its row in each sum, and the maxima that count for each of its
+        members, with their numbers."""
+        linear = np.stack([total.extras[part + 1, start:stop] for total in self._totals()])
+        own = ((i, maximum.extras[:, start:stop]) for i, maximum in self.maxima if maximum.each == part)
+        return linear, [(i, rows) for i, rows in own if rows.any()]
 
     def _linear(self, extras: Floats, each: int | None) -> tuple[Ints, Floats]:
         """Variables and coefficients of a row, multiplied by the number of the part `each` where one is given."""
         used = np.flatnonzero(extras)
         if each is None or each not in self.numbers:
             return self.binaries[used], extras[used]
-        indices, values = [], []
+        indices, values = [np.zeros(0, np.int64)], [np.zeros(0)]
         for group in np.unique(np.searchsorted(self.reduced.starts, used, side="right") - 1).tolist():
-            start, stop = self.groups[group]
-            own = np.flatnonzero(extras[start:stop])
-            indices.append(self._copies(each, group)[own])
-            values.append(extras[start:stop][own])
-        return np.concatenate([np.zeros(0, np.int64), *indices]), np.concatenate([np.zeros(0), *values])
+            (start, stop), products = self.groups[group], self._products(self.reduced.parts[each].split, group)
+            if each not in products.variables:
+                continue  # counted with the first of its set
+            by_class, own = extras[start:stop][products.firsts], products.variables[each]
+            if own is not None:
+                indices.append(own)
+                values.append(by_class)
+                continue
+            indices.append(self.binaries[start:stop])
+            values.append(extras[start:stop])
+            for columns in products.made:
+                indices.append(columns)
+                values.append(-by_class)
+        found, coefficients = np.concatenate(indices), np.concatenate(values)
+        return found[coefficients != 0], coefficients[coefficients != 0]
 
     def _times(self, each: int | None) -> float:
         """The factor of a part's variable, which is in units of the part's total; 1 without a part."""

@@ -127,15 +127,7 @@ def _check_structure(plan: Plan, assignment: Assignment, traced: Traced, traces:
     """The structure half of the proof. Raises VerificationError also where applying the plan fails."""
     try:
         with traces.subject.planning():
-            found = find_difference(
-                traced.model,
-                traced.inputs,
-                assignment,
-                plan,
-                loss=traces.subject.loss,
-                cast=traces.subject.cast(traced.units),
-                opaques=traced.opaques,
-            )
+            found = find_difference(traced.original(assignment, traces.subject), plan)
     except ModelError:
         raise
     except TpplanError as error:

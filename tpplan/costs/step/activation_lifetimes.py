@@ -11,6 +11,7 @@ and a sum with its residual repeats neither. What the mode keeps is not repeated
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, enclosing
 from tpplan.core.layout import Conversion, Layout
@@ -34,7 +35,8 @@ class Run:
 
 
 def calls_of(graph: ModelGraph, modes: Mapping[str, Recompute]) -> Iterator[Run]:
-    """Yields the calls of each module; one ends where nodes of others follow, or where its module is entered again."""
+    """Yields the calls of each module; one ends where nodes of others follow, or where its module is entered again. A
+    module that does not run has none."""
     positions: dict[str, list[int]] = {module: [] for module in modes}
     for i, node in enumerate(graph.nodes):
         for module in enclosing(node.module):
@@ -44,7 +46,7 @@ def calls_of(graph: ModelGraph, modes: Mapping[str, Recompute]) -> Iterator[Run]
         inside = positions[module]
         within_it = frozenset(inside)
         starts = [i for i in inside if i - 1 not in within_it or _is_new_call(graph, i, module)]
-        for first, following in zip(starts, [*starts[1:], len(graph.nodes)], strict=True):
+        for first, following in pairwise([*starts, len(graph.nodes)]):
             last = max(i for i in inside if i < following)
             yield Run(module=module, mode=mode, positions=range(first, last + 1))
 

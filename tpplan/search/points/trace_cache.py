@@ -30,6 +30,7 @@ from tpplan.layouts.typecheck import Mistyped
 from tpplan.machine.profile import HardwareProfile, load_profile
 from tpplan.plan.plan import Plan, Precision, StagePlan
 from tpplan.prove.apply_as_rank import copied
+from tpplan.prove.structure import Original
 from tpplan.search.points.grown_graph import grown, share_outline
 from tpplan.search.points.meta_model import Built, built_on_meta
 from tpplan.search.points.model_spec import takes_batch_alone
@@ -147,6 +148,17 @@ class Traced:
     assumptions: tuple[str, ...]
     opaques: Opaques
     notes: tuple[str, ...]
+
+    def original(self, assignment: Assignment, subject: Subject) -> Original:
+        """The model, to hold against it what a plan with this assignment makes of it."""
+        return Original(
+            model=self.model,
+            inputs=self.inputs,
+            assignment=assignment,
+            loss=subject.loss,
+            cast=subject.cast(self.units),
+            opaques=self.opaques,
+        )
 
     def assignment_of(self, plan: Plan) -> Assignment | Mistyped:
         """The assignment that a plan implies for this model, or the first thing that does not type."""
