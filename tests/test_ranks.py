@@ -1,5 +1,6 @@
 """The harness of real ranks: results, failures, timeouts, and nothing left behind."""
 
+import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -97,6 +98,20 @@ def test_a_rank_that_dies_is_reported_with_its_exit_code() -> None:
     assert error.rank == 2
     assert "exit code -6" in str(error)
     assert "in die_on_rank_2" in error.traceback
+
+
+def test_ranks_run_again_where_a_thread_without_python_ended_one(tmp_path: Path) -> None:
+    def abort_once() -> int:
+        if dist.get_rank() == 1 and not (tmp_path / "aborted").exists():
+            (tmp_path / "aborted").touch()
+            libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+            libc.pthread_create(ctypes.byref(thread), None, libc.abort, None)
+            time.sleep(SOON_S)
+        dist.barrier()
+        return dist.get_rank()
+
+    with pytest.warns(UserWarning, match=r"rank 1 died with exit code -6[^$]*in abort_once"):
+        assert run_ranks(2, abort_once) == [0, 1]
 
 
 def test_a_result_that_cannot_be_pickled_is_a_failure() -> None:
