@@ -67,8 +67,8 @@ def run_ranks(num_ranks: int, function: Callable[..., Result], *args: object, ti
 
     The function may be a closure: what it holds is copied. Classes and functions of test modules are found by name, in
     modules that the ranks import. When a rank raises, dies or is still running after timeout_s, all are ended and
-    RankError is raised. Where a thread of gloo's own ended a rank, all run once more, with a warning: it was seen in one
-    of ten thousand groups, inside malloc, and says nothing of what is tested.
+    RankError is raised. Where a thread of gloo's own ended a rank, all run once more, with a warning: it was seen in
+    one of ten thousand groups, inside malloc, and says nothing of what is tested.
     """
     found = in_fork(pickled_results, num_ranks, function, args, timeout_s)
     if isinstance(found, RankError) and found.is_of_gloo:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from adversary_parts import traps
+from adversary_parts import odd_computations, traps
 from adversary_parts.models import Subject
 
+#: by name; importing odd_computations adds its own
 TRAPS = tuple(traps.TRAPS)
+assert odd_computations
 EXAMPLES = ("gpt", "llama", "nanogpt", "vit", "mlp")
 _FOLDER = Path(__file__).resolve().parents[2] / "examples"
 _TINY: dict[str, Any] = {"num_layers": 2, "model_dim": 32, "num_heads": 4, "vocab_size": 64}

@@ -166,7 +166,7 @@ class ModuleBinding:
         frames = self.shared.frames
         if frames:
             site = frames[-1].site
-            if site is self and name in self.own_reads:
+            if site is self and name in self.own_reads and isinstance(parameter, DTensor):
                 return reads.converted(parameter, self.own_reads[name])
             return reads.local(parameter, site.names)
         # A checkpointed function, rather than a checkpointed module, is recomputed with no forward running.
@@ -349,7 +349,13 @@ def _local_parameter(name: str) -> property:
         try:
             return site.read(name, parameters[name])
         except AttributeError as error:  # nn.Module would fall back to __getattr__ and return the DTensor
-            raise as_internal(error) from error
+            if isinstance(parameters[name], DTensor):
+                raise as_internal(error) from error
+            raise PlanMismatchError(
+                f"{site.name}.{name} is a plain tensor in place of the parameter, as torch.func.functional_call puts "
+                "it there, and whether it is a rank's slice cannot be told: give a DTensor, or compute with it by "
+                "torch.nn.functional"
+            ) from error
 
     return property(read, doc=f"{name}: the DTensor, or during a forward its local tensor")
 

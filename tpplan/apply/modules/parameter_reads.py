@@ -91,6 +91,8 @@ class ParameterReads:
         """
         if not self.layouts:  # no planned module computes with it; code may still ask for its dtype or device
             return parameter
+        if not isinstance(parameter, DTensor) and self._is_read_as_it_is(readers):
+            return parameter
         listed = readers[0] if readers[0] in self.converters else self._listed(readers)
         if listed is None:
             planned = ", ".join(f"{name or ROOT} as {layout}" for name, layout in sorted(self.layouts.items()))
@@ -99,6 +101,11 @@ class ParameterReads:
                 f"({planned}); solve again for this model"
             )
         return self.converted(parameter, self.converters[listed])
+
+    def _is_read_as_it_is(self, readers: tuple[str, ...]) -> bool:
+        """True where a tensor that torch.func.functional_call puts in the parameter's place needs no conversion: as
+        the plan knows of no reading there, so that it is in the layout it was computed in; or as all read the whole."""
+        return self.converters.keys().isdisjoint(readers) or set(self.layouts.values()) == {R}
 
     @own_code
     def converted(self, parameter: nn.Parameter, converter: Converter | None) -> Tensor:
