@@ -14,6 +14,7 @@ from tpplan.apply.collectives.cross_entropy import cross_entropy
 from tpplan.core.errors import UsageError
 
 B, T, V = 2, 3, 24
+MANY = 4099
 
 
 def inputs(dtype: torch.dtype = torch.float64, scale: float = 3.0) -> tuple[Tensor, Tensor]:
@@ -56,7 +57,16 @@ def cases() -> list[tuple[Tensor, Tensor, int]]:
         (logits[0], targets[0], -100),
         (extreme, targets_finite, -100),
         (logits, torch.full_like(targets, -100), -100),
+        (*of_many_rows(), -100),
     ]
+
+
+def of_many_rows() -> tuple[Tensor, Tensor]:
+    """More rows than are computed at once, which is no number of equal parts."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(MANY, V, dtype=torch.float64, generator=generator)
+    targets = torch.randint(0, V, (MANY,), generator=generator)
+    return logits, targets.masked_fill(targets == 3, -100)
 
 
 def compare_float64() -> None:
@@ -112,6 +122,31 @@ def count_messages() -> list[int]:
 
 def test_two_all_reduces_of_one_and_two_numbers_a_row_replace_the_gather() -> None:
     assert run_ranks(2, count_messages) == [[B * T, 2 * B * T]] * 2
+
+
+class Largest(TorchDispatchMode):
+    """The most rows of slices of the classes in a dtype that an operator makes."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.num_rows = dtype, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype is self.dtype and result.shape[1:] == (V // 2,):
+            self.num_rows = max(self.num_rows, len(result))
+        return result
+
+
+def largest_in_float32() -> int:
+    logits, targets = of_many_rows()
+    with Largest(torch.float32) as largest:
+        of_ranks(logits.bfloat16(), targets)
+    return largest.num_rows
+
+
+def test_float32_is_for_an_eighth_of_many_rows_at_once() -> None:
+    assert run_ranks(2, largest_in_float32) == [513, 513]
 
 
 def other_layouts() -> None:

@@ -48,6 +48,15 @@ def _llama() -> Subject:
     return _example(llama, lambda: llama.Llama(config), batch=2, seq_len=1024)
 
 
+def _long() -> Subject:
+    """The same width, two layers, and so many tokens that logits are most of the memory."""
+    config = llama.Config(
+        num_layers=2, model_dim=1024, hidden_dim=3584, num_heads=16, num_kv_heads=8, vocab_size=32_000,
+        max_seq_len=8192,
+    )  # fmt: skip
+    return _example(llama, lambda: llama.Llama(config), batch=1, seq_len=8192)
+
+
 def _gpt() -> Subject:
     config = gpt.Config(num_layers=4, model_dim=768, hidden_dim=3072, num_heads=12, vocab_size=8192)
     return _example(gpt, lambda: gpt.GPT(config), batch=4, seq_len=512)
@@ -81,6 +90,7 @@ def _hugging_face(model_type: str, batch: int, seq_len: int) -> Subject:
 #: by name; Hugging Face's by their type
 MODELS: Mapping[str, Callable[[], Subject]] = {
     "llama example": _llama,
+    "long sequences": _long,
     "gpt example": _gpt,
     "nanogpt example": _nanogpt,
     "mlp example": _mlp,

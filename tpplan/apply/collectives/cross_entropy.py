@@ -12,7 +12,7 @@ z [N, V/t] a rank's logits, t the ranks and y the target of a row,
     m = max over ranks of max z,  s = sum over ranks of sum exp(z - m),  loss_n = log s - (z_y - m)
 
 takes two all-reduces, of N and of 2 N elements, instead of a gather of N V. The gradient, (softmax - onehot) / N, needs
-no communication.
+no communication. What is computed in float32 is never there for more than an eighth of many rows at once.
 """
 
 from dataclasses import dataclass
@@ -32,6 +32,8 @@ from tpplan.trace.hooks.call_rewriting import own_code, running_rewriters
 
 #: the target that F.cross_entropy leaves out by default
 IGNORE_INDEX = -100
+#: parts in which rows are taken one after another, from this many rows on: below, a kernel's launch is what it costs
+_PARTS, _LEAST_ROWS = 8, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,10 @@ def _result_dtype(logits: Tensor) -> torch.dtype:
 
 
 class _VocabularyParallel(torch.autograd.Function):
-    """Sharded cross entropy. Saves a rank's logits in their dtype and one number per row, not their fp32 softmax."""
+    """Sharded cross entropy. Saves a rank's logits in their dtype and one number per row, not their fp32 softmax.
+
+    Rows are independent of each other, so that taking them part by part changes no result.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int, group: TpGroup) -> Tensor:
@@ -121,9 +126,8 @@ class _VocabularyParallel(torch.autograd.Function):
         local_targets = local_targets.masked_fill_(elsewhere, 0)
 
         maximum = all_reduce(logits.amax(1).to(_compute_dtype(logits)), "max", group)
-        shifted = logits - maximum.unsqueeze(1)  # promoted to the wider dtype without a copy of the logits
-        target_logit = shifted.gather(1, local_targets.unsqueeze(1)).squeeze(1).masked_fill_(elsewhere, 0)
-        total, target_logit = all_reduce(torch.stack((shifted.exp_().sum(1), target_logit)), "sum", group).unbind()
+        parts = [_sums(*part) for part in _in_parts(logits, maximum, local_targets, elsewhere)]
+        total, target_logit = all_reduce(torch.cat(parts, 1), "sum", group).unbind()
         log_total = total.log()
 
         num_counted = ignored.logical_not().sum()
@@ -134,11 +138,39 @@ class _VocabularyParallel(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         logits, log_total, local_targets, elsewhere, ignored, num_counted = ctx.saved_tensors
-        softmax = (logits - log_total.unsqueeze(1)).exp_()
-        here = elsewhere.logical_not().to(softmax.dtype)
-        softmax.scatter_add_(1, local_targets.unsqueeze(1), -here.unsqueeze(1))
-        softmax.mul_((gradient / num_counted).masked_fill(ignored, 0).unsqueeze(1))
-        return softmax.to(logits.dtype), None, None, None
+        weights = (gradient / num_counted).masked_fill(ignored, 0)
+        parts = _in_parts(logits, log_total, local_targets, elsewhere, weights)
+        if len(parts) == 1:
+            return _gradient(*parts[0]).to(logits.dtype), None, None, None
+        found = torch.empty_like(logits)
+        for of_part, part in zip(_in_parts(found), parts, strict=True):
+            of_part[0].copy_(_gradient(*part))
+        return found, None, None, None
+
+
+def _in_parts(*of_rows: Tensor) -> list[tuple[Tensor, ...]]:
+    """Returns the rows of some tensors [N, ...] in parts, as views: an eighth of many rows each, or all."""
+    num_rows = len(of_rows[0])
+    size = -(-num_rows // _PARTS) if num_rows >= _LEAST_ROWS else max(num_rows, 1)
+    return list(zip(*(torch.split(tensor, size) for tensor in of_rows), strict=True))
+
+
+def _sums(logits: Tensor, maximum: Tensor, local_targets: Tensor, elsewhere: Tensor) -> Tensor:
+    """Returns a rank's summands of s and of z_y - m [2, N].
+
+    A target is numbered among the rank's classes; `elsewhere` is true where it is another rank's, or counts nowhere.
+    """
+    shifted = logits - maximum.unsqueeze(1)  # promoted to the wider dtype without a copy of the logits
+    target_logit = shifted.gather(1, local_targets.unsqueeze(1)).squeeze(1).masked_fill_(elsewhere, 0)
+    return torch.stack((shifted.exp_().sum(1), target_logit))
+
+
+def _gradient(logits: Tensor, log_total: Tensor, local_targets: Tensor, elsewhere: Tensor, weights: Tensor) -> Tensor:
+    """Returns (softmax - onehot) * weights [N, V/t], in the dtype of log_total."""
+    softmax = (logits - log_total.unsqueeze(1)).exp_()
+    here = elsewhere.logical_not().to(softmax.dtype)
+    softmax.scatter_add_(1, local_targets.unsqueeze(1), -here.unsqueeze(1))
+    return softmax.mul_(weights.unsqueeze(1))
 
 
 def _compute_dtype(logits: Tensor) -> torch.dtype:
