@@ -33,16 +33,20 @@ def members(graph: ModelGraph, module: str) -> tuple[Op | Boundary, ...]:
 
 
 def like_ops(graph: ModelGraph) -> dict[str, str]:
-    """The name of each op -> the name of the op at its place in the first of its like blocks, else its own."""
+    """The name of each op -> the name of the first op at its place in like blocks whose results are views where its own
+    are; its own name outside of like blocks."""
     return graph.once_for_all_sizes(like_ops, lambda: _like_ops(graph))
 
 
 def _like_ops(graph: ModelGraph) -> dict[str, str]:
-    found = {op.name: op.name for op in graph.ops}
+    values, found = graph.values, {op.name: op.name for op in graph.ops}
     for block in graph.blocks:
-        first = members(graph, block.names[0])
-        for name in block.names[1:]:
-            found.update((own.name, like.name) for own, like in zip(members(graph, name), first, strict=True))
+        first: dict[object, str] = {}
+        for name in block.names:
+            for place, node in enumerate(members(graph, name)):
+                # A reshape of equal shapes makes a view of one tensor and a copy of another.
+                views = [values[result].storage != result for result in node.results]
+                found[node.name] = first.setdefault((place, *views), node.name)
     return found
 
 
