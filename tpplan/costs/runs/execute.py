@@ -270,7 +270,7 @@ def _run(
         gradients: tuple[Gradient | None, ...] = ()
         if carries and results and wanted:
             with log:
-                given = [torch.empty_like(result) for result in results]
+                given = [_empty_like(result) for result in results]
                 found = iter(torch.autograd.grad(results, wanted, given, allow_unused=True))
             gradients = tuple(_gradient(next(found), given) if leaf.requires_grad else None for leaf in leaves)
     except Exception as error:
@@ -285,6 +285,13 @@ def _meta_operands(call: Call, shapes: tuple[tuple[int, ...], ...]) -> list[torc
         torch.empty(shape, dtype=getattr(torch, value.dtype), device="meta", requires_grad=value.carries_gradient)
         for shape, value in zip(shapes, call.operands, strict=True)
     ]
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns torch.empty_like(tensor), which is slow on meta tensors; most are contiguous, where this is the same."""
+    if tensor.layout is torch.strided and tensor.is_contiguous():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return torch.empty_like(tensor)
 
 
 def _by_bytes(call: Call, strategy: Strategy, tp: int, reason: str) -> Execution:
