@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tpplan import solvers
 from tpplan.core.graph import ModelGraph
 from tpplan.core.mesh import Mesh
-from tpplan.core.repeated_blocks import like_ops
+from tpplan.core.repeated_blocks import like_ops, unlike_ops
 from tpplan.costs.runs.execute import Executor
 from tpplan.costs.step.cost_table import price_space
 from tpplan.costs.step.formulate import Formulation
@@ -107,3 +107,4 @@ def test_a_reshape_that_copies_is_not_like_one_that_makes_a_view() -> None:
     copy, view, other = (op.name for op in graph.ops if op.target == "aten.reshape.default")
     like = like_ops(graph)
     assert (like[copy], like[view], like[other]) == (copy, view, view)
+    assert [op.name for op in unlike_ops(graph)] == [op.name for op in graph.ops if like[op.name] == op.name]

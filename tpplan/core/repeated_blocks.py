@@ -38,6 +38,17 @@ def like_ops(graph: ModelGraph) -> dict[str, str]:
     return graph.once_for_all_sizes(like_ops, lambda: _like_ops(graph))
 
 
+def unlike_ops(graph: ModelGraph) -> tuple[Op, ...]:
+    """The first of each set of ops that `like_ops` names alike, in order."""
+
+    def places() -> tuple[int, ...]:
+        first = frozenset(like_ops(graph).values())
+        return tuple(i for i, node in enumerate(graph.nodes) if isinstance(node, Op) and node.name in first)
+
+    found = (graph.nodes[place] for place in graph.once_for_all_sizes(unlike_ops, places))
+    return tuple(node for node in found if isinstance(node, Op))
+
+
 def _like_ops(graph: ModelGraph) -> dict[str, str]:
     values, found = graph.values, {op.name: op.name for op in graph.ops}
     for block in graph.blocks:

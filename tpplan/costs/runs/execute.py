@@ -18,7 +18,7 @@ import torch
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import Argument, ModelGraph, Op, Ref, Value
 from tpplan.core.layout import Layout, R, local_shape
-from tpplan.core.repeated_blocks import like_ops
+from tpplan.core.repeated_blocks import like_ops, unlike_ops
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.costs.runs.execution import Execution, Gradient
 from tpplan.costs.runs.gpu_kernels import callable_of, operator_of
@@ -84,9 +84,10 @@ class Executor:
     def saving(self, graph: ModelGraph) -> Hashable:
         """Returns all that decides which storages of a graph are kept and what runs again: what its ops save, and the
         kinds of work that they do, where nothing is sharded."""
-        ops = (op for op in graph.ops if like_ops(graph)[op.name] == op.name)
         return self.once(
-            (Executor.saving, id(graph)), graph, lambda: tuple(_saving(self.whole(graph, op)) for op in ops)
+            (Executor.saving, id(graph)),
+            graph,
+            lambda: tuple(_saving(self.whole(graph, op)) for op in unlike_ops(graph)),
         )
 
     def execute(self, call: Call, strategy: Strategy, tp: int) -> Execution:

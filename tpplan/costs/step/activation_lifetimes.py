@@ -84,6 +84,7 @@ class Lifetimes:
         self.run_at = {position: run for run in self.runs for position in run.positions}
         self.executions = dict(self._executions())
         self.made: dict[int, list[Storage]] = {i: [] for i in range(len(self.nodes))}
+        self._conversions: dict[int, Conversion] = {}
         #: positions at which a storage enters a module
         self.entered: dict[Storage, list[int]] = {}
         self._exits, self._returned = call_exits(self.graph), returned_until(self.graph)
@@ -95,7 +96,10 @@ class Lifetimes:
 
     def conversion(self, boundary: Boundary) -> Conversion:
         """The conversion of a value at a boundary."""
-        return self.assignment.conversion(boundary)
+        key = id(self.assignment.strategies[boundary.name])  # the assignment holds it
+        if key not in self._conversions:
+            self._conversions[key] = self.assignment.conversion(boundary)
+        return self._conversions[key]
 
     def is_held(self, position: int) -> bool:
         """True where the node is in a module that is recomputed, in a mode that keeps the node's results."""
