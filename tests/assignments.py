@@ -3,13 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+import pytest
+
 from tpplan.costs.step.formulate import Formulation
-from tpplan.costs.step.step_time import formulated
+from tpplan.costs.step.step_time import formulated, time_of
 from tpplan.layouts.assignment import Assignment
 from tpplan.solvers.problem import total
 
 #: relative difference between tied and untied prices that rounding explains
 PRICE_TOLERANCE = 1e-6
+#: relative difference between sums of the same numbers in another order
+ROUNDING = 1e-12
 
 
 def untied(formulation: Formulation, choice: Mapping[str, int]) -> tuple[Assignment, Formulation]:
@@ -34,4 +38,19 @@ def untied(formulation: Formulation, choice: Mapping[str, int]) -> tuple[Assignm
             f"{row.name}: the tied problem says {before} bytes, the assignment needs {after}"
         )
     assert alone.problem.is_consistent(everything), "the assignment's layouts disagree along an edge"
+    check_tied(assignment, alone)
     return assignment, alone
+
+
+def check_tied(assignment: Assignment, alone: Formulation) -> None:
+    """Checks that an assignment takes as long where like decisions are priced as one as where each is on its own
+    (`alone`)."""
+    setting, executor = alone.setting, alone.priced.executor
+    tied = formulated(assignment, setting.profile, setting.gpus_per_node, executor, is_tied=True)
+    assert tied.table.keys() == tied.space.members.keys()
+    for name, representative in tied.space.classes.items():
+        assert tied.table[representative] == alone.table[name], name
+    found, expected = time_of(assignment, tied), time_of(assignment, alone)
+    assert found.time_s == pytest.approx(expected.time_s, rel=ROUNDING)
+    assert found.error_s == pytest.approx(expected.error_s, rel=ROUNDING)
+    assert found.is_extrapolated == expected.is_extrapolated

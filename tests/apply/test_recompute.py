@@ -25,8 +25,8 @@ from tpplan.costs.layer_activations import layer_activations
 from tpplan.costs.runs.execute import Executor, whole_strategy
 from tpplan.costs.runs.kernels import Matmul
 from tpplan.costs.step import memory_replay, step_time
+from tpplan.costs.step.activation_lifetimes import Lifetimes
 from tpplan.costs.step.memory_ledger import Peak
-from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.decision_space import build_space
 from tpplan.layouts.rules import Call
 from tpplan.layouts.typecheck import Mistyped, typecheck
@@ -109,9 +109,9 @@ def tensors_alive() -> list[Tensor]:
 def test_what_is_kept_is_counted(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[float] = []
 
-    def noting(assignment: Assignment, executor: Executor) -> Peak:
-        found.append(memory_replay.kept_bytes(assignment, executor))
-        return memory_replay.memory(assignment, executor)
+    def noting(lifetimes: Lifetimes) -> Peak:
+        found.append(memory_replay.kept_bytes(lifetimes.assignment, lifetimes.executor))
+        return memory_replay.memory(lifetimes)
 
     monkeypatch.setattr(step_time, "memory", noting)
     solved(mode)

@@ -14,6 +14,7 @@ from tpplan import solvers
 from tpplan.core.graph import ModelGraph
 from tpplan.core.mesh import Mesh
 from tpplan.costs.runs.execute import Executor
+from tpplan.costs.step.activation_lifetimes import Lifetimes
 from tpplan.costs.step.cost_table import price_space
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.memory_replay import memory
@@ -79,7 +80,7 @@ def excesses(formulation: Formulation, rng: random.Random, times: int) -> Iterat
         assignment, alone = untied(formulation, chosen(formulation, rng))
         everything = dict.fromkeys(assignment.strategies, 0)
         needed = max(total(row.terms, everything) for row in alone.problem.resources)
-        yield needed / memory(assignment, alone.priced.executor).num_bytes - 1
+        yield needed / memory(Lifetimes(assignment, alone.priced.executor)).num_bytes - 1
 
 
 SETTINGS = (

@@ -19,10 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tpplan
 from tpplan.core.errors import PlanMismatchError, ProfileError
-from tpplan.costs.runs.execute import Executor
 from tpplan.costs.step import memory_replay, step_time
+from tpplan.costs.step.activation_lifetimes import Lifetimes
 from tpplan.costs.step.memory_ledger import Peak
-from tpplan.layouts.assignment import Assignment
 from tpplan.machine.profile import Estimate, HardwareProfile
 from tpplan.plan.parts import RECOMPUTATION
 from tpplan.plan.plan import Compile, Pass, Plan, Recompute, WorkKind
@@ -261,9 +260,9 @@ def kept_bytes(tracker: Any, name: str, plan: Plan) -> int:
 def test_what_is_freed_is_what_torch_frees(mlp: Plan, mode: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[float] = []
 
-    def noting(assignment: Assignment, executor: Executor) -> Peak:
-        kept.append(memory_replay.kept_bytes(assignment, executor))
-        return memory_replay.memory(assignment, executor)
+    def noting(lifetimes: Lifetimes) -> Peak:
+        kept.append(memory_replay.kept_bytes(lifetimes.assignment, lifetimes.executor))
+        return memory_replay.memory(lifetimes)
 
     monkeypatch.setattr(step_time, "memory", noting)
     again = recomputing(mlp, mode)

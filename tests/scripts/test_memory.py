@@ -115,7 +115,7 @@ def test_a_piece_counts_while_somebody_holds_it() -> None:
     piece = ledger.hold(Piece("a", 3.0))
     ledger.hold(piece)
     ledger.drop(piece)
-    ledger.pass_by({"b": 2.0})
+    ledger.pass_by("b", 2.0)
     ledger.drop(piece)
     assert ledger.live_bytes == 0
     assert ledger.peak is not None

@@ -18,6 +18,7 @@ from tpplan.core.graph import ModelGraph
 from tpplan.core.layout import R
 from tpplan.core.mesh import Mesh
 from tpplan.costs.runs.execute import Executor
+from tpplan.costs.step.activation_lifetimes import Lifetimes
 from tpplan.costs.step.cost_table import price_space
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.memory_replay import memory
@@ -170,7 +171,7 @@ def check_peaks(layers: int, mesh: Mesh, steps: int) -> None:
         assignment, alone = untied(own, choice)
         everything = dict.fromkeys(assignment.strategies, 0)
         needed = max(total(row.terms, everything) for row in alone.problem.resources)
-        assert memory(assignment, alone.priced.executor).num_bytes <= needed
+        assert memory(Lifetimes(assignment, alone.priced.executor)).num_bytes <= needed
 
 
 def test_the_memory_constraint_is_not_below_the_peak_however_layers_are_treated() -> None:

@@ -33,16 +33,31 @@ def members(graph: ModelGraph, module: str) -> tuple[Op | Boundary, ...]:
 
 
 def like_ops(graph: ModelGraph) -> dict[str, str]:
-    """The name of each op -> the name of the op at its place in the first of its like blocks, else its own."""
+    """The name of each op -> the name of the first op at its place in like blocks whose results are views where its own
+    are; its own name outside of like blocks."""
     return graph.once_for_all_sizes(like_ops, lambda: _like_ops(graph))
 
 
+def unlike_ops(graph: ModelGraph) -> tuple[Op, ...]:
+    """The first of each set of ops that `like_ops` names alike, in order."""
+
+    def places() -> tuple[int, ...]:
+        first = frozenset(like_ops(graph).values())
+        return tuple(i for i, node in enumerate(graph.nodes) if isinstance(node, Op) and node.name in first)
+
+    found = (graph.nodes[place] for place in graph.once_for_all_sizes(unlike_ops, places))
+    return tuple(node for node in found if isinstance(node, Op))
+
+
 def _like_ops(graph: ModelGraph) -> dict[str, str]:
-    found = {op.name: op.name for op in graph.ops}
+    values, found = graph.values, {op.name: op.name for op in graph.ops}
     for block in graph.blocks:
-        first = members(graph, block.names[0])
-        for name in block.names[1:]:
-            found.update((own.name, like.name) for own, like in zip(members(graph, name), first, strict=True))
+        first: dict[object, str] = {}
+        for name in block.names:
+            for place, node in enumerate(members(graph, name)):
+                # A reshape of equal shapes makes a view of one tensor and a copy of another.
+                views = [values[result].storage != result for result in node.results]
+                found[node.name] = first.setdefault((place, *views), node.name)
     return found
 
 

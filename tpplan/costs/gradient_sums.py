@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from tpplan.core.graph import Boundary, ModelGraph, Op, Value
 from tpplan.core.layout import Layout
-from tpplan.layouts.decision_space import Space
+from tpplan.layouts.decision_space import Decider, Space, deciders_of, readings_of
 from tpplan.layouts.readings import Reading
 
 #: bytes that an addition reads and writes, as a multiple of the gradient's bytes
@@ -25,25 +25,28 @@ def additions(space: Space) -> Mapping[str, tuple[float, ...]]:
 
 
 def _by_class(space: Space) -> Mapping[str, tuple[float, ...]]:
-    found, by_member = (
-        {},
-        space.graph.once_for_all_sizes(_counted, lambda: {name: _counted(space, name) for name in space.deciders}),
-    )
+    found, by_decision = {}, additions_behind(space.graph)
     for name, members in space.members.items():
-        counts = [by_member[member] for member in members]
+        counts = [by_decision[member] for member in members]
         mean = tuple(sum(column) / len(counts) for column in zip(*counts, strict=True))
         if any(mean):
             found[name] = mean
     return found
 
 
-def _counted(space: Space, name: str) -> tuple[float, ...]:
-    decider = space.deciders[name]
+def additions_behind(graph: ModelGraph) -> Mapping[str, tuple[float, ...]]:
+    """Returns the additions of gradients per result of each decision of a graph."""
+    return graph.once_for_all_sizes(
+        additions_behind, lambda: {name: _counted(graph, decider) for name, decider in deciders_of(graph).items()}
+    )
+
+
+def _counted(graph: ModelGraph, decider: Decider) -> tuple[float, ...]:
     if isinstance(decider, Reading):
-        readings = space.readings[decider.source.label]
+        readings = readings_of(graph)[decider.source.label]
         # One of the readings adds nothing; spread evenly, as only their sum counts.
         return ((len(readings) - 1) / len(readings) if decider.source.trainable else 0.0,)
-    return tuple(float(max(0, _uses(space.graph, result) - 1)) for result in decider.results)
+    return tuple(float(max(0, _uses(graph, result) - 1)) for result in decider.results)
 
 
 def _uses(graph: ModelGraph, value: str) -> int:

@@ -149,10 +149,15 @@ class _ActivationFinder:
         self._work: dict[str, frozenset[WorkKind]] = {}
         self._numbers: dict[object, Key] = {}
         self._position = positions_in(space.graph)
-        self._places: dict[str, list[int]] = {}
-        for i, node in enumerate(space.graph.nodes):
+        self._places = space.graph.once_for_all_sizes((_ActivationFinder, units), self._places_of_units)
+
+    def _places_of_units(self) -> dict[str, tuple[int, ...]]:
+        """Returns the positions of each layer's nodes, for layers that run."""
+        found: dict[str, list[int]] = {}
+        for i, node in enumerate(self.space.graph.nodes):
             if (unit := self.unit_of(node)) is not None:
-                self._places.setdefault(unit, []).append(i)
+                found.setdefault(unit, []).append(i)
+        return {unit: tuple(places) for unit, places in found.items()}
 
     def activations(self) -> Activations:
         """Returns the activations of the model."""
@@ -177,7 +182,7 @@ class _ActivationFinder:
             layers={unit: LayerCosts(kept=kept[unit], remade=remade[unit], again=again[unit]) for unit in self.units},
             sizes=self.sizes,
             inputs=sources(self.space),
-            positions={unit: tuple(found) for unit, found in self._places.items()},
+            positions=self._places,
             is_between=self._is_between(),
             _candidates=PeakCandidates(self.space, self.executor, segments_in(self.space.graph, self.executor)),
             _kept={unit: tuple(found) for unit, found in own.items()},
@@ -345,9 +350,11 @@ class _ActivationFinder:
 
     def _repeated_classes(self) -> dict[str, Counter[str]]:
         """Returns by layer the number of decisions that run again, by class."""
-        key = "run again", self.units, self.executor.saving(self.space.graph)
-        again = self.space.graph.once_for_all_sizes(key, self._repeated_names)
-        return {unit: Counter(self.space.classes[name] for name in names) for unit, names in again.items()}
+        space, key = self.space, ("run again", self.units, self.executor.saving(self.space.graph))
+        again = space.graph.once_for_all_sizes(key, self._repeated_names)
+        return space.once_for_all_sizes(
+            key, lambda: {unit: Counter(map(space.classes.__getitem__, names)) for unit, names in again.items()}
+        )
 
     def _repeated_names(self) -> dict[str, list[str]]:
         """Returns by layer the decisions up to the last op that saves anything; that op too where it saves a result."""

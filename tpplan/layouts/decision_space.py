@@ -188,7 +188,7 @@ def build_space(
     NoLayoutError where a decision has no strategy left.
     """
     builder = _Builder(graph, tp, unused_outputs)
-    classes, members = _classes(graph, builder.deciders, apart)
+    classes, members = classes_of(graph, apart)
     contracts: dict[str, dict[_Contract, None]] = {}
     for name, contract in builder.bound.items():
         contracts.setdefault(classes[name], {})[contract] = None
@@ -424,23 +424,35 @@ def _leaves_lookup(graph: ModelGraph, boundary: Boundary) -> bool:
     return isinstance(producer, Op) and producer.target == EMBEDDING
 
 
-def _classes(
-    graph: ModelGraph, deciders: dict[str, Decider], apart: Callable[[str], Hashable] | None
+def classes_of(
+    graph: ModelGraph, apart: Callable[[str], Hashable] | None = None
 ) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
-    """Decision -> the decision that represents its class; and that -> the decisions of the class, in order."""
-    unlike = {name: apart(name) if apart is not None else None for block in graph.blocks for name in block.names}
+    """Decision -> the decision that represents its class; and that -> the decisions of the class, in order. `apart` is
+    as in build_space."""
+    kinds = {block: dict[Hashable, int]() for block in graph.blocks}  # numbered, so that any two tell apart alike
+    unlike = {
+        name: kinds[block].setdefault(apart(name) if apart is not None else None, len(kinds[block]))
+        for block in graph.blocks
+        for name in block.names
+    }
 
     def found() -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
-        classes, members = _classes_where(graph, deciders, unlike), defaultdict[str, list[str]](list)
-        for name, representative in classes.items():
-            members[representative].append(name)
-        return classes, {name: tuple(names) for name, names in members.items()}
+        classes = _classes_where(graph, deciders_of(graph), unlike)
+        return classes, members_of(classes)
 
-    return graph.once_for_all_sizes((_classes, tuple(unlike.items())), found)
+    return graph.once_for_all_sizes((classes_of, tuple(unlike.items())), found)
 
 
-def _classes_where(graph: ModelGraph, deciders: dict[str, Decider], unlike: Mapping[str, Hashable]) -> dict[str, str]:
-    position: dict[str, tuple[str, tuple[int, ...], int, Hashable]] = {}
+def members_of(classes: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """The decisions of each class by its representative, in order."""
+    found = defaultdict[str, list[str]](list)
+    for name, representative in classes.items():
+        found[representative].append(name)
+    return {name: tuple(names) for name, names in found.items()}
+
+
+def _classes_where(graph: ModelGraph, deciders: dict[str, Decider], unlike: Mapping[str, int]) -> dict[str, str]:
+    position: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     for block in graph.blocks:
         for name in block.names:
             place = enumerate(members(graph, name))  # blocks of different structure may share a pattern

@@ -9,6 +9,7 @@ from tpplan.core.errors import PlanMismatchError, SolverError
 from tpplan.core.gc_pause import rarely_collected
 from tpplan.core.graph import ModelGraph
 from tpplan.core.name_patterns import ROOT
+from tpplan.costs.step.activation_lifetimes import Lifetimes
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.memory_replay import memory
 from tpplan.costs.step.step_time import price as price_assignment
@@ -131,7 +132,7 @@ class Priced:
     @property
     def peak_bytes(self) -> float:
         """Predicted peak memory of a rank in bytes, without slack."""
-        return memory(self.formulation.assignment(self.choice), self.formulation.priced.executor).num_bytes
+        return memory(Lifetimes(self.formulation.assignment(self.choice), self.formulation.priced.executor)).num_bytes
 
 
 @rarely_collected()

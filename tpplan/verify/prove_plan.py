@@ -16,6 +16,7 @@ from tpplan.apply.model_match import check_model
 from tpplan.core.errors import ModelError, TpplanError, VerificationError
 from tpplan.core.graph import Boundary, Direction
 from tpplan.core.name_patterns import ROOT, holders
+from tpplan.costs.step.activation_lifetimes import Lifetimes
 from tpplan.costs.step.collectives_of_step import collectives
 from tpplan.costs.step.memory_replay import memory
 from tpplan.costs.step.step_time import with_peak
@@ -81,12 +82,13 @@ def prove_plan(
         raise VerificationError(_with_path(error)) from error
     _refuse(_dtype_problems(plan, assignment))
     _check_structure(plan, assignment, traced, traces)
-    issued = collectives(assignment, traces.reuse.executor)
+    lifetimes = Lifetimes(assignment, traces.reuse.executor)
+    issued = collectives(lifetimes)
     if is_as_solved:
         _refuse(_listing_problems(plan, issued))
         _refuse(_shape_problems(plan, traces, traced, assignment))
     else:
-        peak = with_peak(plan.predicted, memory(assignment, traces.reuse.executor))
+        peak = with_peak(plan.predicted, memory(lifetimes))
         plan = replace(plan, collectives=issued, predicted=peak, fingerprints=prints)
     plan = replace(plan, tp_shares=counted_again(plan.tp_shares, assignment, traces.reuse.executor))
     return Proven(plan=_mended(plan, traced.assumptions), traced=traced, assignment=assignment)

@@ -18,7 +18,7 @@ import torch
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import Argument, ModelGraph, Op, Ref, Value
 from tpplan.core.layout import Layout, R, local_shape
-from tpplan.core.repeated_blocks import like_ops
+from tpplan.core.repeated_blocks import like_ops, unlike_ops
 from tpplan.core.units import DTYPE_BYTES
 from tpplan.costs.runs.execution import Execution, Gradient
 from tpplan.costs.runs.gpu_kernels import callable_of, operator_of
@@ -84,9 +84,10 @@ class Executor:
     def saving(self, graph: ModelGraph) -> Hashable:
         """Returns all that decides which storages of a graph are kept and what runs again: what its ops save, and the
         kinds of work that they do, where nothing is sharded."""
-        ops = (op for op in graph.ops if like_ops(graph)[op.name] == op.name)
         return self.once(
-            (Executor.saving, id(graph)), graph, lambda: tuple(_saving(self.whole(graph, op)) for op in ops)
+            (Executor.saving, id(graph)),
+            graph,
+            lambda: tuple(_saving(self.whole(graph, op)) for op in unlike_ops(graph)),
         )
 
     def execute(self, call: Call, strategy: Strategy, tp: int) -> Execution:
@@ -270,7 +271,7 @@ def _run(
         gradients: tuple[Gradient | None, ...] = ()
         if carries and results and wanted:
             with log:
-                given = [torch.empty_like(result) for result in results]
+                given = [_empty_like(result) for result in results]
                 found = iter(torch.autograd.grad(results, wanted, given, allow_unused=True))
             gradients = tuple(_gradient(next(found), given) if leaf.requires_grad else None for leaf in leaves)
     except Exception as error:
@@ -285,6 +286,13 @@ def _meta_operands(call: Call, shapes: tuple[tuple[int, ...], ...]) -> list[torc
         torch.empty(shape, dtype=getattr(torch, value.dtype), device="meta", requires_grad=value.carries_gradient)
         for shape, value in zip(shapes, call.operands, strict=True)
     ]
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns torch.empty_like(tensor), which is slow on meta tensors; most are contiguous, where this is the same."""
+    if tensor.layout is torch.strided and tensor.is_contiguous():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return torch.empty_like(tensor)
 
 
 def _by_bytes(call: Call, strategy: Strategy, tp: int, reason: str) -> Execution:

@@ -5,6 +5,7 @@ A kernel is a matmul (M, N, K), an attention (FLOP), or memory-bound (bytes read
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -163,11 +164,10 @@ class KernelLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Attention(flop=flop, dtype=_name(query.dtype), is_backward=is_backward, sizes=sizes)
 
 
+@cache
 def is_view(func: Any) -> bool:
     """True for an operator that launches no kernel: a view, or uninitialized memory."""
-    if str(func) in _VIEW_LIKE:
-        return True
-    return gives_views(func)
+    return str(func) in _VIEW_LIKE or gives_views(func)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> Matmul:

@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, enclosing
 from tpplan.core.layout import Conversion, Layout
+from tpplan.core.repeated_blocks import like_ops
 from tpplan.costs.runs.execute import Executor
 from tpplan.costs.runs.execution import Execution
 from tpplan.costs.runs.kernels import WORK
@@ -81,8 +82,9 @@ class Lifetimes:
         self.nodes = self.graph.nodes
         self.runs = tuple(calls_of(self.graph, assignment.recomputed))
         self.run_at = {position: run for run in self.runs for position in run.positions}
-        self.executions = {i: self._execution(node) for i, node in enumerate(self.nodes) if isinstance(node, Op)}
+        self.executions = dict(self._executions())
         self.made: dict[int, list[Storage]] = {i: [] for i in range(len(self.nodes))}
+        self._conversions: dict[int, Conversion] = {}
         #: positions at which a storage enters a module
         self.entered: dict[Storage, list[int]] = {}
         self._exits, self._returned = call_exits(self.graph), returned_until(self.graph)
@@ -94,7 +96,10 @@ class Lifetimes:
 
     def conversion(self, boundary: Boundary) -> Conversion:
         """The conversion of a value at a boundary."""
-        return self.assignment.conversion(boundary)
+        key = id(self.assignment.strategies[boundary.name])  # the assignment holds it
+        if key not in self._conversions:
+            self._conversions[key] = self.assignment.conversion(boundary)
+        return self._conversions[key]
 
     def is_held(self, position: int) -> bool:
         """True where the node is in a module that is recomputed, in a mode that keeps the node's results."""
@@ -202,8 +207,16 @@ class Lifetimes:
         values = self.graph.values
         return next((name for name in op.operands if values[name].storage == values[result].storage), None)
 
-    def _execution(self, op: Op) -> Execution:
-        return self.executor.execute(Call.of(self.graph, op), self.strategy(op.name), self.assignment.tp)
+    def _executions(self) -> Iterator[tuple[int, Execution]]:
+        """Yields the position and the execution of each op, asked once for like ops with one strategy."""
+        like, known = like_ops(self.graph), dict[tuple[str, int], Execution]()
+        for position, node in enumerate(self.nodes):
+            if isinstance(node, Op):
+                strategy = self.strategy(node.name)
+                key = like[node.name], id(strategy)  # the assignment holds it
+                if key not in known:
+                    known[key] = self.executor.execute(Call.of(self.graph, node), strategy, self.assignment.tp)
+                yield position, known[key]
 
 
 def _keeps(execution: Execution) -> bool:

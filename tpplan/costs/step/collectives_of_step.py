@@ -5,19 +5,18 @@ one, and `tpplan verify` counts what ranks issue against it.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tpplan.core.gradient_buckets import BUCKET_BYTES, bucketed
 from tpplan.core.graph import Boundary, Op, Source
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
 from tpplan.core.units import DTYPE_BYTES
-from tpplan.costs.collectives import transfers_of
-from tpplan.costs.runs.execute import Executor
+from tpplan.costs.collectives import Transfer, transfers_of
 from tpplan.costs.step.activation_lifetimes import Lifetimes
 from tpplan.costs.step.parameter_bytes import Weights
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.decision_space import Decider
+from tpplan.layouts.decision_space import Decider, classes_of
 from tpplan.layouts.layer_treatments import FsdpUnit
 from tpplan.layouts.readings import has_partial_gradient
 from tpplan.machine.profile import Collective
@@ -34,11 +33,13 @@ _Key = tuple[str, str, Axis, Pass, str, int]
 _Counts = Counter[_Key]
 
 
-def collectives(assignment: Assignment, executor: Executor) -> tuple[CollectivePlan, ...]:
-    """The collectives of a step, sorted. `executor` says where a recomputed forward stops."""
-    counts = _tp_collectives(assignment)
+def collectives(lifetimes: Lifetimes) -> tuple[CollectivePlan, ...]:
+    """The collectives of a step of an assignment, sorted. Its lifetimes say where a recomputed forward stops."""
+    assignment = lifetimes.assignment
+    transfers = _transfers(assignment)
+    counts = _tp_collectives(assignment, transfers)
     if assignment.recomputed:
-        counts.update(_repeats(assignment, executor))
+        counts.update(_repeats(lifetimes, transfers))
     counts.update(_tp_reductions(assignment))
     if assignment.num_averages is None:
         counts.update(_fsdp_collectives(assignment))
@@ -50,28 +51,44 @@ def collectives(assignment: Assignment, executor: Executor) -> tuple[CollectiveP
     )
 
 
-def _tp_collectives(assignment: Assignment) -> _Counts:
+def _transfers(assignment: Assignment) -> dict[str, tuple[Transfer, ...]]:
+    """The collectives that each decision issues in a micro-batch, computed once for like decisions with one strategy;
+    decisions that issue none are left out."""
+    graph, strategies = assignment.graph, assignment.strategies
+    known: dict[tuple[str, int], tuple[Transfer, ...]] = {}
+    found = {}
+    for name, representative in classes_of(graph)[0].items():
+        key = representative, id(strategies[name])  # the assignment holds it
+        if key not in known:
+            known[key] = transfers_of(graph, assignment.deciders[name], strategies[name])
+        if known[key]:
+            found[name] = known[key]
+    return found
+
+
+def _tp_collectives(assignment: Assignment, transfers: Mapping[str, tuple[Transfer, ...]]) -> _Counts:
     """Collectives of conversions at boundaries and readings, and of ops, in all micro-batches."""
     found: _Counts = Counter()
-    for name, decider in assignment.deciders.items():
-        where = _where(assignment, _module_of(decider))
-        for transfer in transfers_of(assignment.graph, decider, assignment.strategy(name)):
+    for name, own in transfers.items():
+        where = _where(assignment, _module_of(assignment.deciders[name]))
+        for transfer in own:
             key = where, str(transfer.kind), transfer.axis, transfer.during, transfer.dtype, transfer.num_bytes
             found[key] += assignment.accumulation_steps
     return found
 
 
-def _repeats(assignment: Assignment, executor: Executor) -> _Counts:
+def _repeats(lifetimes: Lifetimes, transfers: Mapping[str, tuple[Transfer, ...]]) -> _Counts:
     """Forward collectives that recomputed modules run again in backward."""
     found: _Counts = Counter()
-    for _, names in Lifetimes(assignment, executor).run_again():
+    assignment = lifetimes.assignment
+    for _, names in lifetimes.run_again():
         for name in names:
             decider = assignment.deciders[name]
             if not isinstance(decider, Op | Boundary):
                 continue
-            where = _where(assignment, decider.module)
-            for transfer in transfers_of(assignment.graph, decider, assignment.strategy(name)):
+            for transfer in transfers.get(name, ()):
                 if transfer.during is Pass.FORWARD:
+                    where = _where(assignment, decider.module)
                     key = where, str(transfer.kind), transfer.axis, Pass.BACKWARD, transfer.dtype, transfer.num_bytes
                     found[key] += assignment.accumulation_steps
     return found

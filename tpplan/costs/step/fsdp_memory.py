@@ -155,7 +155,7 @@ class Shards:
             return
         unit = self.units[name]
         self.buffers[name] = self.ledger.hold(Piece(BUFFERS, unit.gathered))
-        self.ledger.pass_by({BUFFERS: unit.cast})
+        self.ledger.pass_by(BUFFERS, unit.cast)
 
     def _unshard(self, name: str, *, is_forward: bool) -> None:
         if name in self.parameters:
@@ -166,7 +166,7 @@ class Shards:
         if is_forward:
             self._free_deferred()
         if self.ranks == 1:
-            self.ledger.pass_by({BUFFERS: unit.largest})
+            self.ledger.pass_by(BUFFERS, unit.largest)
             return
         buffer = self.buffers.pop(name)
         if is_forward:
@@ -221,7 +221,7 @@ class Shards:
         reduced = self.ledger.hold(Piece(GRADIENTS, unit.sharded_gradients))
         self.ledger.drop(last)
         if self.ranks == 1:
-            self.ledger.pass_by({})
+            self.ledger.pass_by()
         if name in self.sharded:
             self.ledger.drop(reduced)
         else:

@@ -47,7 +47,7 @@ class Ledger:
             self.live[piece.part] += piece.num_bytes  # type: ignore[assignment]
             self.live_bytes += piece.num_bytes
         piece.holders += 1
-        self.pass_by({})
+        self.pass_by()
         return piece
 
     def drop(self, piece: Piece | None) -> None:
@@ -67,17 +67,17 @@ class Ledger:
             self.live[part] += piece.num_bytes  # type: ignore[assignment]
         piece.part = part
 
-    def pass_by(self, extra: Mapping[str, float]) -> None:
-        """Counts `extra` bytes by part for a moment, beside what lives, and notes a new peak."""
-        total = self.live_bytes + sum(extra.values())
+    def pass_by(self, part: str = "", num_bytes: float = 0.0) -> None:
+        """Counts bytes of a part for a moment, beside what lives, and notes a new peak."""
+        total = self.live_bytes + num_bytes
         if total > self.peak_bytes:
             self.peak_bytes = total
-            self.peak = Peak(memory_bytes=self._held(extra), during=self.during, module=self.module)
+            self.peak = Peak(memory_bytes=self._held(part, num_bytes), during=self.during, module=self.module)
 
-    def _held(self, extra: Mapping[str, float]) -> dict[str, float]:
-        """Bytes by part of what lives and of `extra`."""
+    def _held(self, part: str, num_bytes: float) -> dict[str, float]:
+        """Bytes by part of what lives and of so many more of a part."""
         parts = Counter(self.live)
-        parts.update(extra)
+        parts[part] += num_bytes  # type: ignore[assignment]
         return {name: float(count) for name, count in parts.items() if count > 0}
 
 
@@ -87,14 +87,14 @@ class Course(Ledger):
 
     moments: list[Peak] = field(default_factory=list)
 
-    def pass_by(self, extra: Mapping[str, float]) -> None:
+    def pass_by(self, part: str = "", num_bytes: float = 0.0) -> None:
         """Notes a new peak, and a moment that is above the others of its module."""
-        Ledger.pass_by(self, extra)
+        Ledger.pass_by(self, part, num_bytes)
         last = self.moments[-1] if self.moments else None
         is_same = last is not None and (last.during, last.module) == (self.during, self.module)
-        if last is not None and is_same and self.live_bytes + sum(extra.values()) <= last.num_bytes:
+        if last is not None and is_same and self.live_bytes + num_bytes <= last.num_bytes:
             return
-        moment = Peak(memory_bytes=self._held(extra), during=self.during, module=self.module)
+        moment = Peak(memory_bytes=self._held(part, num_bytes), during=self.during, module=self.module)
         if is_same:
             self.moments.pop()
         self.moments.append(moment)

@@ -31,22 +31,22 @@ from tpplan.plan.parts import (
 from tpplan.plan.plan import Pass
 
 
-def memory(assignment: Assignment, executor: Executor) -> Peak:
-    """The peak of a step's memory on one rank, in bytes by part, and where it is. `executor` says what ops save."""
-    return _Replay(assignment, Lifetimes(assignment, executor)).peak()
+def memory(lifetimes: Lifetimes) -> Peak:
+    """The peak of a step's memory on one rank, in bytes by part, and where it is."""
+    return _Replay(lifetimes).peak()
 
 
 def course(assignment: Assignment, executor: Executor) -> tuple[Peak, ...]:
     """The most that a rank holds in bytes while each module runs, from the first node of a step to its end; of several
     micro-batches, those that the peak is looked for in. The largest of them is that of `memory`."""
     ledger = Course()
-    _Replay(assignment, Lifetimes(assignment, executor), ledger).peak()
+    _Replay(Lifetimes(assignment, executor), ledger).peak()
     return tuple(ledger.moments)
 
 
 def kept_bytes(assignment: Assignment, executor: Executor) -> float:
     """Bytes of activations that a rank holds between a micro-batch's forward and its backward."""
-    replay = _Replay(assignment, Lifetimes(assignment, executor))
+    replay = _Replay(Lifetimes(assignment, executor))
     replay.forward(range(len(replay.nodes)), None)
     return replay.ledger.live[SAVED]
 
@@ -54,7 +54,7 @@ def kept_bytes(assignment: Assignment, executor: Executor) -> float:
 def bytes_between(assignment: Assignment, executor: Executor) -> tuple[float, float]:
     """Bytes that a rank holds of a model that does not run: of the activations of each micro-batch between its forward
     and its backward, and of parameters, gradients, states and what FSDP leaves gathered."""
-    replay = _Replay(assignment, Lifetimes(assignment, executor))
+    replay = _Replay(Lifetimes(assignment, executor))
     replay.forward(range(len(replay.nodes)), None)
     weights, live = replay.weights, replay.ledger.live
     masters = weights.resting(weights.master_width) + weights.resting(weights.master_width, weights.trainable)
@@ -64,8 +64,8 @@ def bytes_between(assignment: Assignment, executor: Executor) -> tuple[float, fl
 class _Replay:
     """The live memory of a step that is replayed: activations by storage, gradients by value."""
 
-    def __init__(self, assignment: Assignment, lifetimes: Lifetimes, ledger: Ledger | None = None) -> None:
-        self.assignment = assignment
+    def __init__(self, lifetimes: Lifetimes, ledger: Ledger | None = None) -> None:
+        self.assignment = assignment = lifetimes.assignment
         self.lifetimes = lifetimes
         self.graph = assignment.graph
         self.nodes = self.graph.nodes
@@ -97,7 +97,7 @@ class _Replay:
         self.ledger.during, self.ledger.module = Pass.STEP, ""
         if self.is_averaged:
             self._average()
-        self.ledger.pass_by({TRANSIENTS: self.weights.step_temporaries()})
+        self.ledger.pass_by(TRANSIENTS, self.weights.step_temporaries())
         assert self.ledger.peak is not None
         return self.ledger.peak
 
@@ -161,11 +161,11 @@ class _Replay:
 
     def _hold_while_running(self, node: Op | Boundary, position: int) -> None:
         if isinstance(node, Op):
-            self.ledger.pass_by({TRANSIENTS: float(self.lifetimes.executions[position].forward_bytes)})
+            self.ledger.pass_by(TRANSIENTS, float(self.lifetimes.executions[position].forward_bytes))
             return
         value = self.graph.values[node.operand]
         move = forward_move(self.lifetimes.conversion(node), value.shape, value.dtype, self.assignment.mesh.tp)
-        self.ledger.pass_by({BUFFERS: float(move.held_bytes - move.result_bytes)})
+        self.ledger.pass_by(BUFFERS, float(move.held_bytes - move.result_bytes))
 
     def _make(self, storage: Storage, run: Run | None) -> None:
         """Makes a storage live while nodes read it, and while a backward that follows needs it."""
@@ -209,7 +209,7 @@ class _Replay:
             for name, layout in zip(op.results, strategy.results, strict=True)
             if self.graph.values[name].carries_gradient
         )
-        self.ledger.pass_by({TRANSIENTS: float(max(0, execution.backward_bytes - given))})
+        self.ledger.pass_by(TRANSIENTS, float(max(0, execution.backward_bytes - given)))
         passed_on = next((piece for piece in arrived if piece is not None), None)
         for index, gradient in enumerate(execution.gradients):
             if gradient is None:
@@ -228,7 +228,7 @@ class _Replay:
             return
         conversion = self.lifetimes.conversion(boundary)
         move = backward_move(conversion, value.shape, value.dtype, self.assignment.mesh.tp)
-        self.ledger.pass_by({BUFFERS: float(move.held_bytes)})
+        self.ledger.pass_by(BUFFERS, float(move.held_bytes))
         piece = Piece(TRANSIENTS, float(move.result_bytes)) if move.held_bytes else arrived
         if boundary.operand in self.parameters:
             self._add_to_parameter(self.parameters[boundary.operand], boundary, 0, piece)
@@ -260,7 +260,7 @@ class _Replay:
         at_rest = self._converted_back(source, reader, index, piece)
         if source.label in self.read:
             # Of several readings the gradients, which are DTensors, add up in a new tensor, before any earlier ones.
-            self.ledger.pass_by({TRANSIENTS: at_rest.num_bytes * (1 + (source.label in self.of_earlier))})
+            self.ledger.pass_by(TRANSIENTS, at_rest.num_bytes * (1 + (source.label in self.of_earlier)))
         self.read.add(source.label)
         if self.shards is not None:
             self.shards.add_gradient(source, at_rest)
@@ -277,7 +277,7 @@ class _Replay:
         move = backward_move(conversion, value.shape, value.dtype, self.assignment.mesh.tp)
         if not move.held_bytes:
             return piece
-        self.ledger.pass_by({BUFFERS: float(move.held_bytes)})
+        self.ledger.pass_by(BUFFERS, float(move.held_bytes))
         converted = self.ledger.hold(Piece(TRANSIENTS, float(move.result_bytes)))
         self.ledger.drop(piece)
         return converted
@@ -286,7 +286,7 @@ class _Replay:
         """Copies gradients that are summed over tp into buckets."""
         summands = [source for source in self.weights.trainable if self._is_summand(source)]
         total = self.weights.resting(self.weights.master_width, summands)
-        self.ledger.pass_by({BUFFERS: min(total, float(BUCKET_BYTES))})
+        self.ledger.pass_by(BUFFERS, min(total, float(BUCKET_BYTES)))
 
     def _average(self) -> None:
         """Copies all gradients into buckets, also those that no traced op gives."""
@@ -294,7 +294,7 @@ class _Replay:
         self.ledger.hold(Piece(GRADIENTS, self.weights.resting(self.weights.master_width, unseen)))
         total = self.weights.resting(self.weights.master_width, self.weights.trainable)
         if self.assignment.mesh.replicate > 1:
-            self.ledger.pass_by({BUFFERS: min(total, float(BUCKET_BYTES))})
+            self.ledger.pass_by(BUFFERS, min(total, float(BUCKET_BYTES)))
 
     def _is_summand(self, source: Source) -> bool:
         readings = self.assignment.readings[source.label]

@@ -17,7 +17,7 @@ from tpplan.core.graph import ModelGraph
 from tpplan.core.mesh import Axis
 from tpplan.core.name_patterns import ROOT
 from tpplan.costs.error_bars import NONE, Residuals
-from tpplan.costs.runs.execute import Executor, whole_strategy
+from tpplan.costs.runs.execute import Executor
 from tpplan.costs.runs.kernels import flop_of
 from tpplan.costs.step.activation_lifetimes import Lifetimes
 from tpplan.costs.step.collectives_of_step import collectives
@@ -27,8 +27,9 @@ from tpplan.costs.step.memory_ledger import Peak
 from tpplan.costs.step.memory_replay import memory
 from tpplan.costs.step.train_config import Setting
 from tpplan.costs.strategy_times import StrategyTime
+from tpplan.costs.tied_space import tied_space
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.rules import OPAQUE, Call, has_rule
+from tpplan.layouts.rules import OPAQUE, has_rule
 from tpplan.machine.profile import Collective, Estimate, HardwareProfile
 from tpplan.plan.compress_names import pattern_of
 from tpplan.plan.parts import (
@@ -80,9 +81,11 @@ def price(
 ) -> Priced:
     """Everything that an assignment costs on a machine. The limit, by default the profile's memory, changes nothing but
     the prediction's own limit. Raises ProfileError for what the profile does not cover."""
-    formulation = formulated(assignment, profile, gpus_per_node, executor, memory_limit_bytes=memory_limit_bytes)
-    step, peak = time_of(assignment, formulation), memory(assignment, executor)
-    seconds = _OpSeconds(formulation)
+    formulation = formulated(
+        assignment, profile, gpus_per_node, executor, memory_limit_bytes=memory_limit_bytes, is_tied=True
+    )
+    lifetimes = Lifetimes(assignment, executor)
+    step, peak, seconds = time_of(assignment, formulation), memory(lifetimes), _OpSeconds(formulation)
     predicted = Prediction(
         step_time_s=float(sum(step.time_s.values())),
         step_time_error_s=step.error_s,
@@ -101,11 +104,11 @@ def price(
     )
     return Priced(
         predicted=predicted,
-        collectives=collectives(assignment, executor),
+        collectives=collectives(lifetimes),
         op_seconds=seconds.by_name,
         unruled_ops=seconds.of_unruled_ops(),
         opaque_seconds=seconds.of_opaque_modules(),
-        guesses=guesses(assignment, executor),
+        guesses=guesses(lifetimes),
     )
 
 
@@ -116,9 +119,9 @@ def model_flop(graph: ModelGraph, executor: Executor) -> float:
     """
     total = 0.0
     for op in graph.ops:
-        call = Call.of(graph, op)
-        flop = flop_of(executor.execute(call, whole_strategy(call), 1).forward)
-        reached = sum(value.carries_gradient and len(value.shape) > 1 for value in call.operands)
+        flop = flop_of(executor.whole(graph, op).forward)
+        operands = (graph.values[name] for name in op.operands)
+        reached = sum(value.carries_gradient and len(value.shape) > 1 for value in operands)
         total += flop * (1 + min(reached, _BACKWARD_PRODUCTS))
     return total
 
@@ -136,7 +139,7 @@ def with_peak(predicted: Prediction, peak: Peak) -> Prediction:
 
 def step_time(assignment: Assignment, profile: HardwareProfile, gpus_per_node: int, executor: Executor) -> StepTime:
     """Seconds of a step of an assignment by part. Raises ProfileError for what the profile does not cover."""
-    return time_of(assignment, formulated(assignment, profile, gpus_per_node, executor))
+    return time_of(assignment, formulated(assignment, profile, gpus_per_node, executor, is_tied=True))
 
 
 def formulated(
@@ -147,8 +150,10 @@ def formulated(
     *,
     memory_limit_bytes: float | None = None,
     kin: Mapping[str, str] | None = None,
+    is_tied: bool = False,
 ) -> Formulation:
-    """The ILP in which the assignment is the only choice; its objective is the step's time. `kin` is as in Setting."""
+    """The ILP in which the assignment is the only choice; its objective is the step's time. `kin` is as in Setting.
+    With `is_tied` decisions that cost the same are one (tpplan.costs.tied_space); else each is on its own."""
     setting = Setting(
         profile=profile,
         gpus_per_node=gpus_per_node,
@@ -163,24 +168,25 @@ def formulated(
         kin=kin,
     )
     num_gpus, is_compiled = assignment.mesh.num_gpus, assignment.is_compiled
-    priced = price_space(assignment.space, profile, gpus_per_node, executor, is_compiled=is_compiled, num_gpus=num_gpus)
+    space = tied_space(assignment) if is_tied else assignment.space
+    priced = price_space(space, profile, gpus_per_node, executor, is_compiled=is_compiled, num_gpus=num_gpus)
     return Formulation(priced=priced, mesh=assignment.mesh, setting=setting)
 
 
-def guesses(assignment: Assignment, executor: Executor) -> tuple[str, ...]:
+def guesses(lifetimes: Lifetimes) -> tuple[str, ...]:
     """Assumptions about ops whose behaviour is unknown, each after the pattern of its module."""
-    graph = assignment.graph
+    graph = lifetimes.graph
     found = (
-        f"{pattern_of(graph, op.module) or ROOT}: {guess}"
-        for op in graph.ops
-        for guess in executor.execute(Call.of(graph, op), assignment.strategy(op.name), assignment.tp).guesses
+        f"{pattern_of(graph, graph.nodes[position].module) or ROOT}: {guess}"
+        for position, execution in lifetimes.executions.items()
+        for guess in execution.guesses
     )
     return tuple(dict.fromkeys(found))
 
 
 def time_of(assignment: Assignment, formulation: Formulation) -> StepTime:
     """Seconds of a step by part; `formulation` is that of the assignment alone (formulated)."""
-    everything = dict.fromkeys(assignment.strategies, 0)
+    everything = dict.fromkeys(formulation.space.members, 0)
     assert formulation.unlimited.is_consistent(everything), "the assignment's layouts disagree along an edge"
     time: Counter[str] = Counter()
     for term in formulation.unlimited.objective:
@@ -194,7 +200,7 @@ def time_of(assignment: Assignment, formulation: Formulation) -> StepTime:
 def _with_rerun(step: StepTime, assignment: Assignment, formulation: Formulation) -> StepTime:
     """The time plus that of modules recomputed beside layers, with the same relative error."""
     lifetimes = Lifetimes(assignment, formulation.priced.executor)
-    times = {name: own[0] for name, own in formulation.table.items()}
+    times = {name: formulation.table[own][0] for name, own in formulation.space.classes.items()}
     again = rerun(lifetimes, times, formulation.setting.profile.issue_s, assignment.recomputed_within)
     steps, time_s = assignment.accumulation_steps, dict(step.time_s)
     time_s[RECOMPUTATION] = time_s.get(RECOMPUTATION, 0.0) + steps * again.compute.seconds
@@ -242,9 +248,11 @@ def _error(formulation: Formulation, time: Mapping[str, float]) -> tuple[float, 
     """The error of a step's time in seconds (tpplan.costs.error_bars), and whether a time was extrapolated. Parts that
     are bytes times a rate have the rate's relative error."""
     profile = formulation.setting.profile
-    times = [t for entry in formulation.table.values() for t in entry]
+    times = [own for (own,) in formulation.table.values()]
     repeats = formulation.repeats()
-    found = [t.residuals for t in times] + [again.residuals for again in repeats]
+    numbers = map(len, formulation.space.members.values())
+    found = [own.residuals * number for own, number in zip(times, numbers, strict=True)]
+    found += [again.residuals for again in repeats]
     residuals = sum(found, NONE) * formulation.setting.accumulation_steps
     estimates = [e for t in times for e in (t.forward, t.backward, t.forward_collectives, t.backward_collectives)]
     estimates += [estimate for again in repeats for estimate in (again.compute, again.collectives)]
@@ -273,11 +281,11 @@ class _OpSeconds:
 
     def __init__(self, formulation: Formulation) -> None:
         self.graph = formulation.space.graph
-        table, steps = formulation.table, formulation.setting.accumulation_steps
-        self.by_name = {
-            op.name: float((table[op.name][0].forward + table[op.name][0].backward).seconds * steps)
-            for op in self.graph.ops
+        steps, classes = formulation.setting.accumulation_steps, formulation.space.classes
+        seconds = {
+            name: float((own.forward + own.backward).seconds * steps) for name, (own,) in formulation.table.items()
         }
+        self.by_name = {op.name: seconds[classes[op.name]] for op in self.graph.ops}
 
     def of_unruled_ops(self) -> dict[str, float]:
         """Seconds by op without a rule, which runs whole although it reads tensors that carry gradients."""

@@ -12,6 +12,8 @@ def find_extra_layouts(graph: ModelGraph, tp: int) -> Extra:
     """Value name -> its S(d; parts) and S(d)/m layouts, for the values of the graph that may have any on tp ranks."""
     by_parts = graph.once(_layouts_by_parts, lambda: _layouts_by_parts(graph))
     copied = copied_dims(graph, lambda call: call_strategies(call, tp))
+    if not by_parts or not copied:
+        return by_parts or copied
     return {**by_parts, **{name: by_parts.get(name, frozenset()) | layouts for name, layouts in copied.items()}}
 
 

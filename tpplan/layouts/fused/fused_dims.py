@@ -6,13 +6,14 @@ makes n parts of size c.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 
 from tpplan.core.graph import Boundary, ModelGraph
 from tpplan.core.layout import S
 from tpplan.core.part_intervals import Parts
 from tpplan.core.repeated_blocks import like_ops
+from tpplan.layouts.fused.retold_walks import op_named, walked
 from tpplan.layouts.rules.call import Call, Strategy
 from tpplan.layouts.rules.size_literals import SLICES, slice_bounds
 from tpplan.layouts.rules.views import RESHAPES, TAKES_APART, TAKES_ONE, stacks
@@ -21,6 +22,8 @@ from tpplan.layouts.rules.views import RESHAPES, TAKES_APART, TAKES_ONE, stacks
 Fused = Mapping[str, Mapping[int, frozenset[Parts]]]
 #: a value's name, a dim of the value, and the sizes of the dim's parts
 PartsOfDim = tuple[str, int, Parts]
+#: an op's name, and by result the parts of each of its dims
+_Question = tuple[str, tuple[tuple[tuple[int, frozenset[Parts]], ...], ...]]
 
 #: ops that show the parts of an operand, though their results have none
 _MAKES_PARTS = frozenset({*TAKES_APART, *TAKES_ONE})
@@ -33,9 +36,24 @@ def fused_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy
 
     `strategies` gives the strategies of a call without regard to parts.
     """
-    like, known = like_ops(graph), dict[Hashable, tuple[tuple[int, int, Parts], ...]]()
+
+    def parts_of_operands(question: _Question) -> tuple[tuple[int, int, Parts], ...]:
+        name, given = question
+        return tuple(_operand_parts(Call.of(graph, op_named(graph, name)), tuple(map(dict, given)), strategies))
+
+    sliced = tuple(_sliced_parts(graph))
+    return walked(graph, (fused_dims, sliced), parts_of_operands, lambda ask: _followed_back(graph, sliced, ask))
+
+
+def _followed_back(
+    graph: ModelGraph,
+    sliced: Iterable[PartsOfDim],
+    parts_of_operands: Callable[[_Question], tuple[tuple[int, int, Parts], ...]],
+) -> Fused:
+    """The fused dims, from sliced values and from what each op says of its operands, given the parts of its results."""
+    like = like_ops(graph)
     marks: dict[str, dict[int, set[Parts]]] = defaultdict(lambda: defaultdict(set))
-    for name, dim, parts in _sliced_parts(graph):
+    for name, dim, parts in sliced:
         marks[name][dim].add(parts)
     for node in reversed(graph.nodes):
         if marks.keys().isdisjoint(node.results) and (isinstance(node, Boundary) or node.target not in _MAKES_PARTS):
@@ -44,11 +62,7 @@ def fused_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy
         if isinstance(node, Boundary):
             found = tuple((0, dim, own) for dim, parts in given[0].items() for own in parts)
         else:
-            key = like[node.name], tuple([tuple(own.items()) for own in given])
-            if key not in known:
-                call = Call.of(graph, node)
-                known[key] = tuple(_operand_parts(call, given, strategies))
-            found = known[key]
+            found = parts_of_operands((like[node.name], tuple([tuple(own.items()) for own in given])))
         for place, dim, parts in found:
             if 2 <= len(parts) <= MOST_PARTS and min(parts) > 0:
                 marks[node.operands[place]][dim].add(parts)

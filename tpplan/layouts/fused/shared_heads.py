@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from tpplan.core.graph import Boundary, ModelGraph, Op
 from tpplan.core.layout import Layout, LayoutKind
 from tpplan.core.repeated_blocks import like_ops
+from tpplan.layouts.fused.retold_walks import op_named, walked
 from tpplan.layouts.rules.call import Call, Extra, Strategy
 from tpplan.layouts.rules.views import EXPANDS, RESHAPES
 
@@ -18,6 +19,8 @@ _READS_SHARED_HEADS = frozenset({"aten.scaled_dot_product_attention.default", "a
 _BETWEEN_EXPAND_AND_RESHAPE = frozenset({"aten.clone.default", "aten.contiguous.default"})
 _SHARED_KINDS = frozenset({LayoutKind.COPIED, LayoutKind.JOINT})
 _NONE = frozenset[Layout]()
+#: an op's name, and the layouts of each of its results
+_Question = tuple[str, tuple[frozenset[Layout], ...]]
 
 
 def copied_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy]]) -> Extra:
@@ -25,8 +28,21 @@ def copied_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strateg
 
     `strategies` gives the strategies of a call on the planned number of ranks.
     """
+
+    def layouts_of_operands(question: _Question) -> tuple[frozenset[Layout], ...]:
+        name, results = question
+        op, layouts = op_named(graph, name), [layout for own in results for layout in own]
+        return _operand_layouts(strategies(Call.of(graph, op, layouts)), results, len(op.operands))
+
+    return walked(graph, copied_dims, layouts_of_operands, lambda ask: _followed_back(graph, ask))
+
+
+def _followed_back(
+    graph: ModelGraph, layouts_of_operands: Callable[[_Question], tuple[frozenset[Layout], ...]]
+) -> Extra:
+    """The layouts with shared slices, from what each op says of its operands, given those of its results."""
     found: dict[str, frozenset[Layout]] = {}
-    like, known = like_ops(graph), dict[object, tuple[frozenset[Layout], ...]]()
+    like = like_ops(graph)
     sharing = graph.once_for_all_sizes(copied_dims, lambda: {op.name for op in graph.ops if _shares(graph, op)})
 
     def add(name: str, layouts: frozenset[Layout]) -> None:
@@ -39,12 +55,8 @@ def copied_dims(graph: ModelGraph, strategies: Callable[[Call], Iterable[Strateg
         if isinstance(node, Boundary):
             add(node.operand, frozenset(own for own in found[node.result] if own.kind is LayoutKind.COPIED))
             continue
-        results = tuple(found.get(name, _NONE) for name in node.results)
-        key = like[node.name], results
-        if key not in known:
-            layouts = [layout for own in results for layout in own]
-            known[key] = _operand_layouts(strategies(Call.of(graph, node, layouts)), results, len(node.operands))
-        for name, own in zip(node.operands, known[key], strict=True):
+        given = layouts_of_operands((like[node.name], tuple(found.get(name, _NONE) for name in node.results)))
+        for name, own in zip(node.operands, given, strict=True):
             add(name, own)
     return found
 

@@ -5,13 +5,13 @@ part, in B parts of H. The parts follow from the batch, so a plan does not name 
 where it crosses a boundary.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from tpplan.core.graph import ModelGraph, Op
 from tpplan.core.layout import Layout, S
 from tpplan.core.repeated_blocks import like_ops
 from tpplan.layouts.fused.fused_dims import matrices
+from tpplan.layouts.fused.retold_walks import op_named, walked
 from tpplan.layouts.rules.call import Call, Strategy
 from tpplan.layouts.rules.views import RESHAPES, regrouped
 
@@ -27,83 +27,87 @@ def stacked_dims(
 
     `strategies` gives the strategies of a call without regard to parts.
     """
-    return graph.once(stacked_dims, lambda: _Finder(graph, strategies).found())
+    return graph.once(stacked_dims, lambda: _stacked_dims(graph, strategies))
+
+
+def _stacked_dims(
+    graph: ModelGraph, strategies: Callable[[Call], Iterable[Strategy]]
+) -> Mapping[str, frozenset[Layout]]:
+    def layouts_of_results(question: _Question) -> tuple[Found, ...]:
+        name, given = question
+        return _handed_on(Call.of(graph, op_named(graph, name)), given, strategies)
+
+    return walked(graph, stacked_dims, layouts_of_results, lambda ask: _followed(graph, ask))
 
 
 #: layouts S(d) that come from a sharded weight, and S(d; parts) likewise, of a value
 Found = tuple[frozenset[Layout], frozenset[Layout]]
 _NONE: Found = (frozenset(), frozenset())
+#: an op's name, and the layouts of each of its operands
+_Question = tuple[str, tuple[Found, ...]]
 
 
-@dataclass
-class _Finder:
-    """One walk over a graph. Ops at one place of like blocks, whose operands have equal layouts, are looked at once."""
+def _followed(
+    graph: ModelGraph, layouts_of_results: Callable[[_Question], tuple[Found, ...]]
+) -> dict[str, frozenset[Layout]]:
+    """The stacked layouts by value, from what each op says of its results, given the layouts of its operands."""
+    layouts: dict[str, Found] = {}
+    for name in matrices(graph):
+        layouts[name] = frozenset(map(S, range(len(graph.values[name].shape)))), frozenset()
 
-    graph: ModelGraph
-    strategies: Callable[[Call], Iterable[Strategy]]
-    layouts: dict[str, Found] = field(default_factory=dict)
-    known: dict[Hashable, tuple[Found, ...]] = field(default_factory=dict)
-
-    def found(self) -> dict[str, frozenset[Layout]]:
-        """The stacked layouts by value."""
-        for name in matrices(self.graph):
-            dims = range(len(self.graph.values[name].shape))
-            self.layouts[name] = frozenset(map(S, dims)), frozenset()
-        for position, like, operands, results in _walk(self.graph):
-            if self.layouts.keys().isdisjoint(operands):
-                continue
-            if like is None:
-                self._add(results[0], self.layouts[operands[0]])
-                continue
-            given = tuple([self.layouts.get(name, _NONE) for name in operands])
-            known = self.known.get((like, given))
-            if known is None:
-                node = self.graph.nodes[position]
-                assert isinstance(node, Op)
-                known = self.known[like, given] = self._handed_on(Call.of(self.graph, node), given)
-            for name, found in zip(results, known, strict=True):
-                self._add(name, found)
-        return {name: stacked for name, (_, stacked) in self.layouts.items() if stacked}
-
-    def _add(self, name: str, found: Found) -> None:
+    def add(name: str, found: Found) -> None:
         """Adds layouts to those that a value has: a part of a weight has some from the start."""
-        if name in self.layouts:
-            made, stacked = self.layouts[name]
-            self.layouts[name] = made | found[0], stacked | found[1]
+        if name in layouts:
+            made, stacked = layouts[name]
+            layouts[name] = made | found[0], stacked | found[1]
         elif any(found):
-            self.layouts[name] = found
+            layouts[name] = found
 
-    def _handed_on(self, call: Call, given: tuple[Found, ...]) -> tuple[Found, ...]:
-        """The layouts of a call's results, from those of its operands."""
-        made, stacked = ([set[Layout]() for _ in call.results] for _ in range(2))
-        options = tuple(self.strategies(call))
-        for place, layout in _results(call, options, [own for own, _ in given]):
-            made[place].add(layout)
-        if call.target in RESHAPES:
-            for own, other in regrouped(call.operands[0].shape, call.results[0].shape):
-                if S(own.dim or 0) not in given[0][0]:
-                    continue
-                if not other.parts:  # of a fused dim
-                    made[0].add(other)
-                elif not own.parts and len(other.parts) <= MOST_STACKED:
-                    stacked[0].add(other)
-        else:
-            for position, (_, handed) in enumerate(given):
-                for operand in handed:
-                    sharded = [{S(operand.dim or 0)} if i == position else () for i in range(len(given))]
-                    for place, layout in _results(call, options, sharded):
-                        if call.results[place].shape[layout.dim or 0] == sum(operand.parts):
-                            stacked[place].add(S(layout.dim or 0, *operand.parts))
-        return tuple((frozenset(own), frozenset(other)) for own, other in zip(made, stacked, strict=True))
+    for like, operands, results in _walk(graph):
+        if layouts.keys().isdisjoint(operands):
+            continue
+        if like is None:
+            add(results[0], layouts[operands[0]])
+            continue
+        given = tuple([layouts.get(name, _NONE) for name in operands])
+        for name, found in zip(results, layouts_of_results((like, given)), strict=True):
+            add(name, found)
+    return {name: stacked for name, (_, stacked) in layouts.items() if stacked}
 
 
-def _walk(graph: ModelGraph) -> tuple[tuple[int, str | None, tuple[str, ...], tuple[str, ...]], ...]:
-    """(position, op at its place in the first like block or None for a boundary, operands, results) of each node."""
+def _handed_on(
+    call: Call, given: tuple[Found, ...], strategies: Callable[[Call], Iterable[Strategy]]
+) -> tuple[Found, ...]:
+    """The layouts of a call's results, from those of its operands."""
+    made, stacked = ([set[Layout]() for _ in call.results] for _ in range(2))
+    options = tuple(strategies(call))
+    for place, layout in _results(call, options, [own for own, _ in given]):
+        made[place].add(layout)
+    if call.target in RESHAPES:
+        for own, other in regrouped(call.operands[0].shape, call.results[0].shape):
+            if S(own.dim or 0) not in given[0][0]:
+                continue
+            if not other.parts:  # of a fused dim
+                made[0].add(other)
+            elif not own.parts and len(other.parts) <= MOST_STACKED:
+                stacked[0].add(other)
+    else:
+        for position, (_, handed) in enumerate(given):
+            for operand in handed:
+                sharded = [{S(operand.dim or 0)} if i == position else () for i in range(len(given))]
+                for place, layout in _results(call, options, sharded):
+                    if call.results[place].shape[layout.dim or 0] == sum(operand.parts):
+                        stacked[place].add(S(layout.dim or 0, *operand.parts))
+    return tuple((frozenset(own), frozenset(other)) for own, other in zip(made, stacked, strict=True))
 
-    def nodes() -> Iterator[tuple[int, str | None, tuple[str, ...], tuple[str, ...]]]:
+
+def _walk(graph: ModelGraph) -> tuple[tuple[str | None, tuple[str, ...], tuple[str, ...]], ...]:
+    """(op at its place in the first like block or None for a boundary, operands, results) of each node."""
+
+    def nodes() -> Iterator[tuple[str | None, tuple[str, ...], tuple[str, ...]]]:
         like = like_ops(graph)
-        for position, node in enumerate(graph.nodes):
-            yield position, like[node.name] if isinstance(node, Op) else None, node.operands, node.results
+        for node in graph.nodes:
+            yield like[node.name] if isinstance(node, Op) else None, node.operands, node.results
 
     return graph.once_for_all_sizes(_walk, lambda: tuple(nodes()))
 
