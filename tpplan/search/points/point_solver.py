@@ -148,7 +148,7 @@ class PointSolver:
             is_compiled=request.is_compiled,
             num_gpus=request.cluster.gpus,
             rates=self._rates,
-            others=[other for (_, degree), other in reversed(self._spaces.items()) if degree == tp],
+            others=[self._spaces[key] for key in sorted(self._spaces, key=lambda key: (key[1] != tp, -key[0]))],
         )
 
     def is_cut(self, micro_batch: int, tp: int) -> Callable[[str, Strategy], bool]:
