@@ -6,10 +6,11 @@ that together make it (tpplan.search.conflicts), and the search goes on. Best fi
 bound is looked at more closely, until the least bound is that of a plan. An early plan excludes most points by their
 first bounds; so, until there is one, points of one tp degree after the other are looked at. A point's bounds are its
 floor (tpplan.search.points.point_solver.PointSolver.floor), with the least of every other term; its optimum without a
-memory limit; and that of the relaxation of its ILP with one memory row. A point is left out before it is traced or
-priced where a smaller micro-batch on its mesh does not fit, and where its GPUs at the best rates of the profile would
-take too long (tpplan.search.points.best_rates). Guesses, which forbid more than a counterexample shows, may hide a
-faster plan: the bound is then that of the problem without them.
+memory limit; and that of the relaxation of its ILP with one memory row, or of one that is below those of several points
+(tpplan.solvers.common_bound). A point is left out before it is traced or priced where a smaller micro-batch on its mesh
+does not fit, and where its GPUs at the best rates of the profile would take too long
+(tpplan.search.points.best_rates). Guesses, which forbid more than a counterexample shows, may hide a faster plan: the
+bound is then that of the problem without them.
 
 The search assumes three things, and the plan notes where it did: that graphs at other micro-batches grow as from the
 smallest to the next, and with each size what an op runs (tpplan.search.points.grown_graph,

@@ -287,7 +287,7 @@ class PointSolver:
         """Lower bounds above the cutoff on the optima of those points, of the same decisions, for which one relaxation
         that is below all of theirs gives them."""
         alike: dict[Hashable, dict[Point, Problem]] = {}
-        for point in points:
+        for point in points if len(points) >= FEWEST_TOGETHER else ():
             self._formulations[point] = formulation = self.formulate(point)
             problem = formulation.limited_at_the_loss
             if is_solvable(problem):  # one that does not fit would weaken the others' bound
