@@ -12,7 +12,7 @@ from tpplan.core.graph import ModelGraph
 from tpplan.costs.runs.execute import Executor
 from tpplan.costs.runs.kernels import Attention, Matmul, MemoryBound, kernel_time
 from tpplan.costs.step.cost_table import decides_like, price_space
-from tpplan.layouts.decision_space import build_space
+from tpplan.layouts.decision_space import Space, build_space
 from tpplan.machine.profile import AttentionSizes, HardwareProfile, load_profile
 from tpplan.plan.plan import Plan
 from tpplan.search.planner import prepare
@@ -70,7 +70,16 @@ def test_a_grown_graph_is_that_of_a_trace(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_frame_that_is_shared_is_that_of_each_space(name: str) -> None:
     """Nodes, edges and units of a space at another micro-batch, where its decisions are the same."""
-    low, high = (build_space(graph, 2) for graph in graphs(name, 2, 4))
+    assert_shared(*(build_space(graph, 2) for graph in graphs(name, 2, 4)))
+
+
+def test_a_frame_that_is_shared_is_that_of_another_tp_degree() -> None:
+    (graph,) = graphs("llama", 4)
+    assert_shared(build_space(graph, 2), build_space(graph, 4))
+
+
+def assert_shared(low: Space, high: Space) -> None:
+    """Asserts that the second space takes the first one's frame, which is that it would make."""
     assert decides_like(low, high)
     profile, executor = machine(), Executor()
     first = price_space(low, profile, 2, executor)

@@ -6,10 +6,11 @@ that together make it (tpplan.search.conflicts), and the search goes on. Best fi
 bound is looked at more closely, until the least bound is that of a plan. An early plan excludes most points by their
 first bounds; so, until there is one, points of one tp degree after the other are looked at. A point's bounds are its
 floor (tpplan.search.points.point_solver.PointSolver.floor), with the least of every other term; its optimum without a
-memory limit; and that of the relaxation of its ILP with one memory row. A point is left out before it is traced or
-priced where a smaller micro-batch on its mesh does not fit, and where its GPUs at the best rates of the profile would
-take too long (tpplan.search.points.best_rates). Guesses, which forbid more than a counterexample shows, may hide a
-faster plan: the bound is then that of the problem without them.
+memory limit; and that of the relaxation of its ILP with one memory row, or of one that is below those of several points
+(tpplan.solvers.common_bound). A point is left out before it is traced or priced where a smaller micro-batch on its mesh
+does not fit, and where its GPUs at the best rates of the profile would take too long
+(tpplan.search.points.best_rates). Guesses, which forbid more than a counterexample shows, may hide a faster plan: the
+bound is then that of the problem without them.
 
 The search assumes three things, and the plan notes where it did: that graphs at other micro-batches grow as from the
 smallest to the next, and with each size what an op runs (tpplan.search.points.grown_graph,
@@ -280,6 +281,8 @@ def _best_first(solver: PointSolver, points: list[Point], known: Progress, repor
     one tp degree after the other."""
     waiting: list[tuple[float, Point]] = []
     aside = _by_degree([(known.bounds[point], point) for point in points if point not in known.solved])
+    #: spaces of which points were looked at together
+    tried: set[tuple[int, int, int]] = set()
     while True:
         while aside and (not waiting or known.best() is not None):
             waiting += aside.pop(0)
@@ -296,13 +299,43 @@ def _best_first(solver: PointSolver, points: list[Point], known: Progress, repor
             known.undecided[point] = error
             continue
         known.undecided.pop(point, None)
-        if isinstance(found, Candidate):
-            known.solved[point] = found
-            continue
-        known.bounds[point] = max(known.bounds[point], found)
-        known.stages[point] = Stage(min(stage + 1, Stage.FULL))
-        if stage is not Stage.FULL:
+        if _noted(known, point, stage, found):
             heapq.heappush(waiting, (known.bounds[point], point))
+        elif stage is Stage.RELAXED and known.bounds[point] > known.ceiling and point.space not in tried:
+            tried.add(point.space)
+            waiting = _left_together(solver, waiting, point, known)
+
+
+def _left_together(
+    solver: PointSolver, waiting: list[tuple[float, Point]], point: Point, known: Progress
+) -> list[tuple[float, Point]]:
+    """The points that wait, without those of a space that one relaxation bounds away together, as that of `point` was
+    by its own."""
+    alike = [
+        other
+        for bound, other in waiting
+        if other.space == point.space and known.stages.get(other) is Stage.RELAXED and bound <= known.ceiling
+    ]
+    try:
+        found = solver.relaxed_together(alike, cutoff=known.ceiling)
+    except SolverError as error:
+        logger.info("points of %s are not bounded together: %s", point.space, error)
+        return waiting
+    for other, bound in found.items():
+        _noted(known, other, Stage.RELAXED, bound)
+    left = [entry for entry in waiting if entry[1] not in found]
+    heapq.heapify(left)
+    return left
+
+
+def _noted(known: Progress, point: Point, stage: Stage, found: Candidate | float) -> bool:
+    """Keeps what a stage found of a point; True where the point may still be the fastest, at its next stage."""
+    if isinstance(found, Candidate):
+        known.solved[point] = found
+        return False
+    known.bounds[point] = max(known.bounds[point], found)
+    known.stages[point] = Stage(min(stage + 1, Stage.FULL))
+    return stage is not Stage.FULL and known.bounds[point] <= known.ceiling
 
 
 def _by_degree(bounds: list[tuple[float, Point]]) -> list[list[tuple[float, Point]]]:

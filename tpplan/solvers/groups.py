@@ -19,6 +19,7 @@ import numpy.typing as npt
 from tpplan.solvers.problem import Edge, Node
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 
@@ -42,6 +43,25 @@ class Link:
     num_labels: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkEnds:
+    """All links as arrays: their two `groups` and where their labels start and end; and, for each column at an end of a
+    link, its label, numbered over all links, the link, and a sign, 1 at the source and -1 at the target."""
+
+    groups: Ints
+    label_starts: Ints
+    label_ends: Ints
+    columns: Ints
+    labels: Ints
+    links: Ints
+    signs: Floats
+
+    @property
+    def num_labels(self) -> int:
+        """Number of labels of all links."""
+        return int(self.label_ends[-1]) if len(self.label_ends) else 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Skeleton:
     """Groups by number; group g has the columns starts[g]:starts[g + 1]. `kinds`: two columns of a group with the same
@@ -57,9 +77,11 @@ class Skeleton:
         """Number of columns of all groups."""
         return int(self.starts[-1])
 
-    def prune(self, alive: Mask) -> bool:
-        """Clears columns of `alive` that agree with none along some link; False where a group is left empty."""
-        waiting, links_of = dict.fromkeys(range(len(self.links))), self._links_of
+    def prune(self, alive: Mask, groups: Iterable[int]) -> bool:
+        """Clears columns of `alive` that agree with none along some link, after columns of some groups were; False
+        where a group is left empty."""
+        links_of = self._links_of
+        waiting = dict.fromkeys(link for group in groups for link in links_of.get(group, ()))
         while waiting:
             number, _ = waiting.popitem()
             link = self.links[number]
@@ -85,6 +107,27 @@ class Skeleton:
                 columns[:] = kept
                 lost.append(group)
         return lost
+
+    @cached_property
+    def ends(self) -> "LinkEnds":
+        """Both ends of all links."""
+        sizes = np.array([link.num_labels for link in self.links], np.int64)
+        starts = np.cumsum(sizes) - sizes
+        sides = [
+            (np.arange(self.starts[group], self.starts[group + 1]), labels + first, np.full(len(labels), i), sign)
+            for i, (link, first) in enumerate(zip(self.links, starts, strict=True))
+            for group, labels, sign in ((link.source, link.source_labels, 1.0), (link.target, link.target_labels, -1.0))
+        ]
+        none: Ints = np.zeros(0, np.int64)
+        return LinkEnds(
+            groups=np.array([(link.source, link.target) for link in self.links], np.int64).reshape(-1, 2),
+            label_starts=starts,
+            label_ends=starts + sizes,
+            columns=np.concatenate([none, *(columns for columns, _, _, _ in sides)]),
+            labels=np.concatenate([none, *(labels for _, labels, _, _ in sides)]),
+            links=np.concatenate([none, *(links for _, _, links, _ in sides)]),
+            signs=np.concatenate([np.zeros(0), *(np.full(len(columns), sign) for columns, _, _, sign in sides)]),
+        )
 
     @cached_property
     def _links_of(self) -> dict[int, list[int]]:

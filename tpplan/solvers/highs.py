@@ -60,6 +60,8 @@ def _run(
     # From the relaxation's basis, 1.16 may report a wrong objective.
     highs.clearSolver()
     highs.setOptionValue("objective_bound", _search_bound(cutoff))
+    # It finds any solution, which is of use only where no cutoff is known.
+    highs.setOptionValue("mip_heuristic_run_feasibility_jump", math.isinf(cutoff))
     integers = np.flatnonzero(program.is_integer).astype(np.int32)
     kinds = np.full(len(integers), int(highspy.HighsVarType.kInteger), dtype=np.uint8)
     highs.changeColsIntegrality(len(integers), integers, kinds)
@@ -96,16 +98,14 @@ def _loaded(program: Program, time_limit_s: float | None) -> highspy.Highs:
         ("time_limit", math.inf if time_limit_s is None else time_limit_s),
     ):
         highs.setOptionValue(name, value)
-    linear = highspy.HighsLp()
-    linear.num_col_, linear.num_row_ = program.num_columns, program.num_rows
-    linear.col_cost_, linear.col_lower_, linear.col_upper_ = program.cost, program.lower, program.upper
-    linear.row_lower_, linear.row_upper_ = program.row_lower, program.row_upper
-    linear.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    linear.a_matrix_.num_col_, linear.a_matrix_.num_row_ = program.num_columns, program.num_rows
-    linear.a_matrix_.start_ = program.starts.astype(np.int32)
-    linear.a_matrix_.index_ = program.indices.astype(np.int32)
-    linear.a_matrix_.value_ = program.values
-    if highs.passModel(linear) == highspy.HighsStatus.kError:
+    columns, rows, by_row = program.num_columns, program.num_rows, int(highspy.MatrixFormat.kRowwise)
+    status = highs.passModel(
+        *(columns, rows, len(program.values), by_row, int(highspy.ObjSense.kMinimize), 0.0),
+        *(program.cost, program.lower, program.upper, program.row_lower, program.row_upper),
+        *(program.starts[:-1].astype(np.int32), program.indices.astype(np.int32), program.values),
+        np.zeros(columns, np.int32),
+    )
+    if status == highspy.HighsStatus.kError:
         raise SolverError("highs: HiGHS rejects the integer program; try solver 'cbc'")
     return highs
 

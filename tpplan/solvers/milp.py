@@ -30,9 +30,8 @@ solved again in a unit that fits.
 
 import math
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -43,6 +42,7 @@ from tpplan.solvers.groups import Ints
 from tpplan.solvers.matrix import Builder, Program
 from tpplan.solvers.presolve import Reduced, is_solvable, reduce
 from tpplan.solvers.problem import CUTOFF_TOLERANCE, LIMIT_TOLERANCE, Problem, Solution, Status
+from tpplan.solvers.products import Products
 
 #: feasibility tolerance that solvers are set to, in the units above; HiGHS allows down to 1e-10
 SOLVER_TOLERANCE = 1e-9
@@ -238,21 +238,6 @@ def _chosen(reduced: Reduced, model: Model, outcome: Outcome) -> dict[str, int]:
     return reduced.choice(chosen, numbers)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Products:
-    """The variables z of a split and a group, in units of the split's total, by the first part of each set that prices
-    the group alike; None for the set that has what the others leave. `firsts`: position in the group of the first
-    column of each class."""
-
-    firsts: Ints
-    variables: Mapping[int, Ints | None]
-
-    @property
-    def made(self) -> Iterator[Ints]:
-        """The variables of each set but the last."""
-        return (columns for columns in self.variables.values() if columns is not None)
-
-
 def build(reduced: Reduced) -> Model:
     """The program of a reduced problem: variables, objective and constraints (1) to (7)."""
     return _Build(reduced).model()
@@ -264,16 +249,14 @@ class _Build:
     def __init__(self, reduced: Reduced) -> None:
         self.reduced = reduced
         self.builder = Builder()
-        self.groups = list(pairwise([*reduced.starts.tolist(), len(reduced.columns)]))
+        self.sizes = np.diff(np.append(reduced.starts, len(reduced.columns)))
+        #: the group of each column, and whether it has others
+        self.groups = np.repeat(np.arange(len(self.sizes)), self.sizes)
+        self.is_free = (self.sizes > 1)[self.groups]
         self.binaries: Ints = np.full(len(reduced.columns), -1)
-        for start, stop in self.groups:
-            if stop - start > 1:
-                self.binaries[start:stop] = self.builder.columns(stop - start, is_integer=True)
-        #: (split, group) -> the variables z of (5)
-        self.products: dict[tuple[int, int], _Products] = {}
-        maxima = (maximum for total in self._totals() for maximum in total.maxima)
-        #: the maxima that count once for each member of a part, with a number each
-        self.maxima = [(i, maximum) for i, maximum in enumerate(maxima) if maximum.each is not None]
+        self.binaries[self.is_free] = self.builder.columns(int(np.count_nonzero(self.is_free)), is_integer=True)
+        #: by split
+        self.products: dict[int, Products] = {}
         self.numbers: dict[int, int] = {}
         self.indicators: dict[int, int] = {}
 
@@ -300,31 +283,28 @@ class _Build:
 
     def _one_hot(self) -> None:
         """(1): each group has exactly one column."""
-        for start, stop in self.groups:
-            if stop - start > 1:
-                self.builder.row(self.binaries[start:stop], 1.0, 1.0, 1.0)
+        first = self.builder.rows(1.0, 1.0, int(np.count_nonzero(self.sizes > 1)))
+        rows = (np.cumsum(self.sizes > 1) - 1)[self.groups[self.is_free]]
+        self.builder.put(first + rows, self.binaries[self.is_free], 1.0)
 
     def _agreement(self) -> None:
-        """(2): both sides of a link choose the same label."""
-        starts, columns = self.reduced.skeleton.starts, self.reduced.columns
-        for link in self.reduced.skeleton.links:
-            (first, last), (begin, end) = self.groups[link.source], self.groups[link.target]
-            if last - first < 2 or end - begin < 2:
-                continue  # presolve has left both sides a single label
-            source = link.source_labels[columns[first:last] - starts[link.source]]
-            target = link.target_labels[columns[begin:end] - starts[link.target]]
-            labels = np.concatenate((source, target))
-            is_used = np.zeros(link.num_labels, bool)
-            is_used[labels] = True
-            number = int(np.count_nonzero(is_used)) - 1
-            if number < 1:
-                continue
-            row = self.builder.rows(0.0, 0.0, number)
-            indices = np.concatenate((self.binaries[first:last], self.binaries[begin:end]))
-            values = np.repeat([1.0, -1.0], [len(source), len(target)])
-            places = (np.cumsum(is_used) - 1)[labels]
-            kept = places < number
-            self.builder.put(row + places[kept], indices[kept], values[kept])
+        """(2): both sides of a link choose the same label. Where one side has a single column, presolve has left both
+        a single label."""
+        ends = self.reduced.skeleton.ends
+        variables = np.full(self.reduced.skeleton.num_columns, -1)
+        variables[self.reduced.columns] = self.binaries
+        is_open = np.logical_and(*(self.sizes[ends.groups] > 1).T)
+        left = np.flatnonzero((variables[ends.columns] >= 0) & is_open[ends.links])
+        links, labels = ends.links[left], ends.labels[left]
+        is_used = np.zeros(ends.num_labels, bool)
+        is_used[labels] = True
+        before = np.concatenate(([0], np.cumsum(is_used)))
+        numbers = np.maximum(before[ends.label_ends] - before[ends.label_starts] - 1, 0)
+        row = self.builder.rows(0.0, 0.0, int(numbers.sum())) + np.cumsum(numbers) - numbers
+        places = before[labels] - before[ends.label_starts[links]]
+        kept = places < numbers[links]
+        rows = row[links[kept]] + places[kept]
+        self.builder.put(rows, variables[ends.columns[left[kept]]], ends.signs[left[kept]])
 
     def _splits(self) -> None:
         """(4) and (6), with the numbers of parts in units of their totals."""
@@ -359,68 +339,27 @@ class _Build:
     def _totals(self) -> Sequence[BoundedSum]:
         return (self.reduced.objective, *self.reduced.resources)
 
-    def _products(self, split: int, group: int) -> "_Products":
-        """(5): the variables z of a split and a group, made when they are first needed."""
-        if (split, group) not in self.products:
-            self.products[split, group] = self._made_products(split, group)
-        return self.products[split, group]
-
-    def _made_products(self, split: int, group: int) -> "_Products":
-        (start, stop), builder = self.groups[group], self.builder
-        alike: dict[tuple[Hashable, ...], list[int]] = {}
-        every: list[Floats] = []
-        for part in (part for part in self.numbers if self.reduced.parts[part].split == split):
-            linear, maxima = self._priced(part, start, stop)
-            alike.setdefault((linear.tobytes(), *((i, rows.tobytes()) for i, rows in maxima)), []).append(part)
-            every += [linear, *(rows for _, rows in maxima)]
-        numbers: dict[bytes, int] = {}
-        classes = np.array([numbers.setdefault(column.tobytes(), len(numbers)) for column in np.concatenate(every).T])
-        firsts = np.searchsorted(np.maximum.accumulate(classes), np.arange(len(numbers)))
-        rest = max(alike, key=lambda prices: (len(prices) == 1, len(alike[prices])))
-        variables: dict[int, Ints | None] = {}
-        for prices, parts in alike.items():
-            variables[parts[0]] = None
-            if prices != rest:
-                variables[parts[0]] = columns = builder.columns(len(firsts))
-                indices = np.concatenate((columns, [self.numbers[part] for part in parts]))
-                builder.row(indices, np.repeat([1.0, -1.0], [len(columns), len(parts)]), 0.0, 0.0)
-        products = _Products(firsts=firsts, variables=variables)
-        if len(alike) > 1:
-            row = builder.rows(-math.inf, 0.0, len(firsts))
-            for columns in products.made:
-                builder.put(row + np.arange(len(firsts)), columns, 1.0)
-            builder.put(row + classes, self.binaries[start:stop], -1.0)
-        return products
-
-    def _priced(self, part: int, start: int, stop: int) -> tuple[Floats, list[tuple[int, Floats]]]:
-        """Everything by which a part prices columns: its row in each sum, and the maxima that count for each of its
-        members, with their numbers."""
-        linear = np.stack([total.extras[part + 1, start:stop] for total in self._totals()])
-        own = ((i, maximum.extras[:, start:stop]) for i, maximum in self.maxima if maximum.each == part)
-        return linear, [(i, rows) for i, rows in own if rows.any()]
+    def _products(self, split: int) -> Products:
+        """(5): the products of a split's numbers."""
+        if split not in self.products:
+            totals = self._totals()
+            self.products[split] = Products(
+                self.builder,
+                {part: own for part, own in self.numbers.items() if self.reduced.parts[part].split == split},
+                totals,
+                [maximum for total in totals for maximum in total.maxima],
+                self.reduced.starts,
+                self.groups,
+                self.binaries,
+            )
+        return self.products[split]
 
     def _linear(self, extras: Floats, each: int | None) -> tuple[Ints, Floats]:
         """Variables and coefficients of a row, multiplied by the number of the part `each` where one is given."""
-        used = np.flatnonzero(extras)
         if each is None or each not in self.numbers:
+            used = np.flatnonzero(extras)
             return self.binaries[used], extras[used]
-        indices, values = [np.zeros(0, np.int64)], [np.zeros(0)]
-        for group in np.unique(np.searchsorted(self.reduced.starts, used, side="right") - 1).tolist():
-            (start, stop), products = self.groups[group], self._products(self.reduced.parts[each].split, group)
-            if each not in products.variables:
-                continue  # counted with the first of its set
-            by_class, own = extras[start:stop][products.firsts], products.variables[each]
-            if own is not None:
-                indices.append(own)
-                values.append(by_class)
-                continue
-            indices.append(self.binaries[start:stop])
-            values.append(extras[start:stop])
-            for columns in products.made:
-                indices.append(columns)
-                values.append(-by_class)
-        found, coefficients = np.concatenate(indices), np.concatenate(values)
-        return found[coefficients != 0], coefficients[coefficients != 0]
+        return self._products(self.reduced.parts[each].split).times(each, extras)
 
     def _times(self, each: int | None) -> float:
         """The factor of a part's variable, which is in units of the part's total; 1 without a part."""

@@ -81,9 +81,9 @@ def reduce(problem: Problem, *, ceiling: float = math.inf) -> Reduced | None:
 
 
 def is_solvable(problem: Problem) -> bool:
-    """False where reducing the problem, without a ceiling, shows that it is infeasible."""
+    """False where reducing the problem, whatever it costs, shows that it is infeasible."""
     if problem.resources or problem.conflicts:
-        return reduce(problem) is not None
+        return reduce(replace(problem, objective=())) is not None
     return shared_skeleton(problem) is not None
 
 
@@ -117,6 +117,8 @@ class _State:
         self.alive: Mask = np.ones(skeleton.num_columns, bool)
         self.columns: Ints = np.arange(skeleton.num_columns)
         self.starts: Ints = skeleton.starts[:-1]
+        #: the group of each column
+        self.groups = _groups(self.starts, len(self.columns))
         self.parts = tuple(
             Part(name=name, split=i, total=split.total, most=split.total)
             for i, split in enumerate(problem.splits)
@@ -129,111 +131,107 @@ class _State:
 
     def _row(self, terms: tuple[Term, ...], limit: float, numbers: Mapping[str, int]) -> _Row:
         size = 1 + len(self.parts)
-        row = _Row(constants=np.zeros(size), entries=np.zeros((size, self.skeleton.num_columns)), limit=limit)
-        linear: list[tuple[int, float, Expression]] = []
-        for term in terms:
-            if term.weight == 0:
-                continue
-            each = None if term.each is None else numbers[term.each]
-            if len(term.expressions) == 1:
-                place = 0 if each is None else each + 1
-                row.constants[place] += term.weight * term.expressions[0].constant
-                linear.append((place, term.weight, term.expressions[0]))
-                continue
-            extras = np.zeros((len(term.expressions), self.skeleton.num_columns))
-            self._add(extras, [(i, 1.0, expression) for i, expression in enumerate(term.expressions)])
+        counted = [(term, 0 if term.each is None else numbers[term.each] + 1) for term in terms if term.weight]
+        linear = [(place, term.weight, term.expressions[0]) for term, place in counted if len(term.expressions) == 1]
+        maxima = [(term, place - 1 if place else None) for term, place in counted if len(term.expressions) > 1]
+        several = [expression for term, _ in maxima for expression in term.expressions]
+        numbered = [(size + i, 1.0, expression) for i, expression in enumerate(several)]
+        entries = self._entries(size + len(several), [*linear, *numbered])
+        row = _Row(constants=np.zeros(size), entries=entries[:size], limit=limit)
+        for place, weight, expression in linear:
+            row.constants[place] += weight * expression.constant
+        start = size
+        for term, each in maxima:
+            extras = entries[start : start + len(term.expressions)]
+            start += len(term.expressions)
             lows = np.array([expression.constant for expression in term.expressions])
-            guards = tuple(
-                Guard(
-                    where=None if expression.where is None else numbers[expression.where],
-                    unless=tuple(numbers[part] for part in expression.unless),
-                )
-                for expression in term.expressions
-            )
+            guards = tuple(_guard(expression, numbers) for expression in term.expressions)
             row.maxima.append(
                 BoundedMaximum(weight=term.weight, each=each, lows=lows, extras=extras, guards=guards, highs=lows)
             )
-        self._add(row.entries, linear)
         return row
 
-    def _add(self, rows: Floats, weighted: Sequence[tuple[int, float, Expression]]) -> None:
-        """Adds each (row, weight, expression): weight times the expression's entries is added to that row."""
+    def _entries(self, number: int, weighted: Sequence[tuple[int, float, Expression]]) -> Floats:
+        """`number` rows over the columns: of each (row, weight, expression), weight times the expression's entries."""
+        shape = number, self.skeleton.num_columns
         places = [self.skeleton.places[name] for _, _, expression in weighted for name, _ in expression.terms]
         if not places:
-            return
+            return np.zeros(shape)
         vectors = [vector for _, _, expression in weighted for _, vector in expression.terms]
         lengths = np.fromiter(map(len, vectors), np.int64, len(vectors))
         sizes = np.fromiter((place.stop - place.start for place in places), np.int64, len(places))
         numbers = [len(expression.terms) for _, _, expression in weighted]
-        begins = np.repeat([number for number, _, _ in weighted], numbers) * rows.shape[1]
-        begins += [place.start for place in places]
+        begins = np.repeat([row * shape[1] for row, _, _ in weighted], numbers)
+        begins += np.fromiter((place.start for place in places), np.int64, len(places))
         entries = np.fromiter(chain.from_iterable(vectors), np.float64, int(lengths.sum()))
-        picked = np.concatenate([place.strategies for place in places]) + np.repeat(np.cumsum(lengths) - lengths, sizes)
         # Columns of a group are numbered consecutively.
-        columns = np.arange(len(picked)) + np.repeat(begins - (np.cumsum(sizes) - sizes), sizes)
-        weights = np.repeat(np.repeat([weight for _, weight, _ in weighted], numbers), sizes)
-        rows += np.bincount(columns, weights * entries[picked], rows.size).reshape(rows.shape)
+        ends, firsts = np.cumsum(sizes), np.cumsum(lengths) - lengths
+        term = np.repeat(np.arange(len(places)), sizes)
+        picked = np.concatenate([place.strategies for place in places]) + firsts[term]
+        columns = np.arange(len(term)) + (begins - (ends - sizes))[term]
+        weights = np.repeat([weight for _, weight, _ in weighted], numbers)[term]
+        summed = np.bincount(columns, weights * entries[picked], shape[0] * shape[1])
+        return summed.astype(np.float64, copy=False).reshape(shape)
 
     def _with_minima_moved(self, lows: Floats, entries: Floats) -> tuple[Floats, Floats, Floats]:
         """(lows, extras, highs) of rows: each group's minimum moves into lows; highs are upper bounds."""
         if not entries.size:
             return lows, entries, lows
         least = np.minimum.reduceat(entries, self.starts, axis=1)
-        extras = entries - np.repeat(least, self.sizes, axis=1)
+        extras = entries - least[:, self.groups]
         lows = lows + least.sum(axis=1)
         return lows, extras, lows + np.maximum.reduceat(extras, self.starts, axis=1).sum(axis=1)
-
-    @property
-    def sizes(self) -> Ints:
-        """Number of columns of each group."""
-        sizes: Ints = np.diff(np.append(self.starts, len(self.columns)))
-        return sizes
 
     def totals(self) -> list[BoundedSum]:
         """Every sum, the objective first; terms that turn out to be linear move into the linear rows."""
         return [self._total(row) for row in self.rows]
 
     def _total(self, row: _Row) -> BoundedSum:
-        maxima = []
-        for maximum in row.maxima:
-            if maximum.each is not None and not self.parts[maximum.each].most:
-                continue
-            left = self._unless_linear(self._undominated(maximum), row)
-            if left is not None:
-                maxima.append(left)
-        row.maxima = maxima
+        counted = (m for m in row.maxima if m.each is None or self.parts[m.each].most)
+        left = (self._unless_linear(maximum, row) for maximum in self._undominated(list(counted)))
+        row.maxima = [maximum for maximum in left if maximum is not None]
         row.constants, row.entries, highs = self._with_minima_moved(row.constants, row.entries)
         return BoundedSum(
             lows=row.constants,
             extras=row.entries,
             highs=highs,
-            maxima=tuple(maxima),
+            maxima=tuple(row.maxima),
             limit=row.limit,
             parts=self.parts,
         )
 
-    def _undominated(self, maximum: BoundedMaximum) -> BoundedMaximum:
-        """The maximum without expressions that are never the largest: below another's minimum, or never counted."""
-        lows, extras, highs = self._with_minima_moved(maximum.lows, maximum.extras)
-        always = [a for a, guard in enumerate(maximum.guards) if guard == ALWAYS]
-        surest = max(always, key=lambda a: lows[a])
-        kept = [
-            a
-            for a, guard in enumerate(maximum.guards)
-            if a == surest or (highs[a] > lows[surest] and (guard.where is None or self.parts[guard.where].most > 0))
-        ]
-        guards = tuple(maximum.guards[a] for a in kept)
-        return replace(maximum, lows=lows[kept], extras=extras[kept], highs=highs[kept], guards=guards)
+    def _undominated(self, maxima: Sequence[BoundedMaximum]) -> Iterator[BoundedMaximum]:
+        """Yields the maxima without expressions that are never the largest: below another's minimum, or never
+        counted."""
+        if not maxima:
+            return
+        every = self._with_minima_moved(
+            np.concatenate([maximum.lows for maximum in maxima]), np.concatenate([m.extras for m in maxima])
+        )
+        stop = 0
+        for maximum in maxima:
+            own = slice(stop, stop := stop + len(maximum.lows))
+            lows, extras, highs = (rows[own] for rows in every)
+            surest = max((a for a, guard in enumerate(maximum.guards) if guard == ALWAYS), key=lows.__getitem__)
+            kept = [
+                a
+                for a, guard in enumerate(maximum.guards)
+                if a == surest
+                or (highs[a] > lows[surest] and (guard.where is None or self.parts[guard.where].most > 0))
+            ]
+            guards = tuple(maximum.guards[a] for a in kept)
+            if len(kept) < len(lows):
+                lows, extras, highs = lows[kept], extras[kept], highs[kept]
+            yield replace(maximum, lows=lows, extras=extras, highs=highs, guards=guards)
 
     def _unless_linear(self, maximum: BoundedMaximum, row: _Row) -> BoundedMaximum | None:
         """The maximum; None where it is linear (one expression, or all over one group) and was added to the row."""
         if any(guard != ALWAYS for guard in maximum.guards):
             return maximum
-        used = (
-            np.count_nonzero(np.maximum.reduceat(maximum.extras.max(axis=0), self.starts)) if maximum.extras.size else 0
-        )
-        if len(maximum.lows) > 1 and used > 1:
-            return maximum
+        if len(maximum.lows) > 1 and maximum.extras.size:
+            used = np.count_nonzero(np.maximum.reduceat(maximum.extras.max(axis=0), self.starts))
+            if used > 1:
+                return maximum
         place = 0 if maximum.each is None else maximum.each + 1
         least = float(maximum.lows.max())
         row.constants[place] += maximum.weight * least
@@ -275,8 +273,7 @@ class _State:
 
     def _alike(self) -> Iterator[Ints]:
         """Yields the positions of two or more columns of a group with the same labels."""
-        groups = np.repeat(np.arange(len(self.starts)), self.sizes)
-        kinds = self.skeleton.kinds[self.columns]
+        groups, kinds = self.groups, self.skeleton.kinds[self.columns]
         order = np.lexsort((kinds, groups))
         ends = np.flatnonzero(np.diff(groups[order]) | np.diff(kinds[order])) + 1
         for start, stop in pairwise([0, *ends.tolist(), len(order)]):
@@ -287,15 +284,29 @@ class _State:
         """Drops columns where `kept` is false and those that then agree with none; False where a group is empty."""
         before = self.columns
         self.alive[before[~kept]] = False
-        if not self.skeleton.prune(self.alive):
+        if not self.skeleton.prune(self.alive, np.unique(self.groups[~kept])):
             return False
         left = self.alive[before]
         self.columns = before[left]
         self.starts = np.searchsorted(self.columns, self.skeleton.starts[:-1])
+        self.groups = self.groups[left]
         for row in self.rows:
             row.entries = row.entries[:, left]
             row.maxima = [replace(maximum, extras=maximum.extras[:, left]) for maximum in row.maxima]
         return True
+
+
+def _guard(expression: Expression, numbers: Mapping[str, int]) -> Guard:
+    """The guard of an expression, by the numbers of parts."""
+    if not expression.is_guarded:
+        return ALWAYS
+    where = None if expression.where is None else numbers[expression.where]
+    return Guard(where=where, unless=tuple(numbers[part] for part in expression.unless))
+
+
+def _groups(starts: Ints, number: int) -> Ints:
+    """The group of each of `number` columns; `starts` is the position of each group's first."""
+    return np.repeat(np.arange(len(starts)), np.diff(np.append(starts, number)))
 
 
 def _dominated(prices: Floats) -> Mask:

@@ -107,10 +107,9 @@ class PricedSpace:
 
 def decides_like(space: Space, other: Space) -> bool:
     """True where two spaces have the same decisions and strategies and their graphs differ only in sizes: then their
-    nodes and edges are equal."""
+    nodes and edges are equal, whatever their tp degrees."""
     return (
-        space.tp == other.tp
-        and all(space.strategies[name] == other.strategies.get(name) for name in space.members)
+        all(space.strategies[name] == other.strategies.get(name) for name in space.members)
         and (space.graph.is_resized_of(other.graph) or _outlined(space.graph) == _outlined(other.graph))
         # As tuples, since equal ones of graphs that were made of one are one object.
         and (space.classes, space.flows) == (other.classes, other.flows)

@@ -102,7 +102,7 @@ class Formulation:
         """The ILP: nodes are the deciding decisions, splits say how many layers get which treatment."""
         return replace(self.unlimited, resources=tuple(self.peaks.rows()))
 
-    @property
+    @cached_property
     def limited_at_the_loss(self) -> Problem:
         """The ILP with the first of its memory rows alone, in which the activations of all layers count: its optimum is
         a lower bound of the ILP's."""

@@ -28,8 +28,13 @@ from tpplan.search.points.cuts import Cuts
 from tpplan.search.points.mesh_points import Point
 from tpplan.search.points.request import Request
 from tpplan.search.points.trace_cache import TraceCache, hashable
+from tpplan.solvers.common_bound import common_problem, shape_of
+from tpplan.solvers.presolve import is_solvable
 from tpplan.solvers.problem import CUTOFF_TOLERANCE, LIMIT_TOLERANCE, Problem, Solution, Status
 from tpplan.stages.whole_stubs import is_whole_there, nodes_in_stubs
+
+#: points that are worth a relaxation that bounds them together, which takes longer than that of one
+FEWEST_TOGETHER = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +57,21 @@ class PointSolver:
     _floors: dict[tuple[int, int], float] = field(default_factory=dict)
     #: bytes that a point's ILP must leave free, where its memory rows were below the peak of a plan
     _left_free: dict[Point, float] = field(default_factory=dict)
+    #: ILPs of points that were looked at together, until each is looked at alone
+    _formulations: dict[Point, Formulation] = field(default_factory=dict)
 
     def changed(self, request: Request) -> "PointSolver":
         """The solver of another request for the same model, under the same cuts."""
-        return replace(self, request=request, _spaces={}, _floors={}, _left_free={})
+        return replace(self, request=request, _spaces={}, _floors={}, _left_free={}, _formulations={})
 
     def without_guesses(self) -> "PointSolver":
         """The solver of the same request under the cuts without guesses."""
-        return replace(self, cuts=self.cuts.without_guesses(), _spaces={}, _floors={}, _left_free={})
+        return replace(self, cuts=self.cuts.without_guesses(), _spaces={}, _floors={}, _left_free={}, _formulations={})
 
     def forget(self, degrees: set[int] | None = None) -> None:
         """Forgets prices of some tp degrees, for their cuts have changed; by default all prices and bounds, for graphs
         have. A bound stays one under more cuts."""
+        self._formulations.clear()
         if degrees is None:
             self._floors.clear()
             self._left_free.clear()
@@ -72,6 +80,7 @@ class PointSolver:
 
     def lower_limit(self, point: Point, num_bytes: float) -> None:
         """Lowers the memory limit of a point's ILP by some bytes more, each time at least twice as far."""
+        self._formulations.pop(point, None)
         self._left_free[point] = 2 * self._left_free.get(point, 0.0) + num_bytes
 
     def run_whole(self, module: str, reason: str) -> None:
@@ -148,7 +157,7 @@ class PointSolver:
             is_compiled=request.is_compiled,
             num_gpus=request.cluster.gpus,
             rates=self._rates,
-            others=[other for (_, degree), other in reversed(self._spaces.items()) if degree == tp],
+            others=[self._spaces[key] for key in sorted(self._spaces, key=lambda key: (key[1] != tp, -key[0]))],
         )
 
     def is_cut(self, micro_batch: int, tp: int) -> Callable[[str, Strategy], bool]:
@@ -264,7 +273,7 @@ class PointSolver:
     def relaxed(self, point: Point, *, cutoff: float = math.inf) -> Candidate | float:
         """A lower bound on the optimum of a point, that of the linear relaxation with one memory row; the optimum where
         the relaxation's is a choice that fits. A bound above the cutoff ends the solve."""
-        formulation = self.formulate(point)
+        formulation = self._formulations.pop(point, None) or self.formulate(point)
         found = self.solver_of(formulation.limited_at_the_loss, cutoff=cutoff, is_relaxed=True)
         is_bound = found.status is Status.BOUNDED
         if not is_bound and found.choice is not None:
@@ -273,6 +282,25 @@ class PointSolver:
             assert found.bound is not None
             return found.bound
         return Candidate(point=point, formulation=formulation, solution=found)
+
+    def relaxed_together(self, points: Sequence[Point], *, cutoff: float) -> dict[Point, float]:
+        """Lower bounds above the cutoff on the optima of those points, of the same decisions, for which one relaxation
+        that is below all of theirs gives them."""
+        alike: dict[Hashable, dict[Point, Problem]] = {}
+        for point in points if len(points) >= FEWEST_TOGETHER else ():
+            self._formulations[point] = formulation = self.formulate(point)
+            problem = formulation.limited_at_the_loss
+            if is_solvable(problem):  # one that does not fit would weaken the others' bound
+                alike.setdefault(shape_of(problem), {})[point] = problem
+        found: dict[Point, float] = {}
+        for own in alike.values():
+            if len(own) >= FEWEST_TOGETHER:
+                least = self.solver_of(common_problem(list(own.values())), cutoff=cutoff, is_relaxed=True)
+                if least.bound is not None and least.bound > cutoff:
+                    found |= dict.fromkeys(own, least.bound)
+        for point in found:
+            del self._formulations[point]
+        return found
 
     def full(self, point: Point, *, cutoff: float = math.inf) -> Candidate | float:
         """The optimum of a point, or a lower bound on it that is above the cutoff."""
