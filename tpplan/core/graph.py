@@ -85,6 +85,8 @@ OWN_SCOPE = "<tpplan>"
 LEFT_AT = "left at "
 #: between the paths of arguments that are one tensor
 SAME_TENSOR = " = "
+#: op that marks the reading of a parameter that is passed to a module, or out of one
+ALIAS = "aten.alias.default"
 
 
 class SourceKind(StrEnum):

@@ -5,6 +5,7 @@ called them. torch.export does so too, but code may take other branches under it
 """
 
 import contextlib
+import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +21,12 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (
     PreDispatchTorchFunctionMode,
     TorchFunctionMetadataMode,
+    _ProxyTensor,
     disable_proxy_modes_tracing,
     get_proxy_mode,
     get_proxy_slot,
     make_fx,
-    set_meta,
-    track_tensor,
-    track_tensor_tree,
+    set_proxy_slot,
 )
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -59,7 +59,23 @@ def recorded(run: Callable[..., Any], tensors: Sequence[Tensor]) -> torch.fx.Gra
     """
     # A graph module writes itself down as code, which nobody runs, unless it is lazy.
     with unfinished_ended(), _compiled_as_written(), _use_lazy_graph_module(True):
-        return make_fx(run, pre_dispatch=True)(*tensors)
+        return make_fx(lambda: run(*_entered(tensors)), pre_dispatch=True)()
+
+
+def _entered(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors, each with a placeholder in the graph that is being recorded: torch gives a function's arguments
+    theirs in three times the time."""
+    tracer = recorder().tracer
+    with plain_calls(), unrecorded():
+        for position, tensor in enumerate(tensors):
+            _track(tensor, tracer.create_node("placeholder", f"arg{position}_1", (), {}), tracer)
+    return tensors
+
+
+def _track(tensor: Tensor, node: torch.fx.Node, tracer: Any) -> None:
+    """Makes a node the origin of a tensor whose sizes are plain integers."""
+    set_proxy_slot(tensor, tracer, _ProxyTensor(tracer.proxy(node), None))
+    node.meta["val"] = proxy_tensor.extract_val(tensor, include_real=node.op == "placeholder")
 
 
 def _compiled_as_written() -> contextlib.AbstractContextManager[object]:
@@ -110,12 +126,13 @@ def call_recorded(op: Any, args: tuple[Any, ...]) -> Any:
     target = op if isinstance(op, OpOverload) else op.default
     node = tracer.create_node("call_function", target, given, {}, target.overloadpacket.__name__)
     with plain_calls(), unrecorded(), torch._C._DisablePythonDispatcher():
-        results, proxy = op(*args), tracer.proxy(node)
+        results = op(*args)
         if isinstance(results, Tensor):
-            track_tensor(results, proxy, constant=None, tracer=tracer)
-            set_meta(proxy, results)
+            _track(results, node, tracer)
         else:
-            track_tensor_tree(results, proxy, constant=None, tracer=tracer)
+            node.meta["val"] = proxy_tensor.extract_val(results)
+            for position, result in enumerate(results):
+                _track(result, tracer.create_node("call_function", operator.getitem, (node, position), {}), tracer)
     return results
 
 
@@ -388,7 +405,8 @@ PROBES = (
     ),
     Probe(
         name="recording a call directly",
-        uses="proxy_tensor.get_proxy_slot, track_tensor, set_meta, the recorder's tracer.create_node and proxy",
+        uses="proxy_tensor.get_proxy_slot, set_proxy_slot, _ProxyTensor, extract_val, the recorder's tracer's "
+        "create_node and proxy",
         needed_for="traces of many layers in little time",
         works=_recorded_calls,
     ),

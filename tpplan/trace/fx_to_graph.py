@@ -117,7 +117,7 @@ class GraphReader:
         if is_compared:
             return graph
         unread = unread_values(graph)
-        values = {name: replace(value, is_read=name not in unread) for name, value in self.values.items()}
+        values = self.values | {name: replace(self.values[name], is_read=False) for name in unread}
         stubs = [name for name, module in self.model.named_modules() if isinstance(module, Stub)]
         return find_repeated_blocks(replace(graph, values=values) if unread else graph, stubs)
 
