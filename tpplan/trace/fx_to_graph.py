@@ -126,6 +126,7 @@ class GraphReader:
         source."""
         parameters: dict[int, list[str]] = {id(p): [] for p in self.model.parameters()}
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        modules = dict(self.model.named_modules(remove_duplicate=False))
         by_label = dict(self.model.named_parameters(remove_duplicate=False))
         for label, parameter in by_label.items():
             parameters[id(parameter)].append(label)
@@ -158,7 +159,7 @@ class GraphReader:
             is_differentiated = given.kind is SourceKind.INPUT and value.requires_grad
             self._add_value(name, value, carries_gradient=trainable or is_differentiated)
             is_parameter = given.kind is SourceKind.PARAMETER
-            share = share_of(self.model.get_submodule(label.rpartition(".")[0])) if is_parameter else None
+            share = share_of(modules[label.rpartition(".")[0]]) if is_parameter else None
             self.sources.append(
                 Source(
                     kind=given.kind,
