@@ -98,7 +98,7 @@ class BoundaryMarks:
 
     def _read(self, tensor: torch.Tensor, direction: Direction) -> torch.Tensor:
         """An alias of a parameter that crosses, so that the module whose code hands the parameter on reads it."""
-        if not isinstance(tensor, nn.Parameter):
+        if type(tensor) is torch.Tensor or not isinstance(tensor, nn.Parameter):  # the latter takes long to ask
             return tensor
         entered = [self.running.pop()] if direction is Direction.INPUT else []
         passed: torch.Tensor = torch.ops.aten.alias(tensor)
