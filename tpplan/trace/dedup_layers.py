@@ -7,8 +7,9 @@ equal shape, stride and dtype, other arguments equal, gradients and autocast on 
 for values, or left something behind on itself, is copied by none.
 
 Nobody can list what else a layer's code reads (objects, closures, a table keyed by id(self)). So each sibling runs
-beside the trace, and its calls are compared with those of the traced layer (tpplan.trace.layer_calls). Where they
-differ, layers get classes by what they did, and the model is traced anew, one layer of each class.
+beside the trace, with the marks of its boundary, and its calls are compared with those of the traced layer
+(tpplan.trace.layer_calls). Where they differ, layers get classes by what they did, and the model is traced anew, one
+layer of each class.
 """
 
 import contextlib

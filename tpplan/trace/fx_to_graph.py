@@ -59,7 +59,7 @@ class CapturedError(UnreadableError):
 
 @dataclass(slots=True)
 class _Frame:
-    """The nodes of a traced layer's forward, nodes[start:end], and the values that enter and leave it."""
+    """The nodes of a call of a traced layer, nodes[start:end], and the values that enter and leave it."""
 
     inputs: list[str]
     start: int
@@ -272,7 +272,7 @@ class GraphReader:
         return Ref(name)
 
     def _frame(self, node: Any, names: dict[str, Argument]) -> Argument:
-        """Notes that a value enters or leaves the forward of a layer that siblings may copy. Returns the value."""
+        """Notes that a value enters or leaves a layer that siblings may copy. Returns the value."""
         operand = names[node.args[0].name]
         assert isinstance(operand, Ref)
         _, module, side = node.args

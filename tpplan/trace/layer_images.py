@@ -68,7 +68,7 @@ class LayerImages:
         self.like = like
         self.module = module
         self.made: set[str] = set()
-        #: sources outside of the layer, which are their own images
+        #: sources outside of the layer, which are their own images where they are no arguments
         self._outside = given.outside
         self._images = {result: given.labels[module + below] for result, below in given.own}
 
