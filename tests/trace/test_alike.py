@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from examples import eager_to_shard
 from one_process import relative_errors
 from ranks import run_ranks
-from test_traps import MLP, PLAIN, ROWS, Named, Stack, step
+from test_traps import HIDDEN, MLP, PLAIN, ROWS, Named, Stack, step
 from torch import Tensor, nn
 
 import tpplan
+from tpplan.core.graph import ModelGraph
 from tpplan.plan.plan import Plan, ProofStatus
 from tpplan.trace.trace import trace
 
@@ -462,6 +463,104 @@ class OneTensorTwice(Chain):
         return h.square().mean()
 
 
+class _Scaled(Residual):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+        return x + self.down(F.relu(self.up(x)) * scale)
+
+
+class OneWeightEach(Chain):
+    """Each layer is given a weight of its own that the model holds, the last one the first's."""
+
+    layer = _Scaled
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(HIDDEN) for _ in range(NUM_LAYERS - 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            x = layer(x, self.scales[place % len(self.scales)])
+        return x.square().mean()
+
+
+class OneTableEach(Chain):
+    """Each layer is given one of two tables of the model."""
+
+    layer = _Scaled
+
+    def __init__(self) -> None:
+        super().__init__()
+        for place in range(2):
+            self.register_buffer(f"table_{place}", torch.ones(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            x = layer(x, self.table_0 if place % 2 else self.table_1)
+        return x.square().mean()
+
+
+class ForwardsAlone(Chain):
+    """The forward of each layer but the first is called past the layer's own call, and then the layer itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            x = layer.forward(x) if place else layer(x)  # type: ignore[operator]
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class _ReturnsItsInput(Residual):
+    def forward(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), other
+
+
+class ReturnsItsInput(Chain):
+    layer = _ReturnsItsInput
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = x * 2.0
+        for layer in self.layers:
+            x, other = layer(x, other)
+        return (x * other).square().mean()
+
+
+class _ReadsAsThePair(Residual):
+    def forward(self, x: Tensor, pair: list[Tensor], *, names: Mapping[str, Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward(x + pair[0]) * names["scale"]
+
+
+class _Adds(Residual):
+    def forward(self, x: Tensor, total: Tensor) -> Tensor:  # type: ignore[override]
+        h = super().forward(x)
+        total.add_(h)
+        return h
+
+
+class WritesWithGradient(Chain):
+    """Each layer writes to a tensor of its own, which then carries a gradient, and which the model reads."""
+
+    layer = _Adds
+
+    def forward(self, x: Tensor) -> Tensor:
+        totals = [torch.zeros_like(x) for _ in self.layers]
+        for layer, total in zip(self.layers, totals, strict=True):
+            x = layer(x, total)
+        return (x * sum(totals)).square().mean()
+
+
+class ContainersGiven(Chain):
+    """Layers are given a list and a dict; the second layer one tensor in both."""
+
+    layer = _ReadsAsThePair
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            one, other = x * 1.0, x * 0.5
+            x = layer(x, [one], names={"scale": one if place == 1 else other})
+        return x.square().mean()
+
+
 #: models whose second layer cannot do on slices what the others can
 MODELS = [
     ObjectGiven, IteratorGiven, ObjectShared, ModuleShared, Closure, ListOfTheFile, TableByIdentity, ClassAttribute,
@@ -469,6 +568,7 @@ MODELS = [
     KnowsItsPlace, OtherLiteral,
 ]  # fmt: skip
 VIEWING = [WritesToItsInput, ReturnsView, OneTensorTwice]
+GIVEN = [OneWeightEach, OneTableEach, ForwardsAlone, ReturnsItsInput, ContainersGiven, WritesWithGradient]
 OTHERS = [OwnBackward, OtherOperand, TensorsLeftInAnObject, LastTensorLeft, TensorsHandedOn]
 
 
@@ -488,14 +588,30 @@ def test_a_trace_with_siblings_is_that_of_all_layers(monkeypatch: pytest.MonkeyP
     """Whichever layers stand for others, the graph is the one that tracing each of them gives.
 
     Where the model's input carries a gradient the first layer, which is given a view of it, is like the others."""
-    for model in (*MODELS, *OTHERS, *VIEWING, Chain):
+    for model in (*MODELS, *OTHERS, *VIEWING, *GIVEN, Chain):
         with torch.device("meta"):
             few, every = Named(model()), Named(model())
         inputs = {"x": PLAIN["x"].detach().requires_grad_(carries)}
         graph = trace(few, inputs, fresh=lambda model=model: Named(model()).to("meta"))
         with monkeypatch.context() as patch:
             patch.setattr("tpplan.trace.dedup_layers.alike_layers", lambda _: [])
-            assert graph.fingerprint == trace(every, inputs).fingerprint, model.__name__
+            whole = trace(every, inputs)
+        assert graph.fingerprint == whole.fingerprint, model.__name__
+        assert _carrying(graph) == _carrying(whole), model.__name__
+
+
+def _carrying(graph: ModelGraph) -> list[bool]:
+    """Which results carry a gradient, in order."""
+    return [graph.values[result].carries_gradient for node in graph.nodes for result in node.results]
+
+
+@pytest.mark.parametrize("model", [OneWeightEach, OneTableEach, ReturnsItsInput], ids=lambda model: model.__name__)
+def test_layers_are_copied_where_arguments_are_sources_but_not_where_they_are_returned(model: type[nn.Module]) -> None:
+    """A source that enters a layer is its argument. What a layer returns of its arguments is no result of its own."""
+    with torch.device("meta"):
+        graph = trace(Named(model()), {"x": PLAIN["x"].detach().requires_grad_()})  # as what later layers are given
+    copied = sum("@" in op.name for op in graph.ops if op.target == "aten.relu.default")
+    assert copied == (0 if model is ReturnsItsInput else NUM_LAYERS - 1)
 
 
 def solve(model: type[nn.Module], pins: Mapping[str, str]) -> Plan:

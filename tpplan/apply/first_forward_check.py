@@ -26,7 +26,7 @@ from tpplan.core.errors import PlanMismatchError
 from tpplan.core.name_patterns import ROOT
 from tpplan.plan.plan import Plan, Precision, ProofStatus
 from tpplan.torch_internals.modules import is_compiled
-from tpplan.torch_internals.recording import without_modes
+from tpplan.torch_internals.tensors import without_modes
 from tpplan.trace.noted_calls import CallNotes, Calls, digest, first_difference
 
 #: number of calls that the error shows before the first one that differs

@@ -85,6 +85,8 @@ OWN_SCOPE = "<tpplan>"
 LEFT_AT = "left at "
 #: between the paths of arguments that are one tensor
 SAME_TENSOR = " = "
+#: op that marks the reading of a parameter that is passed to a module, or out of one
+ALIAS = "aten.alias.default"
 
 
 class SourceKind(StrEnum):
@@ -259,9 +261,12 @@ class ModelGraph:
     def nodes_by_module(self) -> dict[str, tuple[Op | Boundary, ...]]:
         """Module name -> its nodes and those of its submodules, in order; "" has all nodes."""
         found: dict[str, list[Op | Boundary]] = {}
+        around: dict[str, list[list[Op | Boundary]]] = {}
         for node in self.nodes:
-            for module in enclosing(node.module):
-                found.setdefault(module, []).append(node)
+            if node.module not in around:
+                around[node.module] = [found.setdefault(module, []) for module in enclosing(node.module)]
+            for nodes in around[node.module]:
+                nodes.append(node)
         return {module: tuple(nodes) for module, nodes in found.items()}
 
     @cached_property

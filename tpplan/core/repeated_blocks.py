@@ -15,8 +15,8 @@ def find_repeated_blocks(graph: ModelGraph, without: Collection[str] = ()) -> Mo
     """
     prefixes: dict[str, set[int]] = defaultdict(set)
     left_out = frozenset(without)
-    for node in graph.nodes:
-        parts = node.module.split(".")
+    for module in {node.module for node in graph.nodes}:
+        parts = module.split(".")
         for depth, part in enumerate(parts):
             if part.isdecimal() and ".".join(parts[: depth + 1]) not in left_out:
                 prefixes[".".join(parts[:depth])].add(int(part))

@@ -10,7 +10,7 @@ from itertools import zip_longest
 
 import torch
 
-from tpplan.core.graph import OWN_SCOPE, Boundary, Direction, ModelGraph, Op, within
+from tpplan.core.graph import ALIAS, OWN_SCOPE, Boundary, Direction, ModelGraph, Op, within
 from tpplan.layouts.assignment import Assignment
 from tpplan.layouts.rules import written_operands
 from tpplan.prove.conversions_made import CONTIGUOUS, Converted, other_conversions, sharded_losses
@@ -21,8 +21,6 @@ from tpplan.torch_internals.operators import is_op
 from tpplan.trace.fx_to_graph import IGNORED
 from tpplan.trace.record_fx import SCOPE
 
-#: op that marks the reading of a parameter that is passed to a module, or out of one
-ALIAS = "aten.alias.default"
 #: ops that a rank may not need
 _NEEDLESS = frozenset({ALIAS, CONTIGUOUS})
 FRAME, SIBLING = "tpplan.frame.default", "tpplan.sibling.default"
@@ -116,8 +114,7 @@ def difference_so_far(local: LocalNodes, ran: torch.fx.Graph, reason: str) -> Co
         if is_own or not is_op(node.target) or str(node.target) in _PASSED:
             continue
         if str(node.target) == SIBLING:
-            while originals and within(originals[0].module, node.args[1]) and not _leaves(originals[0], node.args[1]):
-                originals.popleft()
+            _pass_call(originals, node.args[1])
             continue
         image = ran_node(node)
         while originals and _is_needless(assignment, originals[0], image.title):
@@ -129,6 +126,19 @@ def difference_so_far(local: LocalNodes, ran: torch.fx.Graph, reason: str) -> Co
         if problem is not None:
             return blame(assignment, original, problem, strange_sizes(assignment, original, image))
     return blame(assignment, originals[0] if originals else None, reason)
+
+
+def _pass_call(originals: deque[Op | Boundary], module: str) -> None:
+    """Drops the nodes of one call of a module from the first ones: what enters it, what is inside, what leaves it."""
+    while originals and _is_before_end(originals[0], module):
+        originals.popleft()
+    while originals and _leaves(originals[0], module):
+        originals.popleft()
+
+
+def _is_before_end(node: Op | Boundary, module: str) -> bool:
+    is_alias = isinstance(node, Op) and node.target == ALIAS
+    return not _leaves(node, module) and (is_alias or within(node.module, module))
 
 
 def _leaves(node: Op | Boundary, module: str) -> bool:

@@ -1,6 +1,7 @@
 """Whether modules are alike, as far as a trace can see from their attributes: in a trace one layer stands for others,
 and of like stubs one finds the shapes for all."""
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,9 @@ from tpplan.trace.hooks.generated_class import BINDING
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format)
 _HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+_UNCOMPARED = _HOOKS | {BINDING, SHARE}
+_LEAVES = frozenset({bool, float, str, type(None)})
+_TABLES = frozenset({dict, OrderedDict, set, list, tuple})
 
 
 def are_alike(first: Any, second: Any, met: "_Pairs | None" = None) -> bool:
@@ -59,18 +63,24 @@ def _modules_alike(first: nn.Module, second: nn.Module, met: _Pairs) -> bool:
     ours, theirs = vars(first), vars(second)
     if any(module.get(name) for module in (ours, theirs) for name in _HOOKS) or "forward" in ours:
         return False
-    compared = (name for name in ours if name not in _HOOKS and name not in (BINDING, SHARE))
     return (
         list(ours) == list(theirs)
         and share_of(first) == share_of(second)
-        and all(_is_number(ours[name], theirs[name]) or are_alike(ours[name], theirs[name], met) for name in compared)
+        and all(
+            _are_plainly_alike(own, theirs[name]) or are_alike(own, theirs[name], met)
+            for name, own in ours.items()
+            if name not in _UNCOMPARED
+        )
     )
 
 
-def _is_number(first: object, second: object) -> bool:
-    """True for two integers that a layer may be numbered by. Where its code computes with them, or decides by them,
-    the trial of the layer shows that."""
-    return type(first) is int and type(second) is int
+def _are_plainly_alike(first: object, second: object) -> bool:
+    """True for the most frequent like attributes: what needs no comparison, empty tables, and two integers, by which a
+    layer may be numbered. Where its code computes with these, or decides by them, the trial of the layer shows that."""
+    kind = type(first)
+    if kind is not type(second):
+        return False
+    return kind is int or (first is second and kind in _LEAVES) or (kind in _TABLES and not first and not second)
 
 
 def signature(leaf: Any) -> object:

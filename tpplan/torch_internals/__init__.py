@@ -11,13 +11,13 @@ Importing this room raises TorchVersionError for a torch older than OLDEST, and 
 | file             | part of torch                                                                    |
 |------------------|----------------------------------------------------------------------------------|
 | versions         | tested releases; older ones are refused, newer ones warned of                    |
-| tensors          | storages, counts of in-place writes, hooks on gradients, parts of a DTensor      |
+| tensors          | storages, counts of writes, hooks on gradients, parts of a DTensor, modes off    |
 | modules          | a module's own tables, parameters swapped during a call                          |
 | autograd         | the running backward, its end, torch.autograd.Function                           |
 | checkpoints      | both kinds of torch.utils.checkpoint, by the functions that they call            |
-| recording        | torch.fx's tracer of dispatched ops, modes, torch.cond                           |
+| recording        | torch.fx's tracer of dispatched ops, modes                                       |
 | operators        | schemas, meta kernels, ops known by name, what functions hide, a busy GPU         |
-| fakes            | fake tensors, sizes that data decides                                            |
+| fakes            | fake tensors, sizes that data decides, torch.cond and flex_attention uncompiled  |
 | groups           | fake process groups, meshes without a process group                              |
 | parallel         | FSDP2's parameter groups, torch's memory tracker for them, pipeline schedules    |
 | checkpoint_files | classes and functions that the metadata of distributed checkpoints names         |

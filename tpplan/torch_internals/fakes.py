@@ -1,6 +1,8 @@
-"""Fake tensors: tensors without memory that report any device, and sizes that data decides."""
+"""Fake tensors: tensors without memory that report any device, and sizes that data decides; torch.cond and
+flex_attention, which compile themselves, as ordinary code."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +16,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from tpplan.torch_internals.probes import Probe
 
 __all__ = ["PROBES", "FakeTensor", "FakeTensorMode", "ShapeEnv", "unset_fake_temporarily"]
+
+#: modules of the functions through which torch compiles and calls a higher-order op from eager code
+HIGHER_ORDER_OPS = "torch._higher_order_ops."
+#: the one of these functions that torch.cond uses
+COND = "_cond_op_wrapper"
+#: the function of torch.nn.attention.flex_attention that torch compiles
+FLEX = "_flex_attention_hop_wrapper"
 
 
 def upper_bound(size: torch.SymInt, environment: ShapeEnv) -> int | None:
@@ -57,6 +66,26 @@ def flex_masks_by(create: Callable[..., Tensor]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def higher_order_ops_by(call: Callable[[str], Callable[..., Any]]) -> Iterator[None]:
+    """Makes a higher-order op of eager code (torch.cond, ...) run as call(its name)(...), instead of compiled."""
+    compile_ = torch.compile
+
+    def opened(model: Any = None, **options: Any) -> Any:
+        home = getattr(model, "__module__", "")
+        if getattr(model, "__name__", "") == FLEX:
+            return call("flex_attention")
+        if not home.startswith(HIGHER_ORDER_OPS):
+            return compile_(model, **options)
+        return call("cond" if model.__name__ == COND else home.removeprefix(HIGHER_ORDER_OPS))
+
+    torch.compile = opened
+    try:
+        yield
+    finally:
+        torch.compile = compile_
+
+
 # ---- probes
 
 
@@ -80,6 +109,33 @@ def _bounds() -> bool:
     return isinstance(size, torch.SymInt) and upper_bound(size, environment) in (4, None)
 
 
+def _cond() -> bool:
+    seen: list[str] = []
+
+    def call(name: str) -> Callable[..., Any]:
+        seen.append(name)
+        return lambda condition, if_true, if_false, operands: if_true(*operands)
+
+    x = torch.ones(2, requires_grad=True)
+    with higher_order_ops_by(call):
+        found = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+    return seen == ["cond"] and torch.equal(found, x.sin())
+
+
+def _flex() -> bool:
+    seen: list[str] = []
+
+    def call(name: str) -> Callable[..., Any]:
+        seen.append(name)
+        return lambda query, *_: (query, query, query)
+
+    x = torch.ones(1, 1, 2, 2)
+    with higher_order_ops_by(call), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch advises to compile it
+        found = flex.flex_attention(x, x, x)
+    return seen == ["flex_attention"] and found is x
+
+
 PROBES = (
     Probe(
         name="fake tensors",
@@ -98,5 +154,17 @@ PROBES = (
         uses="torch.nn.attention.flex_attention._validate_device, create_mask, _ordered_to_dense, replaced",
         needed_for="models with flex_attention",
         works=lambda: {"_validate_device", "create_mask", "_ordered_to_dense"} <= vars(flex).keys(),
+    ),
+    Probe(
+        name="torch.cond as ordinary code",
+        uses=f"torch.compile as {HIGHER_ORDER_OPS}cond calls it, replaced",
+        needed_for="models with torch.cond",
+        works=_cond,
+    ),
+    Probe(
+        name="flex_attention as one operator",
+        uses=f"torch.compile as torch.nn.attention.flex_attention calls it for {FLEX}, replaced",
+        needed_for="models with flex_attention",
+        works=_flex,
     ),
 )

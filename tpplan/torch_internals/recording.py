@@ -1,18 +1,18 @@
-"""torch.fx's tracer of dispatched ops, the modes that are on, and torch.cond as ordinary code.
+"""torch.fx's tracer of dispatched ops, and the modes that are on.
 
 make_fx with pre_dispatch=True records ops before autograd takes them apart: `aten.linear`, attention, views as the code
 called them. torch.export does so too, but code may take other branches under it than in training.
 """
 
 import contextlib
+import functools
+import operator
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
-import torch.nn.attention.flex_attention as flex
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -20,16 +20,15 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (
     PreDispatchTorchFunctionMode,
     TorchFunctionMetadataMode,
+    _ProxyTensor,
     disable_proxy_modes_tracing,
     get_proxy_mode,
     get_proxy_slot,
     make_fx,
-    set_meta,
-    track_tensor,
-    track_tensor_tree,
+    set_proxy_slot,
 )
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpplan.torch_internals.checkpoints import unfinished_ended
 from tpplan.torch_internals.probes import Probe
@@ -39,14 +38,18 @@ __all__ = ["PROBES", "TorchDispatchMode"]
 
 #: function modes by which torch records
 _TRACERS = (TorchFunctionMetadataMode, PreDispatchTorchFunctionMode)
-#: modules of the functions through which torch compiles and calls a higher-order op from eager code
-HIGHER_ORDER_OPS = "torch._higher_order_ops."
-#: the one of these functions that torch.cond uses
-COND = "_cond_op_wrapper"
 #: the file of torch's that calls compiled functions, from a function named compile_wrapper
 _CALLS_COMPILED = "_dynamo/eval_frame.py"
-#: the function of torch.nn.attention.flex_attention that torch compiles
-FLEX = "_flex_attention_hop_wrapper"
+#: namespaces of ops that return tensors, numbers, and lists of these
+_PLAIN_NAMESPACES = frozenset({"aten", "tpplan", "_c10d_functional"})
+#: types of arguments that a node has as they are
+_VALUES = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
+#: ops of which torch records others
+_SPECIAL = (
+    torch.ops.aten.lift_fresh.default,
+    torch.ops.aten.lift_fresh_copy.default,
+    torch.ops.aten.is_nonzero.default,
+)
 #: torch's function that describes each result a second time, as meta["tensor_meta"]
 DESCRIBE = "_extract_tensor_metadata"
 
@@ -59,7 +62,17 @@ def recorded(run: Callable[..., Any], tensors: Sequence[Tensor]) -> torch.fx.Gra
     """
     # A graph module writes itself down as code, which nobody runs, unless it is lazy.
     with unfinished_ended(), _compiled_as_written(), _use_lazy_graph_module(True):
-        return make_fx(run, pre_dispatch=True)(*tensors)
+        return make_fx(lambda: run(*_entered(tensors)), pre_dispatch=True)()
+
+
+def _entered(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors, each with a placeholder in the graph that is being recorded: torch gives a function's arguments
+    theirs in three times the time."""
+    tracer = recorder().tracer
+    with plain_calls(), unrecorded():
+        for position, tensor in enumerate(tensors):
+            _track(tensor, tracer.create_node("placeholder", f"arg{position}_1", (), {}), tracer)
+    return tensors
 
 
 def _compiled_as_written() -> contextlib.AbstractContextManager[object]:
@@ -91,41 +104,71 @@ def unrecorded() -> contextlib.AbstractContextManager[object]:
 def call_recorded(op: Any, args: tuple[Any, ...]) -> Any:
     """op(*args), recorded as one node with the node's result as meta["val"]. op: torch.ops.aten.to.dtype, say, or an
     operator without overloads, as torch.ops.tpplan.boundary. NotImplemented where nothing is recorded, or an argument
-    is not a recorded tensor.
-
-    A plain call is recorded alike, and takes three times as long: it goes through every mode that is on.
-    """
-    mode = get_proxy_mode()
+    is not a recorded tensor."""
+    mode: Any = get_proxy_mode()
     if mode is None:
         return NotImplemented
-    tracer: Any = mode.tracer
-    known = [get_proxy_slot(leaf, tracer, None) for leaf in _tensors_in(args)]
-    if any(slot is None or slot.constant is not None for slot in known):
+    with plain_calls(), disable_proxy_modes_tracing(), torch._C._DisablePythonDispatcher():
+        return _recorded_call(mode.tracer, op if isinstance(op, OpOverload) else op.default, args, {})
+
+
+class _UnlikeError(Exception):
+    """A call has an argument that is no recorded tensor, and nothing whose value a node holds."""
+
+
+def _recorded_call(tracer: Any, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The results of a call, which becomes a node; NotImplemented where an argument cannot be one of a node as it is.
+    The node is without a result where the op raises."""
+    try:
+        given = tuple(_as_argument(arg, tracer) for arg in args)
+        named = {name: _as_argument(arg, tracer) for name, arg in kwargs.items()}
+    except _UnlikeError:
         return NotImplemented
-    nodes = iter([slot.proxy.node for slot in known if slot is not None])
-    given = tuple(
-        next(nodes) if isinstance(arg, Tensor) else [next(nodes) for _ in arg] if isinstance(arg, list) else arg
-        for arg in args
+    node = tracer.create_node(
+        "call_function", op, given, named, tracer.graph._target_to_str(op.overloadpacket.__name__)
     )
-    target = op if isinstance(op, OpOverload) else op.default
-    node = tracer.create_node("call_function", target, given, {}, target.overloadpacket.__name__)
-    with plain_calls(), unrecorded(), torch._C._DisablePythonDispatcher():
-        results, proxy = op(*args), tracer.proxy(node)
-        if isinstance(results, Tensor):
-            track_tensor(results, proxy, constant=None, tracer=tracer)
-            set_meta(proxy, results)
-        else:
-            track_tensor_tree(results, proxy, constant=None, tracer=tracer)
+    results = op(*args, **kwargs)
+    _track_all(results, node, tracer)
     return results
 
 
-def _tensors_in(args: tuple[Any, ...]) -> Iterator[Tensor]:
-    """Yields the tensors among arguments, and in lists of tensors among them."""
-    for arg in args:
-        if isinstance(arg, Tensor):
-            yield arg
-        elif isinstance(arg, list):
-            yield from arg
+def _as_argument(value: Any, tracer: Any) -> Any:
+    """An argument of a call as that of a node. Raises _UnlikeError."""
+    if isinstance(value, Tensor):
+        slot = get_proxy_slot(value, tracer, None)
+        if slot is None or slot.constant is not None:
+            raise _UnlikeError
+        return slot.proxy.node
+    if type(value) in (list, tuple):
+        return type(value)(_as_argument(item, tracer) for item in value)
+    if type(value) not in _VALUES:
+        raise _UnlikeError
+    return value
+
+
+def _track_all(results: Any, node: torch.fx.Node, tracer: Any) -> None:
+    """Makes a node the origin of its results: of tensors, and of those in lists, each by a node of its own."""
+    if isinstance(results, Tensor):
+        _track(results, node, tracer)
+    elif isinstance(results, list | tuple):
+        node.meta["val"] = proxy_tensor.extract_val(results)
+        for position, result in enumerate(results):
+            item = tracer.create_node("call_function", operator.getitem, (node, position), {})
+            _track_all(result, item, tracer)
+
+
+@functools.cache
+def _is_plain(op: Any) -> bool:
+    """True for an op that torch records as it is called: with neither values of its tensors nor copies of them."""
+    if not isinstance(op, OpOverload) or op in _SPECIAL:
+        return False
+    return op.namespace in _PLAIN_NAMESPACES and torch.Tag.data_dependent_output not in op.tags
+
+
+def _track(tensor: Tensor, node: torch.fx.Node, tracer: Any) -> None:
+    """Makes a node the origin of a tensor whose sizes are plain integers."""
+    set_proxy_slot(tensor, tracer, _ProxyTensor(tracer.proxy(node), None))
+    node.meta["val"] = proxy_tensor.extract_val(tensor, include_real=node.op == "placeholder")
 
 
 @contextlib.contextmanager
@@ -167,12 +210,6 @@ def _replace_function_modes(before: Sequence[Any], after: Sequence[Any]) -> None
         _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
-def without_modes() -> contextlib.AbstractContextManager[object]:
-    """A context in which every dispatch mode is off."""
-    found: contextlib.AbstractContextManager[object] = _disable_current_modes()
-    return found
-
-
 @contextlib.contextmanager
 def results_kept_by(keep: Callable[..., Any]) -> Iterator[None]:
     """Makes each recorded node's meta["val"] keep(extract, value, ...).
@@ -197,7 +234,7 @@ def results_kept_by(keep: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def dispatched_plainly(instead: Callable[[Any, tuple[Any, ...]], Any]) -> Iterator[None]:
-    """Makes recorded ops run by the kernels that they have without a recording.
+    """Makes recorded ops run by the kernels that they have without a recording, and records most of them directly.
 
     The recording mode turns on torch's kernels in Python, which give other shapes (0 dims for a cross entropy that is
     not reduced, in torch 2.13). Where instead(op, arguments) is not NotImplemented, it is the op's result, unrecorded.
@@ -210,33 +247,15 @@ def dispatched_plainly(instead: Callable[[Any, tuple[Any, ...]], Any]) -> Iterat
         if result is not NotImplemented:
             return result
         with torch._C._DisablePythonDispatcher():
-            return dispatch(func, types, args, kwargs or {})
+            if _is_plain(func) and func not in mode.decomposition_table:
+                result = _recorded_call(mode.tracer, func, args, kwargs or {})
+            return dispatch(func, types, args, kwargs or {}) if result is NotImplemented else result
 
     mode.__torch_dispatch__ = plain
     try:
         yield
     finally:
         del mode.__torch_dispatch__
-
-
-@contextlib.contextmanager
-def higher_order_ops_by(call: Callable[[str], Callable[..., Any]]) -> Iterator[None]:
-    """Makes a higher-order op of eager code (torch.cond, ...) run as call(its name)(...), instead of compiled."""
-    compile_ = torch.compile
-
-    def opened(model: Any = None, **options: Any) -> Any:
-        home = getattr(model, "__module__", "")
-        if getattr(model, "__name__", "") == FLEX:
-            return call("flex_attention")
-        if not home.startswith(HIGHER_ORDER_OPS):
-            return compile_(model, **options)
-        return call("cond" if model.__name__ == COND else home.removeprefix(HIGHER_ORDER_OPS))
-
-    torch.compile = opened
-    try:
-        yield
-    finally:
-        torch.compile = compile_
 
 
 # ---- probes
@@ -314,22 +333,9 @@ def _recorded_calls() -> bool:
         return found.sin()
 
     for _ in range(2):
-        graphs.append(recorded(run, (torch.empty(2, device="meta", requires_grad=True),)).graph)
+        graphs.append(make_fx(run, pre_dispatch=True)(torch.empty(2, device="meta", requires_grad=True)).graph)
     texts = [[(node.name, str(node.target), str(node.args)) for node in graph.nodes] for graph in graphs]
     return texts[0] == texts[1] and gradients == [True, True] and call_recorded(op, (other,)) is NotImplemented
-
-
-def _cond() -> bool:
-    seen: list[str] = []
-
-    def call(name: str) -> Callable[..., Any]:
-        seen.append(name)
-        return lambda condition, if_true, if_false, operands: if_true(*operands)
-
-    x = torch.ones(2, requires_grad=True)
-    with higher_order_ops_by(call):
-        found = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
-    return seen == ["cond"] and torch.equal(found, x.sin())
 
 
 def _compiled() -> bool:
@@ -348,31 +354,6 @@ def _compiled() -> bool:
     return "aten.sin.default" in [str(node.target) for node in graph.nodes] and callers == [True, False]
 
 
-def _flex() -> bool:
-    seen: list[str] = []
-
-    def call(name: str) -> Callable[..., Any]:
-        seen.append(name)
-        return lambda query, *_: (query, query, query)
-
-    x = torch.ones(1, 1, 2, 2)
-    with higher_order_ops_by(call), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch advises to compile it
-        found = flex.flex_attention(x, x, x)
-    return seen == ["flex_attention"] and found is x
-
-
-def _modes_off() -> bool:
-    class Loud(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, *_: Any, **__: Any) -> Any:
-            raise RuntimeError("asked")
-
-    x = torch.ones(2)
-    loud: Any = Loud
-    with loud(), without_modes():
-        return torch.equal(x + x, torch.full((2,), 2.0))
-
-
 PROBES = (
     Probe(
         name="recording a forward",
@@ -388,7 +369,8 @@ PROBES = (
     ),
     Probe(
         name="recording a call directly",
-        uses="proxy_tensor.get_proxy_slot, track_tensor, set_meta, the recorder's tracer.create_node and proxy",
+        uses="proxy_tensor.get_proxy_slot, set_proxy_slot, _ProxyTensor, extract_val, the recorder's tracer's "
+        "create_node and proxy",
         needed_for="traces of many layers in little time",
         works=_recorded_calls,
     ),
@@ -399,27 +381,9 @@ PROBES = (
         works=_untraced,
     ),
     Probe(
-        name="torch.cond as ordinary code",
-        uses=f"torch.compile as {HIGHER_ORDER_OPS}cond calls it, replaced",
-        needed_for="models with torch.cond",
-        works=_cond,
-    ),
-    Probe(
         name="recording compiled functions",
         uses="torch._dynamo.config.error_on_nested_fx_trace, compile_wrapper in torch._dynamo.eval_frame",
         needed_for="models with functions that torch.compile compiles",
         works=_compiled,
-    ),
-    Probe(
-        name="flex_attention as one operator",
-        uses=f"torch.compile as torch.nn.attention.flex_attention calls it for {FLEX}, replaced",
-        needed_for="models with flex_attention",
-        works=_flex,
-    ),
-    Probe(
-        name="switching modes off",
-        uses="torch.utils._python_dispatch._disable_current_modes",
-        needed_for="weights made anew by the constructor, checks in the first step",
-        works=_modes_off,
     ),
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tpplan.torch_internals.groups import mesh_of_one
 from tpplan.torch_internals.probes import Probe
@@ -82,6 +83,12 @@ def is_strided_shard(placement: Placement) -> bool:
     return isinstance(placement, _StridedShard)
 
 
+def without_modes() -> contextlib.AbstractContextManager[object]:
+    """A context in which every dispatch mode is off."""
+    found: contextlib.AbstractContextManager[object] = _disable_current_modes()
+    return found
+
+
 # ---- probes
 
 
@@ -148,6 +155,17 @@ def _parts() -> bool:
     return local_part(again) is local_part(given) and again.placements == given.placements and not again.requires_grad
 
 
+def _modes_off() -> bool:
+    class Loud(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("asked")
+
+    x = torch.ones(2)
+    loud: Any = Loud
+    with loud(), without_modes():
+        return torch.equal(x + x, torch.full((2,), 2.0))
+
+
 PROBES = (
     Probe(
         name="addresses",
@@ -190,5 +208,11 @@ PROBES = (
         uses="DTensor._local_tensor, DTensor._spec, DTensor.__new__",
         needed_for="reading parameters at the speed of an attribute",
         works=_parts,
+    ),
+    Probe(
+        name="switching modes off",
+        uses="torch.utils._python_dispatch._disable_current_modes",
+        needed_for="weights made anew by the constructor, checks in the first step",
+        works=_modes_off,
     ),
 )

@@ -1,6 +1,7 @@
 """Marks of module boundaries in a trace.
 
-Hooks pass each tensor that enters or leaves a module's forward through the custom op `tpplan::boundary`.
+Hooks pass each tensor that enters or leaves a module's forward through the custom op `tpplan::boundary`. A layer that
+is like others does so in its forward, so that its siblings' marks are compared and copied like all else that it does.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from tpplan.core.errors import ModelError
 from tpplan.core.graph import SAME_TENSOR, Direction
 from tpplan.torch_internals import pytree
-from tpplan.trace.forward_arguments import bound_arguments, is_flat, tensors_of_call
+from tpplan.trace.forward_arguments import is_flat, named_arguments, positional_names, tensors_of_call
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.hooks.call_rewriting import own_code
 from tpplan.trace.whole.opaque import Opaques
@@ -26,7 +27,7 @@ BoundaryHook = Callable[[torch.Tensor, str, Direction, str], torch.Tensor]
 
 
 @dataclass(slots=True)
-class _BoundaryMarks:
+class BoundaryMarks:
     """The hooks that a trace puts at boundaries. `running`: names of the modules that run, the innermost last."""
 
     cast: BoundaryHook
@@ -34,12 +35,29 @@ class _BoundaryMarks:
     #: by module name, for each of its calls that runs: the arguments, and their structure when the call began; None
     #: where no argument is a container
     given: dict[str, list[tuple[Any, pytree.TreeSpec | None]]] = field(default_factory=dict)
+    #: by the name of each module that marks its boundary in its forward: the names of its positional parameters
+    inside: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    #: names of those among them that were called, and whose forwards did not begin yet
+    called: set[str] = field(default_factory=set)
+
+    def is_called(self, name: str) -> bool:
+        """True where a forward that begins does so by a call of its module, whose boundary is marked, and not by a call
+        of the forward alone."""
+        is_called = name in self.called
+        self.called.discard(name)
+        return is_called
+
+    def crossed(self, module: nn.Module, args: Any, kwargs: Any, name: str) -> Any:
+        """The output of a forward of the module's class, with marks of what enters and leaves it."""
+        args, kwargs = self.enter(module, args, kwargs, name)
+        return self.leave(type(module).forward(module, *args, **kwargs), name)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any, name: str) -> Any:
         """A forward pre-hook: the arguments, their tensors marked. One given several times is marked once, as code may
         ask whether its arguments are the same."""
+        positional = self.inside[name] if name in self.inside else positional_names(module)
         if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # as most calls are
-            (path,) = bound_arguments(module, args, kwargs)
+            (path,) = named_arguments(positional, args, kwargs)
             alone = (self._mark(name, Direction.INPUT, path, args[0]),), dict[str, Any]()
             self.given.setdefault(name, []).append((alone, None))
             return alone
@@ -56,7 +74,7 @@ class _BoundaryMarks:
                 marked[id(tensor)] = self._mark(name, Direction.INPUT, path, tensor)
             return marked[id(tensor)]
 
-        bound = bound_arguments(module, args, kwargs)
+        bound = named_arguments(positional, args, kwargs)
         tensors_of_call(bound, note, is_given=True)
         values = list(tensors_of_call(bound, mark, is_given=True).values())
         changed = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
@@ -80,7 +98,7 @@ class _BoundaryMarks:
 
     def _read(self, tensor: torch.Tensor, direction: Direction) -> torch.Tensor:
         """An alias of a parameter that crosses, so that the module whose code hands the parameter on reads it."""
-        if not isinstance(tensor, nn.Parameter):
+        if type(tensor) is torch.Tensor or not isinstance(tensor, nn.Parameter):  # the latter takes long to ask
             return tensor
         entered = [self.running.pop()] if direction is Direction.INPUT else []
         passed: torch.Tensor = torch.ops.aten.alias(tensor)
@@ -89,12 +107,15 @@ class _BoundaryMarks:
 
 
 @contextlib.contextmanager
-def boundaries_marked(model: nn.Module, opaques: Opaques, cast: BoundaryHook, running: list[str]) -> Iterator[None]:
-    """Puts hooks on every module that mark each tensor crossing its boundary; removes them at the end."""
-    marks = _BoundaryMarks(cast, running)
+def boundaries_marked(model: nn.Module, opaques: Opaques, marks: BoundaryMarks) -> Iterator[None]:
+    """Puts hooks on every module that mark each tensor crossing its boundary, or tell a module that marks it inside
+    that it is called; removes them at the end."""
     handles = []
     for name, module in model.named_modules():
         if type(module).forward is nn.Module.forward or opaques.hides(name):  # a container: nothing crosses it
+            continue
+        if name in marks.inside:
+            handles.append(module.register_forward_pre_hook(lambda _m, _args, name=name: marks.called.add(name)))
             continue
         handles.append(
             module.register_forward_pre_hook(

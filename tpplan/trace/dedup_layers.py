@@ -7,11 +7,13 @@ equal shape, stride and dtype, other arguments equal, gradients and autocast on 
 for values, or left something behind on itself, is copied by none.
 
 Nobody can list what else a layer's code reads (objects, closures, a table keyed by id(self)). So each sibling runs
-beside the trace, and its calls are compared with those of the traced layer (tpplan.trace.layer_calls). Where they
-differ, layers get classes by what they did, and the model is traced anew, one layer of each class.
+beside the trace, with the marks of its boundary, and its calls are compared with those of the traced layer
+(tpplan.trace.layer_calls). Where they differ, layers get classes by what they did, and the model is traced anew, one
+layer of each class.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +25,8 @@ from tpplan.core.errors import ModelError
 from tpplan.stages.like_modules import are_alike, signature
 from tpplan.torch_internals import pytree
 from tpplan.trace.answers.concrete_values import ConcreteValues
-from tpplan.trace.forward_arguments import signature_of
+from tpplan.trace.boundary_marks import BoundaryMarks
+from tpplan.trace.forward_arguments import positional_names, signature_of
 from tpplan.trace.hooks import custom_ops
 from tpplan.trace.layer_calls import CallLog, contents, untraced
 from tpplan.trace.layer_images import NotAlikeError
@@ -35,19 +38,20 @@ PlanDigest = Callable[[str], object]
 @contextlib.contextmanager
 def like_layers_once(
     model: nn.Module,
+    marks: BoundaryMarks,
     plan_digest: PlanDigest | None = None,
     classes: Mapping[str, str] | None = None,
-    running: Sequence[str] = (),
 ) -> Iterator[None]:
     """Runs one layer of each group of like layers in a trace; its siblings give the operator `tpplan::sibling`.
 
-    doings: layers that a plan treats differently are not alike. classes: class of a layer by its name; layers of
-    different classes are not alike. running: names of the modules that run. Raises NotAlikeError at the end, whatever
+    marks: those of module boundaries; layers of a group make theirs inside their forwards. plan_digest: layers that a
+    plan treats differently are not alike. classes: class of a layer by its name; layers of different classes are not
+    alike. Raises NotAlikeError at the end, whatever
     else was raised, where a sibling did something else than the layer it was taken to be like.
     """
     outputs: dict[str, list[torch.Tensor]] = {}
     wrapped: list[nn.Module] = []
-    trial = _Trial(names={id(module): name for name, module in model.named_modules()}, running=running)
+    trial = _Trial(names={id(module): name for name, module in model.named_modules()}, marks=marks)
     custom_ops.running_traces.append(outputs)
     try:
         for group in alike_layers(model):
@@ -76,7 +80,7 @@ class _Trial:
 
     #: names of the model's modules, by the modules' id
     names: Mapping[int, str]
-    running: Sequence[str]
+    marks: BoundaryMarks
     #: logs of the traced layers, by name
     logs: dict[str, CallLog] = field(default_factory=dict)
     #: class of each sibling that differs, by its name
@@ -89,10 +93,11 @@ class _Trial:
     def log(self, modules: Mapping[str, nn.Module], leaves: Sequence[object], like: str | None = None) -> CallLog:
         """A log for the next forward of the layer with these modules, to be compared with the layer named `like`."""
         names = {self.names[id(module)]: name for name, module in modules.items()}
-        return CallLog(modules, names, self.running, leaves, None if like is None else self.logs[like])
+        return CallLog(modules, names, self.marks.running, leaves, None if like is None else self.logs[like])
 
-    def run(self, layer: nn.Module, name: str, like: str, args: Any, kwargs: Any) -> None:
-        """Runs a sibling beside the trace, and notes where it does something else than the traced layer `like`.
+    def run(self, forward: Callable[..., Any], layer: nn.Module, name: str, like: str, args: Any, kwargs: Any) -> None:
+        """Runs a sibling's forward beside the trace, and notes where it does something else than the traced layer
+        `like`.
 
         Raises the sibling's own exception.
         """
@@ -101,7 +106,7 @@ class _Trial:
         log = self.log(modules, pytree.tree_leaves((args, kwargs)), like)
         try:
             with untraced(), log:
-                output = type(layer).forward(layer, *args, **kwargs)
+                output = forward(*args, **kwargs)
                 log.close(output)
         except Exception as error:
             self._note(name, None, f"{name} fails where {like} does not: {type(error).__name__}: {error}")
@@ -142,33 +147,42 @@ class _LikeLayers:
 
     def forward_of(self, layer: nn.Module, name: str, key: object) -> Callable[..., Any]:
         """The forward for a layer of the group. Layers are alike only where their keys are equal."""
-        forward = type(layer).forward
-        own_signature = signature_of(layer)
+        own_signature, marks = signature_of(layer), self.trial.marks
+        marks.inside[name] = positional_names(layer)
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                return marks.crossed(layer, args, kwargs, name) if is_called else own(*args, **kwargs)
+
+            own, is_called = functools.partial(type(layer).forward, layer), marks.is_called(name)
             leaves, spec = pytree.tree_flatten((args, kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            call = (key, _modes(), spec, *(signature(leaf) for leaf in leaves))
+            call = (key, is_called, _modes(), spec, *(signature(leaf) for leaf in leaves))
             if not tensors or name in self.outputs or not _is_hashable(call):
-                return forward(layer, *args, **kwargs)
+                return forward(*args, **kwargs)
             like = self.traced.setdefault(call, name)
             if like == name:
-                return self._run_first(layer, name, call, leaves, spec)
-            self.trial.run(layer, name, like, args, kwargs)
+                return self._run_first(forward, layer, name, call, args, kwargs)
+            self.trial.run(forward, layer, name, like, args, kwargs)
             return pytree.tree_unflatten(custom_ops.sibling(tensors, name, like), self.specs[like])
 
         run.__signature__ = own_signature  # type: ignore[attr-defined]
         return run
 
-    def _run_first(self, layer: nn.Module, name: str, call: object, leaves: list[Any], spec: pytree.TreeSpec) -> Any:
-        """Runs a layer in the trace for others to be compared with, unless it asked for values, left something behind,
-        or returns something beside tensors. Raises ModelError where it changes a list or dict among its arguments."""
-        entered = [custom_ops.frame(leaf, name, "enter") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(entered, spec)
+    def _run_first(
+        self, forward: Callable[..., Any], layer: nn.Module, name: str, call: object, args: Any, kwargs: Any
+    ) -> Any:
+        """Runs a layer's forward in the trace for others to be compared with, unless it asked for values, left
+        something behind, or returns something beside tensors. Raises ModelError where it changes a list or dict among
+        its arguments."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                custom_ops.frame(leaf, name, "enter")
         modules = dict(layer.named_modules())
         num_answered, before = ConcreteValues.num_answered, contents(modules.values())
-        with self.trial.log(modules, entered) as log:
-            output = type(layer).forward(layer, *args, **kwargs)
+        with self.trial.log(modules, leaves) as log:
+            output = forward(*args, **kwargs)
             log.close(output)
         found, self.specs[name] = pytree.tree_flatten(output)
         if pytree.tree_structure((args, kwargs)) != spec:
@@ -176,10 +190,11 @@ class _LikeLayers:
         is_alone = ConcreteValues.num_answered != num_answered or not _are_identical(contents(modules.values()), before)
         if is_alone or not found or not all(isinstance(leaf, torch.Tensor) for leaf in found):
             del self.traced[call]
-            return pytree.tree_unflatten(found, self.specs[name])
+            return output
         self.outputs[name], self.trial.logs[name] = found, log
-        left = [custom_ops.frame(leaf, name, "leave") for leaf in found]
-        return pytree.tree_unflatten(left, self.specs[name])
+        for leaf in found:
+            custom_ops.frame(leaf, name, "leave")
+        return output
 
 
 def _are_identical(first: list[object], second: list[object]) -> bool:

@@ -126,6 +126,10 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
     Positional arguments of `*args` are named args0, args1, ... by their position in the call.
     """
-    positional = positional_names(module)
+    return named_arguments(positional_names(module), args, kwargs)
+
+
+def named_arguments(positional: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Equal to bound_arguments for a module whose forward has these positional parameters."""
     names = [positional[i] if i < len(positional) else f"args{i}" for i in range(len(args))]
     return dict(zip(names, args, strict=True)) | kwargs

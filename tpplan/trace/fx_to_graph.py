@@ -59,7 +59,7 @@ class CapturedError(UnreadableError):
 
 @dataclass(slots=True)
 class _Frame:
-    """The nodes of a traced layer's forward, nodes[start:end], and the values that enter and leave it."""
+    """The nodes of a call of a traced layer, nodes[start:end], and the values that enter and leave it."""
 
     inputs: list[str]
     start: int
@@ -117,7 +117,7 @@ class GraphReader:
         if is_compared:
             return graph
         unread = unread_values(graph)
-        values = {name: replace(value, is_read=name not in unread) for name, value in self.values.items()}
+        values = self.values | {name: replace(self.values[name], is_read=False) for name in unread}
         stubs = [name for name, module in self.model.named_modules() if isinstance(module, Stub)]
         return find_repeated_blocks(replace(graph, values=values) if unread else graph, stubs)
 
@@ -126,6 +126,7 @@ class GraphReader:
         source."""
         parameters: dict[int, list[str]] = {id(p): [] for p in self.model.parameters()}
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        modules = dict(self.model.named_modules(remove_duplicate=False))
         by_label = dict(self.model.named_parameters(remove_duplicate=False))
         for label, parameter in by_label.items():
             parameters[id(parameter)].append(label)
@@ -158,7 +159,7 @@ class GraphReader:
             is_differentiated = given.kind is SourceKind.INPUT and value.requires_grad
             self._add_value(name, value, carries_gradient=trainable or is_differentiated)
             is_parameter = given.kind is SourceKind.PARAMETER
-            share = share_of(self.model.get_submodule(label.rpartition(".")[0])) if is_parameter else None
+            share = share_of(modules[label.rpartition(".")[0]]) if is_parameter else None
             self.sources.append(
                 Source(
                     kind=given.kind,
@@ -271,7 +272,7 @@ class GraphReader:
         return Ref(name)
 
     def _frame(self, node: Any, names: dict[str, Argument]) -> Argument:
-        """Notes that a value enters or leaves the forward of a layer that siblings may copy. Returns the value."""
+        """Notes that a value enters or leaves a layer that siblings may copy. Returns the value."""
         operand = names[node.args[0].name]
         assert isinstance(operand, Ref)
         _, module, side = node.args

@@ -30,7 +30,7 @@ from tpplan.trace.noted_calls import CallNotes
 
 #: types whose values are compared as they are
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, type, type(None), type(...))
-_NUMBERS = (bool, int, complex, bytes)
+_NUMBERS = frozenset({bool, int, complex, bytes})
 #: in place of the results of a call without tensors among its operands and results: the call changes torch's state (the
 #: default dtype, say), so each sibling must make it too
 _MADE_EACH_TIME = object()
@@ -52,13 +52,10 @@ def contents(modules: Iterable[nn.Module]) -> list[object]:
 def _flatten(values: Iterable[object], found: list[object]) -> None:
     """Appends the values, and those in dicts, lists and tuples, to `found`. torch's pytree takes ten times as long."""
     for value in values:
-        if isinstance(value, dict):
-            if value:
-                _flatten(value.values(), found)
-        elif isinstance(value, (list, tuple)):
-            _flatten(value, found)
-        else:
+        if not isinstance(value, (dict, list, tuple)):
             found.append(value)
+        elif value:
+            _flatten(value.values() if isinstance(value, dict) else value, found)
 
 
 @final
@@ -211,10 +208,9 @@ class CallLog(TorchFunctionMode):
         """The (function, module, arguments) to compare. is_open: calls inside are logged as well, so objects among the
         arguments need not be equal."""
         self._has_operands = False
-        with plain_calls():
-            described = self._shaped if is_open or is_own_code_running() else self._described
-            scope = self._running[-1] if self._running else ""
-            return func, self._names.get(scope, scope), described(args), described(kwargs) if kwargs else None
+        described = self._shaped if is_open or is_own_code_running() else self._described
+        scope = self._running[-1] if self._running else ""
+        return func, self._names.get(scope, scope), described(args), described(kwargs) if kwargs else None
 
     def _log(self, call: object, results: Any, *, is_state: bool = False) -> Any:
         with plain_calls():
@@ -280,12 +276,12 @@ class CallLog(TorchFunctionMode):
         """The key by which arguments are compared: tensors by origin, plain values as they are, other objects by
         identity."""
         kind = type(value)
-        if isinstance(value, Tensor):
-            return self._origin(value)
         if kind is str:
             return "module", self._names.get(str(value), value)
         if kind in _NUMBERS:
             return kind, value
+        if isinstance(value, Tensor):
+            return self._origin(value)
         if kind is float:
             return repr(value)
         if isinstance(value, _NAMED):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tpplan.core.graph import Boundary, Op, Ref, Source, Value, within
+from tpplan.core.graph import ALIAS, Boundary, Op, Ref, Source, Value, within
 from tpplan.layouts.rules import base_target
 
 
@@ -68,7 +68,7 @@ class LayerImages:
         self.like = like
         self.module = module
         self.made: set[str] = set()
-        #: sources outside of the layer, which are their own images
+        #: sources outside of the layer, which are their own images where they are no arguments
         self._outside = given.outside
         self._images = {result: given.labels[module + below] for result, below in given.own}
 
@@ -77,8 +77,7 @@ class LayerImages:
         first, second = self.values[original], self.values[image]
         if (first.shape, first.dtype, first.carries_gradient) != (second.shape, second.dtype, second.carries_gradient):
             raise NotAlikeError(f"{self.module} is given other tensors than {self.like}")
-        known = original if original in self._outside else self._images.setdefault(original, image)
-        if known != image:
+        if self._images.setdefault(original, image) != image:
             raise NotAlikeError(f"{self.like} is given one tensor twice, {self.module} two")
 
     def of(self, name: str) -> str:
@@ -97,7 +96,8 @@ class LayerImages:
         for i, result in enumerate(node.results):
             image = name if result == node.name else f"{name}.{i}"
             self._images[result] = image
-            self.made.add(result)
+            if self._makes(node):
+                self.made.add(result)
             value = self.values[result]
             self.values[image] = Value(
                 name=image,
@@ -129,6 +129,11 @@ class LayerImages:
             module=module,
             is_pointwise=node.is_pointwise,
         )
+
+    def _makes(self, node: Op | Boundary) -> bool:
+        """False for a mark of an argument that enters or leaves the layer: its result is the argument still."""
+        is_mark = node.module == self.like if isinstance(node, Boundary) else node.target == ALIAS
+        return not is_mark or not self.made.isdisjoint(node.operands)
 
     def _storage(self, node: Op | Boundary, storage: str) -> str:
         """The storage in the sibling for that of a result of `node`: a view has that of the operand it views."""

@@ -23,7 +23,7 @@ from tpplan.torch_internals.tensors import storage_key
 from tpplan.trace.answers.autocast import autocast_on
 from tpplan.trace.answers.planned_device import autocast_device, is_foreign
 from tpplan.trace.answers.unbacked_int import UnknownValueError
-from tpplan.trace.boundary_marks import BoundaryHook, boundaries_marked
+from tpplan.trace.boundary_marks import BoundaryHook, BoundaryMarks, boundaries_marked
 from tpplan.trace.dedup_layers import PlanDigest, like_layers_once
 from tpplan.trace.forward_arguments import (
     Inputs,
@@ -182,17 +182,17 @@ def _run_deduplicated(
     """
     classes: Mapping[str, str] = {}
     for _ in range(MOST_CLASSIFIED):
-        running: list[str] = []
+        marks = BoundaryMarks(request.cast, [])
         model = next(copies)()
-        once = like_layers_once(model, request.plan_digest, classes, running)
+        once = like_layers_once(model, marks, request.plan_digest, classes)
         try:
-            return _run(model, request, once, running, extra)
+            return _run(model, request, once, marks, extra)
         except NotAlikeError as reason:
             logger.info("more layers are traced: %s", reason)
             classes = reason.classes
         if not classes:
             break
-    return _run(next(copies)(), request, contextlib.nullcontext(), [], extra)
+    return _run(next(copies)(), request, contextlib.nullcontext(), BoundaryMarks(request.cast, []), extra)
 
 
 def assumptions(
@@ -243,17 +243,17 @@ def _run(
     model: nn.Module,
     request: _TraceArguments,
     once: contextlib.AbstractContextManager[None],
-    running: list[str],
+    marks: BoundaryMarks,
     extra: int,
 ) -> tuple[ModelGraph, Program]:
     """One run of the model: its graph, and the program that the graph was read from.
 
-    once: the context in which like layers are traced once. running: filled with the names of the modules that run, the
-    innermost last. Raises what `trace` raises, and NotAlikeError.
+    once: the context in which like layers are traced once. marks: those of module boundaries, for this run alone.
+    Raises what `trace` raises, and NotAlikeError.
     """
     leaves, spec = pytree.tree_flatten(request.inputs)
     paths = [path_of(path) for path, _ in pytree.tree_flatten_with_path(request.inputs)[0]]
-    modules, opaques = dict(model.named_modules()), request.opaques
+    modules, opaques, running = dict(model.named_modules()), request.opaques, marks.running
     calling = CallNotes(model) if request.notes_calls else None
 
     def scope() -> str:
@@ -266,7 +266,7 @@ def _run(
         training(model),
         recording(model, opaques),
         once,
-        boundaries_marked(model, opaques, request.cast, running),
+        boundaries_marked(model, opaques, marks),
         naming_modules(model, running, opaques.hides),
         quiet(),
     ):

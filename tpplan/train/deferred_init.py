@@ -27,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 from tpplan.core.errors import ModelError
 from tpplan.torch_internals.operators import argument_names, written_by
 from tpplan.torch_internals.pytree import tree_leaves, tree_map_only
-from tpplan.torch_internals.recording import TorchDispatchMode, without_modes
-from tpplan.torch_internals.tensors import plain_calls, storage_key
+from tpplan.torch_internals.recording import TorchDispatchMode
+from tpplan.torch_internals.tensors import plain_calls, storage_key, without_modes
 
 _META, _HOST = torch.device("meta"), torch.device("cpu")
 #: ops that make a tensor without setting its values

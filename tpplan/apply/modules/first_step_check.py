@@ -37,8 +37,7 @@ from tpplan.apply.modules.stale_references import Originals, check_hooks, stop_o
 from tpplan.core.errors import UsageError
 from tpplan.core.mesh import Axis
 from tpplan.torch_internals.modules import is_compiled
-from tpplan.torch_internals.recording import without_modes
-from tpplan.torch_internals.tensors import local_part
+from tpplan.torch_internals.tensors import local_part, without_modes
 from tpplan.trace.forward_arguments import bound_arguments, named_tensors
 from tpplan.trace.hooks.generated_class import BINDING
 from tpplan.trace.hooks.host_rng import states_outside_torch

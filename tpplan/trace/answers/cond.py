@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from tpplan.core.errors import ModelError
 from tpplan.torch_internals import pytree
-from tpplan.torch_internals.fakes import flex_attention_anywhere, flex_masks_by
-from tpplan.torch_internals.recording import higher_order_ops_by
+from tpplan.torch_internals.fakes import flex_attention_anywhere, flex_masks_by, higher_order_ops_by
 from tpplan.trace.answers.flex_attention import attend, mask_of
 from tpplan.trace.hooks import custom_ops
 

@@ -1,7 +1,7 @@
 """tpplan's own operators in traced graphs: `torch.ops.tpplan.*`.
 
 boundary  a tensor crosses into or out of a module's forward; a view, so aliasing stays as it was
-frame     a tensor enters or leaves the forward of a layer that its siblings may copy; a view
+frame     a tensor enters or leaves a layer that its siblings may copy, outside of its boundary; a view
 sibling   a layer that is like one already traced: gives tensors like the traced layer's outputs
 opaque    a call of a module that runs whole: gives tensors like the outputs observed for this call
 whole     an operand or result of an autograd.Function, which must be whole on every rank; a view
@@ -59,10 +59,9 @@ def boundary(x: Tensor, module: str, direction: str, path: str) -> Tensor:
     return marked
 
 
-def frame(x: Tensor, module: str, side: str) -> Tensor:
-    """Marks where a layer's own forward begins ("enter") or ends ("leave")."""
-    marked: Tensor = _called(torch.ops.tpplan.frame, x, module, side)
-    return marked
+def frame(x: Tensor, module: str, side: str) -> None:
+    """Notes in the trace that a tensor enters a layer ("enter") or has left it ("leave")."""
+    _called(torch.ops.tpplan.frame, x, module, side)
 
 
 def sibling(inputs: list[Tensor], module: str, like: str) -> list[Tensor]:
