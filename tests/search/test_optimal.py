@@ -220,7 +220,7 @@ def test_positions_from_a_length_forbid_slices_where_it_is_read_alone(tmp_path: 
 
 def test_out_of_time_the_bound_without_what_was_cut_is_a_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proven plan is kept."""
-    explore = branch_and_bound._explore
+    explore = branch_and_bound.explore
 
     def once(solvers: Solvers, points: list[Point], known: Any) -> Candidate:
         (solver,) = solvers.by_ep.values()
@@ -230,7 +230,7 @@ def test_out_of_time_the_bound_without_what_was_cut_is_a_floor(monkeypatch: pyte
         return explore(solvers, points, known)
 
     monkeypatch.setattr(counterexamples, "PATIENCE", 1)
-    monkeypatch.setattr(branch_and_bound, "_explore", once)
+    monkeypatch.setattr(branch_and_bound, "explore", once)
     plan = solve_counted()
     assert plan.proof.status is ProofStatus.PROVEN
     assert plan.solver.status is Status.FEASIBLE
