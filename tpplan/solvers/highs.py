@@ -9,6 +9,7 @@ import numpy as np
 
 from tpplan.core.errors import SolverError
 from tpplan.solvers import milp
+from tpplan.solvers.build_program import BOUND_MARGIN
 from tpplan.solvers.matrix import Program
 from tpplan.solvers.problem import Problem, Solution, Status
 
@@ -139,7 +140,7 @@ def _is_integral(highs: highspy.Highs, program: Program) -> bool:
 
 def _search_bound(cutoff: float) -> float:
     """The objective above which HiGHS need not search: above the cutoff by more than the margin of a bound."""
-    return cutoff + 2 * milp.BOUND_MARGIN
+    return cutoff + 2 * BOUND_MARGIN
 
 
 def _outcome(highs: highspy.Highs, cutoff: float) -> milp.Outcome:

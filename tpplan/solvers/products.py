@@ -1,4 +1,4 @@
-"""The products of numbers of parts and choices of columns: constraint (5) of tpplan.solvers.milp."""
+"""The products of numbers of parts and choices of columns: constraint (5) of tpplan.solvers.build_program."""
 
 import math
 from collections.abc import Mapping, Sequence
