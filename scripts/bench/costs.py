@@ -18,7 +18,8 @@ import torch
 
 from tpplan.costs.runs.execute import Executor
 from tpplan.costs.step.cost_table import price_space
-from tpplan.layouts.decision_space import Space, build_space
+from tpplan.layouts.build_space import build_space
+from tpplan.layouts.decision_space import Space
 from tpplan.machine.profile import load_profile
 from tpplan.search.points.user_model import load_model_file
 from tpplan.trace.trace import trace

@@ -196,7 +196,7 @@ def compare(solver: "PointSolver", point: "Point", time_limit_s: float) -> Itera
 def _untied(solver: "PointSolver", tied: "Formulation", point: "Point") -> "Formulation":
     """The same problem with every layer apart; in the memory constraint layers are alike still."""
     from tpplan.costs.step.cost_table import price_space
-    from tpplan.layouts.decision_space import build_space
+    from tpplan.layouts.build_space import build_space
 
     space = build_space(
         solver.traces.traced(point.micro_batch).graph,

@@ -27,7 +27,7 @@ from tpplan.costs.runs.kernels import Matmul
 from tpplan.costs.step import memory_replay, step_time
 from tpplan.costs.step.activation_lifetimes import Lifetimes
 from tpplan.costs.step.memory_ledger import Peak
-from tpplan.layouts.decision_space import build_space
+from tpplan.layouts.build_space import build_space
 from tpplan.layouts.rules import Call
 from tpplan.layouts.typecheck import Mistyped, typecheck
 from tpplan.plan.plan import Plan, Recompute

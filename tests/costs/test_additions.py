@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpplan.core.layout import R
 from tpplan.costs.gradient_sums import MOVED, additions, moved_bytes
-from tpplan.layouts.decision_space import build_space
+from tpplan.layouts.build_space import build_space
 from tpplan.trace.trace import trace
 
 

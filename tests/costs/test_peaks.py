@@ -19,7 +19,7 @@ from tpplan.costs.step.cost_table import price_space
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.memory_replay import memory
 from tpplan.costs.step.train_config import Setting
-from tpplan.layouts.decision_space import build_space
+from tpplan.layouts.build_space import build_space
 from tpplan.plan.plan import Precision
 from tpplan.solvers.problem import Expression, Term, total
 from tpplan.trace.trace import trace

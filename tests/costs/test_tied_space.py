@@ -20,7 +20,8 @@ from tpplan.costs.step.step_time import formulated
 from tpplan.costs.step.train_config import Setting
 from tpplan.costs.tied_space import tied_space
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.decision_space import build_space, classes_of
+from tpplan.layouts.build_space import build_space
+from tpplan.layouts.decision_space import classes_of
 from tpplan.plan.plan import Precision
 from tpplan.solvers.problem import Expression, Term
 from tpplan.trace.trace import trace

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tpplan.core.errors import SolverError
-from tpplan.layouts.decision_space import NoLayoutError
+from tpplan.layouts.build_space import NoLayoutError
 from tpplan.search.best_first import Progress
 from tpplan.search.branch_and_bound import BOUNDED, NO_LAYOUT, TOO_LARGE, TOO_WIDE, UNDECIDED, _certificate
 from tpplan.search.points.mesh_points import Point

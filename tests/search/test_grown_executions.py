@@ -12,7 +12,7 @@ from tpplan.costs.runs.execute import Executor
 from tpplan.costs.runs.execution import Execution
 from tpplan.costs.runs.grown_executions import GrownExecutions, Sizes
 from tpplan.costs.runs.kernels import MemoryBound
-from tpplan.layouts.decision_space import build_space
+from tpplan.layouts.build_space import build_space
 from tpplan.layouts.rules import Call, Strategy
 from tpplan.plan.plan import Plan
 from tpplan.search.planner import prepare

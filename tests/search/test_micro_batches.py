@@ -12,7 +12,8 @@ from tpplan.core.graph import ModelGraph
 from tpplan.costs.runs.execute import Executor
 from tpplan.costs.runs.kernels import Attention, Matmul, MemoryBound, kernel_time
 from tpplan.costs.step.cost_table import decides_like, price_space
-from tpplan.layouts.decision_space import Space, build_space
+from tpplan.layouts.build_space import build_space
+from tpplan.layouts.decision_space import Space
 from tpplan.machine.profile import AttentionSizes, HardwareProfile, load_profile
 from tpplan.plan.plan import Plan
 from tpplan.search.planner import prepare

@@ -21,7 +21,7 @@ from tpplan.costs.step.cost_table import price_space
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.memory_rows import Peaks
 from tpplan.costs.step.train_config import Setting
-from tpplan.layouts.decision_space import build_space
+from tpplan.layouts.build_space import build_space
 from tpplan.machine.profile import Collective, HardwareProfile, load_profile
 from tpplan.plan.parts import DATA_PARALLEL
 from tpplan.plan.plan import Plan, Precision

@@ -23,7 +23,7 @@ from tpplan.costs.step.cost_table import price_space
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.memory_replay import memory
 from tpplan.costs.step.train_config import Setting
-from tpplan.layouts.decision_space import build_space
+from tpplan.layouts.build_space import build_space
 from tpplan.layouts.layer_treatments import TREATMENTS
 from tpplan.layouts.rules import Strategy
 from tpplan.machine.profile import HardwareProfile

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tpplan.core.errors import InfeasibleError, TpplanError, UsageError, VerificationError
-from tpplan.layouts.decision_space import NoLayoutError
+from tpplan.layouts.build_space import NoLayoutError
 from tpplan.plan.plan import Plan
 from tpplan.plan.step_anatomy import GLOBAL_BATCH, GPUS, MEMORY_LIMIT, SEQUENCE_LENGTH, Curve, Outcome
 from tpplan.search.comparisons.alternatives import Problem

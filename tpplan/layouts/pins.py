@@ -28,7 +28,7 @@ from tpplan.core.errors import UsageError
 from tpplan.core.graph import Boundary, Direction, ModelGraph, Op, Source, within
 from tpplan.core.layout import R_STAR, ROWS, Layout, P, R, S
 from tpplan.core.name_patterns import ROOT
-from tpplan.layouts.decision_space import EMBEDDING
+from tpplan.layouts.build_space import EMBEDDING
 from tpplan.layouts.readings import reading_name
 from tpplan.layouts.rules import Strategy
 from tpplan.plan.styles import ALIASES, KNOWN_STYLES, Style

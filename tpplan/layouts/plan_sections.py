@@ -8,7 +8,7 @@ from tpplan.core.graph import LEFT_AT, LOSS_SCOPE, Direction, SourceKind
 from tpplan.core.layout import Layout, R
 from tpplan.core.name_patterns import ROOT
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.decision_space import CROSS_ENTROPY
+from tpplan.layouts.build_space import CROSS_ENTROPY
 from tpplan.layouts.rules import Call, draws
 from tpplan.plan.compress_names import pattern_of
 from tpplan.plan.plan import BoundaryPlan, BufferPlan, CrossingPlan, FsdpPlan, ParameterPlan

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from tpplan.core.graph import OWN_SCOPE, Boundary, Direction, ModelGraph, Op
 from tpplan.core.layout import COLLECTIVE_STEPS, Step
 from tpplan.layouts.assignment import Assignment
-from tpplan.layouts.decision_space import CROSS_ENTROPY
+from tpplan.layouts.build_space import CROSS_ENTROPY
 from tpplan.layouts.readings import reading_conversion, sources_read
 from tpplan.prove.counterexample import Counterexample, blame
 

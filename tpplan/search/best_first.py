@@ -20,7 +20,7 @@ from typing import NoReturn, assert_never
 
 from tpplan.core.errors import InfeasibleError, SolverError
 from tpplan.core.units import format_bytes
-from tpplan.layouts.decision_space import NoLayoutError
+from tpplan.layouts.build_space import NoLayoutError
 from tpplan.search.diagnose import infeasible, no_layout, unkept, unproven
 from tpplan.search.points.mesh_points import Point
 from tpplan.search.points.point_solver import Candidate, PointSolver, Solvers

@@ -8,7 +8,8 @@ from tpplan.core.errors import InfeasibleError, ProfileError, Remedy, SolverErro
 from tpplan.core.mesh import Mesh
 from tpplan.core.units import format_bytes, format_seconds
 from tpplan.costs.step.formulate import Formulation
-from tpplan.layouts.decision_space import NoLayoutError, deciders_of
+from tpplan.layouts.build_space import NoLayoutError
+from tpplan.layouts.decision_space import deciders_of
 from tpplan.layouts.in_words import placed
 from tpplan.layouts.pins import Pin
 from tpplan.plan.plan import Recompute

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from tpplan.core.errors import SolverError
 from tpplan.core.graph import Op
 from tpplan.costs.step.cost_table import edges_of
-from tpplan.layouts.decision_space import Space, build_space
+from tpplan.layouts.build_space import build_space
+from tpplan.layouts.decision_space import Space
 from tpplan.layouts.in_words import placed
 from tpplan.layouts.pins import Pin
 from tpplan.layouts.rules import Strategy, has_rule

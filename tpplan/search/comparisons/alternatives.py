@@ -20,7 +20,7 @@ from tpplan.core.graph import ModelGraph
 from tpplan.core.layout import R_STAR
 from tpplan.core.mesh import Mesh, meshes
 from tpplan.core.units import GIB, format_bytes
-from tpplan.layouts.decision_space import NoLayoutError
+from tpplan.layouts.build_space import NoLayoutError
 from tpplan.layouts.pins import matrix_ops
 from tpplan.layouts.readings import has_partial_gradient
 from tpplan.layouts.rules import Strategy

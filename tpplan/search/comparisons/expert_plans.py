@@ -23,7 +23,7 @@ from tpplan.core.errors import InfeasibleError, UsageError, VerificationError
 from tpplan.core.graph import ModelGraph
 from tpplan.core.mesh import tp_degrees
 from tpplan.core.name_patterns import ROOT
-from tpplan.layouts.decision_space import EMBEDDING, NoLayoutError
+from tpplan.layouts.build_space import EMBEDDING, NoLayoutError
 from tpplan.layouts.pins import Pinned, matrix_ops, parse_pin
 from tpplan.plan.compress_names import pattern_of
 from tpplan.plan.plan import Plan

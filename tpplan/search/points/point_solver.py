@@ -18,7 +18,7 @@ from tpplan.costs.step.cost_table import PricedSpace, price_space
 from tpplan.costs.step.formulate import Formulation
 from tpplan.costs.step.train_config import Setting
 from tpplan.costs.strategy_times import Rates
-from tpplan.layouts.decision_space import build_space
+from tpplan.layouts.build_space import build_space
 from tpplan.layouts.layer_treatments import Treatment
 from tpplan.layouts.pins import Pinned
 from tpplan.layouts.rules import Call, Strategy
