@@ -88,6 +88,23 @@ class Tied(Chain):
             layer.up.weight = self.layers[0].up.weight
 
 
+class Penalized(Chain):
+    """The loss has a penalty on the layers' weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(layer.up.weight.square().mean() for layer in self.layers)
+
+
+class Lending(Chain):
+    """A layer computes with a weight of another, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x) + F.linear(x, self.layers[3].out.weight)
+        return self.last(x).square().mean()
+
+
 def vectors(batch: int, seq_len: int) -> dict[str, Tensor]:
     return {"x": torch.randn(batch, seq_len, DIM)}
 
@@ -122,8 +139,9 @@ def test_layers_that_a_plan_treats_otherwise_stay() -> None:
     assert set(FewerLayers.of(graph, lambda name: name in ("layers.3", "layers.4")).standing) == {"layers.2"}
 
 
-def test_layers_that_share_a_weight_all_stay() -> None:
-    assert not FewerLayers.of(traced(Tied()), alike).standing
+@pytest.mark.parametrize("make", [Tied, Penalized, Lending])
+def test_layers_whose_weights_others_read_all_stay(make: Callable[[], nn.Module]) -> None:
+    assert not FewerLayers.of(traced(make()), alike).standing
 
 
 def solved(make: Callable[[], nn.Module]) -> Plan:
@@ -152,7 +170,7 @@ def whole_only(graph: ModelGraph, digest: object) -> FewerLayers:
     return FewerLayers()
 
 
-@pytest.mark.parametrize(("make", "compared"), [(Chain, [2]), (Average, [2, 5]), (Numbered, [2, 5])])
+@pytest.mark.parametrize(("make", "compared"), [(Chain, [2]), (Average, [2, 5]), (Numbered, [2, 5]), (Penalized, [5])])
 def test_what_needs_all_layers_is_compared_whole(
     make: Callable[[], nn.Module], compared: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

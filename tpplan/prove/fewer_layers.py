@@ -34,7 +34,7 @@ class FewerLayers:
     @classmethod
     def of(cls, graph: ModelGraph, digest: Callable[[str], Hashable]) -> "FewerLayers":
         """The layers that may be left out of a graph; none where its questions, or weights under several names, may
-        depend on one. `digest` gives all that a plan does in a module."""
+        depend on one, or other code reads a weight of one. `digest` gives all that a plan does in a module."""
         standing: dict[str, str] = {}
         for block in graph.blocks if not graph.questions else ():
             kept: dict[Hashable, list[str]] = {}
@@ -46,18 +46,27 @@ class FewerLayers:
                     standing[name] = own[-1]
         found = cls(standing=standing)
         names = ((source.label, *source.aliases) for source in graph.sources if source.aliases)
-        return cls() if any(any(map(found.is_left_out, own)) for own in names) else found
+        is_shared = any(any(map(found.is_left_out, own)) for own in names)
+        return cls() if is_shared or found._are_read_elsewhere(graph) else found
 
     def is_left_out(self, name: str) -> bool:
         """True for a layer that is left out, and for what is inside it."""
         return any(module in self.standing for module in enclosing(name))
 
+    def _are_read_elsewhere(self, graph: ModelGraph) -> bool:
+        """True where a node outside of the layers reads one of their parameters or buffers, or it is an output."""
+        sources = self._sources(graph)
+        read = (value for node in graph.nodes if not self.is_left_out(node.module) for value in node.operands)
+        return not sources.isdisjoint(read) or not sources.isdisjoint(value for _, value in graph.outputs)
+
+    def _sources(self, graph: ModelGraph) -> frozenset[str]:
+        return frozenset(source.result for source in graph.sources if self.is_left_out(source.label))
+
     def graph(self, graph: ModelGraph) -> ModelGraph:
         """The graph without the layers."""
         images = self._images(graph)
         nodes = {node.name: node for name in self.standing for node in members(graph, name)}
-        values = {value for node in nodes.values() for value in node.results}
-        values |= {source.result for source in graph.sources if self.is_left_out(source.label)}
+        values = self._sources(graph).union(*(node.results for node in nodes.values()))
         return ModelGraph(
             values={
                 name: replace(value, storage=images[value.storage]) if value.storage in images else value

@@ -44,8 +44,9 @@ _CALLS_COMPILED = "_dynamo/eval_frame.py"
 _PLAIN_NAMESPACES = frozenset({"aten", "tpplan", "_c10d_functional"})
 #: types of arguments that a node has as they are
 _VALUES = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
-#: ops of which torch records others
+#: ops of which torch records others, or none
 _SPECIAL = (
+    torch.ops.aten.sym_numel.default,
     torch.ops.aten.lift_fresh.default,
     torch.ops.aten.lift_fresh_copy.default,
     torch.ops.aten.is_nonzero.default,
@@ -247,7 +248,7 @@ def dispatched_plainly(instead: Callable[[Any, tuple[Any, ...]], Any]) -> Iterat
         if result is not NotImplemented:
             return result
         with torch._C._DisablePythonDispatcher():
-            if _is_plain(func) and func not in mode.decomposition_table:
+            if _is_plain(func):
                 result = _recorded_call(mode.tracer, func, args, kwargs or {})
             return dispatch(func, types, args, kwargs or {}) if result is NotImplemented else result
 
