@@ -2,13 +2,15 @@
 
 import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from assignments import untied
 from examples import example, machine
+from torch import Tensor, nn
 
 from tpplan import solvers
 from tpplan.core.graph import ModelGraph
@@ -110,13 +112,58 @@ def test_the_constraint_is_not_below_the_step_where_layers_are_large_and_treated
     assert min(excesses(formulation, random.Random(seed), 8)) >= -1e-9
 
 
+class Stack(nn.Module):
+    """A residual MLP per entry of `hidden`, its hidden features: equal ones are a family."""
+
+    def __init__(self, hidden: Sequence[int], features: int = 64, words: int = 128) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(words, features), nn.Linear(features, words)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(features), nn.Linear(features, h), nn.GELU(), nn.Linear(h, features))
+            for h in hidden
+        )
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def stack(hidden: Sequence[int], batch: int) -> ModelGraph:
+    with torch.device("meta"):
+        tokens = torch.zeros(batch, 32, dtype=torch.long)
+        return trace(Stack(hidden), {"tokens": tokens, "targets": tokens.clone()})
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        (512, 128, 128),
+        pytest.param((64, 64, 1024, 64), marks=pytest.mark.long),
+        pytest.param((128, 256, 128, 256), marks=pytest.mark.long),
+        pytest.param((256, 256, 128), marks=pytest.mark.long),
+        pytest.param((64, 128, 192, 256, 256, 256), marks=pytest.mark.long),
+    ],
+)
+def test_the_constraint_is_not_below_the_step_where_layers_differ(hidden: Sequence[int]) -> None:
+    """Layers of other sizes before, among and after the most of one size, and two sizes that take turns."""
+    rng = random.Random(str(hidden))
+    for batch in (1, 16):
+        graph = stack(hidden, batch)
+        for mesh in (Mesh(), Mesh(shard=4), Mesh(shard=2, tp=2)):
+            for settings in SETTINGS[:2]:
+                assert min(excesses(formulated(graph, mesh, **settings), rng, 1)) >= -1e-9
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("batch", [1, 4, 32])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_the_constraint_is_tight_on_any_mesh(batch: int, settings: dict[str, object]) -> None:
-    """Not below the peak, and in the median less than 15 % above it: layouts and treatments are random."""
+    """Not below the peak, and in the median less than 15 % above it where a batch is 1, 12 % where activations weigh
+    more: layouts and treatments are random."""
     rng = random.Random(f"{batch} {settings}")
     graph = llama(batch)
     found = [excess for mesh in MESHES for excess in excesses(formulated(graph, mesh, **settings), rng, 8)]
     assert min(found) >= -1e-9
-    assert statistics.median(found) < 0.15
+    assert statistics.median(found) < (0.15 if batch == 1 else 0.12)

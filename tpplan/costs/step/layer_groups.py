@@ -131,11 +131,14 @@ def _numbered(keys: Mapping[str, object]) -> dict[str, int]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Layers that were alike before their treatments were decided: `first` names the first, `unit` is the last, `layer`
-    its costs, `counts` the number of layers by mode of recomputation."""
+    its costs, `counts` the number of layers by mode of recomputation. The first begins at position `begin` among the
+    nodes of the graph, the last ends at `end`."""
 
     first: str
     unit: FsdpUnit
     size: int
+    begin: int
+    end: int
     layer: LayerCosts
     counts: Mapping[Recompute, Count]
 
@@ -162,9 +165,8 @@ class Families:
         found: dict[str, list[LayerGroup]] = {}
         for kind in self.kinds:
             found.setdefault(self.first(kind), []).append(kind)
-        positions = self.activations.positions
         families = [self._family(first, kinds) for first, kinds in found.items()]
-        return tuple(sorted(filter(None, families), key=lambda family: max(positions[family.unit.name])))
+        return tuple(sorted(filter(None, families), key=lambda family: family.end))
 
     def first(self, kind: LayerGroup) -> str:
         """The name of the first layer of a group's family."""
@@ -177,10 +179,11 @@ class Families:
         ]
         if not units:
             return None
-        _, unit, last = max(units, key=lambda row: row[0])
+        end, unit, last = max(units, key=lambda row: row[0])
+        begin = min(positions[unit.name][0] for _, unit, _ in units)
         layer = self.activations.layers[last.unit.name]
         counts = {mode: _together(kind.count(recompute=mode) for kind in kinds) for mode in Recompute}
-        return Family(first=first, unit=unit, size=len(units), layer=layer, counts=counts)
+        return Family(first=first, unit=unit, size=len(units), begin=begin, end=end, layer=layer, counts=counts)
 
     @property
     def largest(self) -> Family:
@@ -198,12 +201,14 @@ class Families:
         return self.all[: self.all.index(self.largest) + 1] if self.all else ()
 
     def followers(self, families: Sequence[Family]) -> tuple[Family, ...]:
-        """Families of which a layer runs after a layer of `families`, which are `earlier` or `later`."""
-        positions = self.activations.positions
-        first = min(positions[unit.name][0] for kind in self.kinds for unit in kind.units if unit.name in positions)
-        if families == self.earlier:
-            return tuple(f for f in self.all if f.size > 1 or positions[f.unit.name][0] != first)
-        return tuple(families[1:])
+        """Families of which a layer runs after one of `families` has begun."""
+        begin, positions = min(family.begin for family in families), self.activations.positions
+        return tuple(family for family in self.all if positions[family.unit.name][0] > begin)
+
+    def begun_before(self, families: Sequence[Family]) -> tuple[Family, ...]:
+        """Families of which a layer has run when the last layer of `families` ends, these among them."""
+        end = max(family.end for family in families)
+        return tuple(family for family in self.all if family.begin < end)
 
 
 def _together(counts: Iterable[Count]) -> Count:

@@ -5,8 +5,9 @@ least what the replay finds there. L is what lasts throughout: parameters, state
 earlier micro-batches.
 
     at the loss         L + all saved activations + the most around the layers
-    in a layer          L + all saved activations but those that only later nodes read + what a layer recomputes + the
-                        most in a layer, the last of its family: of those before it less is kept
+    in a layer          L + the activations saved up to the last layer of a family + the gradients of the layers behind
+                        it + what a layer recomputes + the most in a layer: a row for each of few families, or one for
+                        all, with the most of each
     gathering           L + what is kept before the layers + the root and a layer gathered, each beside its buffer; or,
                         of layers that do not all train, L + all saved activations + a layer and two buffers
     in the first layer  L + the gradients of all that ran backward before + a layer + the most in it + layers that are
@@ -49,6 +50,9 @@ from tpplan.plan.plan import Precision, Recompute
 from tpplan.solvers.problem import Expression, Resource, Term, added, constant_term, merged, scaled
 from tpplan.solvers.undominated import combined, lower, undominated, upper
 
+#: families of layers that have rows of their own
+MOST_APART = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
@@ -88,9 +92,11 @@ class Peaks:
         if self.families.later:
             in_layers = self._in_a_layer(self.families.later)
             yield "in the last layers", (*lasting, *before, *self._kept_by_layers(), *in_layers)
+        for families in self._looked_at_apart():
+            kept = self._kept_by_layers(self.families.begun_before(families))
+            name = "in a layer" if self.families.largest in families else f"in {families[-1].unit.name}"
+            yield name, (*lasting, *before, *kept, *self._in_a_layer(families))
         if self.families.all:
-            kept = self._kept_by_layers(self.families.earlier)
-            yield "in a layer", (*lasting, *before, *kept, *self._in_a_layer(self.families.earlier))
             if self.uses_fsdp and self.mesh.shard > 1:
                 yield "gathering the first layer", (*lasting, *before, *self._gathering_the_first_layer())
                 if self._has_frozen_layers:
@@ -100,6 +106,14 @@ class Peaks:
                 yield "in the first layer", (*lasting, *self._in_the_first_layer())
         yield "after the layers", (*lasting, *self._after_the_layers())
         yield "in the step", (*lasting, *gradients, *self._in_the_step())
+
+    def _looked_at_apart(self) -> list[tuple[Family, ...]]:
+        """The families that end with the largest one or before it, each with a row of its own: in the backward of a
+        family what later layers kept is freed. Many families share a row, which has the most of each."""
+        earlier = self.families.earlier
+        if len(earlier) > MOST_APART:
+            return [earlier]
+        return [(family,) for family in earlier]
 
     # What lasts
 
@@ -155,7 +169,7 @@ class Peaks:
         yield Term(name=TRANSIENTS, expressions=stretch.moments if stretch is not None else (Expression(),))
 
     def _in_a_layer(self, families: Sequence[Family]) -> Iterator[Term]:
-        last = max(max(self.activations.positions[family.unit.name]) for family in families)
+        last = max(family.end for family in families)
         yield from self.activations.kept_outside(until=last)
         yield from self._gathered_throughout()
         if self.uses_fsdp:
@@ -163,11 +177,15 @@ class Peaks:
         yield Term(name=TRANSIENTS, expressions=self._moments_in([(f.unit, self._growing(f)) for f in families]))
         remade = [expression for family in families for expression in self._made_again(family)]
         yield Term(name=SAVED, expressions=(Expression(), *remade))
-        behind = [part for family in self.families.followers(families) for part in self._behind(family, families)]
-        yield Term(name=BUFFERS, expressions=(Expression(), *behind))
+        behind, begun = [Expression()], self.families.begun_before(families)
+        for family in self.families.followers(families):
+            if family in begun:
+                behind += self._behind(family)
+            elif self.uses_fsdp:  # the row has its gradients and none of its activations
+                behind.append(self._reduced(family))
+        yield Term(name=BUFFERS, expressions=tuple(behind))
         if self.uses_fsdp and self._are_gradients_new:
-            for family in self.families.later:
-                yield Term(name=GRADIENTS, expressions=(self.sizes.gradients(family.unit.parameters),))
+            yield Term(name=GRADIENTS, expressions=(self.sizes.gradients(self._parameters_behind(last)),))
 
     def _gathering_the_first_layer(self) -> Iterator[Term]:
         """The buffer of the root is freed after the first layer has been copied out of its own."""
@@ -181,7 +199,7 @@ class Peaks:
     def _gathering_in_forward(self) -> Iterator[Term]:
         """A layer beside its own buffer and that of the layer before it. Where all parameters of layers train, these
         are less than a layer, a buffer and gradients in a layer's backward."""
-        last = max(max(self.activations.positions[family.unit.name]) for family in self.families.all)
+        last = max(family.end for family in self.families.all)
         yield from self.activations.kept_outside(until=last)
         yield from self._gathered_throughout()
         found = [Expression()]
@@ -203,7 +221,9 @@ class Peaks:
         yield from self.activations.kept_outside(before=self.activations.first)
         family = self.families.largest
         own = self._alone_in(family.unit) if len(self.families.earlier) == 1 else ()
-        yield self._gradients(without=(*self._in_the_end, *own))
+        before = (f.unit for f in self.families.earlier if f.end < family.begin)  # single layers: gradients are new
+        later = [source for unit in before for source in self._alone_in(unit)]
+        yield self._gradients(without=(*self._in_the_end, *own, *later))
         if self.uses_fsdp:
             for unit in self.root:
                 yield Term(name=UNSHARDED_PARAMETERS, expressions=(self.sizes.gathered(unit.parameters),))
@@ -242,6 +262,12 @@ class Peaks:
             each = self.sizes.each_gradient(self.space.graph.parameters)
             yield Term(name=TRANSIENTS, expressions=each, weight=float(self.optimizer.of_largest))
 
+    def _parameters_behind(self, last: int) -> list[Source]:
+        """Parameters of the layers that begin behind position `last`: their gradients are reduced before."""
+        positions = self.activations.positions
+        units = (unit for kind in self.kinds for unit in kind.units if unit.name in positions)
+        return [source for unit in units if positions[unit.name][0] > last for source in unit.parameters]
+
     # One layer
 
     def _moments_in(self, layers: Sequence[tuple[FsdpUnit, frozenset[str]]]) -> tuple[Expression, ...]:
@@ -267,14 +293,14 @@ class Peaks:
             for own in heavier if tensors.terms or tensors.constant else ():
                 yield from family.where_lightest(own, tensors, heavier)
 
-    def _behind(self, family: Family, kept_of: Sequence[Family]) -> Iterator[Expression]:
+    def _behind(self, family: Family) -> Iterator[Expression]:
         """Bytes of a family's last layer in the backward of the layer before it: its gradients, which FSDP may still
-        reduce, less the activations that it has freed, where the row counts them (`kept_of`)."""
+        reduce, less the activations that it has freed."""
         left = self._reduced(family) if self.uses_fsdp else Expression()
         if self._are_gradients_new:
             left = added(left, self.sizes.gradients(family.unit.parameters))
         for mode in Recompute:
-            kept = lower(self.activations.terms(family.layer.kept[mode] if family in kept_of else {}))
+            kept = lower(self.activations.terms(family.layer.kept[mode]))
             found = merged(added(left, scaled(kept, -1.0)))
             yield from family.where_lightest(mode, found, [mode])
             again = lower(self.activations.terms(family.layer.remade[mode]))
