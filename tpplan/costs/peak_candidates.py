@@ -22,7 +22,7 @@ from tpplan.core.graph import Boundary, ModelGraph, Op
 from tpplan.core.layout import Conversion
 from tpplan.costs.conversion_memory import backward_move, forward_move
 from tpplan.costs.runs.execute import Executor
-from tpplan.costs.saved_tensors import SavedStorage, held_bytes, local_bytes, own_bytes
+from tpplan.costs.saved_tensors import SavedStorage, held_bytes, local_bytes, operands_saved_too, own_bytes
 from tpplan.layouts.decision_space import Space
 from tpplan.layouts.readings import reading_conversion, reading_name
 from tpplan.layouts.rules import Call, Strategy
@@ -83,6 +83,19 @@ def positions_in(graph: ModelGraph) -> Mapping[str, int]:
     return graph.once_for_all_sizes(positions_in, lambda: {node.name: i for i, node in enumerate(graph.nodes)})
 
 
+def _behind_the_loss(graph: ModelGraph) -> frozenset[str]:
+    """Names of the nodes whose backward runs: the loss follows from a result of theirs. All nodes of a graph without
+    loss."""
+    if graph.loss is None:
+        return frozenset(node.name for node in graph.nodes)
+    found, reached = set(), {graph.loss}
+    for node in reversed(graph.nodes):
+        if not reached.isdisjoint(node.results):
+            found.add(node.name)
+            reached |= {operand for operand in node.operands if graph.values[operand].carries_gradient}
+    return frozenset(found)
+
+
 class PeakCandidates:
     """Finds the moments of regions of one decision space."""
 
@@ -94,6 +107,7 @@ class PeakCandidates:
         self.num_nodes = len(self.nodes)
         self.position = positions_in(space.graph)
         self.parameters = {source.result: source for source in space.graph.parameters}
+        self._gives_gradients = space.graph.once_for_all_sizes(_behind_the_loss, lambda: _behind_the_loss(space.graph))
         self._waits = space.graph.once_for_all_sizes(PeakCandidates, lambda: tuple(self._gradients_that_wait()))
         self._vectors: dict[object, Vector] = {}
 
@@ -196,7 +210,7 @@ class PeakCandidates:
     def _is_summed(self, value: str, i: int) -> bool:
         """True where gradients from nodes behind i exist when i's arrives: the sum may be a new tensor."""
         is_computed = value in self.space.layouts and self.space.graph.values[value].carries_gradient
-        return is_computed and max(self._readers(value)) > i
+        return is_computed and max(self._readers(value), default=i) > i
 
     def _add_reading(self, found: _Sum, op: Op, index: int) -> None:
         """Adds the bytes of converting a parameter's gradient, of operand `index` of `op`, to its layout at rest."""
@@ -228,7 +242,7 @@ class PeakCandidates:
                 found.add(name, vector)
 
     def _gradients_that_wait(self) -> Iterator[tuple[int, int, str]]:
-        """Yields (position of the producer, position of the last reader, value) of values that carry gradients."""
+        """Yields (position of the producer, position of the last reader that gives it a gradient, value)."""
         for name, (maker, _) in self.space.layouts.items():
             if self.space.graph.values[name].carries_gradient and (readers := self._readers(name)):
                 yield self.position[maker], max(readers), name
@@ -245,7 +259,10 @@ class PeakCandidates:
                 yield max(self.position[reading.op.name] for reading in readings), name, vector
 
     def _readers(self, value: str) -> list[int]:
-        return [self.position[reader.name] for reader in self.space.graph.consumers.get(value, ())]
+        """Positions of the nodes that give a value gradients: nodes that only lead to other outputs than the loss have
+        no backward."""
+        readers = self.space.graph.consumers.get(value, ())
+        return [self.position[reader.name] for reader in readers if reader.name in self._gives_gradients]
 
     # Vectors, once for a class
 
@@ -270,7 +287,7 @@ class PeakCandidates:
     def _op_vectors(self, op: Op) -> tuple[Vector, Vector]:
         """Returns an op's bytes in forward and in backward, by strategy.
 
-        Forward: temporaries besides the results. Backward: the most that it holds, or if more, the gradients of its
+        Forward: temporaries besides the results, less the operands that count among the kept ones. Backward: the most that it holds, or if more, the gradients of its
         results and operands.
         """
         call, tp = Call.of(self.space.graph, op), self.space.tp
@@ -283,7 +300,8 @@ class PeakCandidates:
                 if value.carries_gradient
             )
             new = sum(g.num_bytes for g in execution.gradients if g is not None and not g.is_view)
-            forward.append(float(execution.forward_bytes))
+            is_twice = operands_saved_too(call, strategy, tp, self.executor)  # made before, and kept from here on
+            forward.append(float(execution.forward_bytes) - is_twice)
             backward.append(float(max(execution.backward_bytes, given + new)))
         return tuple(forward), tuple(backward)
 

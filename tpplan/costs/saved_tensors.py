@@ -273,9 +273,13 @@ def extra_terms(space: Space, name: str, executor: Executor) -> Iterator[Term]:
 
 def _extra_bytes(call: Call, strategy: Strategy, tp: int, executor: Executor) -> float:
     """Returns the bytes that an op saves besides the operands and results that it also saves unsharded."""
-    execution, whole = executor.execute(call, strategy, tp), executor.execute(call, whole_strategy(call), 1)
-    more = execution.saves - whole.saves
-    return execution.saved_bytes + sum(local_bytes(call.operands[i], strategy.operands[i], tp) for i in more)
+    return executor.execute(call, strategy, tp).saved_bytes + operands_saved_too(call, strategy, tp, executor)
+
+
+def operands_saved_too(call: Call, strategy: Strategy, tp: int, executor: Executor) -> float:
+    """Returns the bytes of the operands that an op saves and would not save unsharded."""
+    more = executor.execute(call, strategy, tp).saves - executor.execute(call, whole_strategy(call), 1).saves
+    return float(sum(local_bytes(call.operands[i], strategy.operands[i], tp) for i in more))
 
 
 def copies_read(space: Space, name: str) -> Iterator[Term]:
