@@ -170,7 +170,7 @@ def test_the_constraint_is_not_below_the_step_where_layers_differ(hidden: Sequen
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(shard=2), Mesh(tp=2)], ids=str)
 def test_logits_are_counted_as_often_as_they_are_held(mesh: Mesh) -> None:
-    """Returned logits get no gradient in a model with a loss, and the loss keeps a copy of them that was made before."""
+    """Returned logits get no gradient beside the loss, which keeps a copy of them that was made before it."""
     with torch.device("meta"):
         graph = trace(LargeLogits([64], words=8192), tokens_and_targets(4), loss=lambda output, inputs: output["loss"])
     found = list(excesses(formulated(graph, mesh), random.Random(0), 4))

@@ -287,8 +287,8 @@ class PeakCandidates:
     def _op_vectors(self, op: Op) -> tuple[Vector, Vector]:
         """Returns an op's bytes in forward and in backward, by strategy.
 
-        Forward: temporaries besides the results, less the operands that count among the kept ones. Backward: the most that it holds, or if more, the gradients of its
-        results and operands.
+        Forward: temporaries besides the results, less the operands that count among the kept tensors too. Backward: the
+        most that it holds, or if more, the gradients of its results and operands.
         """
         call, tp = Call.of(self.space.graph, op), self.space.tp
         forward, backward = [], []
